@@ -6,9 +6,9 @@ The calls of the command line, as a library. Importing the package imports neith
 >>> reshard.hf_to_mcore("Qwen3-30B-A3B", "mcore", reshard.MegatronLayout(tp=4, pp=2, ep=4))  # doctest: +SKIP
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from reshard.core.lazy import lazy
 from reshard.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -29,25 +29,30 @@ if TYPE_CHECKING:
     from reshard.storage.inspection import inspect
     from reshard.storage.sources.opening import read_model
 
-_MODULES = {
-    "MegatronLayout": "megatron.layout",
-    "ReshardError": "core.errors",
-    "VllmLayout": "engines.vllm.layout",
-    "check": "storage.check",
-    "diff": "storage.compare",
-    "estimate_memory": "memory.estimate",
-    "export": "megatron.live.export",
-    "hf_to_mcore": "storage.convert",
-    "ignored_config_fields": "models.config_fields",
-    "inspect": "storage.inspection",
-    "load": "megatron.live.load",
-    "mcore_to_hf": "storage.convert",
-    "offload": "megatron.live.offload",
-    "onload": "megatron.live.offload",
-    "plan_refit": "plan",
-    "read_model": "storage.sources.opening",
-    "save": "megatron.live.save",
-}
+__getattr__ = lazy(
+    __name__,
+    {
+        "Layout": "reshard.megatron.layout:MegatronLayout",  # an alias that stays
+        "memory": "reshard.memory",
+        "MegatronLayout": "reshard.megatron.layout",
+        "ReshardError": "reshard.core.errors",
+        "VllmLayout": "reshard.engines.vllm.layout",
+        "check": "reshard.storage.check",
+        "diff": "reshard.storage.compare",
+        "estimate_memory": "reshard.memory.estimate",
+        "export": "reshard.megatron.live.export",
+        "hf_to_mcore": "reshard.storage.convert",
+        "ignored_config_fields": "reshard.models.config_fields",
+        "inspect": "reshard.storage.inspection",
+        "load": "reshard.megatron.live.load",
+        "mcore_to_hf": "reshard.storage.convert",
+        "offload": "reshard.megatron.live.offload",
+        "onload": "reshard.megatron.live.offload",
+        "plan_refit": "reshard.plan",
+        "read_model": "reshard.storage.sources.opening",
+        "save": "reshard.megatron.live.save",
+    },
+)
 __all__ = [
     "Layout",
     "MegatronLayout",
@@ -72,13 +77,3 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Layout":  # an alias that stays
-        name = "MegatronLayout"
-    if name in _MODULES:
-        return getattr(import_module(f"reshard.{_MODULES[name]}"), name)
-    if name == "memory":
-        return import_module("reshard.memory")
-    raise AttributeError(f"module 'reshard' has no attribute {name!r}")

@@ -103,7 +103,7 @@ def compressed_layers(pairs: list) -> dict:
     from reshard import MegatronLayout
     from reshard.engines.vllm.compat import plain_weights
     from reshard.engines.vllm.live import VllmModel
-    from reshard.engines.vllm.processing import multiplied
+    from reshard.engines.vllm.quantized.processing import multiplied
     from reshard.parity.megatron import Megatron
     from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel

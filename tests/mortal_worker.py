@@ -15,7 +15,7 @@ class MortalExtension(RefitExtension):
         """Before it has joined there."""
         self.dies = True
 
-    def reshard_join(self, *args, **kwargs) -> None:
+    def reshard_connect_worker(self, *args, **kwargs) -> None:
         if self.dies:
             os.kill(os.getpid(), signal.SIGKILL)
-        super().reshard_join(*args, **kwargs)
+        super().reshard_connect_worker(*args, **kwargs)

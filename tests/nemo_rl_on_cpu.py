@@ -44,10 +44,10 @@ class Probe(Probed, ReshardWorker):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().reshard_take(*arguments)
 
-    def reshard_join(self, *arguments, **options):
+    def reshard_connect_worker(self, *arguments, **options):
         if self.dies:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().reshard_join(*arguments, **options)
+        return super().reshard_connect_worker(*arguments, **options)
 
     def load_as_nemo_rl_does(self, folder: str) -> None:
         """A directory through NeMo-RL's way into vLLM's loader."""

@@ -13,7 +13,7 @@ from reshard.engines.vllm.live import VllmModel
 from reshard.engines.vllm.weights import placing
 from reshard.refit import connect, copies
 from reshard.refit.protocol import greeting
-from reshard.trainers.megatron import MegatronModel
+from reshard.trainers.megatron import MegatronModel, unwrapped
 from tests import container
 from tests.ranks import caught
 from tests.refit_on_cpu import Steps, engine_of, fingerprint, loaded, start, trainer
@@ -41,6 +41,8 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
     source = destination = None
     if is_trainer:
         chunks, _ = trainer(flags, checkpoint[1])
+        if what == "has an adapter":  # which is in no checkpoint of Megatron's either
+            unwrapped(chunks[0]).embedding.word_embeddings.adapter = torch.nn.Parameter(torch.zeros(3))
         source = MegatronModel(chunks)
         if what == "lacks a parameter":
             dropped = next(i for i, shard in enumerate(source.shards) if "linear_proj" in shard.key)

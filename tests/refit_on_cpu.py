@@ -9,15 +9,17 @@ import os
 import time
 import weakref
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from megatron.core.transformer.module import Float16Module
 
-from reshard.engines.vllm import layers, reload
+from reshard.engines.vllm import layers
 from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.layout import vllm_placement
 from reshard.engines.vllm.live import VllmModel
+from reshard.engines.vllm.quantized import reload
 from reshard.refit import RefitGroup, connect
 from reshard.trainers.megatron import MegatronModel
 from tests import megatron_on_cpu, two_hosts, vllm_on_cpu
@@ -195,6 +197,7 @@ def refit_twice(
     memory before every refit; `ddp` wraps them for a distributed optimizer; `traced` takes the vLLM names out of the tables; `published` are
     the directories that vLLM's own loader is to load, if not those, names with an end that is `ignored` are not looked at. Returns, for engine ranks, what vLLM then holds, what
     its own loader makes of the two Hugging Face checkpoints, the names whose address has changed, and the reports.
+    With `nested` published names have a prefix, and vLLM's another one, as in models that also read images.
     With `round_bytes` what vLLM quantizes itself comes in rounds of so many; `unknown` forgets the kernels of which we know how they serve from fp8 blocks.
     """
     reload.ROUND_BYTES = options.pop("round_bytes", reload.ROUND_BYTES)
@@ -203,6 +206,7 @@ def refit_twice(
     traced, published, ignored = (options.pop(name, None) for name in ("traced", "published", "ignored"))
     if traced:
         without_vllm_names()
+    nested = nest_names() if options.pop("nested", False) else None
     moving, ddp, verify = options.pop("moving", False), options.pop("ddp", False), options.pop("verify", True)
     is_trainer, is_engine, members = start(rank, sides)
     source = destination = load = None
@@ -211,7 +215,7 @@ def refit_twice(
         source = MegatronModel(chunks)
     if is_engine:
         model, config = engine_of(checkpoints[0][0], load_format="dummy", **engine)
-        destination = VllmModel(model, config)
+        destination = VllmModel(model if nested is None else nested(model), config)
         assert traced or held_by(destination.placement) == held_by(
             vllm_placement(destination.model, destination.rank)
         ), "not by the table, but by the trace"
@@ -244,6 +248,8 @@ def refit_twice(
         if destination
         else []
     )
+    if nested is not None:
+        expected = [{f"language_model.{name}": bits for name, bits in one.items()} for one in expected]
     version = link.version
     ends = [weakref.ref(one) for one in (members, link.sender, link.receiver) if one is not None]
     del members, link
@@ -313,8 +319,11 @@ def moved_before_a_failure(
     return said, sorted(name for name in expected if held[name] != expected[name])
 
 
-def of_a_table_without(rank: int, sides: dict, directory: str, rows: list[str], traced: bool):
-    """What is said of an engine of a family whose table lacks these rows, where vLLM's loader needs none of their tensors; and whether it is fit."""
+def of_a_table_without(
+    rank: int, sides: dict, directory: str, rows: list[str], traced: bool, engine: dict, extra: str
+):
+    """What is said of an engine of a family whose table lacks these rows, where vLLM's loader needs none of their tensors, or of one
+    whose last norm has another tensor, a parameter or a buffer called `extra`; and whether it is fit."""
     from reshard.models.family import families
 
     start(rank, sides)
@@ -323,8 +332,43 @@ def of_a_table_without(rank: int, sides: dict, directory: str, rows: list[str], 
         family.rows["layer"] = tuple(kept)
     if traced:
         without_vllm_names()
-    module, config = engine_of(directory, load_format="dummy")
+    module, config = engine_of(directory, load_format="dummy", **engine)
+    if extra:
+        norm = module.get_submodule("model.norm")
+        if extra == "table":
+            norm.register_buffer(extra, torch.zeros(3, dtype=torch.int64))
+        else:
+            norm.register_parameter(extra, torch.nn.Parameter(torch.zeros(3)))
     return caught(lambda: VllmModel(module, config)), guard_of(module, config).ready
+
+
+def nest_names() -> type[torch.nn.Module]:
+    """Give all families' published names, and vLLM's, the prefixes of models that also read images; return the class of such a model in
+    vLLM around that of the text, which vLLM's own loader fills."""
+    from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
+
+    from reshard.engines.vllm.names import FAMILIES
+    from reshard.models.family import families
+
+    prefixes = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+    for name, family in families().items():
+        family.layers = "model.language_model.layers."
+        family.rows["model"] = tuple(
+            replace(row, hf=row.hf.replace("model.", "model.language_model.", 1))
+            for row in family.rows["model"]
+        )
+        FAMILIES[name] = FAMILIES[name]._replace(prefixes=tuple(prefixes.items()))
+
+    class Nested(torch.nn.Module):
+        def __init__(self, language_model: torch.nn.Module) -> None:
+            super().__init__()
+            self.language_model = language_model
+
+        def load_weights(self, weights):
+            mapper = WeightsMapper(orig_to_new_prefix=prefixes)
+            return AutoWeightsLoader(self).load_weights(weights, mapper=mapper)
+
+    return Nested
 
 
 def without_vllm_names() -> None:

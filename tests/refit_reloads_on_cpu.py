@@ -7,9 +7,9 @@ from functools import partial
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm import processing, reload
 from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.live import VllmModel
+from reshard.engines.vllm.quantized import processing, reload
 from reshard.refit import connect, copies
 from reshard.refit.tables import DST
 from reshard.trainers.megatron import MegatronModel
@@ -261,7 +261,7 @@ def blocks_that_differ(
 ):
     """What each member says of verified refits into fp8 blocks: as it is, where a code, or a scale, changes after it has arrived, where parts
     of blocks that several ranks have do not arrive, if there are any, and at last as it is; and the engine's of scales that vLLM has made up, and at connect where ours are made in another way than vLLM's."""
-    from reshard.engines.vllm import fp8
+    from reshard.engines.vllm.quantized import fp8
     from reshard.quantization import fp8_blocks
 
     is_trainer, is_engine, members = start(rank, sides)

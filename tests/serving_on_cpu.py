@@ -1,5 +1,6 @@
 """What vLLM's real model classes hold after ``--load-format reshard``, on several ranks, without a GPU."""
 
+import copy
 import logging
 import re
 from functools import partial
@@ -8,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from reshard.models.family import families
 from reshard.quantization.fp8_blocks import encode
 from reshard.storage.io import boxes
 from tests import vllm_on_cpu
@@ -77,6 +79,32 @@ def refused(rank: int, cases: list) -> list[str]:
     return [caught(partial(vllm_on_cpu.build, str(directory), **options)) for directory, options in cases]
 
 
+def lacking(rank: int, whole: str, directories: list, options: dict) -> tuple[list[str], list[list[str]]]:
+    """What is said when a whole directory, and each of these, is loaded, reloaded into an engine that has the whole one, and loaded for an
+    architecture without a table."""
+    from vllm.model_executor.model_loader import get_model_loader
+
+    model, config = vllm_on_cpu.build(str(whole), **options)
+
+    def said(directory) -> list[str]:
+        build = partial(vllm_on_cpu.build, str(directory), **options)
+
+        def reload() -> None:
+            other = copy.copy(config.model_config)
+            other.model = str(directory)
+            get_model_loader(config.load_config).get_all_weights(other, model)
+
+        with_table = [caught(build), caught(reload)]
+        known = dict(families())
+        families().clear()
+        try:
+            return [*with_table, caught(build)]
+        finally:
+            families().update(known)
+
+    return said(whole), [said(directory) for directory in directories]
+
+
 def load_of_what_changes(rank: int, cases: list) -> list[str]:
     """What each (directory, options, file) is refused with where the file gets other numbers after the loader's first read of tensors."""
 
@@ -118,7 +146,7 @@ def streamed(rank: int, cases: list) -> list[dict]:
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
 
-    from reshard.engines.vllm.load_format.loader import open_weights
+    from reshard.engines.vllm.load_format.opened import open_weights
 
     results: list[dict] = []
     for directory, options in cases:

@@ -10,7 +10,7 @@ import torch
 
 from reshard import MegatronLayout, ReshardError, hf_to_mcore, mcore_to_hf
 from reshard.core.boxes import Box
-from reshard.engines.vllm.recipes import Held, refuse_parts_of_blocks
+from reshard.engines.vllm.quantized.recipes import Held, refuse_parts_of_blocks
 from tests.by_compressed_tensors import (
     EXPERTS,
     IGNORED,

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from reshard.core.errors import ReshardError
+from reshard.engines.rules import place_by_trace
+from reshard.engines.trace import storage_id, trace_load
 from tests.checkpoints import make
 from tests.ranks import free_port, run_on_ranks
 
@@ -32,6 +35,38 @@ def test_an_engine_of_five_members_is_refitted_from_fsdp_shards(variant, togethe
         assert engine["before"] == "this transformers holds dummy weights: refit it before it serves"
         assert engine["outcomes"] == [(True, 0), (True, 1)]
         assert engine["half"].startswith("this transformers holds a half-written model")
+
+
+# Where a loader puts the two halves of a matrix [4, 6]: its first rows and columns, and its lengths.
+HALVES = {
+    "rows": ([(0, 0), (2, 0)], (2, 6), True),
+    "columns": ([(0, 3), (0, 0)], (4, 3), True),
+    "the same rows twice": ([(2, 0), (2, 0)], (2, 6), False),
+    "the same columns twice": ([(0, 0), (0, 0)], (4, 3), False),
+}
+
+
+@pytest.mark.parametrize(("places", "lengths", "whole"), HALVES.values(), ids=HALVES)
+def test_a_loader_has_to_fill_each_element_exactly_once(places, lengths, whole):
+    (rows, columns), stand_in = lengths, torch.empty(4, 6, device="meta")
+    halves = dict.fromkeys(("first", "second"), (lengths, torch.float32))
+
+    def load(weights) -> None:
+        for (row, column), (_, tensor) in zip(places, weights, strict=True):
+            stand_in[row : row + rows, column : column + columns].copy_(tensor)
+
+    trace = trace_load("it", load, halves, {storage_id(stand_in): "matrix"})
+    shapes = {name: shape for name, (shape, _) in halves.items()}
+    matrix = torch.full((4, 6), torch.nan)
+    if not whole:
+        with pytest.raises(ReshardError, match="it's loader does not fill matrix exactly once"):
+            place_by_trace("it", trace, shapes, {"matrix": matrix})
+        return
+    placed = place_by_trace("it", trace, shapes, {"matrix": matrix})
+    for region in placed.regions.values():
+        memory = region.tensor.view(-1)[region.offset :]
+        memory.as_strided(lengths, (region.pitch, 1)).fill_(1)
+    assert matrix.eq(1).all()
 
 
 def test_what_is_not_vllms_imports_nothing_of_vllm():

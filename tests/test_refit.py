@@ -292,22 +292,38 @@ def test_a_family_without_vllm_names_goes_by_the_traced_layout(variant, converte
     refit(converted(variant), f"{PP} 2", 2, dict(tp=2), 2, False, tmp_path, traced=True)
 
 
-@pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize(
-    "variant, rows, named",
-    [
-        ("qwen3", ["self_attn.q_norm"], "model.layers.0.self_attn.q_norm.weight"),
-        ("qwen3-moe", ["mlp.experts."], "model.layers.0.mlp.experts.routed_experts.w13_weight"),
-        ("deepseek-v3", ["mlp.gate.e_score"], "model.layers.1.mlp.gate.e_score_correction_bias"),
-        ("qwen3", [], None),
-    ],
+    ("variant", "engine"), [("qwen3-moe", {"enable_expert_parallel": True}), ("deepseek-v3", {})]
 )
-def test_an_engine_with_parameters_that_nothing_brings_is_refused_by_name(
-    variant, rows, named, traced, converted, tmp_path
+def test_a_family_whose_names_have_a_prefix_is_refitted_by_the_table(variant, engine, converted, tmp_path):
+    options = {"tp": 2, **engine}
+    refit(converted(variant), f"{PP} 2", 2, options, 2, False, tmp_path, nested=True)
+
+
+# A variant; the rows that its table lacks; how vLLM serves it; a tensor that it has besides; and what nothing
+# would be brought into.
+FP8 = {"quantization": "fp8"}
+UNBROUGHT = [
+    ("qwen3", ["self_attn.q_norm"], {}, "", "model.layers.0.self_attn.q_norm.weight"),
+    ("qwen3-moe", ["mlp.experts."], {}, "", "model.layers.0.mlp.experts.routed_experts.w13_weight"),
+    ("qwen3-moe", ["mlp.experts."], FP8, "", "model.layers.0.mlp.experts.routed_experts.w13_weight"),
+    ("deepseek-v3", ["mlp.gate.e_score"], {}, "", "model.layers.1.mlp.gate.e_score_correction_bias"),
+    ("qwen3", [], {}, "extra", "model.norm.extra"),
+    ("qwen3", [], {}, "k_scale", "model.norm.k_scale"),  # a scale where no attention is
+    ("qwen3", [], {}, "table", "model.norm.table"),
+    ("qwen3", [], {}, "", None),
+    ("qwen3-moe", [], FP8, "", None),
+]
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("variant, rows, engine, extra, named", UNBROUGHT)
+def test_an_engine_with_tensors_that_nothing_brings_is_refused_by_name(
+    variant, rows, engine, extra, named, traced, converted, tmp_path
 ):
     sides = {"trainer": 1, "engine": 1, "together": True, "folder": str(tmp_path), "port": free_port()}
     directory = converted(variant)[0][0]
-    arguments = sides, directory, rows, traced
+    arguments = sides, directory, rows, traced, engine, extra
     [(said, fit)] = run_on_ranks(1, "of_a_table_without", *arguments, module="refit_on_cpu")
     assert not fit
     if named is None:

@@ -37,6 +37,7 @@ def fault(converted, folder, what: str, variant: str = "qwen3", timeout: float =
     ("protocol", "", f"has protocol {PROTOCOL}, inference rank 2 has 99"),
     ("lacks a parameter", "", "the trainer's model lacks 1 parameters that the config of inference rank 1 calls for: model.layers.0.self_attn.o_proj.weight"),
     ("lies elsewhere", "", "is on meta, and a refit reads from cpu: move the whole model there first"),
+    ("has an adapter", "", "has 1 parameters that no published tensor fills, since its sharded_state_dict leaves them out: embedding.word_embeddings.adapter"),
     ("has one too many", "", "holds 1 parameters that qwen3 does not have: decoder.layers.adapter.weight"),
 ])  # fmt: skip
 def test_two_sides_that_do_not_fit_are_refused_at_connect_everywhere(

@@ -6,6 +6,7 @@ import urllib.error
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from reshard import MegatronLayout, hf_to_mcore, mcore_to_hf
 from tests.checkpoints import make
@@ -61,8 +62,6 @@ def test_every_rank_holds_what_vllms_own_loader_gives_it(case, held):
 
 def test_a_config_that_wants_fp8_gets_the_blocks_that_a_conversion_writes(tmp_path):
     """Megatron's weights are as they were before; what vLLM is handed is what ``mcore-to-hf --quantize fp8`` writes."""
-    from safetensors.torch import load_file
-
     make(tmp_path / "hf", "served-blocks", dtype=torch.bfloat16)
     hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", MegatronLayout(tp=2))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "fp8", quantize=True)
@@ -147,6 +146,34 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(checkpoint, tmp_path):
     outcome = run_on_ranks(1, "refused", [case[:2] for case in cases], module="serving_on_cpu")[0]
     for (_, _, sentence), results in zip(cases, outcome, strict=True):
         assert sentence in results and "\n" not in results, results
+
+
+# What a directory lacks, the name of one such tensor, and of what vLLM would have nothing for.
+LACKING = {
+    "mlp.experts.": ("model.layers.0.mlp.experts.0.gate_proj.weight", "model.layers.0.mlp.experts.routed_experts.w13_weight"),
+    "layers.1.self_attn.o_proj": ("model.layers.1.self_attn.o_proj.weight",) * 2,
+    "layers.1.self_attn.k_norm": ("model.layers.1.self_attn.k_norm.weight",) * 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", [{}, {"quantization": "fp8"}])
+def test_a_directory_that_lacks_weights_is_refused_by_name(engine, checkpoint, tmp_path):
+    """vLLM's own loader leaves such layers as they were."""
+    whole = checkpoint("qwen3-moe")
+    directories = []
+    for lacking in LACKING:
+        directories.append(shutil.copytree(whole, tmp_path / lacking))
+        weights = load_file(directories[-1] / "model.safetensors")
+        kept = {name: tensor for name, tensor in weights.items() if lacking not in name}
+        assert len(kept) < len(weights)
+        save_file(kept, directories[-1] / "model.safetensors")
+    arguments = whole, directories, RESHARD | engine
+    [(whole_again, outcome)] = run_on_ranks(1, "lacking", *arguments, module="serving_on_cpu")
+    assert whole_again == ["no error"] * 3
+    for (name, parameter), (loaded, reloaded, without_table) in zip(LACKING.values(), outcome, strict=True):
+        for sentence in (loaded, reloaded):
+            assert "of the model's tensors: " in sentence and name in sentence, sentence
+        assert f"has nothing for vLLM's {parameter}" in without_table, without_table
 
 
 def test_a_source_that_is_rewritten_while_it_is_loaded_is_named(checkpoint, tmp_path):

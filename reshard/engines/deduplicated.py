@@ -13,9 +13,10 @@ from reshard.engines.trace import Canonical, Trace, TracedCopy
 
 
 class ExpertLayer(NamedTuple):
-    """A layer with routed experts: its `prefix` in names of tensors, and the published names of
-    each expert's tensors, by expert."""
+    """A layer with routed experts: what its published names begin with, what the engine's begin
+    with, and the published names of each expert's tensors, by expert."""
 
+    published: str
     prefix: str
     experts: Mapping[int, Sequence[str]]
 
@@ -59,9 +60,7 @@ def trace_deduplicated(
     for layer, first in repeated:
         for expert, names in layer.experts.items():
             for name, first_name in zip(names, first.experts[expert], strict=True):
-                expected = [
-                    _in_layer(copy, first.prefix, layer.prefix) for copy in copies.get(first_name, ())
-                ]
+                expected = [_in_layer(copy, first, layer) for copy in copies.get(first_name, ())]
                 if name in hidden:
                     shown.copies.extend(expected)
                 elif copies.get(name, []) != expected:
@@ -74,7 +73,7 @@ def _shown_experts(layer: ExpertLayer, local_experts: Sequence[int]) -> set[int]
     return {*local_experts[:1], *local_experts[-1:], *remote[:1]}
 
 
-def _in_layer(copy: TracedCopy, before: str, after: str) -> TracedCopy:
-    """Return the same copy in another layer, given the prefixes of both."""
-    parameter = after + copy.parameter.removeprefix(before)
-    return copy._replace(parameter=parameter, name=after + copy.name.removeprefix(before))
+def _in_layer(copy: TracedCopy, before: ExpertLayer, after: ExpertLayer) -> TracedCopy:
+    """Return the copy of one layer as it is in another."""
+    parameter = after.prefix + copy.parameter.removeprefix(before.prefix)
+    return copy._replace(parameter=parameter, name=after.published + copy.name.removeprefix(before.published))

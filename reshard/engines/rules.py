@@ -1,9 +1,10 @@
 """Where a rank's local tensors lie: by rules, which the trace of the engine's own loader must
 confirm, or by the trace alone."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from reshard.core.boxes import Box, whole
@@ -68,22 +69,49 @@ def place_by_trace(
     parameter. Raises ReshardError if the loader does not fill each of them exactly once.
     """
     local_tensors, regions = [], {}
-    covered: dict[str, int] = {}
+    runs: dict[str, list[_Runs]] = {}
     for copy in trace.copies:
         identity = (copy.parameter, copy.offset, copy.name)
         origin = (0,) * len(copy.box.lengths)
         local_tensors.append(LocalTensor(identity, copy.box.lengths, (Part(copy.name, copy.box, origin),)))
         regions[identity] = Region(tensors[copy.parameter], copy.offset, copy.pitch or copy.box.lengths[-1])
-        covered[copy.parameter] = covered.get(copy.parameter, 0) + copy.box.volume
+        if not copy.box.volume:
+            continue
+        rows = copy.box.volume // copy.box.lengths[-1]
+        written = _Runs(copy.offset, rows, copy.pitch, copy.box.lengths[-1])
+        runs.setdefault(copy.parameter, []).append(written)
     for fill in trace.fills:
         identity = (fill.parameter, fill.offset, "")
         local_tensors.append(LocalTensor(identity, (fill.elements,), (), (whole((fill.elements,)),)))
         regions[identity] = Region(tensors[fill.parameter], fill.offset, fill.elements)
-        covered[fill.parameter] = covered.get(fill.parameter, 0) + fill.elements
-    wrong = [name for name, elements in covered.items() if elements != tensors[name].numel()]
+        runs.setdefault(fill.parameter, []).append(_Runs(fill.offset, 1, 0, fill.elements))
+    wrong = [name for name, written in runs.items() if not _fill_once(written, tensors[name].numel())]
     if wrong:
         raise ReshardError(f"{engine}'s loader does not fill {listed(wrong, 3)} exactly once")
     return PlacedTensors(Placement.of(shapes, local_tensors), regions)
+
+
+class _Runs(NamedTuple):
+    """Elements that a copy writes: `rows` runs of `width`, from element `offset` on, `pitch`
+    apart."""
+
+    offset: int
+    rows: int
+    pitch: int
+    width: int
+
+
+def _fill_once(written: Sequence[_Runs], elements: int) -> bool:
+    """Tell whether runs of one tensor fill each of its `elements` exactly once."""
+    starts, widths = [], []
+    for offset, rows, pitch, width in written:
+        if rows == 1 or pitch == width:  # one run
+            rows, width = 1, rows * width
+        starts.append(offset + pitch * np.arange(rows))
+        widths.append(np.full(rows, width))
+    order = np.argsort(start := np.concatenate(starts))
+    start, end = start[order], (start + np.concatenate(widths))[order]
+    return bool(start[0] == 0 and end[-1] == elements and (start[1:] == end[:-1]).all())
 
 
 class _Write(NamedTuple):

@@ -1,10 +1,10 @@
 """The weight sync of other people's trainers through a refit: vLLM's weight transfer, verl,
 ms-swift, ROLL and NeMo-RL."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reshard.core.extras import require
+from reshard.core.lazy import lazy
 
 if TYPE_CHECKING:
     from reshard.integrations.weight_transfer import HttpClient, LlmClient, WeightTransfer
@@ -12,9 +12,4 @@ if TYPE_CHECKING:
 require("megatron", "torch")
 
 __all__ = ["HttpClient", "LlmClient", "WeightTransfer"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(import_module("reshard.integrations.weight_transfer"), name)
-    raise AttributeError(f"module 'reshard.integrations' has no attribute {name!r}")
+__getattr__ = lazy(__name__, dict.fromkeys(__all__, "reshard.integrations.weight_transfer"))

@@ -142,7 +142,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         with self._connecting_after_failure():
             if self.connects:
                 address = self._agree_on_address()
-                this_worker().reshard_join(
+                this_worker().reshard_connect_worker(
                     address, self.rank, self.size, timeout=options.timeout, secret=self.secret
                 )
             this_worker().reshard_refit(verify=options.verify)

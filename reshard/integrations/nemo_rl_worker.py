@@ -47,7 +47,7 @@ class ReshardWorker(RefitExtension, Worker):
 
         if address:
             rank = trainers + resolve_rollout_rank(prefix, engines)
-            self.reshard_join(address, rank, trainers + engines, timeout=timeout, secret=secret)
+            self.reshard_connect_worker(address, rank, trainers + engines, timeout=timeout, secret=secret)
         return self.reshard_refit(verify=verify)
 
 

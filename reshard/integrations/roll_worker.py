@@ -31,7 +31,7 @@ class RollExtension(WorkerV1, RefitExtension):
         ROLL has exactly one."""
         self.reload_model()
         rank = first_rank + self.rank  # type: ignore[attr-defined]
-        self.reshard_join(address, rank, size, timeout=timeout, secret=secret)
+        self.reshard_connect_worker(address, rank, size, timeout=timeout, secret=secret)
 
     def reshard_take(self, verify: bool) -> dict[str, Any]:
         """Take the trainer's weights; return the report as a dict."""

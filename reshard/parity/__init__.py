@@ -1,9 +1,8 @@
 """Parity: do two systems that hold the same model give the same logprobs?"""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from reshard.core.extras import importing
+from reshard.core.lazy import lazy
 
 if TYPE_CHECKING:
     from reshard.parity.gate import parity
@@ -15,23 +14,24 @@ if TYPE_CHECKING:
     from reshard.parity.routing import Routing
     from reshard.parity.vllm import LiveVllm, scores_of_outputs
 
-_MODULES = {
-    "gate": ("parity",),
-    "limits": ("Limits", "compare_scores"),
-    "metrics": ("Metrics", "Scores", "metrics_of"),
-    "monitor": ("Verdict", "check_rollout"),
-    "report": ("ParityReport",),
-    "prompts": ("random_prompts",),
-    "routing": ("Routing",),
-    "vllm": ("LiveVllm", "scores_of_outputs"),
-}
+__getattr__ = lazy(
+    __name__,
+    {
+        "parity": "reshard.parity.gate",
+        "Limits": "reshard.parity.limits",
+        "compare_scores": "reshard.parity.limits",
+        "Metrics": "reshard.parity.metrics",
+        "Scores": "reshard.parity.metrics",
+        "metrics_of": "reshard.parity.metrics",
+        "Verdict": "reshard.parity.monitor",
+        "check_rollout": "reshard.parity.monitor",
+        "ParityReport": "reshard.parity.report",
+        "random_prompts": "reshard.parity.prompts",
+        "Routing": "reshard.parity.routing",
+        "LiveVllm": "reshard.parity.vllm",
+        "scores_of_outputs": "reshard.parity.vllm",
+    },
+    extra="parity",
+)
 __all__ = ["Limits", "LiveVllm", "Metrics", "ParityReport", "Routing", "Scores", "Verdict", "check_rollout", "compare_scores", "metrics_of",
            "parity", "random_prompts", "scores_of_outputs"]  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            with importing("parity"):
-                return getattr(import_module(f"reshard.parity.{module}"), name)
-    raise AttributeError(f"module 'reshard.parity' has no attribute {name!r}")

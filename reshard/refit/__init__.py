@@ -3,11 +3,9 @@
 No trainer and no engine is known here by name: `reshard.trainers.base` and `reshard.engines.base` have their interfaces.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from reshard.core.deprecated import warn_renamed
-from reshard.core.extras import importing
+from reshard.core.lazy import lazy
 
 if TYPE_CHECKING:
     from reshard.comm.group import RefitGroup
@@ -15,21 +13,15 @@ if TYPE_CHECKING:
     from reshard.refit.link import Link
     from reshard.refit.report import RefitReport
 
-_MODULES = {
-    "Link": "reshard.refit.link",
-    "RefitGroup": "reshard.comm.group",
-    "RefitReport": "reshard.refit.report",
-    "connect": "reshard.refit.connecting",
-}
-_RENAMED = {"Members": "RefitGroup", "Report": "RefitReport"}
+__getattr__ = lazy(
+    __name__,
+    {
+        "Link": "reshard.refit.link",
+        "RefitGroup": "reshard.comm.group",
+        "RefitReport": "reshard.refit.report",
+        "connect": "reshard.refit.connecting",
+    },
+    extra="megatron",
+    renamed={"Members": "RefitGroup", "Report": "RefitReport"},
+)
 __all__ = ["Link", "RefitGroup", "RefitReport", "connect"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        warn_renamed(f"reshard.refit.{name}", f"reshard.refit.{_RENAMED[name]}")
-        name = _RENAMED[name]
-    if name in _MODULES:
-        with importing("megatron"):
-            return getattr(import_module(_MODULES[name]), name)
-    raise AttributeError(f"module 'reshard.refit' has no attribute {name!r}")

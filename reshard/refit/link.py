@@ -91,7 +91,7 @@ class Link:
             for rank in self.receiver.pieces:
                 if why := self.agreed.why_apart(rank, self.group.rank):
                     log.warning(
-                        "%s gets the bytes of %s in buckets: %s", names[self.group.rank], names[rank], why
+                        "%s gets the bytes of %s by nccl: %s", names[self.group.rank], names[rank], why
                     )
 
     def _memory_by(self, transport: Transport, within_process: bool = True) -> dict[int, TrainerMemory]:

@@ -1,10 +1,10 @@
 """Live trainers as sources of a refit."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from reshard.core.deprecated import MovedModules, warn_renamed
+from reshard.core.deprecated import MovedModules
 from reshard.core.extras import require
+from reshard.core.lazy import lazy
 
 if TYPE_CHECKING:
     from reshard.trainers.fsdp import FsdpModel
@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 require("megatron", "torch")
 
-_MODULES = {"FsdpModel": "fsdp", "MegatronModel": "megatron"}
-_MOVED = ("HttpClient", "LlmClient", "WeightTransfer")
 __all__ = ["FsdpModel", "MegatronModel"]
 
 _ADAPTERS = (
@@ -27,14 +25,12 @@ _ADAPTERS = (
     "weight_transfer",
 )
 MovedModules({f"reshard.trainers.{name}": f"reshard.integrations.{name}" for name in _ADAPTERS}).install()
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(f"reshard.trainers.{_MODULES[name]}"), name)
-    if name in _MOVED:
-        warn_renamed(f"reshard.trainers.{name}", f"reshard.integrations.{name}")
-        return getattr(import_module("reshard.integrations"), name)
-    if name in _ADAPTERS:
-        return import_module(f"reshard.trainers.{name}")
-    raise AttributeError(f"module 'reshard.trainers' has no attribute {name!r}")
+__getattr__ = lazy(
+    __name__,
+    {
+        "FsdpModel": "reshard.trainers.fsdp",
+        "MegatronModel": "reshard.trainers.megatron",
+        **{name: f"reshard.trainers.{name}" for name in _ADAPTERS},
+    },
+    renamed={name: f"reshard.integrations.{name}" for name in ("HttpClient", "LlmClient", "WeightTransfer")},
+)

@@ -7,6 +7,7 @@ the layers' implementation. Nothing is copied and no collective runs.
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -90,6 +91,7 @@ class MegatronModel(Trainer):
         from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 
         seen: dict[tuple, int] = {}
+        elements: Counter[int] = Counter()  # that shards have, by the tensor's identity
         for model in self.models:
             named = [*model.named_parameters(), *model.named_buffers()]
             quantized = [
@@ -114,11 +116,19 @@ class MegatronModel(Trainer):
                 shard = Shard(
                     entry.key, tuple(entry.global_shape), tuple(entry.global_offset), sizes, str(entry.dtype)
                 )
+                region = finder.region(entry.data, entry.key)
+                elements[id(region.tensor)] += entry.data.numel()
                 if shard[:4] in seen:
                     continue  # a tied output layer, or the embedding that an MTP stage shares
                 seen[shard[:4]] = len(self.shards)
                 self.shards.append(shard)
-                self._regions.append(finder.region(entry.data, entry.key))
+                self._regions.append(region)
+        self._left_out = [
+            name
+            for model in self.models
+            for name, parameter in model.named_parameters()
+            if elements[id(parameter)] < parameter.numel()
+        ]
 
     @property
     def regions(self) -> list[Region]:
@@ -173,7 +183,15 @@ class MegatronModel(Trainer):
         return self.shards[index].key
 
     def publish(self, model: Model) -> list[LocalTensor]:
-        """See `Trainer.publish`; each shard goes by its checkpoint key."""
+        """See `Trainer.publish`; each shard goes by its checkpoint key.
+
+        Raises ReshardError too for parameters that the model's ``sharded_state_dict`` leaves out, such as adapters.
+        """
+        if self._left_out:
+            raise ReshardError(
+                f"the trainer's model has {len(self._left_out)} parameters that no published tensor fills, since its "
+                f"sharded_state_dict leaves them out: {listed(self._left_out)}"
+            )
         keys: dict[str, Key] = {}
         for shard in self.shards:
             key = keys.setdefault(shard.key, Key(dtype_named(shard.dtype), shard.shape))

@@ -1,20 +1,37 @@
-"""vLLM as the destination of a refit, and vLLM that starts from a Megatron checkpoint."""
+"""vLLM as the destination of a refit, and vLLM that starts from a Megatron checkpoint.
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+Read in the order in which things happen:
 
-from reshard.core.extras import importing
+Start
+    `plugin` is what every process of vLLM calls. `load_format/` is ``--load-format reshard``.
+    `worker` is mixed into vLLM's workers: from its first line on, layers are made so that they can
+    be refitted (`compat`), and `guard` checks each run of the model.
+
+Connect
+    `live` is the `Engine`. It asks `weights/` what may be written (`supported`), what this rank
+    holds (`placing`, by the rules of `layout` and `names`, held against the trace of vLLM's loader,
+    `stand_ins`), and what becomes of every tensor (`accounts`).
+
+Refit
+    Plain weights are written where vLLM serves from. `quantized/` has the rest: a slab for what
+    vLLM processes after loading, and what makes codes and scales of plain weights. At the end
+    `weights/mla` derives and `weights/kept` restores.
+
+`compat`, `layers` and `quantized/processing` alone use names of vLLM that are no part of its
+interface. `layout` and `names` import nothing of it: a plan needs no vLLM.
+"""
+
+from typing import TYPE_CHECKING
+
+from reshard.core.lazy import lazy
 
 if TYPE_CHECKING:
     from reshard.engines.vllm.live import VllmModel
     from reshard.engines.vllm.worker import RefitExtension
 
-_MODULES = {"VllmModel": "live", "RefitExtension": "worker"}
 __all__ = ["RefitExtension", "VllmModel"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        with importing("vllm"):
-            return getattr(import_module(f"reshard.engines.vllm.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'reshard.engines.vllm' has no attribute {name!r}")
+__getattr__ = lazy(
+    __name__,
+    {"RefitExtension": "reshard.engines.vllm.worker", "VllmModel": "reshard.engines.vllm.live"},
+    extra="vllm",
+)

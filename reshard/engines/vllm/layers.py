@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from reshard.core.extras import importing
 from reshard.engines.vllm.compat import known
-from reshard.engines.vllm.processing import loading_templates
+from reshard.engines.vllm.quantized.processing import loading_templates
 
 with importing("vllm"):
     import torch
@@ -31,7 +31,7 @@ class Experts(NamedTuple):
 
 def experts_of(module: Any) -> Experts | None:
     """Return where a layer's experts lie, or None if it has none."""
-    if getattr(module, "moe_config", None) is None or not hasattr(module, "expert_map_manager"):
+    if not has_experts(module):
         return None
     with known("does not say where a layer's experts are as it did"):
         config = module.moe_config
@@ -44,6 +44,16 @@ def experts_of(module: Any) -> Experts | None:
         return Experts(
             sizes.tp_size, sizes.tp_rank, bool(sizes.enable_eplb), config.num_experts, placed, even
         )
+
+
+def has_experts(module: Any) -> bool:
+    """Tell whether a module holds routed experts."""
+    return getattr(module, "moe_config", None) is not None and hasattr(module, "expert_map_manager")
+
+
+def has_cache(module: Any) -> bool:
+    """Tell whether a module is an attention with a cache of keys and values."""
+    return hasattr(module, "kv_cache_dtype")
 
 
 def plain_method(method: Any) -> Any:

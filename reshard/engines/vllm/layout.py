@@ -17,7 +17,7 @@ from reshard.core.boxes import Box, whole
 from reshard.core.errors import ReshardError
 from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.core.splits import split
-from reshard.engines.vllm.names import on_every_stage, vllm_name
+from reshard.engines.vllm.names import in_vllm, on_every_stage, vllm_name
 from reshard.models.model import Model
 from reshard.models.tables import HEADS, Row
 
@@ -242,7 +242,8 @@ class _Expansion:
             self.shapes.update(
                 (hf, self.model.shape(row.shape)) for (_, hf), row in zip(names, rows, strict=True)
             )
-            self.tensors.append(LocalTensor((draft_prefix + prefix + name, matrix), shape, parts, fills))
+            parameter = draft_prefix + in_vllm(self.model, prefix + name)
+            self.tensors.append(LocalTensor((parameter, matrix), shape, parts, fills))
 
     def _arrange(
         self, prefix: str, rows: Sequence[Row]

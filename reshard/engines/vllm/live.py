@@ -14,6 +14,7 @@ from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
 from reshard.device.cuda import is_mapped
+from reshard.engines.accounts import LEFT_ALONE, Account, account_for, summary
 from reshard.engines.base import Engine
 from reshard.engines.deduplicated import ExpertLayer, trace_deduplicated
 from reshard.engines.rules import PlacedTensors
@@ -21,9 +22,9 @@ from reshard.engines.trace import Canonical, Trace
 from reshard.engines.vllm.compat import draft_load_format, draft_model, driver_worker
 from reshard.engines.vllm.guard import VllmGuard, guard_of
 from reshard.engines.vllm.layers import kernel_of, processing_of
-from reshard.engines.vllm.recipes import Held
-from reshard.engines.vllm.reload import Reloads
-from reshard.engines.vllm.weights.accounts import ADAPTERS, LEFT_ALONE, Account, account_for, summary
+from reshard.engines.vllm.quantized.recipes import Held
+from reshard.engines.vllm.quantized.reload import Reloads
+from reshard.engines.vllm.weights.accounts import ADAPTERS, other_accounts
 from reshard.engines.vllm.weights.block_scales import find_scales, layers_in_blocks
 from reshard.engines.vllm.weights.canonical import canonical_tensors, expert_layers, mtp_names
 from reshard.engines.vllm.weights.drafter import check_drafter, is_mtp, trace_drafter
@@ -176,7 +177,10 @@ class VllmModel(Engine):
         regions = [*self.regions.values(), *(scales.region for scales in self.scales.values())]
         written = {id(region.tensor) for region in regions}
         brought = {name: tensor for name, tensor in self.tensors.items() if id(tensor) in written}
-        accounts = account_for(self._modules, self.tensors, brought, self.reloads.round_of, self.attentions)
+        others = other_accounts(self._modules, self.tensors, self.reloads.round_of, self.attentions)
+        # Of layers that vLLM processes after loading, a refit fills what they are loaded into.
+        unfilled = [name for name, tensor in self.reloads.loaded.items() if id(tensor) not in written]
+        accounts = account_for("vLLM", self.tensors, brought, others, unfilled)
         if self._idle_drafter:
             load_format = draft_load_format(self.vllm_config)
             account = Account(LEFT_ALONE, f"of the drafter, as it was loaded (load_format={load_format!r})")

@@ -9,9 +9,10 @@ from functools import cache
 from typing import NamedTuple
 
 from reshard.models.model import Model
-from reshard.models.tables import Row
+from reshard.models.tables import Row, words_of
 
-# published name, vLLM's parameter, where; `*` is the rest of the name: weight or bias
+# published name, vLLM's parameter, when (as in `reshard.models.tables`); `*` is the rest of the name:
+# weight or bias
 NAMES = (
     ("self_attn.q_proj.*",                    "self_attn.qkv_proj.*",                  "always"),
     ("self_attn.k_proj.*",                    "self_attn.qkv_proj.*",                  "always"),
@@ -37,10 +38,15 @@ LATENT_ATTENTION = (
 
 
 class VllmFamily(NamedTuple):
-    """A family's `names`, which come before `NAMES`; with `on_every_stage`, embedding and output
-    are not only at a pipeline's ends."""
+    """What vLLM does with a family.
+
+    `names` come before `NAMES`. `prefixes` are what published names begin with, and what vLLM's
+    begin with instead, as in its ``WeightsMapper``; the first that fits counts. With
+    `on_every_stage`, embedding and output are not only at a pipeline's ends.
+    """
 
     names: tuple[tuple[str, str, str], ...] = ()
+    prefixes: tuple[tuple[str, str], ...] = ()
     on_every_stage: bool = False
 
 
@@ -66,10 +72,19 @@ def on_every_stage(model: Model) -> bool:
     return _family(model.family.name).on_every_stage
 
 
+def in_vllm(model: Model, published: str) -> str:
+    """Return a published name, or what several begin with, under the prefix that it has in
+    vLLM."""
+    for prefix, vllm_prefix in _family(model.family.name).prefixes:
+        if published.startswith(prefix):
+            return vllm_prefix + published.removeprefix(prefix)
+    return published
+
+
 def vllm_name(model: Model, row: Row) -> str:
     """Return the vLLM parameter that a row is part of, without the layer's prefix."""
-    for condition, name in _names(model.family.name, row.hf):
-        if model.holds([condition]):
+    for when, name in _names(model.family.name, row.hf):
+        if model.holds(words_of(when)):
             return name
     return row.hf
 
@@ -80,11 +95,11 @@ def _family(name: str) -> VllmFamily:
 
 @cache
 def _names(family: str, hf: str) -> list[tuple[str, str]]:
-    """Return (condition, vLLM's parameter) of each entry that a published name matches."""
+    """Return (when, vLLM's parameter) of each entry that a published name matches."""
     matches = []
-    for pattern, parameter, condition in (*_family(family).names, *NAMES):
+    for pattern, parameter, when in (*_family(family).names, *NAMES):
         module, star, _ = pattern.partition("*")
         if hf == pattern or (star and hf.startswith(module) and "." not in hf.removeprefix(module)):
             name = parameter.replace("*", hf.removeprefix(module)) if star else parameter
-            matches.append((condition, name))
+            matches.append((when, name))
     return matches

@@ -11,11 +11,11 @@ returns when both sides are done.
 
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.comm.group import MOST_MEMBERS, RefitGroup, check_rank
 from reshard.comm.hosts import parsed
-from reshard.core.deprecated import accepts_renamed_options
+from reshard.core.deprecated import accepts_renamed_options, warn_renamed
 from reshard.core.errors import ReshardError
 from reshard.core.limits import MOST_BUCKET_BYTES, check_number, check_seconds, check_switch
 from reshard.engines.guard import call_after
@@ -31,6 +31,29 @@ from reshard.refit.routes import check_backend
 LOADING_METHODS = ("init_device", "load_model", "reload_weights")
 
 
+class ConnectOptions(NamedTuple):
+    """How a worker connects.
+
+    `backend` and `bucket_bytes` are those of `reshard.refit.connect`. `timeout` is for how many
+    seconds members wait for each other, when they connect and in every refit.
+    `match_vllm_rounding` is that of `VllmModel`. `secret` is that of `RefitGroup.join`, the same
+    for all members.
+    """
+
+    backend: str = "auto"
+    bucket_bytes: int = BUCKET_BYTES
+    timeout: float = 60.0
+    match_vllm_rounding: bool = False
+    secret: str | None = None
+
+    def check(self) -> None:
+        """Raise ReshardError for a wrong value."""
+        check_backend(self.backend)
+        check_number(self.bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
+        check_seconds(self.timeout, "timeout")
+        check_switch(self.match_vllm_rounding, "match_vllm_rounding")
+
+
 class RefitExtension:
     """Methods of a vLLM worker that connect it to a trainer and take its weights; for
     ``worker_extension_cls``."""
@@ -43,6 +66,10 @@ class RefitExtension:
         From here on the worker's layers are made so that they can be refitted
         (`reshard.engines.vllm.compat.plain_weights`), and its weights are guarded from when they
         are loaded on.
+
+        vLLM appends this class to the bases of its worker and refuses names that the worker has:
+        the worker's ``load_model`` cannot be overridden, and its ``__init__`` calls none of ours.
+        ``__new__`` is what runs first, and only where this extension is asked for.
         """
         worker = super().__new__(cls)
         for name in LOADING_METHODS:
@@ -54,69 +81,52 @@ class RefitExtension:
 
     @accepts_renamed_options
     def reshard_connect(
-        self,
-        address: str,
-        first_rank: int,
-        size: int,
-        backend: str = "auto",
-        bucket_bytes: int = BUCKET_BYTES,
-        timeout: float = 60.0,
-        match_vllm_rounding: bool = False,
-        secret: str | None = None,
+        self, address: str, first_rank: int, size: int, *options: Any, **named_options: Any
     ) -> None:
-        """Join the trainer's ranks and the other workers, and connect; every worker and every rank
-        does so at the same time.
+        """Connect an engine to a trainer: for a call that all of its workers get, at the same time as
+        the trainer's ranks connect.
 
         `address` is the ``host:port`` at which member 0 serves, the first of the trainer's ranks as
-        a rule. This worker is member `first_rank` plus its own rank within the engine: `first_rank`
-        is how many members come before the engine, which are the trainer's ranks, and the workers
-        of engines before this one. `size` is how many members there are in all.
-
-        `backend` and `bucket_bytes` are those of `reshard.refit.connect`. `timeout` is for how many
-        seconds members wait for each other, in this call and in every refit. `match_vllm_rounding` is that of
-        `VllmModel`. `secret` is that of `RefitGroup.join`, the same for all members.
+        a rule. `first_rank` is how many members come before the engine, which are the trainer's
+        ranks, and the workers of engines before this one: this worker is that member plus its own
+        rank within the engine. `size` is how many members there are in all. The options are those
+        of `ConnectOptions`.
 
         Raises ReshardError, as on every other member, if the two sides do not hold the same model
-        or a member is missing.
+        or a member is missing. Wrong arguments are refused before the present connection is given
+        up.
         """
         check_number(first_rank, "first_rank", MOST_MEMBERS, 0)
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         # By the index: the data parallel rank is 0 in each of the engines of a model without
         # experts.
         rank = self.rank + parallel.data_parallel_index * parallel.world_size  # type: ignore[attr-defined]
-        self.reshard_join(
-            address, first_rank + rank, size, backend, bucket_bytes, timeout, match_vllm_rounding, secret
-        )
+        self.reshard_connect_worker(address, first_rank + rank, size, *options, **named_options)
 
     @accepts_renamed_options
-    def reshard_join(
-        self,
-        address: str,
-        rank: int,
-        size: int,
-        backend: str = "auto",
-        bucket_bytes: int = BUCKET_BYTES,
-        timeout: float = 60.0,
-        match_vllm_rounding: bool = False,
-        secret: str | None = None,
+    def reshard_connect_worker(
+        self, address: str, rank: int, size: int, *options: Any, **named_options: Any
     ) -> None:
-        """Connect as with `reshard_connect`, as member `rank`. Wrong arguments are refused before
-        the present connection is given up."""
+        """Connect this worker as member `rank`: for trainers that call each worker by itself; else as
+        `reshard_connect`."""
+        connecting = ConnectOptions(*options, **named_options)
         parsed(address)
         check_rank(rank, size)
-        check_backend(backend)
-        check_number(bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
-        check_seconds(timeout, "timeout")
-        check_switch(match_vllm_rounding, "match_vllm_rounding")
+        connecting.check()
         self.reshard_close()
-        members = RefitGroup.join(address, rank, size, timeout, secret)
+        members = RefitGroup.join(address, rank, size, connecting.timeout, connecting.secret)
         with ignore_hint_for("refit"):
             self._reshard_link = connect(
                 members,
-                destination=partial(self._reshard_side, match_vllm_rounding),
-                backend=backend,
-                bucket_bytes=bucket_bytes,
+                destination=partial(self._reshard_side, connecting.match_vllm_rounding),
+                backend=connecting.backend,
+                bucket_bytes=connecting.bucket_bytes,
             )
+
+    def reshard_join(self, address: str, rank: int, size: int, *options: Any, **named_options: Any) -> None:
+        """Do what `reshard_connect_worker` does: its old name."""
+        warn_renamed("RefitExtension.reshard_join", "reshard_connect_worker")
+        self.reshard_connect_worker(address, rank, size, *options, **named_options)
 
     def _reshard_side(self, match_vllm_rounding: bool) -> VllmModel:
         """Return this worker's side: that of the last connect, if vLLM still has the same model in

@@ -7,10 +7,9 @@ import torch
 
 from reshard.core.boxes import Box, whole
 from reshard.core.dtypes import dtype_named
-from reshard.core.errors import ReshardError, listed
+from reshard.core.errors import ReshardError
 from reshard.core.extras import require
 from reshard.core.limits import MAX_VOCAB_MULTIPLE, check_number
-from reshard.core.placement import LocalTensor
 from reshard.device.live_boxes import LiveBox
 from reshard.device.memory import Region, check_memory
 from reshard.device.staging import check_one_device
@@ -52,7 +51,6 @@ class LocalModel:
         check_number(make_vocab_size_divisible_by, "make_vocab_size_divisible_by", MAX_VOCAB_MULTIPLE)
         self.trainer.check_model(model)
         held = self.trainer.publish(model)
-        self._check_covered(held)
         self._check_padding(model, make_vocab_size_divisible_by)
         for tensor, region in zip(held, self.trainer.regions, strict=True):
             dtype = dtype_named(str(region.tensor.dtype))
@@ -61,22 +59,6 @@ class LocalModel:
             for part in tensor.parts:
                 self.boxes.append(LiveBox(part.name, part.box, region, Rows.of(part.local_box), dtype))
             self.padding += [(region, Rows.of(box)) for box in tensor.fills]
-
-    def _check_covered(self, held: list[LocalTensor]) -> None:
-        """Raise ReshardError for a parameter of which no region has every element."""
-        covered: dict[int, int] = {}
-        for tensor, region in zip(held, self.trainer.regions, strict=True):
-            covered[id(region.tensor)] = covered.get(id(region.tensor), 0) + whole(tensor.shape).volume
-        left = [
-            name
-            for model in self.trainer.models
-            for name, parameter in model.named_parameters()
-            if covered.get(id(parameter), 0) != parameter.numel()
-        ]
-        if left:
-            raise ReshardError(
-                f"the trainer's model has {len(left)} parameters that no published tensor fills: {listed(left)}"
-            )
 
     def _check_padding(self, model: Model, make_vocab_size_divisible_by: int) -> None:
         """Raise ReshardError where the vocabulary is padded by more than the rule gives: it is another one."""

@@ -7,10 +7,8 @@ without a table, it gets whole tensors by their published names, as from a Huggi
 """
 
 import logging
-import os
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -24,38 +22,17 @@ with importing("vllm"):
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-import numpy as np
 
-from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError, listed
-from reshard.device.box_loader import BoxLoader
-from reshard.device.live_boxes import LiveBox
-from reshard.device.memory import Region
-from reshard.device.staging import ToDevice
-from reshard.engines.trace import Canonical, Trace, TracedCopy
-from reshard.engines.vllm import nvfp4
-from reshard.engines.vllm.compressed import stored_as
-from reshard.engines.vllm.layers import NVFP4, Compressed, compressed_of, method_of
-from reshard.engines.vllm.load_format.checkpoint import config_directory, megatron_directory, wants_fp8_blocks
-from reshard.engines.vllm.weights.stand_ins import trace_model
+from reshard.engines.vllm.layout import WITHOUT_PARAMETER
+from reshard.engines.vllm.load_format.boxes import plan_reading, read_boxes
+from reshard.engines.vllm.load_format.opened import OpenedWeights, directory_of, open_weights
 from reshard.engines.vllm.weights.supported import PLAIN_METHODS
 from reshard.megatron.parameters import expand
-from reshard.models.family import families
 from reshard.models.model import Model
-from reshard.quantization import channels, compressed_tensors, modelopt
-from reshard.quantization.fp8_blocks import SCALE_SUFFIX, encode
-from reshard.quantization.nvfp4 import fused
-from reshard.quantization.nvfp4_torch import encode as encode_nvfp4
-from reshard.quantization.scheme import check_finite
-from reshard.storage.io.boxes import Rows
-from reshard.storage.io.reading import TensorSlice, Weights, weights_of_huggingface, weights_of_megatron
 from reshard.storage.sources.base import read_config
-from reshard.storage.sources.hf_hub import local_directory
-from reshard.storage.sources.megatron import MegatronSource
-from reshard.storage.sources.opening import check_huggingface
 
 logger = logging.getLogger("vllm.reshard")  # below vLLM's own, which shows it
-MAX_THREADS = 8
 
 
 class ReshardModelLoader(BaseModelLoader):
@@ -78,7 +55,7 @@ class ReshardModelLoader(BaseModelLoader):
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Fetch a model from the hub."""
-        _directory(model_config)
+        directory_of(model_config)
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         """Fill the parameters of a model as vLLM has made it, before it processes them.
@@ -87,23 +64,16 @@ class ReshardModelLoader(BaseModelLoader):
         """
         began = time.perf_counter()
         with closing(open_weights(model_config)) as opened, opened.weights.unchanged():
+            _check_complete(opened, model_config)
             opened.quantize_as(model)
-            why = "model_loader_extra_config asks for it" if self.whole_tensors else None
-            trace = None
-            if why is None:
-                try:
-                    trace = _trace_boxes(model, model_config, opened)
-                except ReshardError as error:
-                    why = str(error)
-            if trace is not None:
-                _read_boxes(model, trace, opened.weights)
-                how = "each rank its own boxes"
+            reading = plan_reading(model, model_config, opened, self.whole_tensors)
+            if reading.trace is not None:
+                read_boxes(model, reading.trace, opened.weights)
             else:
                 loaded = model.load_weights(opened.stream())  # type: ignore[operator]
                 _check_loaded(model, model_config, loaded)
-                how = f"whole tensors ({why})"
             read, seconds = f"{opened.weights.read_bytes:,} bytes", time.perf_counter() - began
-            logger.info("%s: %s read in %.1f s, %s", opened.name, read, seconds, how)
+            logger.info("%s: %s read in %.1f s, %s", opened.name, read, seconds, reading)
 
     def get_all_weights(
         self, model_config: ModelConfig, model: torch.nn.Module
@@ -113,144 +83,15 @@ class ReshardModelLoader(BaseModelLoader):
         Raises ReshardError at once if they are of another model, or cannot be read: vLLM has
         dropped nothing by then, and goes on serving.
         """
-        _check_same_model(_directory(model_config), model_config)
+        _check_same_model(directory_of(model_config), model_config)
         opened = open_weights(model_config)
         try:
+            _check_complete(opened, model_config)
             opened.quantize_as(model)
         except BaseException:
             opened.close()
             raise
         return opened.stream_and_close()
-
-
-class OpenedWeights:
-    """The weights of a checkpoint, called `name` in logs, which are quantized as the config wants
-    while they are read.
-
-    `quantized` are the names of those that it wants as fp8 blocks. If `compressed`, it wants some
-    as compressed-tensors or ModelOpt makes them of weights in `dtype`.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        weights: Weights,
-        quantized: frozenset[str] = frozenset(),
-        compressed: bool = False,
-        dtype: Dtype = DTYPES["bfloat16"],
-    ) -> None:
-        self.name, self.weights, self.quantized, self.compressed = name, weights, quantized, compressed
-        self.dtype = dtype
-        self.schemes: dict[str, Compressed] = {}
-        # The names of tensors that this rank takes a part of; None for all.
-        self.taken: frozenset[str] | None = None
-        self.device = torch.device("cpu")
-
-    def quantize_as(self, model: torch.nn.Module) -> None:
-        """Find which weights this model wants quantized, and how.
-
-        Also those that published checkpoints keep in bf16 and this model does not: vLLM would cast
-        a router's plain weights into its fp8. Raises ReshardError if a layer wants what cannot be
-        made.
-        """
-        device = next(model.parameters()).device
-        self.device = self.device if device.type == "meta" else device  # while vLLM loads anew
-        if self.compressed:
-            self.schemes, self.taken = _schemes(model, _canonical(self.weights))
-        if self.quantized:
-            held = {name for name, _ in model.named_parameters()}
-            self.quantized |= {name for name in self.weights.tensors if name + SCALE_SUFFIX in held}
-
-    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (published name, full tensor), one after the other."""
-        # What other ranks have, such as their experts, would stay plain, and packed layers have no
-        # place for plain weights.
-        names = [name for name in self.weights.tensors if self.taken is None or name in self.taken]
-        if self.schemes:
-            # Weights that share a scale come together. Else the order is that of files in vLLM's
-            # own loading, where the last one of several equal parameters counts, such as the shapes
-            # of packed weights that vLLM fuses.
-            names.sort(key=lambda name: (fused(name)[0] if self._in_nvfp4(name) else name, name))
-        regions = (self.weights.whole(name) for name in names)
-        together: dict[str, torch.Tensor] = {}
-        for region, raw in self.weights.read_ahead(regions, _memory, threads()):
-            info = self.weights.tensors[region.name]
-            if region.name in self.quantized:
-                codes, scales = _quantized(region.name, raw.view(info.dtype.numpy()))
-                yield region.name, torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn)
-                yield region.name + SCALE_SUFFIX, torch.from_numpy(scales)
-            elif self._in_nvfp4(region.name):
-                together[region.name] = self._on_device(tensor_of(raw, info.dtype.name))
-                if len(together) == sum(map(self._in_nvfp4, fused(region.name))):
-                    yield from self._nvfp4(together)
-                    together = {}
-            elif region.name in self.schemes:
-                yield from self._compressed(region.name, tensor_of(raw, info.dtype.name))
-            else:
-                yield region.name, tensor_of(raw, info.dtype.name).reshape(info.shape)
-
-    def stream_and_close(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same, and close the files at the end."""
-        with closing(self), self.weights.unchanged():
-            yield from self.stream()
-
-    def _on_device(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.to(self.device, getattr(torch, self.dtype.name))
-
-    def _in_nvfp4(self, name: str) -> bool:
-        return name in self.schemes and self.schemes[name].codes == NVFP4
-
-    def _nvfp4(self, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that a checkpoint in nvfp4 has for weights that share a scale."""
-        for name, weight in weights.items():
-            # Infinities and NaN would not show in such scales.
-            check_finite(name, weight.abs().max().float().cpu().numpy())
-        largest = torch.stack([weight.abs().max() for weight in weights.values()]).max().view(1)
-        for name, weight in weights.items():
-            try:
-                made = encode_nvfp4(weight, largest, nvfp4.scaling_of_layer(self.schemes[name]))
-            except ReshardError as error:
-                raise ReshardError(f"{name} cannot be quantized ({error})") from error
-            for end, tensor in made.items():
-                yield name + end, tensor
-
-    def _compressed(self, name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that a checkpoint by compressed-tensors has for a weight, on the
-        model's device."""
-        made = stored_as(self._on_device(weight), self.schemes[name])
-        check_finite(name, made[channels.SCALE_SUFFIX].float().cpu().numpy())
-        for end, tensor in made.items():
-            yield name + end, tensor
-
-    def close(self) -> None:
-        self.weights.close()
-
-
-def open_weights(model_config: ModelConfig) -> OpenedWeights:
-    """Open the weights that a config names. Raises ReshardError if there are none."""
-    path = _directory(model_config)
-    megatron = megatron_directory(path)
-    if megatron is None:
-        check_huggingface(path)
-        return OpenedWeights(str(path), weights_of_huggingface(path))
-    config = model_config.hf_config_path
-    source = MegatronSource(
-        megatron, None if config is None else config_directory(config, model_config.revision)
-    )
-    for notice in source.notices:
-        logger.info("%s: %s", megatron, notice)
-    try:
-        wanted = getattr(model_config.hf_config, "quantization_config", None) or {}
-        return OpenedWeights(
-            str(megatron),
-            weights_of_megatron(source),
-            _names_in_blocks(source, wanted),
-            wanted.get("quant_method") in (compressed_tensors.METHOD, modelopt.METHOD),
-            dtype_named(str(model_config.dtype)),
-        )
-    except BaseException:
-        source.close()
-        raise
 
 
 def _check_same_model(path: Path, model_config: ModelConfig) -> None:
@@ -274,153 +115,53 @@ def _check_same_model(path: Path, model_config: ModelConfig) -> None:
             )
 
 
-def _directory(model_config: ModelConfig) -> Path:
-    name, revision = model_config.model, model_config.revision
-    return local_directory(name if revision is None or os.path.isdir(name) else f"{name}@{revision}")
-
-
-def _names_in_blocks(source: MegatronSource, wanted: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of weights that vLLM expects as fp8 blocks with scales, by the `wanted`
-    quantization in its config."""
-    if not wants_fp8_blocks({"quantization_config": wanted}, source.path):
-        return frozenset()
-    recorded = (source.manifest() or {}).get("quantized")
-    names = recorded or source.model.quantizable() & source.tensors.keys()
-    excepted = wanted.get("ignored_layers") or wanted.get("modules_to_not_convert") or []
-    return frozenset(name for name in names if name.removesuffix(".weight") not in excepted)
-
-
-def _quantized(name: str, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    codes, scales = encode(weight)
-    check_finite(name, scales)
-    return codes, scales
-
-
-def _schemes(model: torch.nn.Module, canonical: Canonical) -> tuple[dict[str, Compressed], frozenset[str]]:
-    """Return how each published weight is quantized that a model loads as codes and scales, and the
-    names of all that it loads.
-
-    Found by where vLLM's own loader would copy them. Raises ReshardError for a layer that wants
-    what cannot be made of plain weights.
-    """
-    by_parameter: dict[str, Compressed] = {}
-    for name, module in model.named_modules():
-        how, kind = compressed_of(module), type(getattr(module, "quant_method", None)).__name__
-        if how is None and kind not in ("NoneType", *PLAIN_METHODS) and not kind.endswith("KVCacheMethod"):
-            raise ReshardError(
-                f"{name} is loaded by {method_of(module)}, for which reshard cannot quantize Megatron's weights"
-            )
-        if how is not None:
-            by_parameter |= {f"{name}.{weight}": how for weight in how.weights}
-            if how.codes == NVFP4:
-                nvfp4.check_columns(name, module)
-    copies = trace_model(model, canonical).copies
-    schemes = {copy.name: by_parameter[copy.parameter] for copy in copies if copy.parameter in by_parameter}
-    return schemes, frozenset(copy.name for copy in copies)
-
-
-def _canonical(weights: Weights) -> Canonical:
-    """Return the weights' shapes and dtypes, for a trace."""
-    return {name: (info.shape, getattr(torch, info.dtype.name)) for name, info in weights.tensors.items()}
-
-
-def _trace_boxes(model: torch.nn.Module, model_config: ModelConfig, opened: OpenedWeights) -> Trace:
-    """Return what vLLM's loader would copy where. Raises ReshardError if it would do anything
-    else."""
-    architectures = set(getattr(model_config.hf_config, "architectures", None) or ())
-    known = {family.architecture for family in families().values()}
-    if not architectures <= known:
-        raise ReshardError(f"{listed(sorted(architectures - known))} has no table")
-    for name, module in model.named_modules():
-        kind = type(getattr(module, "quant_method", None)).__name__
-        if kind not in ("NoneType", *PLAIN_METHODS) and not kind.endswith("KVCacheMethod"):
-            raise ReshardError(f"{name} is loaded by {kind}")
-    if opened.quantized:
-        raise ReshardError("the config wants fp8 blocks")
-    canonical = _canonical(opened.weights)
-    trace = trace_model(model, canonical)
-    live = _tensors(model)
-    filled = dict.fromkeys((name for name, _ in model.named_parameters()), 0)
-    for copy in trace.copies:
-        filled[copy.parameter] = filled.get(copy.parameter, 0) + copy.box.volume
-        if len(canonical[copy.name][0]) > 2 or not live[copy.parameter].is_contiguous():
-            raise ReshardError(f"{copy.parameter} is no plain matrix")
-    for fill in trace.fills:
-        filled[fill.parameter] = filled.get(fill.parameter, 0) + fill.elements
-    partly = [name for name, n in filled.items() if n != live[name].numel()]
-    if partly:
-        raise ReshardError(f"not all of {listed(partly, 3)} is copied")
-    return trace
-
-
-def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return dict([*model.named_buffers(), *model.named_parameters()])
-
-
-def _read_boxes(model: torch.nn.Module, trace: Trace, weights: Weights) -> None:
-    """Carry out the copies of a trace."""
-    live = _tensors(model)
-    device = next(iter(live.values())).device
-    boxes, casts = [], []
-    for copy in trace.copies:
-        dtype = weights.tensors[copy.name].dtype
-        if getattr(torch, dtype.name) != live[copy.parameter].dtype:
-            casts.append(copy)
-            continue
-        rows, columns = (*copy.box.lengths, 1)[:2]
-        region = Region(live[copy.parameter].data, copy.offset, copy.pitch or columns)
-        boxes.append(LiveBox(copy.name, copy.box, region, Rows(0, rows, 0, columns), dtype))
-    with torch.no_grad():
-        for fill in trace.fills:
-            live[fill.parameter].view(-1)[fill.offset : fill.offset + fill.elements].zero_()
-        into = ToDevice(device)
-        loader = BoxLoader(weights.tensors, weights.reader, into)
-        with ThreadPoolExecutor(threads(), "reshard-read") as pool:
-            list(pool.map(loader.load, loader.batches(boxes)))
-        into.close()
-        cast_regions = (_slice_of(copy, weights) for copy in casts)
-        for cast_region, raw in weights.read_ahead(cast_regions, _memory, threads()):
-            cast: TracedCopy = cast_region.key  # type: ignore[assignment]
-            values = tensor_of(raw, weights.tensors[cast.name].dtype.name)
-            parameter = live[cast.parameter].data
-            offset = parameter.storage_offset() + cast.offset
-            parameter.as_strided(values.shape, (cast.pitch or cast_region.columns, 1), offset).copy_(values)
-
-
-def _slice_of(copy: TracedCopy, weights: Weights) -> TensorSlice:
-    start, column = (*copy.box.offsets, 0)[:2]
-    rows, columns = (*copy.box.lengths, 1)[:2]
-    return TensorSlice(copy, copy.name, start, start + rows, column, columns)
+def _check_complete(opened: OpenedWeights, model_config: ModelConfig) -> None:
+    """Raise ReshardError if a checkpoint lacks tensors that the engine's model has by the mapping
+    table: vLLM's loaders would leave their layers as they are."""
+    try:
+        model = Model.from_hf(model_config.hf_config.to_dict(), "the engine's config")
+    except ReshardError:
+        return  # an architecture without a table
+    # Quantized checkpoints have other tensors in place of a module's weight.
+    modules = {name.rpartition(".")[0] for name in opened.weights.tensors}
+    lacking = [
+        name
+        for block in model.blocks()
+        for row in block.rows
+        if not (block.mtp or row.optional or row.arrangement in WITHOUT_PARAMETER)
+        for _, name in row.names(block.published, range(model.num_experts))
+        if name.rpartition(".")[0] not in modules
+    ]
+    if lacking:
+        raise ReshardError(f"{opened.name} lacks {len(lacking)} of the model's tensors: {listed(lacking)}")
 
 
 def _check_loaded(model: torch.nn.Module, model_config: ModelConfig, loaded: set[str] | None) -> None:
-    """Raise ReshardError if parameters of a model that is not quantized got nothing, as vLLM's own
-    loader does."""
-    if loaded is None or model_config.quantization is not None:
+    """Raise ReshardError if parameters got nothing, given the names of those that vLLM has `loaded`;
+    None if the model does not say so.
+
+    Of layers that are quantized, something of each has to be loaded: scales need not be in a
+    checkpoint. Scales of the attention's cache need not be either.
+    """
+    if loaded is None:
         return
-    processed = {
-        f"{name}.{parameter}" if name else parameter
-        for name, module in model.named_modules()
-        if hasattr(getattr(module, "quant_method", None), "process_weights_after_loading")
-        for parameter, _ in module.named_parameters()
-    }
-    missing = [name for name, _ in model.named_parameters() if name not in loaded | processed]
+    missing = []
+    for layer, names in _parameters_by_layer(model).items():
+        kind = type(getattr(model.get_submodule(layer), "quant_method", None)).__name__
+        if kind.endswith("KVCacheMethod"):
+            continue
+        # vLLM says ``experts.w13_weight`` for ``experts.routed_experts.w13_weight``.
+        outer = layer.rpartition(".")[0]
+        absent = [name for name in names if not loaded & {name, outer + name.removeprefix(layer)}]
+        if kind in ("NoneType", *PLAIN_METHODS) or len(absent) == len(names):
+            missing += absent
     if missing:
         raise ReshardError(f"{model_config.model} has nothing for vLLM's {listed(missing, 3)}")
 
 
-def tensor_of(raw: np.ndarray, dtype: str) -> torch.Tensor:
-    """Return bytes ``[rows, columns * size]`` as a tensor ``[rows, columns]``, in the same
-    memory."""
-    return torch.from_numpy(raw).view(getattr(torch, dtype))
-
-
-def _memory(size: int) -> np.ndarray:
-    return torch.empty(size, dtype=torch.uint8, device="cpu").numpy()
-
-
-def threads() -> int:
-    """Return how many threads a rank reads with: a fair part of the cores of its host."""
-    # vLLM's config would say it too, but a running engine that reloads has none set.
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return max(1, min(MAX_THREADS, (os.cpu_count() or 1) // ranks))
+def _parameters_by_layer(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Return the names of a model's parameters, tied ones once, by the module that has them."""
+    by_layer: dict[str, list[str]] = {}
+    for name, _ in model.named_parameters():
+        by_layer.setdefault(name.rpartition(".")[0], []).append(name)
+    return by_layer

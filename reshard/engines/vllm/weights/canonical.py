@@ -7,6 +7,7 @@ import torch
 from reshard.engines.deduplicated import ExpertLayer
 from reshard.engines.trace import Canonical
 from reshard.engines.vllm.layout import WITHOUT_PARAMETER
+from reshard.engines.vllm.names import in_vllm
 from reshard.models.model import Model
 
 
@@ -41,5 +42,5 @@ def expert_layers(model: Model) -> list[ExpertLayer]:
         for row in rows:
             for expert, name in row.names(block.published, range(model.num_experts)):
                 names.setdefault(expert, []).append(name)  # type: ignore[arg-type]
-        layers.append(ExpertLayer(block.published, names))
+        layers.append(ExpertLayer(block.published, in_vllm(model, block.published), names))
     return layers

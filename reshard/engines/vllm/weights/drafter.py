@@ -10,6 +10,7 @@ from reshard.core.errors import ReshardError
 from reshard.engines.trace import Trace
 from reshard.engines.vllm.compat import draft_load_format
 from reshard.engines.vllm.layout import outer_rows
+from reshard.engines.vllm.names import in_vllm
 from reshard.engines.vllm.weights.canonical import mtp_names
 from reshard.engines.vllm.weights.served import DRAFT
 from reshard.engines.vllm.weights.stand_ins import trace_model
@@ -21,7 +22,7 @@ def is_mtp(draft: torch.nn.Module | None, model: Model) -> bool:
     if draft is None:
         return False
     parameters = {name for name, _ in draft.named_parameters()}
-    return any(name in parameters for name in mtp_names(model))
+    return any(in_vllm(model, name) in parameters for name in mtp_names(model))
 
 
 def check_drafter(draft: torch.nn.Module | None, config: Any, why: str) -> None:

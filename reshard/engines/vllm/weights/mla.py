@@ -6,8 +6,11 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm.reload import same_bits
+from reshard.engines.vllm.quantized.reload import same_bits
 from reshard.engines.vllm.weights.served import Served
+
+# What the names of derived matrices begin with.
+DERIVED_PREFIX = "W_"
 
 
 class DerivingAttention(NamedTuple):
@@ -71,5 +74,5 @@ def _derived_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {
         key: value
         for key, value in attributes.items()
-        if key.startswith("W_") and isinstance(value, torch.Tensor)
+        if key.startswith(DERIVED_PREFIX) and isinstance(value, torch.Tensor)
     }

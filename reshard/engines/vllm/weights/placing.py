@@ -20,7 +20,7 @@ from reshard.engines.vllm.layout import (
     padded,
     vllm_placement,
 )
-from reshard.engines.vllm.names import is_known
+from reshard.engines.vllm.names import in_vllm, is_known
 from reshard.engines.vllm.weights.canonical import canonical_tensors
 from reshard.engines.vllm.weights.served import DRAFT
 from reshard.models.model import Model
@@ -46,11 +46,14 @@ def rank_of(module: torch.nn.Module, model: Model, tensors: Collection[str], con
         if experts.placed is not None:
             local_experts = tuple(expert for expert in experts.placed if expert < model.num_experts)
         break  # all layers have the same
-    layers = sorted({int(name.split(".")[2]) for name in tensors if name.startswith("model.layers.")})
+    prefix = in_vllm(model, model.family.layers)
+    layers = {int(name.removeprefix(prefix).split(".")[0]) for name in tensors if name.startswith(prefix)}
     # Some of vLLM's models have the output layer on every pipeline stage.
-    outer = frozenset(row.hf for row in outer_rows(model) if row.hf in tensors)
+    outer = frozenset(row.hf for row in outer_rows(model) if in_vllm(model, row.hf) in tensors)
     sequence_parallel = config.parallel_config.use_sequence_parallel_moe
-    return VllmRank(tp, tp_rank, moe_tp, moe_tp_rank, local_experts, tuple(layers), outer, sequence_parallel)
+    return VllmRank(
+        tp, tp_rank, moe_tp, moe_tp_rank, local_experts, tuple(sorted(layers)), outer, sequence_parallel
+    )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ import torch
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.device.memory import ALIGNMENT
 from reshard.engines.vllm.compat import tensor_parallel_group
-from reshard.engines.vllm.compressed import CompressedQuantizer
 from reshard.engines.vllm.layers import (
     NVFP4,
     Compressed,
@@ -30,8 +29,9 @@ from reshard.engines.vllm.layers import (
     made_online,
     plain_templates,
 )
-from reshard.engines.vllm.nvfp4 import Nvfp4Quantizer
-from reshard.engines.vllm.processing import (
+from reshard.engines.vllm.quantized.compressed import CompressedQuantizer
+from reshard.engines.vllm.quantized.nvfp4 import Nvfp4Quantizer
+from reshard.engines.vllm.quantized.processing import (
     HANDLE,
     loaded_aside,
     loading_templates,
@@ -40,7 +40,7 @@ from reshard.engines.vllm.processing import (
     processing_objects,
     scales_in,
 )
-from reshard.engines.vllm.recipes import Held, LayerQuantizer, parameter_like, reduce_max
+from reshard.engines.vllm.quantized.recipes import Held, LayerQuantizer, parameter_like, reduce_max
 from reshard.engines.vllm.weights.served import Served
 
 # The most that a round has, unless one layer alone is larger.

@@ -1,0 +1,45 @@
+"""Names of a package that are loaded when they are first asked for, so that importing the package
+imports none of the libraries behind them."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from typing import Any
+
+from reshard.core.deprecated import warn_renamed
+from reshard.core.extras import importing
+
+
+def lazy(
+    package: str,
+    places: Mapping[str, str],
+    extra: str | None = None,
+    renamed: Mapping[str, str] | None = None,
+) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a `package` whose names lie in these `places`: ``module`` if it
+    has the same name there, ``module:name`` if it has another, and the submodule itself.
+
+    Missing packages that `extra` brings are named in a ReshardError. `renamed` maps old names to
+    new ones, in full if they are in another package.
+
+    >>> lazy("reshard", {"splits": "reshard.core.splits:split"})("splits").__name__
+    'split'
+    """
+    new_names = renamed or {}
+
+    def load(name: str) -> Any:
+        if name in new_names:
+            owner, _, new = new_names[name].rpartition(".")
+            warn_renamed(f"{package}.{name}", f"{owner or package}.{new}")
+            if owner:
+                return getattr(import_module(owner), new)
+            name = new
+        if name not in places:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module, _, there = places[name].partition(":")
+        around: AbstractContextManager[None] = nullcontext() if extra is None else importing(extra)
+        with around:
+            loaded = import_module(module)
+            return loaded if module == f"{package}.{name}" else getattr(loaded, there or name)
+
+    return load
