@@ -51,7 +51,7 @@ class Qwen35(Family):
     specs = "reshard.megatron.gated_delta:layer_specs"
     partial_rotary = 0.25
     reads = ("layer_types", "full_attention_interval")
-    always = {"mlp_only_layers": [], "attn_output_gate": True, "mtp_use_dedicated_embeddings": False}  # fmt: skip
+    always = {"mlp_only_layers": [], "attn_output_gate": True, "use_qk_norm": True, "mtp_use_dedicated_embeddings": False}  # fmt: skip
     no_effect = ("mamba_ssm_dtype",)
 
     #    HF parameter                                     shape        Megatron parameter                             arrangement  split   when

@@ -57,7 +57,7 @@ class Qwen3Next(Family):
     }  # fmt: skip
     specs = "reshard.megatron.gated_delta:layer_specs"
     partial_rotary = 0.25
-    always = {"attn_output_gate": True}
+    always = {"attn_output_gate": True, "use_qk_norm": True}
     reads = ("decoder_sparse_step", "mlp_only_layers", "layer_types", "full_attention_interval")
 
     #    HF parameter                                        shape        Megatron parameter                             arrangement split    when

@@ -151,9 +151,9 @@ class MegatronLayout:
             raise ReshardError(f"--tp {self.tp} does not divide {heads}; sizes that do: {numbers(fits)}")
         for symbol, name in (("NK", "linear_num_key_heads"), ("NV", "linear_num_value_heads")):
             if s.get(symbol, self.tp) % self.tp:
-                fits = numbers(divisors(s[symbol]))
+                possible = numbers(divisors(s[symbol]))
                 raise ReshardError(
-                    f"--tp {self.tp} does not divide {name} {s[symbol]}; sizes that do: {fits}"
+                    f"--tp {self.tp} does not divide {name} {s[symbol]}; sizes that do: {possible}"
                 )
         dense = [("F", "intermediate_size")] if len(model.moe_layers) < model.num_layers else []
         sizes = [(f"--tp {self.tp}", self.tp, s[symbol], name) for symbol, name in dense]
