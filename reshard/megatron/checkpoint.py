@@ -113,8 +113,7 @@ def extra_states_to_write(
     for p in mapping.parameters:
         module, _, kind = p.name.rpartition(".")
         norm = module.rpartition(".")[2] in NORMS
-        # Transformer Engine normalizes each head by itself, or what is as wide as a token.
-        own = engine and p.shape in ((model.symbols.get("D"),), (model.symbols["H"],))
+        own = engine and not _of_all_heads(p, model)
         if kind != "weight" or module in WITHOUT_STATE or (norm and not own):
             continue
         modules = [module]
@@ -125,6 +124,12 @@ def extra_states_to_write(
         prefix = key_of(p, model.uniform, "transformer_engine").removesuffix(p.name)
         for name in modules:
             yield NewObject(f"{prefix}{name}._extra_state/{place}", ranks.first(p))
+
+
+def _of_all_heads(p: Parameter, model: Model) -> bool:
+    """Return True for a norm over all heads, where Transformer Engine's normalizes each by itself."""
+    norms = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
+    return p.name in norms and not model.family.latent and p.shape != (model.symbols["D"],)
 
 
 def _stack(p: Parameter, model: Model) -> Stack:
