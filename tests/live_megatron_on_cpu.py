@@ -7,7 +7,9 @@ import time
 from functools import partial
 from pathlib import Path
 
+import megatron.core.parallel_state as mpu
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.module import Float16Module
 
 import reshard
@@ -16,7 +18,7 @@ from reshard.megatron.live import share_writer
 from reshard.storage.io import files
 from tests import megatron_on_cpu
 from tests.disk import scribble
-from tests.oracle import bits
+from tests.oracle import bits, hf_tensors
 from tests.ranks import caught
 from tests.refit_on_cpu import distributed
 
@@ -384,3 +386,43 @@ def built(rank: int, hf: str, folder: str, layout: dict, from_config: bool):
     config = AutoConfig.from_pretrained(hf) if from_config else hf
     reshard.save(models, f"{folder}/saved", config, format="hf")
     return {name: bits(tensor) for name, tensor in reshard.export(models, config)}, wrong
+
+
+class SplitNorm(torch.nn.Module):
+    """The weight of a norm over all heads as Megatron-Bridge's trainers hold it: of this rank's heads only."""
+
+    def __init__(self, heads: int, dim: int) -> None:
+        super().__init__()
+        ranks, rank = (
+            get() for get in (mpu.get_tensor_model_parallel_world_size, mpu.get_tensor_model_parallel_rank)
+        )
+        self.shards = min(ranks, heads)
+        self.shard, self.repeat = divmod(rank, ranks // self.shards)
+        self.weight = torch.nn.Parameter(torch.full((heads // self.shards * dim,), UNTOUCHED))
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        key, before = prefix + "weight", len(sharded_offsets)
+        split = (before, self.shard, self.shards)
+        replica = (0, self.repeat, mpu.get_data_parallel_rank(with_context_parallel=True))
+        return {key: ShardedTensor.from_rank_offsets(key, self.weight, *sharded_offsets, split, replica_id=replica,
+                                                     prepend_axis_num=before)}  # fmt: skip
+
+
+def with_split_norms(rank: int, flags: list[str], source: str) -> tuple[list[str], dict[str, tuple]]:
+    """The norms whose weights a load has not left as they should be, and what is exported."""
+    models, _, _ = chunks(flags)
+    [model] = models
+    config = model.config
+    for layer in model.decoder.layers:
+        attention = layer.self_attention
+        attention.q_layernorm = SplitNorm(config.num_attention_heads, config.kv_channels).bfloat16()
+        attention.k_layernorm = SplitNorm(config.num_query_groups, config.kv_channels).bfloat16()
+    reshard.load(models, source)
+    tensors, wrong = hf_tensors(Path(source)), []
+    for number, layer in enumerate(model.decoder.layers):
+        for x in "qk":
+            norm = getattr(layer.self_attention, f"{x}_layernorm")
+            whole = tensors[f"model.layers.{number}.self_attn.{x}_norm.weight"]
+            if not torch.equal(norm.weight, whole.chunk(norm.shards)[norm.shard]):
+                wrong.append(f"{x} {number}")
+    return wrong, {name: bits(tensor) for name, tensor in reshard.export(models, source)}

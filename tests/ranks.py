@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import os
 import pickle
 import socket
@@ -14,15 +15,16 @@ from pathlib import Path
 
 from tests.warm import Forked, python_of_ranks
 
-# How long the others may go on where a rank has failed: they would wait for it, some for very long.
-GRACE_SECONDS = 90
+# How long the others may go on where a rank has failed: they wait for it, some for very long, and it has said why.
+GRACE_SECONDS = 10
 _ports = itertools.count(os.getpid() % 4000)
 CODE = "import sys; from tests.ranks import rank_in; rank_in(*sys.argv[1:])"
 
 
 def run_on_ranks(world_size: int, function: str, *args, module: str = "megatron_on_cpu", options: dict | None = None,
                  may_die: bool = False, timeout: float = 600):  # fmt: skip
-    """Call ``tests.MODULE.FUNCTION(rank, *args)`` on every rank; the results by rank. An error on any rank is raised here, with its traceback.
+    """Call ``tests.MODULE.FUNCTION(rank, *args)`` on every rank; the results by rank. An error on any rank is raised here, with its traceback,
+    the first one first.
 
     The ranks have a gloo group, unless the module makes its own. A rank that `may_die` has None for a result. `timeout` is for all of
     them together; no process is left when this returns or raises.
@@ -48,17 +50,17 @@ def run_on_ranks(world_size: int, function: str, *args, module: str = "megatron_
                 process.kill()
             for process in left:
                 process.join(60)
-        failed = []
+        failed: list[tuple[float, str]] = []  # when, and what
         for rank, process in enumerate(processes):
-            if rank in late:
-                failed.append(f"rank {rank} did not end in {timeout} s")
-            elif (Path(folder) / f"error{rank}").exists():
-                failed.append(f"rank {rank}:\n" + (Path(folder) / f"error{rank}").read_text())
+            error = Path(folder) / f"error{rank}"
+            if error.exists():
+                failed.append((error.stat().st_mtime, f"rank {rank}:\n{error.read_text()}"))
+            elif rank in late:
+                failed.append((math.inf, f"rank {rank} did not end"))
             elif process.exitcode:
-                failed.append(f"rank {rank} ended with {process.exitcode}")
-        # what others say of a rank that has ended, or that they wait for it, tells less than what it says itself
-        failed.sort(key=lambda said: ("did not end" in said, "by peer" in said))
-        assert not failed, "\n".join(failed[:2])
+                failed.append((0.0, f"rank {rank} ended with {process.exitcode}"))
+        # The first is the cause: what others say later is of a rank that has ended, or that they wait for.
+        assert not failed, "\n".join(text for _, text in sorted(failed)[:2])
         results = [Path(folder) / f"result{rank}" for rank in range(world_size)]
         assert may_die or all(path.exists() for path in results), "a rank ended early"
         return [pickle.loads(path.read_bytes()) if path.exists() else None for path in results]

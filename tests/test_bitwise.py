@@ -1,6 +1,7 @@
 """Bit for bit: against tensors assembled by hand, there and back, and across layouts drawn at random."""
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -202,3 +203,12 @@ def copy_of(source, target):
     import shutil
 
     return shutil.copytree(source, target)
+
+
+@pytest.mark.parametrize(("variant", "of_norms"), [("qwen3-moe", 8), ("minimax-m2", 0)])
+def test_norms_that_are_not_transformer_engines_have_no_state_of_its(variant, of_norms, checkpoint, tmp_path):
+    hf_to_mcore(checkpoint(variant), tmp_path / "mcore", MegatronLayout(tp=2))
+    metadata = pickle.loads((tmp_path / "mcore" / "release" / ".metadata").read_bytes()).state_dict_metadata
+    states = [key for key in metadata if "_extra_state" in key]
+    assert sum("_layernorm._extra_state" in key and "self_attention" in key for key in states) == of_norms
+    assert sum("linear_qkv._extra_state" in key for key in states) == 4

@@ -253,6 +253,9 @@ def test_every_family_is_quantized_where_published_checkpoints_are(variant, way,
     codes = {name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn}
     assert codes == {name for name in names if QUANTIZED.fullmatch(name)} and codes
     assert mtp == any(name.endswith("eh_proj.weight") for name in tensors)
+    hf_to_mcore(tmp_path / "back", tmp_path / "again", MegatronLayout(tp=2))
+    mcore_to_hf(tmp_path / "again", tmp_path / "plain")
+    assert same(hf_tensors(tmp_path / "plain"), dequantized(tmp_path / "back")) == []
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B-FP8", "Qwen/Qwen3-235B-A22B-FP8"])

@@ -8,6 +8,7 @@ import torch
 
 from reshard import MegatronLayout, hf_to_mcore, mcore_to_hf
 from tests.checkpoints import make, with_config
+from tests.oracle import bits, hf_tensors
 from tests.ranks import run_on_ranks
 from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
 
@@ -49,6 +50,18 @@ def test_a_load_leaves_what_megatron_loads_of_the_conversion(
     size = sum(path.stat().st_size for path in (folder / "hf").glob("*.safetensors"))
     if not options and "tied" not in variant:  # what a rank reads is its share, not the model
         assert max(reports[0]["read_bytes"] for _, reports, _ in results) < 0.85 * size
+
+
+def test_norms_over_all_heads_that_a_trainer_has_split_are_loaded_and_exported(weights):
+    """With TP4 over two key heads, each of which two ranks have."""
+    folder = weights("minimax-m2")
+    expected = {name: bits(tensor) for name, tensor in hf_tensors(folder / "hf").items()}
+    flags = flags_at(folder / "mcore", f"{TP} 4 {EP} 2 {ETP} 1")
+    for wrong, exported in on_ranks(4, "with_split_norms", flags, str(folder / "hf")):
+        exported |= {
+            name: expected[name] for name in expected if name.endswith("e_score_correction_bias")
+        }  # fp32 here
+        assert wrong == [] and exported == expected
 
 
 def without(source, destination, name):

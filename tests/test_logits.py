@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from reshard import MegatronLayout, hf_to_mcore, mcore_to_hf
 from tests.checkpoints import VARIANTS, hf_logits
 from tests.ranks import run_on_ranks
 
+LOSS_TOLERANCE = 5e-3  # of gradients at TP4, where any model's loss over a split vocabulary is that far off
 TOLERANCE = 2e-5  # fp32, four layers: sums in another order give about 1e-6
 PARALLEL = (
     "--tensor-model",
@@ -174,3 +176,38 @@ def swap(path: Path, what: str) -> None:
         rows[:n] = rows[-n:]
         rows[-n:] = first
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_norms_over_all_heads_have_the_gradients_of_transformers(checkpoint, tmp_path):
+    """TP4 repeats each of the two key heads, and Megatron sums the norms' gradients over its ranks. The control has no
+    gradient through the sum of squares of other ranks' heads."""
+    source = checkpoint("minimax-m2")
+    hf_to_mcore(source, tmp_path / "mcore", transformer_impl="local")
+    torch.manual_seed(1)
+    tokens = torch.randint(0, 1000, (2, 24))
+    theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    theirs(tokens, labels=tokens).loss.backward()
+    wanted = {
+        f"decoder.layers.{layer}.self_attention.{x}_layernorm.weight": theirs.get_parameter(
+            f"model.layers.{layer}.self_attn.{x}_norm.weight"
+        ).grad
+        for layer in range(4)
+        for x in "qk"
+    }
+
+    def distance(held: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+        return max(float((held[name] - expected[name]).norm() / expected[name].norm()) for name in expected)
+
+    def on_ranks(tp: int, **options) -> list[dict[str, torch.Tensor]]:
+        flags = flags_at(tmp_path / "mcore", f"{TP} {tp} {ETP} 1")
+        return run_on_ranks(tp, "gradients", flags, str(tmp_path / "mcore"), tokens, options=options)
+
+    [alone] = on_ranks(1)
+    assert distance(alone, wanted) < 1e-5
+    alone = {name: gradient for name, gradient in alone.items() if "linear_qkv.weight" in name}
+    ranks, wrong = on_ranks(4), on_ranks(4, detached=True)
+    assert all(distance(held, wanted) < LOSS_TOLERANCE for held in ranks)
+    joined, apart = (
+        {name: torch.cat([held[name] for held in of]) for name in alone} for of in (ranks, wrong)
+    )
+    assert distance(joined, alone) < LOSS_TOLERANCE < 3 * LOSS_TOLERANCE < distance(apart, alone)

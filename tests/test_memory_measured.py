@@ -1,8 +1,12 @@
 """`reshard memory`: activations and schedules are those that were measured of real runs."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from reshard import MegatronLayout
+from reshard.megatron import full_width_norm
 from reshard.memory.activations import Sizes, layer_tensors
 from reshard.memory.estimate import estimate_memory
 from reshard.memory.options import Training, TrainingSetup
@@ -162,6 +166,29 @@ def test_what_a_layer_keeps_for_each_token(name, kind):
     assert sum(row.bytes for row in layer_tensors(found, kind, z)) / 2 == pytest.approx(
         LAYERS[name, kind], rel=2e-3
     )
+
+
+def test_norms_over_all_heads_keep_what_their_row_says(monkeypatch):
+    """Counted by torch, of the modules that train."""
+    parallel = full_width_norm.parallel_state
+    monkeypatch.setattr(parallel, "get_tensor_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(parallel, "get_tensor_model_parallel_rank", lambda: 0)
+    model, tokens, kept = of("MiniMax-M2.7"), 256, {}
+    sizes = dict(
+        num_attention_heads=48, num_query_groups=8, use_cpu_initialization=True, params_dtype=torch.bfloat16
+    )
+    outputs = []  # with what was kept for their gradients
+    for norm, heads in ((full_width_norm.QueryNorm, 48), (full_width_norm.KeyNorm, 8)):
+        module = norm(128, SimpleNamespace(**sizes), 1e-6)
+        x = torch.randn(tokens, 1, heads, 128).bfloat16().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.update({t.data_ptr(): t.nbytes}) or t, lambda t: t
+        ):
+            outputs.append(module(x))
+    z = Sizes.of(TrainingSetup.of(model, MegatronLayout(), Training()), 1.0)
+    [row] = [row for row in layer_tensors(model, "moe", z) if row.name == "norms of queries and keys, in"]
+    weights = 2 * (48 + 8) * 128
+    assert sum(kept.values()) - weights == pytest.approx(row.bytes * tokens, rel=0.01)
 
 
 @pytest.mark.parametrize(

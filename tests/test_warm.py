@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests import warm
+from tests.ranks import run_on_ranks
 
 SPAWNING = """
 import atexit, multiprocessing, os, threading, time
@@ -127,3 +128,19 @@ def test_a_signal_that_comes_after_the_end_changes_nothing_of_it(python):
         finally:
             process.send_signal(signal.SIGCONT)
         assert process.wait(30) == 7
+
+
+def fails(rank: int) -> None:
+    """What rank 2 says is the cause; rank 0 says later that it waits for it, and rank 1 goes on waiting."""
+    if rank == 1:
+        time.sleep(300)
+    time.sleep(0 if rank == 2 else 2)
+    raise RuntimeError("the cause" if rank == 2 else "rank 2 did not reach 'hello' within 180 s")
+
+
+def test_of_ranks_that_fail_the_first_is_named_first_and_no_other_is_waited_for():
+    started = time.monotonic()
+    with pytest.raises(AssertionError) as raised:
+        run_on_ranks(3, "fails", module="test_warm")
+    text = str(raised.value)
+    assert text.index("the cause") < text.index("did not reach 'hello'") and time.monotonic() - started < 90

@@ -118,8 +118,7 @@ def extra_states_to_write(
     for p in mapping.parameters:
         module, _, kind = _without_section(p.name).rpartition(".")
         norm = module.rpartition(".")[2] in NORMS
-        # Transformer Engine normalizes each head by itself, or what is as wide as a token.
-        own = engine and p.shape in ((model.symbols.get("D"),), (model.symbols["H"],))
+        own = engine and not _of_all_heads(p, model)
         if kind != "weight" or module in WITHOUT_STATE or (norm and not own):
             continue
         modules = [module]
@@ -137,6 +136,12 @@ def _without_section(name: str) -> str:
     first section the name as it is."""
     parameter, dot, section = name.partition(".weight.")
     return f"{parameter}.weight" if dot and section == FIRST_SECTION else name
+
+
+def _of_all_heads(p: Parameter, model: Model) -> bool:
+    """Return True for a norm over all heads, where Transformer Engine's normalizes each by itself."""
+    norms = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
+    return p.name in norms and not model.family.latent and p.shape != (model.symbols["D"],)
 
 
 def _stack(p: Parameter, model: Model) -> Stack:

@@ -91,7 +91,9 @@ def _attention(model: Model, z: Sizes) -> list[Saved]:
             Saved("queries, keys, values", (heads + 2 * groups) * d, 2),
         ]
         if megatron_args(model).get("qk_layernorm"):
-            rows.append(Saved("norms of queries and keys, in", (heads + groups) * d, 2))
+            # A norm over all heads keeps them in fp32, and normalized in bf16.
+            width = 2 if _norms_each_head(model) else 6
+            rows.append(Saved("norms of queries and keys, in", (heads + groups) * d, width))
         out = heads * d
     rows += [Saved("attention, out", out, 2), Saved("attention, logsumexp", heads, 4)]
     if z.fp8:
@@ -99,6 +101,12 @@ def _attention(model: Model, z: Sizes) -> list[Saved]:
     if z.cp_a2a:
         rows.append(Saved("attention, out before all-to-all", out, 2))
     return rows
+
+
+def _norms_each_head(model: Model) -> bool:
+    """Return True where queries are normalized head by head, as Transformer Engine's norm does."""
+    norms = (row for row in model.family.rows["layer"] if row.megatron == "self_attention.q_layernorm.weight")
+    return all(row.shape == "D" for row in norms)
 
 
 def _mlp(model: Model, z: Sizes) -> list[Saved]:

@@ -1,6 +1,7 @@
 """A Hugging Face directory of safetensors files, read as canonical tensors: weights that are stored
 as codes are what those stand for."""
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
@@ -73,7 +74,7 @@ class HuggingFaceSource(Source):
             if n > len(self.stored):
                 raise ReshardError(
                     f"{self.path}/config.json says {n:,} {what}, but the files hold only "
-                    f"{len(self.stored):,} tensors"
+                    f"{len(self.stored):,} tensors{self._in_memory(self.stored)}"
                 )
 
     def _quantization(self, dequantize_to: Dtype | None) -> None:
@@ -134,7 +135,7 @@ class HuggingFaceSource(Source):
         if missing or extra:
             parts = [f"lacks {len(missing)} of {family}'s tensors: {listed(missing)}"] if missing else []
             parts += [f"holds {len(extra)} that {family} does not have: {listed(extra)}"] if extra else []
-            raise ReshardError(f"{self.path} {'; it '.join(parts)}")
+            raise ReshardError(f"{self.path} {'; it '.join(parts)}{self._in_memory(extra)}")
         in_blocks = self.quant_method in (None, fp8_blocks.METHOD)
         compressed = self.quant_method == compressed_tensors.METHOD
         dtypes = {}
@@ -169,6 +170,18 @@ class HuggingFaceSource(Source):
     def _tensor_of(self, name: str) -> str:
         """Return the tensor of the files that a canonical tensor is, or lies in."""
         return tensor_of(self.packed.get(name, name))
+
+    def _in_memory(self, names: Iterable[str]) -> str:
+        """Return the end of an error about names that a transformers model has in memory; empty for others."""
+        experts = self.model.num_experts
+        if not any(
+            len(shape) == 3 and shape[0] == experts for shape in (self.stored[n].shape for n in names)
+        ):
+            return ""
+        return (
+            ": these are a transformers model's in memory, where all experts of a layer are parts of one tensor; "
+            "write it with save_pretrained, which publishes them apart"
+        )
 
     def _codes_of(self, name: str) -> safetensors.Tensor:
         """Return the stored codes of a weight, with the shape that they have once they are decoded."""
