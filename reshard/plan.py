@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from reshard.core.deprecated import accepts_renamed_options
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, listed
 from reshard.core.gc import gc_paused
 from reshard.core.limits import MAX_RANKS, check_number
 from reshard.core.placement import Placement
 from reshard.core.planner import Transfer, make_plan
-from reshard.engines.vllm.layout import VllmLayout, vllm_placement
+from reshard.engines.vllm.layout import VllmLayout, published_tensors, vllm_placement
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import ModelParameters, expand, padded_vocab_size
 from reshard.megatron.ranks import LiveShard, Ranks, live_shards
@@ -114,7 +114,8 @@ def plan_refit(
     trainer's rank i; otherwise the engine's GPUs follow the trainer's. `itemsize` is that of the weights, in
     bytes. `ranks` limits the planning to some inference ranks.
 
-    Raises ReshardError where a size does not divide, and PlanError where the plan cannot be proven.
+    Raises ReshardError where a size does not divide or the engine would lack a tensor, and PlanError where the
+    plan cannot be proven.
     """
     trainer.check(model)
     engine.check(model)
@@ -130,13 +131,19 @@ def plan_refit(
     shards = _TrainerShards(parameters, Ranks(model, trainer, ranks_per_stage))
     traffic = _Traffic(trainer_ranks if colocated else trainer_ranks + engine_ranks, gpus_per_host)
     forecasts: list[RankForecast] = []
+    unserved = {name for _, name in published_tensors(model)}
     for done, rank in enumerate(planned, 1):
         gpu = rank if colocated else trainer_ranks + rank
         placement = vllm_placement(model, engine.rank(model, rank))
+        unserved.difference_update(placement.shapes)
         _check_bytes(placement, itemsize, rank)
         forecasts.append(_plan_rank(rank, gpu, placement, shards, traffic, widths, engine.tp))
         if progress is not None:
             progress(done, len(planned))
+    if unserved and len(planned) == engine_ranks:
+        raise ReshardError(
+            f"no rank of the engine holds {len(unserved)} of the model's tensors: {listed(unserved)}"
+        )
     data_parallel = f"DP{ranks_per_stage // (trainer.tp * cp)}" + f" CP{cp}" * (cp > 1)
     return Forecast(
         model=f"{model.family.name} ({model.num_layers} layers)",

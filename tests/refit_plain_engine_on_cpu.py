@@ -4,6 +4,7 @@ that serves itself."""
 import torch
 from transformers import AutoModelForCausalLM
 
+from reshard.engines.accounts import LEFT_ALONE, Account, account_for
 from reshard.engines.base import Engine
 from reshard.engines.guard import Guard
 from reshard.engines.rules import place_by_trace
@@ -24,6 +25,11 @@ class TransformersEngine(Engine):
         self.placement, self.regions = place_by_trace(
             "transformers", traced(model), shapes(model), dict(model.named_parameters())
         )
+        written = {id(region.tensor) for region in self.regions.values()}
+        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        brought = {name: tensor for name, tensor in tensors.items() if id(tensor) in written}
+        rotary = Account(LEFT_ALONE, "a table of rotary angles")
+        account_for("transformers", tensors, brought, {n: rotary for n in tensors if "inv_freq" in n})
         self.guard = Guard("transformers", False, "dummy weights")
         model.register_forward_pre_hook(lambda *_: self.guard.check_ready())
 
@@ -58,12 +64,15 @@ def refit(rank: int, sides: dict, mesh: dict[str, int], checkpoints: list[str]) 
     and the readiness at the end."""
     is_trainer, is_engine, members = start(rank, sides)
     model = sharded(checkpoints[0], mesh) if is_trainer else None
-    served = engine = None
+    served, engine, refused = None, None, ""
     if is_engine:
         served = AutoModelForCausalLM.from_pretrained(checkpoints[0], dtype=torch.bfloat16)
         with torch.no_grad():
             for parameter in served.parameters():
                 parameter.fill_(float("nan"))
+        served.model.norm.register_buffer("bias", torch.zeros(4))
+        refused = caught(lambda: TransformersEngine(served))
+        del served.model.norm.bias
         engine = TransformersEngine(served)
     link = connect(members, FsdpModel(model) if model is not None else None, engine)
     before = caught(lambda: logits(served)) if served is not None else ""
@@ -78,6 +87,7 @@ def refit(rank: int, sides: dict, mesh: dict[str, int], checkpoints: list[str]) 
     if engine is not None:
         engine.begin()
     return {
+        "refused": refused,
         "before": before,
         "outcomes": outcomes,
         "half": caught(lambda: logits(served)) if served is not None else "",

@@ -72,6 +72,17 @@ def test_every_byte_comes_from_somewhere_and_none_is_counted_twice():
     )
 
 
+def test_a_tensor_that_no_rank_of_the_engine_holds_is_named(monkeypatch):
+    small, trainer = model("Qwen3-30B-A3B"), MegatronLayout(ep=8, etp=1)
+    engine = VllmLayout(tp=4, expert_parallel=True)
+    monkeypatch.setattr(
+        VllmLayout, "_local_experts", lambda self, experts, ranks, rank: experts[rank:-1:ranks]
+    )
+    with pytest.raises(ReshardError, match=r"no rank of the engine holds 144 .*experts\.127\.gate_proj"):
+        plan_refit(small, trainer, engine)
+    plan_refit(small, trainer, engine, ranks=[1])  # of one rank that is no fault
+
+
 def test_replicas_share_the_reading_out():
     found = plan_refit(
         model("Qwen3-30B-A3B"),

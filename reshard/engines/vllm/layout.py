@@ -9,7 +9,7 @@ columns]`` tensor, split over TP times DP, or, with expert parallelism, distribu
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -137,6 +137,16 @@ class VllmRank:
 def outer_rows(model: Model) -> list[Row]:
     """Return the rows outside the layers that vLLM has parameters for."""
     return [row for row in model.rows("model") if row.arrangement not in WITHOUT_PARAMETER]
+
+
+def published_tensors(model: Model, mtp: bool = False) -> Iterator[tuple[Row, str]]:
+    """Yield row and name of every published tensor that vLLM has a place for; those of MTP layers,
+    which its main model lacks, with `mtp`."""
+    for block in model.blocks():
+        for row in block.rows if mtp or not block.mtp else ():
+            if row.arrangement not in WITHOUT_PARAMETER:
+                for _, name in row.names(block.published, range(model.num_experts)):
+                    yield row, name
 
 
 def is_embedding(row: Row) -> bool:

@@ -24,7 +24,7 @@ with importing("vllm"):
 
 
 from reshard.core.errors import ReshardError, listed
-from reshard.engines.vllm.layout import WITHOUT_PARAMETER
+from reshard.engines.vllm.layout import published_tensors
 from reshard.engines.vllm.load_format.boxes import plan_reading, read_boxes
 from reshard.engines.vllm.load_format.opened import OpenedWeights, directory_of, open_weights
 from reshard.engines.vllm.weights.supported import PLAIN_METHODS
@@ -126,11 +126,8 @@ def _check_complete(opened: OpenedWeights, model_config: ModelConfig) -> None:
     modules = {name.rpartition(".")[0] for name in opened.weights.tensors}
     lacking = [
         name
-        for block in model.blocks()
-        for row in block.rows
-        if not (block.mtp or row.optional or row.arrangement in WITHOUT_PARAMETER)
-        for _, name in row.names(block.published, range(model.num_experts))
-        if name.rpartition(".")[0] not in modules
+        for row, name in published_tensors(model)
+        if not row.optional and name.rpartition(".")[0] not in modules
     ]
     if lacking:
         raise ReshardError(f"{opened.name} lacks {len(lacking)} of the model's tensors: {listed(lacking)}")

@@ -6,7 +6,7 @@ import torch
 
 from reshard.engines.deduplicated import ExpertLayer
 from reshard.engines.trace import Canonical
-from reshard.engines.vllm.layout import WITHOUT_PARAMETER
+from reshard.engines.vllm.layout import WITHOUT_PARAMETER, published_tensors
 from reshard.engines.vllm.names import in_vllm
 from reshard.models.model import Model
 
@@ -16,10 +16,8 @@ def canonical_tensors(model: Model, dtype: torch.dtype, mtp: bool = False) -> Ca
     main model lacks, with `mtp`."""
     return {
         name: (model.shape(row.shape), torch.float32 if row.fp32 else dtype)
-        for block in model.blocks() if mtp or not block.mtp
-        for row in block.rows if row.arrangement not in WITHOUT_PARAMETER
-        for _, name in row.names(block.published, range(model.num_experts))
-    }  # fmt: skip
+        for row, name in published_tensors(model, mtp)
+    }
 
 
 def mtp_names(model: Model) -> Iterator[str]:
