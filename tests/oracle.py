@@ -86,7 +86,7 @@ def megatron_tensors(
     def qkv(prefix: str, kind: str) -> torch.Tensor:
         heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
         q, k, v = (hf[f"{prefix}self_attn.{x}_proj.{kind}"] for x in "qkv")
-        if len(q) == 2 * heads * config["head_dim"] and linear_layers:  # each head's query, then its gate
+        if linear_layers and len(q) == 2 * heads * config["head_dim"]:  # each head's query, then its gate
             d = config["head_dim"]
             q, gate = q.reshape(heads, 2, d, -1).unbind(1)
             parts = [t.reshape(groups, -1, d, q.shape[-1]) for t in (q, gate, k, v)]

@@ -357,7 +357,8 @@ def nest_names() -> type[torch.nn.Module]:
             replace(row, hf=row.hf.replace("model.", "model.language_model.", 1))
             for row in family.rows["model"]
         )
-        FAMILIES[name] = FAMILIES[name]._replace(prefixes=tuple(prefixes.items()))
+        if name in FAMILIES:
+            FAMILIES[name] = FAMILIES[name]._replace(prefixes=tuple(prefixes.items()))
 
     class Nested(torch.nn.Module):
         def __init__(self, language_model: torch.nn.Module) -> None:

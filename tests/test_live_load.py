@@ -22,6 +22,8 @@ LAYOUTS = [
     ("qwen3-moe-mixed", {}, f"{TP} 2 {PP} 2 {VPP} 2 {EP} 2 {ETP} 2", 8, MegatronLayout(ep=8, etp=1)),
     ("deepseek-v3", {"mtp": True}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=1)),
     ("glm4-moe", {"mtp": True}, f"{TP} 4 {EP} 2 {ETP} 2", 4, MegatronLayout(pp=2, num_layers_in_first_pipeline_stage=1)),
+    ("qwen3-next", {}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=2)),
+    ("qwen3.5-moe", {}, f"{TP} 4 {EP} 2 {ETP} 2", 4, MegatronLayout(pp=2, ep=2, etp=1)),
     ("mixtral", {}, f"{PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=2)),
     ("minimax-m2", {}, f"{TP} 4 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=2, pp=2, ep=2, etp=2)),
 ]  # fmt: skip

@@ -26,6 +26,8 @@ SAVED = [
     ("qwen3-moe-mixed", {}, f"{TP} 2 {EP} 4 {ETP} 1", 8, MegatronLayout(tp=2, ep=4, etp=1)),
     ("deepseek-v3", {"mtp": True}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 2", 8, MegatronLayout(tp=2, pp=2, ep=2, etp=2)),
     ("glm4-moe-air", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=2, ep=2, etp=1)),
+    ("qwen3-next", {}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=2, pp=2, ep=2, etp=1)),
+    ("qwen3.5", {}, f"{TP} 4", 4, MegatronLayout(tp=4)),
     ("mixtral", {}, f"{TP} 2 {EP} 2 {ETP} 2", 4, MegatronLayout(tp=2, ep=2, etp=2)),
     ("minimax-m2", {}, f"{TP} 4 {EP} 4 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=1)),
 ]  # fmt: skip

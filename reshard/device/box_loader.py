@@ -1,6 +1,6 @@
 """Stored tensors into live memory: neighbors in a file by one read, through pinned buffers where there is a GPU."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import numpy as np
 
@@ -8,13 +8,13 @@ from reshard.core.dtypes import Dtype
 from reshard.device.live_boxes import LiveBox, Slab, batches, slabs_of
 from reshard.device.staging import PINNED_BYTES, ToDevice, slab_bytes
 from reshard.storage.io.boxes import BoxReader, Rows, Wanted, place_of
-from reshard.storage.io.casts import cast, overflow
+from reshard.storage.io.casts import cast, less_one, overflow
 from reshard.storage.io.streams import Scratch, TensorInfo
 
 
 class BoxLoader:
     """Reads live boxes from files; several threads may. `tensors` are what is stored, `multiple` returns how many
-    rows of a tensor must be read together."""
+    rows of a tensor must be read together, `less_one` are those that are stored less 1."""
 
     def __init__(
         self,
@@ -22,7 +22,9 @@ class BoxLoader:
         reader: BoxReader,
         device: ToDevice,
         multiple: Callable[[str], int] = lambda name: 1,
+        less_one: Collection[str] = (),
     ) -> None:
+        self.less_one = less_one
         self.tensors, self.reader, self.device, self.multiple = tensors, reader, device, multiple
         self.scratch = Scratch()
 
@@ -54,7 +56,7 @@ class BoxLoader:
             wanted = []
             for slab, array in zip(batch, arrays, strict=True):
                 name, dtype = slab.live_box.name, self._stored_dtype(slab.live_box)
-                if dtype == slab.live_box.dtype:
+                if dtype == slab.live_box.dtype and not self._subtracts(slab):
                     wanted.append(Wanted(name, slab.rows, array))
                 elif count := self._read_cast(slab, dtype, array):
                     overflowed[name] = overflowed.get(name, 0) + count
@@ -63,12 +65,18 @@ class BoxLoader:
         self.device.fill([slab.bytes for slab in batch], write)
         return overflowed
 
+    def _subtracts(self, slab: Slab) -> bool:
+        """Return True where memory has the numbers less 1, and the files do not."""
+        return slab.live_box.less_one and slab.live_box.name not in self.less_one
+
     def _read_cast(self, slab: Slab, stored_dtype: Dtype, out: np.ndarray) -> int:
-        """Read a slab and cast it into `out`, bytes ``[rows, bytes of a row]``; return how many numbers became
+        """Read a slab and cast it, less 1 where it is held so, into `out`, bytes ``[rows, bytes of a row]``; return how many numbers became
         infinite."""
         stored = self.scratch.array("stored", len(out), slab.rows.columns * stored_dtype.size)
         self.reader.read(slab.live_box.name, slab.rows, stored)
         numbers = stored.view(stored_dtype.numpy())
         converted = cast(numbers, stored_dtype, slab.live_box.dtype)
+        if self._subtracts(slab):
+            converted = less_one(converted, slab.live_box.name)
         out[:] = converted.view(np.uint8)
         return overflow(numbers, converted, stored_dtype, slab.live_box.dtype)

@@ -88,7 +88,7 @@ class Family:
       under ``text_config`` and its names behind ``model.language_model.``; `towers`: what the names of its other
       tensors begin with, which are carried from disk to disk unchanged.
     - `mtp_prefixes`: what the names of an MTP layer's own tensors, and of those of the decoder layer in it, begin
-      with; ``{layer}`` counts on from the decoder layers, ``{index}`` from 0.
+      with; ``{layers}`` stands for `layers`, ``{layer}`` counts on from the decoder layers, ``{index}`` from 0.
     - `layers`, `ends`, `outputs`: where the modules are whose outputs transformers and Megatron both have.
     """
 
@@ -136,7 +136,7 @@ class Family:
     packed: tuple[tuple[str, str], ...] = ()
     wrapped_in = ("", "")
     towers: tuple[str, ...] = ()
-    mtp_prefixes = ("model.layers.{layer}.", "model.layers.{layer}.")
+    mtp_prefixes = ("{layers}{layer}.", "{layers}{layer}.")
     # place for people, module in transformers, module in Megatron
     layers = "model.layers."
     ends = (

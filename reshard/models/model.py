@@ -256,7 +256,9 @@ class Model:
         """Return what the published names of an MTP layer's own tensors, and of those of the decoder layer in it,
         begin with."""
         own, inside = (
-            self.published_name(prefix.format(layer=self.num_layers + index, index=index))
+            self.published_name(
+                prefix.format(layers=self.family.layers, layer=self.num_layers + index, index=index)
+            )
             for prefix in self.family.mtp_prefixes
         )
         return own, inside

@@ -28,7 +28,8 @@ class Inventory:
     """The published tensors of a live model.
 
     `model` has no MTP layers where no rank has them. `tensors` are in the order of the family's table, `copies`
-    maps those that repeat another to that one. `assignments` says, in the first process only, which ranks write
+    maps those that repeat another to that one, `packed` those that a file has as parts of others to these.
+    `assignments` says, in the first process only, which ranks write
     each of the others.
     """
 
@@ -36,6 +37,7 @@ class Inventory:
     tensors: dict[str, TensorInfo]
     copies: dict[str, str]
     fp32: frozenset[str]
+    packed: dict[str, str]
     assignments: dict[str, list[WriteAssignment]]
 
 
@@ -49,7 +51,7 @@ def take_inventory(team: Team, local: LocalModel, published: PublishedModel) -> 
         boxes_of_ranks = [boxes for boxes, _ in gathered]
         dtypes = _dtype_of_names([names for _, names in gathered])
         model = published.model
-        mtp = any(name.startswith(f"model.layers.{model.num_layers}.") for name in dtypes)
+        mtp = any(name.startswith(model.mtp_prefixes(0)[1]) for name in dtypes)
         shapes = _shapes(_with_mtp(published, mtp))
         lacking = uncovered_tensors(boxes_of_ranks, shapes)
         if lacking:
@@ -72,7 +74,10 @@ def take_inventory(team: Team, local: LocalModel, published: PublishedModel) -> 
         for name, shape in mapping.shapes.items()
         if name not in mapping.copies or name in copies
     }
-    return Inventory(model, tensors, copies, mapping.fp32, assignments)
+    # As in the files that this model was started from.
+    each_alone = any(name in published.stored for name in mapping.packed)
+    packed = {} if each_alone else mapping.packed
+    return Inventory(model, tensors, copies, mapping.fp32, packed, assignments)
 
 
 def _with_mtp(published: PublishedModel, mtp: bool) -> Model:

@@ -201,7 +201,8 @@ class _Load:
             )
 
     def _check_all_source_identity(self, source: Source, boxes_of_ranks: list[dict]) -> None:
-        shapes = {name: info.shape for name, info in source.tensors.items() if name not in source.copies}
+        apart = {name for name in source.tensors if name in source.copies or source.model.is_of_tower(name)}
+        shapes = {name: info.shape for name, info in source.tensors.items() if name not in apart}
         if self.skip_mtp:
             shapes = {name: shape for name, shape in shapes.items() if not of_mtp(name, source.model)}
         left = uncovered_tensors(boxes_of_ranks, shapes)
@@ -244,7 +245,7 @@ class _Load:
         """Fill this rank's parameters; return how many bytes of the source's tensors were read."""
         device = ToDevice(self.local.device)
         reader = BoxReader(source.files, source.strips, source.read_rows)
-        loader = BoxLoader(source.tensors, reader, device, source.row_multiple)
+        loader = BoxLoader(source.tensors, reader, device, source.row_multiple, source.less_one)
         batches = dict(enumerate(loader.batches(self.local.boxes)))
         sizes = {str(i): sum(slab.size_bytes for slab in batch) for i, batch in batches.items()}
         try:
@@ -299,6 +300,4 @@ def _source_identity(path: str | Path, source: Source) -> str:
 
 def of_mtp(name: str, model: Model) -> bool:
     """Return True for a published name of an MTP layer."""
-    return any(
-        name.startswith(f"model.layers.{model.num_layers + layer}.") for layer in range(model.mtp_layers)
-    )
+    return any(name.startswith(model.mtp_prefixes(layer)) for layer in range(model.mtp_layers))

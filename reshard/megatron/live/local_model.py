@@ -14,7 +14,7 @@ from reshard.device.live_boxes import LiveBox
 from reshard.device.memory import Region, check_memory
 from reshard.device.staging import check_one_device
 from reshard.megatron.checkpoint import EMBEDDING, OUTPUT
-from reshard.megatron.parameters import padded_vocab_size
+from reshard.megatron.parameters import expand, padded_vocab_size
 from reshard.models.model import Model
 from reshard.storage.io.boxes import Rows
 from reshard.trainers.megatron import MegatronModel
@@ -50,14 +50,15 @@ class LocalModel:
         something else, or has parameters that are none of that model's."""
         check_number(make_vocab_size_divisible_by, "make_vocab_size_divisible_by", MAX_VOCAB_MULTIPLE)
         self.trainer.check_model(model)
-        held = self.trainer.publish(model)
+        held, less_one = self.trainer.publish(model), expand(model).less_one
         self._check_padding(model, make_vocab_size_divisible_by)
         for tensor, region in zip(held, self.trainer.regions, strict=True):
             dtype = dtype_named(str(region.tensor.dtype))
             if len(tensor.shape) == 1:
                 region = region._replace(pitch=1)  # a column
             for part in tensor.parts:
-                self.boxes.append(LiveBox(part.name, part.box, region, Rows.of(part.local_box), dtype))
+                rows, held_less_one = Rows.of(part.local_box), part.name in less_one
+                self.boxes.append(LiveBox(part.name, part.box, region, rows, dtype, held_less_one))
             self.padding += [(region, Rows.of(box)) for box in tensor.fills]
 
     def _check_padding(self, model: Model, make_vocab_size_divisible_by: int) -> None:

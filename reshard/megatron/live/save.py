@@ -277,6 +277,11 @@ class _Save:
         self.published = PublishedModel.read(self.hf_config)
         self.local = LocalModel(self.models, self.metadata)
         self.local.find_boxes(self.published.model, self.make_vocab_size_divisible_by)
+        if self.published.model.wrapped:
+            raise ReshardError(
+                f"{self.published.path} is the config of a {self.published.model.family.wrapped_in[0]}, of which the trainer "
+                f"has the language model only: let the trainer save, and pass --hf-config to reshard mcore-to-hf"
+            )
         self.laid_out = self.layout or layout_of(self.local.trainer.config)
 
     def _agree_on_options(self) -> None:
@@ -309,7 +314,13 @@ class _Save:
         if self.format == "hf":
             plain = Quantized()
             self.new = HuggingFaceFiles(
-                inventory.model, inventory.fp32, inventory.tensors, plain, self.shard_bytes, beside
+                inventory.model,
+                inventory.fp32,
+                inventory.tensors,
+                plain,
+                self.shard_bytes,
+                beside,
+                inventory.packed,
             )
         else:
             self.new = MegatronFiles(

@@ -16,6 +16,7 @@ from reshard.device.staging import PINNED_BYTES, FromDevice, slab_bytes
 from reshard.megatron.live.inventory import Inventory
 from reshard.storage.destinations.base import Destination
 from reshard.storage.io.boxes import Rows, box_bytes, place_of, write_boxes
+from reshard.storage.io.casts import plus_one
 from reshard.storage.io.files import OpenFiles, write_error
 from reshard.storage.io.streams import Strip, StripReader
 from reshard.storage.io.sync import EarlySync, NoSync
@@ -121,9 +122,12 @@ class ShareWriter:
         memory = [[self._bytes(index, slab) for index, slab in batch] for batch in slab_batches]
         for batch, arrays in zip(slab_batches, device.read(memory)):
             writes = []
-            for (index, slab), data in zip(batch, map(np.ascontiguousarray, arrays), strict=True):
+            for (index, slab), held in zip(batch, map(np.ascontiguousarray, arrays), strict=True):
+                live = slab.live_box
+                tensor = plus_one(held.view(live.dtype.numpy())).view(np.uint8) if live.less_one else held
                 if index in digests:
-                    digests[index].update(memoryview(data.reshape(-1)))
+                    digests[index].update(memoryview(tensor.reshape(-1)))
+                data = held if live.name in self.destination.less_one else tensor
                 writes.append((strips[slab.live_box.name], slab.rows, data))
             write_boxes(files, writes)
         return {boxes[index].name: digest.hexdigest() for index, digest in digests.items()}
@@ -158,7 +162,7 @@ class ShareWriter:
             for name in names
         }
         with OpenFiles(os.O_RDONLY | os.O_NOFOLLOW) as files:
-            reader = StripReader(self.inventory.tensors, files)
+            reader = StripReader(self.inventory.tensors, files, self.destination.less_one)
 
             def checksum(name: str) -> str:
                 def read_rows(name: str, start: int, stop: int) -> np.ndarray:

@@ -37,8 +37,9 @@ class Rows(NamedTuple):
 
     @staticmethod
     def of(box: Box) -> "Rows":
-        """Return the rows and columns of a box of at most two dims."""
-        column, columns = (box.offsets[1], box.lengths[1]) if len(box.offsets) == 2 else (0, 1)
+        """Return the rows and columns of a box; of more than two dims all but the first are whole."""
+        column = box.offsets[1] if len(box.offsets) == 2 else 0
+        columns = prod(box.lengths[1:])
         return Rows(box.offsets[0], box.offsets[0] + box.lengths[0], column, columns)
 
     def slabs(self, itemsize: int, multiple: int = 1, slab_bytes: int = SLAB_BYTES) -> "list[Rows]":

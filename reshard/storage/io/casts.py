@@ -58,7 +58,7 @@ def less_one(slab: np.ndarray, name: str) -> np.ndarray:
     if lost:
         raise ReshardError(
             f"Megatron holds {name} less 1, and {lost:,} of its numbers have no such {slab.dtype.name} number: pass "
-            f"--dtype fp32"
+            f"--dtype fp32, which has them"
         )
     return less
 

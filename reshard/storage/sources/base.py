@@ -58,6 +58,7 @@ class Source(ABC):
     mapping: ModelParameters
     tensors: dict[str, TensorInfo]
     copies: dict[str, str]
+    less_one: frozenset[str] = frozenset()  # tensors whose strips have the numbers less 1
     experts_packed = True  # as files of the family may have them; False where these, or those before, do not
     notices: list[str]
     files: OpenFiles

@@ -175,7 +175,8 @@ class HuggingFaceSource(Source):
         """Return the end of an error about names that a transformers model has in memory; empty for others."""
         experts = self.model.num_experts
         if not any(
-            len(shape) == 3 and shape[0] == experts for shape in (self.stored[n].shape for n in names)
+            len(shape) == 3 and shape[0] == experts
+            for shape in (self.stored[n].shape for n in names if n in self.stored)
         ):
             return ""
         return (

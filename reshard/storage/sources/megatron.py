@@ -99,7 +99,8 @@ class MegatronSource(Source):
         self.paths: dict[str, Path] = {}
         self.known_frames: dict[int, list[tuple[bytes, bytes, torch_zip.StoredTensor]]] = defaultdict(list)
         self._note_large_files()
-        self.reader = StripReader(self.tensors, self.files, self.mapping.less_one)
+        self.less_one = self.mapping.less_one
+        self.reader = StripReader(self.tensors, self.files, self.less_one)
         self.strip_cache: dict[str, list[Strip]] = {}
 
     def _model(self, family: str | None, taken: list[str]) -> tuple[Model, str]:
