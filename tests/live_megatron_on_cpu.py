@@ -10,10 +10,12 @@ from pathlib import Path
 import megatron.core.parallel_state as mpu
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
 from megatron.core.transformer.module import Float16Module
 
 import reshard
 from reshard.device import box_loader
+from reshard.megatron import full_width_norm
 from reshard.megatron.live import share_writer
 from reshard.storage.io import files
 from tests import megatron_on_cpu
@@ -426,3 +428,29 @@ def with_split_norms(rank: int, flags: list[str], source: str) -> tuple[list[str
             if not torch.equal(norm.weight, whole.chunk(norm.shards)[norm.shard]):
                 wrong.append(f"{x} {number}")
     return wrong, {name: bits(tensor) for name, tensor in reshard.export(models, source)}
+
+
+def gradients(
+    rank: int, flags: list[str], directory: str, tokens: torch.Tensor, detached: bool = False
+) -> dict[str, torch.Tensor]:
+    """The gradients of attention's parameters on this rank, summed over tensor-parallel ranks where Megatron does that. Where
+    `detached`, norms over all heads let none through what other ranks have summed.
+
+    In evaluation mode: its local layers refuse to train experts with TP.
+    """
+    if detached:
+        full_width_norm.copy_to_tensor_model_parallel_region = lambda squares: squares
+    models, args = megatron_on_cpu.build(flags, parallel_output=True)
+    megatron_on_cpu.load(models, args, directory)
+    chunk = distributed(models[0])
+    inputs, labels = tokens[:, :-1], tokens[:, 1:].contiguous()
+    n = inputs.shape[1]
+    positions = torch.arange(n)[None].expand_as(inputs)
+    mask = torch.ones(n, n, dtype=torch.bool).triu(1)[None, None]
+    chunk(inputs, positions, mask, labels=labels).mean().backward()
+    _allreduce_non_tensor_model_parallel_grads([chunk], chunk.config, mpu.get_tensor_model_parallel_group())
+    return {
+        name.removeprefix("module."): parameter.main_grad.clone()
+        for name, parameter in chunk.named_parameters()
+        if "self_attention" in name
+    }

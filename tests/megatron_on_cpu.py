@@ -377,34 +377,3 @@ def training_loss(rank: int, flags: list[str], directory: str, tokens: torch.Ten
         torch.ones(n, n, dtype=torch.bool).triu(1)[None, None],
     )
     return float(model.train()(inputs, positions, mask, labels=labels).mean())
-
-
-def gradients(
-    rank: int, flags: list[str], directory: str, tokens: torch.Tensor, detached: bool = False
-) -> dict[str, torch.Tensor]:
-    """The gradients of attention's parameters on this rank, summed over tensor-parallel ranks where Megatron does that. Where
-    `detached`, norms over all heads let none through what other ranks have summed.
-
-    In evaluation mode: its local layers refuse to train experts with TP.
-    """
-    from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
-
-    from reshard.megatron import full_width_norm
-    from tests.refit_on_cpu import distributed
-
-    if detached:
-        full_width_norm.copy_to_tensor_model_parallel_region = lambda squares: squares
-    models, args = build(flags, parallel_output=True)
-    load(models, args, directory)
-    chunk = distributed(models[0])
-    inputs, labels = tokens[:, :-1], tokens[:, 1:].contiguous()
-    n = inputs.shape[1]
-    positions = torch.arange(n)[None].expand_as(inputs)
-    mask = torch.ones(n, n, dtype=torch.bool).triu(1)[None, None]
-    chunk(inputs, positions, mask, labels=labels).mean().backward()
-    _allreduce_non_tensor_model_parallel_grads([chunk], chunk.config, mpu.get_tensor_model_parallel_group())
-    return {
-        name.removeprefix("module."): parameter.main_grad.clone()
-        for name, parameter in chunk.named_parameters()
-        if "self_attention" in name
-    }

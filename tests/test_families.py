@@ -110,6 +110,7 @@ MISTAKES = {
     "what identifies it": ({"identifies": {"qk_layernorms": True}}, "identifies: 'qk_layernorms' is no argument"),
     "what it is never": ({"identifies": BASE.identifies | {"qk_layernorm": False}}, "identifies: qk_layernorm is False, but True in"),
     "specs": ({"specs": "reshard.megatron.mla.specs"}, "specs: 'reshard.megatron.mla.specs' is not module:function"),
+    "a name in memory": ({"in_memory": (("mlp.gates.weight", "mlp.gate.weight"),)}, "in_memory, mlp.gates.weight: no row of layer"),
     "a window": ({"window": "from max_window_layer"}, "window: 'from max_window_layer' is none of"),
 }  # fmt: skip
 

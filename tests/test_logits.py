@@ -200,7 +200,8 @@ def test_norms_over_all_heads_have_the_gradients_of_transformers(checkpoint, tmp
 
     def on_ranks(tp: int, **options) -> list[dict[str, torch.Tensor]]:
         flags = flags_at(tmp_path / "mcore", f"{TP} {tp} {ETP} 1")
-        return run_on_ranks(tp, "gradients", flags, str(tmp_path / "mcore"), tokens, options=options)
+        arguments = flags, str(tmp_path / "mcore"), tokens
+        return run_on_ranks(tp, "gradients", *arguments, module="live_megatron_on_cpu", options=options)
 
     [alone] = on_ranks(1)
     assert distance(alone, wanted) < 1e-5

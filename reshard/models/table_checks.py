@@ -55,6 +55,9 @@ def _problems(family: Any) -> Iterator[str]:
             yield f"identifies: {argument} is {value!r}, but {family.megatron[argument]!r} in megatron"
     if family.specs and not re.fullmatch(r"[\w.]+:\w+", family.specs):
         yield f"specs: {family.specs!r} is not module:function"
+    for published, _ in family.in_memory:
+        if published not in {row[0] for row in family.layer}:
+            yield f"in_memory, {published}: no row of layer has this name"
     if family.window not in WINDOWS:
         yield f"window: {family.window!r} is none of {', '.join(map(repr, WINDOWS))}"
     for row in family.refused:

@@ -79,6 +79,8 @@ class HuggingFace(ForwardSystem):
 
     def routers(self) -> dict[int, torch.nn.Module]:
         family = self.model.family
+        if not self.model.moe_layers:
+            return {}
         [published] = {row.hf for row in family.rows["layer"] if row.megatron == ROUTER}
         module = dict(family.in_memory).get(published, published).removesuffix(".weight")
         return {
