@@ -161,7 +161,8 @@ MODELOPT_EXPERTS = "ModelOptNvFp4FusedMoE"
 MODELOPT_LINEAR = ("ModelOptNvFp4LinearMethod", "ModelOptNvFp4W4A16LinearMethod", "ModelOptLinearMethod")
 # Kernels that multiply with plain inputs, whatever scales a checkpoint has for them.
 PLAIN_INPUTS = (
-    "MarlinNvFp4LinearKernel", "HummingNvFp4LinearKernel", "FlashInferCuteDslNvFp4W4A16LinearKernel", "B12xNvFp4W4A16LinearKernel",
+    "MarlinNvFp4LinearKernel", "HummingNvFp4LinearKernel", "FlashInferCuteDslNvFp4W4A16LinearKernel",
+    "B12xNvFp4W4A16LinearKernel",
     "MARLIN", "HUMMING",
 )  # fmt: skip
 

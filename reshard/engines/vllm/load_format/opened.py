@@ -203,7 +203,8 @@ def _schemes(model: torch.nn.Module, canonical: Canonical) -> tuple[dict[str, Co
         how, kind = compressed_of(module), type(getattr(module, "quant_method", None)).__name__
         if how is None and kind not in ("NoneType", *PLAIN_METHODS) and not kind.endswith("KVCacheMethod"):
             raise ReshardError(
-                f"{name} is loaded by {method_of(module)}, for which reshard cannot quantize Megatron's weights"
+                f"{name} is loaded by {method_of(module)}, for which reshard cannot quantize Megatron's "
+                f"weights"
             )
         if how is not None:
             by_parameter |= {f"{name}.{weight}": how for weight in how.weights}
