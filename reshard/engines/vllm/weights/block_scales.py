@@ -10,8 +10,8 @@ from reshard.core.errors import ReshardError
 from reshard.device.memory import Region
 from reshard.engines.base import Scales
 from reshard.engines.rules import PlacedTensors
-from reshard.engines.vllm.layers import Blocks, blocks_of
 from reshard.engines.vllm.quantized.fp8 import check_blocks
+from reshard.engines.vllm.quantized.layers import Blocks, blocks_of
 from reshard.engines.vllm.weights.served import Served
 from reshard.quantization.fp8_blocks import BLOCK
 

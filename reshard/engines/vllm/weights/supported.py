@@ -6,16 +6,8 @@ from typing import Any
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm.layers import (
-    always_packed,
-    blocks_of,
-    compressed_of,
-    expert_backend,
-    is_packed,
-    made_online,
-    method_of,
-    plain_method,
-)
+from reshard.engines.vllm.layers import always_packed, expert_backend, is_packed, plain_method
+from reshard.engines.vllm.quantized.layers import blocks_of, compressed_of, made_online, method_of
 from reshard.engines.vllm.weights.served import Served
 
 # Methods that serve from weights as they were loaded.
