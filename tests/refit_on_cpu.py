@@ -15,11 +15,10 @@ from pathlib import Path
 import torch
 from megatron.core.transformer.module import Float16Module
 
-from reshard.engines.vllm import layers
 from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.layout import vllm_placement
 from reshard.engines.vllm.live import VllmModel
-from reshard.engines.vllm.quantized import reload
+from reshard.engines.vllm.quantized import layers, reload
 from reshard.refit import RefitGroup, connect
 from reshard.trainers.megatron import MegatronModel
 from tests import megatron_on_cpu, two_hosts, vllm_on_cpu

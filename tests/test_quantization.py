@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.core.dtypes import dtype_named
-from reshard.engines.vllm.layers import Compressed, Packed
 from reshard.engines.vllm.quantized.compressed import stored_as
+from reshard.engines.vllm.quantized.layers import Compressed, Packed
 from reshard.quantization import channels_torch, fp8_blocks, int_groups
 from reshard.quantization.channels import Channels
 from reshard.quantization.channels_torch import encode_blocks, encode_rows, scales_of

@@ -172,7 +172,7 @@ def publish(places: Places) -> None:
     from safetensors.torch import load_file, save_file
 
     from benchmarks.processes import device
-    from reshard.engines.vllm.layers import own_blocks
+    from reshard.engines.vllm.quantized.layers import own_blocks
 
     places.fp8.mkdir()
     shutil.copy(places.converted / "config.json", places.fp8)

@@ -56,9 +56,9 @@ def account_for(
             unknown.append(name)
     if unknown:
         raise ReshardError(
-            f"a refit would bring nothing into {listed(unknown, 3)}, and this {engine} would serve whatever is "
-            f"there: its loader takes none of the published tensors that the mapping table knows for them; add "
-            f"their rows to the family's table, or serve without a refit"
+            f"a refit would bring nothing into {listed(unknown, 3)}, and this {engine} would serve whatever "
+            f"is there: its loader takes none of the published tensors that the mapping table knows for "
+            f"them; add their rows to the family's table, or serve without a refit"
         )
     return accounts
 

@@ -1,4 +1,4 @@
-"""Where a rank's local tensors lie: by rules, which the trace of the engine's own loader must
+"""The places of a rank's local tensors: by rules, which the trace of the engine's own loader must
 confirm, or by the trace alone."""
 
 from collections.abc import Mapping, Sequence

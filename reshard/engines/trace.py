@@ -1,5 +1,5 @@
-"""What an engine's own loader would write where, recorded by running it with tensors that have
-shapes, but no bytes.
+"""A record of what an engine's own loader would write where, made by running it with tensors that
+have shapes, but no bytes.
 
 The engine puts stand-ins on the meta device in the places of its parameters, as it made them before
 any processing. Every copy that its loader then asks for is written down and not carried out. Views
@@ -135,7 +135,8 @@ class _Recorder(TorchDispatchMode):
         parameter = self._parameter(dst)
         name, shape = self._published(src, parameter)
         no_rows = ReshardError(
-            f"{self.engine}'s loader turns or spreads {name} on the way into {parameter}: refit does not support it"
+            f"{self.engine}'s loader turns or spreads {name} on the way into {parameter}: refit does not "
+            f"support it"
         )
         if src.shape != dst.shape:
             raise no_rows

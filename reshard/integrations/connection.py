@@ -1,5 +1,5 @@
-"""What the adapters have in common: the options of a weight sync, and a trainer rank's link to the
-engines."""
+"""The options of a weight sync, and a trainer rank's link to the engines, which all adapters have in
+common."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

@@ -17,8 +17,8 @@ Refit
     vLLM processes after loading, and what makes codes and scales of plain weights. At the end
     `weights/mla` derives and `weights/kept` restores.
 
-`compat`, `layers` and `quantized/processing` alone use names of vLLM that are no part of its
-interface. `layout` and `names` import nothing of it: a plan needs no vLLM.
+Names of vLLM that are no part of its interface are in `compat`, `layers`, `quantized/layers` and
+`quantized/processing` only. `layout` and `names` import nothing of it: a plan needs no vLLM.
 """
 
 from typing import TYPE_CHECKING

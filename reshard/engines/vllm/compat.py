@@ -1,5 +1,5 @@
 """Uses of vLLM that are no part of its interface, for vLLM 0.24 to 0.33; those that concern layers
-are in `reshard.engines.vllm.layers`.
+are in `reshard.engines.vllm.layers` and `reshard.engines.vllm.quantized.layers`.
 
 Importing this changes nothing in vLLM. What has to be changed is changed while a model is made, and
 put back.

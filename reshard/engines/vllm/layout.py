@@ -1,4 +1,4 @@
-"""What each vLLM rank holds of a model, as a placement, by arithmetic alone;
+"""The placement of a model on each vLLM rank, by arithmetic alone;
 `reshard.engines.vllm.weights.placing` asks a live vLLM.
 
 vLLM 0.26 fuses rows of a mapping table that share a vLLM parameter (`reshard.engines.vllm.names`),

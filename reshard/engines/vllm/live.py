@@ -21,7 +21,7 @@ from reshard.engines.rules import PlacedTensors
 from reshard.engines.trace import Canonical, Trace
 from reshard.engines.vllm.compat import draft_load_format, draft_model, driver_worker
 from reshard.engines.vllm.guard import VllmGuard, guard_of
-from reshard.engines.vllm.layers import kernel_of, processing_of
+from reshard.engines.vllm.quantized.layers import kernel_of, processing_of
 from reshard.engines.vllm.quantized.recipes import Held
 from reshard.engines.vllm.quantized.reload import Reloads
 from reshard.engines.vllm.weights.accounts import ADAPTERS, other_accounts

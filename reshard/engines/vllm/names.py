@@ -1,4 +1,4 @@
-"""What vLLM calls the parameters of a layer, and which of them it fuses, by family.
+"""vLLM's names for the parameters of a layer, and which of them it fuses, by family.
 
 Rows of a mapping table that have one vLLM name fill that parameter together, in table order. A name
 in no list here is the published one. These names are for families that they were checked with; an
@@ -38,7 +38,7 @@ LATENT_ATTENTION = (
 
 
 class VllmFamily(NamedTuple):
-    """What vLLM does with a family.
+    """The names that vLLM has for a family.
 
     `names` come before `NAMES`. `prefixes` are what published names begin with, and what vLLM's
     begin with instead, as in its ``WeightsMapper``; the first that fits counts. With

@@ -1,4 +1,4 @@
-"""What vLLM calls at start-up, in each of its processes, by the entry point in
+"""The call that vLLM makes at start-up, in each of its processes, by the entry point in
 ``vllm.general_plugins``.
 
 It adds ``--load-format reshard``, and the backend ``reshard`` of the weight transfer:

@@ -2,7 +2,7 @@
 through ``collective_rpc``.
 
     llm = LLM(..., worker_extension_cls="reshard.engines.vllm.worker.RefitExtension")
-    llm.collective_rpc("reshard_connect", args=("127.0.0.1:29600", trainer_ranks, trainer_ranks + engine_ranks))
+    llm.collective_rpc("reshard_connect", args=("127.0.0.1:29600", first_rank, size))
     llm.collective_rpc("reshard_refit", args=(version,))
 
 The trainer's ranks call `reshard.refit.connect` and `Link.refit` at the same time; each call
@@ -32,7 +32,7 @@ LOADING_METHODS = ("init_device", "load_model", "reload_weights")
 
 
 class ConnectOptions(NamedTuple):
-    """How a worker connects.
+    """The options with which a worker connects.
 
     `backend` and `bucket_bytes` are those of `reshard.refit.connect`. `timeout` is for how many
     seconds members wait for each other, when they connect and in every refit.

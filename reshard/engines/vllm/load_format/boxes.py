@@ -31,7 +31,7 @@ from reshard.storage.io.reading import TensorSlice, Weights
 
 
 class Reading(NamedTuple):
-    """How a rank reads weights: the boxes of a `trace`, or without one whole tensors, for this
+    """The way a rank reads weights: the boxes of a `trace`, or without one whole tensors, for this
     `reason`."""
 
     trace: Trace | None

@@ -19,10 +19,10 @@ import numpy as np
 from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError
 from reshard.engines.trace import Canonical
-from reshard.engines.vllm.layers import NVFP4, Compressed, compressed_of, method_of
 from reshard.engines.vllm.load_format.checkpoint import config_directory, megatron_directory, wants_fp8_blocks
 from reshard.engines.vllm.quantized import nvfp4
 from reshard.engines.vllm.quantized.compressed import stored_as
+from reshard.engines.vllm.quantized.layers import NVFP4, Compressed, compressed_of, method_of
 from reshard.engines.vllm.weights.stand_ins import trace_model
 from reshard.engines.vllm.weights.supported import PLAIN_METHODS
 from reshard.quantization import channels, compressed_tensors, modelopt
@@ -203,7 +203,8 @@ def _schemes(model: torch.nn.Module, canonical: Canonical) -> tuple[dict[str, Co
         how, kind = compressed_of(module), type(getattr(module, "quant_method", None)).__name__
         if how is None and kind not in ("NoneType", *PLAIN_METHODS) and not kind.endswith("KVCacheMethod"):
             raise ReshardError(
-                f"{name} is loaded by {method_of(module)}, for which reshard cannot quantize Megatron's weights"
+                f"{name} is loaded by {method_of(module)}, for which reshard cannot quantize Megatron's "
+                f"weights"
             )
         if how is not None:
             by_parameter |= {f"{name}.{weight}": how for weight in how.weights}

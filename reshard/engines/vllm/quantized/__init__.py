@@ -1,5 +1,6 @@
 """Layers that vLLM does not serve from plain weights.
 
+- `layers`: how vLLM quantizes and loads a layer, and which kernel serves it.
 - `fp8`: blocks of 128x128, which a refit quantizes while it copies; a check that vLLM makes the
   same bits.
 - `reload`: a slab that a refit fills with plain weights, and vLLM's own processing of them into

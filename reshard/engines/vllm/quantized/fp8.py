@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm.layers import own_blocks
+from reshard.engines.vllm.quantized.layers import own_blocks
 from reshard.quantization.fp8_blocks import BLOCK, ROUNDINGS
 from reshard.refit.codecs import block_codec
 from reshard.refit.fp8_blocks.items import PLACES, BlockTable, items_of

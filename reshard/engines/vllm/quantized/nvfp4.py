@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm.layers import Compressed, plain_templates
+from reshard.engines.vllm.quantized.layers import Compressed, plain_templates
 from reshard.engines.vllm.quantized.recipes import (
     Held,
     LayerQuantizer,

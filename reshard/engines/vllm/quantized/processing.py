@@ -1,4 +1,4 @@
-"""How vLLM loads a layer's parameters, and processes them into what the layer serves from.
+"""vLLM's loading of a layer's parameters, and its processing of them into what the layer serves from.
 
 None of this is part of vLLM's interface; it is for vLLM 0.24 to 0.33, as is `reshard.engines.vllm.compat`.
 """

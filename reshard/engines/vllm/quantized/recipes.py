@@ -12,7 +12,8 @@ import torch.distributed as dist
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.compat import tensor_parallel
-from reshard.engines.vllm.layers import NVFP4, Compressed, experts_of
+from reshard.engines.vllm.layers import experts_of
+from reshard.engines.vllm.quantized.layers import NVFP4, Compressed
 from reshard.quantization.channels import Channels
 from reshard.quantization.int_groups import IntGroups
 from reshard.quantization.nvfp4 import Nvfp4

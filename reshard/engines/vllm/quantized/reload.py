@@ -20,16 +20,16 @@ import torch
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.device.memory import ALIGNMENT
 from reshard.engines.vllm.compat import tensor_parallel_group
-from reshard.engines.vllm.layers import (
+from reshard.engines.vllm.layers import experts_of
+from reshard.engines.vllm.quantized.compressed import CompressedQuantizer
+from reshard.engines.vllm.quantized.layers import (
     NVFP4,
     Compressed,
     compressed_of,
-    experts_of,
     inputs_as_loaded,
     made_online,
     plain_templates,
 )
-from reshard.engines.vllm.quantized.compressed import CompressedQuantizer
 from reshard.engines.vllm.quantized.nvfp4 import Nvfp4Quantizer
 from reshard.engines.vllm.quantized.processing import (
     HANDLE,

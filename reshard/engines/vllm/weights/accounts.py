@@ -1,5 +1,5 @@
-"""What a refit does not write in a vLLM model: what vLLM derives from the weights, and what is left
-alone, by the kind of the module that has it."""
+"""The tensors of a vLLM model that a refit does not write: what vLLM derives from the weights, and
+what is left alone, by the kind of the module that has it."""
 
 from collections.abc import Collection, Mapping
 
@@ -14,11 +14,13 @@ ABSORBED = Account(DERIVED, "vLLM's own processing makes it of kv_b_proj")
 ADAPTERS = Account(LEFT_ALONE, "the adapters of a layer, which hold what vLLM has loaded into them")
 NOT_SAVED = Account(LEFT_ALONE, "vLLM computes it from the config, and saves it nowhere")
 
-# Which modules, by a test; the names of their tensors, without leading underscores; why a refit leaves them alone.
+# Which modules, by a test; the names of their tensors, without leading underscores; why a refit
+# leaves them alone.
 LEFT_ALONE_BY_KIND = (
     (has_cache, {"k_scale", "v_scale", "q_scale", "prob_scale"},
      "a scale of the attention's cache, which comes with a checkpoint or is 1"),
-    (has_experts, {"expert_map", "expert_mask", "expert_global_to_physical", "expert_physical_to_global", "expert_local_to_global"},
+    (has_experts, {"expert_map", "expert_mask", "expert_global_to_physical", "expert_physical_to_global",
+                   "expert_local_to_global"},
      "vLLM computes from the config where experts lie"),
 )  # fmt: skip
 

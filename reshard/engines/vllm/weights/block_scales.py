@@ -10,8 +10,8 @@ from reshard.core.errors import ReshardError
 from reshard.device.memory import Region
 from reshard.engines.base import Scales
 from reshard.engines.rules import PlacedTensors
-from reshard.engines.vllm.layers import Blocks, blocks_of
 from reshard.engines.vllm.quantized.fp8 import check_blocks
+from reshard.engines.vllm.quantized.layers import Blocks, blocks_of
 from reshard.engines.vllm.weights.served import Served
 from reshard.quantization.fp8_blocks import BLOCK
 
@@ -59,8 +59,8 @@ def find_scales(
             or not tensor.is_contiguous()
         ):
             raise ReshardError(
-                f"{scales_name} is {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}, where "
-                f"{[*experts, rows, columns]} in float32 are known to a refit: serve in bf16"
+                f"{scales_name} is {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}, "
+                f"where {[*experts, rows, columns]} in float32 are known to a refit: serve in bf16"
             )
         # vLLM quantizes to fp32 scales first, and then once more to powers of two.
         power_of_two = "twice" if match_vllm_rounding else "ue8m0"

@@ -30,8 +30,8 @@ def check_drafter(draft: torch.nn.Module | None, config: Any, why: str) -> None:
     refit brings it."""
     if draft is not None and draft_load_format(config) == "dummy":
         raise ReshardError(
-            f"this vLLM drafts tokens by dummy weights (load_format='dummy'), and {why}: load a checkpoint, or serve "
-            f"without speculative_config"
+            f"this vLLM drafts tokens by dummy weights (load_format='dummy'), and {why}: load a checkpoint, "
+            f"or serve without speculative_config"
         )
 
 

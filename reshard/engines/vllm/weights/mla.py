@@ -51,7 +51,8 @@ def derive_in_place(attention: DerivingAttention) -> None:
         new = after.get(key)
         if new is None or (new.shape, new.dtype) != (data.shape, data.dtype):
             raise ReshardError(
-                f"vLLM makes {key} of an attention layer of another shape or dtype when it processes it once more: connect again"
+                f"vLLM makes {key} of an attention layer of another shape or dtype when it processes it "
+                f"once more: connect again"
             )
         if new.data_ptr() != data.data_ptr():
             data.copy_(new)

@@ -68,7 +68,7 @@ def without_adapters(model: torch.nn.Module) -> Iterator[dict[str, torch.nn.Modu
         for module in prefixed:
             module.lora_base_layer_prefix = ""  # type: ignore[assignment]
         names = {module: name for name, module in model.named_modules()}
-        yield {names[wrapper._modules["base_layer"]]: wrapper for _, _, wrapper in wrapped}  # type: ignore[index]
+        yield {names[wrapper.base_layer]: wrapper for _, _, wrapper in wrapped}  # type: ignore[index]
     finally:
         for module, key, wrapper in wrapped:
             module._modules[key] = wrapper

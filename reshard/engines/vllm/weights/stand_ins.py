@@ -8,7 +8,8 @@ import torch
 
 from reshard.engines.deduplicated import ExpertLayer
 from reshard.engines.trace import Canonical, Trace, storage_id, trace_load
-from reshard.engines.vllm.layers import experts_of, plain_templates
+from reshard.engines.vllm.layers import experts_of
+from reshard.engines.vllm.quantized.layers import plain_templates
 from reshard.engines.vllm.quantized.processing import bound_to, loading_templates
 from reshard.engines.vllm.weights.served import without_adapters
 

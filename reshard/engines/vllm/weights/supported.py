@@ -6,16 +6,8 @@ from typing import Any
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm.layers import (
-    always_packed,
-    blocks_of,
-    compressed_of,
-    expert_backend,
-    is_packed,
-    made_online,
-    method_of,
-    plain_method,
-)
+from reshard.engines.vllm.layers import always_packed, expert_backend, is_packed, plain_method
+from reshard.engines.vllm.quantized.layers import blocks_of, compressed_of, made_online, method_of
 from reshard.engines.vllm.weights.served import Served
 
 # Methods that serve from weights as they were loaded.
@@ -42,8 +34,8 @@ def _check_cache_scales(name: str, config: Any) -> None:
     is_fp8 = str(config.cache_config.cache_dtype).startswith("fp8")
     if is_fp8 and config.load_config.load_format == "dummy":
         raise ReshardError(
-            f"{name} scales its fp8 keys and values by numbers that load_format='dummy' has made up, and that no "
-            f"trainer has: load the checkpoint once, or pass kv_cache_dtype='auto'"
+            f"{name} scales its fp8 keys and values by numbers that load_format='dummy' has made up, and "
+            f"that no trainer has: load the checkpoint once, or pass kv_cache_dtype='auto'"
         )
 
 
@@ -59,14 +51,15 @@ def _is_processed_again(module: torch.nn.Module) -> bool:
 def _check_plain(name: str, module: torch.nn.Module, method: Any) -> None:
     if type(method).__name__ not in PLAIN_METHODS:
         raise ReshardError(
-            f"{name} serves from weights that {method_of(module)} has changed, which a refit cannot "
-            f"write in place: serve in bf16, or let vLLM quantize it as it loads (quantization='fp8_per_block' and the like)"
+            f"{name} serves from weights that {method_of(module)} has changed, which a refit cannot write "
+            f"in place: serve in bf16, or let vLLM quantize it as it loads (quantization='fp8_per_block' and "
+            f"the like)"
         )
     if always_packed(method):
         raise ReshardError(
-            f"{name} serves from experts that vLLM's build for the CPU has packed, which a refit cannot write, and from "
-            f"0.28 on it has no other way: use vLLM 0.26 or an older one, or let it quantize them as it loads "
-            f"(quantization='int8_per_channel_weight_only')"
+            f"{name} serves from experts that vLLM's build for the CPU has packed, which a refit cannot "
+            f"write, and from 0.28 on it has no other way: use vLLM 0.26 or an older one, or let it quantize "
+            f"them as it loads (quantization='int8_per_channel_weight_only')"
         )
     if is_packed(module, method):
         raise ReshardError(
