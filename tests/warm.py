@@ -38,7 +38,7 @@ OF_ENGINES = ("tests.entry_points", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_
 WITH_RAY = ("tests.without_ray", *OF_ENGINES, "tests.with_ray")  # in an environment that has Ray
 OF_RANKS = (
     "tests.entry_points", "tests.megatron_on_cpu", "tests.parity_on_cpu", "tests.refit_faults_on_cpu", "tests.live_megatron_on_cpu", "tests.fsdp_on_cpu",
-    "tests.disk", "tests.docstrings", "reshard.parity.megatron", "reshard.engines.vllm.load_format.loader", "vllm.v1.backend", "vllm.distributed.weight_transfer",
+    "tests.disk", "tests.docstrings", "reshard.parity.systems.megatron", "reshard.engines.vllm.load_format.loader", "vllm.v1.backend", "vllm.distributed.weight_transfer",
     "vllm.plugins.lora_resolvers.filesystem_resolver", "vllm.plugins.lora_resolvers.hf_hub_resolver", "vllm.v1.attention.backends.triton_attn",
     "vllm.v1.attention.backends.mla.triton_mla", "megatron.core.dist_checkpointing.gpt_checkpoint_interop", "transformers.generation.utils",
     "bokeh.plotting", *QUANTIZED,

@@ -73,12 +73,12 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     from reshard import MegatronLayout, VllmLayout, hf_to_mcore
     from reshard.models.model import Model
     from reshard.parity import compare_scores, metrics_of, random_prompts
-    from reshard.parity.huggingface import HuggingFace
     from reshard.parity.limits import Limits
-    from reshard.parity.megatron import Megatron
     from reshard.parity.metrics import routing_of
-    from reshard.parity.systems import ScoringOptions, System, scores_of
-    from reshard.parity.vllm import RefittedVllm, Vllm
+    from reshard.parity.systems.base import ScoringOptions, System, scores_of
+    from reshard.parity.systems.huggingface import HuggingFace
+    from reshard.parity.systems.megatron import Megatron
+    from reshard.parity.systems.vllm import RefittedVllm, Vllm
 
     size, rank = dist.get_world_size(), dist.get_rank()
     layers = options.layers or LAYERS.get(name, 4)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from reshard.parity.prompts import random_prompts
     from reshard.parity.report import ParityReport
     from reshard.parity.routing import Routing
-    from reshard.parity.vllm import LiveVllm, scores_of_outputs
+    from reshard.parity.systems.vllm import LiveVllm, scores_of_outputs
 
 _MODULES = {
     "gate": ("parity",),
@@ -23,7 +23,7 @@ _MODULES = {
     "report": ("ParityReport",),
     "prompts": ("random_prompts",),
     "routing": ("Routing",),
-    "vllm": ("LiveVllm", "scores_of_outputs"),
+    "systems.vllm": ("LiveVllm", "scores_of_outputs"),
 }
 __all__ = ["Limits", "LiveVllm", "Metrics", "ParityReport", "Routing", "Scores", "Verdict", "check_rollout", "compare_scores", "metrics_of",
            "parity", "random_prompts", "scores_of_outputs"]  # fmt: skip

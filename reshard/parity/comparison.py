@@ -13,11 +13,18 @@ from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import expand
 from reshard.parity.metrics import Metrics, Scores, metrics_of, routing_of
 from reshard.parity.noise import BOTH_IN_FP32, Noise, noise_of
-from reshard.parity.opening import is_megatron, model_of, open_system
 from reshard.parity.prompts import VLLM_PREFIX, FarPrompt, Prompt
 from reshard.parity.rounding import Rounding, rounded, rounding_of
 from reshard.parity.routing import Routing
-from reshard.parity.systems import ForwardSystem, ScoringOptions, System, device, scores_of, share_in_fp32
+from reshard.parity.systems.base import (
+    ForwardSystem,
+    ScoringOptions,
+    System,
+    device,
+    scores_of,
+    share_in_fp32,
+)
+from reshard.parity.systems.opening import is_megatron, model_of, open_system
 
 # Bytes of distributions that each system keeps for the KL over the vocabulary.
 KEPT_BYTES = 1 << 30

@@ -20,12 +20,12 @@ from reshard.core.errors import ReshardError, listed
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.model import Model, has_experts
 from reshard.parity.configs import config_differences
-from reshard.parity.huggingface import HuggingFace
-from reshard.parity.megatron import Megatron
 from reshard.parity.noise import COMPARABLE
-from reshard.parity.opening import is_megatron, model_of, open_system
 from reshard.parity.prompts import VLLM_PREFIX, Prompt, check_prompts
-from reshard.parity.systems import device, gather_from_ranks, hooked, join_processes, share_in_fp32
+from reshard.parity.systems.base import device, gather_from_ranks, hooked, join_processes, share_in_fp32
+from reshard.parity.systems.huggingface import HuggingFace
+from reshard.parity.systems.megatron import Megatron
+from reshard.parity.systems.opening import is_megatron, model_of, open_system
 from reshard.storage.compare import Difference, diff
 
 # Relative distance of two hidden states (norm of the difference over the norm, a mean over tokens)

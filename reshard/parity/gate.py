@@ -22,7 +22,7 @@ from reshard.parity.report import ParityReport
 
 if TYPE_CHECKING:
     from reshard.parity.comparison import Comparison
-    from reshard.parity.systems import System
+    from reshard.parity.systems.base import System
 
 ABSOLUTE_LIMITS_NOTE = (
     "the limits are absolute ones, since no rounding could be measured: they leave room for any model"
@@ -78,7 +78,7 @@ def parity(
     import torch
 
     from reshard.parity.comparison import Comparison
-    from reshard.parity.systems import DTYPES, join_processes
+    from reshard.parity.systems.base import DTYPES, join_processes
 
     dtype = dtype or ("bf16" if torch.cuda.is_available() else "fp32")
     if dtype not in DTYPES:
@@ -176,7 +176,7 @@ def _check_engine_options(
     a: "str | System", b: "str | System", quantization: str | None, match_vllm_rounding: bool
 ) -> None:
     """Raise ReshardError for options of an engine that neither system has."""
-    from reshard.parity.opening import is_megatron
+    from reshard.parity.systems.opening import is_megatron
 
     started = [side for side in (a, b) if _is_started_vllm(side)]
     if quantization is not None and not started:

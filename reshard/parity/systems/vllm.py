@@ -27,7 +27,13 @@ from reshard.models.published import published
 from reshard.parity.metrics import Scores
 from reshard.parity.prompts import Prompt
 from reshard.parity.routing import Choices
-from reshard.parity.systems import ScoringOptions, System, check_processes, join_processes, release_memory
+from reshard.parity.systems.base import (
+    ScoringOptions,
+    System,
+    check_processes,
+    join_processes,
+    release_memory,
+)
 from reshard.refit import RefitGroup, connect
 from reshard.storage.sources.base import read_config
 from reshard.trainers.megatron import MegatronModel
@@ -160,7 +166,7 @@ class RefittedVllm(_OwnVllm):
         quantization: str | None = None,
         match_vllm_rounding: bool = False,
     ) -> None:
-        from reshard.parity.megatron import Megatron
+        from reshard.parity.systems.megatron import Megatron
 
         super().__init__(engine, dtype, quantization)
         self.match_vllm_rounding = match_vllm_rounding

@@ -6,9 +6,9 @@ from reshard.core.errors import ReshardError
 from reshard.engines.vllm.layout import VllmLayout
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.model import Model
-from reshard.parity.huggingface import HuggingFace
 from reshard.parity.prompts import VLLM_PREFIX
-from reshard.parity.systems import System
+from reshard.parity.systems.base import System
+from reshard.parity.systems.huggingface import HuggingFace
 from reshard.storage.sources.base import read_config
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.opening import open_source
@@ -58,13 +58,13 @@ def open_system(
     path = local_directory(spec.removeprefix(VLLM_PREFIX))
     megatron = is_megatron(spec)
     if spec.startswith(VLLM_PREFIX):
-        from reshard.parity.vllm import RefittedVllm, Vllm  # imports vLLM
+        from reshard.parity.systems.vllm import RefittedVllm, Vllm  # imports vLLM
 
         if megatron:
             return RefittedVllm(path, dtype, layout, hf_config, engine, quantization, match_vllm_rounding)
         return Vllm(path, dtype, engine, quantization)
     if megatron:
-        from reshard.parity.megatron import Megatron
+        from reshard.parity.systems.megatron import Megatron
 
         return Megatron(path, dtype, layout, hf_config)
     return HuggingFace(path, dtype)

@@ -1,0 +1,8 @@
+"""The systems that score prompts: transformers, Megatron-Core and vLLM.
+
+base.py         System and ForwardSystem, the interface; scoring from logits
+huggingface.py  a Hugging Face directory in transformers
+megatron.py     a Megatron checkpoint in Megatron-Core
+vllm.py         a vLLM that loads a checkpoint itself, or that already runs
+opening.py      the system that a path, a hub id or vllm: and one of them names
+"""
