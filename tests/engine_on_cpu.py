@@ -306,7 +306,7 @@ def compare(cases: list, other: str) -> dict:
 def main() -> None:
     import torch.distributed as dist
 
-    from reshard.parity.systems.base import join_processes
+    from reshard.parity.systems.processes import join_processes
 
     function, arguments, result = sys.argv[1:]
     began = time.monotonic()

@@ -317,7 +317,7 @@ class Engines:
 
         from reshard.parity import metrics_of
         from reshard.parity.systems.base import ScoringOptions
-        from reshard.parity.systems.vllm import score_with
+        from reshard.parity.systems.outputs import score_with
 
         self.scores[what] = score_with(llm, self.prompts, ScoringOptions(keep=2), self.model)
         greedy = SamplingParams(max_tokens=24, temperature=0, logprobs=1, detokenize=False, ignore_eos=True)
