@@ -23,7 +23,7 @@ def start_processes() -> None:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     if device() == "cpu":
         os.environ |= CPU_ENGINE
-    from reshard.parity.systems import join_processes
+    from reshard.parity.systems.processes import join_processes
 
     join_processes()
 

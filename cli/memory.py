@@ -39,6 +39,7 @@ def command(
     Example: reshard memory --model Qwen/Qwen3-30B-A3B --tp 2 --ep 8 --etp 1 --gpus 16 --gpu-memory H100
     """
     from reshard.megatron.layout import MegatronLayout
+    from reshard.memory.activations import uncounted
     from reshard.memory.estimate import estimate_memory
     from reshard.memory.options import Training
     from reshard.memory.outside import bytes_of_gpu
@@ -59,7 +60,7 @@ def command(
     check_ignored(model)
     notices = model.notices
     if fitting["fit"]:
-        _fit(context, model, training, gpu_bytes, sizes, fitting, notices, as_json)
+        _fit(context, model, training, gpu_bytes, sizes, fitting, notices + uncounted(model), as_json)
         return
     report = estimate_memory(model, layout, gpu_memory=gpu_bytes, engine=engine_setup, **options)
     if html is not None:

@@ -24,7 +24,7 @@ from reshard.parity.report import ParityReport
 from reshard.storage.convert import hf_to_mcore
 
 if TYPE_CHECKING:
-    from reshard.parity.systems import System
+    from reshard.parity.systems.base import System
 
 
 def assert_logprob_parity(

@@ -3,12 +3,12 @@
 import contextlib
 import errno
 import functools
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -23,14 +23,20 @@ SUFFIX = {"hf-to-mcore": ".distcp", "mcore-to-hf": ".safetensors"}
 
 @functools.cache
 def faulty_disk() -> Path:
-    """The shared object, built with the system's C compiler."""
+    """The shared object, built with the system's C compiler unless it lies in pytest's cache."""
+    source = Path(__file__).with_name("faulty_disk.c")
+    name = f"faulty_disk-{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}.so"
+    library = source.parent.parent / ".pytest_cache" / name
+    if library.exists():
+        return library
     compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
     assert compiler is not None, (
         "faults of the disk are made by a shared object in C: install a C compiler (cc)"
     )
-    library = Path(tempfile.mkdtemp(prefix="faulty-disk-")) / "faulty_disk.so"
-    source = Path(__file__).with_name("faulty_disk.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    library.parent.mkdir(exist_ok=True)
+    built = library.with_suffix(f".{os.getpid()}")  # other workers build theirs at the same time
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", built, source, "-ldl"], check=True)
+    built.replace(library)
     return library
 
 

@@ -42,7 +42,7 @@ def engine(path: str, **options):
 
 def forget() -> None:
     """End vLLM's groups in this process, where no engine is held any more."""
-    from reshard.parity.vllm import forget_engine
+    from reshard.parity.systems.vllm import forget_engine
 
     forget_engine()
     gc.freeze()  # again what is imported: each start of an engine has a collection, or several, look at it
@@ -77,7 +77,7 @@ def refit_and_serve(cases: list) -> dict:
     from reshard import MegatronLayout
     from reshard.engines.vllm.compat import plain_weights
     from reshard.engines.vllm.live import VllmModel
-    from reshard.parity.megatron import Megatron
+    from reshard.parity.systems.megatron import Megatron
     from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
 
@@ -135,7 +135,7 @@ def drafting(pairs: list) -> dict:
     from reshard import MegatronLayout
     from reshard.engines.vllm.compat import draft_model, driver_worker, plain_weights
     from reshard.engines.vllm.live import VllmModel
-    from reshard.parity.megatron import Megatron
+    from reshard.parity.systems.megatron import Megatron
     from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
 
@@ -198,7 +198,7 @@ def with_adapters(pairs: list) -> dict:
     from reshard import MegatronLayout
     from reshard.engines.vllm.compat import plain_weights
     from reshard.engines.vllm.live import VllmModel
-    from reshard.parity.megatron import Megatron
+    from reshard.parity.systems.megatron import Megatron
     from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
 
@@ -306,7 +306,7 @@ def compare(cases: list, other: str) -> dict:
 def main() -> None:
     import torch.distributed as dist
 
-    from reshard.parity.systems import join_processes
+    from reshard.parity.systems.processes import join_processes
 
     function, arguments, result = sys.argv[1:]
     began = time.monotonic()

@@ -23,8 +23,8 @@ async def _engine_of_its_own(pairs: list, port: int, other_port: int) -> dict:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from reshard import MegatronLayout, ReshardError, ignored_config_fields
-    from reshard.parity.megatron import Megatron
-    from reshard.parity.systems import ScoringOptions
+    from reshard.parity.systems.base import ScoringOptions
+    from reshard.parity.systems.megatron import Megatron
     from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
 

@@ -22,7 +22,7 @@ def int8_experts(pairs: list) -> dict:
     from reshard.engines.vllm.compat import plain_weights
     from reshard.engines.vllm.live import VllmModel
     from reshard.parity import Limits, parity
-    from reshard.parity.megatron import Megatron
+    from reshard.parity.systems.megatron import Megatron
     from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
 
@@ -104,7 +104,7 @@ def compressed_layers(pairs: list) -> dict:
     from reshard.engines.vllm.compat import plain_weights
     from reshard.engines.vllm.live import VllmModel
     from reshard.engines.vllm.quantized.processing import multiplied
-    from reshard.parity.megatron import Megatron
+    from reshard.parity.systems.megatron import Megatron
     from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
 

@@ -17,7 +17,7 @@ def transfer(pairs: list, url: str, port: int) -> dict:
 
     from reshard import MegatronLayout
     from reshard.integrations import HttpClient, LlmClient, WeightTransfer
-    from reshard.parity.megatron import Megatron
+    from reshard.parity.systems.megatron import Megatron
     from reshard.refit import RefitGroup
     from reshard.trainers import MegatronModel
 
@@ -121,7 +121,7 @@ def transfer_data_parallel(pairs: list, urls: list, port: int) -> dict:
     both answer it, and what one answers that has loaded those weights; and how many workers the first says that it has."""
     from reshard import MegatronLayout
     from reshard.integrations import HttpClient, WeightTransfer
-    from reshard.parity.megatron import Megatron
+    from reshard.parity.systems.megatron import Megatron
     from reshard.trainers import MegatronModel
 
     def outcome(who: int) -> list:
@@ -175,7 +175,7 @@ def transfer_quantized(pairs: list, port: int) -> dict:
     turn has come to both by vLLM's weight transfer; and how many of their parameters are in fp8."""
     from reshard import MegatronLayout
     from reshard.integrations import LlmClient, WeightTransfer
-    from reshard.parity.megatron import Megatron
+    from reshard.parity.systems.megatron import Megatron
     from reshard.trainers import MegatronModel
 
     trainer = Megatron(Path(pairs[0][1]), "bf16", MegatronLayout())
@@ -200,7 +200,7 @@ def transfer_experts(pair: list, port: int) -> str:
     """What connecting an ``LLM`` with experts in bf16 raises."""
     from reshard import MegatronLayout
     from reshard.integrations import LlmClient, WeightTransfer
-    from reshard.parity.megatron import Megatron
+    from reshard.parity.systems.megatron import Megatron
     from reshard.trainers import MegatronModel
 
     trainer, llm = Megatron(Path(pair[1]), "bf16", MegatronLayout()), transferable(pair[0], dtype="bfloat16")

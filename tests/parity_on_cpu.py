@@ -7,7 +7,7 @@ from reshard.core.errors import ReshardError
 from reshard.megatron.layout import MegatronLayout
 from reshard.parity.divergence import find_divergence
 from reshard.parity.gate import parity
-from reshard.parity.huggingface import HuggingFace
+from reshard.parity.systems.huggingface import HuggingFace
 from reshard.testing import assert_logprob_parity
 
 

@@ -11,7 +11,7 @@ from reshard import ReshardError
 from reshard.parity import Limits, Scores, check_rollout, compare_scores, metrics_of
 from reshard.parity.noise import noise_of
 from reshard.parity.routing import Choices, ExpertGroups, compare_routing
-from reshard.parity.systems import ScoringOptions
+from reshard.parity.systems.base import ScoringOptions
 
 
 def scores(*logprobs: float, best=None) -> Scores:
@@ -264,7 +264,7 @@ def test_a_running_engines_config_is_read_as_it_was_published():
     adds fields of its own."""
     from types import SimpleNamespace
 
-    from reshard.parity.vllm import LiveVllm
+    from reshard.parity.systems.vllm import LiveVllm
     from tests.checkpoints import VARIANTS
 
     config = VARIANTS["deepseek-v3"].to_dict() | {

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from reshard import MegatronLayout, ReshardError, hf_to_mcore, mcore_to_hf
 from reshard.parity import Limits, Scores, metrics_of, parity
-from reshard.parity.huggingface import HuggingFace
 from reshard.parity.prompts import random_prompts
 from reshard.parity.routing import compare_routing
-from reshard.parity.systems import ScoringOptions, System
+from reshard.parity.systems.base import ScoringOptions, System
+from reshard.parity.systems.huggingface import HuggingFace
 from tests.checkpoints import VARIANTS
 from tests.parity_runs import run
 from tests.ranks import run_on_ranks

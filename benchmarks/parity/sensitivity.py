@@ -148,11 +148,12 @@ def measure(name: str, hf: Path, folder: Path) -> dict:
     from reshard.megatron.layout import MegatronLayout
     from reshard.models.model import Model
     from reshard.parity import random_prompts
-    from reshard.parity.huggingface import HuggingFace
-    from reshard.parity.megatron import Megatron
     from reshard.parity.prompts import far_prompt
     from reshard.parity.rounding import Rounding, rounded
-    from reshard.parity.systems import ScoringOptions, System, join_processes, scores_of
+    from reshard.parity.systems.base import ScoringOptions, System, scores_of
+    from reshard.parity.systems.huggingface import HuggingFace
+    from reshard.parity.systems.megatron import Megatron
+    from reshard.parity.systems.processes import join_processes
     from reshard.storage.sources.base import read_config
 
     join_processes()

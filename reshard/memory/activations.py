@@ -5,9 +5,11 @@ fp8 inputs of the linear layers. One row is one saved tensor: how many elements 
 its microbatch, and which of Megatron's ``--recompute-modules`` drop it.
 """
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from reshard.core.errors import listed
 from reshard.megatron.arguments import megatron_args
 from reshard.megatron.stages import Stage
 from reshard.memory.options import Recompute, TrainingSetup
@@ -22,6 +24,15 @@ LOGIT = {"te": 6, "native": 10, "none": 10}
 
 # Recomputed when nothing is left of what their layer's MLP or experts have kept, which is more.
 OF_ATTENTION = ("core_attn", "mla_up_proj")
+# Modules of a layer whose saved tensors have rows here, and arguments that add tensors without a module.
+COUNTED = (
+    "input_layernorm", "pre_mlp_layernorm", "self_attention.linear_qkv", "self_attention.linear_proj",
+    "self_attention.linear_q_proj", "self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj",
+    "self_attention.linear_kv_down_proj", "self_attention.linear_kv_up_proj", "self_attention.q_layernorm",
+    "self_attention.k_layernorm", "mlp.linear_fc1", "mlp.linear_fc2", "mlp.router", "mlp.experts",
+    "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2",
+)  # fmt: skip
+UNCOUNTED_ARGS = ("attention_output_gate", "experimental_attention_variant", "window_size")
 
 
 class Saved(NamedTuple):
@@ -65,6 +76,25 @@ class Sizes:
 def layer_tensors(model: Model, kind: str, z: Sizes) -> list[Saved]:
     """Return the rows of a decoder layer of kind ``dense`` or ``moe``."""
     return _attention(model, z) + (_experts(model, z) if has_experts(kind) else _mlp(model, z))
+
+
+def uncounted(model: Model) -> list[str]:
+    """Return a sentence on the modules and arguments of a model's layers of whose activations nothing
+    is known here, such as linear attention or an indexer; none where all are counted."""
+    names = {row.megatron for kind in set(model.kinds) for row in model.rows("layer", kind) if row.megatron}
+    counted = tuple(f"{module}." for module in COUNTED)
+    modules = {
+        re.split(r"\.(?:weight|bias|layer_norm)", name)[0] for name in names if not name.startswith(counted)
+    }
+    unknown = sorted(module.removeprefix("self_attention.") for module in modules)
+    args = megatron_args(model)
+    unknown += [name for name in UNCOUNTED_ARGS if args.get(name)]
+    if not unknown:
+        return []
+    return [
+        f"activations are those of ordinary attention and experts: what layers keep for {listed(unknown, 4)} is not counted, "
+        f"so that more or less may be needed"
+    ]
 
 
 def _linear(z: Sizes) -> float:

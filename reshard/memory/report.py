@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from reshard.megatron.stages import Stage
-from reshard.memory.activations import Chunk, chunk_bytes
+from reshard.memory.activations import Chunk, chunk_bytes, uncounted
 from reshard.memory.options import TrainingSetup
 from reshard.memory.outside import IMBALANCE, RESERVED, Band, outside
 from reshard.memory.schedule import Moment, moments
@@ -234,6 +234,7 @@ def _notes(setup: TrainingSetup) -> list[str]:
         "static bytes are exact; activations are those of Transformer Engine's layers with fused attention, without "
         f"dropout, and the loss that of --cross-entropy-fusion-impl {t.cross_entropy}"
     ]
+    notes += uncounted(setup.model)
     if t.num_microbatches is None and t.global_batch_size is None and setup.layout.pp > 1:
         notes.append(
             f"{setup.microbatches} microbatches are assumed: --num-microbatches or --global-batch-size says"

@@ -1,4 +1,19 @@
-"""Parity: do two systems that hold the same model give the same logprobs?"""
+"""Parity: do two systems that hold the same model give the same logprobs?
+
+gate.py        parity(): both systems, the figures, the limits
+comparison.py  runs both systems, and the runs that measure their rounding
+systems/       transformers, Megatron-Core, vLLM
+prompts.py     token ids, random or read from a file
+metrics.py     the figures of two systems' scores
+noise.py       their difference in units of rounding, from runs in fp32
+rounding.py    plain weights rounded as an engine with quantized weights rounds
+routing.py     the experts that tokens go to
+configs.py     fields by which two configs make two models of the same weights
+limits.py      the largest values that pass
+report.py      the result, for people and programs; html.py makes a page of it
+divergence.py  the first module whose output differs
+monitor.py     check_rollout(), for a training run
+"""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +27,8 @@ if TYPE_CHECKING:
     from reshard.parity.prompts import random_prompts
     from reshard.parity.report import ParityReport
     from reshard.parity.routing import Routing
-    from reshard.parity.vllm import LiveVllm, scores_of_outputs
+    from reshard.parity.systems.outputs import scores_of_outputs
+    from reshard.parity.systems.vllm import LiveVllm
 
 __getattr__ = lazy(
     __name__,
@@ -28,8 +44,8 @@ __getattr__ = lazy(
         "ParityReport": "reshard.parity.report",
         "random_prompts": "reshard.parity.prompts",
         "Routing": "reshard.parity.routing",
-        "LiveVllm": "reshard.parity.vllm",
-        "scores_of_outputs": "reshard.parity.vllm",
+        "LiveVllm": "reshard.parity.systems.vllm",
+        "scores_of_outputs": "reshard.parity.systems.outputs",
     },
     extra="parity",
 )

@@ -3,25 +3,27 @@ rounding."""
 
 from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm.layout import VllmLayout
-from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import expand
 from reshard.parity.metrics import Metrics, Scores, metrics_of, routing_of
 from reshard.parity.noise import BOTH_IN_FP32, Noise, noise_of
-from reshard.parity.opening import is_megatron, model_of, open_system
 from reshard.parity.prompts import VLLM_PREFIX, FarPrompt, Prompt
 from reshard.parity.rounding import Rounding, rounded, rounding_of
 from reshard.parity.routing import Routing
-from reshard.parity.systems import ForwardSystem, ScoringOptions, System, device, scores_of, share_in_fp32
+from reshard.parity.systems.base import ForwardSystem, ScoringOptions, System, SystemOptions, scores_of
+from reshard.parity.systems.opening import is_megatron, model_of, open_system
+from reshard.parity.systems.processes import device, share_in_fp32
 
 # Bytes of distributions that each system keeps for the KL over the vocabulary.
 KEPT_BYTES = 1 << 30
 SIDES = ("A", "B")
+ABSOLUTE_LIMITS_NOTE = (
+    "the limits are absolute ones, since no rounding could be measured: they leave room for any model"
+)
 
 
 class Comparison:
@@ -33,23 +35,12 @@ class Comparison:
     far positions went.
     """
 
-    def __init__(
-        self,
-        a: str | System,
-        b: str | System,
-        dtype: str,
-        layout: MegatronLayout,
-        hf_config: Path | None = None,
-        engine: VllmLayout | None = None,
-        quantization: str | None = None,
-        match_vllm_rounding: bool = False,
-    ) -> None:
+    def __init__(self, a: str | System, b: str | System, options: SystemOptions) -> None:
         self.specs = dict(zip(SIDES, (a, b)))
-        self.dtype, self.layout, self.hf_config = dtype, layout, hf_config
-        self.engine, self.quantization, self.match_vllm_rounding = engine, quantization, match_vllm_rounding
+        self.options = options
         # Open both before scoring either: a wrong path is better known before minutes of scoring.
         self.models = [
-            spec.model if isinstance(spec, System) else model_of(spec, hf_config) for spec in (a, b)
+            spec.model if isinstance(spec, System) else model_of(spec, options.hf_config) for spec in (a, b)
         ]
         self.runs: dict[str, list[Scores]] = {}
         self.far_runs: dict[tuple[str, str], list[Scores]] = {}
@@ -59,6 +50,11 @@ class Comparison:
         self.routings: list[Routing | None] = []
         self.notes: list[str] = []
         self.covered = ""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the comparison, ``fp32`` or ``bf16``."""
+        return self.options.dtype
 
     @property
     def quantized(self) -> bool:
@@ -80,7 +76,7 @@ class Comparison:
         self.reach = None if unable else reach
         self.prompts = list(prompts)
         keep = KEPT_BYTES // (4 * model.symbols["V"])
-        self.options = ScoringOptions(batch_size, packed, keep, routing and model.num_experts > 0)
+        self.scoring = ScoringOptions(batch_size, packed, keep, routing and model.num_experts > 0)
         last = max(longest, self.reach.positions[-1] + 1 if self.reach is not None else 0)
         self.covered = f"positions up to {last - 1:,} of {context:,}"
         if reach is not None and unable:
@@ -91,12 +87,26 @@ class Comparison:
                 f"long prompt too, such as --lengths 16,64,128,{min(context - 1, reach.positions[-1] + 1)}"
             )
 
+    def run(self, noise: bool | None) -> Noise | None:
+        """Score the prompts in both systems, then what measures their rounding; return that.
+
+        `noise` is that of `reshard.parity.parity`: False measures none, True also scores A again."""
+        self.score_both()
+        if noise:
+            self.score_again()
+        if noise is False or (self.dtype == "fp32" and not self.quantized):
+            return None
+        measured = self.measure_noise()
+        if measured is None:
+            self.notes.append(ABSOLUTE_LIMITS_NOTE)
+        return measured
+
     def score_both(self) -> None:
         """Score the prompts in A, then in B."""
         for side, spec in self.specs.items():
             system = spec if isinstance(spec, System) else self._open(spec, self.dtype)
             with closing(system):
-                self.runs[side], self.names[side] = scores_of(system, self.prompts, self.options), system.name
+                self.runs[side], self.names[side] = scores_of(system, self.prompts, self.scoring), system.name
                 self._score_far(side, system, self.dtype)
                 if system.quantized:
                     self.quantized_sides.add(side)
@@ -106,10 +116,10 @@ class Comparison:
         spec = self.specs["A"]
         system = spec if isinstance(spec, System) else self._open(spec, self.dtype)
         with closing(system):
-            self._compare_with("A", "A again", scores_of(system, self.prompts, self.options))
+            self._compare_with("A", "A again", scores_of(system, self.prompts, self.scoring))
         if isinstance(spec, str) and self.dtype == "fp32" and "A" not in self.quantized_sides:
             with closing(self._open(spec, "bf16")) as system:
-                self._compare_with("A", "A in bf16", scores_of(system, self.prompts, self.options))
+                self._compare_with("A", "A in bf16", scores_of(system, self.prompts, self.scoring))
 
     def measure_noise(self) -> Noise | None:
         """Run the checkpoint of each side in fp32 too, where possible, and compare; None if neither
@@ -163,7 +173,7 @@ class Comparison:
         engine has no part in them."""
         other = SIDES[1 - SIDES.index(side)]
         rounding = rounding_of(
-            self.models[SIDES.index(side)], self.quantization if self._is_served(side) else None
+            self.models[SIDES.index(side)], self.options.quantization if self._is_served(side) else None
         )
         for base in (other, side):
             if in_fp32[base] is None:
@@ -181,13 +191,13 @@ class Comparison:
         spec = str(self.specs[side]).removeprefix(VLLM_PREFIX)
         try:
             self._check_memory(spec, side, dtype)
-            with closing(open_system(spec, dtype, self.layout, self.hf_config)) as system:
+            with closing(self._open(spec, dtype)) as system:
                 assert isinstance(system, ForwardSystem)
                 if rounding is None:
                     self._score_far(side, system, dtype)
-                    return scores_of(system, self.prompts, self.options)
+                    return scores_of(system, self.prompts, self.scoring)
                 with rounded(system, rounding):
-                    return scores_of(system, self.prompts, self.options)
+                    return scores_of(system, self.prompts, self.scoring)
         except (ReshardError, torch.OutOfMemoryError, MemoryError) as error:
             self.notes.append(f"the rounding of {side} could not be measured: {error}")
             return None
@@ -196,7 +206,7 @@ class Comparison:
         """Raise ReshardError where a checkpoint would clearly not fit into memory."""
         shapes = expand(self.models[SIDES.index(side)]).shapes.values()
         elements = sum(torch.Size(shape).numel() for shape in shapes)
-        parts = self.layout.tp * self.layout.pp if is_megatron(spec) else 1
+        parts = self.options.layout.tp * self.options.layout.pp if is_megatron(spec) else 1
         needed, free = elements * (4 if dtype == "fp32" else 2) // parts, _free_memory()
         if needed > free:
             raise ReshardError(f"in {dtype} it needs {needed / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free")
@@ -206,13 +216,11 @@ class Comparison:
         return isinstance(spec, str) and spec.startswith(VLLM_PREFIX)
 
     def _open(self, spec: str, dtype: str) -> System:
-        return open_system(
-            spec, dtype, self.layout, self.hf_config, self.engine, self.quantization, self.match_vllm_rounding
-        )
+        return open_system(spec, replace(self.options, dtype=dtype))
 
     def _score_far(self, side: str, system: System, dtype: str) -> None:
         if self.reach is not None:
-            far = ScoringOptions(keep=self.options.keep, positions=self.reach.positions)
+            far = ScoringOptions(keep=self.scoring.keep, positions=self.reach.positions)
             self.far_runs[side, dtype] = scores_of(system, [self.reach.prompt], far)
 
     def _compare_with(self, side: str, name: str, scores: list[Scores]) -> None:

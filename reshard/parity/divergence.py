@@ -20,12 +20,13 @@ from reshard.core.errors import ReshardError, listed
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.model import Model, has_experts
 from reshard.parity.configs import config_differences
-from reshard.parity.huggingface import HuggingFace
-from reshard.parity.megatron import Megatron
 from reshard.parity.noise import COMPARABLE
-from reshard.parity.opening import is_megatron, model_of, open_system
 from reshard.parity.prompts import VLLM_PREFIX, Prompt, check_prompts
-from reshard.parity.systems import device, gather_from_ranks, hooked, join_processes, share_in_fp32
+from reshard.parity.systems.base import SystemOptions, hooked
+from reshard.parity.systems.huggingface import HuggingFace
+from reshard.parity.systems.megatron import Megatron
+from reshard.parity.systems.opening import is_megatron, model_of, open_system
+from reshard.parity.systems.processes import device, gather_from_ranks, join_processes, share_in_fp32
 from reshard.storage.compare import Difference, diff
 
 # Relative distance of two hidden states (norm of the difference over the norm, a mean over tokens)
@@ -156,7 +157,9 @@ def find_divergence(
     check_prompts([prompt], models[0].symbols["V"], context)
 
     def outputs_in(kind: str) -> tuple[Model, States, States]:
-        return _outputs(hf, mcore, prompt, positions, kind, layout or MegatronLayout(), config_path)
+        return _outputs(
+            hf, mcore, prompt, positions, SystemOptions(kind, layout or MegatronLayout(), config_path)
+        )
 
     model, *outputs = outputs_in(dtype)
     exact = outputs_in("fp32")[1:] if tolerance is None and dtype != "fp32" else None
@@ -181,18 +184,16 @@ def _outputs(
     mcore: str,
     prompt: Prompt,
     positions: Sequence[int] | None,
-    dtype: str,
-    layout: MegatronLayout,
-    hf_config: Path | None,
+    options: SystemOptions,
 ) -> tuple[Model, States, States]:
     """Return outputs of transformers' modules and of Megatron-Core's, on every rank. One system
     runs after the other."""
     tokens = torch.tensor([prompt], device=device())
-    with closing(open_system(mcore, dtype, layout, hf_config)) as megatron:
+    with closing(open_system(mcore, options)) as megatron:
         assert isinstance(megatron, Megatron)
         points = compared_outputs(megatron.model)
         ours = gather_from_ranks(_states_of_megatron(megatron, tokens, positions))
-    with closing(open_system(hf, dtype, layout, hf_config)) as transformers:
+    with closing(open_system(hf, options)) as transformers:
         assert isinstance(transformers, HuggingFace)
         states = _states_of_hf(transformers, points, tokens, positions) if dist.get_rank() == 0 else {}
         return megatron.model, gather_from_ranks(states), ours

@@ -22,11 +22,7 @@ from reshard.parity.report import ParityReport
 
 if TYPE_CHECKING:
     from reshard.parity.comparison import Comparison
-    from reshard.parity.systems import System
-
-ABSOLUTE_LIMITS_NOTE = (
-    "the limits are absolute ones, since no rounding could be measured: they leave room for any model"
-)
+    from reshard.parity.systems.base import System
 
 
 @accepts_renamed_options
@@ -58,62 +54,69 @@ def parity(
     Face directory as vLLM loads it, a Megatron checkpoint by a refit from Megatron-Core. Either may
     also be a `reshard.parity.LiveVllm`.
 
-    - `prompts` are token ids, or how many random prompts to make, of `lengths` in turn;
-      `batch_size` of them go together, padded, or `packed` into one sequence. With `reach` one more
-      prompt of a few tokens stands at positions as far as the context goes, where both systems take
-      positions.
+    - `prompts` are token ids, or how many random ones to make, of `lengths` in turn; `batch_size`
+      of them go together, padded, or `packed` into one sequence. With `reach` one more stands at
+      positions as far as the context goes, where both systems take positions.
     - `dtype` is ``fp32`` (default without a GPU) or ``bf16``. `limits` may be a function of it, or
       of ``fp8`` where an engine serves quantized weights.
     - `quantization` is what vLLM is started with, besides what a config says. With
       `match_vllm_rounding` a refit rounds as vLLM's own loading does.
     - `routing` compares the experts that tokens go to.
     - The rounding of either system is measured where the dtype is not fp32, by running its
-      checkpoint in fp32 too, unless `noise` is False. Where it is True, A is also scored again, and
-      of fp32 in bf16.
+      checkpoint in fp32 too, unless `noise` is False. Where it is True, A is also scored again, and of
+      fp32 in bf16.
 
     Raises ReshardError where a system cannot be opened, the two do not have the same vocabulary, a
     prompt does not fit, or logprobs are missing, NaN or infinite.
     """
     require("parity", "torch")
+    from reshard.parity.comparison import Comparison
+    from reshard.parity.systems.base import SystemOptions
+    from reshard.parity.systems.processes import join_processes
+
+    dtype = _checked_dtype(dtype)
+    _check_engine_options(a, b, quantization, match_vllm_rounding)
+    limits_by_kind = _limits_by_kind(limits or Limits.of_dtype, dtype, a, b)
+    config_path = Path(hf_config) if hf_config is not None else None
+    options = SystemOptions(
+        dtype, layout or MegatronLayout(), config_path, engine, quantization, match_vllm_rounding
+    )
+    join_processes()
+    comparison = Comparison(a, b, options)
+    _check_same_architecture(*comparison.models)
+    prompts = _checked_prompts(comparison.models, prompts, lengths, seed)
+    far = far_prompt(comparison.models[0], max(map(len, prompts)), seed) if reach else None
+    comparison.prepare(prompts, far, batch_size, packed, routing)
+    measured_noise = comparison.run(noise)
+    return _report(comparison, limits_by_kind["fp8" if comparison.quantized else dtype], measured_noise)
+
+
+def _checked_dtype(dtype: str | None) -> str:
+    """Return the dtype to score in. Raises ReshardError for one that systems are not run in."""
     import torch
 
-    from reshard.parity.comparison import Comparison
-    from reshard.parity.systems import DTYPES, join_processes
+    from reshard.parity.systems.base import DTYPES
 
     dtype = dtype or ("bf16" if torch.cuda.is_available() else "fp32")
     if dtype not in DTYPES:
         raise ReshardError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    _check_engine_options(a, b, quantization, match_vllm_rounding)
-    limits_by_kind = _limits_by_kind(limits or Limits.of_dtype, dtype, a, b)
-    join_processes()
-    config_path = Path(hf_config) if hf_config is not None else None
-    comparison = Comparison(
-        a, b, dtype, layout or MegatronLayout(), config_path, engine, quantization, match_vllm_rounding
-    )
-    model = comparison.models[0]
-    _check_same_architecture(*comparison.models)
-    context = min(int(m.config["max_position_embeddings"]) for m in comparison.models)
-    vocabulary = model.symbols["V"]
+    return dtype
+
+
+def _checked_prompts(
+    models: Sequence[Model], prompts: Sequence[Prompt] | int, lengths: Sequence[int], seed: int
+) -> Sequence[Prompt]:
+    """Return the prompts, made at random where only their number is given. Raises ReshardError for
+    one that a model cannot take."""
+    context = min(int(model.config["max_position_embeddings"]) for model in models)
+    vocabulary = models[0].symbols["V"]
     if isinstance(prompts, int):
         prompts = random_prompts(prompts, vocabulary, [min(n, context) for n in lengths], seed)
     check_prompts(prompts, vocabulary, context)
-    far = far_prompt(model, max(map(len, prompts)), seed) if reach else None
-    comparison.prepare(prompts, far, batch_size, packed, routing)
-    comparison.score_both()
-    if noise:
-        comparison.score_again()
-    noise_wanted = noise is not False and (dtype != "fp32" or comparison.quantized)
-    measured_noise = comparison.measure_noise() if noise_wanted else None
-    if noise_wanted and measured_noise is None:
-        comparison.notes.append(ABSOLUTE_LIMITS_NOTE)
-    return _report(
-        comparison, limits_by_kind["fp8" if comparison.quantized else dtype], prompts, measured_noise
-    )
+    return prompts
 
 
-def _report(
-    comparison: "Comparison", limits: Limits, prompts: Sequence[Prompt], noise: Noise | None
-) -> ParityReport:
+def _report(comparison: "Comparison", limits: Limits, noise: Noise | None) -> ParityReport:
     """Compute the figures of a comparison that was run, and hold them against the limits."""
     import torch.distributed as dist
 
@@ -145,7 +148,7 @@ def _report(
         routing=routing,
         scores_a=scores_a,
         scores_b=scores_b,
-        tokens=list(prompts),
+        tokens=comparison.prompts,
         first_process=dist.get_rank() == 0,
         unmeasured=[*unmeasured.values(), *comparison.notes],
         quantized=comparison.quantized,
@@ -176,7 +179,7 @@ def _check_engine_options(
     a: "str | System", b: "str | System", quantization: str | None, match_vllm_rounding: bool
 ) -> None:
     """Raise ReshardError for options of an engine that neither system has."""
-    from reshard.parity.opening import is_megatron
+    from reshard.parity.systems.opening import is_megatron
 
     started = [side for side in (a, b) if _is_started_vllm(side)]
     if quantization is not None and not started:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from reshard.models.model import Model
-from reshard.parity.systems import ForwardSystem
+from reshard.parity.systems.base import ForwardSystem
 from reshard.quantization import nvfp4
 from reshard.quantization.fp8_blocks import E4M3_MAX
 

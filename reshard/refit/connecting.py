@@ -66,15 +66,7 @@ def connect(
     compiling: Thread | None = None
     try:
         with group.transaction("connect"), gc_paused():
-            backend = check_backend(backend)
-            check_number(bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
-            check_switch(keep_mapped, "keep_mapped")
-            sides = (("trainer", source), ("inference", destination))
-            roles = [role for role, side in sides if side is not None]
-            name = f"{' and '.join(roles) or 'idle'} rank {group.rank}"
-            own = Greeting(
-                name, roles, backend, bucket_bytes, keep_mapped or source is None, sorted(ignored())
-            )
+            own = _greeting(group.rank, source, destination, backend, bucket_bytes, keep_mapped)
             greetings = exchange_greetings(group, own)
             # A trainer's process ignores fields by its own code; an engine's can only hear of them.
             fields = {field for greeting in greetings for field in greeting.ignored}
@@ -102,6 +94,19 @@ def connect(
                 link.close()
         raise
     return link
+
+
+def _greeting(
+    rank: int, source: Any, destination: Any, backend: str, bucket_bytes: int, keep_mapped: bool
+) -> Greeting:
+    """Return what a member tells the others first. Raises ReshardError for an option that cannot be."""
+    backend = check_backend(backend)
+    check_number(bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
+    check_switch(keep_mapped, "keep_mapped")
+    sides = (("trainer", source), ("inference", destination))
+    roles = [role for role, side in sides if side is not None]
+    name = f"{' and '.join(roles) or 'idle'} rank {rank}"
+    return Greeting(name, roles, backend, bucket_bytes, keep_mapped or source is None, sorted(ignored()))
 
 
 def _exchange_requests(

@@ -94,17 +94,8 @@ def hf_to_mcore(
     Raises ReshardError, and leaves no destination, for anything that cannot be converted exactly.
     """
     allow_many_files()
-    if not isinstance(layout, (MegatronLayout, type(None))):
-        raise ReshardError(
-            f"layout is {layout!r:.80}, not a reshard.MegatronLayout such as MegatronLayout(tp=2)"
-        )
-    layout, target = layout or MegatronLayout(), float_dtype(dtype)
-    if transformer_impl not in TRANSFORMER_IMPLS:
-        raise ReshardError(f"--transformer-impl {transformer_impl} is not one of {listed(TRANSFORMER_IMPLS)}")
-    check_number(make_vocab_size_divisible_by, "--make-vocab-size-divisible-by", MAX_VOCAB_MULTIPLE)
-    megatron_lm = version_of(megatron_version)
-    if iteration is not None:
-        check_number(iteration, "--iteration", MAX_ITERATION)
+    layout, target = _checked_layout(layout), float_dtype(dtype)
+    form = _megatron_form(transformer_impl, make_vocab_size_divisible_by, megatron_version, iteration)
     worker_count(workers)
     options = RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow)
     # Codes are dequantized to a dtype that holds them all, so that the cast can count what overflows.
@@ -115,25 +106,8 @@ def hf_to_mcore(
     ):
         checks, workdir = _check_both_ends(src, destination, team, options)
         tensors = _tensors_to_store(src, target)
-        files = MegatronFiles(
-            src.model,
-            layout,
-            tensors,
-            src.copies,
-            src.hf_files(),
-            transformer_impl=transformer_impl,
-            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-            iteration=iteration,
-            megatron_lm=megatron_lm,
-        )
-        settings = {
-            "layout": asdict(layout),
-            "dtype": target and target.name,
-            "impl": transformer_impl,
-            "divisible": make_vocab_size_divisible_by,
-            "directory": files.directory,
-            "megatron": megatron_lm,
-        }
+        files = MegatronFiles(src.model, layout, tensors, src.copies, src.hf_files(), **form)
+        settings = form | {"layout": asdict(layout), "dtype": target and target.name}
         job = ConversionJob(src, source, checks, tensors, Quantized(), files, workdir, team, options)
         report = _report("hf-to-mcore", job, destination, str(layout))
         report.notices += caveats(src.model, transformer_impl)
@@ -193,6 +167,36 @@ def mcore_to_hf(
         }
         job = ConversionJob(src, source, checks, tensors, quantized, files, workdir, team, options)
         return _convert(job, settings, _report("mcore-to-hf", job, destination, "whole tensors"))
+
+
+def _checked_layout(layout: MegatronLayout | None) -> MegatronLayout:
+    """Return the layout, by default that of one rank. Raises ReshardError for something else."""
+    if not isinstance(layout, MegatronLayout | None):
+        raise ReshardError(
+            f"layout is {layout!r:.80}, not a reshard.MegatronLayout such as MegatronLayout(tp=2)"
+        )
+    return layout or MegatronLayout()
+
+
+def _megatron_form(
+    transformer_impl: str,
+    make_vocab_size_divisible_by: int,
+    megatron_version: str | None,
+    iteration: int | None,
+) -> dict[str, Any]:
+    """Return the options of a Megatron checkpoint that decide its bytes, as `MegatronFiles` takes
+    them. Raises ReshardError for a value that cannot be."""
+    if transformer_impl not in TRANSFORMER_IMPLS:
+        raise ReshardError(f"--transformer-impl {transformer_impl} is not one of {listed(TRANSFORMER_IMPLS)}")
+    check_number(make_vocab_size_divisible_by, "--make-vocab-size-divisible-by", MAX_VOCAB_MULTIPLE)
+    if iteration is not None:
+        check_number(iteration, "--iteration", MAX_ITERATION)
+    return {
+        "transformer_impl": transformer_impl,
+        "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
+        "megatron_lm": version_of(megatron_version),
+        "iteration": iteration,
+    }
 
 
 def _check_both_ends(

@@ -3,12 +3,10 @@
 from pathlib import Path
 
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm.layout import VllmLayout
-from reshard.megatron.layout import MegatronLayout
 from reshard.models.model import Model
-from reshard.parity.huggingface import HuggingFace
 from reshard.parity.prompts import VLLM_PREFIX
-from reshard.parity.systems import System
+from reshard.parity.systems.base import System, SystemOptions
+from reshard.parity.systems.huggingface import HuggingFace
 from reshard.storage.sources.base import read_config
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.opening import open_source
@@ -39,32 +37,22 @@ def model_of(spec: str, hf_config: Path | None = None) -> Model:
         source.close()
 
 
-def open_system(
-    spec: str,
-    dtype: str,
-    layout: MegatronLayout,
-    hf_config: Path | None = None,
-    engine: VllmLayout | None = None,
-    quantization: str | None = None,
-    match_vllm_rounding: bool = False,
-) -> System:
+def open_system(spec: str, options: SystemOptions) -> System:
     """Open a path or hub id as a system: a Hugging Face directory in transformers, a Megatron
-    checkpoint in Megatron-Core at `layout`.
+    checkpoint in Megatron-Core.
 
-    With ``vllm:`` before it vLLM serves it, at the sizes of `engine` and with `quantization`: a
-    Hugging Face directory as vLLM loads it, a Megatron checkpoint by a refit from Megatron-Core
-    (`match_vllm_rounding` is the refit's).
+    With ``vllm:`` before it vLLM serves it: a Hugging Face directory as vLLM loads it, a Megatron
+    checkpoint by a refit from Megatron-Core.
     """
     path = local_directory(spec.removeprefix(VLLM_PREFIX))
     megatron = is_megatron(spec)
     if spec.startswith(VLLM_PREFIX):
-        from reshard.parity.vllm import RefittedVllm, Vllm  # imports vLLM
+        from reshard.parity.systems.refitted import RefittedVllm  # imports vLLM
+        from reshard.parity.systems.vllm import Vllm
 
-        if megatron:
-            return RefittedVllm(path, dtype, layout, hf_config, engine, quantization, match_vllm_rounding)
-        return Vllm(path, dtype, engine, quantization)
+        return RefittedVllm(path, options) if megatron else Vllm(path, options)
     if megatron:
-        from reshard.parity.megatron import Megatron
+        from reshard.parity.systems.megatron import Megatron
 
-        return Megatron(path, dtype, layout, hf_config)
-    return HuggingFace(path, dtype)
+        return Megatron(path, options.dtype, options.layout, options.hf_config)
+    return HuggingFace(path, options.dtype)

@@ -14,9 +14,8 @@ from reshard.formats.torch_dist import Checkpoint
 from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.model import Model
-from reshard.parity.systems import (
-    DTYPES,
-    ForwardSystem,
+from reshard.parity.systems.base import DTYPES, ForwardSystem
+from reshard.parity.systems.processes import (
     check_processes,
     device,
     gather_from_ranks,

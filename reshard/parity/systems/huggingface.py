@@ -10,7 +10,8 @@ import torch
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.extras import importing
 from reshard.models.model import Model
-from reshard.parity.systems import DTYPES, ForwardSystem, device, release_memory
+from reshard.parity.systems.base import DTYPES, ForwardSystem
+from reshard.parity.systems.processes import device, release_memory
 from reshard.quantization import modelopt
 from reshard.quantization.compressed_tensors import METHOD, NVFP4_FORMAT
 from reshard.storage.sources.base import read_config

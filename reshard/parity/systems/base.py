@@ -1,13 +1,12 @@
-"""Systems that hold a model and score prompts: the interface, what those that run in this process
-share, and processes."""
+"""Systems that hold a model and score prompts: the interface, and what those that run in this
+process share."""
 
-import gc
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,14 +14,31 @@ import torch
 import torch.distributed as dist
 
 from reshard.core.errors import ReshardError
+from reshard.engines.vllm.layout import VllmLayout
+from reshard.megatron.layout import MegatronLayout
 from reshard.models.model import Model
 from reshard.parity.metrics import Scores
-from reshard.parity.noise import SHARE_IN_FP32, SHARE_IN_TF32
 from reshard.parity.prompts import Prompt
 from reshard.parity.routing import Choices
+from reshard.parity.systems.processes import device
 
 Name = TypeVar("Name")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class SystemOptions:
+    """Options with which a path is opened as a system. `dtype` is ``fp32`` or ``bf16``, `layout`
+    Megatron-Core's; `hf_config` is the config of a Megatron checkpoint that has none. Of vLLM:
+    `engine` (default: TP over all processes), the `quantization` that it is started with, and
+    whether a refit rounds as its own loading does (`match_vllm_rounding`)."""
+
+    dtype: str = "fp32"
+    layout: MegatronLayout = field(default_factory=MegatronLayout)
+    hf_config: Path | None = None
+    engine: VllmLayout | None = None
+    quantization: str | None = None
+    match_vllm_rounding: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,32 +180,6 @@ def hooked(
             handle.remove()
 
 
-def gather_from_ranks(entries: dict[Name, Any]) -> dict[Name, Any]:
-    """Return the entries of all ranks, on every rank. Of an entry that several ranks have, the last
-    one counts."""
-    by_rank: list[dict[Name, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(by_rank, entries)
-    return {name: entry for gathered in by_rank for name, entry in gathered.items()}
-
-
-def device() -> torch.device:
-    """Return the device of this process's modules and prompts."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def share_in_fp32() -> float:
-    """Return the share of their bf16 rounding by which two systems may differ in fp32 on this
-    device."""
-    return SHARE_IN_TF32 if device().type == "cuda" else SHARE_IN_FP32
-
-
-def release_memory() -> None:
-    """Free cached memory, so that another library can use it."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def _choices_at(recorded: Mapping[int, Any], row: int, at: int, count: int) -> Choices | None:
     if not recorded:
         return None
@@ -225,40 +215,3 @@ def scores_of(system: System, prompts: Sequence[Prompt], options: ScoringOptions
         if isinstance(entry, ReshardError):
             raise entry
     return next(scores for scores in gathered if scores)
-
-
-def check_processes(system: str, needed: int, replicas: bool = False) -> None:
-    """Raise ReshardError unless there are as many processes as `system` needs, or, with `replicas`,
-    a multiple of that."""
-    processes = dist.get_world_size()
-    if processes % needed if replicas else processes != needed:
-        raise ReshardError(
-            f"{system} needs {needed} processes{' or a multiple of them' * replicas}, and "
-            f"there are {processes}: start it with torchrun --nproc-per-node "
-            f"{needed} --no-python reshard ..."
-        )
-
-
-def join_processes() -> None:
-    """Join the process group that torchrun has prepared, or make one of this process alone, which
-    Megatron needs too."""
-    if dist.is_initialized():
-        return
-    backend, launched = "gloo", "RANK" in os.environ
-    if torch.cuda.is_available():
-        backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if launched:
-        try:
-            dist.init_process_group(backend)
-        except ValueError as error:
-            variables = ", ".join(
-                f"{name}={os.environ.get(name)}"
-                for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-            )
-            raise ReshardError(
-                f"the environment does not describe the processes of a run ({variables}): start "
-                f"them with torchrun"
-            ) from error
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
