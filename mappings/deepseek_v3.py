@@ -45,6 +45,10 @@ class DeepseekV3(Family):
         ("aux_loss_alpha",                          "moe_aux_loss_coeff",                  "=",      0.0),
     )  # fmt: skip
 
+    identifies = {
+        "num_experts": True, "multi_latent_attention": True, "qk_layernorm": True, "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    }  # fmt: skip
     megatron = {
         "multi_latent_attention": True, "group_query_attention": False, "qk_layernorm": True, "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True, "moe_router_load_balancing_type": "seq_aux_loss",
@@ -52,6 +56,7 @@ class DeepseekV3(Family):
     hf = {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     first_dense = "first_k_dense_replace"
     shared_experts = "n_shared_experts"
+    specs = "reshard.megatron.mla:specs"
     rotary = "DR"
     rope_types = ("default", "yarn")
 

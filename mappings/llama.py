@@ -32,6 +32,13 @@ class Llama(Family):
         ("attention_dropout",       "attention_dropout",                   "=",      0.0),
     )  # fmt: skip
 
+    identifies = {
+        "num_experts": False,
+        "multi_latent_attention": False,
+        "qk_layernorm": False,
+        "add_qkv_bias": False,
+    }
+
     #    HF parameter                       shape      Megatron parameter                             arrangement  split   when
     layer = (
         ("input_layernorm.weight",          "H",       "self_attention.linear_qkv.layer_norm_weight", "plain",     "-",    "always"),

@@ -30,6 +30,12 @@ class Qwen2(Family):
         ("attention_dropout",       "attention_dropout",                   "=",      0.0),
     )  # fmt: skip
 
+    identifies = {
+        "num_experts": False,
+        "multi_latent_attention": False,
+        "qk_layernorm": False,
+        "add_qkv_bias": True,
+    }
     megatron = {"add_qkv_bias": True}
     window = "from max_window_layers"
     # Neither transformers nor vLLM reads it: q, k and v always have biases, o never has one.

@@ -30,6 +30,12 @@ class Qwen3(Family):
         ("attention_dropout",       "attention_dropout",                   "=",      0.0),
     )  # fmt: skip
 
+    identifies = {
+        "num_experts": False,
+        "multi_latent_attention": False,
+        "qk_layernorm": True,
+        "add_qkv_bias": False,
+    }
     megatron = {"qk_layernorm": True}
     window = "from max_window_layers"
     always = {"qkv_bias": False, "use_qk_norm": True, "qk_norm": True, "qk_layernorm": True}

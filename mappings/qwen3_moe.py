@@ -37,6 +37,10 @@ class Qwen3Moe(Family):
         ("router_aux_loss_coef",          "moe_aux_loss_coeff",                  "=",      0.001),
     )  # fmt: skip
 
+    identifies = {
+        "num_experts": True, "multi_latent_attention": False, "qk_layernorm": True, "add_qkv_bias": False,
+        "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False,
+    }  # fmt: skip
     megatron = {"qk_layernorm": True}
     window = "everywhere"
     reads = ("decoder_sparse_step", "mlp_only_layers")

@@ -1,5 +1,6 @@
 """Families: told apart by a checkpoint's args, and others of an architecture by their published fields."""
 
+import itertools
 import json
 import shutil
 
@@ -57,6 +58,12 @@ def test_args_are_of_the_one_family_that_made_them_and_a_wrong_one_that_is_named
             model_of_args(STRANGERS["Mixtral"], "args", name)
 
 
+def test_any_two_families_differ_in_an_argument_by_which_both_are_identified():
+    for a, b in itertools.combinations(families().values(), 2):
+        common = a.identifies.keys() & b.identifies.keys()
+        assert any(a.identifies[name] != b.identifies[name] for name in common), (a.name, b.name)
+
+
 ROW = ("input_layernorm.weight", "H", "input_layernorm.weight", "plain", "-", "always")
 
 
@@ -91,6 +98,9 @@ MISTAKES = {
     "a field that is compared": ({"equal": (("head_dim", "hed_dim", "why"),)}, "equal, head_dim: no row of config has a field 'hed_dim'"),
     "a sum": ({"equal": (("head_dim", "hidden_size +num_attention_heads", "why"),)}, "equal, head_dim: no row"),
     "values that are no tuple": ({"refused": (("hidden_act", "silu", "why"),)}, "refused, hidden_act: the values 'silu'"),
+    "what identifies it": ({"identifies": {"qk_layernorms": True}}, "identifies: 'qk_layernorms' is no argument"),
+    "what it is never": ({"identifies": BASE.identifies | {"qk_layernorm": False}}, "identifies: qk_layernorm is False, but True in"),
+    "specs": ({"specs": "reshard.megatron.mla.specs"}, "specs: 'reshard.megatron.mla.specs' is not module:function"),
     "a window": ({"window": "from max_window_layer"}, "window: 'from max_window_layer' is none of"),
 }  # fmt: skip
 

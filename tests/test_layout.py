@@ -126,7 +126,7 @@ def test_ranks_per_stage_hold_both_meshes():
 
 
 def test_mapping_files_are_tables_of_literals_and_the_rules_of_a_family_its_methods():
-    entries = {*vars(Family), "name", "architecture", "symbols", "config", "layer"}
+    entries = {*vars(Family), "name", "architecture", "symbols", "config", "layer", "identifies"}
     for path in Path(reshard.mappings.__path__[0]).glob("[!_]*.py"):
         text = path.read_text()
         assert len(text.splitlines()) <= 120, path

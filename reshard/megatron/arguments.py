@@ -22,14 +22,6 @@ LEFT_OUT = {
     "moe_router_group_topk": 1,
     "moe_router_topk_scaling_factor": 1.0,
 }
-# The arguments that tell the families apart; the last two only for models with experts.
-TELLS_APART = (
-    "multi_latent_attention",
-    "qk_layernorm",
-    "add_qkv_bias",
-    "moe_router_score_function",
-    "moe_router_enable_expert_bias",
-)
 # Arguments of models that no family here has.
 OF_OTHER_FAMILIES = ("squared_relu", "apply_layernorm_1p", "hybrid_layer_pattern", "moe_latent_size")
 # Tokens of a training sequence, at most: a run chooses them, not the model.
@@ -224,18 +216,12 @@ def hf_config_of_args(family: Family, args: dict[str, Any], where: str) -> dict[
 
 def mismatched_args(family: Family, args: dict[str, Any]) -> list[str]:
     """Return the arguments whose values no model of this family has. An absent one is at Megatron's default."""
-    experts = bool(args.get("num_experts"))
-    if experts != family.has_experts:
-        return ["num_experts"]
-    if args.get("add_bias_linear") or args.get("multi_latent_attention"):
-        # Megatron sets the one with the other; with latent attention it says nothing.
+    if args.get("add_bias_linear"):  # which sets add_qkv_bias too
         args = args | {"add_qkv_bias": False}
     mismatched = []
-    for name in TELLS_APART:
-        if family.field_of(name) or (name.startswith("moe_") and not experts):
-            continue
+    for name, expected in family.identifies.items():
         value = NUMERICS_ARGS[name] if args.get(name) is None else args[name]
-        if value != family.megatron.get(name, NUMERICS_ARGS[name]):
+        if (bool(value) if isinstance(expected, bool) else value) != expected:
             mismatched.append(name)
     return mismatched
 
@@ -253,9 +239,10 @@ def family_of_args(args: dict[str, Any], where: str) -> Family:
         raise ReshardError(
             f"{where} may be of {listed(family.name for family in fitting)}: {ADVICE}, or --family"
         )
+    names = dict.fromkeys(name for family in families().values() for name in family.identifies)
     values = [
         f"{name} = {args.get(name)!r}"
-        for name in (*TELLS_APART, "num_experts")
+        for name in names
         if args.get("num_experts") or not name.startswith("moe_")
     ]
     raise ReshardError(f"{where}: no family here has {listed(values, len(values))}; {ADVICE}")

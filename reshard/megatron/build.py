@@ -21,6 +21,7 @@ from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS, padded_vocab_size
+from reshard.megatron.specs import layer_specs
 from reshard.models.model import Model
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -181,7 +182,7 @@ def build_megatron(
     for stage in range(layout.virtual_stages):
         vp_stage = stage if layout.virtual_stages > 1 else None
         which = {"ignore_virtual": False, "vp_stage": vp_stage} if vp_stage is not None else {}
-        decoder, mtp = layer_specs(config, transformer_impl, vp_stage)
+        decoder, mtp = layer_specs(model.family, config, transformer_impl, vp_stage)
         chunks.append(
             GPTModel(
                 config,
@@ -233,43 +234,6 @@ def _check_parallel(model: Model, layout: MegatronLayout) -> None:
             raise ReshardError(
                 f"layout is {layout}, but Megatron's parallel state was initialized with {axis}={size}"
             )
-
-
-def layer_specs(config: Any, transformer_impl: str, vp_stage: int | None) -> tuple[Any, Any]:
-    """Return Megatron's specs of the decoder layers and of the MTP layers (None where there are none) of a virtual
-    stage."""
-    from reshard.megatron import compat
-
-    try:
-        from megatron.core.models.gpt.gpt_layer_specs import (
-            get_gpt_decoder_block_spec,
-            get_gpt_decoder_layer_specs,
-            get_gpt_mtp_block_spec,
-        )
-    except ImportError as error:
-        raise compat.unknown("has not the layer specs that its models are built from") from error
-
-    engine = transformer_impl == "transformer_engine"
-    decoder = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage
-    )
-    # The stage's own may lack a layer of the kind that MTP follows.
-    last = get_gpt_decoder_layer_specs(config, use_transformer_engine=engine, normalization="RMSNorm")[-1]
-    if config.multi_latent_attention:
-        from reshard.megatron.mla import PlainCoreAttention
-
-        for layer in (*decoder.layer_specs, last):
-            attention = layer.submodules.self_attention
-            if config.q_lora_rank is None:
-                attention.module = compat.MLAWithPlainQueries
-            if not engine:
-                attention.submodules.core_attention = PlainCoreAttention
-    mtp = (
-        get_gpt_mtp_block_spec(config, last, use_transformer_engine=engine, vp_stage=vp_stage)
-        if config.mtp_num_layers
-        else None
-    )
-    return decoder, mtp
 
 
 @contextmanager

@@ -1,9 +1,25 @@
-"""Core attention for multi-head latent attention in Megatron-Core's local layers, which lack it."""
+"""Layers with multi-head latent attention as it is published: without a second norm before plain queries, and in
+Megatron-Core's local layers, which lack it."""
 
 from typing import Any
 
 import torch
 from megatron.core.transformer import MegatronModule
+
+from reshard.megatron import compat
+from reshard.megatron.specs import standard_specs
+
+
+def specs(config: Any, transformer_impl: str, vp_stage: int | None) -> tuple[Any, Any]:
+    """Return the specs of the decoder layers of a virtual stage, and of the model's last layer."""
+    decoder, last = standard_specs(config, transformer_impl, vp_stage)
+    for layer in (*decoder.layer_specs, last):
+        attention = layer.submodules.self_attention
+        if config.q_lora_rank is None:
+            attention.module = compat.MLAWithPlainQueries
+        if transformer_impl != "transformer_engine":
+            attention.submodules.core_attention = PlainCoreAttention
+    return decoder, last
 
 
 class PlainCoreAttention(MegatronModule):

@@ -50,6 +50,9 @@ class Family:
       absent: a value, another field, the quotient of two, or ``needed``. Its type is the field's: a switch,
       an amount (with a point, or ``needed, an amount``), or else a whole number.
     - `layer`: the rows of a decoder layer, in the columns of `reshard.models.tables`.
+    - `identifies`: values of Megatron's arguments by which a checkpoint without a Hugging Face config is taken for
+      one of this family: True for an argument that is set, False for one that is not. Any two families differ
+      in one.
 
     and, where the values below do not hold, any of these:
 
@@ -58,6 +61,8 @@ class Family:
     - `model`, `mtp`: the rows outside the layers, and those of a multi-token-prediction layer besides the
       decoder layer in it.
     - `kind_words`: the words that `layer_kinds` says of a layer, ``dense`` or ``moe`` among them.
+    - `specs`: ``module:function``, where Megatron's own specs have not the layers of this family. The function
+      takes and returns what `reshard.megatron.specs.standard_specs` does.
     - `first_dense`: the field with the number of dense layers, after which all have experts.
       `shared_experts`: the field with the number of experts that every token goes to, each as wide as a
       routed one.
@@ -82,6 +87,7 @@ class Family:
     symbols: dict[str, str]
     config: tuple[tuple[str, str, str, Any], ...]
     layer: tuple[tuple[str, ...], ...]
+    identifies: dict[str, Any]
 
     megatron: dict[str, Any] = {}
     hf: dict[str, Any] = {}
@@ -102,6 +108,7 @@ class Family:
     )  # fmt: skip
     model_types: tuple[str, ...] = ()
     kind_words: tuple[str, ...] = ("dense", "moe")
+    specs = ""
     first_dense = ""
     shared_experts = ""
     rotary = "D"

@@ -10,6 +10,7 @@ from typing import Any
 
 from reshard.models.config_fields import MAPPED, WINDOW
 from reshard.models.config_rows import NEEDED, NEEDED_AMOUNT, Equality
+from reshard.models.numerics_args import DERIVED, NUMERICS_ARGS
 from reshard.models.tables import ALWAYS, words_of
 
 COLUMNS = ("HF parameter", "shape", "Megatron parameter", "arrangement", "split", "when")  # and marks
@@ -44,6 +45,13 @@ def _problems(family: Any) -> Iterator[str]:
     for entry in ("first_dense", "shared_experts"):
         if getattr(family, entry) and not re.fullmatch(r"\w+", getattr(family, entry)):
             yield f"{entry}: {getattr(family, entry)!r} is no name of a field"
+    for argument, value in getattr(family, "identifies", {}).items():
+        if NUMERICS_ARGS.get(argument, DERIVED) is DERIVED:
+            yield f"identifies: {argument!r} is no argument that decides what a model computes and has a default"
+        elif argument in family.megatron and family.megatron[argument] != value:
+            yield f"identifies: {argument} is {value!r}, but {family.megatron[argument]!r} in megatron"
+    if family.specs and not re.fullmatch(r"[\w.]+:\w+", family.specs):
+        yield f"specs: {family.specs!r} is not module:function"
     if family.window not in WINDOWS:
         yield f"window: {family.window!r} is none of {', '.join(map(repr, WINDOWS))}"
     for row in family.refused:
