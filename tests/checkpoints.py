@@ -10,7 +10,10 @@ import transformers
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DeepseekV32Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
     LlamaConfig,
     Qwen2Config,
     Qwen3Config,
@@ -45,11 +48,16 @@ GLM = GQA | dict(
 # Without q and k norm, as GLM-4.5-Air; and what no published config has: more shared experts, groups, another part of each head that turns.
 GLM_AIR = GLM | dict(use_qk_norm=False, num_experts_per_tok=4, n_shared_experts=2, first_k_dense_replace=2, n_group=4, topk_group=2,
                      partial_rotary_factor=0.25)  # fmt: skip
+# GLM-4.7-Flash and GLM-5 have no groups; an indexer here chooses 10 tokens of a sequence.
+DSA = dict(index_n_heads=4, index_head_dim=16, index_topk=10)
+GLM_MLA = MLA | dict(n_group=1, topk_group=1, rms_norm_eps=1e-6)
 LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                    original_max_position_embeddings=8192)  # fmt: skip
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=40.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=32, beta_slow=1,
             original_max_position_embeddings=4096)  # fmt: skip
 PLAIN_YARN = dict(rope_type="yarn", rope_theta=1000000.0, factor=4.0, original_max_position_embeddings=64)
+
+GLM_ROPE = dict(rope_type="default", rope_theta=1000000.0)
 
 
 def rope(parameters: dict) -> dict:
@@ -82,7 +90,14 @@ VARIANTS = {
     "deepseek-v3-no-q-lora": DeepseekV3Config(**MLA | dict(q_lora_rank=None), tie_word_embeddings=False),
     "glm4-moe": Glm4MoeConfig(**GLM, tie_word_embeddings=False),
     "glm4-moe-air": Glm4MoeConfig(**GLM_AIR, tie_word_embeddings=False),
-}
+    "glm4-moe-lite": Glm4MoeLiteConfig(**GLM_MLA | dict(routed_scaling_factor=1.8), tie_word_embeddings=False),
+    "deepseek-v32": DeepseekV32Config(**MLA | DSA, tie_word_embeddings=False, **rope(YARN)),
+    "glm-5": GlmMoeDsaConfig(**GLM_MLA | DSA, tie_word_embeddings=False, indexer_rope_interleave=True, **rope(GLM_ROPE)),
+    # The indexers of layers 0 and 2, as GLM-5.2 has one in each fourth layer after the first three.
+    "glm-5.2": GlmMoeDsaConfig(
+        **GLM_MLA | DSA, tie_word_embeddings=False, indexer_rope_interleave=True, index_topk_freq=2, index_skip_topk_offset=1, **rope(GLM_ROPE)
+    ),
+}  # fmt: skip
 
 # DeepSeek-V3's architecture with the published fields of Kimi-K2-Instruct and Moonlight-16B-A3B, at small sizes.
 NO_GROUPS = MLA | dict(n_group=1, topk_group=1)
@@ -144,7 +159,7 @@ def make(
         config |= {"num_nextn_predict_layers": int(mtp)}
         config |= (
             {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-            if config["model_type"] == "deepseek_v3"
+            if config["model_type"] in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
             else {}
         )
         (directory / "config.json").write_text(json.dumps(config, indent=2))

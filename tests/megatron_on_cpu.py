@@ -10,6 +10,7 @@ import io
 import queue
 import sys
 import warnings
+from copy import copy
 from types import SimpleNamespace
 
 warnings.filterwarnings("ignore")
@@ -37,6 +38,15 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.training import global_vars
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 from megatron.training.checkpointing import load_checkpoint
+
+try:
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+        get_dsa_module_spec_for_backend,
+    )
+    from megatron.core.transformer.experimental_attention_variant import absorbed_mla, dsa
+except ImportError:  # before 0.19
+    LocalSpecProvider, absorbed_mla, dsa = object, None, None
 
 try:
     from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
@@ -96,6 +106,24 @@ class PlainAttention(MegatronModule):
         return mixed.reshape(*mixed.shape[:2], -1)
 
 
+class IndexerLinear(torch.nn.Linear):
+    """A linear layer as Transformer Engine's "duplicated" one: every rank has all of it."""
+
+    def __init__(self, size, outputs, config, init_method, bias, parallel_mode, **_):
+        assert parallel_mode == "duplicated" and not bias
+        super().__init__(size, outputs, bias=False)
+
+    def forward(self, hidden):
+        return super().forward(hidden), None
+
+
+class Backend(LocalSpecProvider):
+    """Megatron's local layers, with the linear layer that an indexer is made of."""
+
+    def linear(self):
+        return IndexerLinear
+
+
 def without_cuda() -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.get_device_properties = lambda *a: SimpleNamespace(major=9, minor=0)
@@ -124,9 +152,8 @@ def without_cuda() -> None:
                 setattr(module, name, type("NoLinear", (), {}))
     # A pull of YaRN's table: it asks for the current CUDA device where use_cpu_initialization is not passed on.
     plain_yarn = multi_latent_attention.YarnRotaryEmbedding
-    multi_latent_attention.YarnRotaryEmbedding = lambda *a, **k: plain_yarn(
-        *a, **(k | {"use_cpu_initialization": True})
-    )
+    for module in filter(None, (multi_latent_attention, absorbed_mla, dsa)):
+        module.YarnRotaryEmbedding = lambda *a, **k: plain_yarn(*a, **(k | {"use_cpu_initialization": True}))
 
 
 def parse(flags: list[str], world_size: int = 1):
@@ -168,13 +195,21 @@ def build(flags: list[str], parallel_output: bool = False):
     models = []
     for stage in range(chunks):
         vp_stage = stage if chunks > 1 else None
+        # Megatron builds layers with an indexer for Transformer Engine only.
+        sparse, usual = config.experimental_attention_variant == "dsa", copy(config)
+        usual.experimental_attention_variant = None
         spec = get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+            usual, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
         )
         layer_specs = get_gpt_decoder_layer_specs(
-            config, use_transformer_engine=False, normalization="RMSNorm"
+            usual, use_transformer_engine=False, normalization="RMSNorm"
         )
         for layer in (*spec.layer_specs, *layer_specs):
+            if sparse:
+                layer.submodules.self_attention = get_dsa_module_spec_for_backend(config, Backend())
+                attention = layer.submodules.self_attention.submodules
+                attention.linear_q_down_proj = attention.linear_kv_down_proj = ColumnParallelLinear
+                continue
             attention = layer.submodules.self_attention.submodules
             if config.multi_latent_attention:
                 attention.core_attention = PlainAttention

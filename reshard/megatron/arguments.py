@@ -208,6 +208,7 @@ def hf_config_of_args(family: Family, args: dict[str, Any], where: str) -> dict[
     if family.has_experts:
         pattern = moe_pattern(args.get("moe_layer_freq") or 1, int(args["num_layers"]))
         config |= family.kinds_as_fields(pattern)
+    config |= family.args_as_fields(args)
     if family.shared_experts:
         width = args.get("moe_shared_expert_intermediate_size") or 0
         config[family.shared_experts] = width // int(args["moe_ffn_hidden_size"]) or None
@@ -232,7 +233,8 @@ def family_of_args(args: dict[str, Any], where: str) -> Family:
     strange = [name for name in OF_OTHER_FAMILIES if args.get(name)]
     if strange:
         raise ReshardError(f"{where}: no family here has {listed(strange)}; {ADVICE}")
-    fitting = [family for family in families().values() if not mismatched_args(family, args)]
+    identified = [family for family in families().values() if family.identifies]
+    fitting = [family for family in identified if not mismatched_args(family, args)]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:

@@ -52,7 +52,7 @@ class Family:
     - `layer`: the rows of a decoder layer, in the columns of `reshard.models.tables`.
     - `identifies`: values of Megatron's arguments by which a checkpoint without a Hugging Face config is taken for
       one of this family: True for an argument that is set, False for one that is not. Any two families differ
-      in one.
+      in one. Empty where they are another family's arguments too, which such a checkpoint is taken for then.
 
     and, where the values below do not hold, any of these:
 
@@ -63,7 +63,8 @@ class Family:
     - `kind_words`: the words that `layer_kinds` says of a layer, ``dense`` or ``moe`` among them.
     - `specs`: ``module:function``, where Megatron's own specs have not the layers of this family. The function
       takes and returns what `reshard.megatron.specs.standard_specs` does.
-    - `first_dense`: the field with the number of dense layers, after which all have experts.
+    - `first_dense`: the field with the number of dense layers, after which all have experts. `mlp_types`: the
+      field with ``dense`` or ``sparse`` for each layer, which says the same to transformers.
       `shared_experts`: the field with the number of experts that every token goes to, each as wide as a
       routed one.
     - `rotary`: the symbol of a head's dims that turn; `partial_rotary`: which share of them does where the
@@ -110,6 +111,7 @@ class Family:
     kind_words: tuple[str, ...] = ("dense", "moe")
     specs = ""
     first_dense = ""
+    mlp_types = ""
     shared_experts = ""
     rotary = "D"
     partial_rotary: float | None = None
@@ -161,7 +163,7 @@ class Family:
             *MAPPED,
             *self.reads,
             *(WINDOW if self.window else ()),
-            *filter(None, (self.first_dense, self.shared_experts)),
+            *filter(None, (self.first_dense, self.mlp_types, self.shared_experts)),
         }
         return frozenset(rules | rows | refused | set(self.symbols.values()))
 
@@ -191,12 +193,31 @@ class Family:
             raise ReshardError(f"{where} has no field {self.first_dense}, which {self.architecture} needs")
         if not whole_number(first, 0):
             raise ReshardError(f"{where}: {self.first_dense} is {first!r:.80}, which is not a whole number")
+        types = config.get(self.mlp_types) if self.mlp_types else None
+        if types is not None and types != self._types(first, layers):
+            raise ReshardError(
+                f"{where}: {self.mlp_types}, which transformers reads, says something else than {self.first_dense} = "
+                f"{first}, which engines read: correct the one that is wrong"
+            )
         return tuple("dense" if layer < first else "moe" for layer in range(layers))
+
+    @staticmethod
+    def _types(first: int, layers: int) -> list[str]:
+        """Return `mlp_types` of a model whose first layers are dense."""
+        return ["dense"] * min(first, layers) + ["sparse"] * max(layers - first, 0)
+
+    def mtp_kind(self, kinds: tuple[str, ...]) -> str:
+        """Return the kind of the decoder layer in a multi-token-prediction layer, after decoder layers of these kinds."""
+        return kinds[-1]
 
     def kinds_as_fields(self, pattern: list[int]) -> dict[str, Any]:
         """Return the config fields for a pattern with 1 for each layer with experts and 0 for each without: the inverse
         of `layer_kinds`."""
-        return {self.first_dense: pattern.index(1)} if self.first_dense else {}
+        if not self.first_dense:
+            return {}
+        first = pattern.index(1)
+        types = {self.mlp_types: self._types(first, len(pattern))} if self.mlp_types else {}
+        return {self.first_dense: first, **types}
 
     def window_of(self, config: dict[str, Any]) -> str:
         """Return the fields that make a layer attend to a window only, with their values; empty where none
@@ -238,6 +259,10 @@ class Family:
 
     def derived_args(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return arguments of Megatron's that follow from several fields, or that no row names."""
+        return {}
+
+    def args_as_fields(self, args: dict[str, Any]) -> dict[str, Any]:
+        """Return the config fields for arguments of `derived_args` that say something of the model: its inverse."""
         return {}
 
     def caveats(self, config: dict[str, Any], transformer_impl: str) -> list[str]:
