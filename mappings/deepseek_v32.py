@@ -4,7 +4,6 @@ The entries are explained in `reshard.models.family`, the columns of `layer` in 
 """
 
 from reshard.models.family import Family
-from reshard.models.numerics_args import same_value
 
 
 class DeepseekV32(Family):
@@ -64,7 +63,8 @@ class DeepseekV32(Family):
     specs = "reshard.megatron.dsa:specs"
     rotary = "DR"
     rope_types = ("default", "yarn")
-    no_effect = ("layer_types",)  # all are of the one kind that transformers has a cache for
+    # transformers sets both itself: the rotary width, and the one kind of layer that its cache has.
+    no_effect = ("head_dim", "layer_types")
     always = {
         "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True, "indexer_rope_interleave": False,
     }  # fmt: skip
@@ -101,7 +101,6 @@ class DeepseekV32(Family):
 
     equal = (
         ("num_attention_heads", "num_key_value_heads", "latent attention has a key for each head"),
-        ("head_dim", "qk_rope_head_dim", "transformers takes it as the rotary embedding's width"),
         ("qk_head_dim", "qk_nope_head_dim + qk_rope_head_dim", "it is the sum of the two"),
     )
     refused = (
@@ -110,18 +109,3 @@ class DeepseekV32(Family):
         ("mlp_bias", (False,), "Megatron's add_bias_linear puts a bias on attention too"),
         ("norm_topk_prob", (True,), "Megatron's sigmoid router always normalizes the chosen scores"),
     )
-
-    def derived_args(self, config):
-        """Its attention does not use ``kv_channels``; without it Megatron derives one that --use-checkpoint-args lacks."""
-        return {"kv_channels": config["v_head_dim"]}
-
-    def caveats(self, config, transformer_impl):
-        epsilon = config["rms_norm_eps"]
-        sentence = f"transformers norms compressed keys with 1e-06, Megatron and vLLM with {epsilon}"
-        return [] if same_value(epsilon, 1e-6) else [sentence]
-
-    def as_published(self, config):
-        """vLLM's model class renames the rope type in place."""
-        rope = config.get("rope_parameters") or {}
-        kind = str(rope.get("rope_type", "")).removeprefix("deepseek_")
-        return config | ({"rope_parameters": rope | {"rope_type": kind}} if kind else {})

@@ -5,7 +5,6 @@ The entries are explained in `reshard.models.family`, the columns of `layer` in 
 
 from reshard.models.family import Family
 from reshard.models.index_sharing import indexer_layers, sharing_args, sharing_fields
-from reshard.models.numerics_args import same_value
 
 
 class GlmMoeDsa(Family):
@@ -65,11 +64,13 @@ class GlmMoeDsa(Family):
     specs = "reshard.megatron.dsa:specs"
     rotary = "DR"
     rope_types = ("default", "yarn")
-    no_effect = ("layer_types",)  # all are of the one kind that transformers has a cache for
+    # transformers sets both itself: the rotary width, and the one kind of layer that its cache has.
+    no_effect = ("head_dim", "layer_types", "index_share_for_mtp_iteration")
     kind_words = ("dense", "moe", "indexer")
     reads = ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
     always = {
         "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True, "indexer_rope_interleave": True,
+        "moe_router_dtype": "float32",
     }  # fmt: skip
 
     #    HF parameter                             shape              Megatron parameter                                                  arrangement split         when
@@ -109,7 +110,6 @@ class GlmMoeDsa(Family):
 
     equal = (
         ("num_attention_heads", "num_key_value_heads", "latent attention has a key for each head"),
-        ("head_dim", "qk_rope_head_dim", "transformers takes it as the rotary embedding's width"),
         ("qk_head_dim", "qk_nope_head_dim + qk_rope_head_dim", "it is the sum of the two"),
     )
     refused = (
@@ -131,19 +131,7 @@ class GlmMoeDsa(Family):
         return kinds[-1] if "indexer" in kinds[-1] else f"{kinds[-1]} indexer"
 
     def derived_args(self, config):
-        """Its attention does not use ``kv_channels``; without it Megatron derives one that --use-checkpoint-args lacks."""
-        return {"kv_channels": config["v_head_dim"], **sharing_args(config)}
+        return super().derived_args(config) | sharing_args(config)
 
     def args_as_fields(self, args):
         return sharing_fields(args)
-
-    def caveats(self, config, transformer_impl):
-        epsilon = config["rms_norm_eps"]
-        sentence = f"transformers norms compressed keys with 1e-06, Megatron and vLLM with {epsilon}"
-        return [] if same_value(epsilon, 1e-6) else [sentence]
-
-    def as_published(self, config):
-        """vLLM's model class renames the rope type in place."""
-        rope = config.get("rope_parameters") or {}
-        kind = str(rope.get("rope_type", "")).removeprefix("deepseek_")
-        return config | ({"rope_parameters": rope | {"rope_type": kind}} if kind else {})

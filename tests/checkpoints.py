@@ -92,9 +92,9 @@ VARIANTS = {
     "glm4-moe-air": Glm4MoeConfig(**GLM_AIR, tie_word_embeddings=False),
     "glm4-moe-lite": Glm4MoeLiteConfig(**GLM_MLA | dict(routed_scaling_factor=1.8), tie_word_embeddings=False),
     "deepseek-v32": DeepseekV32Config(**MLA | DSA, tie_word_embeddings=False, **rope(YARN)),
-    "glm-5": GlmMoeDsaConfig(**GLM_MLA | DSA, tie_word_embeddings=False, indexer_rope_interleave=True, **rope(GLM_ROPE)),
-    # The indexers of layers 0 and 2, as GLM-5.2 has one in each fourth layer after the first three.
-    "glm-5.2": GlmMoeDsaConfig(
+    "glm-moe-dsa": GlmMoeDsaConfig(**GLM_MLA | DSA, tie_word_embeddings=False, indexer_rope_interleave=True, **rope(GLM_ROPE)),
+    # Indexers in layers 0 and 2, as GLM-5.2 has one in each fourth layer after the first three.
+    "glm-moe-dsa-shared": GlmMoeDsaConfig(
         **GLM_MLA | DSA, tie_word_embeddings=False, indexer_rope_interleave=True, index_topk_freq=2, index_skip_topk_offset=1, **rope(GLM_ROPE)
     ),
 }  # fmt: skip
@@ -176,8 +176,16 @@ def _add_mtp(directory: Path, model, dtype: torch.dtype) -> None:
     tensors = load_file(path)
     layers, hidden = model.config.num_hidden_layers, model.config.hidden_size
     last = f"model.layers.{layers - 1}."
-    for name in [name for name in tensors if name.startswith(last)]:
-        tensors[f"model.layers.{layers}." + name.removeprefix(last)] = (
+    # An indexer too, where the last layer has none.
+    earlier = f"model.layers.{layers - 2}.self_attn.indexer."
+    like = {
+        name: name.replace(f".{layers - 2}.", f".{layers - 1}.")
+        for name in tensors
+        if name.startswith(earlier)
+    }
+    like |= {name: name for name in tensors if name.startswith(last)}
+    for name, in_last in sorted(like.items()):
+        tensors[f"model.layers.{layers}." + in_last.removeprefix(last)] = (
             torch.randn(tensors[name].shape).mul(0.05).to(tensors[name].dtype)
         )
     prefix = f"model.layers.{layers}."

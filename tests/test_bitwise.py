@@ -16,6 +16,9 @@ CASES = [
     *((variant, {}) for variant in VARIANTS),
     ("deepseek-v3", {"mtp": True}),
     ("glm4-moe", {"mtp": True}),
+    ("glm4-moe-lite", {"mtp": True}),
+    ("deepseek-v32", {"mtp": True}),
+    ("glm-moe-dsa-shared", {"mtp": True}),
 ]
 
 
@@ -94,7 +97,16 @@ def draw_layout(variant):
 )
 @pytest.mark.parametrize(
     "variant",
-    ["llama-bias", "qwen2-tied", "qwen3", "qwen3-moe", "qwen3-moe-mixed", "deepseek-v3", "glm4-moe"],
+    [
+        "llama-bias",
+        "qwen2-tied",
+        "qwen3",
+        "qwen3-moe",
+        "qwen3-moe-mixed",
+        "deepseek-v3",
+        "glm4-moe",
+        "glm-moe-dsa-shared",
+    ],
 )
 @given(data=st.data())
 def test_any_layout_holds_the_same_tensors(variant, data, checkpoint, tmp_path_factory):

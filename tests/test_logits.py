@@ -94,6 +94,11 @@ RELOADS = [
     ("deepseek-v3-no-q-lora", MegatronLayout(tp=4, ep=2, etp=2), f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4),
     ("glm4-moe", MegatronLayout(tp=2, pp=2, ep=4, etp=1), f"{TP} 4 {EP} 2 {ETP} 2", 4),
     ("glm4-moe-air", MegatronLayout(pp=2, vpp=2, ep=2, etp=1), f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4),
+    ("glm4-moe-lite", MegatronLayout(pp=2, ep=4, etp=1), f"{TP} 4 {EP} 2 {ETP} 2", 4),
+    # An indexer wants sequence parallelism at TP > 1, which Megatron's local experts cannot do.
+    ("deepseek-v32", MegatronLayout(tp=4, ep=4, etp=1), f"{PP} 2 {EP} 2 {ETP} 1", 4),
+    ("glm-moe-dsa", MegatronLayout(tp=2, pp=2, ep=4, etp=1), f"{PP} 4 {EP} 2 {ETP} 1", 8),
+    ("glm-moe-dsa-shared", MegatronLayout(tp=2, pp=4, ep=2), f"{PP} 2 {EP} 2 {ETP} 1", 4),
 ]
 
 

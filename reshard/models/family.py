@@ -9,6 +9,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.models.config_fields import MAPPED, WINDOW, whole_number
 from reshard.models.config_rows import ConfigRow, Equality, Refusal
 from reshard.models.field_tables import NO_EFFECT, NO_EFFECT_ENDS
+from reshard.models.numerics_args import same_value
 from reshard.models.rope import megatron_rope, rope_of
 from reshard.models.table_checks import check_family
 from reshard.models.tables import Row, read_rows
@@ -179,8 +180,11 @@ class Family:
     # A config
 
     def as_published(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Undo what an engine's model class changed in a config."""
-        return config
+        """Undo what an engine's model class changed in a config: vLLM's latent attention renames the rope type in
+        place."""
+        rope = config.get("rope_parameters") or {}
+        kind = str(rope.get("rope_type", "")).removeprefix("deepseek_")
+        return config | ({"rope_parameters": rope | {"rope_type": kind}} if self.latent and kind else {})
 
     def layer_kinds(self, config: dict[str, Any], where: str) -> tuple[str, ...]:
         """Return the kind of each decoder layer: some of `kind_words`, with spaces between. Raises ReshardError where a
@@ -258,8 +262,11 @@ class Family:
         return megatron_rope(rope, self.latent, where)
 
     def derived_args(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return arguments of Megatron's that follow from several fields, or that no row names."""
-        return {}
+        """Return arguments of Megatron's that follow from several fields, or that no row names.
+
+        Latent attention does not use ``kv_channels``; without it Megatron derives one that --use-checkpoint-args lacks.
+        """
+        return {"kv_channels": config["v_head_dim"]} if self.latent else {}
 
     def args_as_fields(self, args: dict[str, Any]) -> dict[str, Any]:
         """Return the config fields for arguments of `derived_args` that say something of the model: its inverse."""
@@ -267,7 +274,13 @@ class Family:
 
     def caveats(self, config: dict[str, Any], transformer_impl: str) -> list[str]:
         """Return a sentence for each thing that Megatron computes differently for this family alone."""
-        return []
+        if not self.latent:
+            return []
+        epsilon = config["rms_norm_eps"]
+        norm = "Megatron-Core 0.19 puts a norm before linear_q_proj without q_lora_rank; load this into layers that lack it"
+        compressed = f"transformers norms compressed keys with 1e-06, Megatron and vLLM with {epsilon}"
+        extra_norm = not config["q_lora_rank"] and transformer_impl == "transformer_engine"
+        return [norm] * extra_norm + [compressed] * (not same_value(epsilon, 1e-6))
 
 
 @cache

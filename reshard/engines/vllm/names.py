@@ -30,6 +30,11 @@ LATENT_ATTENTION = (
     ("self_attn.kv_a_proj_with_mqa.*", "self_attn.fused_qkv_a_proj.*", "q_lora_rank"),
 )  # fmt: skip
 
+INDEXER = (
+    ("self_attn.indexer.wk.*",           "self_attn.indexer.wk_weights_proj.*", "always"),
+    ("self_attn.indexer.weights_proj.*", "self_attn.indexer.wk_weights_proj.*", "always"),
+)  # fmt: skip
+
 
 class VllmFamily(NamedTuple):
     """A family's `names`, which come before `NAMES`; with `on_every_stage`, embedding and output
@@ -45,7 +50,10 @@ FAMILIES = {
     "qwen3": VllmFamily(),
     "qwen3_moe": VllmFamily(on_every_stage=True),
     "deepseek_v3": VllmFamily(LATENT_ATTENTION),
+    "deepseek_v32": VllmFamily((*LATENT_ATTENTION, *INDEXER)),
     "glm4_moe": VllmFamily(),
+    "glm4_moe_lite": VllmFamily(LATENT_ATTENTION),
+    "glm_moe_dsa": VllmFamily((*LATENT_ATTENTION, *INDEXER)),
 }
 
 
