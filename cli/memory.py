@@ -39,6 +39,7 @@ def command(
     Example: reshard memory --model Qwen/Qwen3-30B-A3B --tp 2 --ep 8 --etp 1 --gpus 16 --gpu-memory H100
     """
     from reshard.megatron.layout import MegatronLayout
+    from reshard.memory.activations import not_computed
     from reshard.memory.estimate import estimate_memory
     from reshard.memory.options import Training
     from reshard.memory.outside import bytes_of_gpu
@@ -57,7 +58,7 @@ def command(
         _check_html(html, bool(fitting["fit"]))
     model = read_model(path)
     check_ignored(model)
-    notices = model.notices
+    notices = [*model.notices, *not_computed(model)]
     if fitting["fit"]:
         _fit(context, model, training, gpu_bytes, sizes, fitting, notices, as_json)
         return

@@ -67,6 +67,16 @@ def layer_tensors(model: Model, kind: str, z: Sizes) -> list[Saved]:
     return _attention(model, z) + (_experts(model, z) if has_experts(kind) else _mlp(model, z))
 
 
+def not_computed(model: Model) -> list[str]:
+    """Return a sentence for each thing that the rows here lack of a model's activations."""
+    if megatron_args(model).get("experimental_attention_variant") != "dsa":
+        return []
+    return [
+        "the estimate has the weights of indexers, and not what they and the attention to the tokens that they choose "
+        "keep or need for their time"
+    ]
+
+
 def _linear(z: Sizes) -> float:
     """Return the bytes of an element that a linear layer keeps for its weight's gradient."""
     return 1.0 if z.fp8 else 2.0
