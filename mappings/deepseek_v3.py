@@ -4,7 +4,6 @@ The entries are explained in `reshard.models.family`, the columns of `layer` in 
 """
 
 from reshard.models.family import Family
-from reshard.models.numerics_args import same_value
 
 
 class DeepseekV3(Family):
@@ -47,7 +46,7 @@ class DeepseekV3(Family):
 
     identifies = {
         "num_experts": True, "multi_latent_attention": True, "qk_layernorm": True, "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
+        "moe_router_enable_expert_bias": True, "experimental_attention_variant": False,
     }  # fmt: skip
     megatron = {
         "multi_latent_attention": True, "group_query_attention": False, "qk_layernorm": True, "moe_router_score_function": "sigmoid",
@@ -100,20 +99,3 @@ class DeepseekV3(Family):
         ("norm_topk_prob", (True,), "Megatron's sigmoid router always normalizes the chosen scores"),
         ("moe_layer_freq", (1,), "DeepSeek-V3 has experts in every layer after the first dense ones"),
     )
-
-    def derived_args(self, config):
-        """Its attention does not use ``kv_channels``; without it Megatron derives one that --use-checkpoint-args lacks."""
-        return {"kv_channels": config["v_head_dim"]}
-
-    def caveats(self, config, transformer_impl):
-        epsilon = config["rms_norm_eps"]
-        norm = "Megatron-Core 0.19 puts a norm before linear_q_proj without q_lora_rank; load this into layers that lack it"
-        compressed = f"transformers norms compressed keys with 1e-06, Megatron and vLLM with {epsilon}"
-        extra_norm = not config["q_lora_rank"] and transformer_impl == "transformer_engine"
-        return [norm] * extra_norm + [compressed] * (not same_value(epsilon, 1e-6))
-
-    def as_published(self, config):
-        """vLLM's model class renames the rope type in place."""
-        rope = config.get("rope_parameters") or {}
-        kind = str(rope.get("rope_type", "")).removeprefix("deepseek_")
-        return config | ({"rope_parameters": rope | {"rope_type": kind}} if kind else {})

@@ -10,7 +10,10 @@ import transformers
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DeepseekV32Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
     LlamaConfig,
     MixtralConfig,
     Qwen2Config,
@@ -63,11 +66,16 @@ MINIMAX = MIXTRAL | dict(
     head_dim=16, rotary_dim=8, num_experts_per_tok=3, use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True,
     scoring_func="sigmoid",
 )  # fmt: skip
+# GLM-4.7-Flash and GLM-5 have no groups; an indexer here chooses 10 tokens of a sequence.
+DSA = dict(index_n_heads=4, index_head_dim=16, index_topk=10)
+GLM_MLA = MLA | dict(n_group=1, topk_group=1, rms_norm_eps=1e-6)
 LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                    original_max_position_embeddings=8192)  # fmt: skip
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=40.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=32, beta_slow=1,
             original_max_position_embeddings=4096)  # fmt: skip
 PLAIN_YARN = dict(rope_type="yarn", rope_theta=1000000.0, factor=4.0, original_max_position_embeddings=64)
+
+GLM_ROPE = dict(rope_type="default", rope_theta=1000000.0)
 
 
 def rope(parameters: dict) -> dict:
@@ -105,8 +113,15 @@ VARIANTS = {
     "deepseek-v3-no-q-lora": DeepseekV3Config(**MLA | dict(q_lora_rank=None), tie_word_embeddings=False),
     "glm4-moe": Glm4MoeConfig(**GLM, tie_word_embeddings=False),
     "glm4-moe-air": Glm4MoeConfig(**GLM_AIR, tie_word_embeddings=False),
+    "glm4-moe-lite": Glm4MoeLiteConfig(**GLM_MLA | dict(routed_scaling_factor=1.8), tie_word_embeddings=False),
+    "deepseek-v32": DeepseekV32Config(**MLA | DSA, tie_word_embeddings=False, **rope(YARN)),
+    "glm-moe-dsa": GlmMoeDsaConfig(**GLM_MLA | DSA, tie_word_embeddings=False, indexer_rope_interleave=True, **rope(GLM_ROPE)),
+    # Indexers in layers 0 and 2, as GLM-5.2 has one in each fourth layer after the first three.
+    "glm-moe-dsa-shared": GlmMoeDsaConfig(
+        **GLM_MLA | DSA, tie_word_embeddings=False, indexer_rope_interleave=True, index_topk_freq=2, index_skip_topk_offset=1, **rope(GLM_ROPE)
+    ),
     "mixtral": MixtralConfig(**MIXTRAL, tie_word_embeddings=False),
-}
+}  # fmt: skip
 if MiniMaxM2Config is not None:
     VARIANTS["minimax-m2"] = MiniMaxM2Config(**MINIMAX, tie_word_embeddings=False)
 
@@ -175,7 +190,7 @@ def make(
         config |= {"num_nextn_predict_layers": int(mtp)}
         config |= (
             {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-            if config["model_type"] == "deepseek_v3"
+            if config["model_type"] in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
             else {}
         )
         (directory / "config.json").write_text(json.dumps(config, indent=2))
@@ -192,8 +207,16 @@ def _add_mtp(directory: Path, model, dtype: torch.dtype) -> None:
     tensors = load_file(path)
     layers, hidden = model.config.num_hidden_layers, model.config.hidden_size
     last = f"model.layers.{layers - 1}."
-    for name in [name for name in tensors if name.startswith(last)]:
-        tensors[f"model.layers.{layers}." + name.removeprefix(last)] = (
+    # An indexer too, where the last layer has none.
+    earlier = f"model.layers.{layers - 2}.self_attn.indexer."
+    like = {
+        name: name.replace(f".{layers - 2}.", f".{layers - 1}.")
+        for name in tensors
+        if name.startswith(earlier)
+    }
+    like |= {name: name for name in tensors if name.startswith(last)}
+    for name, in_last in sorted(like.items()):
+        tensors[f"model.layers.{layers}." + in_last.removeprefix(last)] = (
             torch.randn(tensors[name].shape).mul(0.05).to(tensors[name].dtype)
         )
     prefix = f"model.layers.{layers}."

@@ -40,6 +40,15 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 from megatron.training.checkpointing import load_checkpoint
 
 try:
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+        get_dsa_module_spec_for_backend,
+    )
+    from megatron.core.transformer.experimental_attention_variant import absorbed_mla, dsa
+except ImportError:  # before 0.19
+    LocalSpecProvider, absorbed_mla, dsa = object, None, None
+
+try:
     from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
 except ImportError:  # before 0.17
     from megatron.training.tokenizer.tokenizer import _vocab_size_with_padding as vocab_size_with_padding
@@ -100,6 +109,24 @@ class PlainAttention(MegatronModule):
 KEPT = contextlib.ExitStack()  # what holds until this process ends
 
 
+class IndexerLinear(torch.nn.Linear):
+    """A linear layer as Transformer Engine's "duplicated" one: every rank has all of it."""
+
+    def __init__(self, size, outputs, config, init_method, bias, parallel_mode, **_):
+        assert parallel_mode == "duplicated" and not bias
+        super().__init__(size, outputs, bias=False)
+
+    def forward(self, hidden):
+        return super().forward(hidden), None
+
+
+class Backend(LocalSpecProvider):
+    """Megatron's local layers, with the linear layer that an indexer is made of."""
+
+    def linear(self):
+        return IndexerLinear
+
+
 def without_cuda() -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.get_device_properties = lambda *a: SimpleNamespace(major=9, minor=0)
@@ -128,9 +155,8 @@ def without_cuda() -> None:
                 setattr(module, name, type("NoLinear", (), {}))
     # A pull of YaRN's table: it asks for the current CUDA device where use_cpu_initialization is not passed on.
     plain_yarn = multi_latent_attention.YarnRotaryEmbedding
-    multi_latent_attention.YarnRotaryEmbedding = lambda *a, **k: plain_yarn(
-        *a, **(k | {"use_cpu_initialization": True})
-    )
+    for module in filter(None, (multi_latent_attention, absorbed_mla, dsa)):
+        module.YarnRotaryEmbedding = lambda *a, **k: plain_yarn(*a, **(k | {"use_cpu_initialization": True}))
 
 
 def parse(flags: list[str], world_size: int = 1):
@@ -163,9 +189,10 @@ def local_specs(config, vp_stage: int | None):
         config.deterministic_mode = True
         spec, last = gated_delta.layer_specs(config, "local", vp_stage)
         return spec, [last]
-    options = {"use_transformer_engine": False, "normalization": "RMSNorm"}
-    spec = get_gpt_decoder_block_spec(config, vp_stage=vp_stage, **options)
-    return spec, get_gpt_decoder_layer_specs(config, **options)
+    usual, options = copy(config), {"use_transformer_engine": False, "normalization": "RMSNorm"}
+    usual.experimental_attention_variant = None  # of which Megatron has specs for Transformer Engine only
+    spec = get_gpt_decoder_block_spec(usual, vp_stage=vp_stage, **options)
+    return spec, get_gpt_decoder_layer_specs(usual, **options)
 
 
 def build(flags: list[str], parallel_output: bool = False):
@@ -189,7 +216,13 @@ def build(flags: list[str], parallel_output: bool = False):
     for stage in range(chunks):
         vp_stage = stage if chunks > 1 else None
         spec, layer_specs = local_specs(config, vp_stage)
+        sparse = config.experimental_attention_variant == "dsa"
         for layer in (*spec.layer_specs, *layer_specs):
+            if sparse:
+                layer.submodules.self_attention = get_dsa_module_spec_for_backend(config, Backend())
+                attention = layer.submodules.self_attention.submodules
+                attention.linear_q_down_proj = attention.linear_kv_down_proj = ColumnParallelLinear
+                continue
             attention = layer.submodules.self_attention.submodules
             if config.multi_latent_attention:
                 attention.core_attention = PlainAttention

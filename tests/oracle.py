@@ -137,6 +137,14 @@ def megatron_tensors(
                      "kv_b_proj.weight": "linear_kv_up_proj.weight", "q_a_proj.weight": "linear_q_down_proj.weight",
                      "q_a_layernorm.weight": "linear_q_up_proj.layer_norm_weight", "q_b_proj.weight": "linear_q_up_proj.weight",
                      "q_proj.weight": "linear_q_proj.weight"}  # fmt: skip
+            if "index_topk" in config:  # whose norms stand alone
+                names |= {
+                    "kv_a_layernorm.weight": "kv_layernorm.weight",
+                    "q_a_layernorm.weight": "q_layernorm.weight",
+                }
+                indexer = {"wq_b.weight": "linear_wq_b.weight", "wk.weight": "linear_wk.weight", "k_norm.weight": "k_norm.weight",
+                           "k_norm.bias": "k_norm.bias", "weights_proj.weight": "linear_weights_proj.weight"}  # fmt: skip
+                names |= {f"indexer.{name}": f"core_attention.indexer.{to}" for name, to in indexer.items()}
             out |= {
                 f"self_attention.{to}": get(f"self_attn.{name}")
                 for name, to in names.items()

@@ -17,6 +17,9 @@ CASES = [
     *((variant, {}) for variant in VARIANTS),
     ("deepseek-v3", {"mtp": True}),
     ("glm4-moe", {"mtp": True}),
+    ("glm4-moe-lite", {"mtp": True}),
+    ("deepseek-v32", {"mtp": True}),
+    ("glm-moe-dsa-shared", {"mtp": True}),
 ]
 
 
@@ -104,6 +107,7 @@ def draw_layout(variant):
         "deepseek-v3",
         "glm4-moe",
         "minimax-m2",
+        "glm-moe-dsa-shared",
     ],
 )
 @given(data=st.data())

@@ -93,6 +93,9 @@ OF_FAMILY = {
     "mixtral": {"qkv_bias": True, "use_qk_norm": True, "scoring_func": "sigmoid", "shared_intermediate_size": 512, "rotary_dim": 64},
     "minimax_m2": {"scoring_func": "softmax", "use_qk_norm": False, "qk_norm_type": "per_head", "use_routing_bias": False,
                    "shared_intermediate_size": 512, "attn_type_list": [1, 0], "attention_bias": True, "sliding_window": 4096},
+    "glm4_moe_lite": {"scoring_func": "softmax", "index_topk": 2048, "moe_layer_freq": 2},
+    "deepseek_v32": {"indexer_rope_interleave": True, "rope_interleave": False, "scoring_func": "softmax"},
+    "glm_moe_dsa": {"indexer_rope_interleave": False, "rope_interleave": False, "moe_layer_freq": 2},
 }  # fmt: skip
 
 
@@ -101,7 +104,8 @@ def test_fields_that_decide_something_are_refused_and_all_are_named_at_once(name
     """Negative control of the above."""
     config = CONFIGS[name]
     family = Model.from_hf(config).family
-    changes = DECIDING | OF_FAMILY[family.name]
+    changes = {field: value for field, value in DECIDING.items() if field not in family.fields}
+    changes |= OF_FAMILY[family.name]
     changes = {field: value for field, value in changes.items() if family.always.get(field) != value}
     for field, value in changes.items():
         with pytest.raises(ReshardError, match=rf"{field} = .* may make another model of the same weights"):
@@ -153,6 +157,7 @@ def test_code_of_a_publisher_may_read_any_field_and_known_code_does_not():
 
 # Of a training loss, of what a call returns, of caches: nothing of what the weights compute.
 READ_WITHOUT_EFFECT = {
+    "head_dim",  # where the class sets it itself
     "pad_token_id",
     "output_router_logits",
     "router_aux_loss_coef",
@@ -162,7 +167,7 @@ READ_WITHOUT_EFFECT = {
     "image_token_id",
     "video_token_id",
 }
-VLLM_FILES = {"deepseek_v3": "deepseek_v2", "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5"}
+VLLM_FILES = {"deepseek_v3": "deepseek_v2", "deepseek_v32": "deepseek_v2", "glm_moe_dsa": "deepseek_v2", "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5"}  # fmt: skip
 # vLLM's own: of other models in the same file, of drafts, or no field.
 VLLM_ONLY = {"get_text_config", "target_layer_count", "moe_router_dtype", "indexer_rope_interleave", "index_topk_freq",
              "index_topk_pattern", "index_skip_topk_offset", "max_model_len", "quant_config", "intermediate_size"}  # fmt: skip

@@ -38,7 +38,7 @@ def test_a_version_gets_the_flags_that_it_knows_and_all_of_them(version, missing
 
 def test_rope_without_yarn_stays_so_where_every_latent_attention_has_yarn():
     for args in cases():
-        if args.get("multi_latent_attention"):
+        if args.get("multi_latent_attention") and not args.get("experimental_attention_variant"):
             args = args | {"max_position_embeddings": 4096}  # which is YaRN's original length there
             older = (
                 arguments_for(args, (0, 13)) if args.get("pipeline_model_parallel_layout") is None else args
@@ -51,7 +51,7 @@ def test_rope_without_yarn_stays_so_where_every_latent_attention_has_yarn():
 
 @pytest.mark.parametrize(("version", "what", "first"), [
     ("0.18", "YaRN without multi-latent attention", "0.19"), ("0.12", "pipeline layouts given as a string", "0.13"),
-    ("0.13", "this YaRN of multi-latent attention", "0.14"),
+    ("0.13", "this YaRN of multi-latent attention", "0.14"), ("0.18", "attention to the tokens that an indexer chooses", "0.19"),
 ])  # fmt: skip
 def test_what_a_version_cannot_be_told_is_refused_with_the_first_that_can(version, what, first):
     refused = [sentence for sentence in lines_for(version)[1] if what in sentence]

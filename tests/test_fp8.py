@@ -232,9 +232,10 @@ def test_fp8_that_does_not_add_up_is_refused(spoil, published, tmp_path):
 
 
 # The linear layers of the checkpoints that are published in fp8 (DeepSeek-V3's index, Qwen3's,
-# GLM-4.5's and MiniMax-M2's configs), as patterns by hand.
+# GLM-4.5's, GLM-5's and MiniMax-M2's configs), as patterns by hand.
 LINEAR = (
     r"self_attn\.(q|k|v|o|q_a|q_b|kv_b)_proj|self_attn\.kv_a_proj_with_mqa",
+    r"self_attn\.indexer\.(wq_b|wk)",
     r"mlp\.(experts\.\d+\.|shared_experts\.)?(gate|up|down)_proj|block_sparse_moe\.experts\.\d+\.w[123]",
 )
 QUANTIZED = re.compile(rf"model\.layers\.\d+\.({'|'.join(LINEAR)})\.weight")
@@ -242,10 +243,22 @@ QUANTIZED = re.compile(rf"model\.layers\.\d+\.({'|'.join(LINEAR)})\.weight")
 
 @pytest.mark.parametrize("way", ["fp8", "fp8_per_channel"])
 @pytest.mark.parametrize(
-    "variant", ["llama", "qwen2", "qwen3", "qwen3-moe", "deepseek-v3", "glm4-moe", "mixtral", "minimax-m2"]
+    "variant",
+    [
+        "llama",
+        "qwen2",
+        "qwen3",
+        "qwen3-moe",
+        "deepseek-v3",
+        "glm4-moe",
+        "mixtral",
+        "minimax-m2",
+        "deepseek-v32",
+        "glm-moe-dsa-shared",
+    ],
 )
 def test_every_family_is_quantized_where_published_checkpoints_are(variant, way, checkpoint, tmp_path):
-    mtp = variant in ("deepseek-v3", "glm4-moe")
+    mtp = variant.startswith(("deepseek", "glm"))
     source = checkpoint(variant, mtp=mtp)
     hf_to_mcore(source, tmp_path / "mcore", dtype="bf16")
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", quantize=way)
@@ -269,6 +282,24 @@ def test_what_stays_as_it_is_is_what_qwen_names_in_its_published_config(name):
         name for name in config["quantization_config"]["modules_to_not_convert"] if "layernorm" not in name
     }
     assert kept == published | {"model.embed_tokens"} and len(kept) == config["num_hidden_layers"] + 2
+
+
+@pytest.mark.parametrize("name", ["zai-org/GLM-5-FP8", "zai-org/GLM-5.2-FP8"])
+def test_what_stays_as_it_is_is_what_glm_names_in_its_published_config(name):
+    """Which also says which layers of GLM-5.2 have an indexer: the multi-token-prediction layer does."""
+    lines = (Path(__file__).parent / "published_configs.jsonl").read_text().splitlines()
+    [config] = [entry["config"] for entry in map(json.loads, lines) if entry["name"] == name]
+    model = Model.from_hf(config)
+    expanded = expand(model)
+    matrices = {n for n, shape in expanded.shapes.items() if len(shape) == 2} - expanded.copies.keys()
+    kept = {n.removesuffix(".weight") for n in matrices - model.quantizable()}
+    published = {
+        n.replace("indexers_proj", "indexer.weights_proj")
+        for n in config["quantization_config"]["modules_to_not_convert"]
+        if "norm" not in n and "bias" not in n
+    }
+    assert kept == published and len(kept) == 2 + 76 + 1 + (79 if name == "zai-org/GLM-5-FP8" else 22)
+    assert {n for n in expanded.shapes if "indexer.wk." in n} <= model.quantizable()
 
 
 def test_a_linear_layer_with_a_mark_stays_as_it_is():

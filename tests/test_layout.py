@@ -129,7 +129,7 @@ def test_mapping_files_are_tables_of_literals_and_the_rules_of_a_family_its_meth
     entries = {*vars(Family), "name", "architecture", "symbols", "config", "layer", "identifies"}
     for path in Path(reshard.mappings.__path__[0]).glob("[!_]*.py"):
         text = path.read_text()
-        assert len(text.splitlines()) <= 125, path
+        assert len(text.splitlines()) <= 140, path
         [*imports, family] = ast.parse(text).body[1:]
         assert all(isinstance(node, ast.ImportFrom) for node in imports) and isinstance(
             family, ast.ClassDef

@@ -103,6 +103,11 @@ RELOADS = [
         f"{TP} 4 {EP} 4 {ETP} 1",
         4,
     ),  # twice the key heads
+    ("glm4-moe-lite", MegatronLayout(pp=2, ep=4, etp=1), f"{TP} 4 {EP} 2 {ETP} 2", 4),
+    # An indexer wants sequence parallelism at TP > 1, which Megatron's local experts cannot do.
+    ("deepseek-v32", MegatronLayout(tp=4, ep=4, etp=1), f"{PP} 2 {EP} 2 {ETP} 1", 4),
+    ("glm-moe-dsa", MegatronLayout(tp=2, pp=2, ep=4, etp=1), f"{PP} 4 {EP} 2 {ETP} 1", 8),
+    ("glm-moe-dsa-shared", MegatronLayout(tp=2, pp=4, ep=2), f"{PP} 2 {EP} 2 {ETP} 1", 4),
 ]
 
 

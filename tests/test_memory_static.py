@@ -35,6 +35,7 @@ LAYOUTS = {
     "no q_lora, layout string": (
         "deepseek-v3-no-q-lora", {"num_nextn_predict_layers": 1}, MegatronLayout(pp=2, ep=4, pipeline_model_parallel_layout="Et|t*2|t|mL"), 8, 1,
     ),
+    "indexers in some layers, MTP": ("glm-moe-dsa-shared", {"num_nextn_predict_layers": 1}, MegatronLayout(pp=2, ep=4, etp=1), 8, 1),
     "tied, MTP": (
         "deepseek-v3", {"num_nextn_predict_layers": 1, "tie_word_embeddings": True}, MegatronLayout(tp=2, pp=2, ep=4, etp=1), 8, 1,
     ),

@@ -25,6 +25,8 @@ class Host(Platform):
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
+        if attn_selector_config.use_sparse:
+            return "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
         if attn_selector_config.use_mla:
             return "vllm.v1.attention.backends.mla.triton_mla.TritonMLABackend"
         return "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
@@ -67,6 +69,7 @@ from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.v1.worker import workspace
 
 from tests import vllm_models
 
@@ -154,6 +157,7 @@ def build(
         parallel_state.initialize_model_parallel(tp, pp)
         # torch waits for nobody after it has made a group: a rank that has ended its own would fail one that is still connecting
         torch.distributed.barrier()
+        workspace.init_workspace_manager(torch.device("cpu"))  # as the worker does
         model = get_model_loader(config.load_config).load_model(
             vllm_config=config, model_config=config.model_config
         )

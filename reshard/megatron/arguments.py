@@ -220,6 +220,7 @@ def hf_config_of_args(family: Family, args: dict[str, Any], where: str) -> dict[
     if args.get("linear_attention_freq") is not None and "layer_types" in family.fields:
         linear = linear_pattern(args["linear_attention_freq"], int(args["num_layers"]))
         config["layer_types"] = ["linear_attention" if entry else "full_attention" for entry in linear]
+    config |= family.args_as_fields(args)
     if family.shared_experts:
         width = args.get("moe_shared_expert_intermediate_size") or 0
         config[family.shared_experts] = width // int(args["moe_ffn_hidden_size"]) or None
@@ -244,7 +245,8 @@ def family_of_args(args: dict[str, Any], where: str) -> Family:
     strange = [name for name in OF_OTHER_FAMILIES if args.get(name)]
     if strange:
         raise ReshardError(f"{where}: no family here has {listed(strange)}; {ADVICE}")
-    fitting = [family for family in families().values() if not mismatched_args(family, args)]
+    identified = [family for family in families().values() if family.identifies]
+    fitting = [family for family in identified if not mismatched_args(family, args)]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:

@@ -16,13 +16,14 @@ SPELLINGS = {
 WHEN_FALSE = {
     "add_bias_linear": "--disable-bias-linear", "apply_rope_fusion": "--no-rope-fusion",
     "yarn_correction_range_round_to_int": "--no-yarn-correction-range-round-to-int",
+    "dsa_indexer_rotate_activation": "--no-dsa-indexer-rotate-activation",
 }  # fmt: skip
 # The second is spelled --apply-layernorm-1p, an argument of its own.
 NO_FLAG = {"context_parallel_size", "layernorm_zero_centered_gamma", *MLA_YARN}
 # Versions of Megatron-LM, as (major, minor): those whose parsers are known, and since when they have an
 # argument.
 OLDEST, NEWEST = (0, 12), (0, 20)
-PADDED_VOCAB_AND_ROPE_TYPE, PIPELINE_STRINGS, YARN_WITHOUT_MLA = (0, 14), (0, 13), (0, 19)
+PADDED_VOCAB_AND_ROPE_TYPE, PIPELINE_STRINGS, YARN_WITHOUT_MLA, INDEXER = (0, 14), (0, 13), (0, 19), (0, 19)
 # Before, multi-latent attention took max_position_embeddings for YaRN's original length, and mscale for the softmax too.
 YARN_LENGTH = (0, 14)
 # Without the path of its files: they move with the checkpoint, and a file in it cannot know where to.
@@ -64,6 +65,8 @@ def arguments_for(args: dict[str, Any], version: tuple[int, int]) -> dict[str, A
 
     if version < YARN_WITHOUT_MLA and args.get("position_embedding_type") == "yarn":
         raise refuse("YaRN without multi-latent attention", YARN_WITHOUT_MLA)
+    if version < INDEXER and args.get("experimental_attention_variant") == "dsa":
+        raise refuse("attention to the tokens that an indexer chooses", INDEXER)
     if (
         version < YARN_LENGTH
         and args.get("rope_type") == "yarn"

@@ -211,7 +211,7 @@ def chunk_bytes(setup: TrainingSetup, chunk: Stage, imbalance: float) -> Chunk:
     """
     z, tokens, r = Sizes.of(setup, imbalance), setup.tokens, setup.recompute
     kinds = [setup.model.kinds[layer] for layer in chunk.layers]
-    mtp = [setup.model.kinds[-1]] * setup.model.mtp_layers if chunk.mtp else []
+    mtp = [setup.model.mtp_kind] * setup.model.mtp_layers if chunk.mtp else []
     tensors: dict[str, float] = {}
 
     def keep(name: str, amount: float) -> None:

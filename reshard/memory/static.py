@@ -167,7 +167,7 @@ def chunk_weights(setup: TrainingSetup, chunk: Stage) -> tuple[list[tuple[Weight
         if layout.pp > 1 and (model.tied or model.mtp_layers):
             tied.append(embedding)
     if chunk.mtp:
-        for weight in (*block("mtp", model.kinds[-1]), *block("layer", model.kinds[-1])):
+        for weight in (*block("mtp", model.mtp_kind), *block("layer", model.mtp_kind)):
             held.append((weight, model.mtp_layers))
     if chunk.output:
         held += [(weight, 1) for weight in outside if weight.name.startswith("output_layer.")]

@@ -9,6 +9,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.models.config_fields import MAPPED, WINDOW, whole_number
 from reshard.models.config_rows import ConfigRow, Equality, Refusal
 from reshard.models.field_tables import NO_EFFECT, NO_EFFECT_ENDS
+from reshard.models.numerics_args import same_value
 from reshard.models.rope import megatron_rope, rope_of
 from reshard.models.table_checks import check_family
 from reshard.models.tables import Row, read_rows
@@ -53,7 +54,8 @@ class Family:
     - `layer`: the rows of a decoder layer, in the columns of `reshard.models.tables`.
     - `identifies`: values of Megatron's arguments by which a checkpoint without a Hugging Face config is taken for
       one of this family: True for an argument that is set, False for one that is not. Any two families differ
-      in one.
+      in one, but for those that Megatron holds alike. Empty where they are another family's arguments too, which
+      such a checkpoint is taken for then.
 
     and, where the values below do not hold, any of these:
 
@@ -64,7 +66,8 @@ class Family:
     - `kind_words`: the words that `layer_kinds` says of a layer, ``dense`` or ``moe`` among them.
     - `specs`: ``module:function``, where Megatron's own specs have not the layers of this family. The function
       takes and returns what `reshard.megatron.specs.standard_specs` does.
-    - `first_dense`: the field with the number of dense layers, after which all have experts.
+    - `first_dense`: the field with the number of dense layers, after which all have experts. `mlp_types`: the
+      field with ``dense`` or ``sparse`` for each layer, which says the same to transformers.
       `shared_experts`: the field with the number of experts that every token goes to, each as wide as a
       routed one.
     - `in_memory`: the names, within a layer, of parameters that a transformers model has under other names than
@@ -121,6 +124,7 @@ class Family:
     derived: dict[str, str] = {}
     specs = ""
     first_dense = ""
+    mlp_types = ""
     shared_experts = ""
     in_memory: tuple[tuple[str, str], ...] = ()
     rotary = "D"
@@ -178,7 +182,7 @@ class Family:
             *MAPPED,
             *self.reads,
             *(WINDOW if self.window else ()),
-            *filter(None, (self.first_dense, self.shared_experts)),
+            *filter(None, (self.first_dense, self.mlp_types, self.shared_experts)),
         }
         return frozenset(rules | rows | refused | set(self.symbols.values()))
 
@@ -194,8 +198,11 @@ class Family:
     # A config
 
     def as_published(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Undo what an engine's model class changed in a config."""
-        return config
+        """Undo what an engine's model class changed in a config: vLLM's latent attention renames the rope type in
+        place."""
+        rope = config.get("rope_parameters") or {}
+        kind = str(rope.get("rope_type", "")).removeprefix("deepseek_")
+        return config | ({"rope_parameters": rope | {"rope_type": kind}} if self.latent and kind else {})
 
     def layer_kinds(self, config: dict[str, Any], where: str) -> tuple[str, ...]:
         """Return the kind of each decoder layer: some of `kind_words`, with spaces between. Raises ReshardError where a
@@ -208,12 +215,31 @@ class Family:
             raise ReshardError(f"{where} has no field {self.first_dense}, which {self.architecture} needs")
         if not whole_number(first, 0):
             raise ReshardError(f"{where}: {self.first_dense} is {first!r:.80}, which is not a whole number")
+        types = config.get(self.mlp_types) if self.mlp_types else None
+        if types is not None and types != self._types(first, layers):
+            raise ReshardError(
+                f"{where}: {self.mlp_types}, which transformers reads, says something else than {self.first_dense} = "
+                f"{first}, which engines read: correct the one that is wrong"
+            )
         return tuple("dense" if layer < first else "moe" for layer in range(layers))
+
+    @staticmethod
+    def _types(first: int, layers: int) -> list[str]:
+        """Return `mlp_types` of a model whose first layers are dense."""
+        return ["dense"] * min(first, layers) + ["sparse"] * max(layers - first, 0)
+
+    def mtp_kind(self, kinds: tuple[str, ...]) -> str:
+        """Return the kind of the decoder layer in a multi-token-prediction layer, after decoder layers of these kinds."""
+        return kinds[-1]
 
     def kinds_as_fields(self, pattern: list[int]) -> dict[str, Any]:
         """Return the config fields for a pattern with 1 for each layer with experts and 0 for each without: the inverse
         of `layer_kinds`."""
-        return {self.first_dense: pattern.index(1)} if self.first_dense else {}
+        if not self.first_dense:
+            return {}
+        first = pattern.index(1)
+        types = {self.mlp_types: self._types(first, len(pattern))} if self.mlp_types else {}
+        return {self.first_dense: first, **types}
 
     def window_of(self, config: dict[str, Any]) -> str:
         """Return the fields that make a layer attend to a window only, with their values; empty where none
@@ -266,12 +292,25 @@ class Family:
         return megatron_rope(rope, self.latent, where)
 
     def derived_args(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return arguments of Megatron's that follow from several fields, or that no row names."""
+        """Return arguments of Megatron's that follow from several fields, or that no row names.
+
+        Latent attention does not use ``kv_channels``; without it Megatron derives one that --use-checkpoint-args lacks.
+        """
+        return {"kv_channels": config["v_head_dim"]} if self.latent else {}
+
+    def args_as_fields(self, args: dict[str, Any]) -> dict[str, Any]:
+        """Return the config fields for arguments of `derived_args` that say something of the model: its inverse."""
         return {}
 
     def caveats(self, config: dict[str, Any], transformer_impl: str) -> list[str]:
         """Return a sentence for each thing that Megatron computes differently for this family alone."""
-        return []
+        if not self.latent:
+            return []
+        epsilon = config["rms_norm_eps"]
+        norm = "Megatron-Core 0.19 puts a norm before linear_q_proj without q_lora_rank; load this into layers that lack it"
+        compressed = f"transformers norms compressed keys with 1e-06, Megatron and vLLM with {epsilon}"
+        extra_norm = not config["q_lora_rank"] and transformer_impl == "transformer_engine"
+        return [norm] * extra_norm + [compressed] * (not same_value(epsilon, 1e-6))
 
 
 @cache

@@ -194,6 +194,11 @@ class Model:
         return tuple(layer for layer, kind in enumerate(self.kinds) if has_experts(kind))
 
     @cached_property
+    def mtp_kind(self) -> str:
+        """The kind of the decoder layer in each MTP layer."""
+        return self.family.mtp_kind(self.kinds)
+
+    @cached_property
     def uniform(self) -> bool:
         """True where all decoder layers are of one kind, so that Megatron stacks them under one key."""
         return len(set(self.kinds)) == 1
@@ -275,10 +280,8 @@ class Model:
             yield Block(self.layer_prefix(layer), "decoder.layers.", layer, False, self.rows("layer", kind))
         for index in range(self.mtp_layers):
             (own, inside), prefix = self.mtp_prefixes(index), f"mtp.layers.{index}."
-            yield Block(own, prefix, index, True, self.rows("mtp", self.kinds[-1]))
-            yield Block(
-                inside, f"{prefix}transformer_layer.", index, True, self.rows("layer", self.kinds[-1])
-            )
+            yield Block(own, prefix, index, True, self.rows("mtp", self.mtp_kind))
+            yield Block(inside, f"{prefix}transformer_layer.", index, True, self.rows("layer", self.mtp_kind))
 
     def names_in_memory(self) -> dict[str, str]:
         """Return the published names of parameters that a transformers model has under other names, by those."""
@@ -351,7 +354,10 @@ def different_fields(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
         if row.argument in NUMERICS_ARGS and not same_value(*values):
             different[row.field] = values
     if a.num_layers == b.num_layers and a.kinds != b.kinds:
-        different["layers with experts"] = (a.moe_layers, b.moe_layers)
+        if a.moe_layers != b.moe_layers:
+            different["layers with experts"] = (a.moe_layers, b.moe_layers)
+        else:
+            different["kinds of layers"] = (a.kinds, b.kinds)
     if not same_value(a.family.rope_args(a.config, a.where), b.family.rope_args(b.config, b.where)):
         different["rope_parameters"] = (a.rope(), b.rope())
     return different

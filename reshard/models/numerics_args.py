@@ -28,6 +28,10 @@ NUMERICS_ARGS: dict[str, Any] = {
     "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "experimental_attention_variant": None,
     "linear_attention_freq": None, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_num_value_heads": 32,
     "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+    # an indexer's choice of tokens; its Hadamard rotation leaves the scores as they are
+    "dsa_indexer_n_heads": None, "dsa_indexer_head_dim": None, "dsa_indexer_topk": None, "dsa_indexer_topk_freq": 1,
+    "dsa_indexer_skip_topk_offset": 0, "dsa_indexer_rope_interleaved": False, "dsa_indexer_scoring_relu": True,
+    "dsa_indexer_k_norm_epsilon": None,
     # positions
     "position_embedding_type": "learned_absolute", "rotary_base": 10000, "rotary_percent": 1.0, "rotary_interleaved": False,
     "rotary_seq_len_interpolation_factor": None, "use_rope_scaling": False, "rope_scaling_factor": 8.0, "no_rope_freq": None,
@@ -120,6 +124,15 @@ def _settled(args: Mapping[str, Any]) -> dict[str, Any]:
         kind in _BY_LOSS for kind in (balancing if isinstance(balancing, list) else [balancing])
     ):
         values["moe_router_load_balancing_type"] = "aux_loss"
+    if values.get("experimental_attention_variant") == "dsa":
+        if values.get("dsa_indexer_k_norm_epsilon") is None:
+            values["dsa_indexer_k_norm_epsilon"] = values.get("layernorm_epsilon")
+        if values.get("num_layers"):
+            values["dsa_indexer_topk_freq"] = indexer_pattern(
+                int(values.get("dsa_indexer_topk_freq") or 1),
+                int(values.pop("dsa_indexer_skip_topk_offset", None) or 0),
+                int(values["num_layers"]),
+            )
     if values.get("multi_latent_attention") and "rotary_scaling_factor" in values:
         # YaRN is what Megatron takes where nothing is said; at a factor of 1 it is none.
         plain = values.get("rope_type") == "rope" or values["rotary_scaling_factor"] == 1
@@ -141,6 +154,8 @@ def _without_effect(args: Mapping[str, Any]) -> set[str]:
     skipped |= set(_NOT_MLA if mla else _MLA)
     if args.get("experimental_attention_variant") != "gated_delta_net":
         skipped |= set(_LINEAR) - {"linear_attention_freq"}
+    if args.get("experimental_attention_variant") != "dsa":
+        skipped |= {name for name in NUMERICS_ARGS if name.startswith("dsa_")}
     if not (args.get("rope_type") == "yarn" if mla else args.get("position_embedding_type") == "yarn"):
         skipped |= {*_YARN, *(name for name in NUMERICS_ARGS if name.startswith("yarn_"))}
         skipped |= {"original_max_position_embeddings", "beta_fast", "beta_slow"}
@@ -176,6 +191,16 @@ def _pattern(name: str, entries: Any, layers: int) -> list[int]:
     if len(entries) != layers:
         raise ValueError(f"{name} has {len(entries)} entries for {layers} layers")
     return [int(entry) for entry in entries]
+
+
+def indexer_pattern(frequency: int, offset: int, layers: int) -> list[int]:
+    """Return ``--dsa-indexer-topk-freq`` and ``--dsa-indexer-skip-topk-offset`` as a 1 for each layer with an indexer and
+    a 0 for each that takes the tokens of the last one before it.
+
+    >>> indexer_pattern(4, 2, 8)
+    [1, 1, 0, 0, 0, 1, 0, 0]
+    """
+    return [int(max(layer + 1 - max(offset, 1), 0) % frequency == 0) for layer in range(layers)]
 
 
 def same_value(a: Any, b: Any) -> bool:

@@ -45,7 +45,7 @@ def _problems(family: Any) -> Iterator[str]:
     for symbol, field in family.symbols.items():
         if field not in fields | {family.shared_experts}:
             yield f"symbols, {symbol}: no row of config has a field {field!r}"
-    for entry in ("first_dense", "shared_experts"):
+    for entry in ("first_dense", "mlp_types", "shared_experts"):
         if getattr(family, entry) and not re.fullmatch(r"\w+", getattr(family, entry)):
             yield f"{entry}: {getattr(family, entry)!r} is no name of a field"
     for argument, value in getattr(family, "identifies", {}).items():

@@ -36,6 +36,11 @@ LATENT_ATTENTION = (
     ("self_attn.kv_a_proj_with_mqa.*", "self_attn.fused_qkv_a_proj.*", "q_lora_rank"),
 )  # fmt: skip
 
+INDEXER = (
+    ("self_attn.indexer.wk.*",           "self_attn.indexer.wk_weights_proj.*", "always"),
+    ("self_attn.indexer.weights_proj.*", "self_attn.indexer.wk_weights_proj.*", "always"),
+)  # fmt: skip
+
 
 class VllmFamily(NamedTuple):
     """The names that vLLM has for a family.
@@ -56,9 +61,12 @@ FAMILIES = {
     "qwen3": VllmFamily(),
     "qwen3_moe": VllmFamily(on_every_stage=True),
     "deepseek_v3": VllmFamily(LATENT_ATTENTION),
+    "deepseek_v32": VllmFamily((*LATENT_ATTENTION, *INDEXER)),
     "glm4_moe": VllmFamily(),
     "mixtral": VllmFamily(BLOCK_SPARSE_MOE, on_every_stage=True),
     "minimax_m2": VllmFamily(BLOCK_SPARSE_MOE),
+    "glm4_moe_lite": VllmFamily(LATENT_ATTENTION),
+    "glm_moe_dsa": VllmFamily((*LATENT_ATTENTION, *INDEXER)),
 }
 
 
