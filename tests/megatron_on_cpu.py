@@ -10,6 +10,7 @@ import io
 import queue
 import sys
 import warnings
+from copy import copy
 from types import SimpleNamespace
 
 warnings.filterwarnings("ignore")

@@ -366,6 +366,6 @@ def family_of(config: dict, where: str) -> Family:
             f"{where} names neither architectures nor model_type; the known ones are {listed(sorted(known))}"
         )
     raise ReshardError(
-        f"{where}: {wanted} is not supported; the architectures that are: {listed(sorted(known))} "
+        f"{where}: {wanted} is not supported; the architectures that are: {listed(sorted(known), len(known))} "
         f"('Add a family' in CONTRIBUTING.md says how to add one)"
     )

@@ -1,0 +1,176 @@
+"""Language models of larger ones, as Qwen3.5 is published: names behind a prefix, experts in one tensor, a vision tower that is carried
+along, multi-token prediction."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
+from tests.checkpoints import NEXT
+from tests.ranks import run_on_ranks
+
+VISION = {
+    "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16,
+}  # fmt: skip
+# What the published configs have, and transformers' classes do not.
+PUBLISHED_ONLY = {
+    "attn_output_gate": True, "full_attention_interval": 4, "mamba_ssm_dtype": "float32", "mlp_only_layers": [], "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+}  # fmt: skip
+INNER = "model.language_model.layers."
+
+
+def published(directory, moe: bool, dtype: torch.dtype = torch.bfloat16):
+    """A small Qwen3.5 with all that a published directory has, experts packed."""
+    from transformers import (
+        Qwen3_5Config,
+        Qwen3_5ForConditionalGeneration,
+        Qwen3_5MoeConfig,
+        Qwen3_5MoeForConditionalGeneration,
+    )
+
+    torch.manual_seed(0)
+    other = "intermediate_size" if moe else "norm_topk_prob"
+    sizes = {
+        name: value
+        for name, value in NEXT.items()
+        if name != other and (moe or not ("exp" in name or "moe" in name))
+    }
+    kind, config = (
+        (Qwen3_5MoeForConditionalGeneration, Qwen3_5MoeConfig)
+        if moe
+        else (Qwen3_5ForConditionalGeneration, Qwen3_5Config)
+    )
+    model = kind(config(text_config=sizes, vision_config=VISION))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(
+                    torch.randn_like(parameter) * 0.1 + (1.0 if "linear_attn.norm" in name else 0.0)
+                )
+    model.to(dtype).save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    last = f"{INNER}{sizes['num_hidden_layers'] - 1}."
+    for name in [name for name in tensors if name.startswith(last)]:
+        made = torch.randn(tensors[name].shape).mul(0.05).to(dtype)
+        tensors[f"mtp.layers.0.{name.removeprefix(last)}"] = made
+    hidden = sizes["hidden_size"]
+    shapes = {
+        "fc": (hidden, 2 * hidden),
+        "norm": (hidden,),
+        "pre_fc_norm_hidden": (hidden,),
+        "pre_fc_norm_embedding": (hidden,),
+    }
+    tensors |= {
+        f"mtp.{name}.weight": torch.randn(shape).mul(0.05).to(dtype) for name, shape in shapes.items()
+    }
+    save_file(packed(tensors), directory / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((directory / "config.json").read_text())
+    fields["text_config"] |= PUBLISHED_ONLY
+    fields["text_config"]["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+    (directory / "config.json").write_text(json.dumps(fields))
+    return directory
+
+
+def packed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors with all experts of a layer in two."""
+    out = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in {name.split(".experts.")[0] for name in tensors if ".experts." in name}:
+
+        def of(name, layer=layer):
+            return [
+                tensors[f"{layer}.experts.{expert}.{name}_proj.weight"]
+                for expert in range(NEXT["num_experts"])
+            ]
+
+        out[f"{layer}.experts.gate_up_proj"] = torch.stack(
+            [torch.cat(pair) for pair in zip(of("gate"), of("up"), strict=True)]
+        )
+        out[f"{layer}.experts.down_proj"] = torch.stack(of("down"))
+    return out
+
+
+def same(a, b) -> bool:
+    """Whether two directories have the same tensors, by the safetensors library."""
+    one, other = (load_file(directory / "model.safetensors") for directory in (a, b))
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+def test_a_published_model_comes_back_with_its_tower_bit_for_bit(moe, tmp_path):
+    source = published(tmp_path / "hf", moe)
+    layout = MegatronLayout(tp=2, pp=2, ep=2, etp=1) if moe else MegatronLayout(tp=4)
+    report = hf_to_mcore(source, tmp_path / "mcore", layout)
+    assert not [notice for notice in report.notices if "tokenizer" not in notice]
+    tower = load_file(tmp_path / "mcore" / "hf" / "towers.safetensors")
+    assert tower and all(name.startswith("model.visual.") for name in tower)
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    assert same(source, tmp_path / "back")
+    assert (source / "config.json").read_bytes() == (tmp_path / "back" / "config.json").read_bytes()
+    assert diff(source, tmp_path / "mcore").equal and diff(tmp_path / "back", tmp_path / "mcore").equal
+    assert check(tmp_path / "mcore").ok and check(tmp_path / "back").ok
+    assert inspect(source).parameters == inspect(tmp_path / "mcore").parameters
+    # Controls: one wrong number, in an expert and in the tower.
+    for name in ("mlp.experts.down_proj" if moe else "mlp.down_proj.weight", "patch_embed.proj.weight"):
+        tensors = load_file(source / "model.safetensors")
+        wrong = next(key for key in tensors if key.endswith(name))
+        tensors[wrong].view(-1)[-1] += 1
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+        (tmp_path / name / "config.json").write_bytes((source / "config.json").read_bytes())
+        assert not diff(tmp_path / name, tmp_path / "mcore").equal
+
+
+def test_experts_that_a_directory_has_one_by_one_come_back_so(checkpoint, tmp_path):
+    source = checkpoint("qwen3.5-moe", dtype=torch.bfloat16)
+    hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(ep=2, etp=1))
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    assert same(source, tmp_path / "back")
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+def test_megatron_gives_the_logits_of_the_whole_model_on_text(moe, tmp_path):
+    from transformers import AutoModelForImageTextToText
+
+    source = published(tmp_path / "hf", moe, torch.float32)
+    hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(tp=2), transformer_impl="local")
+    torch.manual_seed(1)
+    tokens = torch.randint(0, 1000, (2, 24))
+    with torch.no_grad():
+        expected = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32)(tokens).logits
+    config, layout = json.loads((source / "config.json").read_text()), {"tp": 2}
+    outputs = run_on_ranks(2, "build_and_run", config, layout, str(tmp_path / "mcore" / "release"), tokens)
+    assert expected.std() > 0.05
+    assert all((output[..., :1000] - expected).abs().max() < 2e-5 for output in outputs)
+
+
+def test_a_checkpoint_without_the_tower_takes_it_from_the_directory_that_is_named(tmp_path):
+    """As a trainer writes it, which has the language model only."""
+    source = published(tmp_path / "hf", False)
+    hf_to_mcore(source, tmp_path / "mcore")
+    (tmp_path / "mcore" / "hf" / "towers.safetensors").unlink()
+    (tmp_path / "mcore" / "reshard.json").unlink()
+    with pytest.raises(
+        ReshardError, match="has the language model of Qwen3_5ForConditionalGeneration only: pass --hf-config"
+    ):
+        mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back", hf_config=source)
+    assert same(source, tmp_path / "back")
+
+
+def test_a_norm_that_megatron_cannot_hold_less_one_is_refused_by_name_and_held_in_fp32(tmp_path):
+    source = published(tmp_path / "hf", False)
+    tensors = load_file(source / "model.safetensors")
+    name = f"{INNER}0.linear_attn.norm.weight"
+    tensors[name][0] = 0.302734375  # which less 1 takes more digits than bf16 has
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ReshardError, match=f"Megatron holds {name} less 1, and 1 of its numbers .*: pass --dtype fp32"
+    ):
+        hf_to_mcore(source, tmp_path / "mcore")
+    hf_to_mcore(source, tmp_path / "mcore", dtype="fp32")
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back", dtype="bf16")
+    assert same(source, tmp_path / "back")
