@@ -174,3 +174,21 @@ def test_a_norm_that_megatron_cannot_hold_less_one_is_refused_by_name_and_held_i
     hf_to_mcore(source, tmp_path / "mcore", dtype="fp32")
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back", dtype="bf16")
     assert same(source, tmp_path / "back")
+
+
+def test_what_no_engine_is_refitted_with_yet_is_refused_by_name_before_anything_happens(tmp_path):
+    """Its norms less 1 would arrive as they are in Megatron."""
+    from reshard.engines.vllm.layout import VllmLayout
+    from reshard.models.model import Model
+    from reshard.plan import plan_refit
+    from reshard.storage.io.reading import weights_of_megatron
+    from reshard.storage.sources.megatron import MegatronSource
+
+    source = published(tmp_path / "hf", False)
+    hf_to_mcore(source, tmp_path / "mcore")
+    model = Model.from_hf(json.loads((source / "config.json").read_text()))
+    sentence = "Qwen3_5ForCausalLM is converted, loaded, saved and exported, and not yet brought into an engine's memory"
+    with pytest.raises(ReshardError, match=sentence):
+        plan_refit(model, MegatronLayout(), VllmLayout())
+    with pytest.raises(ReshardError, match=f"{sentence}: convert it with reshard mcore-to-hf"):
+        weights_of_megatron(MegatronSource(tmp_path / "mcore"))

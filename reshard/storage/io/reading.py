@@ -131,7 +131,8 @@ class Weights:
 
 def weights_of_megatron(source: MegatronSource) -> Weights:
     """Return the weights of a Megatron checkpoint by published name, with tied ones. Closing them
-    closes the source."""
+    closes the source. Raises ReshardError where they are not stored as they are published."""
+    source.model.check_refittable("convert it with reshard mcore-to-hf, and serve that")
     return Weights(dict(source.tensors), cache(source.strips), source.files, source.unchanged)
 
 
