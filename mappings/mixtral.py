@@ -64,5 +64,5 @@ class Mixtral(Family):
 
     refused = (
         ("hidden_act", ("silu",), "Megatron's --swiglu is SiLU"),
-        ("sliding_window", (None,), "its layers would attend to a window, which is not mapped"),
+        ("sliding_window", (None,), "its layers would attend to a window, which nothing here maps"),
     )

@@ -168,6 +168,16 @@ def test_what_a_layer_keeps_for_each_token(name, kind):
     )
 
 
+@pytest.mark.parametrize("name", ["Mixtral-8x7B-v0.1", "MiniMax-M2.7", "GLM-4.5-Air", "Qwen3-32B"])
+def test_an_estimate_is_made_of_every_kind_of_family(name):
+    layout = PUBLISHED[name][2]
+    report = estimate_memory(of(name), layout, gpus=layout.world_size(of(name)))
+    weights = sum(stage.weights for stage in report.stages) * layout.world_size(of(name)) / layout.pp
+    assert weights >= 2 * 1e9 * PUBLISHED[name][1] * 0.99 and all(
+        stage.activations > 0 for stage in report.stages
+    )
+
+
 def test_norms_over_all_heads_keep_what_their_row_says(monkeypatch):
     """Counted by torch, of the modules that train."""
     parallel = full_width_norm.parallel_state

@@ -281,8 +281,9 @@ def _gradients(model: Model, kind: str, z: Sizes) -> float:
     its widest pair of products; of experts that of their tokens three times, before and after the two
     permutations."""
     s = model.symbols
-    dense = 2 * (2 * s["H"] + 2 * s["F"] / z.tp)
-    return dense if not has_experts(kind) else 6 * routed_share(model, z) * s["H"]
+    if has_experts(kind):
+        return 6 * routed_share(model, z) * s["H"]
+    return 2 * (2 * s["H"] + 2 * s["F"] / z.tp)
 
 
 def _vocab(setup: TrainingSetup) -> float:
