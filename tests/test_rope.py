@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from reshard import ReshardError, ignored_config_fields
 from reshard.megatron.arguments import caveats, megatron_args, model_of_args
+from reshard.models.config_fields import check_ignored
 from reshard.models.rope import attention_factor, hf_rope, inverse_frequencies, megatron_rope, rope_of
 from tests.checkpoints import LLAMA3_ROPE, PLAIN_YARN, YARN, model
 
@@ -42,6 +44,21 @@ def test_megatrons_yarn_of_latent_attention_is_read_where_no_type_is_given():
         ]["rope_type"]
         == "yarn"
     )
+
+
+def test_a_scale_that_only_vllm_reads_is_refused_unless_it_is_one_or_ignored():
+    """DeepSeek-R1-0528-Qwen3-8B has one, which undoes the scale of YaRN in vLLM alone."""
+    plain = megatron_args(model("qwen3-yarn", rope_parameters=PLAIN_YARN))
+    assert megatron_args(model("qwen3-yarn", rope_parameters=PLAIN_YARN | {"attn_factor": 1.0})) == plain
+    inverse = PLAIN_YARN | {"attn_factor": 1 / attention_factor(PLAIN_YARN)}
+    with pytest.raises(
+        ReshardError, match=r"which only vLLM reads; reshard.ignored_config_fields\(\"attn_factor\"\)"
+    ):
+        model("qwen3-yarn", rope_parameters=inverse)
+    with ignored_config_fields("attn_factor"):
+        ignoring = model("qwen3-yarn", rope_parameters=inverse)
+    check_ignored(ignoring)
+    assert megatron_args(ignoring) == plain and any("attn_factor = " in note for note in ignoring.notices)
 
 
 @pytest.mark.parametrize("rope", [

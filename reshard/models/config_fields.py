@@ -19,8 +19,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from reshard.core.errors import ReshardError, listed
-from reshard.models.field_tables import DECIDES_ELSEWHERE
-from reshard.models.rope import ROPE_FIELDS
+from reshard.models.field_tables import DECIDES_ELSEWHERE, ROPE_FIELDS
 
 MAX_NAMED = 100  # fields in one sentence
 ENVIRONMENT = "RESHARD_IGNORE_CONFIG_FIELDS"
@@ -66,6 +65,14 @@ def ignored_config_fields(*names: str, recorded: bool = False) -> Iterator[None]
         yield
     finally:
         variable.reset(token)
+
+
+def ignored_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config that are ignored in this context, with their values: those at its top,
+    and of its rotary settings."""
+    rotary = [config[name] for name in ROPE_FIELDS if isinstance(config.get(name), dict)]
+    names = ignored()
+    return {name: value for fields in (*rotary, config) for name, value in fields.items() if name in names}
 
 
 def ignored() -> set[str]:
@@ -216,5 +223,9 @@ def number(value: Any) -> bool:
 
 
 def without(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return the config without these fields."""
-    return {name: value for name, value in config.items() if name not in names}
+    """Return the config without these fields, at its top and among its rotary settings."""
+    return {
+        name: without(value, names) if name in ROPE_FIELDS and isinstance(value, dict) else value
+        for name, value in config.items()
+        if name not in names
+    }

@@ -21,6 +21,8 @@ diversity_penalty temperature top_k top_p typical_p repetition_penalty length_pe
 no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
 remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 """.split()
+# What says something about rotary embeddings.
+ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 # Ends of names without effect: ids of tokens, versions of the program that wrote a config.
 NO_EFFECT_ENDS = ("_token_id", "_token_ids", "_version")
 

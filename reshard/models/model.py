@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from reshard.core.errors import ReshardError, listed
 from reshard.models.config_defaults import DEFAULTS
 from reshard.models.config_fields import (
-    ignored,
+    ignored_fields,
     unmapped,
     unmapped_configs_allowed,
     whole_number,
@@ -77,7 +77,7 @@ class Model:
 
     @staticmethod
     def _read(config: dict[str, Any], where: str) -> "Model":
-        dropped = {name: value for name, value in config.items() if name in ignored()}
+        dropped = ignored_fields(config)
         config = without(config, dropped)
         family = family_of(config, where)
         wrapped = is_wrapped(family, config)

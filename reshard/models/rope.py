@@ -8,6 +8,8 @@ import math
 from typing import Any
 
 from reshard.core.errors import ReshardError, listed
+from reshard.models.config_fields import ignore_hint
+from reshard.models.field_tables import ROPE_FIELDS
 from reshard.models.numerics_args import same_value
 
 # What Megatron's RotaryEmbedding._apply_scaling has as constants that nothing changes.
@@ -15,9 +17,6 @@ LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_m
 # Fields of MLATransformerConfig, with their defaults, that Megatron-LM has no flag for. The defaults are also
 # those of YaRN as published.
 MLA_YARN = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
-
-# The config's fields that say something about rotary embeddings.
-ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
 # What transformers reads of each type besides the base; all are numbers, but for the last.
 PARAMETERS = {
@@ -108,10 +107,14 @@ def megatron_rope(rope: dict[str, Any], latent: bool, where: str) -> dict[str, A
         key
         for key in rope
         if key not in ("rope_type", "rope_theta", "partial_rotary_factor", "finetuned", *PARAMETERS[name])
+        and not (key == "attn_factor" and same_value(rope[key], 1.0))
     ]
     if strange:
         values = listed((f"{key} = {rope[key]}"[:60] for key in strange), 3)
-        raise ReshardError(f"{where}: rope type {name!r:.60} has {values}, whose meaning is not known")
+        meaning = "which only vLLM reads" if strange == ["attn_factor"] else "whose meaning is not known"
+        raise ReshardError(
+            f"{where}: rope type {name!r:.60} has {values}, {meaning}; {ignore_hint(strange)} goes on without it"
+        )
     for key in NEEDED.get(name, ()):
         if rope.get(key) is None:
             raise ReshardError(f"{where}: rope type {name!r:.60} has no {key}")

@@ -23,9 +23,10 @@ from reshard.megatron.arguments import megatron_args
 from reshard.megatron.checkpoint import EMBEDDING, OUTPUT, placement_of_keys
 from reshard.megatron.parameters import expand
 from reshard.models.config_fields import ignored
+from reshard.models.field_tables import ROPE_FIELDS
 from reshard.models.model import Model
 from reshard.models.numerics_args import NUMERICS_ARGS, disagreements
-from reshard.models.rope import ROPE_FIELDS, inverse_frequencies
+from reshard.models.rope import inverse_frequencies
 from reshard.trainers.base import Trainer
 
 # Where a checkpoint's chunk would name its file.
