@@ -48,7 +48,7 @@ class Glm4MoeLite(Family):
         "multi_latent_attention": True, "group_query_attention": False, "qk_layernorm": True, "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True, "moe_router_load_balancing_type": "seq_aux_loss",
     }  # fmt: skip
-    hf = {"norm_topk_prob": True}
+    hf = {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # fmt: skip
     first_dense = "first_k_dense_replace"
     mlp_types = "mlp_layer_types"
     shared_experts = "n_shared_experts"

@@ -80,7 +80,7 @@ def test_the_config_is_the_one_of_the_command_line(variant, impl, no_cuda, monke
 
 @pytest.mark.parametrize(("variant", "layout"), [
     ("llama-rope-tied", dict(tp=2)), ("qwen2", dict(pp=2, vpp=2)), ("qwen3-moe-mixed", dict(tp=2, ep=2, etp=1)),
-    ("qwen3-tied", dict(pp=2, pipeline_model_parallel_layout="Ettt|tL")),
+    ("qwen3-tied", dict(pp=2, pipeline_model_parallel_layout="Ettt|tL")), ("glm-moe-dsa-shared", dict(pp=2, ep=2, etp=1)),
 ])  # fmt: skip
 def test_a_model_built_from_the_config_gives_the_logits_of_transformers(variant, layout, tmp_path):
     make(tmp_path / "hf", variant)

@@ -56,6 +56,17 @@ REFUSED = [
     ("deepseek-v3", {"model_type": "deepseek_v2"}, "model_type is 'deepseek_v2'"),
     ("deepseek-v3", {"head_dim": 16}, "head_dim != qk_rope_head_dim"),
     ("deepseek-v3", {"qk_head_dim": 16}, "qk_head_dim != qk_nope_head_dim"),
+    ("glm4-moe-lite", {"head_dim": 16}, "head_dim != qk_rope_head_dim"),
+    ("glm4-moe-lite", {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}, "mlp_layer_types, which transformers reads, says something else"),
+    # layers that share an indexer
+    ("glm-moe-dsa-shared", {"index_topk_freq": 3}, "indexer_types and index_topk_freq disagree"),
+    ("glm-moe-dsa-shared", {"index_topk_pattern": "FFSF"}, "indexer_types and index_topk_pattern disagree"),
+    ("glm-moe-dsa-shared", {"indexer_types": ["full"] * 3}, "indexer_types is .* which has no entry for each of 4 layers"),
+    ("glm-moe-dsa-shared", {"indexer_types": ["full"] * 3 + ["half"]}, "indexer_types has 'half', which is neither full nor shared"),
+    ("glm-moe-dsa", {"indexer_types": ["shared", "full", "full", "full"], "index_topk_freq": None}, "gives the first layer no indexer"),
+    ("glm-moe-dsa", {"indexer_types": None, "index_topk_pattern": "FSFF"}, "at no regular distance"),
+    ("glm-moe-dsa", {"indexer_types": None, "index_topk_freq": "two"}, "index_topk_freq is 'two'"),
+    ("deepseek-v32", {"q_lora_rank": None}, "has no field q_lora_rank"),
     # nonsense
     ("llama", {"hidden_size": None}, "has no field hidden_size"),
     ("llama", {"hidden_size": "big"}, "hidden_size is 'big', which is not a positive whole number"),

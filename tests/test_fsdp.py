@@ -20,6 +20,7 @@ CASES = [
     ("deepseek-v3-no-q-lora", {"replicate": 2, "shard": 2}, {"tp": 2}, 2, False),
     ("mixtral", {"shard": 3}, {"tp": 2}, 2, False),
     ("minimax-m2", {"replicate": 2, "shard": 2}, {"tp": 4}, 4, True),
+    ("glm-moe-dsa-shared", {"shard": 2}, {"tp": 2}, 2, False),
 ]
 BLOCKS = {"quantization": "fp8_per_block"}
 WIDEST = 256 * 384  # bytes of a row of blocks of the widest matrix that has parts of some

@@ -127,6 +127,15 @@ def test_a_checkpoint_of_one_layout_loads_at_another(variant, written, loaded, r
     assert compare(checkpoint(variant), tmp_path / "mcore", loaded, world_size=ranks) < TOLERANCE
 
 
+@pytest.mark.parametrize(("variant", "flag"), [
+    ("glm-moe-dsa-shared", "--dsa-indexer-topk 9"), ("deepseek-v32", "--dsa-indexer-rope-interleaved"),
+])  # fmt: skip
+def test_another_choice_of_tokens_shows_in_the_logits(variant, flag, checkpoint, tmp_path):
+    """Negative control of the above: the tokens that an indexer leaves out matter here."""
+    hf_to_mcore(checkpoint(variant), tmp_path / "mcore", transformer_impl="local")
+    assert compare(checkpoint(variant), tmp_path / "mcore", flag) > 20 * TOLERANCE
+
+
 def test_a_numbered_iteration_loads_as_that_iteration(checkpoint, tmp_path):
     hf_to_mcore(checkpoint("qwen3"), tmp_path / "mcore", transformer_impl="local", iteration=12)
     tokens = torch.randint(0, 1000, (1, 8))

@@ -1,6 +1,7 @@
 """Megatron's arguments of a model, and the model of arguments."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from reshard import (
 )
 from reshard.cli.main import cli
 from reshard.megatron.arguments import check_args, megatron_args, model_of_args
+from reshard.models.model import Model
 from tests.checkpoints import PLAIN_YARN, VARIANTS, config_of, model, with_config
 
 ANOTHER = {
@@ -118,3 +120,33 @@ def test_diff_names_the_fields_that_make_two_models_of_the_same_weights(checkpoi
         ended.value.code == 1
         and f"rms_norm_eps is 1e-06 in {source}, 0.1 in {other}" in capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("dsa_indexer_n_heads", 8), ("dsa_indexer_head_dim", 32), ("dsa_indexer_topk", 9), ("dsa_indexer_topk_freq", 3),
+    ("dsa_indexer_skip_topk_offset", 2), ("dsa_indexer_rope_interleaved", False), ("dsa_indexer_scoring_relu", False),
+    ("dsa_indexer_k_norm_epsilon", 1e-5), ("experimental_attention_variant", None),
+])  # fmt: skip
+def test_an_indexer_that_chooses_other_tokens_is_another_model(name, value):
+    made = model("glm-moe-dsa-shared")
+    args = megatron_args(made) | {"dsa_indexer_scoring_relu": True}
+    check_args(made, args, "args", "")
+    # One spelling of several, and what leaves the scores as they are.
+    check_args(
+        made, args | {"dsa_indexer_skip_topk_offset": 0, "dsa_indexer_rotate_activation": True}, "args", ""
+    )
+    with pytest.raises(ReshardError, match=f"{'dsa_indexer_topk_freq' if 'skip' in name else name} is"):
+        check_args(made, args | {name: value}, "args", "")
+
+
+def test_layers_that_share_an_indexer_are_those_of_glm_5_2():
+    lines = (Path(__file__).parent / "published_configs.jsonl").read_text().splitlines()
+    [config] = [entry["config"] for entry in map(json.loads, lines) if entry["name"] == "zai-org/GLM-5.2"]
+    by_types = Model.from_hf(config | {"index_topk_freq": None, "index_skip_topk_offset": None})
+    by_frequency = Model.from_hf(config | {"indexer_types": None})
+    args = megatron_args(by_types)
+    assert by_types.kinds == by_frequency.kinds and args == megatron_args(by_frequency)
+    assert (args["dsa_indexer_topk_freq"], args["dsa_indexer_skip_topk_offset"]) == (4, 3)
+    with_indexer = [layer for layer, kind in enumerate(by_types.kinds) if "indexer" in kind]
+    assert with_indexer == [0, 1, *range(2, 78, 4)] and "indexer" in by_types.mtp_kind
+    assert not {"dsa_indexer_topk_freq"} & megatron_args(model("glm-moe-dsa")).keys()

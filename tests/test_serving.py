@@ -22,6 +22,7 @@ CASES = [
     ("deepseek-v3", dict(dtype=torch.bfloat16, mtp=True), MegatronLayout(tp=2, pp=2, ep=2, etp=1), dict(tp=4)),
     ("glm4-moe", {}, MegatronLayout(tp=2), dict(tp=2, pp=2)),
     ("minimax-m2", {}, MegatronLayout(tp=2, ep=2, etp=1), dict(tp=4)),
+    ("glm-moe-dsa-shared", dict(dtype=torch.bfloat16), MegatronLayout(tp=2, ep=2, etp=1), dict(tp=4)),
 ]  # fmt: skip
 RESHARD = dict(load_format="reshard")
 WHOLE = RESHARD | dict(model_loader_extra_config={"whole_tensors": True})

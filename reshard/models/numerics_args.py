@@ -130,9 +130,10 @@ def _settled(args: Mapping[str, Any]) -> dict[str, Any]:
         if values.get("num_layers"):
             values["dsa_indexer_topk_freq"] = indexer_pattern(
                 int(values.get("dsa_indexer_topk_freq") or 1),
-                int(values.pop("dsa_indexer_skip_topk_offset", None) or 0),
+                int(values.get("dsa_indexer_skip_topk_offset") or 0),
                 int(values["num_layers"]),
             )
+            values["dsa_indexer_skip_topk_offset"] = 0  # it is in the pattern
     if values.get("multi_latent_attention") and "rotary_scaling_factor" in values:
         # YaRN is what Megatron takes where nothing is said; at a factor of 1 it is none.
         plain = values.get("rope_type") == "rope" or values["rotary_scaling_factor"] == 1
