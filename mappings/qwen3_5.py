@@ -101,6 +101,6 @@ class Qwen35(Family):
         return tuple(f"dense {attention}" for attention in attention_by_layer_types(config, where))
 
     def rope(self, config, where="config.json"):
-        """Of text all three sections of its positions are the same."""
+        """Leave out the sections of positions, which are the same for text."""
         settings = super().rope(config, where)
         return {name: value for name, value in settings.items() if not name.startswith("mrope_")}

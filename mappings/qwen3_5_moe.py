@@ -116,6 +116,6 @@ class Qwen35Moe(Family):
         return tuple(f"moe {attention}" for attention in attention_by_layer_types(config, where))
 
     def rope(self, config, where="config.json"):
-        """Of text all three sections of its positions are the same."""
+        """Leave out the sections of positions, which are the same for text."""
         settings = super().rope(config, where)
         return {name: value for name, value in settings.items() if not name.startswith("mrope_")}

@@ -109,6 +109,8 @@ MISTAKES = {
     "a config row too short": ({"config": (("hidden_size", "hidden_size", "="),)}, "config, hidden_size: a row has 4 columns"),
     "a symbol of no field": ({"symbols": BASE.symbols | {"X": "hiden_size"}}, "symbols, X: no row of config has a field 'hiden_size'"),
     "a letter of no symbol": ({"layer": ((ROW[0], "NX*D H", *ROW[2:]),)}, "layer, input_layernorm.weight: the shape 'NX[*]D H'"),
+    "brackets": ({"layer": (("q_proj.weight[0:D of 2*D]", *ROW[1:]),)}, "layer, q_proj.weight.0:D of 2.D.: brackets hold"),
+    "a letter in brackets": ({"layer": (("q_proj.weight[0:X in 2*D]", *ROW[1:]),)}, "layer, q_proj.weight.*: the part of a tensor has a letter 'X'"),
     "a row too short": ({"layer": (ROW[:5],)}, "layer, input_layernorm.weight: a row has 6 columns"),
     "always, and a condition": ({"layer": ((*ROW[:5], "dense, always"),)}, "layer, input_layernorm.weight: 'dense, always' says"),
     "a mark": ({"layer": ((*ROW, "fp16"),)}, "no mark is called 'fp16'"),

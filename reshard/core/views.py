@@ -33,8 +33,8 @@ _SELECTION = re.compile(r"(?P<start>\d+)(?::(?P<stop>\d+)(?: in (?P<period>\d+))
 
 
 class Selection(NamedTuple):
-    """What a view takes of one dim: `length` from `start` on, of every `period` where that is not 0; all of it
-    where `length` is 0. The view has no such dim where it `drops` it."""
+    """A view's part of one dim: `length` from `start` on, of every `period` where that is not 0; all of it where
+    `length` is 0. The view has no such dim where it `drops` it."""
 
     start: int = 0
     length: int = 0

@@ -82,13 +82,13 @@ def _wrong_width(table: str, row: Sequence[Any], columns: Sequence[str]) -> Iter
 
 def _wrong_cells(table: str, row: Sequence[str], symbols: Collection[str]) -> Iterator[str]:
     name, shape, when = row[0], row[1], row[5]
+    if "[" in name and not BRACKETS.fullmatch(name):
+        yield f"{table}, {name}: brackets hold an index, ':', 'a:b' or 'a:b in n' for each dim, with commas between"
     letters = {"the shape " + repr(shape): shape, "the part of a tensor": name.partition("[")[2]}
     for cell, text in letters.items():
         words = re.findall(r"[A-Za-z]+", text.replace("{expert}", "").replace(" in ", " "))
         unknown = [word for word in words if word not in symbols]
         if unknown and table != "mtp":  # a family without such layers has no symbols for them
             yield f"{table}, {name}: {cell} has a letter {unknown[0]!r} that symbols does not have"
-    if "[" in name and not BRACKETS.fullmatch(name):
-        yield f"{table}, {name}: brackets hold an index, ':', 'a:b' or 'a:b in n' for each dim, with commas between"
     if ALWAYS in words_of(when) and len(words_of(when)) > 1:
         yield f"{table}, {name}: {when!r} says always, and a condition"

@@ -81,14 +81,7 @@ class MegatronSource(Source):
                 f"{directory} does not hold every element of the model's tensors: {error}"
             ) from error
         self.transfers = self.plan.by_canonical_tensor()
-        self.tensors = {}
-        for name, transfers in self.transfers.items():
-            dtypes = {self.checkpoint.keys[t.src[0]].dtype.name for t in transfers}
-            if len(dtypes) > 1:
-                raise ReshardError(
-                    f"{directory}: {name} lies in chunks of different dtypes: {listed(sorted(dtypes))}"
-                )
-            self.tensors[name] = TensorInfo(self.mapping.shapes[name], DTYPES[dtypes.pop()])
+        self.tensors = {name: self._info(name) for name in self.transfers}
         self.copies = {
             n: p for n, p in self.mapping.copies.items() if n not in self.mapping.optional or n in recorded
         }
@@ -150,6 +143,15 @@ class MegatronSource(Source):
                 f"--hf-config with the model's config.json{hint}"
             )
         return model_of_args(args, where, family), "args"
+
+    def _info(self, name: str) -> TensorInfo:
+        """Return shape and dtype of a tensor. Raises ReshardError where its chunks have different dtypes."""
+        dtypes = {self.checkpoint.keys[transfer.src[0]].dtype.name for transfer in self.transfers[name]}
+        if len(dtypes) > 1:
+            raise ReshardError(
+                f"{self.checkpoint.directory}: {name} lies in chunks of different dtypes: {listed(sorted(dtypes))}"
+            )
+        return TensorInfo(self.mapping.shapes[name], DTYPES[dtypes.pop()])
 
     def _towers(self) -> tuple[Path, dict[str, safetensors.Tensor]]:
         """Return the tensors around the language model, and the directory of their files: the checkpoint's ``hf/``, or

@@ -1,0 +1,85 @@
+"""Parts of stored tensors, held against numpy's indexing."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis.strategies import composite, integers, lists, sampled_from
+
+from reshard import ReshardError
+from reshard.core.views import View, tensor_of, tensor_shapes
+
+
+def by_numpy(tensor: np.ndarray, selections: list[str]) -> np.ndarray:
+    """The elements that the text of brackets takes, dim by dim."""
+    for dim, text in reversed(list(enumerate(selections))):
+        if text == ":":
+            continue
+        bounds, _, period = text.partition(" in ")
+        if ":" not in bounds:
+            tensor = tensor.take(int(bounds), axis=dim)
+            continue
+        start, stop = map(int, bounds.split(":"))
+        every = int(period or tensor.shape[dim])
+        taken = [first + i for first in range(0, tensor.shape[dim], every) for i in range(start, stop)]
+        tensor = tensor.take(taken, axis=dim)
+    return tensor
+
+
+@composite
+def views(draw):
+    shape, selections = [], []
+    for _ in range(draw(integers(1, 3))):
+        kind = draw(sampled_from([":", "index", "run", "runs"]))
+        size = draw(integers(1, 6))
+        start, length = draw(integers(0, 3)), draw(integers(1, 3))
+        if kind == ":":
+            selections.append(":")
+        elif kind == "index":
+            selections.append(str(draw(integers(0, size - 1))))
+        elif kind == "run":
+            size = start + length + draw(integers(0, 2))
+            selections.append(f"{start}:{start + length}")
+        else:
+            period = start + length + draw(integers(0, 2))
+            size = period * draw(integers(1, 3))
+            selections.append(f"{start}:{start + length} in {period}")
+        shape.append(size)
+    return shape + draw(lists(integers(1, 4), max_size=2)), selections
+
+
+@given(views())
+def test_the_pieces_of_a_view_are_its_elements_in_order(case):
+    shape, selections = case
+    tensor = np.arange(np.prod(shape)).reshape(shape)
+    view = View.parse(f"t[{', '.join(selections)}]")
+    flat = tensor.reshape(-1)
+    pieces = [flat[piece.start : piece.start + piece.length] for piece in view.pieces(tuple(shape))]
+    expected = by_numpy(tensor, selections)
+    assert np.array_equal(np.concatenate(pieces), expected.reshape(-1))
+    assert all(a >= b for a, b in zip(shape, view.tensor_shape(expected.shape), strict=True))
+
+
+def test_views_give_the_shape_of_the_tensor_that_they_cover():
+    experts = {f"e[{i}, {part}:{part + 4}]": (4, 6) for i in range(3) for part in (0, 4)}
+    gated = {"q[0:2 in 4]": (6, 5), "q[2:4 in 4]": (6, 5)}
+    assert tensor_shapes({"first": (2,)} | experts | gated) == {"first": (2,), "e": (3, 8, 6), "q": (12, 5)}
+    assert tensor_of("e[3, 0:4]") == "e" and tensor_of("first") == "first"
+
+
+@pytest.mark.parametrize(("shapes", "sentence"), [
+    ({"q[0:2 in 4]": (6, 5)}, "do not have every element"),
+    ({"q[0:2 in 4]": (6, 5), "q[1:3 in 4]": (6, 5)}, "two of its views have the same elements"),
+    ({"e[0]": (3,), "e[2]": (3,)}, "take some indexes of"),
+    ({"q[0:3]": (4,)}, "a view of shape .4. cannot be"),
+])  # fmt: skip
+def test_views_that_do_not_cover_a_tensor_once_are_refused_by_its_name(shapes, sentence):
+    with pytest.raises(ReshardError, match=rf"^{next(iter(shapes))[0]}: .*{sentence}"):
+        tensor_shapes(shapes)
+
+
+@pytest.mark.parametrize(
+    "name", ["q[0:2 of 4]", "q[]", "q[2:1]", "q[0:5 in 4]", "q[0:2", "q[0:2].T", "q[-1]"]
+)
+def test_brackets_that_say_nothing_are_an_error(name):
+    with pytest.raises(ValueError):
+        View.parse(name)
