@@ -2,7 +2,7 @@
 own code.
 
     python -m benchmarks.storage.transformer_engine make DIR      anywhere: small checkpoints of every variant, converted
-    python -m benchmarks.storage.transformer_engine run DIR       on a GPU with megatron-core and Transformer Engine
+    python -m benchmarks.storage.transformer_engine run DIR [VARIANT ...]  on a GPU with megatron-core and Transformer Engine
 
 `run` compares, for each variant: the keys that the model asks for with those of the checkpoint, and the
 logits with those of transformers, both in bf16, next to transformers' own bf16 error.
@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 QUIET = """--micro-batch-size 1 --no-load-optim --no-load-rng --attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion
 --no-masked-softmax-fusion --attention-backend unfused --no-rope-fusion""".split()
@@ -22,7 +23,7 @@ QUIET = """--micro-batch-size 1 --no-load-optim --no-load-rng --attention-dropou
 def make(folder: Path) -> None:
     import torch
 
-    from reshard import MegatronLayout, hf_to_mcore
+    from reshard import MegatronLayout, hf_to_mcore, inspect
     from tests.checkpoints import VARIANTS
     from tests.checkpoints import make as make_checkpoint
 
@@ -30,15 +31,12 @@ def make(folder: Path) -> None:
         source = folder / variant / "hf"
         source.mkdir(parents=True)
         make_checkpoint(source, variant, dtype=torch.bfloat16, mtp=variant == "deepseek-v3")
-        layout = (
-            MegatronLayout(tp=2, pp=2, ep=2, etp=1)
-            if ("moe" in variant or "deepseek" in variant)
-            else MegatronLayout(tp=2, pp=2)
-        )
+        experts = inspect(source).experts
+        layout = MegatronLayout(tp=2, pp=2, ep=2, etp=1) if experts else MegatronLayout(tp=2, pp=2)
         hf_to_mcore(source, folder / variant / "mcore", layout)
 
 
-def run(folder: Path) -> None:
+def run(folder: Path, *only: str) -> None:
     import torch
 
     os.environ.update(
@@ -64,7 +62,7 @@ def run(folder: Path) -> None:
         transformer_engine.__version__,
     )
     results = {}
-    for variant in sorted(p.name for p in folder.iterdir() if (p / "mcore").is_dir()):
+    for variant in only or sorted(p.name for p in folder.iterdir() if (p / "mcore").is_dir()):
         try:
             results[variant] = check(folder / variant / "hf", folder / variant / "mcore")
         except (Exception, torch.distributed.checkpoint.api.CheckpointException) as error:
@@ -83,6 +81,8 @@ def check(source: Path, directory: Path) -> dict:
     from megatron.training.checkpointing import load_checkpoint
     from transformers import AutoModelForCausalLM
 
+    from reshard.storage.sources.opening import read_model
+
     parallel = ("--tensor-model", "--pipeline-model", "--expert-")
     lines = [
         line
@@ -91,7 +91,8 @@ def check(source: Path, directory: Path) -> dict:
     ]
     from megatron.training import get_args
 
-    [model], args = megatron_from_flags(" ".join(lines).split()), get_args()
+    family = read_model(str(source)).family
+    [model], args = megatron_from_flags(" ".join(lines).split(), family), get_args()
     asked, objects = set(), set()
     for value in nested_values(model.module.sharded_state_dict()):
         for item in value.build() if isinstance(value, ShardedTensorFactory) else [value]:
@@ -127,13 +128,12 @@ def check(source: Path, directory: Path) -> dict:
     return result
 
 
-def megatron_from_flags(flags: list[str]) -> list:
+def megatron_from_flags(flags: list[str], family: Any = None) -> list:
     """The chunks of this rank, in bf16 on the GPU built and wrapped as Megatron-LM does from its command
-    line."""
+    line, with the layers of its own that a `family` names."""
     import megatron.core.parallel_state as mpu
     import torch
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
     from megatron.core.num_microbatches_calculator import (
         init_num_microbatches_calculator,
         unset_num_microbatches_calculator,
@@ -142,6 +142,9 @@ def megatron_from_flags(flags: list[str]) -> list:
     from megatron.core.transformer.module import Float16Module
     from megatron.training import global_vars
     from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+
+    from reshard.megatron.specs import layer_specs
+    from reshard.models.family import families
 
     sys.argv = ["pretrain_gpt.py", *flags, *QUIET]
     with contextlib.redirect_stdout(io.StringIO()):
@@ -164,12 +167,7 @@ def megatron_from_flags(flags: list[str]) -> list:
     models = []
     for stage in range(chunks):
         vp_stage = stage if chunks > 1 else None
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-        mtp = (
-            get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True, vp_stage=vp_stage)
-            if config.mtp_num_layers
-            else None
-        )
+        spec, mtp = layer_specs(family or families()["llama"], config, "transformer_engine", vp_stage)
         which = {"ignore_virtual": False, "vp_stage": vp_stage} if chunks > 1 else {}
         model = GPTModel(
             config,
@@ -192,4 +190,4 @@ def megatron_from_flags(flags: list[str]) -> list:
 
 
 if __name__ == "__main__":
-    {"make": make, "run": run}[sys.argv[1]](Path(sys.argv[2]))
+    {"make": make, "run": run}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
