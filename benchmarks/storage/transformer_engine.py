@@ -180,6 +180,7 @@ def megatron_from_flags(flags: list[str], family: Any = None) -> list:
             share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
             position_embedding_type=args.position_embedding_type,
             rotary_base=args.rotary_base,
+            rotary_percent=args.rotary_percent,
             rope_scaling=args.use_rope_scaling,
             rope_scaling_factor=args.rope_scaling_factor,
             mtp_block_spec=mtp,
