@@ -51,13 +51,9 @@ def test_a_converted_model_passes_at_any_layout(variant, written, loaded, megatr
     assert report["overall"]["max_abs"] < 1e-4 and report["overall"]["mean_abs"] < 1e-6
     assert report["overall"]["argmax_agreement"] == 1.0 and report["overall"]["kl"] < 1e-7
     if VARIANTS[variant].model_type not in ("llama", "qwen2", "qwen3"):
-        layers = {
-            "qwen3-moe-mixed": 3,
-            "qwen3-moe-step": 2,
-            "deepseek-v3": 3,
-            "deepseek-v3-no-q-lora": 3,
-            "glm4-moe": 3,
-        }.get(variant, 4)
+        config = VARIANTS[variant].to_dict()
+        dense = config.get("first_k_dense_replace", 0)
+        layers = {"qwen3-moe-mixed": 3, "qwen3-moe-step": 2}.get(variant, 4 - dense)
         assert report["routing"]["choices"] == layers * 80 and report["routing"]["differing"] == 0
     else:
         assert report["routing"] is None
