@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from math import lcm, prod
 from typing import Any
@@ -132,19 +132,11 @@ def plan_refit(
     shards = _TrainerShards(parameters, Ranks(model, trainer, ranks_per_stage))
     traffic = _Traffic(trainer_ranks if colocated else trainer_ranks + engine_ranks, gpus_per_host)
     forecasts: list[RankForecast] = []
-    unserved = {name for _, name in published_tensors(model)}
-    for done, rank in enumerate(planned, 1):
+    for rank, placement in _placements(model, engine, planned, itemsize):
         gpu = rank if colocated else trainer_ranks + rank
-        placement = vllm_placement(model, engine.rank(model, rank))
-        unserved.difference_update(placement.shapes)
-        _check_bytes(placement, itemsize, rank)
         forecasts.append(_plan_rank(rank, gpu, placement, shards, traffic, widths, engine.tp))
         if progress is not None:
-            progress(done, len(planned))
-    if unserved and len(planned) == engine_ranks:
-        raise ReshardError(
-            f"no rank of the engine holds {len(unserved)} of the model's tensors: {listed(unserved)}"
-        )
+            progress(len(forecasts), len(planned))
     data_parallel = f"DP{ranks_per_stage // (trainer.tp * cp)}" + f" CP{cp}" * (cp > 1)
     return Forecast(
         model=f"{model.family.name} ({model.num_layers} layers)",
@@ -163,6 +155,23 @@ def plan_refit(
         wire_seconds=traffic.seconds(link_rate, network_rate),
         memory_seconds=2 * max(rank.local_bytes for rank in forecasts) / memory_rate,
     )
+
+
+def _placements(
+    model: Model, engine: VllmLayout, planned: list[int], itemsize: int
+) -> Iterator[tuple[int, Placement]]:
+    """Yield inference ranks with what each holds. Raises ReshardError, after the last of all, for tensors that
+    no rank holds."""
+    unserved = {name for _, name in published_tensors(model)}
+    for rank in planned:
+        placement = vllm_placement(model, engine.rank(model, rank))
+        unserved.difference_update(placement.shapes)
+        _check_bytes(placement, itemsize, rank)
+        yield rank, placement
+    if unserved and len(planned) == engine.world_size:
+        raise ReshardError(
+            f"no rank of the engine holds {len(unserved)} of the model's tensors: {listed(unserved)}"
+        )
 
 
 def _check_colocated(colocated: bool | None, trainer_ranks: int, engine_ranks: int) -> bool:

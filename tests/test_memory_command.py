@@ -1,7 +1,6 @@
 """`reshard memory`: the command, the search for a layout, the phases of an RL step."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -9,10 +8,10 @@ from click.testing import CliRunner
 import reshard
 from reshard import MegatronLayout, ReshardError, VllmLayout
 from reshard.cli.main import cli
-from reshard.mappings.qwen3_moe import Qwen3Moe
 from reshard.memory.activations import uncounted
 from reshard.memory.estimate import estimate_memory
 from reshard.memory.phases import EngineSetup, Phase
+from tests.checkpoints import model
 from tests.test_memory_measured import GIB, QWEN, of
 from tests.test_published import PUBLISHED
 
@@ -95,20 +94,18 @@ def test_what_cannot_be_is_one_sentence(configs, arguments, code, said):
     assert found[0] == code and said in found[1]
 
 
-def test_activations_of_modules_that_are_not_counted_are_named():
-    """Every published config of today's families is counted; a layer with an indexer besides is not."""
-    assert {name: uncounted(of(name)) for name in ("Qwen3-30B-A3B", "Llama-3.1-70B", "DeepSeek-V3")} == {
-        "Qwen3-30B-A3B": [], "Llama-3.1-70B": [], "DeepSeek-V3": [],
-    }  # fmt: skip
+@pytest.mark.parametrize(("variant", "modules"), [
+    ("deepseek-v32", "core_attention.indexer.k_norm, "), ("qwen3-next", "A_log, conv1d, dt_bias, in_proj and "),
+])  # fmt: skip
+def test_activations_of_modules_that_are_not_counted_are_named(variant, modules):
+    [note] = uncounted(model(variant))
+    assert f"what layers keep for {modules}" in note
+    assert note in estimate_memory(model(variant)).notes
 
-    class WithIndexer(Qwen3Moe):
-        layer = (
-            *Qwen3Moe.layer,
-            ("self_attn.indexer.wk.weight", "D H", "self_attention.core_attention.indexer.linear_wk.weight", "plain", "-", "always"),
-        )  # fmt: skip
 
-    report = estimate_memory(replace(of("Qwen3-30B-A3B"), family=WithIndexer()), MegatronLayout(ep=8))
-    assert any("keep for core_attention.indexer.linear_wk is not counted" in note for note in report.notes)
+def test_activations_of_most_families_are_all_counted():
+    names = ("Llama-3.1-70B", "Qwen2.5-7B", "Qwen3-30B-A3B", "DeepSeek-V3", "GLM-4.5", "Moonlight-16B-A3B")
+    assert not any(uncounted(of(name)) for name in names)
 
 
 def test_a_sequence_that_tp_does_not_divide_names_what_does(configs):

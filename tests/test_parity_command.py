@@ -1,14 +1,17 @@
 """`reshard parity`: prompts, exit codes, what it prints and the page that it writes."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from reshard import ReshardError, hf_to_mcore
 from reshard.cli.main import cli
 from reshard.parity.prompts import check_prompts, random_prompts, read_prompts, tokenizer_of
+from reshard.parity.systems.huggingface import HuggingFace
 from tests.checkpoints import make
 from tests.html_pages import Parsed, assert_stands_alone
 from tests.parity_runs import parity_command, with_tokenizer
@@ -47,6 +50,25 @@ def test_the_command_exits_0_within_the_limits(megatron_of):
     )
     limits = "limits: max_abs <= 0.001, mean_abs <= 0.0001, token_mult_prob_error <= 1.0001, kl <= 1e-06"
     assert lines[-2:] == [limits, "A and B hold the same model: every figure is within its limit"]
+
+
+def test_a_directory_that_lacks_weights_is_refused_before_they_are_drawn_at_random(checkpoint, tmp_path):
+    whole = checkpoint("qwen3")
+    broken = tmp_path / "broken"
+    shutil.copytree(whole, broken)
+    file = broken / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(
+        ReshardError, match=r"transformers finds no model\.layers\.1\.mlp\.up_proj\.weight in"
+    ):
+        _ = HuggingFace(broken, "fp32").module
+    with file.open("r+b") as stream:
+        stream.truncate(file.stat().st_size // 2)
+    with pytest.raises(ReshardError, match="transformers cannot load .*broken: .*header"):
+        _ = HuggingFace(broken, "fp32").module
+    assert HuggingFace(whole, "fp32").module.config.model_type == "qwen3"
 
 
 def test_text_prompts_use_the_tokenizer_that_both_have(megatron_of, tmp_path):

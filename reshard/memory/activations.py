@@ -29,8 +29,8 @@ COUNTED = (
     "input_layernorm", "pre_mlp_layernorm", "self_attention.linear_qkv", "self_attention.linear_proj",
     "self_attention.linear_q_proj", "self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj",
     "self_attention.linear_kv_down_proj", "self_attention.linear_kv_up_proj", "self_attention.q_layernorm",
-    "self_attention.k_layernorm", "mlp.linear_fc1", "mlp.linear_fc2", "mlp.router", "mlp.experts",
-    "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2",
+    "self_attention.k_layernorm", "self_attention.kv_layernorm", "mlp.linear_fc1", "mlp.linear_fc2",
+    "mlp.router", "mlp.experts", "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2",
 )  # fmt: skip
 UNCOUNTED_ARGS = ("attention_output_gate", "experimental_attention_variant", "window_size")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.extras import importing
@@ -47,11 +48,12 @@ class HuggingFace(ForwardSystem):
             module, loading_info = model_class.from_pretrained(
                 self.path, attn_implementation="eager", output_loading_info=True, **options
             )
-        except (ImportError, OSError, ValueError, RuntimeError) as error:
+        except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ReshardError(f"transformers cannot load {self.path}: {first_line(error)}") from error
-        if self._compressed() and loading_info["missing_keys"]:
+        if loading_info["missing_keys"]:  # transformers would draw them at random
             missing = listed(sorted(loading_info["missing_keys"]), 3)
-            raise ReshardError(f"transformers cannot dequantize {missing} of {self.path}")
+            problem = f"cannot dequantize {missing} of" if self._compressed() else f"finds no {missing} in"
+            raise ReshardError(f"transformers {problem} {self.path}")
         return (module.float() if wide else module).eval().to(device())
 
     def _compressed(self) -> bool:
