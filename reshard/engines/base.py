@@ -11,6 +11,9 @@ What a new engine has to give, if it serves weights as they were loaded:
 - `guard`: a `reshard.engines.guard.Guard`, on which the engine's serving path calls
   ``check_ready()`` before each run of the model, also before the first refit.
 
+Many loaders skip names that they do not know. So that no tensor is passed over, an engine calls
+`reshard.engines.accounts.account_for` when it is made.
+
 The rest has defaults. An engine overrides them as far as it moves its tensors (`refresh_regions`),
 quantizes plain weights when they have arrived (`scales`, `staged_rounds`, `process_round`,
 `mismatches`), derives tensors from the weights (`update_derived`, `stale_derived`), or can do
