@@ -1,5 +1,7 @@
 """Parts of stored tensors, held against numpy's indexing."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,6 +9,7 @@ from hypothesis.strategies import composite, integers, lists, sampled_from
 
 from reshard import ReshardError
 from reshard.core.views import View, tensor_of, tensor_shapes
+from reshard.storage.io.streams import strips_of_view
 
 
 def by_numpy(tensor: np.ndarray, selections: list[str]) -> np.ndarray:
@@ -83,3 +86,9 @@ def test_views_that_do_not_cover_a_tensor_once_are_refused_by_its_name(shapes, s
 def test_brackets_that_say_nothing_are_an_error(name):
     with pytest.raises(ValueError):
         View.parse(name)
+
+
+def test_a_view_of_some_columns_has_no_strips():
+    """Strips of whole rows would leave what is read unfilled."""
+    with pytest.raises(ReshardError, match="takes some columns"):
+        strips_of_view("w[1, :, 0:1 in 2]", (2, 3, 4), Path("file"), 0, 2)

@@ -80,7 +80,9 @@ def strips_of_view(
     view, row, strips = View.parse(name), 0, list[Strip]()
     columns = prod(tensor_shape[view.row_dim + 1 :])
     for piece in view.pieces(tensor_shape):
-        rows = piece.length // columns
+        rows, rest = divmod(piece.length, columns)
+        if rest:
+            raise ReshardError(f"{path}: {name} takes some columns of rows, which has no strips")
         offset = tensor_offset + piece.start * itemsize
         strips.append(Strip(row, row + rows, 0, columns, path, offset, columns))
         row += rows
