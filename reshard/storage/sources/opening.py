@@ -14,6 +14,9 @@ from reshard.storage.sources.megatron import MegatronSource
 from reshard.storage.sources.paths import ITERATION, check_config, locate
 
 
+EXPECTED = "give the directory of a Hugging Face or a Megatron checkpoint"
+
+
 def open_source(
     path: Path,
     hf_config: Path | None = None,
@@ -27,11 +30,13 @@ def open_source(
     if not path.exists():
         is_hub_id = not path.is_absolute() and str(path).count("/") == 1 and not path.parent.exists()
         hint = (
-            ": a hub id is taken by hf-to-mcore, inspect, diff, parity, plan and memory" if is_hub_id else ""
+            "a hub id is taken by hf-to-mcore, inspect, diff, parity, plan and memory"
+            if is_hub_id
+            else EXPECTED
         )
-        raise ReshardError(f"{path} does not exist{hint}")
+        raise ReshardError(f"{path} does not exist: {hint}")
     if not path.is_dir():
-        raise ReshardError(f"{path} is not a directory")
+        raise ReshardError(f"{path} is not a directory: {EXPECTED}")
     if locate(path) is not None:
         return MegatronSource(path, hf_config, family)
     check_huggingface(path)
