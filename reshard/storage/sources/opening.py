@@ -13,7 +13,6 @@ from reshard.storage.sources.huggingface import HuggingFaceSource
 from reshard.storage.sources.megatron import MegatronSource
 from reshard.storage.sources.paths import ITERATION, check_config, locate
 
-
 EXPECTED = "give the directory of a Hugging Face or a Megatron checkpoint"
 
 
