@@ -401,7 +401,7 @@ def test_an_error_in_progress_stops_the_workers():
         run_jobs(
             {str(i): 1 for i in range(1000)}, lambda name: done.append(name) or time.sleep(0.01), 8, progress
         )
-    assert len(done) < 200
+    assert len(done) < 300  # the batches that had begun, and no more
 
 
 def test_an_interrupt_while_workers_end_waits_for_them_all_the_same():

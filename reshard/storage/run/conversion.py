@@ -1,7 +1,6 @@
 """One way through a conversion: meet, create the files, stream every tensor, sync, read again what
 an earlier run had written, and publish."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +9,6 @@ from reshard.storage.io.files import OpenFiles
 from reshard.storage.run.job import ConversionJob
 from reshard.storage.run.share import Share, ShareResult
 from reshard.storage.run.workdir import fingerprint
-from reshard.storage.run.workers import BackgroundCall
 
 
 @dataclass
@@ -29,16 +27,13 @@ def run_conversion(job: ConversionJob, settings: dict[str, Any]) -> Outcome:
 
     Raises ReshardError. What can be resumed is left for that, all else is removed.
     """
-    making_slow_files = (
-        BackgroundCall(job.destination.slow_files) if job.destination.has_slow_files else nullcontext()
-    )
-    with making_slow_files as slow_files:
-        return _Run(job, slow_files).run(settings)
+    return _Run(job).run(settings)
 
 
 class _Run:
-    def __init__(self, job: ConversionJob, slow_files: BackgroundCall | None) -> None:
-        self.job, self.slow_files = job, slow_files
+    def __init__(self, job: ConversionJob) -> None:
+        self.job = job
+        self.slow_files: dict[str, bytes] | None = None
 
     def run(self, settings: dict[str, Any]) -> Outcome:
         job, team = self.job, self.job.team
@@ -60,7 +55,6 @@ class _Run:
                 stored_name: checksum
                 for result in results
                 for stored_name, checksum in result.checksums.items()
-                if checksum != "-"
             }
             team.conclude(lambda: self._publish(checksums))
             published = True
@@ -107,8 +101,9 @@ class _Run:
         return results, resumed
 
     def _write_shares(self, files: OpenFiles, to_rewrite: frozenset[str] = frozenset()) -> list[ShareResult]:
-        background_calls = [self.slow_files] if self.slow_files is not None else []
-        answers = self.job.team.together(lambda: Share(self.job).write(files, to_rewrite, background_calls))
+        share = Share(self.job, self.slow_files)
+        answers = self.job.team.together(lambda: share.write(files, to_rewrite))
+        self.slow_files = share.slow_files
         return [ShareResult(*answer) for answer in answers]
 
     def _changed_tensors(self, results: list[ShareResult]) -> frozenset[str]:
@@ -132,9 +127,8 @@ class _Run:
         job = self.job
         with job.source.unchanged():
             self._check_copies(checksums)
-            slow_files = None if self.slow_files is None else self.slow_files.result()
             job.destination.finish(
-                job.workdir, job.manifest_fields(), checksums, job.options.sync, slow_files
+                job.workdir, job.manifest_fields(), checksums, job.options.sync, self.slow_files
             )
         job.workdir.publish(job.options.sync)
 

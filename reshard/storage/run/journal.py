@@ -32,8 +32,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Done(NamedTuple):
-    """A finished tensor: the checksum of its bytes (``-`` where another process has it), and how
-    many numbers overflowed."""
+    """A finished tensor: the checksum of its bytes, and how many numbers overflowed."""
 
     checksum: str
     overflowed: int

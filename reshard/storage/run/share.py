@@ -1,7 +1,7 @@
 """One process's share of a conversion: the files that it writes whole, as far as its journal has
 them not already."""
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from reshard.core.errors import ReshardError
@@ -11,7 +11,7 @@ from reshard.storage.io.sync import EarlySync, NoSync
 from reshard.storage.run.job import ConversionJob
 from reshard.storage.run.journal import Done, Journal
 from reshard.storage.run.tensor_copy import TensorCopy
-from reshard.storage.run.workers import BackgroundCall, Workers, run_jobs
+from reshard.storage.run.workers import Workers, run_jobs
 from reshard.storage.sources.verify import checksum_of
 
 
@@ -25,11 +25,20 @@ class ShareResult(NamedTuple):
     resumed: list[str]
 
 
-class Share:
-    """The files of a conversion that this process writes."""
+# Jobs beside those of the tensors, whose names cannot be these.
+FRAMES, SLOW_FILES = "\0frames", "\0slow files"
 
-    def __init__(self, job: ConversionJob) -> None:
+
+class Share:
+    """The files of a conversion that this process writes.
+
+    `slow_files` are the destination's once they are made; `write` makes them where they are wanted
+    and not there.
+    """
+
+    def __init__(self, job: ConversionJob, slow_files: dict[str, bytes] | None = None) -> None:
         self.job, self.root = job, job.workdir.tree
+        self.slow_files = slow_files
         self.file_names = files_of_process(job.destination.sizes, job.team.process, job.team.size)
         self.paths = {name: self.root / name for name in sorted(self.file_names)}
         self.names, self.hashed = job.tensors_in(self.file_names)
@@ -37,18 +46,15 @@ class Share:
             stored_name for name in self.names for stored_name in job.quantized.stored_names(name)
         ]
 
-    def write(
-        self, files: OpenFiles, to_rewrite: frozenset[str], background_calls: list[BackgroundCall]
-    ) -> ShareResult:
+    def write(self, files: OpenFiles, to_rewrite: frozenset[str]) -> ShareResult:
         """Write what the journal does not have as done; `to_rewrite` stored tensors are written again.
 
-        `background_calls` are calls whose results are taken as they come. Raises ReshardError where the
-        source changes meanwhile.
+        Raises ReshardError where the source changes meanwhile.
         """
         with self.job.source.unchanged():
             journal = self._journal()
             try:
-                return self._write(files, journal, to_rewrite, background_calls)
+                return self._write(files, journal, to_rewrite)
             finally:
                 journal.close()
 
@@ -62,13 +68,7 @@ class Share:
         path = job.workdir.path / f"journal-{job.team.process}"
         return Journal(path, self.root, sizes, files_of_parts, job.options.sync)
 
-    def _write(
-        self,
-        files: OpenFiles,
-        journal: Journal,
-        to_rewrite: frozenset[str],
-        background_calls: list[BackgroundCall],
-    ) -> ShareResult:
+    def _write(self, files: OpenFiles, journal: Journal, to_rewrite: frozenset[str]) -> ShareResult:
         job = self.job
         journal.unfinish(to_rewrite & set(self.stored_names))
         journal.create(self.paths)
@@ -78,7 +78,7 @@ class Share:
         todo = [
             name for name in self.names if any(p not in finished for p in job.quantized.stored_names(name))
         ]
-        self._write_tensors(todo, files, journal, finished, background_calls)
+        self._write_tensors(todo, files, journal, finished)
         return ShareResult(
             {
                 stored_name: finished[stored_name].checksum
@@ -94,70 +94,75 @@ class Share:
         )
 
     def _write_tensors(
-        self,
-        todo: list[str],
-        files: OpenFiles,
-        journal: Journal,
-        finished: dict[str, Done],
-        background_calls: list[BackgroundCall],
+        self, todo: list[str], files: OpenFiles, journal: Journal, finished: dict[str, Done]
     ) -> None:
-        """Write tensors and all that stands around them in this share's files; what is done goes to
-        `finished`."""
+        """Write tensors and all that stands around them in this share's files, and close them; what
+        is done goes to `finished`."""
         job, paths = self.job, list(self.paths.values())
         sizes = {name: job.tensors[name].size_bytes for name in todo}
         total = sum(job.tensors[name].size_bytes for name in self.names)
         done = total - sum(sizes.values())
+        report_progress = job.options.progress or (lambda done, total: None)
+        calls = self._calls(files)
+        # Workers are forked before the thread that syncs is there.
+        with Workers(
+            self._job_by_name(files, calls),
+            dict.fromkeys(calls, 0) | sizes,
+            job.options.workers,
+            lambda name: {name} if name in calls else self.file_names.intersection(job.files_of(name)),
+        ) as workers:
+            with (EarlySync if job.options.sync else NoSync)(files, paths, journal) as sync:
+                report_progress(done, total)
+                for completed in workers.completed():
+                    for name, result in completed:
+                        if name == SLOW_FILES:
+                            self.slow_files = result
+                        if name in calls:
+                            continue
+                        finished.update(result)
+                        for item in result.items():
+                            sync.written(item)
+                        done += sizes[name]
+                        report_progress(done, total)
+                    job.team.check()
+                    sync.check()
+            # Before the workers end, which have the same files open: some systems report a failed
+            # write only once, to the first that closes a file.
+            self._close(files, journal)
+
+    def _calls(self, files: OpenFiles) -> dict[str, Callable[[], Any]]:
+        """Return what workers do beside copying tensors, by the names of these jobs."""
+        job = self.job
+        calls: dict[str, Callable[[], Any]] = {
+            FRAMES: lambda: job.destination.write_frames(self.root, self.file_names, files)
+        }
+        if job.destination.has_slow_files and self.slow_files is None and job.team.process == 0:
+            calls[SLOW_FILES] = job.destination.slow_files
+        return calls
+
+    def _job_by_name(self, files: OpenFiles, calls: dict[str, Callable[[], Any]]) -> Callable[[str], Any]:
+        """Return what a worker does for a name: one of the `calls`, or the copy of a tensor, which
+        gives what a journal keeps of it."""
+        job = self.job
         strips = {
             stored_name: job.strips_below(stored_name, self.root, self.file_names)
             for stored_name in self.stored_names
         }
         writer = StripWriter(strips, files, job.destination.less_one)
-        report_progress = job.options.progress or (lambda done, total: None)
-        # Workers are forked before the thread that syncs is there.
-        with (
-            BackgroundCall(
-                lambda: job.destination.write_frames(self.root, self.file_names, files), files.close
-            ) as frames,
-            Workers(
-                lambda name: TensorCopy(job, name, writer).run(),
-                sizes,
-                job.options.workers,
-                lambda name: self.file_names.intersection(job.files_of(name)),
-                files.close,
-            ) as workers,
-            (EarlySync if job.options.sync else NoSync)(files, paths, journal) as sync,
-        ):
-            report_progress(done, total)
-            for completed in workers.completed():
-                for name, written in completed:
-                    for stored_name, value in written.items():
-                        finished[stored_name] = (
-                            value if stored_name in self.hashed else _without_checksum(value)
-                        )
-                        sync.written((stored_name, finished[stored_name]))
-                    done += sizes[name]
-                    report_progress(done, total)
-                job.team.check()
-                sync.check()
-                for call in (frames, *background_calls):
-                    call.check()
-            errors_of_workers = workers.leave_all()
-            frames.result()
-        self._close(files, journal, [*errors_of_workers, frames.leave_result])
 
-    def _close(
-        self, files: OpenFiles, journal: Journal, errors_of_workers: list[dict[Path, OSError] | None]
-    ) -> None:
-        """Close the files that were written. `errors_of_workers` are the errors that this gave in
-        each worker's process: some systems report a failed write only once.
+        def run(name: str) -> Any:
+            return calls[name]() if name in calls else TensorCopy(job, name, writer).run()
 
-        Raises ReshardError for any such error, and where one of the files is no longer the one at
-        its path.
+        return run
+
+    def _close(self, files: OpenFiles, journal: Journal) -> None:
+        """Close the files that were written.
+
+        Raises ReshardError where a file reports only now that bytes were not written, and where one
+        of the files is no longer the one at its path.
         """
         replaced = [path for path in self.paths.values() if files.replaced(path)]
         errors = files.close()
-        for errors_of_worker in errors_of_workers:
-            errors |= errors_of_worker or {}
         for path in errors:
             journal.lose(path)
         for path, error in errors.items():
@@ -213,8 +218,3 @@ def files_of_process(sizes: dict[Any, int], process: int, processes: int) -> set
             names.add(name)
         position += n
     return names
-
-
-def _without_checksum(value: Done) -> Done:
-    """Return what a journal keeps of a tensor whose checksum another process reports."""
-    return value._replace(checksum="-")

@@ -1,29 +1,31 @@
 """Workers: jobs by name, on all cores.
 
-A worker is a process that is forked from this one: it has the sources, the plan and the open files
-as they are, and an interpreter's lock of its own. In a program that has loaded torch or runs other
-threads, where a fork is not safe (another thread's lock stays locked in the child), workers are
-threads. Either takes batches of names from a pipe and answers with the result of each job.
+Workers are the processes of an executor, forked from this one: they have the sources, the plan and
+the open files as they are, and an interpreter's lock of their own. In a program that has loaded
+torch or runs other threads, where a fork is not safe (another thread's lock stays locked in the
+child), they are threads.
 """
 
 import contextlib
 import ctypes
 import gc
+import multiprocessing
 import os
+import queue
 import signal
 import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe, wait
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from reshard.core.errors import ReshardError
 from reshard.core.limits import MAX_WORKERS, check_number
-from reshard.storage.run.batches import NAME_BYTES, Batch, Batches
 
 # Called with the bytes that are done and the bytes in all.
 Progress = Callable[[int, int], None]
@@ -33,8 +35,8 @@ Job = Callable[[str], Any]
 MAX_THREADS = 8
 # A batch takes long against a message to a worker (BATCH_BYTES), and each worker gets about so many
 # of them, but so many at least that all end at about the same time. No further worker is started
-# unasked for less than WORKER_BYTES.
-BATCH_BYTES, WORKER_BYTES = 16 << 20, 8 << 20
+# unasked for less than WORKER_BYTES. The smallest job counts as NAME_BYTES.
+BATCH_BYTES, WORKER_BYTES, NAME_BYTES = 16 << 20, 8 << 20, 128 << 10
 BATCHES_PER_WORKER, MIN_BATCHES_PER_WORKER = 64, 4
 # How often it is looked whether a run has failed elsewhere.
 CHECK_SECONDS = 0.1
@@ -43,14 +45,16 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def can_fork() -> bool:
-    """Return True where workers are processes: on Linux, without torch, and without other threads
-    (but for tqdm's monitor, which a download leaves behind, and which only sleeps)."""
+    """Return True where workers are processes: on Linux, without torch, without other threads (but
+    for tqdm's monitor, which a download leaves behind, and which only sleeps), and where
+    `multiprocessing` lets this process have children."""
     others = [
         thread
         for thread in threading.enumerate()
         if thread is not threading.current_thread() and thread.name != "tqdm_monitor"
     ]
-    return sys.platform == "linux" and "torch" not in sys.modules and not others
+    is_daemon = multiprocessing.current_process().daemon
+    return sys.platform == "linux" and "torch" not in sys.modules and not others and not is_daemon
 
 
 def cores() -> int:
@@ -103,7 +107,6 @@ def run_jobs(
                 done += sizes[name]
                 report_progress(done, total)
             check()
-        pool.leave_all()
     return results
 
 
@@ -111,8 +114,7 @@ class Workers:
     """Workers for `job(name)` of every name in `sizes` (bytes), from the beginning of the `with`
     block to its end; never more than there are batches.
 
-    `files_of` gives the files into which a job writes. What a job returns or raises is pickled. A
-    worker that is a process calls `leave` when all is done.
+    `files_of` gives the files into which a job writes. What a job returns or raises is pickled.
     """
 
     def __init__(
@@ -121,29 +123,39 @@ class Workers:
         sizes: Mapping[str, int],
         workers: int | None = None,
         files_of: Callable[[str], Iterable[str]] = lambda name: (),
-        leave: Callable[[], Any] = lambda: None,
     ) -> None:
-        self.job, self.sizes, self.leave, self.requested = job, sizes, leave, workers
+        self.job, self.requested = job, workers
         total = sum(max(size, NAME_BYTES) for size in sizes.values())
         count = workers_for(total, workers)
         batch_bytes = max(BATCH_BYTES, total // (BATCHES_PER_WORKER * count))
-        self.batches = Batches(sizes, files_of, min(batch_bytes, total // (MIN_BATCHES_PER_WORKER * count)))
+        self.batches = in_batches(
+            sizes, files_of, min(batch_bytes, total // (MIN_BATCHES_PER_WORKER * count))
+        )
         self.count = min(count, len(self.batches))
-        self.workers: list[_Process | _Thread] = []
+        self.pool: _Processes | _Threads | None = None
 
     def __enter__(self) -> "Workers":
-        try:
-            for _ in range(self.count):
-                try:
-                    _start(self.job, self.leave, self.workers)
-                except ReshardError:
-                    if self.requested is not None or not self.workers:
-                        raise
-                    break  # nobody asked for more than the system has
-        except BaseException:
-            _end(self.workers, at_once=True)
-            raise
+        if self.count:
+            self.pool = self._start()
         return self
+
+    def _start(self) -> "_Processes | _Threads":
+        """Start the workers: fewer where the system has no more and nobody asked for so many.
+
+        No signal comes between a fork and either side's knowing what it is: in the child it would
+        run through the parent's frames, in the parent it would lose the child.
+        """
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            kind = _Processes if can_fork() else _Threads
+            try:
+                return kind(self.job, self.batches, self.count)
+            except _NoWorkerError as error:
+                if self.requested is not None or not error.started:
+                    raise
+                return kind(self.job, self.batches, error.started)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def completed(self) -> Iterator[list[tuple[str, Any]]]:
         """Do all jobs. Yield the names and results of those that have ended since the last time, in
@@ -152,243 +164,186 @@ class Workers:
 
         The first error of a job is raised; the end of the `with` block ends the other workers then.
         """
-        idle, busy = list(self.workers), dict[Connection, _Busy]()
-        while True:
-            while idle and (batch := self.batches.take()) is not None:
-                worker = idle.pop()
-                busy[worker.connection] = _Busy(worker, batch)
-                worker.send_batch(batch.names)
-            if not busy:
-                return
-            results = []
-            for connection in wait(list(busy), CHECK_SECONDS):
-                state = busy[connection]  # type: ignore[index]
-                results.append(state.worker.next_result())
-                state.answers += 1
-                if state.answers == len(state.batch.names):
-                    self.batches.give_back(state.batch)
-                    idle.append(busy.pop(state.worker.connection).worker)
-            yield results
-
-    def leave_all(self) -> list[Any]:
-        """Let the workers leave, once all jobs are done; return what `leave` gave in each process."""
-        return [worker.leave() for worker in self.workers]
+        left = len(self.batches)
+        while left and self.pool is not None:
+            try:
+                future = self.pool.ended.get(timeout=CHECK_SECONDS)
+            except queue.Empty:
+                yield []
+                continue
+            left -= 1
+            try:
+                yield future.result()
+            except BrokenProcessPool as error:
+                raise self.pool.error() from error
 
     def __exit__(self, kind: type | None, *exc: object) -> None:
-        _end(self.workers, at_once=kind is not None)
-
-
-class BackgroundCall:
-    """A call in a worker of its own, from the beginning of the `with` block on; its result is
-    pickled.
-
-    `leave_result` is what `leave` returns, which a worker that is a process calls at the end.
-    """
-
-    def __init__(self, call: Callable[[], Any], leave: Callable[[], Any] = lambda: None) -> None:
-        self.call, self.leave = call, leave
-        self.workers: list[_Process | _Thread] = []
-        self.value: Any = None
-        self.leave_result: Any = None
-
-    def __enter__(self) -> "BackgroundCall":
-        try:
-            _start(lambda name: self.call(), self.leave, self.workers)
-            self.workers[0].send_batch([""])
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def check(self) -> None:
-        """Take the result if it is there, so that the worker ends. Raises what the call raised."""
-        if self.workers and self.workers[0].connection.poll():
-            self.result()
-
-    def result(self) -> Any:
-        """Return the call's result. Raises what it raised."""
-        if self.workers:
-            self.value = self.workers[0].next_result()[1]
-            self.leave_result = self.workers[0].leave()
-            self.__exit__()
-        return self.value
-
-    def __exit__(self, *exc: object) -> None:
-        _end(self.workers, at_once=True)  # its result was taken, or nobody needs it
-        self.workers = []
-
-
-@dataclass
-class _Busy:
-    """A worker, its batch, and how many jobs of that it has answered."""
-
-    worker: "_Process | _Thread"
-    batch: Batch
-    answers: int = 0
-
-
-class _Worker:
-    """This end of a worker's pipe."""
-
-    def __init__(self) -> None:
-        self.connection, self.worker_end = Pipe()
-
-    def send_batch(self, names: list[str] | None) -> None:
-        """Send the worker a batch, or None to let it leave. That it has ended shows when its result
-        is waited for."""
-        with contextlib.suppress(OSError):
-            self.connection.send(names)
-
-    def next_result(self) -> tuple[str, Any]:
-        """Return the next job that is done and its result.
-
-        Raises the error of a job that failed, and ReshardError where the worker has ended.
-        """
-        try:
-            name, result, error = self.connection.recv()
-        except (EOFError, OSError) as problem:
-            exit_status = self.wait()
-            hint = ", as the system does where memory runs out" if exit_status == "SIGKILL" else ""
-            raise ReshardError(
-                f"a worker of this command was ended ({exit_status}){hint}; a conversion goes on with --resume, and "
-                f"needs less with fewer --workers",
-                resumable=True,
-            ) from problem
-        if error is not None:
-            raise error
-        return name, result
-
-    def leave(self) -> Any:
-        """Let the worker leave once it has done its jobs; return what `leave` gave. None for a
-        thread, whose files are ours."""
-        return None
-
-    def let_go(self, at_once: bool) -> None:
-        """Let the worker end when it has done its job; a process `at_once`, where that is asked
-        for."""
-        self.connection.close()
-
-    def wait(self) -> str:
-        """Wait until the worker has ended; return how."""
-        raise NotImplementedError
-
-
-class _Process(_Worker):
-    """A worker in a forked process. `others` are this process's ends of the pipes of the workers
-    before it."""
-
-    def __init__(self, job: Job, leave: Callable[[], Any], others: list[Connection]) -> None:
-        super().__init__()
-        parent = os.getpid()
-        self.exit_status = ""
-        with warnings.catch_warnings():
-            # Of native threads, which hold no lock of ours.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self.pid: int | None = os.fork()
-        if self.pid == 0:
-            status = 1
+        """Wait for the workers, also where Ctrl-C comes meanwhile: they write to files that are
+        closed after this."""
+        interrupt: KeyboardInterrupt | None = None
+        while self.pool is not None:
             try:
-                for connection in (*others, self.connection):
-                    connection.close()
-                _become_worker(parent)
-                _serve(self.worker_end, job, leave)
-                status = 0
-            finally:
-                os._exit(status)
-        self.worker_end.close()
-
-    def leave(self) -> Any:
-        self.send_batch(None)
-        return self.next_result()[1]
-
-    def let_go(self, at_once: bool) -> None:
-        super().let_go(at_once)
-        if at_once and self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self) -> str:
-        if self.pid is not None:
-            try:
-                _, status = os.waitpid(self.pid, 0)
-                code = os.waitstatus_to_exitcode(status)
-                self.exit_status = signal.Signals(-code).name if code < 0 else f"status {code}"
-            except ChildProcessError:  # SIGCHLD is ignored here, or somebody else has waited for it
-                self.exit_status = "exit status unknown"
-            self.pid = None
-        return self.exit_status
-
-
-class _Thread(_Worker):
-    """A worker in a thread."""
-
-    def __init__(self, job: Job) -> None:
-        super().__init__()
-        self.ended = threading.Event()
-        threading.Thread(target=self._work, args=(job,), daemon=True).start()
-
-    def _work(self, job: Job) -> None:
-        try:
-            _serve(self.worker_end, job, lambda: None)
-        finally:
-            self.worker_end.close()
-            self.ended.set()
-
-    def wait(self) -> str:
-        # Not by joining: a thread whose join was interrupted counts as ended in Python up to 3.12.
-        self.ended.wait()
-        return "a thread"
-
-
-def _start(job: Job, leave: Callable[[], Any], workers: "list[_Process | _Thread]") -> None:
-    """Add a worker to `workers`. Raises ReshardError where the system has none.
-
-    No signal comes between the fork and either side's knowing what it is: in the child it would run
-    through the parent's frames, in the parent it would lose the child.
-    """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    try:
-        if can_fork():
-            workers.append(_Process(job, leave, [worker.connection for worker in workers]))
-        else:
-            workers.append(_Thread(job))
-    except (OSError, RuntimeError) as error:
-        raise ReshardError(
-            f"the system has no more than {len(workers)} workers for this process ({error}); use fewer "
-            f"--workers",
-            resumable=True,
-        ) from error
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _end(workers: "list[_Process | _Thread]", at_once: bool) -> None:
-    """Wait for workers, also where Ctrl-C comes meanwhile: they write to files that are closed
-    after this.
-
-    Processes are killed where they shall end `at_once`; threads end their job.
-    """
-    interrupt: KeyboardInterrupt | None = None
-    for worker in workers:
-        worker.let_go(at_once)
-    for worker in workers:
-        while True:
-            try:
-                worker.wait()
+                self.pool.end(at_once=kind is not None)
                 break
             except KeyboardInterrupt as error:
                 interrupt = error
-    if interrupt is not None:
-        raise interrupt
+        if interrupt is not None:
+            raise interrupt
 
 
-def _become_worker(parent: int) -> None:
+class _NoWorkerError(ReshardError):
+    """The system has no more workers for this process than have been `started`."""
+
+    def __init__(self, started: int, cause: BaseException) -> None:
+        super().__init__(
+            f"the system has no more than {started} workers for this process ({cause}); use fewer --workers",
+            resumable=True,
+        )
+        self.started = started
+
+
+class _Processes:
+    """Workers in forked processes. `ended` gets the futures of batches as these end."""
+
+    def __init__(self, job: Job, batches: list[list[str]], count: int) -> None:
+        before = multiprocessing.active_children()
+        self.ended: queue.SimpleQueue[Future] = queue.SimpleQueue()
+        try:
+            # The arguments of the initializer are inherited by a fork, not pickled.
+            self.executor = ProcessPoolExecutor(
+                count, multiprocessing.get_context("fork"), _become_worker, (os.getpid(), job)
+            )
+            with warnings.catch_warnings():
+                # Of native threads, which hold no lock of ours.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                # The first submission forks all workers, and then starts the executor's thread.
+                _submit(self.executor, batches, _run_batch, self.ended)
+        except (OSError, RuntimeError, NotImplementedError) as error:
+            self.children = [c for c in multiprocessing.active_children() if c not in before]
+            self._kill()
+            raise _NoWorkerError(len(self.children), error) from error
+        self.children = [c for c in multiprocessing.active_children() if c not in before]
+
+    def error(self) -> ReshardError:
+        """Return the error for a worker that has ended before its time."""
+        for child in self.children:
+            child.join()
+        codes = [child.exitcode for child in self.children]
+        # The executor ends the others by SIGTERM.
+        code = next((code for code in codes if code not in (0, None, -signal.SIGTERM)), codes[0] or None)
+        status = "exit status unknown" if code is None else f"status {code}"
+        if code is not None and code < 0:
+            status = signal.Signals(-code).name
+        hint = ", as the system does where memory runs out" if status == "SIGKILL" else ""
+        return ReshardError(
+            f"a worker of this command was ended ({status}){hint}; a conversion goes on with --resume, and "
+            f"needs less with fewer --workers",
+            resumable=True,
+        )
+
+    def _kill(self) -> None:
+        for child in self.children:
+            child.kill()
+        for child in self.children:
+            child.join()
+
+    def end(self, at_once: bool) -> None:
+        """Wait until all workers have ended; kill them `at_once`, where that is asked for."""
+        if at_once:
+            self._kill()
+        self.executor.shutdown()
+
+
+class _Threads:
+    """Workers in threads."""
+
+    def __init__(self, job: Job, batches: list[list[str]], count: int) -> None:
+        self.ended: queue.SimpleQueue[Future] = queue.SimpleQueue()
+        self.stopped = threading.Event()
+        self.executor = ThreadPoolExecutor(count)
+        self.futures: list[Future] = []
+        try:
+            self.futures = _submit(
+                self.executor, batches, partial(_run_batch, job=job, stopped=self.stopped), self.ended
+            )
+        except RuntimeError as error:
+            self.end(at_once=True)
+            raise _NoWorkerError(0, error) from error
+
+    def error(self) -> ReshardError:
+        """Return the error for a worker that has ended before its time: a thread does not."""
+        raise NotImplementedError
+
+    def end(self, at_once: bool) -> None:
+        """Wait until all workers have ended; they end their job, and do no further one where they
+        are to end `at_once`."""
+        if at_once:
+            self.stopped.set()
+        # Not by joining: a thread whose join was interrupted counts as ended in Python up to 3.12.
+        wait(self.futures)
+        self.executor.shutdown()
+
+
+def in_batches(
+    sizes: Mapping[str, int], files_of: Callable[[str], Iterable[str]], batch_bytes: int
+) -> list[list[str]]:
+    """Return the names in batches, in the order in which workers take them.
+
+    Neighbors that write into the same files are together: they are neighbors on the disk, and their
+    plans share pages of memory, which a forked worker copies when it counts references there. The
+    files take turns, each by its share of the bytes: a kernel lets one worker at a time write into
+    a file. Of a file the largest batch comes first, so that no worker is left alone with it.
+    """
+    groups: dict[tuple[str, ...], list[tuple[int, list[str]]]] = {}
+    for name, size in sizes.items():
+        batches, cost = groups.setdefault(tuple(sorted(files_of(name))), []), max(size, NAME_BYTES)
+        if batches and batches[-1][0] + cost <= batch_bytes:
+            batch_size, names = batches.pop()
+            batches.append((batch_size + cost, [*names, name]))
+        else:
+            batches.append((cost, [name]))
+    turns: list[tuple[float, list[str]]] = []
+    for batches in groups.values():
+        total, before = sum(size for size, _ in batches), 0
+        for size, names in sorted(batches, key=lambda batch: -batch[0]):
+            turns.append((before / total, names))
+            before += size
+    return [names for _, names in sorted(turns, key=lambda turn: turn[0])]
+
+
+def _submit(
+    executor: ProcessPoolExecutor | ThreadPoolExecutor,
+    batches: list[list[str]],
+    run: Callable[[list[str]], Any],
+    ended: "queue.SimpleQueue[Future]",
+) -> list[Future]:
+    """Submit all batches; return their futures, which go to `ended` as they end."""
+    futures = []
+    for names in batches:
+        try:
+            future = executor.submit(run, names)
+        except BrokenProcessPool as error:  # a worker has ended already
+            future = Future()
+            future.set_exception(error)
+        future.add_done_callback(ended.put)
+        futures.append(future)
+    return futures
+
+
+# The job of a worker that is a process.
+_job: Job | None = None
+
+
+def _become_worker(parent: int, job: Job) -> None:
     """Prepare a forked worker: it ends with its parent, leaves Ctrl-C to it, and runs none of its
     signal handlers."""
+    global _job
+    _job = job
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the executor ends it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -398,34 +353,21 @@ def _become_worker(parent: int) -> None:
     gc.freeze()
 
 
-def _serve(connection: Connection, job: Job, leave: Callable[[], Any]) -> None:
-    """Serve the worker's end: batches of names in, results out, until it is to leave or the other
-    end is closed."""
-    with contextlib.suppress(EOFError, OSError):
-        while (names := connection.recv()) is not None:
-            for name in names:
-                _send(connection, _run_job(name, job))
-        _send(connection, _run_job("", lambda name: leave()))
-
-
-def _send(connection: Connection, answer: tuple[str, Any, BaseException | None]) -> None:
-    try:
-        connection.send(answer)
-    except (EOFError, OSError):
-        raise
-    except Exception as error:  # it cannot be pickled
-        connection.send((answer[0], None, _picklable_error(error)))
-
-
-def _run_job(name: str, job: Job) -> tuple[str, Any, BaseException | None]:
-    try:
-        return name, job(name), None
-    except (ReshardError, MemoryError, OSError) as error:
-        return name, None, error
-    except BaseException as error:
-        return name, None, _picklable_error(error)
-
-
-def _picklable_error(error: BaseException) -> RuntimeError:
-    """Return an unexpected error as one that can be pickled and says where it was raised."""
-    return RuntimeError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+def _run_batch(
+    names: list[str], job: Job | None = None, stopped: threading.Event | None = None
+) -> list[tuple[str, Any]]:
+    """Run the worker's job for each name; return the names and results, fewer once it is `stopped`."""
+    job = job or _job
+    assert job is not None
+    results = []
+    for name in names:
+        if stopped is not None and stopped.is_set():
+            break
+        try:
+            results.append((name, job(name)))
+        except (ReshardError, MemoryError, OSError):
+            raise
+        except BaseException as error:
+            # As one that can be pickled and says where it was raised.
+            raise RuntimeError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}") from None
+    return results
