@@ -5,7 +5,7 @@ The entries are explained in `reshard.models.family`, the columns of `layer` in 
 """
 
 from reshard.models.family import Family
-from reshard.models.layer_kinds import attention_by_layer_types
+from reshard.models.layer_kinds import attention_by_layer_types, linear_args, linear_fields
 
 
 class Qwen35(Family):
@@ -104,3 +104,9 @@ class Qwen35(Family):
         """Leave out the sections of positions, which are the same for text."""
         settings = super().rope(config, where)
         return {name: value for name, value in settings.items() if not name.startswith("mrope_")}
+
+    def derived_args(self, config):
+        return super().derived_args(config) | linear_args(config)
+
+    def args_as_fields(self, args):
+        return super().args_as_fields(args) | linear_fields(args)

@@ -5,7 +5,13 @@ The entries are explained in `reshard.models.family`, the columns of `layer` in 
 """
 
 from reshard.models.family import Family
-from reshard.models.layer_kinds import attention_by_layer_types, moe_by_step, step_of_pattern
+from reshard.models.layer_kinds import (
+    attention_by_layer_types,
+    linear_args,
+    linear_fields,
+    moe_by_step,
+    step_of_pattern,
+)
 
 
 class Qwen3Next(Family):
@@ -112,3 +118,9 @@ class Qwen3Next(Family):
     def kinds_as_fields(self, pattern):
         """The fields of `moe_by_step`."""
         return step_of_pattern(pattern)
+
+    def derived_args(self, config):
+        return super().derived_args(config) | linear_args(config)
+
+    def args_as_fields(self, args):
+        return super().args_as_fields(args) | linear_fields(args)

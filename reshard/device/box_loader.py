@@ -24,8 +24,8 @@ class BoxLoader:
         multiple: Callable[[str], int] = lambda name: 1,
         less_one: Collection[str] = (),
     ) -> None:
-        self.less_one = less_one
         self.tensors, self.reader, self.device, self.multiple = tensors, reader, device, multiple
+        self.less_one = less_one
         self.scratch = Scratch()
 
     def batches(self, live_boxes: Iterable[LiveBox]) -> list[list[Slab]]:
@@ -70,8 +70,8 @@ class BoxLoader:
         return slab.live_box.less_one and slab.live_box.name not in self.less_one
 
     def _read_cast(self, slab: Slab, stored_dtype: Dtype, out: np.ndarray) -> int:
-        """Read a slab and cast it, less 1 where it is held so, into `out`, bytes ``[rows, bytes of a row]``; return how many numbers became
-        infinite."""
+        """Read a slab and cast it into `out`, bytes ``[rows, bytes of a row]``, less 1 where memory holds it so;
+        return how many numbers became infinite."""
         stored = self.scratch.array("stored", len(out), slab.rows.columns * stored_dtype.size)
         self.reader.read(slab.live_box.name, slab.rows, stored)
         numbers = stored.view(stored_dtype.numpy())

@@ -18,7 +18,6 @@ from reshard.models.numerics_args import (
     NUMERICS_ARGS,
     as_named_now,
     disagreements,
-    linear_pattern,
     moe_pattern,
 )
 from reshard.models.rope import MLA_YARN, hf_rope
@@ -60,8 +59,6 @@ def megatron_args(model: Model) -> dict[str, Any]:
         args = {
             arg: value for arg, value in args.items() if arg != "num_experts" and not arg.startswith("moe_")
         }
-    if args.get("experimental_attention_variant") == "gated_delta_net":
-        args["linear_attention_freq"] = [int("linear" in kind.split()) for kind in model.kinds]
     args.pop("mtp_num_layers", None)
     if model.mtp_layers:
         args["mtp_num_layers"] = model.mtp_layers
@@ -217,9 +214,6 @@ def hf_config_of_args(family: Family, args: dict[str, Any], where: str) -> dict[
     if family.has_experts:
         pattern = moe_pattern(args.get("moe_layer_freq") or 1, int(args["num_layers"]))
         config |= family.kinds_as_fields(pattern)
-    if args.get("linear_attention_freq") is not None and "layer_types" in family.fields:
-        linear = linear_pattern(args["linear_attention_freq"], int(args["num_layers"]))
-        config["layer_types"] = ["linear_attention" if entry else "full_attention" for entry in linear]
     config |= family.args_as_fields(args)
     if family.shared_experts:
         width = args.get("moe_shared_expert_intermediate_size") or 0

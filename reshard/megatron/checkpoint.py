@@ -54,10 +54,6 @@ NORMS = {
 WITHOUT_STATE = {"embedding.word_embeddings", "output_layer", "mlp.router", "self_attention.conv1d"}
 
 
-# Of a parameter that Megatron saves in sections, each with a key of its own.
-FIRST_SECTION = "query"
-
-
 class Chunk(NamedTuple):
     """A chunk as one rank saves it. Its local tensor has the dims of the parameter; `offsets` and `sizes` are
     the key's."""
@@ -115,11 +111,13 @@ def extra_states_to_write(
     """
     ranks = Ranks(model, layout)
     engine = transformer_impl == "transformer_engine"
+    written: set[str] = set()
     for p in mapping.parameters:
-        module, _, kind = _without_section(p.name).rpartition(".")
+        # Megatron saves some weights in sections, such as ``in_proj.weight.key``, of one module.
+        module, weight, _ = f"{p.name}.".partition(".weight.")
         norm = module.rpartition(".")[2] in NORMS
         own = engine and not _of_all_heads(p, model)
-        if kind != "weight" or module in WITHOUT_STATE or (norm and not own):
+        if not weight or module in WITHOUT_STATE or (norm and not own):
             continue
         modules = [module]
         if engine and module == "self_attention.linear_proj":
@@ -127,15 +125,10 @@ def extra_states_to_write(
         stack = _stack(p, model) or [(0, 1)]
         place = "shard_" + ".".join(str(i) for i, _ in stack) + "_" + ".".join(str(n) for _, n in stack)
         prefix = key_of(p, model.uniform, "transformer_engine").removesuffix(p.name)
-        for name in modules:
-            yield NewObject(f"{prefix}{name}._extra_state/{place}", ranks.first(p))
-
-
-def _without_section(name: str) -> str:
-    """Return the name of the parameter that a section, such as ``in_proj.weight.key``, is a part of; of all but the
-    first section the name as it is."""
-    parameter, dot, section = name.partition(".weight.")
-    return f"{parameter}.weight" if dot and section == FIRST_SECTION else name
+        for key in (f"{prefix}{name}._extra_state/{place}" for name in modules):
+            if key not in written:
+                written.add(key)
+                yield NewObject(key, ranks.first(p))
 
 
 def _of_all_heads(p: Parameter, model: Model) -> bool:

@@ -4,6 +4,7 @@ from typing import Any
 
 from reshard.core.errors import ReshardError
 from reshard.models.config_fields import whole_number
+from reshard.models.numerics_args import linear_pattern
 
 
 def moe_by_step(config: dict[str, Any], where: str) -> list[str]:
@@ -44,3 +45,17 @@ def attention_by_layer_types(config: dict[str, Any], where: str) -> list[str]:
             f"{layers} layers have linear attention"
         )
     return [known[kind] for kind in types]
+
+
+def linear_args(config: dict[str, Any]) -> dict[str, Any]:
+    """Return Megatron's argument for the layers that `attention_by_layer_types` calls linear."""
+    kinds = attention_by_layer_types(config, "config.json")
+    return {"linear_attention_freq": [int(kind == "linear") for kind in kinds]}
+
+
+def linear_fields(args: dict[str, Any]) -> dict[str, Any]:
+    """Return the config fields for such an argument: the inverse of `linear_args`."""
+    if args.get("linear_attention_freq") is None:
+        return {}
+    pattern = linear_pattern(args["linear_attention_freq"], int(args["num_layers"]))
+    return {"layer_types": ["linear_attention" if linear else "full_attention" for linear in pattern]}

@@ -27,10 +27,9 @@ class WriteAssignment(NamedTuple):
 class Inventory:
     """The published tensors of a live model.
 
-    `model` has no MTP layers where no rank has them. `tensors` are in the order of the family's table, `copies`
-    maps those that repeat another to that one, `packed` those that a file has as parts of others to these.
-    `assignments` says, in the first process only, which ranks write
-    each of the others.
+    `model` has no MTP layers where no rank has them. `tensors` are in the order of the family's table. `copies`
+    maps tensors that repeat another to that one, and `packed` those that a file has as parts of others to the
+    parts. `assignments` says, in the first process only, which ranks write each tensor that is no copy.
     """
 
     model: Model
