@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from reshard.cli.dtypes import DtypeChoice
 from reshard.cli.layout import layout_options, pop_layout
 from reshard.cli.output import (
     ignore_option,
@@ -31,7 +32,7 @@ from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["bf16", "fp16", "fp32"]),
+    type=DtypeChoice(["bf16", "fp16", "fp32"]),
     help="Cast (default: as it is; fp8, int8 and int4 become what their scales and config say, bf16 as a rule).",
 )
 @click.option(

@@ -1,6 +1,7 @@
 """Parallel sizes on the command line: each as an option, or all of them as one list, ``--trainer tp=4,pp=2``
 and ``--engine tp=8``."""
 
+import re
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -178,13 +179,17 @@ def vllm_layout(text: str, option: str, numbers: set[str]) -> Any:
 def parse_sizes(
     text: str, option: str, numbers: set[str], words: set[str], aliases: dict[str, str]
 ) -> dict[str, Any]:
-    """Read ``tp=4,ep`` as ``{"tp": 4, "ep": ""}``: `numbers` are names with a positive number, `words` those
-    with a text or nothing, `aliases` other names of these. Raises UsageError, naming the entry."""
+    """Read ``tp=4,ep`` as ``{"tp": 4, "ep": ""}``, and ``tp4`` or ``TP4``, as layouts are printed, as ``tp=4``.
+
+    `numbers` are names with a positive number, `words` those with a text or nothing, `aliases` other names of
+    these. Raises UsageError, naming the entry.
+    """
     if not text.strip():
         raise click.UsageError(f"{option} is empty: give sizes such as tp=1")
     values: dict[str, Any] = {}
     for entry in filter(None, text.split(",")):
-        name, _, value = entry.partition("=")
+        printed = re.fullmatch(r"([A-Za-z]+)(\d+)", entry)
+        name, value = (printed[1].lower(), printed[2]) if printed else entry.partition("=")[::2]
         name = aliases.get(name, name)
         if name in values:
             raise click.UsageError(f"{option} {text}: {name} is given twice")

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from reshard.cli.dtypes import DtypeChoice
 from reshard.cli.output import ignore_option, json_option, print_report, progress_bar, workers_option
 from reshard.cli.places import PathOrHubId, check_command, resumable
 
@@ -19,7 +20,7 @@ from reshard.cli.places import PathOrHubId, check_command, resumable
     "from the checkpoint's args).",
 )
 @click.option("--family", help="Family, where the args alone leave it open.")
-@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Cast (default: as it is).")
+@click.option("--dtype", type=DtypeChoice(["bf16", "fp16", "fp32"]), help="Cast (default: as it is).")
 @click.option(
     "--quantize",
     metavar="SCHEME",

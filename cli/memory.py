@@ -10,7 +10,7 @@ from reshard.cli.groups import grouped
 from reshard.cli.layout import LAYOUT_NAMES, layout_options, pop_layout, trainer_option, vllm_layout
 from reshard.cli.memory_options import GROUPS, memory_options
 from reshard.cli.output import ignore_option, json_option, print_json, print_note
-from reshard.cli.places import PathOrHubId
+from reshard.cli.places import model_argument
 from reshard.core.errors import ReshardError
 
 GIB = 1 << 30
@@ -18,13 +18,7 @@ SHOWN = 16
 
 
 @click.command("memory", cls=grouped(GROUPS))
-@click.option(
-    "--model",
-    "path",
-    type=PathOrHubId(),
-    required=True,
-    help="Directory of either format, config.json, or hub id.",
-)
+@model_argument
 @trainer_option(names="tp=,pp=,vpp=,ep=,etp=,dp=,cp=, ...")
 @layout_options
 @memory_options
@@ -36,7 +30,7 @@ def command(
 ) -> None:
     """Estimate the memory that training a model at a layout needs on each GPU, before there is a GPU.
 
-    Example: reshard memory --model Qwen/Qwen3-30B-A3B --tp 2 --ep 8 --etp 1 --gpus 16 --gpu-memory H100
+    Example: reshard memory Qwen/Qwen3-30B-A3B --tp 2 --ep 8 --etp 1 --gpus 16 --gpu-memory H100
     """
     from reshard.megatron.layout import MegatronLayout
     from reshard.memory.activations import uncounted
@@ -156,7 +150,7 @@ HEADS = (
 
 def _show(report: Any, tensors: bool) -> None:
     click.echo(
-        f"{report.model}: {report.layout}, {report.ranks} GPUs, {report.tokens:,} tokens a microbatch and GPU, "
+        f"{report.model}: {report.layout}, {report.ranks} GPU{'s' * (report.ranks > 1)}, {report.tokens:,} tokens a microbatch and GPU, "
         f"{report.microbatches} microbatches, recompute {report.recompute}"
     )
     _show_stages(report.stages)

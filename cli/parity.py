@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from reshard.cli.dtypes import DtypeChoice
 from reshard.cli.layout import engine_option, layout_options, pop_layout, trainer_option, vllm_layout
 from reshard.cli.output import ignore_option, json_option, print_json, quiet
 from reshard.cli.places import PathOrHubId
@@ -45,7 +46,7 @@ from reshard.core.errors import ReshardError
     is_flag=True,
     help="Give a refitted vLLM in fp8 blocks the bits of vLLM's own loading, which may round twice.",
 )
-@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: bf16 with a GPU, fp32 without.")
+@click.option("--dtype", type=DtypeChoice(["fp32", "bf16"]), help="Default: bf16 with a GPU, fp32 without.")
 @click.option("--hf-config", type=PathOrHubId(), help="config.json to read a Megatron checkpoint with.")
 @click.option(
     "--noise/--no-noise",

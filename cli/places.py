@@ -1,7 +1,8 @@
 """Files and directories on the command line."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,26 @@ class PathOrHubId(click.Path):
         if not str(value).strip():
             self.fail("it is empty; say . for the current directory", param, ctx)
         return super().convert(value, param, ctx)
+
+
+def model_argument(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the argument MODEL to a command, which takes it as `path`; ``--model`` says the same."""
+
+    @functools.wraps(command)
+    def with_path(*arguments: Any, model: str | None, model_option: str | None, **options: Any) -> Any:
+        if (model is None) == (model_option is None):
+            raise click.UsageError(
+                "Missing argument 'MODEL'." if model is None else "MODEL and --model are the same; give one."
+            )
+        return command(*arguments, path=model or model_option, **options)
+
+    option = click.option(
+        "--model",
+        "model_option",
+        type=PathOrHubId(),
+        help="MODEL: a directory of either format, a config.json, or a hub id.",
+    )
+    return click.argument("model", type=PathOrHubId(), required=False)(option(with_path))
 
 
 @contextlib.contextmanager

@@ -5,9 +5,10 @@ from typing import Any
 
 import click
 
+from reshard.cli.dtypes import DtypeChoice
 from reshard.cli.layout import engine_option, megatron_sizes, trainer_option, vllm_layout
 from reshard.cli.output import ignore_option, json_option, print_json, print_note, progress_bar, size
-from reshard.cli.places import PathOrHubId
+from reshard.cli.places import model_argument
 from reshard.core.limits import MAX_VOCAB_MULTIPLE
 
 SHOWN = 16
@@ -27,13 +28,7 @@ _RATE = _Rate(min=0, min_open=True)
 
 
 @click.command("plan")
-@click.option(
-    "--model",
-    "path",
-    type=PathOrHubId(),
-    required=True,
-    help="Directory of either format, config.json, or hub id.",
-)
+@model_argument
 @trainer_option(True, "tp=,pp=,vpp=,ep=,etp=,dp=,cp=, ...")
 @engine_option("vLLM's sizes: tp=,pp=,dp=, and ep or ep=round_robin for expert parallelism.", required=True)
 @click.option(
@@ -63,7 +58,7 @@ _RATE = _Rate(min=0, min_open=True)
     show_default=True,
     help="GB/s of a GPU's memory, reads and writes together.",
 )
-@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
+@click.option("--dtype", type=DtypeChoice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
 @click.option(
     "--make-vocab-size-divisible-by",
     type=click.IntRange(1, MAX_VOCAB_MULTIPLE),
@@ -91,7 +86,7 @@ def command(
     """Plan a refit of vLLM from a Megatron trainer: bytes in, out and local per GPU, least times, memory, planning
     time.
 
-    Example: reshard plan --model Qwen/Qwen3-32B --trainer tp=4,pp=2 --engine tp=8
+    Example: reshard plan Qwen/Qwen3-32B --trainer tp=4,pp=2 --engine tp=8
     """
     from reshard.megatron.layout import MegatronLayout
     from reshard.models.config_fields import check_ignored

@@ -153,6 +153,11 @@ def megatron(checkpoint, tmp_path_factory):
     (["parity", "{src}", "{src}", "--html", "{out}/absent/page.html"], 1, "absent is not a directory"),
     (["parity", "{src}", "{src}", "--html", "/dev/null/page.html"], 1, "/dev/null is not a directory"),
     (["mcore-to-hf", "{mcore}", "{out}", "--max-shard-size", "big"], 1, "is not a size such as 5GB"),
+    (["mcore-to-hf", "{mcore}", "{out}", "--max-shard-size", "5"], 1, "5 is not a size such as 5GB"),
+    (["plan", "--trainer", "tp2", "--engine", "tp2"], 2, "Missing argument 'MODEL'"),
+    (["memory", "{src}", "--model", "{src}"], 2, "MODEL and --model are the same"),
+    (["plan", "{src}", "--trainer", "TP2,xp2", "--engine", "tp2"], 2, "'xp2' is none of cp=N"),
+    (["hf-to-mcore", "{src}/config.json", "{out}"], 1, "is a file, not a directory: give {src}"),
     (["mcore-to-hf", "{out}", "{out}2"], 1, "{out} does not exist"),
     (["mcore-to-hf", "/dev/null", "{out}"], 1, "/dev/null is a file, not a directory"),
     (["mcore-to-hf", "{mcore}/hf/..", "{out}", "--hf-config", "/dev/null"], 1, "/dev/null is not a regular file"),
@@ -192,7 +197,7 @@ def test_the_same_mistakes_in_a_library_call(megatron, tmp_path):
 
 def test_equal_values_in_another_dtype_are_said_to_be_equal(checkpoint, tmp_path):
     source = checkpoint("qwen3", dtype=torch.bfloat16)
-    hf_to_mcore(source, tmp_path / "wide", dtype="fp32")
+    run_cli("hf-to-mcore", source, tmp_path / "wide", "--dtype", "float32")
     done = run_cli("diff", source, tmp_path / "wide")
     assert (
         done.returncode == 1

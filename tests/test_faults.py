@@ -88,6 +88,10 @@ SPOILED_FILES = {
     ),
     "truncated header": (lambda p: os.truncate(p, 60), "truncated or no safetensors"),
     "empty file": (lambda p: os.truncate(p, 0), "fewer than a safetensors header"),
+    "git lfs pointer": (
+        lambda p: p.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
+        "is a Git LFS pointer, not the weights: run git lfs pull in",
+    ),
     "huge header length": (
         lambda p: p.write_bytes(struct.pack("<Q", 2**62) + p.read_bytes()[8:]),
         "header of 4611686018427387904 bytes",

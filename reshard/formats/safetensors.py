@@ -19,6 +19,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # the format allows twice as much; ten times the largest model's, and parsed it takes 1 GB
 MAX_HEADER_BYTES = 50_000_000
+LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,16 @@ def _header_text(path: Path) -> tuple[bytes, int]:
                     f"{path} is truncated: it has {size} bytes, fewer than a safetensors header"
                 )
             (length,) = struct.unpack("<Q", prefix)
+            if prefix + file.read(len(LFS_POINTER) - 8) == LFS_POINTER:
+                raise ReshardError(
+                    f"{path} is a Git LFS pointer, not the weights: run git lfs pull in {path.parent}"
+                )
             if length > MAX_HEADER_BYTES or 8 + length > size:
                 raise ReshardError(
                     f"{path} has a header of {length} bytes in a file of {size}: it is "
                     f"truncated or no safetensors file"
                 )
+            file.seek(8)
             text = file.read(length)
     except OSError as error:
         raise ReshardError(f"cannot read {path}: {error.strerror}") from error

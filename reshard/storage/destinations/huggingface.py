@@ -125,10 +125,11 @@ class HuggingFaceFiles(Destination):
 
 
 def parse_size(size: str | int) -> int:
-    """Return the bytes of ``5GB``, ``500MB``, ``1.5GiB`` or a number. Raises ReshardError for
-    anything else."""
+    """Return the bytes of ``5GB``, ``500MB`` or ``1.5GiB``, or an int as it is. Raises ReshardError
+    for anything else, also for text without a unit."""
+    if isinstance(size, int) and not isinstance(size, bool):
+        size = f"{size}b"
     units = {
-        "": 1,
         "b": 1,
         "kb": 10**3,
         "mb": 10**6,

@@ -25,7 +25,7 @@ def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
     if os.path.isdir(path):
         return path
     if os.path.exists(path):
-        raise ReshardError(f"{source} is a file, not a directory")
+        raise ReshardError(f"{source} is a file, not a directory: give {Path(source).parent}")
     left = unfinished(path)
     if left is not None:
         raise ReshardError(left)
