@@ -133,9 +133,7 @@ class _Load:
             try:
                 read = team.together(lambda: self._read_unchanged(source))[team.process]
             except ReshardError as error:
-                raise ReshardError(
-                    f"{error}; the model now has some of the new weights: load again"
-                ) from error
+                raise _half_loaded(error) from error
             team.together(self._update_optimizer)
             return self._report(source, read, time.monotonic() - began)
         finally:
@@ -237,9 +235,13 @@ class _Load:
                 )
 
     def _read_unchanged(self, source: Source) -> int:
-        """Read the source, and raise ReshardError where it changed meanwhile."""
-        with source.unchanged():
-            return self._read(source)
+        """Read the source, and raise ReshardError where it changed meanwhile. What the model is then is said here, for
+        ranks that have not begun to read."""
+        try:
+            with source.unchanged():
+                return self._read(source)
+        except ReshardError as error:
+            raise _half_loaded(error) from error
 
     def _read(self, source: Source) -> int:
         """Fill this rank's parameters; return how many bytes of the source's tensors were read."""
@@ -301,3 +303,9 @@ def _source_identity(path: str | Path, source: Source) -> str:
 def of_mtp(name: str, model: Model) -> bool:
     """Return True for a published name of an MTP layer."""
     return any(name.startswith(model.mtp_prefixes(layer)) for layer in range(model.mtp_layers))
+
+
+def _half_loaded(error: ReshardError) -> ReshardError:
+    """Return an error of a load that had begun, with what the model is now and what to do."""
+    sentence = "the model now has some of the new weights: load again"
+    return error if sentence in str(error) else ReshardError(f"{error}; {sentence}")
