@@ -13,7 +13,7 @@ from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError, listed
 from reshard.core.gc import gc_paused
 from reshard.core.limits import MAX_RANKS, check_number
-from reshard.core.placement import Placement
+from reshard.core.placement import Placement, local_matrix
 from reshard.core.planner import Transfer, make_plan
 from reshard.engines.vllm.layout import VllmLayout, published_tensors, vllm_placement
 from reshard.megatron.layout import MegatronLayout
@@ -117,7 +117,6 @@ def plan_refit(
     Raises ReshardError where a size does not divide or the engine would lack a tensor, and PlanError where the
     plan cannot be proven.
     """
-    model.check_refittable("its weights go to vLLM by the trainer's own sync, or by reshard.export")
     trainer.check(model)
     engine.check(model)
     ranks_per_stage = _ranks_per_stage(model, trainer, dp, cp)
@@ -286,7 +285,8 @@ class _TrainerShards:
 
     def _shards(self, index: int) -> list[LiveShard]:
         if index not in self.made:
-            self.made[index] = live_shards(self.ranks, self.parameters[index])
+            shards = live_shards(self.ranks, self.parameters[index])
+            self.made[index] = [shard._replace(tensor=local_matrix(shard.tensor)) for shard in shards]
         return self.made[index]
 
     def bytes_of_ranks(self, ranks: int, widths: dict[str, int]) -> list[int]:

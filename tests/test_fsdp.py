@@ -16,6 +16,7 @@ CASES = [
     ("qwen3", {"replicate": 2, "shard": 2}, {"tp": 4}, 4, True),
     ("qwen3", {"shard": 2, "tp": 2}, {"pp": 2}, 2, False),
     ("qwen3-moe-mixed", {"shard": 3}, {"tp": 2}, 2, False),
+    ("qwen3-next", {"shard": 2}, {"tp": 2}, 2, False),
     ("deepseek-v3", {"shard": 2, "tp": 2}, {"tp": 4}, 4, True),
     ("deepseek-v3-no-q-lora", {"replicate": 2, "shard": 2}, {"tp": 2}, 2, False),
     ("mixtral", {"shard": 3}, {"tp": 2}, 2, False),

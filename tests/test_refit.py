@@ -51,6 +51,8 @@ LAYOUTS = [
     ("glm4-moe-lite", f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2, pp=2), 4, False),
     ("deepseek-v32", f"{PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=4), 4, True),
     ("glm-moe-dsa-shared", f"{PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, enable_expert_parallel=True), 2, False),
+    ("qwen3-next", f"{TP} 2", 2, dict(tp=2), 2, True),
+    ("qwen3-next", f"{PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, enable_expert_parallel=True), 2, False),
     ("qwen3", f"{TP} 2", 2, dict(tp=1, dp=2), 2, True),
     ("llama", f"{TP} 2", 2, dict(tp=2, dp=2), 4, False),
     ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, dp=2), 4, True),

@@ -2,6 +2,7 @@
 along, multi-token prediction."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
 from tests.checkpoints import NEXT
-from tests.ranks import run_on_ranks
+from tests.ranks import free_port, run_on_ranks
+from tests.test_logits import PP, TP, flags_at
+from tests.test_refit import refit
 
 VISION = {
-    "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16,
+    "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 64, "num_position_embeddings": 16,
 }  # fmt: skip
 # What the published configs have, and transformers' classes do not.
 PUBLISHED_ONLY = {
@@ -22,8 +25,8 @@ PUBLISHED_ONLY = {
 INNER = "model.language_model.layers."
 
 
-def published(directory, moe: bool, dtype: torch.dtype = torch.bfloat16):
-    """A small Qwen3.5 with all that a published directory has, experts packed."""
+def published(directory, moe: bool, dtype: torch.dtype = torch.bfloat16, seed: int = 0, mtp: bool = True):
+    """A small Qwen3.5 with all that a published directory has, experts packed; without `mtp` it has no layer for it."""
     from transformers import (
         Qwen3_5Config,
         Qwen3_5ForConditionalGeneration,
@@ -31,7 +34,7 @@ def published(directory, moe: bool, dtype: torch.dtype = torch.bfloat16):
         Qwen3_5MoeForConditionalGeneration,
     )
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     other = "intermediate_size" if moe else "norm_topk_prob"
     sizes = {
         name: value
@@ -66,9 +69,11 @@ def published(directory, moe: bool, dtype: torch.dtype = torch.bfloat16):
     tensors |= {
         f"mtp.{name}.weight": torch.randn(shape).mul(0.05).to(dtype) for name, shape in shapes.items()
     }
+    if not mtp:
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
     save_file(packed(tensors), directory / "model.safetensors", metadata={"format": "pt"})
     fields = json.loads((directory / "config.json").read_text())
-    fields["text_config"] |= PUBLISHED_ONLY
+    fields["text_config"] |= PUBLISHED_ONLY | {"mtp_num_hidden_layers": int(mtp)}
     fields["text_config"]["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
     (directory / "config.json").write_text(json.dumps(fields))
     return directory
@@ -176,19 +181,40 @@ def test_a_norm_that_megatron_cannot_hold_less_one_is_refused_by_name_and_held_i
     assert same(source, tmp_path / "back")
 
 
-def test_what_no_engine_is_refitted_with_yet_is_refused_by_name_before_anything_happens(tmp_path):
-    """Its norms less 1 would arrive as they are in Megatron."""
-    from reshard.engines.vllm.layout import VllmLayout
-    from reshard.models.model import Model
-    from reshard.plan import plan_refit
-    from reshard.storage.io.reading import weights_of_megatron
-    from reshard.storage.sources.megatron import MegatronSource
+@pytest.fixture(scope="module", params=[False, True], ids=["dense", "moe"])
+def pair(request, tmp_path_factory):
+    """Two directories without MTP that share a vision tower, each with its Megatron checkpoint."""
+    pairs: list[tuple[str, str]] = []
+    for seed in (0, 1):
+        folder = tmp_path_factory.mktemp("pair")
+        file = published(folder / "hf", request.param, seed=seed, mtp=False) / "model.safetensors"
+        if pairs:
+            first = load_file(f"{pairs[0][0]}/model.safetensors")
+            tower = {name: tensor for name, tensor in first.items() if name.startswith("model.visual.")}
+            save_file(load_file(file) | tower, file, metadata={"format": "pt"})
+        hf_to_mcore(folder / "hf", folder / "mcore", transformer_impl="local")
+        pairs.append((str(folder / "hf"), str(folder / "mcore")))
+    return pairs
 
-    source = published(tmp_path / "hf", False)
-    hf_to_mcore(source, tmp_path / "mcore")
-    model = Model.from_hf(json.loads((source / "config.json").read_text()))
-    sentence = "Qwen3_5ForCausalLM is converted, loaded, saved and exported, and not yet brought into an engine's memory"
-    with pytest.raises(ReshardError, match=sentence):
-        plan_refit(model, MegatronLayout(), VllmLayout())
-    with pytest.raises(ReshardError, match=f"{sentence}: convert it with reshard mcore-to-hf"):
-        weights_of_megatron(MegatronSource(tmp_path / "mcore"))
+
+@pytest.mark.parametrize(("parallel", "trainers", "engine", "engines", "together"), [
+    (f"{TP} 2", 2, {"tp": 2}, 2, True), (f"{TP} 2 {PP} 2", 4, {"tp": 4}, 4, False),
+], ids=str)  # fmt: skip
+def test_a_refit_leaves_what_vllms_own_loader_makes_of_it_beside_its_tower(
+    parallel, trainers, engine, engines, together, pair, tmp_path
+):
+    refit(pair, parallel, trainers, engine | {"load_format": "safetensors"}, engines, together, tmp_path)
+
+
+def test_without_the_one_that_megatron_leaves_out_a_refit_brings_other_norms(pair, tmp_path):
+    sides = {"trainer": 1, "engine": 1, "together": True, "folder": str(tmp_path), "port": free_port()}
+    arguments = (sides, flags_at(Path(pair[0][1]), ""), pair, {"load_format": "safetensors"})
+    [(held, expected, *_)] = run_on_ranks(1, "refit_as_held", *arguments, module="refit_on_cpu")
+    differing = {name for name in expected[0] if held[0][name] != expected[0][name]}
+    assert differing and all(name.endswith("linear_attn.norm.weight") for name in differing)
+
+
+def test_a_tower_of_dummy_weights_is_refused(pair, tmp_path):
+    sides = {"trainer": 1, "engine": 1, "together": True, "folder": str(tmp_path), "port": free_port()}
+    with pytest.raises(AssertionError, match="visual.* beside the language model are dummy weights"):
+        run_on_ranks(1, "refit_twice", sides, flags_at(Path(pair[0][1]), ""), pair, {}, module="refit_on_cpu")

@@ -7,6 +7,7 @@ of local tensors, each with the parts that say where its elements come from.
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 from reshard.core.boxes import Box
@@ -39,6 +40,27 @@ class LocalTensor(NamedTuple):
     parts: tuple[Part, ...]
     fills: tuple[Box, ...] = ()
     holder: Hashable = 0
+
+
+def as_matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape of more than two dims as rows of all dims after the first."""
+    return shape if len(shape) <= 2 else (shape[0], prod(shape[1:]))
+
+
+def local_matrix(tensor: LocalTensor) -> LocalTensor:
+    """Return a local tensor of more than two dims as a matrix, as `as_matrix` has its shape; others as they are.
+
+    Raises ValueError where a part has not all of the dims after the first.
+    """
+    if len(tensor.shape) <= 2:
+        return tensor
+    row, parts = tensor.shape[1:], []
+    for part in tensor.parts:
+        if part.box.lengths[1:] != row or any((*part.box.offsets[1:], *part.at[1:])):
+            raise ValueError(f"{part.name} is split along other dims than the first")
+        box = Box((part.box.offsets[0], 0), as_matrix(part.box.lengths))
+        parts.append(Part(part.name, box, (part.at[0], 0)))
+    return tensor._replace(shape=as_matrix(tensor.shape), parts=tuple(parts))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ Per dim, with commas between, and ``:`` for the dims that are left out:
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import combinations
 from math import prod
@@ -26,7 +26,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
+from reshard.core.placement import Part
 
 _NAME = re.compile(r"(?P<tensor>[^\[\]]+)\[(?P<selections>[^\[\]]*)\]")
 _SELECTION = re.compile(r"(?P<start>\d+)(?::(?P<stop>\d+)(?: in (?P<period>\d+))?)?")
@@ -173,6 +175,35 @@ def tensor_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int,
         except ValueError as error:
             raise ReshardError(f"{tensor}: {error}") from None
     return stored
+
+
+def views_by_tensor(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return, of those of these names that are views, the ones of each stored tensor."""
+    views: dict[str, list[str]] = {}
+    for name in names:
+        if tensor_of(name) != name:
+            views.setdefault(tensor_of(name), []).append(name)
+    return views
+
+
+def view_parts(views: Iterable[str], shape: tuple[int, ...], rows: Box) -> Iterator[Part]:
+    """Yield the parts of `rows`, a box of a stored tensor of this shape as a matrix ``[first dim, all others]``, that are of
+    each of its `views`: the box of the view, as a matrix too, and where it lies in `rows`.
+
+    Raises ReshardError for a view of parts of rows.
+    """
+    width, (first, column), (count, columns) = prod(shape[1:]), *rows
+    for name in views:
+        view_row = 0
+        for piece in View.parse(name).pieces(shape):
+            if piece.start % width or piece.length % width:
+                raise ReshardError(f"{name} is a view of parts of rows, which a refit does not support")
+            row, length = piece.start // width, piece.length // width
+            start, stop = max(row, first), min(row + length, first + count)
+            if start < stop:
+                box = Box((view_row + start - row, column), (stop - start, columns))
+                yield Part(name, box, (start - first, 0))
+            view_row += length
 
 
 @cache

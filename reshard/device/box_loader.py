@@ -8,7 +8,7 @@ from reshard.core.dtypes import Dtype
 from reshard.device.live_boxes import LiveBox, Slab, batches, slabs_of
 from reshard.device.staging import PINNED_BYTES, ToDevice, slab_bytes
 from reshard.storage.io.boxes import BoxReader, Rows, Wanted, place_of
-from reshard.storage.io.casts import cast, less_one, overflow
+from reshard.storage.io.casts import cast, less_one, overflow, plus_one
 from reshard.storage.io.streams import Scratch, TensorInfo
 
 
@@ -56,7 +56,7 @@ class BoxLoader:
             wanted = []
             for slab, array in zip(batch, arrays, strict=True):
                 name, dtype = slab.live_box.name, self._stored_dtype(slab.live_box)
-                if dtype == slab.live_box.dtype and not self._subtracts(slab):
+                if dtype == slab.live_box.dtype and not self._differs_by_one(slab):
                     wanted.append(Wanted(name, slab.rows, array))
                 elif count := self._read_cast(slab, dtype, array):
                     overflowed[name] = overflowed.get(name, 0) + count
@@ -65,18 +65,21 @@ class BoxLoader:
         self.device.fill([slab.bytes for slab in batch], write)
         return overflowed
 
-    def _subtracts(self, slab: Slab) -> bool:
-        """Return True where memory has the numbers less 1, and the files do not."""
-        return slab.live_box.less_one and slab.live_box.name not in self.less_one
+    def _differs_by_one(self, slab: Slab) -> bool:
+        """Return True where either memory or the files, but not both, have the numbers less 1."""
+        return slab.live_box.less_one != (slab.live_box.name in self.less_one)
 
     def _read_cast(self, slab: Slab, stored_dtype: Dtype, out: np.ndarray) -> int:
-        """Read a slab and cast it into `out`, bytes ``[rows, bytes of a row]``, less 1 where memory holds it so;
-        return how many numbers became infinite."""
+        """Read a slab and cast it into `out`, bytes ``[rows, bytes of a row]``, less 1 or plus 1 where memory and files
+        differ by that; return how many numbers became infinite."""
         stored = self.scratch.array("stored", len(out), slab.rows.columns * stored_dtype.size)
         self.reader.read(slab.live_box.name, slab.rows, stored)
         numbers = stored.view(stored_dtype.numpy())
+        differs = self._differs_by_one(slab)
+        if differs and not slab.live_box.less_one:
+            numbers = plus_one(numbers)
         converted = cast(numbers, stored_dtype, slab.live_box.dtype)
-        if self._subtracts(slab):
+        if differs and slab.live_box.less_one:
             converted = less_one(converted, slab.live_box.name)
         out[:] = converted.view(np.uint8)
         return overflow(numbers, converted, stored_dtype, slab.live_box.dtype)

@@ -9,7 +9,7 @@ import torch
 
 from reshard.core.boxes import Box, whole
 from reshard.core.errors import ReshardError, listed
-from reshard.core.placement import LocalTensor, Part, Placement
+from reshard.core.placement import LocalTensor, Part, Placement, as_matrix
 from reshard.device.memory import Region
 from reshard.engines.trace import Trace
 
@@ -43,7 +43,10 @@ def place_by_rules(
         name, expert = local.id
         tensor = tensors.get(name)
         shape = local.shape if expert is None else (local_experts, *local.shape)
-        if tensor is None or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        has_shape = () if tensor is None else tuple(tensor.shape)
+        if expert is None:
+            has_shape = as_matrix(has_shape)
+        if tensor is None or has_shape != shape or not tensor.is_contiguous():
             has = (
                 "nothing of this name"
                 if tensor is None

@@ -8,6 +8,7 @@ import torch
 from reshard.comm.group import RefitGroup
 from reshard.core.dtypes import dtype_named
 from reshard.core.errors import ReshardError
+from reshard.core.placement import LocalTensor, local_matrix
 from reshard.device.cuda import Allocation, exported, frees_of, generation_of, is_exportable
 from reshard.models.model import Model
 from reshard.refit.addresses import (
@@ -57,19 +58,27 @@ class Sender:
 
     def publish(self, model: Model) -> None:
         """Post what this rank holds of the model."""
+        self.source = self.source.as_published(model)
         self.source.check_memory(self.device)
         self.source.check_model(model)
         dtypes = [region.tensor.dtype for region in self.source.regions]
         known, header, parts, self.sizes = _published.get(self.source, (None, b"", b"", self.sizes))
         if known != (model, dtypes):
             names = {dtype: dtype_named(str(dtype)).name for dtype in set(dtypes)}
-            held, dtype_names = self.source.publish(model), [names[dtype] for dtype in dtypes]
+            held, dtype_names = self._held(model), [names[dtype] for dtype in dtypes]
             header, parts = pack_held(held, dtype_names)
             self.sizes = ShardSizes.of(held, dtype_names)
             _published[self.source] = (model, dtypes), header, parts, self.sizes
         self.held_digest = digest(header, parts)
         self.group.post("held", header)
         self.group.post("parts", parts)
+
+    def _held(self, model: Model) -> list[LocalTensor]:
+        """Return what the trainer's rank holds, in rows and columns."""
+        try:
+            return list(map(local_matrix, self.source.publish(model)))
+        except ValueError as error:
+            raise ReshardError(f"the trainer's {error}, which a refit does not support") from error
 
     def receive_requests(self) -> None:
         """Read which pieces every inference rank wants, and post where they are."""

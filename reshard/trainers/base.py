@@ -48,6 +48,11 @@ class Trainer(ABC):
         """The device on which the trainer computes, and should have its parameters; None where this rank has none."""
         return next((region.tensor.device for region in self.regions), None)
 
+    def as_published(self, model: Model) -> "Trainer":
+        """Return a trainer whose local tensors have the numbers of the published ones: this one, or one with copies of what
+        this one holds in another form."""
+        return self
+
     def addresses(self) -> list[int]:
         """Return the parameters' addresses now: one for each tensor that a region looks into."""
         return [

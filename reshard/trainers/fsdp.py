@@ -7,6 +7,7 @@ for those of `Family.in_memory`, and for experts: transformers 5 keeps those of 
 ``experts.gate_up_proj [experts, 2 * F, H]`` and ``experts.down_proj [experts, H, F]``.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from reshard.core.boxes import Box, whole
 from reshard.core.errors import ReshardError, listed
-from reshard.core.placement import LocalTensor, Part
+from reshard.core.placement import LocalTensor, Part, as_matrix
+from reshard.core.views import tensor_shapes, view_parts, views_by_tensor
 from reshard.device.memory import Region
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model, different_fields
@@ -40,9 +42,14 @@ class LocalParameter(NamedTuple):
     box: Box
 
     @property
+    def of_experts(self) -> bool:
+        """True for experts in one tensor."""
+        return len(self.shape) == 3 and self.name.rpartition(".")[2] in FUSED
+
+    @property
     def matrices(self) -> int:
         """The number of its local tensors: of experts in one tensor, one for each."""
-        return self.box.lengths[0] if len(self.shape) == 3 else 1
+        return self.box.lengths[0] if self.of_experts else 1
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -90,7 +97,10 @@ class FsdpModel(Trainer):
         self._reshard()
         regions = []
         for held, tensor in zip(self.held, self._tensors(), strict=True):
-            elements, pitch = tensor.numel() // held.matrices, tensor.shape[-1] if tensor.ndim else 1
+            elements = tensor.numel() // held.matrices
+            # Of a vector all, of experts the last dim, else all dims after the first.
+            row = tensor.shape if tensor.ndim < 2 else tensor.shape[2 if held.of_experts else 1 :]
+            pitch = math.prod(row)
             regions += [Region(tensor, index * elements, pitch) for index in range(held.matrices)]
         return regions
 
@@ -155,7 +165,8 @@ class FsdpModel(Trainer):
     def publish(self, model: Model) -> list[LocalTensor]:
         """See `Trainer.publish`."""
         shapes, published_names = expand(model).shapes, model.names_in_memory()
-        tensors = [local for held in self.held for local in _locals(held, shapes, published_names)]
+        views = views_by_tensor(shapes)
+        tensors = [local for held in self.held for local in _locals(held, shapes, views, published_names)]
         unknown = sorted({self._names[index] for index, local in enumerate(tensors) if local is None})
         if unknown:
             raise ReshardError(
@@ -206,14 +217,22 @@ def _box(name: str, tensor: torch.Tensor) -> Box:
 
 
 def _locals(
-    held: LocalParameter, shapes: Mapping[str, tuple[int, ...]], published_names: Mapping[str, str]
+    held: LocalParameter,
+    shapes: Mapping[str, tuple[int, ...]],
+    views: Mapping[str, list[str]],
+    published_names: Mapping[str, str],
 ) -> list[LocalTensor | None]:
     """Return the local tensors of a parameter, one for each of its regions; None where the model has no such tensor.
 
     Raises ReshardError where it has another shape.
     """
-    if len(held.shape) < 3:
-        name = published_names.get(held.name, held.name)
+    name = published_names.get(held.name, held.name)
+    if name in views:
+        stored = tensor_shapes({view: shapes[view] for view in views[name]})[name]
+        _check_shape(held, stored)
+        matrix = _rows(held)
+        return [LocalTensor(0, matrix.lengths, tuple(view_parts(views[name], stored, matrix)))]
+    if not held.of_experts:
         if name not in shapes:
             return [None]
         _check_shape(held, shapes[name])
@@ -223,9 +242,9 @@ def _locals(
     prefix, _, fused = held.name.rpartition(".")
     tensors: list[LocalTensor | None] = []
     for expert in range(first, first + experts):
-        names = [f"{prefix}.{expert}.{part}.weight" for part in FUSED.get(fused, ())]
+        names = [f"{prefix}.{expert}.{part}.weight" for part in FUSED[fused]]
         names = [published_names.get(name, name) for name in names]
-        if not names or names[0] not in shapes:
+        if names[0] not in shapes:
             tensors.append(None)
             continue
         height, width = shapes[names[0]]
@@ -238,6 +257,14 @@ def _locals(
                 parts.append(Part(name, box, common.relative_to(local_box.offsets)))
         tensors.append(LocalTensor(0, (rows, columns), tuple(parts)))
     return tensors
+
+
+def _rows(held: LocalParameter) -> Box:
+    """Return the box of a parameter as one of a matrix. Raises ReshardError where it is split along a dim after the second."""
+    offsets, lengths = held.box
+    if len(lengths) > 2 and lengths[1:] != held.shape[1:]:
+        raise ReshardError(f"the trainer's {held.name} is split along another dim than the first")
+    return held.box if len(lengths) == 2 else Box((offsets[0], 0), as_matrix(lengths))
 
 
 def _check_shape(held: LocalParameter, shape: tuple[int, ...]) -> None:

@@ -28,6 +28,7 @@ from reshard.models.model import Model
 from reshard.models.numerics_args import NUMERICS_ARGS, disagreements
 from reshard.models.rope import inverse_frequencies
 from reshard.trainers.base import Trainer
+from reshard.trainers.plus_one import PlusOne
 
 # Where a checkpoint's chunk would name its file.
 IN_MEMORY = Stored("", 0, 0)
@@ -80,6 +81,7 @@ class MegatronModel(Trainer):
             raise ReshardError(
                 "moe_mlp_glu_interleave_size mixes gate and up rows, which is not supported: unset it"
             )
+        self._as_published: PlusOne | None = None
         self.shards: list[Shard] = []
         self._regions: list[Region] = []
         self.objects: set[str] = set()
@@ -220,6 +222,15 @@ class MegatronModel(Trainer):
                 )
             held[index] = tensor._replace(id=index)
         return [held[index] for index in range(len(self.shards))]
+
+    def as_published(self, model: Model) -> Trainer:
+        """See `Trainer.as_published`; the weights of some norms are held less 1."""
+        names = expand(model).less_one
+        if not names:
+            return self
+        if self._as_published is None or self._as_published.model != model:
+            self._as_published = PlusOne(self, model, names)
+        return self._as_published
 
     def check_model(self, model: Model, without: frozenset[str] = frozenset()) -> None:
         """Raise ReshardError where Megatron's model computes something else than the one that is served, with

@@ -12,11 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from reshard.core.boxes import Box, whole
 from reshard.core.errors import ReshardError
-from reshard.core.placement import LocalTensor, Part, Placement
+from reshard.core.placement import LocalTensor, Part, Placement, as_matrix
 from reshard.core.splits import split
+from reshard.core.views import View
 from reshard.engines.vllm.names import in_vllm, on_every_stage, vllm_name
 from reshard.models.model import Model
 from reshard.models.tables import HEADS, Row
@@ -226,6 +228,25 @@ def padded(tensor: LocalTensor, shape: tuple[int, ...], bands: int) -> LocalTens
     return tensor._replace(shape=shape, parts=tuple(parts), fills=tuple(fills))
 
 
+class _Turns(NamedTuple):
+    """The rows of one canonical tensor among others of the same stored one: so many in each turn, where each turn lies, and how
+    many rows all of them fill together, said by the last of them."""
+
+    rows: int
+    places: range
+    whole: int
+
+
+def _turns_of(row: Row, rows: int) -> _Turns:
+    """Return the turns of a row's tensor of which a rank has so many rows; one, unless its view takes some of every period."""
+    selections = View.parse(row.hf).selections
+    if not selections or not selections[0].period:
+        return _Turns(rows, range(1), rows)
+    start, length, period, _ = selections[0]
+    end = rows // length * period
+    return _Turns(length, range(start, end, period), end if start + length == period else 0)
+
+
 class _Expansion:
     """The local tensors of one rank, and the canonical shapes that they are made of, as rows are
     added."""
@@ -242,35 +263,40 @@ class _Expansion:
         by_expert = zip(*(row.names(prefix, self.rank.experts) for row in rows), strict=True)
         for local_expert, names in enumerate(by_expert):
             matrix = None if names[0][0] is None else local_expert
-            parts = tuple(
-                [
-                    Part(hf, box, at)
-                    for (_, hf), (box, at) in zip(names, places, strict=True)
-                    if prod(box.lengths)
-                ]
-            )
+            parts = tuple([Part(names[row][1], box, at) for row, box, at in places if prod(box.lengths)])
             self.shapes.update(
-                (hf, self.model.shape(row.shape)) for (_, hf), row in zip(names, rows, strict=True)
+                (hf, as_matrix(self.model.shape(row.shape))) for (_, hf), row in zip(names, rows, strict=True)
             )
             parameter = draft_prefix + in_vllm(self.model, prefix + name)
             self.tensors.append(LocalTensor((parameter, matrix), shape, parts, fills))
 
     def _arrange(
         self, prefix: str, rows: Sequence[Row]
-    ) -> tuple[tuple[int, ...], list[tuple[Box, tuple[int, ...]]], tuple[Box, ...]]:
-        """Return the matrix, or vector, that the rows fill one below the other.
+    ) -> tuple[tuple[int, ...], list[tuple[int, Box, tuple[int, ...]]], tuple[Box, ...]]:
+        """Return the matrix, or vector, that the rows fill one below the other; views that take turns in a stored tensor,
+        as queries and their gates do, in these turns.
 
-        That is its shape, the box of each row's tensor with its place, and the boxes of padding.
+        That is its shape, the boxes of the rows' tensors, each with the row's index and its place, and the boxes of
+        padding.
         """
-        places: list[tuple[Box, tuple[int, ...]]] = []
+        places: list[tuple[int, Box, tuple[int, ...]]] = []
         fills: tuple[Box, ...] = ()
         columns: tuple[int, ...] = ()
         at = 0
-        for row in rows:
-            shape = self.model.shape(row.shape)
+        for index, row in enumerate(rows):
+            shape = as_matrix(self.model.shape(row.shape))
             box, padding = self._box(row, prefix + row.hf, shape)
-            places.append((box, (at, *(0,) * (len(shape) - 1))))
-            at, columns = at + box.lengths[0], box.lengths[1:]
+            (first, *others), columns = box.offsets, box.lengths[1:]
+            turns = _turns_of(row, box.lengths[0])
+            places += [
+                (
+                    index,
+                    Box((first + n * turns.rows, *others), (turns.rows, *columns)),
+                    (at + place, *(0 for _ in others)),
+                )
+                for n, place in enumerate(turns.places)
+            ]
+            at += turns.whole
             if padding:
                 fills = (Box((at, *(0,) * (len(shape) - 1)), (padding, *shape[1:])),)
                 at += padding

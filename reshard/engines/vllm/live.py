@@ -21,19 +21,20 @@ from reshard.engines.rules import PlacedTensors
 from reshard.engines.trace import Canonical, Trace
 from reshard.engines.vllm.compat import draft_load_format, draft_model, driver_worker
 from reshard.engines.vllm.guard import VllmGuard, guard_of
+from reshard.engines.vllm.names import tower_prefixes
 from reshard.engines.vllm.quantized.layers import kernel_of, processing_of
 from reshard.engines.vllm.quantized.recipes import Held
 from reshard.engines.vllm.quantized.reload import Reloads
 from reshard.engines.vllm.weights.accounts import ADAPTERS, other_accounts
 from reshard.engines.vllm.weights.block_scales import find_scales, layers_in_blocks
-from reshard.engines.vllm.weights.canonical import canonical_tensors, expert_layers, mtp_names
+from reshard.engines.vllm.weights.canonical import expert_layers, mtp_names, stored_tensors
 from reshard.engines.vllm.weights.drafter import check_drafter, is_mtp, trace_drafter
 from reshard.engines.vllm.weights.kept import KeptTensors
 from reshard.engines.vllm.weights.mla import derive_in_place, deriving_attentions, stale_matrices
 from reshard.engines.vllm.weights.placing import Placer, rank_of
 from reshard.engines.vllm.weights.served import Served
 from reshard.engines.vllm.weights.stand_ins import layer_fingerprint, trace_model
-from reshard.engines.vllm.weights.supported import check_supported
+from reshard.engines.vllm.weights.supported import check_supported, check_towers
 from reshard.models.model import Model
 from reshard.models.published import published
 from reshard.quantization.fp8_blocks import ROUNDINGS
@@ -69,9 +70,6 @@ class VllmModel(Engine):
         self.guard.watch(model, worker, front)
         self.hf_config = published(config.model_config.hf_config.to_dict(), "vLLM's config")
         self.model = Model.from_hf(self.hf_config, f"vLLM's config of {config.model_config.model}")
-        self.model.check_refittable(
-            "leave its weights to the trainer's own sync, or send it those of reshard.export"
-        )
         self.draft = draft_model(worker)
         drafts_by_mtp = is_mtp(self.draft, self.model)
         if not drafts_by_mtp:
@@ -104,6 +102,9 @@ class VllmModel(Engine):
         self.served = Served(self.module, self.draft if with_drafter else None)
         self.blocks = layers_in_blocks(self.served)
         check_supported(self.served, self.vllm_config)
+        self._towers = tower_prefixes(self.model)
+        parameters = (name for name, _ in self.module.named_parameters())
+        check_towers([name for name in parameters if name.startswith(self._towers)], self.vllm_config)
         self.reloads = Reloads(self.served, self.vllm_config, self.guard.ready)
         self.tensors: dict[str, torch.Tensor] = dict(self.served.named_tensors())
         # What vLLM's loader writes into: of layers that it quantizes after loading, not what they
@@ -156,8 +157,8 @@ class VllmModel(Engine):
         def fingerprint(layer: ExpertLayer) -> tuple:
             return layer_fingerprint(self.module, layer)
 
-        canonical, layers = canonical_tensors(self.model, dtype), expert_layers(self.model)
-        return trace_deduplicated(trace, canonical, layers, fingerprint, self.rank.experts)
+        stored, layers = stored_tensors(self.model, dtype), expert_layers(self.model)
+        return trace_deduplicated(trace, stored, layers, fingerprint, self.rank.experts)
 
     def _parts_of_reloads(self) -> dict[str, list[Held]]:
         """Return the parts of matrices in each layer that vLLM processes after loading, by the
@@ -180,7 +181,9 @@ class VllmModel(Engine):
         regions = [*self.regions.values(), *(scales.region for scales in self.scales.values())]
         written = {id(region.tensor) for region in regions}
         brought = {name: tensor for name, tensor in self.tensors.items() if id(tensor) in written}
-        others = other_accounts(self._modules, self.tensors, self.reloads.round_of, self.attentions)
+        others = other_accounts(
+            self._modules, self.tensors, self.reloads.round_of, self.attentions, self._towers
+        )
         # Of layers that vLLM processes after loading, a refit fills what they are loaded into.
         unfilled = [name for name, tensor in self.reloads.loaded.items() if id(tensor) not in written]
         accounts = account_for("vLLM", self.tensors, brought, others, unfilled)

@@ -8,6 +8,7 @@ engine that serves another one is asked by the trace of its own loader alone.
 from functools import cache
 from typing import NamedTuple
 
+from reshard.core.views import tensor_of
 from reshard.models.model import Model
 from reshard.models.tables import Row, words_of
 
@@ -21,6 +22,12 @@ NAMES = (
     ("mlp.up_proj.*",                         "mlp.gate_up_proj.*",                    "always"),
     ("mlp.shared_experts.gate_proj.*",        "mlp.shared_experts.gate_up_proj.*",     "always"),
     ("mlp.shared_experts.up_proj.*",          "mlp.shared_experts.gate_up_proj.*",     "always"),
+    ("mlp.shared_expert.gate_proj.*",         "mlp.shared_expert.gate_up_proj.*",      "always"),
+    ("mlp.shared_expert.up_proj.*",           "mlp.shared_expert.gate_up_proj.*",      "always"),
+    ("linear_attn.in_proj_qkv.*",             "linear_attn.in_proj_qkvz.*",            "always"),
+    ("linear_attn.in_proj_z.*",               "linear_attn.in_proj_qkvz.*",            "always"),
+    ("linear_attn.in_proj_b.*",               "linear_attn.in_proj_ba.*",              "always"),
+    ("linear_attn.in_proj_a.*",               "linear_attn.in_proj_ba.*",              "always"),
     ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.routed_experts.w13_weight", "always"),
     ("mlp.experts.{expert}.up_proj.weight",   "mlp.experts.routed_experts.w13_weight", "always"),
     ("mlp.experts.{expert}.down_proj.weight", "mlp.experts.routed_experts.w2_weight",  "always"),
@@ -55,6 +62,13 @@ class VllmFamily(NamedTuple):
     on_every_stage: bool = False
 
 
+# The prefixes of a language model in a larger one, and of the other parts.
+IN_A_LARGER_ONE = (
+    ("model.language_model.", "language_model.model."),
+    ("lm_head.",              "language_model.lm_head."),
+    ("model.visual.",         "visual."),
+)  # fmt: skip
+
 FAMILIES = {
     "llama": VllmFamily(),
     "qwen2": VllmFamily(),
@@ -66,6 +80,9 @@ FAMILIES = {
     "mixtral": VllmFamily(BLOCK_SPARSE_MOE, on_every_stage=True),
     "minimax_m2": VllmFamily(BLOCK_SPARSE_MOE),
     "glm4_moe_lite": VllmFamily(LATENT_ATTENTION),
+    "qwen3_next": VllmFamily(),
+    "qwen3_5_text": VllmFamily(),
+    "qwen3_5_moe_text": VllmFamily(),
     "glm_moe_dsa": VllmFamily((*LATENT_ATTENTION, *INDEXER)),
 }
 
@@ -83,18 +100,28 @@ def on_every_stage(model: Model) -> bool:
 def in_vllm(model: Model, published: str) -> str:
     """Return a published name, or what several begin with, under the prefix that it has in
     vLLM."""
-    for prefix, vllm_prefix in _family(model.family.name).prefixes:
+    for prefix, vllm_prefix in (
+        *_family(model.family.name).prefixes,
+        *(IN_A_LARGER_ONE if model.wrapped else ()),
+    ):
         if published.startswith(prefix):
             return vllm_prefix + published.removeprefix(prefix)
     return published
 
 
+def tower_prefixes(model: Model) -> tuple[str, ...]:
+    """Return what vLLM's names of the tensors begin with that belong to other parts of the model in which this language
+    model is."""
+    return tuple(in_vllm(model, tower) for tower in model.family.towers) if model.wrapped else ()
+
+
 def vllm_name(model: Model, row: Row) -> str:
     """Return the vLLM parameter that a row is part of, without the layer's prefix."""
-    for when, name in _names(model.family.name, row.hf):
+    tensor = tensor_of(row.hf)
+    for when, name in _names(model.family.name, tensor):
         if model.holds(words_of(when)):
             return name
-    return row.hf
+    return tensor
 
 
 def _family(name: str) -> VllmFamily:

@@ -1,6 +1,5 @@
 """Export a live Megatron as a stream of whole tensors under their published names."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import torch.distributed as dist
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.gc import gc_paused
 from reshard.core.limits import check_number
-from reshard.core.views import View, tensor_of, tensor_shapes
 from reshard.device.staging import byte_view
+from reshard.device.stored import stored_tensors
 from reshard.megatron.live.collective import check_same_options, keyword_style_errors, open_team, run_on_first
 from reshard.megatron.live.inventory import Inventory, WriteAssignment, take_inventory
 from reshard.megatron.live.local_model import LocalModel, Models, box_of
@@ -71,31 +70,8 @@ def export(
         team.together(local.trainer.sync_params)
         takers = list(range(team.size)) if to is None else [to]
         stream = _Stream(local, inventory, assignments, buffer_bytes, team.process, takers, copy).tensors()
-        return _as_stored(stream, inventory)
-
-
-def _as_stored(
-    stream: Iterator[tuple[str, torch.Tensor]], inventory: Inventory
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors as published files have them: parts of one put together, which follow one another."""
-    places = {name: inventory.packed.get(name, name) for name in inventory.tensors}
-    shapes = tensor_shapes({places[name]: info.shape for name, info in inventory.tensors.items()})
-    left = Counter(tensor_of(place) for place in places.values())
-    unfinished: dict[str, torch.Tensor] = {}
-    for name, part in stream:
-        tensor = tensor_of(places[name])
-        if tensor == name:
-            yield name, part
-            continue
-        if tensor not in unfinished:
-            unfinished[tensor] = torch.empty(shapes[tensor], dtype=part.dtype, device=part.device)
-        flat, start = unfinished[tensor].view(-1), 0
-        for piece in View.parse(places[name]).pieces(shapes[tensor]):
-            flat[piece.start : piece.start + piece.length] = part.reshape(-1)[start : start + piece.length]
-            start += piece.length
-        left[tensor] -= 1
-        if not left[tensor]:
-            yield tensor, unfinished.pop(tensor)
+        shapes = {name: info.shape for name, info in inventory.tensors.items()}
+        return stored_tensors(stream, shapes, inventory.packed)
 
 
 def _as_numbers(assignments: dict[str, list[WriteAssignment]]) -> dict[str, list[list[int]]]:

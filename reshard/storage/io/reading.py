@@ -44,14 +44,15 @@ class TensorSlice(NamedTuple):
 
 @dataclass
 class Weights:
-    """The published tensors of a directory: shapes and dtypes by name, where each lies, and a check
-    that its files are those that were opened."""
+    """The published tensors of a directory: shapes and dtypes by name, where each lies, a check that
+    its files are those that were opened, and the names of those that the files hold less 1."""
 
     tensors: dict[str, TensorInfo]
     strips: Callable[[str], list[Strip]]
     files: OpenFiles
     # around what reads: raises ReshardError where files were changed since they were opened
     unchanged: Callable[[], AbstractContextManager[None]]
+    less_one: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.reader = BoxReader(self.files, self.strips)
@@ -131,9 +132,10 @@ class Weights:
 
 def weights_of_megatron(source: MegatronSource) -> Weights:
     """Return the weights of a Megatron checkpoint by published name, with tied ones. Closing them
-    closes the source. Raises ReshardError where they are not stored as they are published."""
-    source.model.check_refittable("convert it with reshard mcore-to-hf, and serve that")
-    return Weights(dict(source.tensors), cache(source.strips), source.files, source.unchanged)
+    closes the source. Some may be views of what a file has under the published name."""
+    return Weights(
+        dict(source.tensors), cache(source.strips), source.files, source.unchanged, source.less_one
+    )
 
 
 def weights_of_huggingface(path: Path) -> Weights:

@@ -18,7 +18,6 @@ from reshard.device.staging import ToDevice
 from reshard.engines.trace import Trace, TracedCopy
 from reshard.engines.vllm.load_format.opened import (
     OpenedWeights,
-    canonical_of,
     host_memory,
     tensor_of,
     threads,
@@ -57,7 +56,7 @@ def _trace_boxes(model: torch.nn.Module, model_config: ModelConfig, opened: Open
     """Return what vLLM's loader would copy where. Raises ReshardError if it would do anything
     else."""
     architectures = set(getattr(model_config.hf_config, "architectures", None) or ())
-    known = {family.architecture for family in families().values()}
+    known = {name for family in families().values() for name in (family.architecture, family.wrapped_in[0])}
     if not architectures <= known:
         raise ReshardError(f"{listed(sorted(architectures - known))} has no table")
     for name, module in model.named_modules():
@@ -66,13 +65,16 @@ def _trace_boxes(model: torch.nn.Module, model_config: ModelConfig, opened: Open
             raise ReshardError(f"{name} is loaded by {kind}")
     if opened.quantized:
         raise ReshardError("the config wants fp8 blocks")
-    canonical = canonical_of(opened.weights)
-    trace = trace_model(model, canonical)
+    views = opened.views()
+    trace = views.of_trace(trace_model(model, opened.stored(views)))
     live = _tensors(model)
     filled = dict.fromkeys((name for name, _ in model.named_parameters()), 0)
     for copy in trace.copies:
         filled[copy.parameter] = filled.get(copy.parameter, 0) + copy.box.volume
-        if len(canonical[copy.name][0]) > 2 or not live[copy.parameter].is_contiguous():
+        if (
+            len(copy.box.lengths) != len(views.matrices[copy.name])
+            or not live[copy.parameter].is_contiguous()
+        ):
             raise ReshardError(f"{copy.parameter} is no plain matrix")
     for fill in trace.fills:
         filled[fill.parameter] = filled.get(fill.parameter, 0) + fill.elements
@@ -99,7 +101,7 @@ def read_boxes(model: torch.nn.Module, trace: Trace, weights: Weights) -> None:
         for fill in trace.fills:
             live[fill.parameter].view(-1)[fill.offset : fill.offset + fill.elements].zero_()
         into = ToDevice(device)
-        loader = BoxLoader(weights.tensors, weights.reader, into)
+        loader = BoxLoader(weights.tensors, weights.reader, into, less_one=weights.less_one)
         with ThreadPoolExecutor(threads(), "reshard-read") as pool:
             list(pool.map(loader.load, loader.batches(boxes)))
         into.close()
@@ -107,6 +109,8 @@ def read_boxes(model: torch.nn.Module, trace: Trace, weights: Weights) -> None:
         for cast_region, raw in weights.read_ahead(cast_regions, host_memory, threads()):
             cast: TracedCopy = cast_region.key  # type: ignore[assignment]
             values = tensor_of(raw, weights.tensors[cast.name].dtype.name)
+            if cast.name in weights.less_one:
+                values = (values.float() + 1).to(values.dtype)
             parameter = live[cast.parameter].data
             offset = parameter.storage_offset() + cast.offset
             parameter.as_strided(values.shape, (cast.pitch or cast_region.columns, 1), offset).copy_(values)

@@ -24,6 +24,7 @@ with importing("vllm"):
 
 
 from reshard.core.errors import ReshardError, listed
+from reshard.core.views import tensor_of
 from reshard.engines.vllm.layout import published_tensors
 from reshard.engines.vllm.load_format.boxes import plan_reading, read_boxes
 from reshard.engines.vllm.load_format.opened import OpenedWeights, directory_of, open_weights
@@ -124,10 +125,13 @@ def _check_complete(opened: OpenedWeights, model_config: ModelConfig) -> None:
         return  # an architecture without a table
     # Quantized checkpoints have other tensors in place of a module's weight.
     modules = {name.rpartition(".")[0] for name in opened.weights.tensors}
+    packed = expand(model).packed
     lacking = [
         name
         for row, name in published_tensors(model)
-        if not row.optional and name.rpartition(".")[0] not in modules
+        if not row.optional
+        and name.rpartition(".")[0] not in modules
+        and tensor_of(packed.get(name, "")) not in opened.weights.tensors
     ]
     if lacking:
         raise ReshardError(f"{opened.name} lacks {len(lacking)} of the model's tensors: {listed(lacking)}")

@@ -18,7 +18,10 @@ import numpy as np
 
 from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError
+from reshard.core.views import tensor_of as stored_name
+from reshard.device.stored import stored_tensors
 from reshard.engines.trace import Canonical
+from reshard.engines.views import StoredViews
 from reshard.engines.vllm.load_format.checkpoint import config_directory, megatron_directory, wants_fp8_blocks
 from reshard.engines.vllm.quantized import nvfp4
 from reshard.engines.vllm.quantized.compressed import stored_as
@@ -71,14 +74,33 @@ class OpenedWeights:
         """
         device = next(model.parameters()).device
         self.device = self.device if device.type == "meta" else device  # while vLLM loads anew
+        views = self.views()
+        if views.views and (self.compressed or self.quantized):
+            raise ReshardError(
+                f"{self.name}: {min(views.views)} is several of Megatron's parameters, which --load-format reshard does not "
+                f"quantize together: convert it with reshard mcore-to-hf, and serve that"
+            )
         if self.compressed:
-            self.schemes, self.taken = _schemes(model, canonical_of(self.weights))
+            self.schemes, self.taken = _schemes(model, self.stored(views))
         if self.quantized:
             held = {name for name, _ in model.named_parameters()}
             self.quantized |= {name for name in self.weights.tensors if name + SCALE_SUFFIX in held}
 
+    def views(self) -> StoredViews:
+        """Return how the weights lie in the tensors that vLLM's loader takes."""
+        return StoredViews({name: info.shape for name, info in self.weights.tensors.items()})
+
+    def stored(self, views: StoredViews) -> Canonical:
+        """Return shapes and dtypes of the tensors that vLLM's loader takes, for a trace."""
+        dtypes = {stored_name(name): info.dtype.name for name, info in self.weights.tensors.items()}
+        return {name: (shape, getattr(torch, dtypes[name])) for name, shape in views.stored.items()}
+
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (published name, full tensor), one after the other."""
+        shapes = {name: info.shape for name, info in self.weights.tensors.items()}
+        return stored_tensors(self._stream(), shapes, {})
+
+    def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         # What other ranks have, such as their experts, would stay plain, and packed layers have no
         # place for plain weights.
         names = [name for name in self.weights.tensors if self.taken is None or name in self.taken]
@@ -103,7 +125,9 @@ class OpenedWeights:
             elif region.name in self.schemes:
                 yield from self._compressed(region.name, tensor_of(raw, info.dtype.name))
             else:
-                yield region.name, tensor_of(raw, info.dtype.name).reshape(info.shape)
+                tensor = tensor_of(raw, info.dtype.name).reshape(info.shape)
+                is_less = region.name in self.weights.less_one
+                yield region.name, (tensor.float() + 1).to(tensor.dtype) if is_less else tensor
 
     def stream_and_close(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the same, and close the files at the end."""
@@ -213,11 +237,6 @@ def _schemes(model: torch.nn.Module, canonical: Canonical) -> tuple[dict[str, Co
     copies = trace_model(model, canonical).copies
     schemes = {copy.name: by_parameter[copy.parameter] for copy in copies if copy.parameter in by_parameter}
     return schemes, frozenset(copy.name for copy in copies)
-
-
-def canonical_of(weights: Weights) -> Canonical:
-    """Return the weights' shapes and dtypes, for a trace."""
-    return {name: (info.shape, getattr(torch, info.dtype.name)) for name, info in weights.tensors.items()}
 
 
 def tensor_of(raw: np.ndarray, dtype: str) -> torch.Tensor:

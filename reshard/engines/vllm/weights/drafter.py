@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from reshard.core.errors import ReshardError
+from reshard.core.views import tensor_of, tensor_shapes
 from reshard.engines.trace import Trace
 from reshard.engines.vllm.compat import draft_load_format
 from reshard.engines.vllm.layout import outer_rows
@@ -46,16 +47,20 @@ def trace_drafter(
     out.
     """
     originals = {row.megatron: row.hf for row in outer_rows(model)}
-    canonical: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, torch.dtype] = {}
     original_of: dict[str, str] = {}
     for block in model.blocks():
         for row in block.rows if block.mtp or block.layer is None else ():
             if row.arrangement == "ignored":
                 continue
             for _, name in row.names(block.published, range(model.num_experts)):
-                canonical[name] = model.shape(row.shape), torch.float32 if row.fp32 else dtype
-                original_of[name] = originals[row.megatron] if row.arrangement == "copy" else name
-    trace = trace_model(draft, canonical)
+                shapes[name] = model.shape(row.shape)
+                dtypes[tensor_of(name)] = torch.float32 if row.fp32 else dtype
+                original = originals[row.megatron] if row.arrangement == "copy" else name
+                original_of[tensor_of(name)] = tensor_of(original)
+    stored = {name: (shape, dtypes[name]) for name, shape in tensor_shapes(shapes).items()}
+    trace = trace_model(draft, stored)
     live = dict([*draft.named_parameters(), *draft.named_buffers()])
     names = {id(tensor): name for name, tensor in tensors.items()}
 

@@ -3,6 +3,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import Placement
 from reshard.engines.rules import PlacedTensors, place_by_rules, place_by_trace
 from reshard.engines.trace import Trace
+from reshard.engines.views import StoredViews
 from reshard.engines.vllm.compat import tensor_parallel
 from reshard.engines.vllm.layers import experts_of
 from reshard.engines.vllm.layout import (
@@ -46,7 +48,7 @@ def rank_of(module: torch.nn.Module, model: Model, tensors: Collection[str], con
         if experts.placed is not None:
             local_experts = tuple(expert for expert in experts.placed if expert < model.num_experts)
         break  # all layers have the same
-    prefix = in_vllm(model, model.family.layers)
+    prefix = in_vllm(model, model.published_name(model.family.layers))
     layers = {int(name.removeprefix(prefix).split(".")[0]) for name in tensors if name.startswith(prefix)}
     # Some of vLLM's models have the output layer on every pipeline stage.
     outer = frozenset(row.hf for row in outer_rows(model) if in_vllm(model, row.hf) in tensors)
@@ -105,14 +107,18 @@ class Placer:
         return self._by_rules(placement, inner).joined(self._by_trace(outer))
 
     def _by_rules(self, placement: Placement, trace: Trace) -> PlacedTensors:
-        placement = self._with_padding(placement)
+        placement, trace = self._with_padding(placement), self._views.of_trace(trace)
         return place_by_rules("vLLM", placement, trace, self.tensors, len(self.rank.experts))
 
     def _by_trace(self, trace: Trace) -> PlacedTensors:
+        views = self._views
+        return place_by_trace("vLLM", views.of_trace(trace), views.matrices, self.tensors)
+
+    @cached_property
+    def _views(self) -> StoredViews:
+        """The canonical tensors as views of those that vLLM's loader takes."""
         canonical = canonical_tensors(self.model, self.dtype, mtp=True)
-        return place_by_trace(
-            "vLLM", trace, {name: shape for name, (shape, _) in canonical.items()}, self.tensors
-        )
+        return StoredViews({name: shape for name, (shape, _) in canonical.items()})
 
     def _with_padding(self, placement: Placement) -> Placement:
         """Return the placement with the zeros by which vLLM rounds experts up to whole fp8

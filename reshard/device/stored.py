@@ -1,0 +1,40 @@
+"""Tensors as files have them, put together of their views."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from reshard.core.views import View, tensor_of, tensor_shapes
+
+
+def stored_tensors(
+    stream: Iterator[tuple[str, torch.Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    packed: Mapping[str, str],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield stored tensors by name, given a stream of all canonical ones of these `shapes`. Views of one are put together; they
+    follow one another.
+
+    `packed` has the views that some canonical tensors are, which have other names.
+    """
+    places = {name: packed.get(name, name) for name in shapes}
+    stored_shapes = tensor_shapes({places[name]: shape for name, shape in shapes.items()})
+    left = Counter(tensor_of(place) for place in places.values())
+    unfinished: dict[str, torch.Tensor] = {}
+    for name, part in stream:
+        place = places.get(name, name)
+        tensor = tensor_of(place)
+        if tensor == name:
+            yield name, part
+            continue
+        shape = stored_shapes[tensor]
+        if tensor not in unfinished:
+            unfinished[tensor] = torch.empty(shape, dtype=part.dtype, device=part.device)
+        flat, start = unfinished[tensor].view(-1), 0
+        for piece in View.parse(place).pieces(shape):
+            flat[piece.start : piece.start + piece.length] = part.reshape(-1)[start : start + piece.length]
+            start += piece.length
+        left[tensor] -= 1
+        if not left[tensor]:
+            yield tensor, unfinished.pop(tensor)
