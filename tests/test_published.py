@@ -311,8 +311,10 @@ def test_a_published_model_has_the_published_size_and_the_layout_fits(name):
     assert caveats(model, "transformer_engine") == CAVEATS.get(name, [])
 
 
-# The two that take longest are like others that are planned.
-@pytest.mark.parametrize("name", sorted(PUBLISHED.keys() - {"Kimi-K2", "GLM-4.5"}))
+# Those left out take longest, and are like others that are planned.
+@pytest.mark.parametrize(
+    "name", sorted(PUBLISHED.keys() - {"Kimi-K2", "GLM-4.5", "DeepSeek-V3.2", "GLM-5", "MiniMax-M2.7"})
+)
 def test_a_published_model_is_planned_at_full_size(name, tmp_path):
     config, billions, layout = PUBLISHED[name]
     source = sparse_checkpoint(tmp_path, config)
