@@ -96,7 +96,7 @@ def test_no_page_scrolls_sideways(site):
         chromium = playwright.chromium.launch(executable_path=browser(), args=["--no-sandbox"])
         tab = chromium.new_page()
         for page in pages:
-            tab.goto(f"http://127.0.0.1:{server.server_port}/{page}", wait_until="domcontentloaded")
+            tab.goto(f"http://127.0.0.1:{server.server_port}/{page}", wait_until="load")
             for width in WIDTHS:
                 tab.set_viewport_size({"width": width, "height": 900})
                 needed = tab.evaluate("document.documentElement.scrollWidth")
