@@ -1,4 +1,4 @@
-"""Qwen3, dense: normalized queries and keys, head_dim apart from hidden_size / heads, tied embeddings (0.6B to 4B).
+"""Qwen3, dense, also in Qwen3-VL: normalized queries and keys, head_dim apart from hidden_size / heads, tied embeddings (0.6B to 4B).
 
 The entries are explained in `reshard.models.family`, the columns of `layer` in `reshard.models.tables`.
 """
@@ -9,6 +9,8 @@ from reshard.models.family import Family
 class Qwen3(Family):
     name = "qwen3"
     architecture = "Qwen3ForCausalLM"
+    wrapped_in = ("Qwen3VLForConditionalGeneration", "qwen3_vl")
+    towers = ("model.visual.",)
     symbols = {
         "V": "vocab_size", "H": "hidden_size", "F": "intermediate_size",
         "NQ": "num_attention_heads", "NKV": "num_key_value_heads", "D": "head_dim",

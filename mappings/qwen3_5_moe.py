@@ -115,11 +115,6 @@ class Qwen35Moe(Family):
         """Linear or full attention."""
         return tuple(f"moe {attention}" for attention in attention_by_layer_types(config, where))
 
-    def rope(self, config, where="config.json"):
-        """Leave out the sections of positions, which are the same for text."""
-        settings = super().rope(config, where)
-        return {name: value for name, value in settings.items() if not name.startswith("mrope_")}
-
     def derived_args(self, config):
         return super().derived_args(config) | linear_args(config)
 

@@ -259,9 +259,13 @@ class Family:
         return listed(values, len(WINDOW)) if slides else ""
 
     def rope(self, config: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
-        """Return the rotary settings of a config, see `rope_of`."""
+        """Return the rotary settings of a config, see `rope_of`. The sections of positions of a model that reads images
+        too are left out: of text all are the same."""
         share = 1.0 if self.partial_rotary is None else self.partial_rotary
-        return rope_of(config, where, share, self.rope_theta)
+        settings = rope_of(config, where, share, self.rope_theta)
+        if not self.wrapped_in[0]:
+            return settings
+        return {name: value for name, value in settings.items() if not name.startswith("mrope_")}
 
     def share_as_fields(self, share: float, config: dict[str, Any]) -> dict[str, Any]:
         """Return the config fields for the share of a head's dims that turn."""

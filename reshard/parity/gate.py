@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @accepts_renamed_options
 def parity(
-    a: "str | System",
-    b: "str | System",
+    a: "str | Path | System",
+    b: "str | Path | System",
     prompts: Sequence[Prompt] | int = 8,
     *,
     dtype: str | None = None,
@@ -74,6 +74,7 @@ def parity(
     from reshard.parity.systems.base import SystemOptions
     from reshard.parity.systems.processes import join_processes
 
+    a, b = (str(side) if isinstance(side, Path) else side for side in (a, b))
     dtype = _checked_dtype(dtype)
     _check_engine_options(a, b, quantization, match_vllm_rounding)
     limits_by_kind = _limits_by_kind(limits or Limits.of_dtype, dtype, a, b)

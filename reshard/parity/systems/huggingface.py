@@ -34,10 +34,7 @@ class HuggingFace(ForwardSystem):
     @cached_property
     def module(self) -> torch.nn.Module:
         """The model, loaded when it is first used: of several processes one is enough."""
-        with importing("parity"):
-            from transformers import AutoModelForCausalLM
-
-        model_class: Any = AutoModelForCausalLM  # what it returns depends on the options
+        model_class = self._class()  # what it returns depends on the options
         # fp32 not before weights are dequantized: else transformers rounds the products of experts
         # to that dtype, all others to the scales'.
         wide = self._compressed() and self.dtype == "fp32"
@@ -55,6 +52,16 @@ class HuggingFace(ForwardSystem):
             problem = f"cannot dequantize {missing} of" if self._compressed() else f"finds no {missing} in"
             raise ReshardError(f"transformers {problem} {self.path}")
         return (module.float() if wide else module).eval().to(device())
+
+    def _class(self) -> Any:
+        """Return the class of transformers that loads the model, a language model of its own if there is one."""
+        with importing("parity"):
+            from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+            from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        kind = read_config(self.path / "config.json").get("model_type")
+        whole = self.model.wrapped and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        return AutoModelForImageTextToText if whole else AutoModelForCausalLM
 
     def _compressed(self) -> bool:
         """Return True if compressed-tensors quantized the weights; its config has transformers
