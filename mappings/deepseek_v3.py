@@ -1,4 +1,4 @@
-"""DeepSeek-V3, Kimi-K2, Moonlight: latent attention, routed and shared experts after some dense layers, multi-token prediction.
+"""DeepSeek-V3, Kimi-K2, K2.5, Moonlight: latent attention, routed and shared experts after some dense layers, multi-token prediction.
 
 The entries are explained in `reshard.models.family`, the columns of `layer` in `reshard.models.tables`.
 """
@@ -10,6 +10,9 @@ class DeepseekV3(Family):
     name = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
     model_types = ("kimi_k2",)
+    wrapped_in = ("KimiK25ForConditionalGeneration", "kimi_k25")
+    wrapped_names = ("", "language_model.")
+    towers = ("vision_tower.", "mm_projector.")
     symbols = {
         "V": "vocab_size", "H": "hidden_size", "F": "intermediate_size", "E": "n_routed_experts", "FE": "moe_intermediate_size",
         "NS": "n_shared_experts", "NQ": "num_attention_heads", "RQ": "q_lora_rank", "RKV": "kv_lora_rank",
@@ -53,6 +56,7 @@ class DeepseekV3(Family):
         "moe_router_enable_expert_bias": True, "moe_router_load_balancing_type": "seq_aux_loss",
     }  # fmt: skip
     hf = {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    no_effect = ("ignore_index", "use_unified_vision_chunk", "video_placeholder")  # of Kimi-K2.5's images
     first_dense = "first_k_dense_replace"
     shared_experts = "n_shared_experts"
     specs = "reshard.megatron.mla:specs"

@@ -10,7 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
 from reshard.parity import parity
-from tests.checkpoints import NEXT
+from tests.checkpoints import NEXT, make
+from tests.oracle import same as same_bits
+from tests.oracle import stored_tensors
 from tests.ranks import free_port, run_on_ranks
 from tests.test_logits import PP, TP, flags_at
 from tests.test_refit import refit
@@ -101,6 +103,53 @@ def qwen3_vl(directory, seed: int = 0, tied: bool = False):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.to(torch.bfloat16).save_pretrained(directory)
     return directory
+
+
+def kimi_k25(directory, seed: int = 0):
+    """A small Kimi-K2.5: a DeepSeek-V3 behind another prefix, beside a tower and a projector of which only the names matter here."""
+    inner = make(directory / "inner", "deepseek-v3", torch.bfloat16, seed=seed)
+    tensors = load_file(inner / "model.safetensors")
+    whole = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    whole |= {
+        "vision_tower.patch_embed.proj.weight": torch.randn(32, 3, 2, 2).bfloat16(),
+        "mm_projector.linear_1.weight": torch.randn(64, 32).bfloat16(),
+    }
+    save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((inner / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    outer = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "dtype": "bfloat16", "text_config": config,
+             "vision_config": {"model_type": "kimi_k25_vision"}, "media_placeholder_token_id": 7, "use_unified_vision_chunk": True,
+             "ignore_index": -100}  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(outer))
+    return directory
+
+
+def test_kimi_k25_is_a_deepseek_v3_behind_another_prefix(tmp_path):
+    source = kimi_k25(tmp_path / "hf")
+    layout = MegatronLayout(tp=2, pp=2, ep=2, etp=1)
+    hf_to_mcore(source, tmp_path / "mcore", layout)
+    hf_to_mcore(source / "inner", tmp_path / "inner", layout)
+    assert (
+        same_bits(
+            stored_tensors(tmp_path / "mcore" / "release"), stored_tensors(tmp_path / "inner" / "release")
+        )
+        == []
+    )
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    assert same(source, tmp_path / "back") and check(tmp_path / "back").ok
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "codes", quantize="fp8_per_channel")
+    fields = json.loads((tmp_path / "codes" / "config.json").read_text())
+    # As it is published: its quantization stands with the language model.
+    fields["text_config"]["quantization_config"] = fields.pop("quantization_config")
+    (tmp_path / "codes" / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "codes" / "reshard.json").unlink()
+    hf_to_mcore(tmp_path / "codes", tmp_path / "dequantized", layout)
+    mcore_to_hf(tmp_path / "dequantized", tmp_path / "plain")
+    assert "quantization_config" not in (tmp_path / "plain" / "config.json").read_text()
+    name = "language_model.model.layers.1.mlp.experts.0.down_proj.weight"
+    before, after = (
+        load_file(tmp_path / where / "model.safetensors")[name].float() for where in ("back", "plain")
+    )
+    assert 0 < (before - after).abs().max() < 0.2 * before.abs().max()
 
 
 def packed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

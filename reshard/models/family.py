@@ -88,8 +88,8 @@ class Family:
     - `packed`: (name of a row, the part of a tensor of all experts that published files may have in its place).
       Both are read; this is what is written.
     - `wrapped_in`: architecture and ``model_type`` of a model that has this one as its language model, its config
-      under ``text_config`` and its names behind ``model.language_model.``; `towers`: what the names of its other
-      tensors begin with, which are carried from disk to disk unchanged.
+      under ``text_config``; `wrapped_names`: what names begin with, and what instead in that model; `towers`: what
+      the names of its other tensors begin with, which are carried from disk to disk unchanged.
     - `mtp_prefixes`: what the names of an MTP layer's own tensors, and of those of the decoder layer in it, begin
       with; ``{layers}`` stands for `layers`, ``{layer}`` counts on from the decoder layers, ``{index}`` from 0.
     - `layers`, `ends`, `outputs`: where the modules are whose outputs transformers and Megatron both have.
@@ -139,6 +139,7 @@ class Family:
     always: dict[str, Any] = {}
     packed: tuple[tuple[str, str], ...] = ()
     wrapped_in = ("", "")
+    wrapped_names = ("model.", "model.language_model.")
     towers: tuple[str, ...] = ()
     mtp_prefixes = ("{layers}{layer}.", "{layers}{layer}.")
     # place for people, module in transformers, module in Megatron

@@ -235,19 +235,20 @@ class Model:
         """The rows of a block (``model``, ``layer``, ``mtp``) that apply to a layer of this kind."""
         rows = self._rows.get((block, kind))
         if rows is None:
-            rows = self._rows[block, kind] = [
-                self._as_published(row) for row in self.family.rows[block] if self.holds(row.conditions, kind)
+            rows = [
+                row.in_numbers(self.symbols)
+                for row in self.family.rows[block]
+                if self.holds(row.conditions, kind)
             ]
+            if block == "model":  # of others the prefix comes before their names
+                rows = [replace(row, hf=self.published_name(row.hf)) for row in rows]
+            self._rows[block, kind] = rows
         return rows
 
-    def _as_published(self, row: Row) -> Row:
-        """Return a row with the name that this model's files have."""
-        return replace(row.in_numbers(self.symbols), hf=self.published_name(row.in_numbers(self.symbols).hf))
-
     def published_name(self, name: str) -> str:
-        """Return a name as this model's files have it, behind ``model.language_model.`` where it is wrapped."""
-        inside = self.wrapped and name.startswith("model.")
-        return "model.language_model." + name.removeprefix("model.") if inside else name
+        """Return a name as this model's files have it; where it is wrapped, behind another prefix."""
+        prefix, wrapped = self.family.wrapped_names
+        return wrapped + name.removeprefix(prefix) if self.wrapped and name.startswith(prefix) else name
 
     def is_of_tower(self, name: str) -> bool:
         """Return True for a published tensor of another part of the model that this language model is in."""

@@ -107,16 +107,19 @@ class HuggingFaceFiles(Destination):
         """Return config.json as it was, but for dtype and quantization where those changed."""
         config = dict(self.model.config) if original is None else json.loads(original)
         before = json.dumps(config)
+        # Kimi-K2.5 has the language model's quantization in its part of the config.
+        text = config.get("text_config") if self.model.wrapped else None
+        inner = text if isinstance(text, dict) and "quantization_config" in text else config
         key = "dtype" if "dtype" in config else "torch_dtype"
         dtype = next(t.dtype.name for n, t in self.tensors.items() if n not in self.fp32)
         if self.quantized.names:
             matrices = [name for name, info in self.tensors.items() if len(info.shape) == 2]
             unquantized = {tensor_of(name) for name in matrices if name not in self.quantized.names}
             kept = {name.removesuffix(".weight") for name in unquantized}
-            original_config = config.get("quantization_config")
-            config["quantization_config"] = self.quantized.config(original_config, sorted(kept | {"lm_head"}))
+            original_config = inner.get("quantization_config")
+            inner["quantization_config"] = self.quantized.config(original_config, sorted(kept | {"lm_head"}))
         else:
-            config.pop("quantization_config", None)
+            inner.pop("quantization_config", None)
         if config.get(key) != dtype:
             config[key] = dtype
         if original is not None and json.dumps(config) == before:

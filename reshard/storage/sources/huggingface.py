@@ -79,12 +79,12 @@ class HuggingFaceSource(Source):
 
     def _quantization(self, dequantize_to: Dtype | None) -> None:
         """Find the weights that are stored as codes, and their scales."""
-        config = self.config.get("quantization_config") or self._config_file_of_modelopt()
+        config = self.model.config.get("quantization_config") or self._config_file_of_modelopt()
         if not isinstance(config, dict):
             raise ReshardError(f"{self.path}: quantization_config is {config!r:.80}, not an object")
         self.quantization_config = config
         method, where = config.get("quant_method"), str(self.path)
-        dtype = self.config.get("dtype") or self.config.get("torch_dtype")
+        dtype = self.model.config.get("dtype") or self.model.config.get("torch_dtype")
         self.codes: dict[str, StoredWeight]
         if method == compressed_tensors.METHOD:
             self.codes = compressed_tensors.find_weights(config, self.stored, where, self._numbers)
