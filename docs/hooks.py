@@ -66,9 +66,18 @@ def on_page_markdown(markdown, page, config, files):
         else:
             return link.group()
         here = posixpath.dirname(page.file.src_uri)
-        return f"{opening}{posixpath.relpath(uri, here or '.')}{anchor or ''}{closing}"
+        return f"{opening}{posixpath.relpath(uri, here or '.')}{line_of(root / path, anchor)}{closing}"
 
     return LINK.sub(in_the_site, markdown)
+
+
+def line_of(file, anchor):
+    """Return the anchor of the line of a listing on which a function is defined, where a link to a Python file names one."""
+    if not anchor or file.suffix != ".py":
+        return anchor or ""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    [line] = [n for n, text in enumerate(lines, 1) if text.startswith(f"def {anchor[1:]}(")]
+    return f"#__codelineno-0-{line}"
 
 
 def home_of(uri: str) -> str:

@@ -30,6 +30,9 @@ ROUNDING_GUESSES = ("max_abs", "mean_abs", "token_mult_prob_error", "kl")
 # A token may go to other experts this many times further from a tie than the rounding of one system
 # explains.
 MARGIN_FACTOR = 3.0
+# Random tokens at far positions may have logprobs of -20 and less, where the sums of several ranks,
+# which come in another order, round to larger differences: of SmolLM2-135M at TP3 in fp32 up to 8e-4.
+FAR_FACTOR = 10.0
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,8 @@ class Limits:
         logprobs are known."""
         names = ("max_abs", "mean_abs", "token_mult_prob_error")
         chosen = {name: getattr(self, name) for name in names}
+        if "max_abs" in self.defaults and chosen["max_abs"] is not None:
+            chosen["max_abs"] *= FAR_FACTOR
         return Limits(**chosen).exceeded(metrics)
 
     def unmeasured(
