@@ -9,6 +9,7 @@ from typing import Any
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.formats.pickles import Name
+from reshard.megatron.hybrid import as_gpt_args
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.config_fields import ignore_hint, ignored
 from reshard.models.family import Family, families
@@ -29,7 +30,7 @@ LEFT_OUT = {
     "moe_router_topk_scaling_factor": 1.0,
 }
 # Arguments of models that no family here has.
-OF_OTHER_FAMILIES = ("squared_relu", "hybrid_layer_pattern", "moe_latent_size")
+OF_OTHER_FAMILIES = ("squared_relu", "moe_latent_size")
 # Tokens of a training sequence, at most: a run chooses them, not the model.
 TRAINING_LENGTH = 4096
 ADVICE = "pass --hf-config with the model's config.json"
@@ -134,8 +135,10 @@ def caveats(model: Model, transformer_impl: str) -> list[str]:
 def check_args(model: Model, args: dict[str, Any], where: str, advice: str) -> None:
     """Raise ReshardError, naming both values, where Megatron's arguments make another model than this one.
 
-    `args` may also be the fields of a config by the same names. Arguments that are absent are not compared.
+    `args` may be a GPTModel's or a HybridModel's, and also the fields of a config by the same names. Arguments that
+    are absent are not compared.
     """
+    args = as_gpt_args(args, where)
     try:
         different = disagreements(args, megatron_args(model))
     except (TypeError, ValueError, ArithmeticError) as error:
@@ -163,10 +166,11 @@ def check_args(model: Model, args: dict[str, Any], where: str, advice: str) -> N
 def model_of_args(args: dict[str, Any], where: str, family_name: str | None = None) -> Model:
     """Return the model that arguments describe: the inverse of `megatron_args`.
 
-    Raises ReshardError where an argument is missing or has a value that the family's models never have.
+    They may be a GPTModel's or a HybridModel's. Raises ReshardError where an argument is missing or has a value that
+    the family's models never have.
     """
     try:
-        args = as_named_now(args)
+        args = as_named_now(as_gpt_args(args, where))
         if family_name is not None and family_name not in families():
             raise ReshardError(f"--family {family_name} is not one of {listed(sorted(families()))}")
         family = families()[family_name] if family_name else family_of_args(args, where)

@@ -15,6 +15,7 @@ from reshard.core.planner import PlanError, Transfer, make_plan
 from reshard.formats import safetensors, torch_dist, torch_zip
 from reshard.megatron.arguments import check_args, model_of_args
 from reshard.megatron.checkpoint import check_language_model, placement_of_keys, vocab_rows
+from reshard.megatron.hybrid import class_of_keys, notices
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
 from reshard.storage.io.files import OpenFiles
@@ -61,9 +62,9 @@ class MegatronSource(Source):
         with ignored_as_recorded(located.root if own else None):
             self.model, self.config_from = self._model(family, taken)
         self.files = OpenFiles()
-        self.mapping = expand(
-            self.model, padded_vocab=vocab_rows(self.checkpoint.keys, directory, self.model)
-        )
+        self.model_class = class_of_keys(self.checkpoint.keys)
+        vocab = vocab_rows(self.checkpoint.keys, directory, self.model)
+        self.mapping = expand(self.model, padded_vocab=vocab, model_class=self.model_class)
         placed = placement_of_keys(
             self.checkpoint.keys, self.checkpoint.objects, directory, self.model, self.mapping
         )
@@ -72,7 +73,7 @@ class MegatronSource(Source):
         self.experts_packed = (manifest or {}).get("experts_packed", True)
         # what this tool wrote holds weights and empty states only
         self.notices = taken + (placed.notices if manifest is None else [])
-        self.notices += self.model.notices
+        self.notices += self.model.notices + notices(self.model, self.model_class)
         canonical = {n: s for n, s in self.mapping.shapes.items() if n not in self.mapping.copies}
         try:
             self.plan = make_plan(placed.placement, Placement.canonical(canonical))
@@ -258,6 +259,7 @@ class MegatronSource(Source):
             "iteration": self.checkpoint.iteration,
             "files": len(files),
             "keys": len(self.checkpoint.keys),
+            "model_class": self.model_class,
             "config": self.config_from,
         }
 

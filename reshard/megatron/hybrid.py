@@ -1,0 +1,164 @@
+"""Megatron-Core's two classes of language models: how a ``HybridModel`` (formerly ``MambaModel``) differs from a
+``GPTModel``, which it replaces.
+
+A GPTModel has attention and MLP in one layer. A HybridModel has each in a layer of its own, and a pattern with a
+letter for each of them: decoder layer 3 is layers 6 and 7.
+
+| what                  | GPTModel                                  | HybridModel                               |
+|-----------------------|-------------------------------------------|-------------------------------------------|
+| attention of layer 3  | ``decoder.layers.3.self_attention.``      | ``decoder.layers.6.self_attention.``      |
+| MLP of layer 3        | ``decoder.layers.3.mlp.``                 | ``decoder.layers.7.mlp.``                 |
+| layers in checkpoints | stacked where all are of one kind         | always one by one                         |
+| the final norm        | ``decoder.final_layernorm.``              | ``decoder.final_norm.``                   |
+| MLP of an MTP layer   | ``mtp.layers.0.transformer_layer.mlp.``   | ``mtp.layers.0.mtp_model_layer.layers.1.mlp.`` |
+| output layer          | no ``_extra_state``                       | ``output_layer._extra_state``             |
+| ``num_layers``        | decoder layers                            | twice as many                             |
+| kinds of layers       | ``moe_layer_freq``, and more              | letters of ``hybrid_layer_pattern``       |
+| MTP layers            | ``mtp_num_layers``                        | parts of the pattern after ``/``          |
+| pipeline stages       | sizes, or a layout string                 | parts of the pattern between ``|``        |
+
+Only patterns in which attention and MLP alternate are decoder layers that are published: all others are refused.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from reshard.core.errors import ReshardError
+from reshard.models.model import Model
+
+MODEL_CLASSES = ("gpt", "hybrid")
+FINAL_NORM = "decoder.final_norm.weight"
+# Letters of a pattern.
+ATTENTION = {"*": "attention", "+": "latent attention", "D": "sparse attention", "G": "linear attention"}
+MLP = {"-": "a dense MLP", "E": "experts"}
+MAMBA, STAGE, MTP = "M", "|", "/"
+# Arguments with a pattern, of which the second is the older name.
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+# Modules of Megatron-Core and of reshard with specs of the layers of a HybridModel.
+SPECS = ("megatron.core.models.hybrid.", "megatron.core.models.mamba.", "reshard.megatron.")
+_MAMBA_KEY = re.compile(r"decoder\.layers\.\d+\.mixer\.")
+
+
+def class_of_keys(keys: Iterable[str]) -> str:
+    """Return the class of the model that a whole checkpoint with these keys is of: ``gpt`` or ``hybrid``."""
+    return "hybrid" if FINAL_NORM in keys else "gpt"
+
+
+def class_of_models(models: Iterable[Any]) -> str:
+    """Return the class of a live model's chunks: ``gpt`` or ``hybrid``."""
+    return "hybrid" if any(map(pattern_of, models)) else "gpt"
+
+
+def pattern_of(model: Any) -> str | None:
+    """Return the pattern of a live chunk; None for a GPTModel."""
+    patterns = (getattr(model, name, None) for name in PATTERNS)
+    return next((pattern for pattern in patterns if isinstance(pattern, str)), None)
+
+
+def check_no_mamba(keys: Iterable[str], where: object) -> None:
+    """Raise ReshardError, naming one, where a checkpoint has Mamba layers."""
+    key = next((key for key in keys if _MAMBA_KEY.match(key)), None)
+    if key is not None:
+        raise ReshardError(f"{where} has Mamba layers ({key}), which no family here has")
+
+
+def notices(model: Model, model_class: str) -> list[str]:
+    """Return a sentence for what a HybridModel of Megatron-Core up to 0.20 does not compute as the model is
+    published."""
+    if model_class == "hybrid" and model.rope()["rope_type"] == "llama3":
+        return [
+            "a HybridModel trains without the config's llama3 scaling of rotary embeddings, which it has no option for"
+        ]
+    return []
+
+
+def place_of(prefix: str, layer: int | None, name: str) -> tuple[str, str]:
+    """Return prefix and name in a HybridModel of a parameter that a GPTModel has as ``{prefix}{layer}.{name}``.
+
+    >>> place_of("decoder.layers.", 3, "mlp.linear_fc1.weight")
+    ('decoder.layers.7.', 'mlp.linear_fc1.weight')
+    """
+    of_mlp = int(name.startswith(("mlp.", "pre_mlp_layernorm.")))
+    if prefix == "decoder.layers.":
+        return f"{prefix}{2 * (layer or 0) + of_mlp}.", name
+    if prefix.endswith(".transformer_layer."):
+        return f"{prefix.removesuffix('transformer_layer.')}mtp_model_layer.layers.{of_mlp}.", name
+    return prefix, name.replace("decoder.final_layernorm.", "decoder.final_norm.")
+
+
+def pairs(pattern: str, where: object) -> list[str]:
+    """Return the letters of each decoder layer of a pattern without stages and MTP layers.
+
+    Raises ReshardError where attention and MLP do not alternate.
+
+    >>> pairs("*-*E", "args")
+    ['*-', '*E']
+    """
+    layers = [pattern[i : i + 2] for i in range(0, len(pattern), 2)]
+    if "[" in pattern:
+        raise ReshardError(
+            f"{where}: the pattern {_short(pattern)} groups layers in brackets, which is not read: train without them"
+        )
+    if MAMBA in pattern:
+        raise ReshardError(
+            f"{where}: the pattern {_short(pattern)} has Mamba layers (M), which no family here has"
+        )
+    if not layers or not all(len(pair) == 2 and pair[0] in ATTENTION and pair[1] in MLP for pair in layers):
+        raise ReshardError(
+            f"{where}: in the pattern {_short(pattern)} attention ({' '.join(ATTENTION)}) and MLP ({' '.join(MLP)}) do not "
+            f"alternate, as they do in the models of all families here"
+        )
+    return layers
+
+
+def as_gpt_args(args: Mapping[str, Any], where: object) -> dict[str, Any]:
+    """Return the arguments of the GPTModel that computes what a HybridModel with these does; those of a GPTModel as
+    they are.
+
+    Raises ReshardError where there is none.
+    """
+    pattern = next((args[name] for name in PATTERNS if args.get(name)), None)
+    if pattern is None:
+        return dict(args)
+    if not isinstance(pattern, str):
+        raise ReshardError(f"{where}: hybrid_layer_pattern is {pattern!r:.80}, which is not a pattern")
+    decoder, *mtp = pattern.split(MTP)
+    if args.get("mtp_hybrid_override_pattern") and not mtp:
+        mtp = [args["mtp_hybrid_override_pattern"]] * int(args.get("mtp_num_layers") or 0)
+    layers = pairs(decoder.replace(STAGE, ""), where)
+    apart = {*PATTERNS, "mtp_hybrid_override_pattern", "is_hybrid_model", "moe_layer_freq", "linear_attention_freq",
+             "hybrid_attention_ratio", "hybrid_mlp_ratio"}  # fmt: skip
+    gpt = {name: value for name, value in args.items() if name not in apart}
+    spec = args.get("spec")
+    if isinstance(spec, (list, tuple)) and spec and f"{spec[0]}.".startswith(SPECS):
+        del gpt["spec"]
+    gpt["num_layers"] = len(layers)
+    experts = [int(pair[1] == "E") for pair in layers]
+    if any(experts):
+        gpt["moe_layer_freq"] = experts
+    else:
+        gpt["num_experts"] = None
+    kinds = {pair[0] for pair in layers}
+    if "G" in kinds:
+        gpt["experimental_attention_variant"] = "gated_delta_net"
+        gpt["linear_attention_freq"] = [int(pair[0] == "G") for pair in layers]
+    if "D" in kinds:
+        gpt["experimental_attention_variant"] = "dsa"
+        if args.get("dsa_indexer_topk_freq") not in (None, 1):
+            raise ReshardError(
+                f"{where}: dsa_indexer_topk_freq {args['dsa_indexer_topk_freq']} counts the layers of a HybridModel, "
+                f"which is not read"
+            )
+    if mtp:
+        of_mtp = {tuple(pairs(part, where)) for part in mtp if part}
+        if any(len(inner) != 1 for inner in of_mtp):
+            raise ReshardError(
+                f"{where}: an MTP layer of the pattern {_short(pattern)} is not one attention and one MLP"
+            )
+        gpt["mtp_num_layers"] = len(list(filter(None, mtp))) or None
+    return gpt
+
+
+def _short(pattern: str) -> str:
+    return repr(pattern) if len(pattern) <= 100 else repr(pattern[:100]) + " ..."

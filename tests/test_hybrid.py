@@ -1,0 +1,118 @@
+"""HybridModels of Megatron-Core: what its own code saves of them, read like any other checkpoint, bit for bit."""
+
+import pytest
+import torch
+
+from reshard import ReshardError, diff, hf_to_mcore, inspect, mcore_to_hf
+from tests.oracle import hf_tensors, same, stored_tensors
+from tests.ranks import run_on_ranks
+from tests.test_logits import EP, ETP, PP, TP, flags_at
+
+# variant, options of its checkpoint, parallel sizes, ranks, pattern
+SAVED = [
+    ("llama", {}, f"{TP} 2 {PP} 2", 4, "*-*-|*-*-"),
+    ("qwen2-tied", {}, f"{PP} 2 --decoder-first-pipeline-num-layers 1", 2, "*-|*-*-*-"),
+    ("qwen3", {}, f"{TP} 2 {PP} 2 --decoder-first-pipeline-num-layers 3", 4, "*-*-*-|*-"),
+    ("qwen3-moe", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, "*E*E*E*E"),
+    ("qwen3-moe-mixed", {}, f"{PP} 2 {EP} 2 {ETP} 1", 4, "*E*-|*E*E"),
+    ("deepseek-v3", {"mtp": True}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, "+-+E|+E+E/+E"),
+]  # fmt: skip
+
+
+def saved_hybrid(source, folder, parallel, ranks, pattern, **options):
+    """A checkpoint by Megatron's code of a HybridModel with these weights; the directory that ``--load`` would take, and the logits of a
+    GPTModel and of the HybridModel."""
+    hf_to_mcore(source, folder / "gpt", transformer_impl="local")
+    directory = folder / "hybrid" / "iter_0000007"
+    directory.mkdir(parents=True)
+    torch.manual_seed(1)
+    tokens = torch.randint(0, 1000, (2, 24))
+    results = run_on_ranks(ranks, "save_hybrid", flags_at(folder / "gpt", parallel), pattern, str(folder / "gpt"), str(directory), tokens,
+                           *options.values(), module="hybrid_on_cpu")  # fmt: skip
+    (directory.parent / "latest_checkpointed_iteration.txt").write_text("7")
+    return directory.parent, next(logits for logits in results if logits[0] is not None)
+
+
+@pytest.mark.parametrize(("variant", "options", "parallel", "ranks", "pattern"), SAVED, ids=lambda v: str(v).replace("-model-parallel-size", ""))  # fmt: skip
+def test_what_megatron_saves_of_a_hybrid_model_becomes_the_hugging_face_tensors(
+    variant, options, parallel, ranks, pattern, checkpoint, tmp_path
+):
+    source = checkpoint(variant, **options)
+    theirs, (gpt, hybrid) = saved_hybrid(source, tmp_path, parallel, ranks, pattern)
+    assert torch.equal(gpt, hybrid)  # the two classes compute the same of these weights
+    mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
+    assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
+    assert (
+        diff(source, theirs, hf_config=source).equal
+        and diff(theirs, tmp_path / "gpt", hf_config=source).equal
+    )
+
+
+@pytest.mark.parametrize(
+    "variant, pattern", [("qwen3", "*-*-*-*-"), ("qwen3-moe-mixed", "*E*-*E*E"), ("deepseek-v3", "+-+E+E+E")]
+)
+def test_the_args_of_a_hybrid_model_stand_in_for_the_config(variant, pattern, checkpoint, tmp_path):
+    from transformers import AutoConfig
+
+    source = checkpoint(variant)
+    theirs, _ = saved_hybrid(source, tmp_path, f"{TP} 2", 2, pattern)
+    found = inspect(theirs)
+    assert found.details["model_class"] == "hybrid" and found.layers == 4
+    mcore_to_hf(theirs, tmp_path / "back")
+    assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
+    ours, wanted = (AutoConfig.from_pretrained(directory) for directory in (tmp_path / "back", source))
+    assert ours.num_hidden_layers == wanted.num_hidden_layers
+    for name in ("mlp_only_layers", "first_k_dense_replace"):
+        assert getattr(ours, name, None) == getattr(wanted, name, None)
+
+
+@pytest.mark.parametrize("variant, pattern", [("qwen3", "*-*-*-*-"), ("qwen3-moe", "*E*E*E*E")])
+def test_the_singleton_scheme_of_a_hybrid_model_is_read(variant, pattern, checkpoint, tmp_path):
+    source = checkpoint(variant)
+    theirs, _ = saved_hybrid(source, tmp_path, f"{TP} 2", 2, pattern, singleton=True)
+    mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
+    assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
+
+
+def test_layers_in_another_order_are_refused_by_name(checkpoint, tmp_path):
+    """The same tensors, of a model that runs two attentions one after the other."""
+    source = checkpoint("qwen3")
+    hf_to_mcore(source, tmp_path / "gpt", transformer_impl="local")
+    theirs = tmp_path / "theirs" / "iter_0000007"
+    theirs.mkdir(parents=True)
+    flags = flags_at(tmp_path / "gpt", f"{TP} 1")
+    run_on_ranks(1, "save_untrained", flags, "*-**--*-", str(theirs), module="hybrid_on_cpu")
+    with pytest.raises(
+        ReshardError, match=r"in the pattern '\*-\*\*--\*-' attention .* and MLP .* do not alternate"
+    ):
+        mcore_to_hf(theirs, tmp_path / "back")
+    (theirs / "common.pt").unlink(missing_ok=True)
+    with pytest.raises(ReshardError, match=r"do not alternate|lacks 8 parameters"):
+        mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
+    assert not (tmp_path / "back").exists()
+
+
+def test_mamba_layers_are_refused_by_name(checkpoint, tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    source = checkpoint("qwen3")
+    theirs, _ = saved_hybrid(source, tmp_path, f"{TP} 1", 1, "*-*-*-*-")
+    [directory] = theirs.glob("iter_*")
+    state = stored_tensors(directory) | {"decoder.layers.8.mixer.in_proj.weight": torch.zeros(4, 64)}
+    for path in directory.glob("*.distcp"):
+        path.unlink()
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(str(directory)), no_dist=True)
+    with pytest.raises(
+        ReshardError, match=r"has Mamba layers \(decoder\.layers\.8\.mixer\.in_proj\.weight\)"
+    ):
+        mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
+
+
+def test_scaled_rotary_embeddings_are_none_in_a_hybrid_model(checkpoint, tmp_path):
+    """Megatron-Core's HybridModel takes no --use-rope-scaling: the same weights compute something else, which is said."""
+    source = checkpoint("llama-rope-tied")
+    theirs, (gpt, hybrid) = saved_hybrid(source, tmp_path, f"{TP} 1", 1, "*-*-*-*-")
+    assert not torch.allclose(gpt, hybrid, atol=1e-5)
+    report = mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
+    assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
+    assert any("a HybridModel trains without" in notice for notice in report.notices)
