@@ -43,6 +43,13 @@ from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE
     help="Which layers will load it: they name some norms differently.",
 )
 @click.option(
+    "--model-class",
+    type=click.Choice(["gpt", "hybrid"]),
+    default="gpt",
+    show_default=True,
+    help="Which class will load it: GPTModel, or HybridModel, which replaces it.",
+)
+@click.option(
     "--megatron-version",
     metavar="0.14",
     help="Write the flags for this version of Megatron-LM (default: the newest known).",

@@ -9,15 +9,20 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from reshard.megatron.gated_delta import ZeroCenteredNorm
+
 
 def model(config, args, vp_stage, mtp_spec, layers, options):
     """A chunk; `layers` are specs of a GPTModel's layers, `options` the arguments that both classes take."""
-    hybrid_block.TENorm = WrappedTorchNorm  # there is no spec for the final norm
+    zero_centered = config.layernorm_zero_centered_gamma
+    hybrid_block.TENorm = ZeroCenteredNorm if zero_centered else WrappedTorchNorm  # of which there is no spec
     dense, full = layers
-    attention = _half(full[-1], "input_layernorm", "self_attention", "self_attn_bda")
+    linear, attention = (
+        _half(layer, "input_layernorm", "self_attention", "self_attn_bda") for layer in (full[0], full[-1])
+    )
     mlps = [_half(of[-1], "pre_mlp_layernorm", "mlp", "mlp_bda") for of in (dense, full)]
     submodules = HybridStackSubmodules(
-        attention_layer=attention, mla_layer=attention, dsa_layer=attention, mlp_layer=mlps[0], moe_layer=mlps[1],
+        attention_layer=attention, mla_layer=attention, dsa_layer=attention, gdn_layer=linear, mlp_layer=mlps[0], moe_layer=mlps[1],
         mtp_block_spec=mtp_spec,
     )  # fmt: skip
     stack = ModuleSpec(module=HybridStack, submodules=submodules)
@@ -33,8 +38,11 @@ def _half(layer: ModuleSpec, *names: str) -> ModuleSpec:
     return ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules(**modules, sharded_state_dict_keys_map=keys))  # fmt: skip
 
 
-def without_experts(config):
-    """A copy of a config for the specs of dense layers."""
+def of_layers(config, pattern: str, experts: bool = True):
+    """A config for the specs of a GPTModel's layers, of which the first has linear attention where any has."""
     config = copy(config)
-    config.num_moe_experts = None
+    if not experts:
+        config.num_moe_experts = None
+    if "G" in pattern:
+        config.experimental_attention_variant, config.linear_attention_freq = "gated_delta_net", 2
     return config

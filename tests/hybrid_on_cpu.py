@@ -4,11 +4,16 @@ import re
 
 import megatron.core.parallel_state as mpu
 import torch
+from megatron.core.transformer.module import Float16Module
 
+import reshard
 from tests import megatron_on_cpu
+from tests.live_megatron_on_cpu import spoil, unlike
+from tests.oracle import bits
 
 OF_GPT = ("--num-layers", "--moe-layer-freq", "--mtp-num-layers", "--linear-attention-freq", "--pipeline-model-parallel-layout",
           "--num-virtual-stages", "--decoder-first", "--decoder-last")  # fmt: skip
+LINEAR = ["--experimental-attention-variant", "gated_delta_net"]
 
 
 def as_hybrid(flags: list[str], pattern: str) -> list[str]:
@@ -16,6 +21,8 @@ def as_hybrid(flags: list[str], pattern: str) -> list[str]:
     kept = []
     for flag, value in zip(flags, [*flags[1:], ""]):
         if flag.startswith("--") and not flag.startswith(OF_GPT):
+            if [flag, value] == LINEAR:
+                continue
             kept += [flag] if value.startswith("--") or not value else [flag, value]
     return [*kept, "--hybrid-layer-pattern", pattern]
 
@@ -43,13 +50,14 @@ def fill(models, gpt: list) -> None:
         chunk.load_state_dict(state, strict=False)
 
 
-def both(flags: list[str], pattern: str, checkpoint: str):
-    """A GPTModel with a checkpoint's weights, by Megatron's loader, and a HybridModel with the same ones; the args of the latter."""
+def both(flags: list[str], pattern: str, checkpoint: str, written: list[str] | None = None):
+    """A GPTModel with a checkpoint's weights, by Megatron's loader, and a HybridModel with the same ones; the args of the latter, whose
+    flags may be given as they were `written`."""
     gpt, args = megatron_on_cpu.build(flags)
     megatron_on_cpu.load(gpt, args, checkpoint)
     mpu.destroy_model_parallel()
     megatron_on_cpu.unset_num_microbatches_calculator()
-    models, args = megatron_on_cpu.build(as_hybrid(flags, pattern))
+    models, args = megatron_on_cpu.build(written or as_hybrid(flags, pattern))
     fill(models, gpt)
     return gpt, models, args
 
@@ -63,6 +71,50 @@ def save_hybrid(
         models, directory, {"args": args}, {"singleton_local_shards": True} if singleton else None
     )
     return [megatron_on_cpu.logits(chunks, tokens) for chunks in (gpt, models)]
+
+
+def load_written(
+    rank: int, flags: list[str], written: list[str], gpt: str, hybrid: str, other: str
+) -> tuple[list[str], list[str], int]:
+    """Load two checkpoints of HybridModels by Megatron-LM's code, with the flags that were written; the names whose weights are not those of
+    a GPTModel's checkpoint, for each, and how many there are."""
+    _, models, args = both(flags, "", gpt, written)
+    expected = megatron_on_cpu.weights(models)
+    differ = []
+    for directory in (hybrid, other):
+        spoil(models)
+        megatron_on_cpu.load(models, args, directory)
+        differ.append(unlike(megatron_on_cpu.weights(models), expected))
+    return *differ, len(expected)
+
+
+def load_live(
+    rank: int, flags: list[str], pattern: str, gpt: str, sources: list[str], other: str
+) -> tuple[list[list[str]], list[str], int]:
+    """Load each of these sources into a live HybridModel, and other weights; the names whose weights are not those that Megatron loads of the
+    GPTModel's checkpoint `gpt`, for each, and how many there are."""
+    _, models, _ = both(flags, pattern, gpt)
+    for model in models:
+        model.to(torch.bfloat16)
+    wrapped = [Float16Module(model.config, model) for model in models]
+    expected = megatron_on_cpu.weights(models)
+    differ = []
+    for source in (*sources, other):
+        spoil(models)
+        reshard.load(wrapped, source)
+        differ.append(unlike(megatron_on_cpu.weights(models), expected))
+    return differ[:-1], differ[-1], len(expected)
+
+
+def save_live(rank: int, flags: list[str], pattern: str, gpt: str, hf: str, folder: str) -> list[tuple]:
+    """Save a live HybridModel in both formats; what it exports."""
+    _, models, _ = both(flags, pattern, gpt)
+    for model in models:
+        model.to(torch.bfloat16)
+    options = {"make_vocab_size_divisible_by": 8}
+    reshard.save(models, f"{folder}/hf", hf, format="hf", **options)
+    reshard.save(models, f"{folder}/mcore", hf, **options)
+    return [(name, bits(tensor)) for name, tensor in reshard.export(models, hf, **options)]
 
 
 def save_untrained(rank: int, flags: list[str], pattern: str, directory: str) -> None:

@@ -246,7 +246,14 @@ def build(flags: list[str], parallel_output: bool = False):
     for stage in range(chunks):
         vp_stage = stage if chunks > 1 else None
         hybrid = getattr(args, "hybrid_layer_pattern", None)
-        spec, layer_specs = adapted_specs(config, vp_stage, of_all=bool(hybrid))
+        if hybrid:
+            from tests import hybrid_layers
+
+            config.deterministic_mode = "G" in hybrid
+            of_layers = [hybrid_layers.of_layers(config, hybrid, experts) for experts in (True, False)]
+            (spec, layer_specs), (dense, _) = (adapted_specs(of, None, of_all=True) for of in of_layers)
+        else:
+            spec, layer_specs = adapted_specs(config, vp_stage)
         if args.spec is not None and not hybrid:
             spec = import_module(args.spec)  # as Megatron-LM does
         mtp = None
@@ -263,10 +270,9 @@ def build(flags: list[str], parallel_output: bool = False):
             seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         )  # fmt: skip
         if hybrid:
-            from tests import hybrid_layers
-
-            _, dense = adapted_specs(hybrid_layers.without_experts(config), vp_stage, of_all=True)
-            model = hybrid_layers.model(config, args, vp_stage, mtp, (dense, layer_specs), options)
+            model = hybrid_layers.model(
+                config, args, vp_stage, mtp, (dense.layer_specs, spec.layer_specs), options
+            )
         else:
             model = GPTModel(
                 config, spec, rope_scaling=args.use_rope_scaling, rope_scaling_factor=args.rope_scaling_factor,

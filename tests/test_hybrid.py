@@ -1,22 +1,33 @@
-"""HybridModels of Megatron-Core: what its own code saves of them, read like any other checkpoint, bit for bit."""
+"""HybridModels of Megatron-Core: what its own code saves of them, read like any other checkpoint, and what is written for them, bit for bit."""
 
 import pytest
 import torch
 
-from reshard import ReshardError, diff, hf_to_mcore, inspect, mcore_to_hf
-from tests.oracle import hf_tensors, same, stored_tensors
+from reshard import MegatronLayout, ReshardError, diff, hf_to_mcore, inspect, mcore_to_hf
+from tests.oracle import bits, hf_tensors, same, stored_tensors
 from tests.ranks import run_on_ranks
-from tests.test_logits import EP, ETP, PP, TP, flags_at
+from tests.test_live_save import unlike_trees, with_fp32_bias
+from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
 
-# variant, options of its checkpoint, parallel sizes, ranks, pattern
+FORM = {"transformer_impl": "local", "model_class": "hybrid", "make_vocab_size_divisible_by": 8}
+# variant, options of its checkpoint, parallel sizes, ranks, pattern, the layout that says the same
 SAVED = [
-    ("llama", {}, f"{TP} 2 {PP} 2", 4, "*-*-|*-*-"),
-    ("qwen2-tied", {}, f"{PP} 2 --decoder-first-pipeline-num-layers 1", 2, "*-|*-*-*-"),
-    ("qwen3", {}, f"{TP} 2 {PP} 2 --decoder-first-pipeline-num-layers 3", 4, "*-*-*-|*-"),
-    ("qwen3-moe", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, "*E*E*E*E"),
-    ("qwen3-moe-mixed", {}, f"{PP} 2 {EP} 2 {ETP} 1", 4, "*E*-|*E*E"),
-    ("deepseek-v3", {"mtp": True}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, "+-+E|+E+E/+E"),
+    ("llama", {}, f"{TP} 2 {PP} 2", 4, "*-*-|*-*-", MegatronLayout(tp=2, pp=2)),
+    ("qwen2-tied", {}, f"{PP} 2 --decoder-first-pipeline-num-layers 1", 2, "*-|*-*-*-", MegatronLayout(pp=2, pipeline_model_parallel_layout="Et|tttL")),
+    ("qwen3", {}, f"{PP} 2 {VPP} 2", 2, "*-|*-|*-|*-", MegatronLayout(pp=2, vpp=2)),
+    ("qwen3-moe", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, "*E*E*E*E", MegatronLayout(tp=2, ep=2, etp=1)),
+    ("qwen3-moe-mixed", {}, f"{PP} 2 {EP} 2 {ETP} 1", 4, "*E*-|*E*E", MegatronLayout(pp=2, ep=2, etp=1)),
+    ("deepseek-v3", {"mtp": True}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, "+-+E|+E+E/+E", MegatronLayout(tp=2, pp=2, ep=2, etp=1)),
+    ("glm4-moe", {}, f"{PP} 2 {EP} 2 {ETP} 1", 4, "*-*E|*E*E", MegatronLayout(pp=2, ep=2, etp=1)),
+    ("qwen3-next", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, "GEGEGE*E", MegatronLayout(tp=2, ep=2, etp=1)),
+    ("deepseek-v32", {}, f"{PP} 2 {EP} 2 {ETP} 1", 4, "D-DE|DEDE", MegatronLayout(pp=2, ep=2, etp=1)),
 ]  # fmt: skip
+CASES = {"ids": lambda value: str(value).replace("-model-parallel-size", "")}
+NAMES = ("variant", "options", "parallel", "ranks", "pattern", "layout")
+
+
+def on_ranks(ranks, function, *arguments):
+    return run_on_ranks(ranks, function, *arguments, module="hybrid_on_cpu")
 
 
 def saved_hybrid(source, folder, parallel, ranks, pattern, **options):
@@ -33,9 +44,9 @@ def saved_hybrid(source, folder, parallel, ranks, pattern, **options):
     return directory.parent, next(logits for logits in results if logits[0] is not None)
 
 
-@pytest.mark.parametrize(("variant", "options", "parallel", "ranks", "pattern"), SAVED, ids=lambda v: str(v).replace("-model-parallel-size", ""))  # fmt: skip
-def test_what_megatron_saves_of_a_hybrid_model_becomes_the_hugging_face_tensors(
-    variant, options, parallel, ranks, pattern, checkpoint, tmp_path
+@pytest.mark.parametrize(NAMES, SAVED, **CASES)
+def test_what_megatron_saves_of_a_hybrid_model_is_what_is_read_and_written(
+    variant, options, parallel, ranks, pattern, layout, checkpoint, tmp_path
 ):
     source = checkpoint(variant, **options)
     theirs, (gpt, hybrid) = saved_hybrid(source, tmp_path, parallel, ranks, pattern)
@@ -46,6 +57,55 @@ def test_what_megatron_saves_of_a_hybrid_model_becomes_the_hugging_face_tensors(
         diff(source, theirs, hf_config=source).equal
         and diff(theirs, tmp_path / "gpt", hf_config=source).equal
     )
+    hf_to_mcore(source, tmp_path / "ours", layout, **FORM)
+    [their_iteration], [our_iteration] = (
+        list(path.glob("*/.metadata")) for path in (theirs, tmp_path / "ours")
+    )
+    assert same(stored_tensors(their_iteration.parent), stored_tensors(our_iteration.parent)) == []
+    assert f"--hybrid-layer-pattern {pattern}" in (tmp_path / "ours" / "megatron_flags.txt").read_text()
+
+
+@pytest.mark.parametrize(NAMES, SAVED, **CASES)
+def test_megatron_loads_a_written_hybrid_checkpoint(
+    variant, options, parallel, ranks, pattern, layout, checkpoint, tmp_path
+):
+    source = checkpoint(variant, **options)
+    hf_to_mcore(source, tmp_path / "gpt", transformer_impl="local")
+    hf_to_mcore(source, tmp_path / "hybrid", layout, **FORM)
+    hf_to_mcore(
+        checkpoint(variant, seed=1, **options), tmp_path / "other", MegatronLayout(ep=layout.ep), **FORM
+    )
+    flags = flags_at(tmp_path / "gpt", parallel)
+    written = (tmp_path / "hybrid" / "megatron_flags.txt").read_text().split()
+    directories = [str(tmp_path / name) for name in ("gpt", "hybrid", "other")]
+    for differ, of_other, count in on_ranks(ranks, "load_written", flags, written, *directories):
+        assert differ == []
+        assert len(of_other) > 0.8 * count  # the control: other weights are seen
+
+
+LIVE = [SAVED[1], SAVED[2], SAVED[4], SAVED[5]]
+
+
+@pytest.mark.parametrize(NAMES, LIVE, **CASES)
+def test_a_live_hybrid_model_is_loaded_and_saved(
+    variant, options, parallel, ranks, pattern, layout, weights, tmp_path
+):
+    folder, other = weights(variant, **options), weights(variant, seed=1, **options)
+    with_fp32_bias(folder / "hf", tmp_path / "source")
+    hf_to_mcore(tmp_path / "source", tmp_path / "expected", layout, **FORM)
+    mcore_to_hf(tmp_path / "expected", tmp_path / "expected-hf")
+    flags, gpt = flags_at(folder / "mcore", parallel), str(folder / "mcore")
+    sources = [str(folder / "hf"), gpt, str(tmp_path / "expected")]
+    for differ, of_other, count in on_ranks(
+        ranks, "load_live", flags, pattern, gpt, sources, str(other / "hf")
+    ):
+        assert differ == [[], [], []]
+        assert len(of_other) > 0.8 * count
+    exported = on_ranks(ranks, "save_live", flags, pattern, gpt, str(folder / "hf"), str(tmp_path))
+    for saved, expected in (("hf", "expected-hf"), ("mcore", "expected")):
+        assert unlike_trees(tmp_path / saved, tmp_path / expected) == []
+    published = {name: bits(tensor) for name, tensor in hf_tensors(tmp_path / "source").items()}
+    assert all(dict(tensors) == published for tensors in exported)
 
 
 @pytest.mark.parametrize(

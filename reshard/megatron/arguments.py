@@ -9,7 +9,7 @@ from typing import Any
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.formats.pickles import Name
-from reshard.megatron.hybrid import as_gpt_args
+from reshard.megatron.hybrid import as_gpt_args, as_hybrid_args, layer_pattern, notices
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.config_fields import ignore_hint, ignored
 from reshard.models.family import Family, families
@@ -73,9 +73,10 @@ def arguments(
     make_vocab_size_divisible_by: int,
     dtype: Dtype,
     transformer_impl: str,
+    model_class: str = "gpt",
 ) -> dict[str, Any]:
-    """Return all arguments that describe a model in a layout. `padded_vocab` is Megatron's number of vocabulary
-    rows."""
+    """Return all arguments that describe a model in a layout, in Megatron's `model_class`. `padded_vocab` is Megatron's
+    number of vocabulary rows."""
     args = megatron_args(model) | layout.megatron_args()
     args |= {
         "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
@@ -90,6 +91,8 @@ def arguments(
     args["sequence_parallel"] = bool(model.num_experts) and layout.tp > 1 and transformer_impl != "local"
     if transformer_impl == "local":
         args["moe_grouped_gemm"] = False
+    if model_class == "hybrid":
+        args = as_hybrid_args(args, layer_pattern(model, layout.stages(model)), transformer_impl)
     return args
 
 
@@ -113,10 +116,10 @@ def checkpoint_args(args: dict[str, Any], world_size: int, dtype: Dtype, iterati
     }
 
 
-def caveats(model: Model, transformer_impl: str) -> list[str]:
+def caveats(model: Model, transformer_impl: str, model_class: str = "gpt") -> list[str]:
     """Return a sentence for each thing that Megatron-Core 0.19 computes differently with the same weights, or
     that its command line cannot say."""
-    args, sentences = megatron_args(model), []
+    args, sentences = megatron_args(model), notices(model, model_class)
     groups_taken, groups = args.get("moe_router_group_topk"), args.get("moe_router_num_groups")
     if groups_taken and groups_taken != groups and args["moe_router_topk"] // groups_taken != 2:
         sentences.append(

@@ -113,6 +113,8 @@ def extra_states_to_write(
     some of its releases (not in 2.16) the core attention.
     """
     ranks = Ranks(model, layout)
+    if mapping.model_class == "hybrid":  # a GPTModel leaves it out
+        yield NewObject("output_layer._extra_state/shard_0_1", ranks.output * ranks.per_stage)
     engine = transformer_impl == "transformer_engine"
     written: set[str] = set()
     for p in mapping.parameters:

@@ -25,7 +25,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reshard.core.errors import ReshardError
-from reshard.models.model import Model
+from reshard.megatron.stages import Stage
+from reshard.models.model import Model, has_experts
 
 MODEL_CLASSES = ("gpt", "hybrid")
 FINAL_NORM = "decoder.final_norm.weight"
@@ -37,6 +38,18 @@ MAMBA, STAGE, MTP = "M", "|", "/"
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 # Modules of Megatron-Core and of reshard with specs of the layers of a HybridModel.
 SPECS = ("megatron.core.models.hybrid.", "megatron.core.models.mamba.", "reshard.megatron.")
+STACK_SPEC = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
+# Arguments of a GPTModel that a pattern stands for.
+IN_PATTERN = (
+    "moe_layer_freq",
+    "linear_attention_freq",
+    "virtual_pipeline_model_parallel_size",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
 _MAMBA_KEY = re.compile(r"decoder\.layers\.\d+\.mixer\.")
 
 
@@ -71,6 +84,60 @@ def notices(model: Model, model_class: str) -> list[str]:
             "a HybridModel trains without the config's llama3 scaling of rotary embeddings, which it has no option for"
         ]
     return []
+
+
+def layer_pattern(model: Model, stages: list[list[Stage]]) -> str:
+    """Return the pattern of the HybridModel that a model is, with these stages as ``[pp rank][virtual stage]``."""
+    family = model.family
+    plain = (
+        "D"
+        if family.megatron.get("experimental_attention_variant") == "dsa"
+        else "+"
+        if family.latent
+        else "*"
+    )
+
+    def letters(kind: str) -> str:
+        return ("G" if "linear" in kind.split() else plain) + ("E" if has_experts(kind) else "-")
+
+    virtual = [[rank[index] for rank in stages] for index in range(len(stages[0]))]
+    segments = (
+        "".join(letters(model.kinds[layer]) for layer in stage.layers) for ranks in virtual for stage in ranks
+    )
+    return STAGE.join(segments) + (MTP + letters(model.mtp_kind)) * model.mtp_layers
+
+
+def as_hybrid_args(args: Mapping[str, Any], pattern: str, transformer_impl: str) -> dict[str, Any]:
+    """Return the arguments of the HybridModel that computes what a GPTModel with these does: the inverse of
+    `as_gpt_args`."""
+    hybrid = {name: value for name, value in args.items() if name not in IN_PATTERN}
+    if hybrid.get("experimental_attention_variant") == "gated_delta_net":
+        del hybrid["experimental_attention_variant"]
+    decoder = pattern.split(MTP)[0].replace(STAGE, "")
+    hybrid |= {"num_layers": len(decoder), "hybrid_layer_pattern": pattern}
+    return hybrid | ({"spec": STACK_SPEC} if transformer_impl == "transformer_engine" else {})
+
+
+def stages_of_pattern(pattern: str, pp: int) -> dict[str, Any]:
+    """Return the options of a `MegatronLayout` for the stages of a pattern, on `pp` ranks.
+
+    Raises ReshardError where a stage ends between an attention and its MLP.
+    """
+    decoder, *mtp = pattern.split(MTP)
+    segments = decoder.split(STAGE)
+    if len(segments) == 1 and pp > 1:  # deprecated: an even split
+        each = len(decoder) // pp
+        segments = [decoder[i : i + each] for i in range(0, len(decoder), each)]
+    if any(len(segment) % 2 for segment in segments):
+        raise ReshardError(
+            f"in the pattern {_short(pattern)} a pipeline stage ends between an attention and its MLP: pass layout="
+        )
+    counts = [len(segment) // 2 for segment in segments]
+    if len(set(counts)) == 1:
+        return {"vpp": len(counts) // pp}
+    rows = ["t" * count for count in counts]
+    rows[0], rows[-1] = f"E{rows[0]}", f"{rows[-1]}{'m' * len(mtp)}L"
+    return {"pipeline_model_parallel_layout": STAGE.join(rows)}
 
 
 def place_of(prefix: str, layer: int | None, name: str) -> tuple[str, str]:

@@ -41,7 +41,8 @@ class ModelParameters:
 
     `copies` maps a canonical name to the name that has the same bytes; `ignored` and `optional` are canonical
     names that may be present; `fp32` are those that are never cast down, `less_one` those of which Megatron holds
-    the value less 1. `packed` has the parts of tensors that files may hold in place of canonical ones.
+    the value less 1. `packed` has the parts of tensors that files may hold in place of canonical ones. `model_class`
+    is the class of Megatron's model, ``gpt`` or ``hybrid``.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -52,6 +53,7 @@ class ModelParameters:
     fp32: frozenset[str]
     less_one: frozenset[str] = frozenset()
     packed: dict[str, str] = field(default_factory=dict)
+    model_class: str = "gpt"
 
     def stored_shapes(self, packed: bool) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the published tensors, each whole, with experts `packed` in one or each on its own.
@@ -83,6 +85,7 @@ def expand(
         frozenset(expansion.fp32),
         frozenset(expansion.less_one),
         expansion.packed,
+        model_class,
     )
 
 
