@@ -155,19 +155,19 @@ def converted(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def megatron_of(tmp_path_factory):
-    """Return a function from a variant and a layout to (Hugging Face directory, Megatron checkpoint
-    at that layout)."""
+    """Return a function from a variant, a layout and further options of a conversion to (Hugging Face
+    directory, Megatron checkpoint at that layout)."""
     from reshard import MegatronLayout, hf_to_mcore
     from tests.checkpoints import make
 
     pairs = {}
 
-    def get(variant: str, layout: MegatronLayout | None = None):
-        key = variant, layout or MegatronLayout()
+    def get(variant: str, layout: MegatronLayout | None = None, **options):
+        key = variant, layout or MegatronLayout(), *sorted(options.items())
         if key not in pairs:
             folder = tmp_path_factory.mktemp(variant)
             make(folder / "hf", variant)
-            hf_to_mcore(folder / "hf", folder / "mcore", key[1], transformer_impl="local")
+            hf_to_mcore(folder / "hf", folder / "mcore", key[1], transformer_impl="local", **options)
             pairs[key] = folder / "hf", folder / "mcore"
         return pairs[key]
 

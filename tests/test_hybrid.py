@@ -1,10 +1,15 @@
 """HybridModels of Megatron-Core: what its own code saves of them, read like any other checkpoint, and what is written for them, bit for bit."""
 
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from reshard import MegatronLayout, ReshardError, diff, hf_to_mcore, inspect, mcore_to_hf
+from reshard import MegatronLayout, ReshardError, diff, hf_to_mcore, inspect, mcore_to_hf, read_model
+from reshard.megatron.build import build_megatron
 from tests.oracle import bits, hf_tensors, same, stored_tensors
+from tests.parity_runs import run
 from tests.ranks import run_on_ranks
 from tests.test_live_save import unlike_trees, with_fp32_bias
 from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
@@ -176,3 +181,62 @@ def test_scaled_rotary_embeddings_are_none_in_a_hybrid_model(checkpoint, tmp_pat
     report = mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
     assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
     assert any("a HybridModel trains without" in notice for notice in report.notices)
+
+
+PARITY = [
+    ("qwen3", MegatronLayout(), dict(pp=2, vpp=2)),
+    ("qwen3-moe-mixed", MegatronLayout(tp=2, ep=2, etp=2), dict(pp=2, ep=2, etp=1)),
+    ("deepseek-v3", MegatronLayout(tp=2, ep=2, etp=1), dict(tp=2, pp=2, ep=2, etp=1)),
+    ("minimax-m2", MegatronLayout(), dict(tp=2)),
+]
+
+
+@pytest.mark.parametrize(("variant", "written", "loaded"), PARITY, ids=lambda v: str(v))
+def test_a_hybrid_model_that_is_built_passes_parity(variant, written, loaded, megatron_of):
+    hf, mcore = megatron_of(variant, written, model_class="hybrid")
+    report = run(hf, mcore, loaded, batch_size=2)
+    assert (
+        report["ok"] and report["overall"]["max_abs"] < 1e-4 and report["overall"]["argmax_agreement"] == 1.0
+    )
+    if "moe" in variant:
+        assert report["routing"]["choices"] == 3 * 80 and report["routing"]["differing"] == 0
+
+
+def test_a_fault_is_found_in_the_half_of_the_decoder_layer_that_has_it(megatron_of, tmp_path):
+    hf, mcore = megatron_of("qwen3", model_class="hybrid")
+    for index, (name, place) in enumerate(
+        [
+            ("self_attn.o_proj", "the attention of layer 2"),
+            ("mlp.down_proj", "the MLP of layer 2"),
+            ("input_layernorm", "the input norm of layer 2"),
+        ]
+    ):
+        copied = tmp_path / str(index)
+        shutil.copytree(hf, copied)
+        tensors = load_file(hf / "model.safetensors")
+        tensors[f"model.layers.2.{name}.weight"] *= 1.01
+        save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+        [found] = run_on_ranks(1, "find", str(copied), str(mcore), {}, module="parity_on_cpu")
+        assert found is not None and found[1] == place and all(name in differing for differing in found[2])
+    assert run_on_ranks(1, "find", str(hf), str(mcore), {}, module="parity_on_cpu") == [None]
+
+
+def test_what_a_hybrid_model_cannot_compute_is_not_built_and_not_written(checkpoint, tmp_path):
+    source = checkpoint("llama-rope-tied")
+    report = hf_to_mcore(source, tmp_path / "mcore", **FORM)
+    assert any("a HybridModel trains without" in notice for notice in report.notices)
+    with pytest.raises(ReshardError, match="HybridModel has no llama3 scaling of rotary embeddings"):
+        build_megatron(
+            read_model(str(source)), MegatronLayout(), transformer_impl="local", model_class="hybrid"
+        )
+    with pytest.raises(
+        ReshardError, match="layers that share an indexer are counted otherwise in a HybridModel"
+    ):
+        hf_to_mcore(checkpoint("glm-moe-dsa-shared"), tmp_path / "shared", **FORM)
+    with pytest.raises(ReshardError, match="Megatron-LM 0.18 has no arguments for a HybridModel"):
+        hf_to_mcore(checkpoint("qwen3"), tmp_path / "older", megatron_version="0.18", **FORM)
+    with pytest.raises(ReshardError, match="model_class is 'bert', which is not one of gpt, hybrid"):
+        build_megatron(read_model(str(source)), MegatronLayout(), model_class="bert")
+    with pytest.raises(ReshardError, match="--model-class bert is not one of gpt, hybrid"):
+        hf_to_mcore(source, tmp_path / "other", model_class="bert")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mcore"]

@@ -76,6 +76,19 @@ def check_no_mamba(keys: Iterable[str], where: object) -> None:
         raise ReshardError(f"{where} has Mamba layers ({key}), which no family here has")
 
 
+def check_model_class(model: Model, model_class: str) -> None:
+    """Raise ReshardError for an unknown class, and where Megatron-Core's HybridModel computes something else than the
+    model."""
+    if model_class not in MODEL_CLASSES:
+        raise ReshardError(
+            f"model_class is {model_class!r:.80}, which is not one of {', '.join(MODEL_CLASSES)}"
+        )
+    if notices(model, model_class):
+        raise ReshardError(
+            f"{model.where}: Megatron-Core's HybridModel has no llama3 scaling of rotary embeddings: build a GPTModel"
+        )
+
+
 def notices(model: Model, model_class: str) -> list[str]:
     """Return a sentence for what a HybridModel of Megatron-Core up to 0.20 does not compute as the model is
     published."""
@@ -110,6 +123,10 @@ def layer_pattern(model: Model, stages: list[list[Stage]]) -> str:
 def as_hybrid_args(args: Mapping[str, Any], pattern: str, transformer_impl: str) -> dict[str, Any]:
     """Return the arguments of the HybridModel that computes what a GPTModel with these does: the inverse of
     `as_gpt_args`."""
+    if args.get("dsa_indexer_topk_freq") not in (None, 1):
+        raise ReshardError(
+            "layers that share an indexer are counted otherwise in a HybridModel, which is not supported: use a GPTModel"
+        )
     hybrid = {name: value for name, value in args.items() if name not in IN_PATTERN}
     if hybrid.get("experimental_attention_variant") == "gated_delta_net":
         del hybrid["experimental_attention_variant"]
@@ -140,10 +157,10 @@ def stages_of_pattern(pattern: str, pp: int) -> dict[str, Any]:
     return {"pipeline_model_parallel_layout": STAGE.join(rows)}
 
 
-def place_of(prefix: str, layer: int | None, name: str) -> tuple[str, str]:
+def hybrid_name(prefix: str, layer: int | None, name: str) -> tuple[str, str]:
     """Return prefix and name in a HybridModel of a parameter that a GPTModel has as ``{prefix}{layer}.{name}``.
 
-    >>> place_of("decoder.layers.", 3, "mlp.linear_fc1.weight")
+    >>> hybrid_name("decoder.layers.", 3, "mlp.linear_fc1.weight")
     ('decoder.layers.7.', 'mlp.linear_fc1.weight')
     """
     of_mlp = int(name.startswith(("mlp.", "pre_mlp_layernorm.")))

@@ -171,7 +171,7 @@ class _Expansion:
         split, prefix = row.split_of(self.impl), block.megatron
         if self.hybrid:
             (prefix, megatron), (_, local) = (
-                hybrid.place_of(block.megatron, block.layer, name) for name in (megatron, local)
+                hybrid.hybrid_name(block.megatron, block.layer, name) for name in (megatron, local)
             )
         self.parameters.append(
             Parameter(
