@@ -6,7 +6,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from reshard import MegatronLayout, ReshardError, diff, hf_to_mcore, inspect, mcore_to_hf, read_model
+from reshard import (
+    MegatronLayout,
+    ReshardError,
+    check,
+    diff,
+    hf_to_mcore,
+    inspect,
+    mcore_to_hf,
+    mcore_to_mcore,
+    read_model,
+)
 from reshard.megatron.build import build_megatron
 from tests.oracle import bits, hf_tensors, same, stored_tensors
 from tests.parity_runs import run
@@ -240,3 +250,59 @@ def test_what_a_hybrid_model_cannot_compute_is_not_built_and_not_written(checkpo
     with pytest.raises(ReshardError, match="--model-class bert is not one of gpt, hybrid"):
         hf_to_mcore(source, tmp_path / "other", model_class="bert")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mcore"]
+
+
+MOVED = [
+    ("qwen3", {}, MegatronLayout(pp=2, vpp=2)),
+    ("deepseek-v3", {"mtp": True}, MegatronLayout(tp=2, pp=2, ep=2, etp=1)),
+    ("qwen3-next", {}, MegatronLayout(tp=2, ep=2, etp=1)),
+]
+
+
+@pytest.mark.parametrize(("variant", "options", "layout"), MOVED, ids=lambda v: str(v))
+def test_a_checkpoint_of_one_class_becomes_what_is_written_for_the_other(
+    variant, options, layout, checkpoint, tmp_path
+):
+    source, other = checkpoint(variant, **options), MegatronLayout(tp=4)
+    for name, model_class in (("gpt", "gpt"), ("hybrid", "hybrid")):
+        hf_to_mcore(source, tmp_path / name, layout, **FORM | {"model_class": model_class})
+        hf_to_mcore(source, tmp_path / f"{name}-other", other, **FORM | {"model_class": model_class})
+    mcore_to_mcore(tmp_path / "gpt", tmp_path / "to-hybrid", other, **FORM)
+    mcore_to_mcore(tmp_path / "hybrid", tmp_path / "to-gpt", other, **FORM | {"model_class": "gpt"})
+    for moved, expected in (("to-hybrid", "hybrid-other"), ("to-gpt", "gpt-other")):
+        assert unlike_trees(tmp_path / moved, tmp_path / expected) == []
+        assert check(tmp_path / moved).ok
+    assert unlike_trees(tmp_path / "to-gpt", tmp_path / "hybrid-other")  # the control: other keys
+
+
+def test_numbers_that_both_ends_hold_less_1_keep_every_bit(weights, tmp_path):
+    """A trainer steps such weights to numbers that plus 1 have no bf16 of their own."""
+    import torch.distributed.checkpoint as dcp
+
+    shutil.copytree(weights("qwen3-next") / "mcore", tmp_path / "trained")
+    (tmp_path / "trained" / "reshard.json").unlink()
+    release = tmp_path / "trained" / "release"
+    state = stored_tensors(release)
+    norms = [key for key in state if key.endswith("self_attention.out_norm.weight")]
+    torch.manual_seed(3)
+    state |= {key: (torch.randn(state[key].shape) * 0.01).bfloat16() for key in norms}
+    for path in release.glob("*.distcp"):
+        path.unlink()
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(str(release)), no_dist=True)
+    mcore_to_mcore(tmp_path / "trained", tmp_path / "moved", **FORM | {"model_class": "gpt"})
+    assert same(stored_tensors(tmp_path / "moved" / "release"), vocabulary_of_1000(state)) == []
+    mcore_to_mcore(tmp_path / "moved", tmp_path / "hybrid", **FORM)
+    mcore_to_mcore(tmp_path / "hybrid", tmp_path / "back", **FORM | {"model_class": "gpt"})
+    assert unlike_trees(tmp_path / "back", tmp_path / "moved") == []
+    assert all(check(tmp_path / name).ok for name in ("moved", "hybrid", "back"))
+    assert norms and diff(tmp_path / "trained", tmp_path / "hybrid").equal
+    held = torch.cat([state[key].flatten() for key in norms])
+    assert not torch.equal(
+        (held.float() + 1).bfloat16().float() - 1, held.float()
+    )  # the control: they are such numbers
+
+
+def vocabulary_of_1000(state):
+    """Padded to a multiple of 8, which is none, instead of 128."""
+    vocabulary = {key: tensor[:1000].clone() for key, tensor in state.items() if len(tensor) == 1024}
+    return state | vocabulary

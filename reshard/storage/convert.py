@@ -109,15 +109,70 @@ def hf_to_mcore(
         Team.from_environment() as team,
         closing(HuggingFaceSource(local_directory(str(source)), wide)) as src,
     ):
-        checks, workdir = _check_both_ends(src, destination, team, options)
-        tensors = _tensors_to_store(src, target)
-        files = MegatronFiles(src.model, layout, tensors, src.copies, src.hf_files(), **form)
-        settings = form | {"layout": asdict(layout), "dtype": target and target.name}
-        job = ConversionJob(src, source, checks, tensors, Quantized(), files, workdir, team, options)
-        report = _report("hf-to-mcore", job, destination, str(layout))
-        report.notices += caveats(src.model, transformer_impl, model_class)
-        report.bytes_per_rank = files.rank_files.tensor_bytes()
-        return _convert(job, settings, report)
+        return _to_mcore("hf-to-mcore", src, source, destination, layout, target, form, team, options)
+
+
+def mcore_to_mcore(
+    source: str | Path,
+    destination: str | Path,
+    layout: MegatronLayout | None = None,
+    *,
+    hf_config: str | Path | None = None,
+    family: str | None = None,
+    dtype: str | None = None,
+    allow_overflow: bool = False,
+    transformer_impl: str = "transformer_engine",
+    model_class: str = "gpt",
+    make_vocab_size_divisible_by: int = 128,
+    megatron_version: str | None = None,
+    iteration: int | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    sync: bool = True,
+    workers: int | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Convert the weights of a Megatron ``torch_dist`` checkpoint to another one: of a GPTModel to a HybridModel's or
+    the other way round, for other layers, or cut for another layout. Every bit stays, without `dtype`.
+
+    `hf_config` and `family` are those of `mcore_to_hf`, the other options those of `hf_to_mcore`, and so is what it
+    raises. Optimizer states are left behind, with a notice.
+    """
+    allow_many_files()
+    layout, target = _checked_layout(layout), float_dtype(dtype)
+    form = _megatron_form(
+        transformer_impl, model_class, make_vocab_size_divisible_by, megatron_version, iteration
+    )
+    config = Path(hf_config) if hf_config is not None else None
+    worker_count(workers)
+    options = RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow)
+    with Team.from_environment() as team, closing(MegatronSource(Path(source), config, family)) as src:
+        return _to_mcore("mcore-to-mcore", src, source, destination, layout, target, form, team, options)
+
+
+def _to_mcore(
+    direction: str,
+    src: Source,
+    source: str | Path,
+    destination: str | Path,
+    layout: MegatronLayout,
+    target: Dtype | None,
+    form: dict[str, Any],
+    team: Team,
+    options: RunOptions,
+) -> ConversionReport:
+    """Convert an open source to a Megatron checkpoint of this `form` (`_megatron_form`)."""
+    checks, workdir = _check_both_ends(src, destination, team, options)
+    tensors = _tensors_to_store(src, target)
+    files = MegatronFiles(src.model, layout, tensors, src.copies, src.hf_files(), **form)
+    settings = form | {"layout": asdict(layout), "dtype": target and target.name}
+    job = ConversionJob(src, source, checks, tensors, Quantized(), files, workdir, team, options)
+    report = _report(direction, job, destination, str(layout))
+    sentences = caveats(src.model, form["transformer_impl"], form["model_class"])
+    report.notices += [sentence for sentence in sentences if sentence not in report.notices]
+    report.bytes_per_rank = files.rank_files.tensor_bytes()
+    return _convert(job, settings, report)
 
 
 def mcore_to_hf(

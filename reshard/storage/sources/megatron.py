@@ -95,6 +95,7 @@ class MegatronSource(Source):
         self._note_large_files()
         self.less_one = self.mapping.less_one
         self.reader = StripReader(self.tensors, self.files, self.less_one)
+        self.held_reader = StripReader(self.tensors, self.files)
         self.strip_cache: dict[str, list[Strip]] = {}
 
     def _model(self, family: str | None, taken: list[str]) -> tuple[Model, str]:
@@ -215,10 +216,17 @@ class MegatronSource(Source):
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         name = self.copies.get(name, name)
+        return self.reader.read_rows(name, start, stop, self._cached_strips(name))
+
+    def read_held_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        name = self.copies.get(name, name)
+        return self.held_reader.read_rows(name, start, stop, self._cached_strips(name))
+
+    def _cached_strips(self, name: str) -> list[Strip]:
         strips = self.strip_cache.get(name)
         if strips is None:
             strips = self.strip_cache[name] = self.strips(name)
-        return self.reader.read_rows(name, start, stop, strips)
+        return strips
 
     def hf_directory(self) -> Path | None:
         if self.hf_config is not None and self.hf_config.is_dir():
