@@ -1,15 +1,23 @@
 """Real HybridModels of Megatron-Core on a CPU, and by hand what a GPTModel's weights are called in one."""
 
+import logging
 import re
+from functools import partial
 
 import megatron.core.parallel_state as mpu
 import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.module import Float16Module
 
 import reshard
+from reshard.megatron.build import build_megatron, initialize_parallel, transformer_config, without_gpu
+from reshard.models.model import Model
 from tests import megatron_on_cpu
 from tests.live_megatron_on_cpu import spoil, unlike
+from tests.megatron_on_cpu import KEPT
 from tests.oracle import bits
+from tests.ranks import caught
 
 OF_GPT = ("--num-layers", "--moe-layer-freq", "--mtp-num-layers", "--linear-attention-freq", "--pipeline-model-parallel-layout",
           "--num-virtual-stages", "--decoder-first", "--decoder-last")  # fmt: skip
@@ -121,3 +129,47 @@ def save_untrained(rank: int, flags: list[str], pattern: str, directory: str) ->
     """Save a HybridModel with Megatron's own random weights."""
     models, args = megatron_on_cpu.build(as_hybrid(flags, pattern))
     megatron_on_cpu.save(models, directory, {"args": args})
+
+
+def logged_by_builds(rank: int, config: dict) -> list[list[str]]:
+    """What Megatron warns of while a model of each class is built, and while a GPTModel is built without `build_megatron`."""
+    KEPT.enter_context(without_gpu())
+    layout, model = reshard.MegatronLayout(), Model.from_hf(config)
+    initialize_parallel(layout)
+    logged: list[list[str]] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: logged[-1].append(record.getMessage())
+    logging.getLogger("megatron").addHandler(handler)
+    for model_class in ("gpt", "hybrid"):
+        logged.append([])
+        build_megatron(model, layout, transformer_impl="local", model_class=model_class)
+    logged.append([])
+    gpt_config = transformer_config(model, layout, transformer_impl="local")
+    spec = get_gpt_decoder_block_spec(gpt_config, use_transformer_engine=False, normalization="RMSNorm")
+    GPTModel(gpt_config, spec, vocab_size=128, max_sequence_length=8)
+    return logged
+
+
+def refused_live(rank: int, cases: list[tuple[list[str], str, str]]) -> list[str]:
+    """What is said where HybridModels with these flags and patterns are loaded from these sources."""
+    said = []
+    for flags, pattern, source in cases:
+        mpu.destroy_model_parallel()
+        megatron_on_cpu.unset_num_microbatches_calculator()
+        models, _ = megatron_on_cpu.build(as_hybrid(flags, pattern))
+        said.append(caught(partial(reshard.load, models, source)))
+    return said
+
+
+def apart(rank: int, flags: list[str], pattern: str, hf: str, folder: str):
+    """Load a HybridModel in which a pipeline stage ends between an attention and its MLP; what it exports, what is said of a save, and what
+    that writes for another layout."""
+    models, _ = megatron_on_cpu.build(as_hybrid(flags, pattern))
+    for model in models:
+        model.to(torch.bfloat16)
+    spoil(models)
+    reshard.load(models, hf)
+    options = {"make_vocab_size_divisible_by": 8}
+    said = caught(partial(reshard.save, models, f"{folder}/mcore", hf, **options))
+    reshard.save(models, f"{folder}/mcore", hf, layout=reshard.MegatronLayout(pp=2), **options)
+    return [(name, bits(tensor)) for name, tensor in reshard.export(models, hf, **options)], said

@@ -306,3 +306,44 @@ def vocabulary_of_1000(state):
     """Padded to a multiple of 8, which is none, instead of 128."""
     vocabulary = {key: tensor[:1000].clone() for key, tensor in state.items() if len(tensor) == 1024}
     return state | vocabulary
+
+
+def test_models_that_are_built_print_no_deprecation(checkpoint):
+    config = read_model(str(checkpoint("qwen3"))).config
+    [(of_gpt, of_hybrid, of_megatron)] = on_ranks(1, "logged_by_builds", config)
+    assert not any("DEPRECATED" in message for message in (*of_gpt, *of_hybrid))
+    assert any("GPTModel IS DEPRECATED" in message for message in of_megatron)  # the control
+
+
+def test_a_live_hybrid_model_that_computes_something_else_is_refused(weights):
+    dense, sparse, scaled = (weights(name) for name in ("qwen3", "qwen3-moe", "llama-rope-tied"))
+    flags = {folder: flags_at(folder / "mcore", f"{TP} 1") for folder in (dense, sparse, scaled)}
+    cases = [
+        (
+            dense,
+            "*-**--*-",
+            dense,
+            "in the pattern '*-**--*-' attention (* + D G) and MLP (- E) do not alternate",
+        ),
+        (dense, "*-*-*-", dense, "num_layers is 3, but the served model's is 4"),
+        (sparse, "*E*-*E*E", sparse, "moe_layer_freq is [1, 0, 1, 1], but the served model's is [1, 1, 1, 1]"),
+        (scaled, "*-*-*-*-", scaled, "inv_freq"),
+    ]
+    said = on_ranks(
+        1,
+        "refused_live",
+        [(flags[model], pattern, str(source / "hf")) for model, pattern, source, _ in cases],
+    )[0]
+    for sentence, (*_, expected) in zip(said, cases, strict=True):
+        assert expected in sentence
+
+
+def test_a_stage_may_end_between_an_attention_and_its_mlp(weights, tmp_path):
+    folder = weights("qwen3")
+    flags = flags_at(folder / "mcore", f"{PP} 2")
+    published = {name: bits(tensor) for name, tensor in hf_tensors(folder / "hf").items()}
+    for exported, said in on_ranks(2, "apart", flags, "*-*|-*-*-", str(folder / "hf"), str(tmp_path)):
+        assert dict(exported) == published
+        assert "a pipeline stage ends between an attention and its MLP: pass layout=" in said
+    hf_to_mcore(folder / "hf", tmp_path / "expected", MegatronLayout(pp=2), **FORM)
+    assert unlike_trees(tmp_path / "mcore", tmp_path / "expected") == []

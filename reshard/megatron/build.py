@@ -19,7 +19,7 @@ with importing("megatron"):
 
 from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError, first_line, listed
-from reshard.megatron.compat import unknown
+from reshard.megatron.compat import unknown, without_deprecation_of_gpt_model
 from reshard.megatron.hybrid import as_hybrid_args, check_model_class, layer_pattern
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS, padded_vocab_size
@@ -226,14 +226,15 @@ def _gpt_model(model: Model, config: Any, transformer_impl: str, options: dict[s
 
     args = megatron_args(model)
     decoder, mtp = layer_specs(model.family, config, transformer_impl, options["vp_stage"])
-    return GPTModel(
-        config,
-        decoder,
-        rope_scaling=args.get("use_rope_scaling", False),
-        rope_scaling_factor=args.get("rope_scaling_factor", 8.0),
-        mtp_block_spec=mtp,
-        **options,
-    )
+    with without_deprecation_of_gpt_model():  # who builds one has chosen it
+        return GPTModel(
+            config,
+            decoder,
+            rope_scaling=args.get("use_rope_scaling", False),
+            rope_scaling_factor=args.get("rope_scaling_factor", 8.0),
+            mtp_block_spec=mtp,
+            **options,
+        )
 
 
 def _hybrid_model(
