@@ -326,7 +326,12 @@ def test_a_live_hybrid_model_that_computes_something_else_is_refused(weights):
             "in the pattern '*-**--*-' attention (* + D G) and MLP (- E) do not alternate",
         ),
         (dense, "*-*-*-", dense, "num_layers is 3, but the served model's is 4"),
-        (sparse, "*E*-*E*E", sparse, "moe_layer_freq is [1, 0, 1, 1], but the served model's is [1, 1, 1, 1]"),
+        (
+            sparse,
+            "*E*-*E*E",
+            sparse,
+            "moe_layer_freq is [1, 0, 1, 1], but the served model's is [1, 1, 1, 1]",
+        ),
         (scaled, "*-*-*-*-", scaled, "inv_freq"),
     ]
     said = on_ranks(

@@ -120,6 +120,11 @@ def caveats(model: Model, transformer_impl: str, model_class: str = "gpt") -> li
     """Return a sentence for each thing that Megatron-Core 0.19 computes differently with the same weights, or
     that its command line cannot say."""
     args, sentences = megatron_args(model), notices(model, model_class)
+    if model_class == "hybrid" and "spec" in args:
+        sentences.append(
+            f"Megatron-LM has no --spec for the layers of {model.family.name} in a HybridModel: build it with "
+            f"reshard.megatron.build.build_megatron"
+        )
     groups_taken, groups = args.get("moe_router_group_topk"), args.get("moe_router_num_groups")
     if groups_taken and groups_taken != groups and args["moe_router_topk"] // groups_taken != 2:
         sentences.append(

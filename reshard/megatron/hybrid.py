@@ -83,7 +83,7 @@ def check_model_class(model: Model, model_class: str) -> None:
         raise ReshardError(
             f"model_class is {model_class!r:.80}, which is not one of {', '.join(MODEL_CLASSES)}"
         )
-    if notices(model, model_class):
+    if model_class == "hybrid" and _is_scaled(model):
         raise ReshardError(
             f"{model.where}: Megatron-Core's HybridModel has no llama3 scaling of rotary embeddings: build a GPTModel"
         )
@@ -92,11 +92,16 @@ def check_model_class(model: Model, model_class: str) -> None:
 def notices(model: Model, model_class: str) -> list[str]:
     """Return a sentence for what a HybridModel of Megatron-Core up to 0.20 does not compute as the model is
     published."""
-    if model_class == "hybrid" and model.rope()["rope_type"] == "llama3":
+    if model_class == "hybrid" and _is_scaled(model):
         return [
             "a HybridModel trains without the config's llama3 scaling of rotary embeddings, which it has no option for"
         ]
     return []
+
+
+def _is_scaled(model: Model) -> bool:
+    """Return True where rotary embeddings are scaled in the way of Llama 3.1."""
+    return bool(model.rope()["rope_type"] == "llama3")
 
 
 def layer_pattern(model: Model, stages: list[list[Stage]]) -> str:
@@ -132,7 +137,9 @@ def as_hybrid_args(args: Mapping[str, Any], pattern: str, transformer_impl: str)
         del hybrid["experimental_attention_variant"]
     decoder = pattern.split(MTP)[0].replace(STAGE, "")
     hybrid |= {"num_layers": len(decoder), "hybrid_layer_pattern": pattern}
-    return hybrid | ({"spec": STACK_SPEC} if transformer_impl == "transformer_engine" else {})
+    if hybrid.pop("spec", None) is None and transformer_impl == "transformer_engine":
+        hybrid["spec"] = STACK_SPEC
+    return hybrid
 
 
 def stages_of_pattern(pattern: str, pp: int) -> dict[str, Any]:
