@@ -81,48 +81,43 @@ def save_hybrid(
     return [megatron_on_cpu.logits(chunks, tokens) for chunks in (gpt, models)]
 
 
-def load_written(
-    rank: int, flags: list[str], written: list[str], gpt: str, hybrid: str, other: str
-) -> tuple[list[str], list[str], int]:
-    """Load two checkpoints of HybridModels by Megatron-LM's code, with the flags that were written; the names whose weights are not those of
-    a GPTModel's checkpoint, for each, and how many there are."""
-    _, models, args = both(flags, "", gpt, written)
+def save_and_load(
+    rank: int, flags: list[str], written: list[str], gpt: str, theirs: str, hybrid: str, other: str, tokens: torch.Tensor
+):  # fmt: skip
+    """Save a HybridModel, built by the flags that were written, by Megatron's code, and load two checkpoints of such by Megatron-LM's; the
+    logits of both classes, the names whose weights are not those of a GPTModel's checkpoint, for each, and how many there are."""
+    of_gpt, models, args = both(flags, "", gpt, written)
     expected = megatron_on_cpu.weights(models)
+    megatron_on_cpu.save(models, theirs, {"args": args})
+    logits = [megatron_on_cpu.logits(chunks, tokens) for chunks in (of_gpt, models)]
     differ = []
     for directory in (hybrid, other):
         spoil(models)
         megatron_on_cpu.load(models, args, directory)
         differ.append(unlike(megatron_on_cpu.weights(models), expected))
-    return *differ, len(expected)
+    return logits, *differ, len(expected)
 
 
-def load_live(
-    rank: int, flags: list[str], pattern: str, gpt: str, sources: list[str], other: str
-) -> tuple[list[list[str]], list[str], int]:
-    """Load each of these sources into a live HybridModel, and other weights; the names whose weights are not those that Megatron loads of the
-    GPTModel's checkpoint `gpt`, for each, and how many there are."""
+def load_and_save_live(
+    rank: int, flags: list[str], pattern: str, gpt: str, sources: list[str], other: str, folder: str
+):
+    """Load each of these sources into a live HybridModel, and other weights, and save it in both formats; the names whose weights are not
+    those that Megatron loads of the GPTModel's checkpoint `gpt`, for each, how many there are, and what is exported."""
     _, models, _ = both(flags, pattern, gpt)
     for model in models:
         model.to(torch.bfloat16)
     wrapped = [Float16Module(model.config, model) for model in models]
     expected = megatron_on_cpu.weights(models)
     differ = []
-    for source in (*sources, other):
+    for source in (other, *sources):
         spoil(models)
         reshard.load(wrapped, source)
         differ.append(unlike(megatron_on_cpu.weights(models), expected))
-    return differ[:-1], differ[-1], len(expected)
-
-
-def save_live(rank: int, flags: list[str], pattern: str, gpt: str, hf: str, folder: str) -> list[tuple]:
-    """Save a live HybridModel in both formats; what it exports."""
-    _, models, _ = both(flags, pattern, gpt)
-    for model in models:
-        model.to(torch.bfloat16)
     options = {"make_vocab_size_divisible_by": 8}
-    reshard.save(models, f"{folder}/hf", hf, format="hf", **options)
-    reshard.save(models, f"{folder}/mcore", hf, **options)
-    return [(name, bits(tensor)) for name, tensor in reshard.export(models, hf, **options)]
+    reshard.save(models, f"{folder}/hf", sources[0], format="hf", **options)
+    reshard.save(models, f"{folder}/mcore", sources[0], **options)
+    exported = [(name, bits(tensor)) for name, tensor in reshard.export(models, sources[0], **options)]
+    return differ[1:], differ[0], len(expected), exported
 
 
 def save_untrained(rank: int, flags: list[str], pattern: str, directory: str) -> None:

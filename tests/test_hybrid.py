@@ -1,6 +1,7 @@
 """HybridModels of Megatron-Core: what its own code saves of them, read like any other checkpoint, and what is written for them, bit for bit."""
 
 import shutil
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -23,7 +24,12 @@ from tests.parity_runs import run
 from tests.ranks import run_on_ranks
 from tests.test_live_save import unlike_trees, with_fp32_bias
 from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
+from tests.test_refit import PATTERN, refit
 
+pytestmark = pytest.mark.skipif(
+    find_spec("megatron.core.dist_checkpointing.gpt_checkpoint_interop") is None,
+    reason="megatron-core before 0.19 has no HybridModel that loads a GPTModel's checkpoints",
+)
 FORM = {"transformer_impl": "local", "model_class": "hybrid", "make_vocab_size_divisible_by": 8}
 # variant, options of its checkpoint, parallel sizes, ranks, pattern, the layout that says the same
 SAVED = [
@@ -37,6 +43,7 @@ SAVED = [
     ("qwen3-next", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, "GEGEGE*E", MegatronLayout(tp=2, ep=2, etp=1)),
     ("deepseek-v32", {}, f"{PP} 2 {EP} 2 {ETP} 1", 4, "D-DE|DEDE", MegatronLayout(pp=2, ep=2, etp=1)),
 ]  # fmt: skip
+TOKENS = torch.randint(0, 1000, (2, 24), generator=torch.Generator().manual_seed(1))
 CASES = {"ids": lambda value: str(value).replace("-model-parallel-size", "")}
 NAMES = ("variant", "options", "parallel", "ranks", "pattern", "layout")
 
@@ -51,51 +58,43 @@ def saved_hybrid(source, folder, parallel, ranks, pattern, **options):
     hf_to_mcore(source, folder / "gpt", transformer_impl="local")
     directory = folder / "hybrid" / "iter_0000007"
     directory.mkdir(parents=True)
-    torch.manual_seed(1)
-    tokens = torch.randint(0, 1000, (2, 24))
-    results = run_on_ranks(ranks, "save_hybrid", flags_at(folder / "gpt", parallel), pattern, str(folder / "gpt"), str(directory), tokens,
+    results = run_on_ranks(ranks, "save_hybrid", flags_at(folder / "gpt", parallel), pattern, str(folder / "gpt"), str(directory), TOKENS,
                            *options.values(), module="hybrid_on_cpu")  # fmt: skip
     (directory.parent / "latest_checkpointed_iteration.txt").write_text("7")
     return directory.parent, next(logits for logits in results if logits[0] is not None)
 
 
 @pytest.mark.parametrize(NAMES, SAVED, **CASES)
-def test_what_megatron_saves_of_a_hybrid_model_is_what_is_read_and_written(
+def test_what_megatron_saves_of_a_hybrid_model_is_read_and_written_and_loaded(
     variant, options, parallel, ranks, pattern, layout, checkpoint, tmp_path
 ):
     source = checkpoint(variant, **options)
-    theirs, (gpt, hybrid) = saved_hybrid(source, tmp_path, parallel, ranks, pattern)
-    assert torch.equal(gpt, hybrid)  # the two classes compute the same of these weights
+    hf_to_mcore(source, tmp_path / "gpt", transformer_impl="local")
+    hf_to_mcore(source, tmp_path / "ours", layout, **FORM)
+    hf_to_mcore(
+        checkpoint(variant, seed=1, **options), tmp_path / "other", MegatronLayout(ep=layout.ep), **FORM
+    )
+    (tmp_path / "theirs").mkdir()
+    written = (tmp_path / "ours" / "megatron_flags.txt").read_text().split()
+    assert written[written.index("--hybrid-layer-pattern") + 1] == pattern
+    directories = [str(tmp_path / name) for name in ("gpt", "theirs", "ours", "other")]
+    results = on_ranks(
+        ranks, "save_and_load", flags_at(tmp_path / "gpt", parallel), written, *directories, TOKENS
+    )
+    for (gpt, hybrid), differ, of_other, count in results:
+        assert gpt is hybrid is None or torch.equal(
+            gpt, hybrid
+        )  # the two classes compute the same of these weights
+        assert differ == []
+        assert len(of_other) > 0.8 * count  # the control: other weights are seen
+    theirs = tmp_path / "theirs"
     mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
     assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
     assert (
         diff(source, theirs, hf_config=source).equal
         and diff(theirs, tmp_path / "gpt", hf_config=source).equal
     )
-    hf_to_mcore(source, tmp_path / "ours", layout, **FORM)
-    [their_iteration], [our_iteration] = (
-        list(path.glob("*/.metadata")) for path in (theirs, tmp_path / "ours")
-    )
-    assert same(stored_tensors(their_iteration.parent), stored_tensors(our_iteration.parent)) == []
-    assert f"--hybrid-layer-pattern {pattern}" in (tmp_path / "ours" / "megatron_flags.txt").read_text()
-
-
-@pytest.mark.parametrize(NAMES, SAVED, **CASES)
-def test_megatron_loads_a_written_hybrid_checkpoint(
-    variant, options, parallel, ranks, pattern, layout, checkpoint, tmp_path
-):
-    source = checkpoint(variant, **options)
-    hf_to_mcore(source, tmp_path / "gpt", transformer_impl="local")
-    hf_to_mcore(source, tmp_path / "hybrid", layout, **FORM)
-    hf_to_mcore(
-        checkpoint(variant, seed=1, **options), tmp_path / "other", MegatronLayout(ep=layout.ep), **FORM
-    )
-    flags = flags_at(tmp_path / "gpt", parallel)
-    written = (tmp_path / "hybrid" / "megatron_flags.txt").read_text().split()
-    directories = [str(tmp_path / name) for name in ("gpt", "hybrid", "other")]
-    for differ, of_other, count in on_ranks(ranks, "load_written", flags, written, *directories):
-        assert differ == []
-        assert len(of_other) > 0.8 * count  # the control: other weights are seen
+    assert same(stored_tensors(theirs), stored_tensors(tmp_path / "ours" / "release")) == []
 
 
 LIVE = [SAVED[1], SAVED[2], SAVED[4], SAVED[5]]
@@ -111,16 +110,14 @@ def test_a_live_hybrid_model_is_loaded_and_saved(
     mcore_to_hf(tmp_path / "expected", tmp_path / "expected-hf")
     flags, gpt = flags_at(folder / "mcore", parallel), str(folder / "mcore")
     sources = [str(folder / "hf"), gpt, str(tmp_path / "expected")]
-    for differ, of_other, count in on_ranks(
-        ranks, "load_live", flags, pattern, gpt, sources, str(other / "hf")
-    ):
+    published = {name: bits(tensor) for name, tensor in hf_tensors(tmp_path / "source").items()}
+    arguments = flags, pattern, gpt, sources, str(other / "hf"), str(tmp_path)
+    for differ, of_other, count, exported in on_ranks(ranks, "load_and_save_live", *arguments):
         assert differ == [[], [], []]
         assert len(of_other) > 0.8 * count
-    exported = on_ranks(ranks, "save_live", flags, pattern, gpt, str(folder / "hf"), str(tmp_path))
+        assert dict(exported) == published
     for saved, expected in (("hf", "expected-hf"), ("mcore", "expected")):
         assert unlike_trees(tmp_path / saved, tmp_path / expected) == []
-    published = {name: bits(tensor) for name, tensor in hf_tensors(tmp_path / "source").items()}
-    assert all(dict(tensors) == published for tensors in exported)
 
 
 @pytest.mark.parametrize(
@@ -352,3 +349,14 @@ def test_a_stage_may_end_between_an_attention_and_its_mlp(weights, tmp_path):
         assert "a pipeline stage ends between an attention and its MLP: pass layout=" in said
     hf_to_mcore(folder / "hf", tmp_path / "expected", MegatronLayout(pp=2), **FORM)
     assert unlike_trees(tmp_path / "mcore", tmp_path / "expected") == []
+
+
+@pytest.mark.parametrize(("variant", "parallel", "trainers", "engine", "engines", "together"), [
+    ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1 {PATTERN} *E*E*E*E", 4, dict(tp=2, pp=2), 4, True),
+    ("qwen2-tied", f"{PP} 2 {PATTERN} *-*-*-|*-", 2, dict(tp=2), 2, False),
+], ids=["qwen3-moe", "qwen2-tied"])  # fmt: skip
+def test_a_refit_from_a_hybrid_model_that_megatron_has_loaded(
+    variant, parallel, trainers, engine, engines, together, converted, tmp_path
+):
+    """By Megatron-LM's own loader, which takes a GPTModel's checkpoint for it."""
+    refit(converted(variant), parallel, trainers, engine, engines, together, tmp_path)

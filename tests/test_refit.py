@@ -12,7 +12,7 @@ from tests.disk import ended
 from tests.ranks import free_port, run_on_ranks
 from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
 
-PATTERN = "--hybrid-layer-pattern"
+PATTERN = "--hybrid-layer-pattern"  # of cases in test_hybrid.py
 # variant, Megatron's layout on how many ranks, vLLM's on how many, in the same processes
 LAYOUTS = [
     ("llama", f"{TP} 2 {PP} 2", 4, dict(tp=4), 4, True),
@@ -30,9 +30,6 @@ LAYOUTS = [
         False,
     ),
     ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", 4, dict(tp=4), 4, True),
-    # of HybridModels, filled by Megatron's own loader from a GPTModel's checkpoint
-    ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1 {PATTERN} *E*E*E*E", 4, dict(tp=2, pp=2), 4, True),
-    ("qwen2-tied", f"{PP} 2 {PATTERN} *-*-*-|*-", 2, dict(tp=2), 2, False),
     ("qwen3-moe", f"{TP} 4 {EP} 2 {ETP} 2", 4, dict(tp=4, enable_expert_parallel=True), 4, True),
     ("qwen3-moe", f"{EP} 4 {ETP} 1", 4, dict(tp=8, enable_expert_parallel=True), 8, False),
     ("qwen3-moe-mixed", f"{TP} 2 {PP} 2 {VPP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, pp=2), 4, True),
