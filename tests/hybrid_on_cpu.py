@@ -166,5 +166,5 @@ def apart(rank: int, flags: list[str], pattern: str, hf: str, folder: str):
     reshard.load(models, hf)
     options = {"make_vocab_size_divisible_by": 8}
     said = caught(partial(reshard.save, models, f"{folder}/mcore", hf, **options))
-    reshard.save(models, f"{folder}/mcore", hf, layout=reshard.MegatronLayout(pp=2), **options)
+    reshard.save(models, f"{folder}/given", hf, layout=reshard.MegatronLayout(pp=2), **options)
     return [(name, bits(tensor)) for name, tensor in reshard.export(models, hf, **options)], said

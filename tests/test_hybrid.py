@@ -19,6 +19,7 @@ from reshard import (
     read_model,
 )
 from reshard.megatron.build import build_megatron
+from reshard.megatron.hybrid import as_gpt_args
 from tests.oracle import bits, hf_tensors, same, stored_tensors
 from tests.parity_runs import run
 from tests.ranks import run_on_ranks
@@ -340,15 +341,47 @@ def test_a_live_hybrid_model_that_computes_something_else_is_refused(weights):
         assert expected in sentence
 
 
-def test_a_stage_may_end_between_an_attention_and_its_mlp(weights, tmp_path):
+@pytest.mark.parametrize("pattern", ["*-*|-*-*-", "*-*-*-*-"])
+def test_a_stage_may_end_between_an_attention_and_its_mlp(pattern, weights, tmp_path):
+    """And, as Megatron deprecates, where an even split ends it."""
     folder = weights("qwen3")
     flags = flags_at(folder / "mcore", f"{PP} 2")
     published = {name: bits(tensor) for name, tensor in hf_tensors(folder / "hf").items()}
-    for exported, said in on_ranks(2, "apart", flags, "*-*|-*-*-", str(folder / "hf"), str(tmp_path)):
+    apart = "a pipeline stage ends between an attention and its MLP: pass layout="
+    for exported, said in on_ranks(2, "apart", flags, pattern, str(folder / "hf"), str(tmp_path)):
         assert dict(exported) == published
-        assert "a pipeline stage ends between an attention and its MLP: pass layout=" in said
+        assert apart in said if "|" in pattern else said == "no error"
     hf_to_mcore(folder / "hf", tmp_path / "expected", MegatronLayout(pp=2), **FORM)
-    assert unlike_trees(tmp_path / "mcore", tmp_path / "expected") == []
+    for saved in ["given", *(["mcore"] if "|" not in pattern else [])]:
+        assert unlike_trees(tmp_path / saved, tmp_path / "expected") == []
+
+
+@pytest.mark.parametrize(("args", "expected"), [
+    ({"hybrid_layer_pattern": "*-*E|*E/*E"}, {"num_layers": 3, "moe_layer_freq": [0, 1, 1], "mtp_num_layers": 1}),
+    ({"hybrid_override_pattern": "*-*-", "is_hybrid_model": True}, {"num_layers": 2, "num_experts": None}),
+    ({"hybrid_override_pattern": "*E", "mtp_hybrid_override_pattern": "*E", "mtp_num_layers": 2}, {"num_layers": 1, "mtp_num_layers": 2}),
+    ({"hybrid_layer_pattern": "G-*-"}, {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": [1, 0]}),
+    ({"hybrid_layer_pattern": "M-*-"}, "has Mamba layers (M)"),
+    ({"hybrid_layer_pattern": "[*-][*-]"}, "groups layers in brackets"),
+    ({"hybrid_layer_pattern": "*-*"}, "do not alternate"),
+    ({"hybrid_layer_pattern": "*-/*-*-"}, "an MTP layer of the pattern '*-/*-*-' is not one attention and one MLP"),
+    ({"hybrid_layer_pattern": 3}, "hybrid_layer_pattern is 3, which is not a pattern"),
+    ({"hybrid_layer_pattern": "D-D-", "dsa_indexer_topk_freq": 4}, "dsa_indexer_topk_freq 4 counts the layers of a HybridModel"),
+])  # fmt: skip
+def test_args_of_earlier_and_of_other_patterns(args, expected):
+    args = {
+        "num_layers": 8,
+        "num_experts": 4,
+        "spec": ["megatron.core.models.mamba.mamba_layer_specs", "x"],
+    } | args
+    if isinstance(expected, str):
+        with pytest.raises(ReshardError) as error:
+            as_gpt_args(args, "here")
+        assert expected in str(error.value)
+        return
+    gpt = as_gpt_args(args, "here")
+    assert {name: gpt[name] for name in expected} == expected
+    assert not gpt.keys() & {"spec", "hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"}
 
 
 @pytest.mark.parametrize(("variant", "parallel", "trainers", "engine", "engines", "together"), [

@@ -145,13 +145,15 @@ def as_hybrid_args(args: Mapping[str, Any], pattern: str, transformer_impl: str)
 def stages_of_pattern(pattern: str, pp: int) -> dict[str, Any]:
     """Return the options of a `MegatronLayout` for the stages of a pattern, on `pp` ranks.
 
-    Raises ReshardError where a stage ends between an attention and its MLP.
+    Raises ReshardError where a stage ends between an attention and its MLP, or the pattern does not say where it ends.
     """
     decoder, *mtp = pattern.split(MTP)
     segments = decoder.split(STAGE)
     if len(segments) == 1 and pp > 1:  # deprecated: an even split
-        each = len(decoder) // pp
+        each = max(len(decoder) // pp, 1)
         segments = [decoder[i : i + each] for i in range(0, len(decoder), each)]
+    if len(segments) % pp:
+        raise ReshardError(f"the pattern {_short(pattern)} has no {pp} stages: pass layout=")
     if any(len(segment) % 2 for segment in segments):
         raise ReshardError(
             f"in the pattern {_short(pattern)} a pipeline stage ends between an attention and its MLP: pass layout="

@@ -103,6 +103,8 @@ def layout_of(config: Any, pattern: str | None = None) -> MegatronLayout:
     """Return the layout of a live model with this ``TransformerConfig`` and, of a HybridModel, this pattern. Raises
     ReshardError where its stages were not given as a string."""
     if pattern is not None:
+        if config.num_layers_in_first_pipeline_stage or config.num_layers_in_last_pipeline_stage:
+            raise ReshardError("the trainer's stages are not in its hybrid_layer_pattern: pass layout=")
         return MegatronLayout(
             tp=config.tensor_model_parallel_size,
             pp=config.pipeline_model_parallel_size,
