@@ -365,6 +365,7 @@ def test_a_stage_may_end_between_an_attention_and_its_mlp(pattern, weights, tmp_
     ({"hybrid_layer_pattern": "[*-][*-]"}, "groups layers in brackets"),
     ({"hybrid_layer_pattern": "*-*"}, "do not alternate"),
     ({"hybrid_layer_pattern": "*-/*-*-"}, "an MTP layer of the pattern '*-/*-*-' is not one attention and one MLP"),
+    ({"hybrid_layer_pattern": "/*-"}, "do not alternate"),
     ({"hybrid_layer_pattern": 3}, "hybrid_layer_pattern is 3, which is not a pattern"),
     ({"hybrid_layer_pattern": "D-D-", "dsa_indexer_topk_freq": 4}, "dsa_indexer_topk_freq 4 counts the layers of a HybridModel"),
 ])  # fmt: skip

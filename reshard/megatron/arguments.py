@@ -146,8 +146,8 @@ def check_args(model: Model, args: dict[str, Any], where: str, advice: str) -> N
     `args` may be a GPTModel's or a HybridModel's, and also the fields of a config by the same names. Arguments that
     are absent are not compared.
     """
-    args = as_gpt_args(args, where)
     try:
+        args = as_gpt_args(args, where)
         different = disagreements(args, megatron_args(model))
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ReshardError(

@@ -50,6 +50,16 @@ IN_PATTERN = (
     "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
 )
+# Arguments of a HybridModel that say what others say of a GPTModel, or that it does not read.
+OF_HYBRID = (
+    *PATTERNS,
+    "mtp_hybrid_override_pattern",
+    "hybrid_attention_ratio",
+    "hybrid_mlp_ratio",
+    "is_hybrid_model",
+    "moe_layer_freq",
+    "linear_attention_freq",
+)
 _MAMBA_KEY = re.compile(r"decoder\.layers\.\d+\.mixer\.")
 
 
@@ -107,16 +117,11 @@ def _is_scaled(model: Model) -> bool:
 def layer_pattern(model: Model, stages: list[list[Stage]]) -> str:
     """Return the pattern of the HybridModel that a model is, with these stages as ``[pp rank][virtual stage]``."""
     family = model.family
-    plain = (
-        "D"
-        if family.megatron.get("experimental_attention_variant") == "dsa"
-        else "+"
-        if family.latent
-        else "*"
-    )
+    sparse = family.megatron.get("experimental_attention_variant") == "dsa"
+    attention = "D" if sparse else "+" if family.latent else "*"
 
     def letters(kind: str) -> str:
-        return ("G" if "linear" in kind.split() else plain) + ("E" if has_experts(kind) else "-")
+        return ("G" if "linear" in kind.split() else attention) + ("E" if has_experts(kind) else "-")
 
     virtual = [[rank[index] for rank in stages] for index in range(len(stages[0]))]
     segments = (
@@ -216,41 +221,44 @@ def as_gpt_args(args: Mapping[str, Any], where: object) -> dict[str, Any]:
         return dict(args)
     if not isinstance(pattern, str):
         raise ReshardError(f"{where}: hybrid_layer_pattern is {pattern!r:.80}, which is not a pattern")
-    decoder, *mtp = pattern.split(MTP)
-    if args.get("mtp_hybrid_override_pattern") and not mtp:
-        mtp = [args["mtp_hybrid_override_pattern"]] * int(args.get("mtp_num_layers") or 0)
+    decoder, *parts = pattern.split(MTP)
+    mtp = [inside for inside in parts if inside]
+    mtp_layers = len(mtp)
+    if not mtp and args.get("mtp_hybrid_override_pattern"):
+        mtp, mtp_layers = [args["mtp_hybrid_override_pattern"]], int(args.get("mtp_num_layers") or 0)
     layers = pairs(decoder.replace(STAGE, ""), where)
-    apart = {*PATTERNS, "mtp_hybrid_override_pattern", "is_hybrid_model", "moe_layer_freq", "linear_attention_freq",
-             "hybrid_attention_ratio", "hybrid_mlp_ratio"}  # fmt: skip
-    gpt = {name: value for name, value in args.items() if name not in apart}
+    if any(len(pairs(inside, where)) != 1 for inside in set(mtp)):
+        raise ReshardError(
+            f"{where}: an MTP layer of the pattern {_short(pattern)} is not one attention and one MLP"
+        )
+    gpt = {name: value for name, value in args.items() if name not in OF_HYBRID}
     spec = args.get("spec")
     if isinstance(spec, (list, tuple)) and spec and f"{spec[0]}.".startswith(SPECS):
         del gpt["spec"]
-    gpt["num_layers"] = len(layers)
-    experts = [int(pair[1] == "E") for pair in layers]
-    if any(experts):
-        gpt["moe_layer_freq"] = experts
-    else:
-        gpt["num_experts"] = None
-    kinds = {pair[0] for pair in layers}
-    if "G" in kinds:
-        gpt["experimental_attention_variant"] = "gated_delta_net"
-        gpt["linear_attention_freq"] = [int(pair[0] == "G") for pair in layers]
-    if "D" in kinds:
-        gpt["experimental_attention_variant"] = "dsa"
-        if args.get("dsa_indexer_topk_freq") not in (None, 1):
-            raise ReshardError(
-                f"{where}: dsa_indexer_topk_freq {args['dsa_indexer_topk_freq']} counts the layers of a HybridModel, "
-                f"which is not read"
-            )
+    gpt |= {"num_layers": len(layers)} | _kinds_as_args(layers)
     if mtp:
-        of_mtp = {tuple(pairs(part, where)) for part in mtp if part}
-        if any(len(inner) != 1 for inner in of_mtp):
-            raise ReshardError(
-                f"{where}: an MTP layer of the pattern {_short(pattern)} is not one attention and one MLP"
-            )
-        gpt["mtp_num_layers"] = len(list(filter(None, mtp))) or None
+        gpt["mtp_num_layers"] = mtp_layers
+    if gpt.get("experimental_attention_variant") == "dsa" and args.get("dsa_indexer_topk_freq") not in (
+        None,
+        1,
+    ):
+        raise ReshardError(
+            f"{where}: dsa_indexer_topk_freq {args['dsa_indexer_topk_freq']} counts the layers of a HybridModel, which "
+            f"is not read"
+        )
     return gpt
+
+
+def _kinds_as_args(layers: list[str]) -> dict[str, Any]:
+    """Return the arguments of a GPTModel for the kinds of its layers, of which these are the letters."""
+    experts, attentions = [int(pair[1] == "E") for pair in layers], [pair[0] for pair in layers]
+    args: dict[str, Any] = {"moe_layer_freq": experts} if any(experts) else {"num_experts": None}
+    if "G" in attentions:
+        linear = [int(attention == "G") for attention in attentions]
+        args |= {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": linear}
+    if "D" in attentions:
+        args["experimental_attention_variant"] = "dsa"
+    return args
 
 
 def _short(pattern: str) -> str:
