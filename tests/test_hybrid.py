@@ -26,6 +26,7 @@ from tests.ranks import run_on_ranks
 from tests.test_live_save import unlike_trees, with_fp32_bias
 from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
 from tests.test_refit import PATTERN, refit
+from tests.test_wrapped import published
 
 pytestmark = pytest.mark.skipif(
     find_spec("megatron.core.dist_checkpointing.gpt_checkpoint_interop") is None,
@@ -394,3 +395,13 @@ def test_a_refit_from_a_hybrid_model_that_megatron_has_loaded(
 ):
     """By Megatron-LM's own loader, which takes a GPTModel's checkpoint for it."""
     refit(converted(variant), parallel, trainers, engine, engines, together, tmp_path)
+
+
+def test_a_tower_and_mtp_layers_behind_a_prefix_go_along(tmp_path):
+    published(tmp_path / "hf", moe=True)
+    hf_to_mcore(tmp_path / "hf", tmp_path / "gpt", MegatronLayout(tp=2))
+    mcore_to_mcore(tmp_path / "gpt", tmp_path / "hybrid", MegatronLayout(ep=2), model_class="hybrid")
+    keys = stored_tensors(tmp_path / "hybrid" / "release").keys()
+    assert "mtp.layers.0.mtp_model_layer.layers.1.mlp.router.weight" in keys
+    mcore_to_hf(tmp_path / "hybrid", tmp_path / "back")
+    assert same(hf_tensors(tmp_path / "hf"), hf_tensors(tmp_path / "back")) == []
