@@ -1,6 +1,8 @@
 """``reshard hf-to-mcore``."""
 
 import time
+from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import click
@@ -18,57 +20,78 @@ from reshard.cli.output import (
 from reshard.cli.places import PathOrHubId, check_command, resumable
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE
 
+# Of the commands that write a Megatron checkpoint.
+_OPTIONS: tuple[Callable, ...] = (
+    layout_options,
+    click.option(
+        "--make-vocab-size-divisible-by",
+        type=click.IntRange(1, MAX_VOCAB_MULTIPLE),
+        default=128,
+        show_default=True,
+        help="Pad the vocabulary to this times TP.",
+    ),
+    click.option(
+        "--dtype",
+        type=DtypeChoice(["bf16", "fp16", "fp32"]),
+        help="Cast (default: as it is; fp8, int8 and int4 become what their scales and config say, bf16 as a rule).",
+    ),
+    click.option(
+        "--transformer-impl",
+        type=click.Choice(["transformer_engine", "local"]),
+        default="transformer_engine",
+        show_default=True,
+        help="Which layers will load it: they name some norms differently.",
+    ),
+    click.option(
+        "--model-class",
+        type=click.Choice(["gpt", "hybrid"]),
+        default="gpt",
+        show_default=True,
+        help="Which class will load it: GPTModel, or HybridModel, which replaces it.",
+    ),
+    click.option(
+        "--megatron-version",
+        metavar="0.14",
+        help="Write the flags for this version of Megatron-LM (default: the newest known).",
+    ),
+    click.option(
+        "--iteration",
+        type=click.IntRange(1, MAX_ITERATION),
+        help="Write this numbered iteration instead of a release.",
+    ),
+    click.option(
+        "--allow-overflow",
+        is_flag=True,
+        help="Let a cast make infinities of numbers that are too large, and count them.",
+    ),
+    click.option("--overwrite", is_flag=True, help="Replace the destination, once the new one is complete."),
+    click.option("--resume", is_flag=True, help="Go on with an interrupted run."),
+    click.option(
+        "--no-sync",
+        "sync",
+        flag_value=False,
+        default=True,
+        help="Do not wait until the bytes are on the disk.",
+    ),
+    click.option("--dry-run", is_flag=True, help="Only say what would be read and written."),
+    workers_option,
+    ignore_option,
+    json_option,
+)
+
+
+def megatron_options(function: Callable) -> Callable:
+    """Add the options of a command that writes a Megatron checkpoint."""
+    return reduce(lambda decorated, option: option(decorated), reversed(_OPTIONS), function)
+
 
 @click.command("hf-to-mcore")
 @click.argument("source", type=PathOrHubId())
 @click.argument("destination", type=PathOrHubId())
-@layout_options
-@click.option(
-    "--make-vocab-size-divisible-by",
-    type=click.IntRange(1, MAX_VOCAB_MULTIPLE),
-    default=128,
-    show_default=True,
-    help="Pad the vocabulary to this times TP.",
-)
-@click.option(
-    "--dtype",
-    type=DtypeChoice(["bf16", "fp16", "fp32"]),
-    help="Cast (default: as it is; fp8, int8 and int4 become what their scales and config say, bf16 as a rule).",
-)
-@click.option(
-    "--transformer-impl",
-    type=click.Choice(["transformer_engine", "local"]),
-    default="transformer_engine",
-    show_default=True,
-    help="Which layers will load it: they name some norms differently.",
-)
-@click.option(
-    "--megatron-version",
-    metavar="0.14",
-    help="Write the flags for this version of Megatron-LM (default: the newest known).",
-)
+@megatron_options
 @click.option(
     "--release", is_flag=True, hidden=True, help="Deprecated: a release is what is written by default."
 )
-@click.option(
-    "--iteration",
-    type=click.IntRange(1, MAX_ITERATION),
-    help="Write this numbered iteration instead of a release.",
-)
-@click.option(
-    "--allow-overflow",
-    is_flag=True,
-    help="Let a cast make infinities of numbers that are too large, and count them.",
-)
-@click.option("--overwrite", is_flag=True, help="Replace the destination, once the new one is complete.")
-@click.option("--resume", is_flag=True, help="Go on with an interrupted run.")
-@click.option(
-    "--no-sync", "sync", flag_value=False, default=True, help="Do not wait until the bytes are on the disk."
-)
-@click.option("--dry-run", is_flag=True, help="Only say what would be read and written.")
-@workers_option
-@ignore_option
-@json_option
 def command(source: str, destination: str, as_json: bool, release: bool, **options: Any) -> None:
     """Convert SOURCE, a Hugging Face directory or hub id, to a Megatron checkpoint at DESTINATION.
 

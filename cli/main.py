@@ -18,6 +18,7 @@ from reshard.core.version import __version__
 COMMANDS = {
     "hf-to-mcore": "Hugging Face checkpoint to Megatron torch_dist, at any layout.",
     "mcore-to-hf": "Megatron torch_dist checkpoint back to Hugging Face.",
+    "mcore-to-mcore": "Megatron torch_dist checkpoint for the other class of models, or another layout.",
     "inspect": "Show what a checkpoint of either format holds.",
     "diff": "Compare two checkpoints bit for bit, whatever their formats.",
     "check": "Compare a checkpoint's bytes with its manifest.",
@@ -29,7 +30,7 @@ COMMANDS = {
 
 # These multiply no matrices: numpy need not start a thread for each core, which is a third of its
 # import.
-WITHOUT_MATRICES = {"hf-to-mcore", "mcore-to-hf", "inspect", "diff", "check", "memory"}
+WITHOUT_MATRICES = {"hf-to-mcore", "mcore-to-hf", "mcore-to-mcore", "inspect", "diff", "check", "memory"}
 
 EPILOG = (
     "Exit codes: 0 done (diff: equal; check: intact; parity: within the limits); 1 a difference, a failed "

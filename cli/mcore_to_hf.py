@@ -1,6 +1,7 @@
 """``reshard mcore-to-hf``."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -9,17 +10,24 @@ from reshard.cli.dtypes import DtypeChoice
 from reshard.cli.output import ignore_option, json_option, print_report, progress_bar, workers_option
 from reshard.cli.places import PathOrHubId, check_command, resumable
 
-
-@click.command("mcore-to-hf")
-@click.argument("source", type=PathOrHubId())
-@click.argument("destination", type=PathOrHubId())
-@click.option(
+_HF_CONFIG = click.option(
     "--hf-config",
     type=PathOrHubId(),
     help="config.json, or a directory with it and the tokenizer (default: the one beside the weights, else "
     "from the checkpoint's args).",
 )
-@click.option("--family", help="Family, where the args alone leave it open.")
+_FAMILY = click.option("--family", help="Family, where the args alone leave it open.")
+
+
+def source_options(function: Callable) -> Callable:
+    """Add the options of a command that converts a Megatron checkpoint."""
+    return _HF_CONFIG(_FAMILY(function))
+
+
+@click.command("mcore-to-hf")
+@click.argument("source", type=PathOrHubId())
+@click.argument("destination", type=PathOrHubId())
+@source_options
 @click.option("--dtype", type=DtypeChoice(["bf16", "fp16", "fp32"]), help="Cast (default: as it is).")
 @click.option(
     "--quantize",

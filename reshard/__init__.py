@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from reshard.plan import plan_refit
     from reshard.storage.check import check
     from reshard.storage.compare import diff
-    from reshard.storage.convert import hf_to_mcore, mcore_to_hf
+    from reshard.storage.convert import hf_to_mcore, mcore_to_hf, mcore_to_mcore
     from reshard.storage.inspection import inspect
     from reshard.storage.sources.opening import read_model
 
@@ -46,6 +46,7 @@ __getattr__ = lazy(
         "inspect": "reshard.storage.inspection",
         "load": "reshard.megatron.live.load",
         "mcore_to_hf": "reshard.storage.convert",
+        "mcore_to_mcore": "reshard.storage.convert",
         "offload": "reshard.megatron.live.offload",
         "onload": "reshard.megatron.live.offload",
         "plan_refit": "reshard.plan",
@@ -67,6 +68,7 @@ __all__ = [
     "inspect",
     "load",
     "mcore_to_hf",
+    "mcore_to_mcore",
     "offload",
     "onload",
     "plan_refit",

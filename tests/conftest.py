@@ -28,7 +28,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # A name also stands for files whose names go on after it (`refit` for test_refit_faults.py), so
 # that a file that is split keeps its place.
 SLOWEST_FIRST = (
-    "weight_transfer", "compressed", "live_save", "live_load", "refit", "engine", "nvfp4_engine", "members", "fsdp", "parity", "blocks", "logits",
+    "weight_transfer", "compressed", "live_save", "live_load", "hybrid", "refit", "engine", "nvfp4_engine", "members", "fsdp", "parity", "blocks", "logits",
     "megatron_saves", "serving", "roll", "swift", "reloads", "verl", "resume", "nemo_rl", "build", "config_rules", "megatron_args", "megatron_parser",
     "trainer_settings", "install", "published",
     "sleeping", "examples", "compat", "families", "offload", "input_faults", "storage_faults", "processes", "source_changes", "surface", "html",
@@ -155,19 +155,19 @@ def converted(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def megatron_of(tmp_path_factory):
-    """Return a function from a variant and a layout to (Hugging Face directory, Megatron checkpoint
-    at that layout)."""
+    """Return a function from a variant, a layout and further options of a conversion to (Hugging Face
+    directory, Megatron checkpoint at that layout)."""
     from reshard import MegatronLayout, hf_to_mcore
     from tests.checkpoints import make
 
     pairs = {}
 
-    def get(variant: str, layout: MegatronLayout | None = None):
-        key = variant, layout or MegatronLayout()
+    def get(variant: str, layout: MegatronLayout | None = None, **options):
+        key = variant, layout or MegatronLayout(), *sorted(options.items())
         if key not in pairs:
             folder = tmp_path_factory.mktemp(variant)
             make(folder / "hf", variant)
-            hf_to_mcore(folder / "hf", folder / "mcore", key[1], transformer_impl="local")
+            hf_to_mcore(folder / "hf", folder / "mcore", key[1], transformer_impl="local", **options)
             pairs[key] = folder / "hf", folder / "mcore"
         return pairs[key]
 

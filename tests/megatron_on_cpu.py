@@ -196,6 +196,35 @@ def local_specs(config, vp_stage: int | None):
     return spec, get_gpt_decoder_layer_specs(usual, **options)
 
 
+def adapted_specs(config, vp_stage: int | None, of_all: bool = False):
+    """What `local_specs` gives, with what Megatron's local layers lack in it; with `of_all` no stage is asked for."""
+    if of_all:
+        config = copy(config)
+        config.pipeline_model_parallel_size, config.num_layers_in_first_pipeline_stage = 1, None
+        config.num_layers_in_last_pipeline_stage = config.virtual_pipeline_model_parallel_size = None
+        vp_stage = None
+    spec, layer_specs = local_specs(config, vp_stage)
+    sparse = config.experimental_attention_variant == "dsa"
+    for layer in (*spec.layer_specs, *layer_specs):
+        if sparse:
+            layer.submodules.self_attention = get_dsa_module_spec_for_backend(config, Backend())
+            attention = layer.submodules.self_attention.submodules
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = ColumnParallelLinear
+            continue
+        attention = layer.submodules.self_attention.submodules
+        if config.multi_latent_attention:
+            attention.core_attention = PlainAttention
+            attention.linear_q_proj = ColumnParallelLinear
+            if config.q_lora_rank is None:
+                # Megatron 0.19 on would put a second norm before linear_q_proj, which no published model has.
+                attention.q_layernorm = IdentityOp
+            if config.q_lora_rank is None and mla_qk_norm_config is not None:
+                mla_qk_norm_config.QKNormConfigResolver._mla_fused_linear_or_default = (
+                    lambda self, linear, name: linear
+                )
+    return spec, layer_specs
+
+
 def build(flags: list[str], parallel_output: bool = False):
     """A list of model chunks (one per virtual stage) for this rank, and the args."""
     args = parse(flags, torch.distributed.get_world_size())
@@ -216,42 +245,39 @@ def build(flags: list[str], parallel_output: bool = False):
     models = []
     for stage in range(chunks):
         vp_stage = stage if chunks > 1 else None
-        spec, layer_specs = local_specs(config, vp_stage)
-        sparse = config.experimental_attention_variant == "dsa"
-        for layer in (*spec.layer_specs, *layer_specs):
-            if sparse:
-                layer.submodules.self_attention = get_dsa_module_spec_for_backend(config, Backend())
-                attention = layer.submodules.self_attention.submodules
-                attention.linear_q_down_proj = attention.linear_kv_down_proj = ColumnParallelLinear
-                continue
-            attention = layer.submodules.self_attention.submodules
-            if config.multi_latent_attention:
-                attention.core_attention = PlainAttention
-                attention.linear_q_proj = ColumnParallelLinear
-                if config.q_lora_rank is None:
-                    # Megatron 0.19 on would put a second norm before linear_q_proj, which no published model has.
-                    attention.q_layernorm = IdentityOp
-                if config.q_lora_rank is None and mla_qk_norm_config is not None:
-                    mla_qk_norm_config.QKNormConfigResolver._mla_fused_linear_or_default = (
-                        lambda self, linear, name: linear
-                    )
-        if args.spec is not None:
+        hybrid = getattr(args, "hybrid_layer_pattern", None)
+        if hybrid:
+            from tests import hybrid_layers
+
+            config.deterministic_mode = "G" in hybrid
+            of_layers = [hybrid_layers.of_layers(config, hybrid, experts) for experts in (True, False)]
+            (spec, layer_specs), (dense, _) = (adapted_specs(of, None, of_all=True) for of in of_layers)
+        else:
+            spec, layer_specs = adapted_specs(config, vp_stage)
+        if args.spec is not None and not hybrid:
             spec = import_module(args.spec)  # as Megatron-LM does
         mtp = None
         if config.mtp_num_layers:
             mtp = get_gpt_mtp_block_spec(
                 config, layer_specs[-1], use_transformer_engine=False, vp_stage=vp_stage
             )
-        model = GPTModel(
-            config, spec, vocab_size=args.padded_vocab_size, max_sequence_length=args.max_position_embeddings,
+        options = dict(
+            vocab_size=args.padded_vocab_size, max_sequence_length=args.max_position_embeddings,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage) if chunks > 1 else mpu.is_pipeline_first_stage(),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage) if chunks > 1 else mpu.is_pipeline_last_stage(),
             parallel_output=parallel_output, share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
             position_embedding_type=args.position_embedding_type, rotary_base=args.rotary_base, rotary_percent=args.rotary_percent,
-            rope_scaling=args.use_rope_scaling, rope_scaling_factor=args.rope_scaling_factor,
             seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-            mtp_block_spec=mtp, vp_stage=vp_stage,
         )  # fmt: skip
+        if hybrid:
+            model = hybrid_layers.model(
+                config, args, vp_stage, mtp, (dense.layer_specs, spec.layer_specs), options
+            )
+        else:
+            model = GPTModel(
+                config, spec, rope_scaling=args.use_rope_scaling, rope_scaling_factor=args.rope_scaling_factor,
+                mtp_block_spec=mtp, vp_stage=vp_stage, **options,
+            )  # fmt: skip
         models.append(model.eval())
     return models, args
 

@@ -24,7 +24,7 @@ def test_help_is_quick_and_imports_no_torch():
     code = "import sys; import reshard.cli.main as m; m.cli(['--help'], standalone_mode=False); print('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip().endswith("False False") and "hf-to-mcore" in done.stdout
-    for command in ("hf-to-mcore", "mcore-to-hf", "inspect", "diff", "check", "demo"):
+    for command in ("hf-to-mcore", "mcore-to-hf", "mcore-to-mcore", "inspect", "diff", "check", "demo"):
         assert run_cli(command, "--help").returncode == 0
 
 
@@ -141,6 +141,9 @@ def megatron(checkpoint, tmp_path_factory):
     (["hf-to-mcore", "no/such/place", "{out}"], 1, "neither a directory nor a hub id"),
     (["hf-to-mcore", "{src}", "{out}", "--tp", "16"], 1, "sizes that do: 1, 2, 4, 8"),
     (["mcore-to-hf", "{src}", "{out}"], 1, "is a Hugging Face directory, which hf-to-mcore converts: reshard hf-to-mcore {src} {out}"),
+    (["mcore-to-mcore", "{src}", "{out}"], 1, "is a Hugging Face directory, which hf-to-mcore converts"),
+    (["mcore-to-mcore", "{mcore}", "{out}", "--model-class", "bert"], 2, "Invalid value for '--model-class'"),
+    (["mcore-to-mcore", "{mcore}", "{mcore}"], 1, "overlap; write to a directory beside it"),
     (["hf-to-mcore", "{mcore}", "{out}"], 1, "is a Megatron checkpoint, which mcore-to-hf converts: reshard mcore-to-hf {mcore} {out}"),
     (["mcore-to-hf", "{mcore}", "{out}", "--quantize", "fp8", "--dtype", "fp32"], 1, "add --dtype bf16"),
     (["mcore-to-hf", "{mcore}", "{out}", "--family", "llama"], 1, "--family llama contradicts"),

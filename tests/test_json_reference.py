@@ -36,6 +36,7 @@ def fields_of(document: dict) -> set[str]:
     [
         ("hf-to-mcore", ("hf-to-mcore", "{hf}", "{new}")),
         ("hf-to-mcore", ("mcore-to-hf", "{mcore}", "{new}")),
+        ("hf-to-mcore", ("mcore-to-mcore", "{mcore}", "{new}", "--model-class", "hybrid")),
         ("diff", ("diff", "{hf}", "{other}")),
         ("check", ("check", "{mcore}")),
         ("inspect", ("inspect", "{mcore}")),

@@ -12,6 +12,7 @@ from tests.disk import ended
 from tests.ranks import free_port, run_on_ranks
 from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
 
+PATTERN = "--hybrid-layer-pattern"  # of cases in test_hybrid.py
 # variant, Megatron's layout on how many ranks, vLLM's on how many, in the same processes
 LAYOUTS = [
     ("llama", f"{TP} 2 {PP} 2", 4, dict(tp=4), 4, True),
@@ -147,7 +148,13 @@ def as_forecast(
 ) -> None:
     """A refit on simulated ranks must have moved just these bytes; of what travels `encoded` in fp8 about half."""
     words = parallel.split()
-    sizes = {SIZES[flag]: int(n) for flag, n in zip(words[::2], words[1::2], strict=True)}
+    values = dict(zip(words[::2], words[1::2], strict=True))
+    pattern = values.pop(PATTERN, None)
+    sizes: dict = {SIZES[flag]: int(n) for flag, n in values.items()}
+    if pattern is not None and "|" in pattern:
+        sizes["pipeline_model_parallel_layout"] = (
+            "E" + pattern.translate({ord("*"): "t", ord("-"): None}) + "L"
+        )
     model = read_model(checkpoint)
     layout = MegatronLayout(**sizes)
     target = VllmLayout(engine.get("tp", 1), engine.get("pp", 1), engine.get("dp", 1), engine.get("enable_expert_parallel", False),

@@ -9,6 +9,7 @@ from typing import Any
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.formats.pickles import Name
+from reshard.megatron.hybrid import as_gpt_args, as_hybrid_args, layer_pattern, notices
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.config_fields import ignore_hint, ignored
 from reshard.models.family import Family, families
@@ -29,7 +30,7 @@ LEFT_OUT = {
     "moe_router_topk_scaling_factor": 1.0,
 }
 # Arguments of models that no family here has.
-OF_OTHER_FAMILIES = ("squared_relu", "hybrid_layer_pattern", "moe_latent_size")
+OF_OTHER_FAMILIES = ("squared_relu", "moe_latent_size")
 # Tokens of a training sequence, at most: a run chooses them, not the model.
 TRAINING_LENGTH = 4096
 ADVICE = "pass --hf-config with the model's config.json"
@@ -72,9 +73,10 @@ def arguments(
     make_vocab_size_divisible_by: int,
     dtype: Dtype,
     transformer_impl: str,
+    model_class: str = "gpt",
 ) -> dict[str, Any]:
-    """Return all arguments that describe a model in a layout. `padded_vocab` is Megatron's number of vocabulary
-    rows."""
+    """Return all arguments that describe a model in a layout, in Megatron's `model_class`. `padded_vocab` is Megatron's
+    number of vocabulary rows."""
     args = megatron_args(model) | layout.megatron_args()
     args |= {
         "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
@@ -89,6 +91,8 @@ def arguments(
     args["sequence_parallel"] = bool(model.num_experts) and layout.tp > 1 and transformer_impl != "local"
     if transformer_impl == "local":
         args["moe_grouped_gemm"] = False
+    if model_class == "hybrid":
+        args = as_hybrid_args(args, layer_pattern(model, layout.stages(model)), transformer_impl)
     return args
 
 
@@ -112,10 +116,15 @@ def checkpoint_args(args: dict[str, Any], world_size: int, dtype: Dtype, iterati
     }
 
 
-def caveats(model: Model, transformer_impl: str) -> list[str]:
+def caveats(model: Model, transformer_impl: str, model_class: str = "gpt") -> list[str]:
     """Return a sentence for each thing that Megatron-Core 0.19 computes differently with the same weights, or
     that its command line cannot say."""
-    args, sentences = megatron_args(model), []
+    args, sentences = megatron_args(model), notices(model, model_class)
+    if model_class == "hybrid" and "spec" in args:
+        sentences.append(
+            f"Megatron-LM has no --spec for the layers of {model.family.name} in a HybridModel: build it with "
+            f"reshard.megatron.build.build_megatron"
+        )
     groups_taken, groups = args.get("moe_router_group_topk"), args.get("moe_router_num_groups")
     if groups_taken and groups_taken != groups and args["moe_router_topk"] // groups_taken != 2:
         sentences.append(
@@ -134,9 +143,11 @@ def caveats(model: Model, transformer_impl: str) -> list[str]:
 def check_args(model: Model, args: dict[str, Any], where: str, advice: str) -> None:
     """Raise ReshardError, naming both values, where Megatron's arguments make another model than this one.
 
-    `args` may also be the fields of a config by the same names. Arguments that are absent are not compared.
+    `args` may be a GPTModel's or a HybridModel's, and also the fields of a config by the same names. Arguments that
+    are absent are not compared.
     """
     try:
+        args = as_gpt_args(args, where)
         different = disagreements(args, megatron_args(model))
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ReshardError(
@@ -163,10 +174,11 @@ def check_args(model: Model, args: dict[str, Any], where: str, advice: str) -> N
 def model_of_args(args: dict[str, Any], where: str, family_name: str | None = None) -> Model:
     """Return the model that arguments describe: the inverse of `megatron_args`.
 
-    Raises ReshardError where an argument is missing or has a value that the family's models never have.
+    They may be a GPTModel's or a HybridModel's. Raises ReshardError where an argument is missing or has a value that
+    the family's models never have.
     """
     try:
-        args = as_named_now(args)
+        args = as_named_now(as_gpt_args(args, where))
         if family_name is not None and family_name not in families():
             raise ReshardError(f"--family {family_name} is not one of {listed(sorted(families()))}")
         family = families()[family_name] if family_name else family_of_args(args, where)

@@ -19,6 +19,8 @@ with importing("megatron"):
 
 from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError, first_line, listed
+from reshard.megatron.compat import unknown, without_deprecation_of_gpt_model
+from reshard.megatron.hybrid import as_hybrid_args, check_model_class, layer_pattern
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS, padded_vocab_size
 from reshard.megatron.specs import layer_specs
@@ -37,11 +39,12 @@ def transformer_config(
     layout: MegatronLayout,
     *,
     transformer_impl: str = "transformer_engine",
+    model_class: str = "gpt",
     dtype: torch.dtype = torch.bfloat16,
     **overrides: Any,
 ) -> Any:
-    """Return Megatron's ``TransformerConfig`` (``MLATransformerConfig`` for DeepSeek-V3) of a model in a layout; no
-    process group is needed.
+    """Return Megatron's ``TransformerConfig`` (``MLATransformerConfig`` for DeepSeek-V3) of a model in a layout, for a
+    GPTModel (``gpt``) or a HybridModel (``hybrid``); no process group is needed.
 
     Dropout is 0. `overrides` are fields of the config, such as ``sequence_parallel=True``, which Megatron
     demands for training experts with TP. Raises ReshardError where a size does not divide or a field does not
@@ -57,13 +60,16 @@ def transformer_config(
         raise ReshardError(f"dtype is {dtype!r:.80}, not one of {listed(DTYPES)}")
     layout.check(model)
     args = megatron_args(model) | layout.megatron_args()
+    if model_class == "hybrid":
+        args = as_hybrid_args(args, layer_pattern(model, layout.stages(model)), transformer_impl)
     config_class = MLATransformerConfig if args.get("multi_latent_attention") else TransformerConfig
     names = {field.name for field in fields(config_class)}
     unknown = overrides.keys() - names
     if unknown:
         raise ReshardError(f"{config_class.__name__} has no field {', '.join(sorted(unknown))}")
     values = {name: value for name, value in args.items() if name in names}
-    values |= _config_values(model, args, transformer_impl, dtype) | _pipeline_values(layout)
+    values |= _config_values(model, args, transformer_impl, dtype)
+    values |= _hybrid_values(layout) if model_class == "hybrid" else _pipeline_values(layout)
     if not model.num_experts:
         values.pop("expert_tensor_parallel_size")
     if args.get("multi_latent_attention"):  # where the class has defaults of DeepSeek-V3's
@@ -107,6 +113,12 @@ def _config_values(
             if args.get("experimental_attention_variant") == "gated_delta_net":
                 values["deterministic_mode"] = True  # in torch: the other kernels are Triton's
     return values
+
+
+def _hybrid_values(layout: MegatronLayout) -> dict[str, Any]:
+    """Return the fields of a HybridModel's config that no argument says; its stages are in its pattern."""
+    virtual = layout.virtual_stages if layout.virtual_stages > 1 else None
+    return {"is_hybrid_model": True, "virtual_pipeline_model_parallel_size": virtual}
 
 
 def _pipeline_values(layout: MegatronLayout) -> dict[str, Any]:
@@ -159,22 +171,26 @@ def build_megatron(
     layout: MegatronLayout,
     *,
     transformer_impl: str = "transformer_engine",
+    model_class: str = "gpt",
     dtype: torch.dtype = torch.bfloat16,
     make_vocab_size_divisible_by: int = 128,
     parallel_output: bool = True,
     **overrides: Any,
 ) -> list[torch.nn.Module]:
-    """Build this rank's ``GPTModel`` chunks, one for each virtual stage, with Megatron's own random weights; bare,
-    as Float16Module and DDP take them.
+    """Build this rank's chunks of a ``GPTModel`` or, with `model_class` ``hybrid``, of a ``HybridModel``, one for each
+    virtual stage, with Megatron's own random weights; bare, as Float16Module and DDP take them.
 
     Megatron's parallel state must be initialized (`initialize_parallel`). `make_vocab_size_divisible_by` is
-    ``--make-vocab-size-divisible-by``; `overrides` as for `transformer_config`.
+    ``--make-vocab-size-divisible-by``; `overrides` as for `transformer_config`. Raises ReshardError where this
+    Megatron-Core has no HybridModel, or none that computes the model.
     """
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
 
+    check_model_class(model, model_class)
     args = megatron_args(model)
-    config = transformer_config(model, layout, transformer_impl=transformer_impl, dtype=dtype, **overrides)
+    config = transformer_config(
+        model, layout, transformer_impl=transformer_impl, model_class=model_class, dtype=dtype, **overrides
+    )
     if transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
         raise ReshardError(
             'Transformer Engine is not installed: install it, or pass transformer_impl="local"'
@@ -184,28 +200,64 @@ def build_megatron(
     for stage in range(layout.virtual_stages):
         vp_stage = stage if layout.virtual_stages > 1 else None
         which = {"ignore_virtual": False, "vp_stage": vp_stage} if vp_stage is not None else {}
-        decoder, mtp = layer_specs(model.family, config, transformer_impl, vp_stage)
-        chunks.append(
-            GPTModel(
-                config,
-                decoder,
-                padded_vocab_size(model.symbols["V"], make_vocab_size_divisible_by, layout.tp),
-                args["max_position_embeddings"],
-                pre_process=parallel_state.is_pipeline_first_stage(**which),
-                post_process=parallel_state.is_pipeline_last_stage(**which),
-                parallel_output=parallel_output,
-                share_embeddings_and_output_weights=not args["untie_embeddings_and_output_weights"],
-                position_embedding_type=args["position_embedding_type"],
-                rotary_percent=args["rotary_percent"],
-                rotary_base=args["rotary_base"],
-                rope_scaling=args.get("use_rope_scaling", False),
-                rope_scaling_factor=args.get("rope_scaling_factor", 8.0),
-                mtp_block_spec=mtp,
-                vp_stage=vp_stage,
-                seq_len_interpolation_factor=args.get("rotary_seq_len_interpolation_factor"),
-            )
+        of_both: dict[str, Any] = dict(
+            vocab_size=padded_vocab_size(model.symbols["V"], make_vocab_size_divisible_by, layout.tp),
+            max_sequence_length=args["max_position_embeddings"],
+            pre_process=parallel_state.is_pipeline_first_stage(**which),
+            post_process=parallel_state.is_pipeline_last_stage(**which),
+            parallel_output=parallel_output,
+            share_embeddings_and_output_weights=not args["untie_embeddings_and_output_weights"],
+            position_embedding_type=args["position_embedding_type"],
+            rotary_percent=args["rotary_percent"],
+            rotary_base=args["rotary_base"],
+            seq_len_interpolation_factor=args.get("rotary_seq_len_interpolation_factor"),
+            vp_stage=vp_stage,
         )
+        if model_class == "hybrid":
+            chunks.append(_hybrid_model(model, layout, config, transformer_impl, dtype, of_both))
+        else:
+            chunks.append(_gpt_model(model, config, transformer_impl, of_both))
     return chunks
+
+
+def _gpt_model(model: Model, config: Any, transformer_impl: str, options: dict[str, Any]) -> torch.nn.Module:
+    """Build a chunk of a GPTModel; `options` are the arguments that both classes have."""
+    from megatron.core.models.gpt import GPTModel
+
+    args = megatron_args(model)
+    decoder, mtp = layer_specs(model.family, config, transformer_impl, options["vp_stage"])
+    with without_deprecation_of_gpt_model():  # who builds one has chosen it
+        return GPTModel(
+            config,
+            decoder,
+            rope_scaling=args.get("use_rope_scaling", False),
+            rope_scaling_factor=args.get("rope_scaling_factor", 8.0),
+            mtp_block_spec=mtp,
+            **options,
+        )
+
+
+def _hybrid_model(
+    model: Model,
+    layout: MegatronLayout,
+    config: Any,
+    transformer_impl: str,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+) -> torch.nn.Module:
+    """Build a chunk of a HybridModel; `options` are the arguments that both classes have."""
+    try:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        from reshard.megatron.hybrid_specs import stack_spec
+    except ImportError as error:
+        raise unknown("has no HybridModel") from error
+
+    whole = MegatronLayout(tp=layout.tp, ep=layout.ep, etp=layout.etp)
+    of_gpt = transformer_config(model, whole, transformer_impl=transformer_impl, dtype=dtype)
+    pattern = layer_pattern(model, layout.stages(model))
+    stack = stack_spec(model.family, of_gpt, pattern, transformer_impl)
+    return HybridModel(config, stack, hybrid_layer_pattern=pattern, **options)
 
 
 def parallel_layout() -> MegatronLayout:

@@ -3,10 +3,11 @@
 `chunks_to_write` cuts parameters the way the ranks of a layout would save them; `placement_of_keys` reads any
 checkpoint's chunks, or a live model's shards, as a placement.
 
-Megatron has two schemes of keys. Layers of one kind are stacked, ``decoder.layers.mlp.linear_fc1.weight
+A GPTModel has two schemes of keys. Layers of one kind are stacked, ``decoder.layers.mlp.linear_fc1.weight
 [layers, ...]``; where kinds are mixed (and always for MTP) every layer has keys of its own,
 ``decoder.layers.3.mlp...``. Experts are stacked in both; a third spelling, ``singleton_local_shards``, gives
-every expert and each half of SwiGLU its own key, and is only read.
+every expert and each half of SwiGLU its own key, and is only read. A HybridModel's are other keys
+(`reshard.megatron.hybrid`).
 """
 
 import re
@@ -20,6 +21,7 @@ from reshard.core.boxes import Box, whole
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Placement
 from reshard.formats.torch_dist import Key
+from reshard.megatron.hybrid import check_no_mamba
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import ModelParameters, Parameter, parts_inside
 from reshard.megatron.ranks import Ranks, cuts
@@ -47,6 +49,7 @@ NORMS = {
     "q_layernorm",
     "k_layernorm",
     "final_layernorm",
+    "final_norm",
     "enorm",
     "hnorm",
     "out_norm",
@@ -110,6 +113,8 @@ def extra_states_to_write(
     some of its releases (not in 2.16) the core attention.
     """
     ranks = Ranks(model, layout)
+    if mapping.model_class == "hybrid":  # a GPTModel leaves it out
+        yield NewObject("output_layer._extra_state/shard_0_1", ranks.output * ranks.per_stage)
     engine = transformer_impl == "transformer_engine"
     written: set[str] = set()
     for p in mapping.parameters:
@@ -166,6 +171,7 @@ def check_language_model(keys: Keys, where: object) -> None:
             f"{where} is in the format 'fsdp_dtensor' of Megatron's FSDP ({sharded[0]}), which is not read: save it "
             f"with --ckpt-format torch_dist"
         )
+    check_no_mamba(keys, where)
     head = keys.get(OUTPUT)
     value_heads = [key for key in keys if VALUE_HEAD.search(key)]
     if value_heads or (head is not None and head.shape[:1] == (1,)):

@@ -4,6 +4,7 @@ Below 0.16 there is no `get_gpt_decoder_layer_specs`, with which models are buil
 this is imported.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -142,6 +143,21 @@ class _NoRandomStates:
 
     def is_initialized(self) -> bool:
         return True
+
+
+@contextmanager
+def without_deprecation_of_gpt_model() -> Iterator[None]:
+    """Keep back the warning that a GPTModel is deprecated, which 0.19 on logs for every one that is built."""
+    logger = logging.getLogger("megatron.core.models.gpt.gpt_model")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "GPTModel IS DEPRECATED" not in record.getMessage()
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def gathers_at_forward(model: torch.nn.Module) -> bool:

@@ -24,6 +24,10 @@ NO_FLAG = {"context_parallel_size", "layernorm_zero_centered_gamma", *MLA_YARN}
 # argument.
 OLDEST, NEWEST = (0, 12), (0, 20)
 PADDED_VOCAB_AND_ROPE_TYPE, PIPELINE_STRINGS, YARN_WITHOUT_MLA, INDEXER = (0, 14), (0, 13), (0, 19), (0, 19)
+HYBRID = (
+    0,
+    19,
+)  # with latent attention among the letters of a pattern, and a loader of a GPTModel's checkpoints
 # Before, multi-latent attention took max_position_embeddings for YaRN's original length, and mscale for the softmax too.
 YARN_LENGTH = (0, 14)
 # Without the path of its files: they move with the checkpoint, and a file in it cannot know where to.
@@ -65,6 +69,8 @@ def arguments_for(args: dict[str, Any], version: tuple[int, int]) -> dict[str, A
 
     if version < YARN_WITHOUT_MLA and args.get("position_embedding_type") == "yarn":
         raise refuse("YaRN without multi-latent attention", YARN_WITHOUT_MLA)
+    if version < HYBRID and args.get("hybrid_layer_pattern") is not None:
+        raise refuse("a HybridModel with the layers of this model", HYBRID)
     if version < INDEXER and args.get("experimental_attention_variant") == "dsa":
         raise refuse("attention to the tokens that an indexer chooses", INDEXER)
     if (
@@ -94,14 +100,14 @@ def command_line(
     """
     args = arguments_for(args, version)
     flags = []
-    string_layout = args.get("pipeline_model_parallel_layout") is not None
+    implied = set(NO_FLAG)
+    if args.get("pipeline_model_parallel_layout") is not None:
+        implied.add("virtual_pipeline_model_parallel_size")
+    if args.get("hybrid_layer_pattern") is not None:
+        implied |= {"num_layers", "mtp_num_layers"}
     for name, value in args.items():
         flag = SPELLINGS.get(name, "--" + name.replace("_", "-"))
-        if (
-            name in NO_FLAG
-            or value is None
-            or (name == "virtual_pipeline_model_parallel_size" and string_layout)
-        ):
+        if name in implied or value is None:
             continue
         if name == "num_query_groups" and not args.get("group_query_attention"):
             continue

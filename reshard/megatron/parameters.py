@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from reshard.core.boxes import Box, whole
 from reshard.core.placement import Part
 from reshard.core.views import tensor_shapes
+from reshard.megatron import hybrid
 from reshard.models.model import Block, Model
 from reshard.models.tables import HEADS, Row
 
@@ -40,7 +41,8 @@ class ModelParameters:
 
     `copies` maps a canonical name to the name that has the same bytes; `ignored` and `optional` are canonical
     names that may be present; `fp32` are those that are never cast down, `less_one` those of which Megatron holds
-    the value less 1. `packed` has the parts of tensors that files may hold in place of canonical ones.
+    the value less 1. `packed` has the parts of tensors that files may hold in place of canonical ones. `model_class`
+    is the class of Megatron's model, ``gpt`` or ``hybrid``.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -51,6 +53,7 @@ class ModelParameters:
     fp32: frozenset[str]
     less_one: frozenset[str] = frozenset()
     packed: dict[str, str] = field(default_factory=dict)
+    model_class: str = "gpt"
 
     def stored_shapes(self, packed: bool) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the published tensors, each whole, with experts `packed` in one or each on its own.
@@ -62,11 +65,14 @@ class ModelParameters:
 
 
 def expand(
-    model: Model, transformer_impl: str = "transformer_engine", padded_vocab: int | None = None
+    model: Model,
+    transformer_impl: str = "transformer_engine",
+    padded_vocab: int | None = None,
+    model_class: str = "gpt",
 ) -> ModelParameters:
-    """Expand a model's table into its parameters. `padded_vocab` is Megatron's number of vocabulary rows (default: no
-    padding)."""
-    expansion = _Expansion(model, transformer_impl, padded_vocab)
+    """Expand a model's table into its parameters, as Megatron's `model_class` (``gpt`` or ``hybrid``) names them.
+    `padded_vocab` is Megatron's number of vocabulary rows (default: no padding)."""
+    expansion = _Expansion(model, transformer_impl, padded_vocab, model_class)
     for block in model.blocks():
         expansion.block(block)
     copies = {name: expansion.primary[megatron] for name, megatron in expansion.copies.items()}
@@ -79,12 +85,16 @@ def expand(
         frozenset(expansion.fp32),
         frozenset(expansion.less_one),
         expansion.packed,
+        model_class,
     )
 
 
 class _Expansion:
-    def __init__(self, model: Model, transformer_impl: str, padded_vocab: int | None) -> None:
+    def __init__(
+        self, model: Model, transformer_impl: str, padded_vocab: int | None, model_class: str
+    ) -> None:
         self.model, self.impl, self.padded_vocab = model, transformer_impl, padded_vocab
+        self.hybrid = model_class == "hybrid"
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.parameters: list[Parameter] = []
         self.copies: dict[str, str] = {}
@@ -158,10 +168,14 @@ class _Expansion:
             self.fp32.update(names)
         if row.less_one:
             self.less_one.update(names)
-        split = row.split_of(self.impl)
+        split, prefix = row.split_of(self.impl), block.megatron
+        if self.hybrid:
+            (prefix, megatron), (_, local) = (
+                hybrid.hybrid_name(block.megatron, block.layer, name) for name in (megatron, local)
+            )
         self.parameters.append(
             Parameter(
-                block.megatron,
+                prefix,
                 megatron,
                 local,
                 block.layer,

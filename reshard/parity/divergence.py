@@ -250,24 +250,21 @@ def _states_of_megatron(system: Megatron, tokens: torch.Tensor, positions: Seque
     family = system.model.family
     states: States = {}
     modules: dict[str, torch.nn.Module | None] = {}
-    (_, embedding, its_embedding), (_, norm, its_norm), (_, head, _) = family.ends
+    (_, embedding, its_embedding), (_, norm, _), (_, head, _) = family.ends
     for chunk in system.models:
         model: Any = chunk
         if model.pre_process:
             modules[embedding] = model.get_submodule(its_embedding)
         for layer in model.decoder.layers:
-            path = f"{family.layers}{layer.layer_number - 1}"
-            modules[path] = layer
-            modules |= {
-                f"{path}.{module}": getattr(layer, its_module) for _, module, its_module in family.outputs
-            }
-        if model.decoder.final_layernorm is not None:
-            modules[norm] = model.get_submodule(its_norm)
-    compared = {
-        name: module
-        for name, module in modules.items()
-        if module is not None and not isinstance(module, IdentityOp)
-    }
+            path = f"{family.layers}{system.decoder_layer(layer)}"
+            modules[path] = layer  # of a HybridModel's two halves the second
+            for _, module, its_module in family.outputs:
+                output = getattr(layer, its_module)
+                if not isinstance(output, IdentityOp):
+                    modules[f"{path}.{module}"] = output
+        its_norm = "final_norm" if system.model_class == "hybrid" else "final_layernorm"
+        modules[norm] = getattr(model.decoder, its_norm, None)
+    compared = {name: module for name, module in modules.items() if module is not None}
     with (
         hooked(compared, lambda name, _, __, out: states.__setitem__(name, _copied(out).transpose(0, 1))),
         torch.no_grad(),

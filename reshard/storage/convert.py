@@ -12,6 +12,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE, check_number
 from reshard.megatron.arguments import caveats
 from reshard.megatron.flags import version_of
+from reshard.megatron.hybrid import MODEL_CLASSES
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
 from reshard.models.config_fields import check_ignored
@@ -69,6 +70,7 @@ def hf_to_mcore(
     dtype: str | None = None,
     allow_overflow: bool = False,
     transformer_impl: str = "transformer_engine",
+    model_class: str = "gpt",
     make_vocab_size_divisible_by: int = 128,
     megatron_version: str | None = None,
     iteration: int | None = None,
@@ -84,7 +86,8 @@ def hf_to_mcore(
     in nvfp4 by modelopt, are dequantized.
 
     `layout` decides how the tensors are cut into chunks and files, `dtype` (``bf16``, ``fp16``,
-    ``fp32``) casts, `iteration` writes a numbered iteration where None writes a release. The flags
+    ``fp32``) casts, `iteration` writes a numbered iteration where None writes a release. `model_class` is the class of
+    Megatron's model that loads it, ``gpt`` (GPTModel) or ``hybrid`` (HybridModel). The flags
     file is for Megatron-LM `megatron_version` (``0.14``; default: the newest that is known); the
     weights are the same for all. Finite numbers that a cast would make infinite are refused unless
     `allow_overflow`, and then counted in the report's notices. With `sync` all bytes are on the
@@ -95,7 +98,9 @@ def hf_to_mcore(
     """
     allow_many_files()
     layout, target = _checked_layout(layout), float_dtype(dtype)
-    form = _megatron_form(transformer_impl, make_vocab_size_divisible_by, megatron_version, iteration)
+    form = _megatron_form(
+        transformer_impl, model_class, make_vocab_size_divisible_by, megatron_version, iteration
+    )
     worker_count(workers)
     options = RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow)
     # Codes are dequantized to a dtype that holds them all, so that the cast can count what overflows.
@@ -104,15 +109,70 @@ def hf_to_mcore(
         Team.from_environment() as team,
         closing(HuggingFaceSource(local_directory(str(source)), wide)) as src,
     ):
-        checks, workdir = _check_both_ends(src, destination, team, options)
-        tensors = _tensors_to_store(src, target)
-        files = MegatronFiles(src.model, layout, tensors, src.copies, src.hf_files(), **form)
-        settings = form | {"layout": asdict(layout), "dtype": target and target.name}
-        job = ConversionJob(src, source, checks, tensors, Quantized(), files, workdir, team, options)
-        report = _report("hf-to-mcore", job, destination, str(layout))
-        report.notices += caveats(src.model, transformer_impl)
-        report.bytes_per_rank = files.rank_files.tensor_bytes()
-        return _convert(job, settings, report)
+        return _to_mcore("hf-to-mcore", src, source, destination, layout, target, form, team, options)
+
+
+def mcore_to_mcore(
+    source: str | Path,
+    destination: str | Path,
+    layout: MegatronLayout | None = None,
+    *,
+    hf_config: str | Path | None = None,
+    family: str | None = None,
+    dtype: str | None = None,
+    allow_overflow: bool = False,
+    transformer_impl: str = "transformer_engine",
+    model_class: str = "gpt",
+    make_vocab_size_divisible_by: int = 128,
+    megatron_version: str | None = None,
+    iteration: int | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    sync: bool = True,
+    workers: int | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Convert the weights of a Megatron ``torch_dist`` checkpoint to another one: of a GPTModel to a HybridModel's or
+    the other way round, for other layers, or cut for another layout. Every bit stays, without `dtype`.
+
+    `hf_config` and `family` are those of `mcore_to_hf`, the other options those of `hf_to_mcore`, and so is what it
+    raises. Optimizer states are left behind, with a notice.
+    """
+    allow_many_files()
+    layout, target = _checked_layout(layout), float_dtype(dtype)
+    form = _megatron_form(
+        transformer_impl, model_class, make_vocab_size_divisible_by, megatron_version, iteration
+    )
+    config = Path(hf_config) if hf_config is not None else None
+    worker_count(workers)
+    options = RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow)
+    with Team.from_environment() as team, closing(MegatronSource(Path(source), config, family)) as src:
+        return _to_mcore("mcore-to-mcore", src, source, destination, layout, target, form, team, options)
+
+
+def _to_mcore(
+    direction: str,
+    src: Source,
+    source: str | Path,
+    destination: str | Path,
+    layout: MegatronLayout,
+    target: Dtype | None,
+    form: dict[str, Any],
+    team: Team,
+    options: RunOptions,
+) -> ConversionReport:
+    """Convert an open source to a Megatron checkpoint of this `form` (`_megatron_form`)."""
+    checks, workdir = _check_both_ends(src, destination, team, options)
+    tensors = _tensors_to_store(src, target)
+    files = MegatronFiles(src.model, layout, tensors, src.copies, src.hf_files(), **form)
+    settings = form | {"layout": asdict(layout), "dtype": target and target.name}
+    job = ConversionJob(src, source, checks, tensors, Quantized(), files, workdir, team, options)
+    report = _report(direction, job, destination, str(layout))
+    sentences = caveats(src.model, form["transformer_impl"], form["model_class"])
+    report.notices += [sentence for sentence in sentences if sentence not in report.notices]
+    report.bytes_per_rank = files.rank_files.tensor_bytes()
+    return _convert(job, settings, report)
 
 
 def mcore_to_hf(
@@ -180,6 +240,7 @@ def _checked_layout(layout: MegatronLayout | None) -> MegatronLayout:
 
 def _megatron_form(
     transformer_impl: str,
+    model_class: str,
     make_vocab_size_divisible_by: int,
     megatron_version: str | None,
     iteration: int | None,
@@ -188,11 +249,14 @@ def _megatron_form(
     them. Raises ReshardError for a value that cannot be."""
     if transformer_impl not in TRANSFORMER_IMPLS:
         raise ReshardError(f"--transformer-impl {transformer_impl} is not one of {listed(TRANSFORMER_IMPLS)}")
+    if model_class not in MODEL_CLASSES:
+        raise ReshardError(f"--model-class {model_class} is not one of {listed(MODEL_CLASSES)}")
     check_number(make_vocab_size_divisible_by, "--make-vocab-size-divisible-by", MAX_VOCAB_MULTIPLE)
     if iteration is not None:
         check_number(iteration, "--iteration", MAX_ITERATION)
     return {
         "transformer_impl": transformer_impl,
+        "model_class": model_class,
         "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
         "megatron_lm": version_of(megatron_version),
         "iteration": iteration,

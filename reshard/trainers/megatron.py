@@ -21,6 +21,7 @@ from reshard.device.memory import Finder, Region, check_memory
 from reshard.formats.torch_dist import Key, Stored
 from reshard.megatron.arguments import megatron_args
 from reshard.megatron.checkpoint import EMBEDDING, OUTPUT, placement_of_keys
+from reshard.megatron.hybrid import as_gpt_args, class_of_models, pattern_of
 from reshard.megatron.parameters import expand
 from reshard.models.config_fields import ignored
 from reshard.models.field_tables import ROPE_FIELDS
@@ -208,7 +209,7 @@ class MegatronModel(Trainer):
             )
         if model.mtp_layers and not any(key.startswith("mtp.") for key in keys):
             model = replace(model, mtp_layers=0)
-        mapping = expand(model, padded_vocab=vocabulary)
+        mapping = expand(model, padded_vocab=vocabulary, model_class=class_of_models(self.models))
         placement = placement_of_keys(keys, self.objects, where, model, mapping, complete=False).placement
         index_of = {(shard.key, shard.offsets, shard.sizes): index for index, shard in enumerate(self.shards)}
         held: dict[int, LocalTensor] = {}
@@ -238,7 +239,9 @@ class MegatronModel(Trainer):
         those `without`, and the frequencies of its rotary embeddings."""
         wanted = megatron_args(model)
         for chunk in self.models:
-            for name, theirs, ours in disagreements(_settings(chunk), wanted):
+            for name, theirs, ours in disagreements(
+                as_gpt_args(_settings(chunk), "the trainer's model"), wanted
+            ):
                 if name not in ignored() | without:
                     raise ReshardError(
                         f"the trainer's {name} is {theirs}, but the served model's is {ours} ({model.where})"
@@ -272,7 +275,7 @@ def _layout_of(tensor: Any) -> tuple | None:
 
 
 def _settings(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the settings of a live GPTModel that decide what it computes, by the names of Megatron's arguments."""
+    """Return the settings of a live model that decide what it computes, by the names of Megatron's arguments."""
     config: Any = model.config
     settings = {name: getattr(config, name) for name in NUMERICS_ARGS if hasattr(config, name)}
     gated, function = getattr(config, "gated_linear_unit", None), getattr(config, "activation_func", None)
@@ -285,6 +288,7 @@ def _settings(model: torch.nn.Module) -> dict[str, Any]:
         settings["num_experts"] = config.num_moe_experts
     if isinstance(getattr(model, "share_embeddings_and_output_weights", None), bool):
         settings["untie_embeddings_and_output_weights"] = not model.share_embeddings_and_output_weights
+    settings["hybrid_layer_pattern"] = pattern_of(model)
     of_model = {"position_embedding_type": "position_embedding_type"}
     if not settings.get("multi_latent_attention"):
         of_model |= {

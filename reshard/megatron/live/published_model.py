@@ -12,6 +12,7 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.formats import safetensors
 from reshard.formats.small_files import MAX_COPIED_BYTES, MAX_INDEX_BYTES, read_json
+from reshard.megatron.hybrid import stages_of_pattern
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import Model
@@ -98,9 +99,19 @@ def config_path(config: str | Path) -> Path:
     return Path(config) if Path(config).is_file() else local_directory(str(config), BESIDE_WEIGHTS)
 
 
-def layout_of(config: Any) -> MegatronLayout:
-    """Return the layout of a live model with this ``TransformerConfig``. Raises ReshardError where its stages were not
-    given as a string."""
+def layout_of(config: Any, pattern: str | None = None) -> MegatronLayout:
+    """Return the layout of a live model with this ``TransformerConfig`` and, of a HybridModel, this pattern. Raises
+    ReshardError where its stages were not given as a string."""
+    if pattern is not None:
+        if config.num_layers_in_first_pipeline_stage or config.num_layers_in_last_pipeline_stage:
+            raise ReshardError("the trainer's stages are not in its hybrid_layer_pattern: pass layout=")
+        return MegatronLayout(
+            tp=config.tensor_model_parallel_size,
+            pp=config.pipeline_model_parallel_size,
+            ep=config.expert_model_parallel_size,
+            etp=config.expert_tensor_parallel_size if config.num_moe_experts else None,
+            **stages_of_pattern(pattern, config.pipeline_model_parallel_size),
+        )
     pipeline = getattr(config, "pipeline_model_parallel_layout", None)
     text = None if pipeline is None else getattr(pipeline, "input_data", pipeline)
     if not isinstance(text, (str, type(None))):

@@ -17,6 +17,7 @@ from reshard.core.limits import MAX_ITERATION, check_number, check_switch
 from reshard.device.live_boxes import LiveBox
 from reshard.device.staging import byte_view, copy_to_host
 from reshard.megatron.flags import version_of
+from reshard.megatron.hybrid import class_of_models, pattern_of
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.live.collective import (
     check_same_options,
@@ -282,7 +283,9 @@ class _Save:
                 f"{self.published.path} is the config of a {self.published.model.family.wrapped_in[0]}, of which the trainer "
                 f"has the language model only: let the trainer save, and pass --hf-config to reshard mcore-to-hf"
             )
-        self.laid_out = self.layout or layout_of(self.local.trainer.config)
+        self.laid_out = self.layout or layout_of(
+            self.local.trainer.config, pattern_of(self.local.trainer.models[0])
+        )
 
     def _agree_on_options(self) -> None:
         """Raise ReshardError where the ranks were given different options. Find which layers the model has."""
@@ -326,7 +329,7 @@ class _Save:
             self.new = MegatronFiles(
                 inventory.model, self.laid_out, inventory.tensors, inventory.copies, beside, transformer_impl=self.implementation,
                 make_vocab_size_divisible_by=self.make_vocab_size_divisible_by, iteration=self.iteration,
-                megatron_lm=self.megatron_lm, alone=added,
+                megatron_lm=self.megatron_lm, model_class=class_of_models(self.local.trainer.models), alone=added,
             )  # fmt: skip
             place = place / self.new.directory if added else place
         # The destination must not overlap it.

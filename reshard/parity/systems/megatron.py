@@ -35,7 +35,7 @@ class Megatron(ForwardSystem):
 
     def __init__(self, path: Path, dtype: str, layout: MegatronLayout, hf_config: Path | None = None) -> None:
         self.hf_config = hf_config
-        self.model, checkpoint = self._inspect(path)
+        self.model, self.model_class, checkpoint = self._inspect(path)
         self.name = f"Megatron-Core, {path}, {layout}, {dtype}"
         join_processes()
         check_processes(str(layout), layout.world_size(self.model), replicas=True)
@@ -45,7 +45,12 @@ class Megatron(ForwardSystem):
         try:
             with without_gpu():
                 self.models = build_megatron(
-                    self.model, layout, transformer_impl=impl, dtype=DTYPES[dtype], parallel_output=False
+                    self.model,
+                    layout,
+                    transformer_impl=impl,
+                    model_class=self.model_class,
+                    dtype=DTYPES[dtype],
+                    parallel_output=False,
                 )
                 # Not all is made on the GPU: a router moves its weight there when it first runs.
                 self.models = [m.to(device(), DTYPES[dtype]).eval() for m in self.models]
@@ -54,23 +59,28 @@ class Megatron(ForwardSystem):
             self.close()
             raise
 
-    def _inspect(self, path: Path) -> tuple[Model, Checkpoint]:
-        """Read a checkpoint's model and keys with our own reader, before Megatron's loader, which
+    def _inspect(self, path: Path) -> tuple[Model, str, Checkpoint]:
+        """Read a checkpoint's model, its class and keys with our own reader, before Megatron's loader, which
         runs pickles, opens it."""
         source = open_source(path, self.hf_config)
         try:
             if not isinstance(source, MegatronSource):
                 raise ReshardError(f"{path} is no Megatron checkpoint")
-            return source.model, source.checkpoint
+            return source.model, source.model_class, source.checkpoint
         finally:
             source.close()
 
     def load(self, path: Path) -> None:
         """Load the weights of another checkpoint of the model with Megatron-Core's own loader.
 
-        Raises ReshardError where a parameter is missing.
+        Raises ReshardError where a parameter is missing, or the checkpoint is of another class of Megatron's models.
         """
-        self._load(self._inspect(path)[1])
+        _, model_class, checkpoint = self._inspect(path)
+        if model_class != self.model_class:
+            raise ReshardError(
+                f"{path} is of a model of class {model_class}, but {self.name} is of class {self.model_class}"
+            )
+        self._load(checkpoint)
 
     def _load(self, checkpoint: Checkpoint) -> None:
         """Load a checkpoint's weights. Local and Transformer Engine layers name some parameters
@@ -173,7 +183,13 @@ class Megatron(ForwardSystem):
 
     def routers(self) -> dict[int, torch.nn.Module]:
         layers: list[Any] = [layer for chunk in self.models for layer in chunk.decoder.layers]  # type: ignore[union-attr, operator]
-        return {layer.layer_number - 1: layer.mlp.router for layer in layers if hasattr(layer.mlp, "router")}
+        return {
+            self.decoder_layer(layer): layer.mlp.router for layer in layers if hasattr(layer.mlp, "router")
+        }
+
+    def decoder_layer(self, layer: Any) -> int:
+        """Return the number of the published decoder layer that one of Megatron's layers is, or is half of."""
+        return (layer.layer_number - 1) // (2 if self.model_class == "hybrid" else 1)
 
     def choices(self, router: Any, inputs: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         length, batch = inputs[0].shape[:2]

@@ -30,7 +30,8 @@ from reshard.storage.sources.paths import HF_FILES, TOWERS
 class MegatronFiles(Destination):
     """A ``torch_dist`` checkpoint of canonical `tensors` at a layout.
 
-    `copies` are tensors that are not stored, `beside` the files for its ``hf/``. With `alone` it is
+    `copies` are tensors that are not stored, `beside` the files for its ``hf/``, `model_class` the class of
+    Megatron's model that loads it. With `alone` it is
     the directory of an iteration, which has all of that in itself. Raises ReshardError for a
     layout, or a version of Megatron-LM, that the model does not go with.
     """
@@ -50,13 +51,14 @@ class MegatronFiles(Destination):
         make_vocab_size_divisible_by: int,
         iteration: int | None,
         megatron_lm: tuple[int, int],
+        model_class: str = "gpt",
         alone: bool = False,
     ) -> None:
         layout.check(model)
         self.model, self.layout, self.stored, self.beside = model, layout, tensors, beside
-        self.transformer_impl, self.iteration = transformer_impl, iteration
+        self.transformer_impl, self.iteration, self.model_class = transformer_impl, iteration, model_class
         vocab = padded_vocab_size(model.symbols["V"], make_vocab_size_divisible_by, layout.tp)
-        mapping = expand(model, transformer_impl, vocab)
+        mapping = expand(model, transformer_impl, vocab, model_class)
         chunks = list(chunks_to_write(model, mapping, layout, transformer_impl))
         towers = {n: (t.dtype, t.shape) for n, t in tensors.items() if model.is_of_tower(n)}
         self.towers = _tower_file(towers) if towers else None
@@ -72,7 +74,7 @@ class MegatronFiles(Destination):
             self.sizes[self.towers.name] = self.towers.size_bytes
         self.dtype = tensors[next(iter(tensors))].dtype
         self.args = arguments(
-            model, layout, vocab, make_vocab_size_divisible_by, self.dtype, transformer_impl
+            model, layout, vocab, make_vocab_size_divisible_by, self.dtype, transformer_impl, model_class
         )
         self.flags = command_line(self.args, megatron_lm, has_tokenizer(beside))
 
@@ -92,7 +94,7 @@ class MegatronFiles(Destination):
     def fields(self, family: str, source: object, quantized: list[str]) -> dict[str, Any]:
         return {"format": self.format, "family": family, "source": printable(source), "layout": asdict(self.layout),
                 "world_size": self.layout.world_size(self.model), "transformer_impl": self.transformer_impl,
-                "iteration": self.directory, "quantized": quantized}  # fmt: skip
+                "model_class": self.model_class, "iteration": self.directory, "quantized": quantized}  # fmt: skip
 
     def slow_files(self) -> dict[str, bytes]:
         return {f"{self.within}.metadata": self.rank_files.metadata()}

@@ -49,6 +49,11 @@ class ConversionJob:
     team: Team
     options: RunOptions
 
+    @property
+    def kept_less_one(self) -> frozenset[str]:
+        """The tensors that both ends hold less 1: they are copied so, since adding 1 would round some of their numbers."""
+        return self.source.less_one & self.destination.less_one
+
     def files_of(self, name: str) -> list[str]:
         """Return the files that a canonical tensor is written to, relative to the destination."""
         return [

@@ -148,7 +148,7 @@ class Share:
             stored_name: job.strips_below(stored_name, self.root, self.file_names)
             for stored_name in self.stored_names
         }
-        writer = StripWriter(strips, files, job.destination.less_one)
+        writer = StripWriter(strips, files, job.destination.less_one - job.kept_less_one)
 
         def run(name: str) -> Any:
             return calls[name]() if name in calls else TensorCopy(job, name, writer).run()

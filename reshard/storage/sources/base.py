@@ -69,6 +69,10 @@ class Source(ABC):
         """Read rows `start` .. `stop` of a canonical tensor, ``[rows, columns]``; valid until the
         thread's next call."""
 
+    def read_held_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Read rows as `read_rows` does, but those of tensors in `less_one` as they are held: less 1."""
+        return self.read_rows(name, start, stop)
+
     @abstractmethod
     def strips(self, name: str) -> list[Strip] | None:
         """Return the strips of a canonical tensor; None for one that is computed from codes and

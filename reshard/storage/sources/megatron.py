@@ -15,6 +15,7 @@ from reshard.core.planner import PlanError, Transfer, make_plan
 from reshard.formats import safetensors, torch_dist, torch_zip
 from reshard.megatron.arguments import check_args, model_of_args
 from reshard.megatron.checkpoint import check_language_model, placement_of_keys, vocab_rows
+from reshard.megatron.hybrid import class_of_keys, notices
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
 from reshard.storage.io.files import OpenFiles
@@ -61,9 +62,9 @@ class MegatronSource(Source):
         with ignored_as_recorded(located.root if own else None):
             self.model, self.config_from = self._model(family, taken)
         self.files = OpenFiles()
-        self.mapping = expand(
-            self.model, padded_vocab=vocab_rows(self.checkpoint.keys, directory, self.model)
-        )
+        self.model_class = class_of_keys(self.checkpoint.keys)
+        vocab = vocab_rows(self.checkpoint.keys, directory, self.model)
+        self.mapping = expand(self.model, padded_vocab=vocab, model_class=self.model_class)
         placed = placement_of_keys(
             self.checkpoint.keys, self.checkpoint.objects, directory, self.model, self.mapping
         )
@@ -72,7 +73,7 @@ class MegatronSource(Source):
         self.experts_packed = (manifest or {}).get("experts_packed", True)
         # what this tool wrote holds weights and empty states only
         self.notices = taken + (placed.notices if manifest is None else [])
-        self.notices += self.model.notices
+        self.notices += self.model.notices + notices(self.model, self.model_class)
         canonical = {n: s for n, s in self.mapping.shapes.items() if n not in self.mapping.copies}
         try:
             self.plan = make_plan(placed.placement, Placement.canonical(canonical))
@@ -94,6 +95,7 @@ class MegatronSource(Source):
         self._note_large_files()
         self.less_one = self.mapping.less_one
         self.reader = StripReader(self.tensors, self.files, self.less_one)
+        self.held_reader = StripReader(self.tensors, self.files)
         self.strip_cache: dict[str, list[Strip]] = {}
 
     def _model(self, family: str | None, taken: list[str]) -> tuple[Model, str]:
@@ -214,10 +216,17 @@ class MegatronSource(Source):
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         name = self.copies.get(name, name)
+        return self.reader.read_rows(name, start, stop, self._cached_strips(name))
+
+    def read_held_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        name = self.copies.get(name, name)
+        return self.held_reader.read_rows(name, start, stop, self._cached_strips(name))
+
+    def _cached_strips(self, name: str) -> list[Strip]:
         strips = self.strip_cache.get(name)
         if strips is None:
             strips = self.strip_cache[name] = self.strips(name)
-        return self.reader.read_rows(name, start, stop, strips)
+        return strips
 
     def hf_directory(self) -> Path | None:
         if self.hf_config is not None and self.hf_config.is_dir():
@@ -258,6 +267,7 @@ class MegatronSource(Source):
             "iteration": self.checkpoint.iteration,
             "files": len(files),
             "keys": len(self.checkpoint.keys),
+            "model_class": self.model_class,
             "config": self.config_from,
         }
 

@@ -1,0 +1,265 @@
+"""Megatron-Core's two classes of language models: how a ``HybridModel`` (formerly ``MambaModel``) differs from a
+``GPTModel``, which it replaces.
+
+A GPTModel has attention and MLP in one layer. A HybridModel has each in a layer of its own, and a pattern with a
+letter for each of them: decoder layer 3 is layers 6 and 7.
+
+| what                  | GPTModel                                  | HybridModel                               |
+|-----------------------|-------------------------------------------|-------------------------------------------|
+| attention of layer 3  | ``decoder.layers.3.self_attention.``      | ``decoder.layers.6.self_attention.``      |
+| MLP of layer 3        | ``decoder.layers.3.mlp.``                 | ``decoder.layers.7.mlp.``                 |
+| layers in checkpoints | stacked where all are of one kind         | always one by one                         |
+| the final norm        | ``decoder.final_layernorm.``              | ``decoder.final_norm.``                   |
+| MLP of an MTP layer   | ``mtp.layers.0.transformer_layer.mlp.``   | ``mtp.layers.0.mtp_model_layer.layers.1.mlp.`` |
+| output layer          | no ``_extra_state``                       | ``output_layer._extra_state``             |
+| ``num_layers``        | decoder layers                            | twice as many                             |
+| kinds of layers       | ``moe_layer_freq``, and more              | letters of ``hybrid_layer_pattern``       |
+| MTP layers            | ``mtp_num_layers``                        | parts of the pattern after ``/``          |
+| pipeline stages       | sizes, or a layout string                 | parts of the pattern between ``|``        |
+
+Only patterns in which attention and MLP alternate are decoder layers that are published: all others are refused.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from reshard.core.errors import ReshardError
+from reshard.megatron.stages import Stage
+from reshard.models.model import Model, has_experts
+
+MODEL_CLASSES = ("gpt", "hybrid")
+FINAL_NORM = "decoder.final_norm.weight"
+# Letters of a pattern.
+ATTENTION = {"*": "attention", "+": "latent attention", "D": "sparse attention", "G": "linear attention"}
+MLP = {"-": "a dense MLP", "E": "experts"}
+MAMBA, STAGE, MTP = "M", "|", "/"
+# Arguments with a pattern, of which the second is the older name.
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+# Modules of Megatron-Core and of reshard with specs of the layers of a HybridModel.
+SPECS = ("megatron.core.models.hybrid.", "megatron.core.models.mamba.", "reshard.megatron.")
+STACK_SPEC = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
+# Arguments of a GPTModel that a pattern stands for.
+IN_PATTERN = (
+    "moe_layer_freq",
+    "linear_attention_freq",
+    "virtual_pipeline_model_parallel_size",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+# Arguments of a HybridModel that say what others say of a GPTModel, or that it does not read.
+OF_HYBRID = (
+    *PATTERNS,
+    "mtp_hybrid_override_pattern",
+    "hybrid_attention_ratio",
+    "hybrid_mlp_ratio",
+    "is_hybrid_model",
+    "moe_layer_freq",
+    "linear_attention_freq",
+)
+_MAMBA_KEY = re.compile(r"decoder\.layers\.\d+\.mixer\.")
+
+
+def class_of_keys(keys: Iterable[str]) -> str:
+    """Return the class of the model that a whole checkpoint with these keys is of: ``gpt`` or ``hybrid``."""
+    return "hybrid" if FINAL_NORM in keys else "gpt"
+
+
+def class_of_models(models: Iterable[Any]) -> str:
+    """Return the class of a live model's chunks: ``gpt`` or ``hybrid``."""
+    return "hybrid" if any(map(pattern_of, models)) else "gpt"
+
+
+def pattern_of(model: Any) -> str | None:
+    """Return the pattern of a live chunk; None for a GPTModel."""
+    patterns = (getattr(model, name, None) for name in PATTERNS)
+    return next((pattern for pattern in patterns if isinstance(pattern, str)), None)
+
+
+def check_no_mamba(keys: Iterable[str], where: object) -> None:
+    """Raise ReshardError, naming one, where a checkpoint has Mamba layers."""
+    key = next((key for key in keys if _MAMBA_KEY.match(key)), None)
+    if key is not None:
+        raise ReshardError(f"{where} has Mamba layers ({key}), which no family here has")
+
+
+def check_model_class(model: Model, model_class: str) -> None:
+    """Raise ReshardError for an unknown class, and where Megatron-Core's HybridModel computes something else than the
+    model."""
+    if model_class not in MODEL_CLASSES:
+        raise ReshardError(
+            f"model_class is {model_class!r:.80}, which is not one of {', '.join(MODEL_CLASSES)}"
+        )
+    if model_class == "hybrid" and _is_scaled(model):
+        raise ReshardError(
+            f"{model.where}: Megatron-Core's HybridModel has no llama3 scaling of rotary embeddings: build a GPTModel"
+        )
+
+
+def notices(model: Model, model_class: str) -> list[str]:
+    """Return a sentence for what a HybridModel of Megatron-Core up to 0.20 does not compute as the model is
+    published."""
+    if model_class == "hybrid" and _is_scaled(model):
+        return [
+            "a HybridModel trains without the config's llama3 scaling of rotary embeddings, which it has no option for"
+        ]
+    return []
+
+
+def _is_scaled(model: Model) -> bool:
+    """Return True where rotary embeddings are scaled in the way of Llama 3.1."""
+    return bool(model.rope()["rope_type"] == "llama3")
+
+
+def layer_pattern(model: Model, stages: list[list[Stage]]) -> str:
+    """Return the pattern of the HybridModel that a model is, with these stages as ``[pp rank][virtual stage]``."""
+    family = model.family
+    sparse = family.megatron.get("experimental_attention_variant") == "dsa"
+    attention = "D" if sparse else "+" if family.latent else "*"
+
+    def letters(kind: str) -> str:
+        return ("G" if "linear" in kind.split() else attention) + ("E" if has_experts(kind) else "-")
+
+    virtual = [[rank[index] for rank in stages] for index in range(len(stages[0]))]
+    segments = (
+        "".join(letters(model.kinds[layer]) for layer in stage.layers) for ranks in virtual for stage in ranks
+    )
+    return STAGE.join(segments) + (MTP + letters(model.mtp_kind)) * model.mtp_layers
+
+
+def as_hybrid_args(args: Mapping[str, Any], pattern: str, transformer_impl: str) -> dict[str, Any]:
+    """Return the arguments of the HybridModel that computes what a GPTModel with these does: the inverse of
+    `as_gpt_args`."""
+    if args.get("dsa_indexer_topk_freq") not in (None, 1):
+        raise ReshardError(
+            "layers that share an indexer are counted otherwise in a HybridModel, which is not supported: use a GPTModel"
+        )
+    hybrid = {name: value for name, value in args.items() if name not in IN_PATTERN}
+    if hybrid.get("experimental_attention_variant") == "gated_delta_net":
+        del hybrid["experimental_attention_variant"]
+    decoder = pattern.split(MTP)[0].replace(STAGE, "")
+    hybrid |= {"num_layers": len(decoder), "hybrid_layer_pattern": pattern}
+    if hybrid.pop("spec", None) is None and transformer_impl == "transformer_engine":
+        hybrid["spec"] = STACK_SPEC
+    return hybrid
+
+
+def stages_of_pattern(pattern: str, pp: int) -> dict[str, Any]:
+    """Return the options of a `MegatronLayout` for the stages of a pattern, on `pp` ranks.
+
+    Raises ReshardError where a stage ends between an attention and its MLP, or the pattern does not say where it ends.
+    """
+    decoder, *mtp = pattern.split(MTP)
+    segments = decoder.split(STAGE)
+    if len(segments) == 1 and pp > 1:  # deprecated: an even split
+        each = max(len(decoder) // pp, 1)
+        segments = [decoder[i : i + each] for i in range(0, len(decoder), each)]
+    if len(segments) % pp:
+        raise ReshardError(f"the pattern {_short(pattern)} has no {pp} stages: pass layout=")
+    if any(len(segment) % 2 for segment in segments):
+        raise ReshardError(
+            f"in the pattern {_short(pattern)} a pipeline stage ends between an attention and its MLP: pass layout="
+        )
+    counts = [len(segment) // 2 for segment in segments]
+    if len(set(counts)) == 1:
+        return {"vpp": len(counts) // pp}
+    rows = ["t" * count for count in counts]
+    rows[0], rows[-1] = f"E{rows[0]}", f"{rows[-1]}{'m' * len(mtp)}L"
+    return {"pipeline_model_parallel_layout": STAGE.join(rows)}
+
+
+def hybrid_name(prefix: str, layer: int | None, name: str) -> tuple[str, str]:
+    """Return prefix and name in a HybridModel of a parameter that a GPTModel has as ``{prefix}{layer}.{name}``.
+
+    >>> hybrid_name("decoder.layers.", 3, "mlp.linear_fc1.weight")
+    ('decoder.layers.7.', 'mlp.linear_fc1.weight')
+    """
+    of_mlp = int(name.startswith(("mlp.", "pre_mlp_layernorm.")))
+    if prefix == "decoder.layers.":
+        return f"{prefix}{2 * (layer or 0) + of_mlp}.", name
+    if prefix.endswith(".transformer_layer."):
+        return f"{prefix.removesuffix('transformer_layer.')}mtp_model_layer.layers.{of_mlp}.", name
+    return prefix, name.replace("decoder.final_layernorm.", "decoder.final_norm.")
+
+
+def pairs(pattern: str, where: object) -> list[str]:
+    """Return the letters of each decoder layer of a pattern without stages and MTP layers.
+
+    Raises ReshardError where attention and MLP do not alternate.
+
+    >>> pairs("*-*E", "args")
+    ['*-', '*E']
+    """
+    layers = [pattern[i : i + 2] for i in range(0, len(pattern), 2)]
+    if "[" in pattern:
+        raise ReshardError(
+            f"{where}: the pattern {_short(pattern)} groups layers in brackets, which is not read: train without them"
+        )
+    if MAMBA in pattern:
+        raise ReshardError(
+            f"{where}: the pattern {_short(pattern)} has Mamba layers (M), which no family here has"
+        )
+    if not layers or not all(len(pair) == 2 and pair[0] in ATTENTION and pair[1] in MLP for pair in layers):
+        raise ReshardError(
+            f"{where}: in the pattern {_short(pattern)} attention ({' '.join(ATTENTION)}) and MLP ({' '.join(MLP)}) do not "
+            f"alternate, as they do in the models of all families here"
+        )
+    return layers
+
+
+def as_gpt_args(args: Mapping[str, Any], where: object) -> dict[str, Any]:
+    """Return the arguments of the GPTModel that computes what a HybridModel with these does; those of a GPTModel as
+    they are.
+
+    Raises ReshardError where there is none.
+    """
+    pattern = next((args[name] for name in PATTERNS if args.get(name)), None)
+    if pattern is None:
+        return dict(args)
+    if not isinstance(pattern, str):
+        raise ReshardError(f"{where}: hybrid_layer_pattern is {pattern!r:.80}, which is not a pattern")
+    decoder, *parts = pattern.split(MTP)
+    mtp = [inside for inside in parts if inside]
+    mtp_layers = len(mtp)
+    if not mtp and args.get("mtp_hybrid_override_pattern"):
+        mtp, mtp_layers = [args["mtp_hybrid_override_pattern"]], int(args.get("mtp_num_layers") or 0)
+    layers = pairs(decoder.replace(STAGE, ""), where)
+    if any(len(pairs(inside, where)) != 1 for inside in set(mtp)):
+        raise ReshardError(
+            f"{where}: an MTP layer of the pattern {_short(pattern)} is not one attention and one MLP"
+        )
+    gpt = {name: value for name, value in args.items() if name not in OF_HYBRID}
+    spec = args.get("spec")
+    if isinstance(spec, (list, tuple)) and spec and f"{spec[0]}.".startswith(SPECS):
+        del gpt["spec"]
+    gpt |= {"num_layers": len(layers)} | _kinds_as_args(layers)
+    if mtp:
+        gpt["mtp_num_layers"] = mtp_layers
+    if gpt.get("experimental_attention_variant") == "dsa" and args.get("dsa_indexer_topk_freq") not in (
+        None,
+        1,
+    ):
+        raise ReshardError(
+            f"{where}: dsa_indexer_topk_freq {args['dsa_indexer_topk_freq']} counts the layers of a HybridModel, which "
+            f"is not read"
+        )
+    return gpt
+
+
+def _kinds_as_args(layers: list[str]) -> dict[str, Any]:
+    """Return the arguments of a GPTModel for the kinds of its layers, of which these are the letters."""
+    experts, attentions = [int(pair[1] == "E") for pair in layers], [pair[0] for pair in layers]
+    args: dict[str, Any] = {"moe_layer_freq": experts} if any(experts) else {"num_experts": None}
+    if "G" in attentions:
+        linear = [int(attention == "G") for attention in attentions]
+        args |= {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": linear}
+    if "D" in attentions:
+        args["experimental_attention_variant"] = "dsa"
+    return args
+
+
+def _short(pattern: str) -> str:
+    return repr(pattern) if len(pattern) <= 100 else repr(pattern[:100]) + " ..."
