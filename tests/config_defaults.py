@@ -1,7 +1,10 @@
-"""Print `reshard/models/config_defaults.py`: what the config classes of the installed transformers have where a config says nothing.
+"""Make `reshard/models/config_defaults.py`: what the config classes of the installed transformers have where a config says nothing.
 
-python -m tests.config_defaults > reshard/models/config_defaults.py
+python -m tests.config_defaults --write    # without it: print it
 """
+
+import sys
+from pathlib import Path
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
@@ -33,4 +36,9 @@ def defaults() -> dict[str, dict]:
 
 if __name__ == "__main__":
     lines = [f"    {name!r}: {fields!r},\n".replace("'", '"') for name, fields in defaults().items()]
-    print(HEADER + "DEFAULTS: dict[str, dict[str, Any]] = {\n" + "".join(lines) + "}")
+    text = HEADER + "DEFAULTS: dict[str, dict[str, Any]] = {\n" + "".join(lines) + "}\n"
+    if "--write" in sys.argv[1:]:
+        target = Path(__file__).resolve().parent.parent / "reshard" / "models" / "config_defaults.py"
+        target.write_text(text, encoding="utf-8")
+    else:
+        print(text, end="")

@@ -259,7 +259,7 @@ def test_a_name_to_be_ignored_that_nothing_has_is_refused(checkpoint, tmp_path):
 
 
 def test_the_defaults_are_those_of_the_installed_transformers():
-    """If not: ``python -m tests.config_defaults > reshard/models/config_defaults.py``."""
+    """If not: ``python -m tests.config_defaults --write``."""
     assert defaults() == DEFAULTS
 
 

@@ -9,6 +9,8 @@ The trainer's ranks call `reshard.refit.connect` and `Link.refit` at the same ti
 returns when both sides are done.
 """
 
+import logging
+from collections import Counter
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +29,7 @@ from reshard.refit.connecting import BUCKET_BYTES, connect
 from reshard.refit.link import Link
 from reshard.refit.routes import check_backend
 
+logger = logging.getLogger("vllm.reshard")  # below vLLM's own, which shows it
 # Methods of a worker that make layers or load weights.
 LOADING_METHODS = ("init_device", "load_model", "reload_weights")
 
@@ -122,6 +125,10 @@ class RefitExtension:
                 backend=connecting.backend,
                 bucket_bytes=connecting.bucket_bytes,
             )
+        if self.rank == 0:  # type: ignore[attr-defined]
+            routes = [route["route"] for route in self._reshard_link.describe()["routes"]]
+            ways = ", ".join(f"{way} from {n}" for way, n in sorted(Counter(routes).items()))
+            logger.info("connected: weights come by refits, to this rank %s trainer ranks", ways)
 
     def reshard_join(self, address: str, rank: int, size: int, *options: Any, **named_options: Any) -> None:
         """Do what `reshard_connect_worker` does: its old name."""
