@@ -3,8 +3,9 @@
 import pytest
 from transformers import GptOssConfig
 
-from reshard import ReshardError
+from reshard import MegatronLayout, ReshardError, hf_to_mcore, read_model
 from reshard.megatron.arguments import megatron_args, model_of_args
+from reshard.megatron.build import transformer_config
 from reshard.models.model import Model, different_fields
 from tests.checkpoints import config_of, model
 
@@ -68,6 +69,26 @@ def test_arguments_of_another_model_are_refused_by_name(change, named):
     args = megatron_args(model("gpt-oss"))
     with pytest.raises(ReshardError, match=f"args: .*{named} is .*makes another model of the weights"):
         model_of_args(args | change, "args", "gpt_oss")
+
+
+def test_a_hybrid_model_which_counts_layers_otherwise_is_refused(checkpoint, tmp_path):
+    source, sentence = checkpoint("gpt-oss"), "layers with a window among others are counted otherwise"
+    with pytest.raises(ReshardError, match=sentence):
+        hf_to_mcore(source, tmp_path / "mcore", model_class="hybrid")
+    with pytest.raises(ReshardError, match=sentence):
+        transformer_config(
+            read_model(str(source)), MegatronLayout(), transformer_impl="local", model_class="hybrid"
+        )
+    assert not (tmp_path / "mcore").exists()
+    args = {
+        "hybrid_layer_pattern": "*E*E*E*E",
+        "window_size": (5, 0),
+        "window_attn_skip_freq": [1, 1, 0, 0] * 2,
+    }
+    with pytest.raises(
+        ReshardError, match="args: window_attn_skip_freq .* counts the layers of a HybridModel"
+    ):
+        model_of_args(megatron_args(model("gpt-oss")) | args, "args")
 
 
 def test_other_windows_are_other_models():
