@@ -15,26 +15,26 @@ class GptOss(Family):
         "NQ": "num_attention_heads", "NKV": "num_key_value_heads", "D": "head_dim",
     }  # fmt: skip
 
-    #    HF config field                  Megatron argument                      relation  default
+    #    HF config field                          Megatron argument                      relation default
     config = (
-        ("num_hidden_layers",             "num_layers",                          "=",      36),
-        ("hidden_size",                   "hidden_size",                         "=",      2880),
-        ("intermediate_size",             "ffn_hidden_size",                     "=",      2880),
-        ("intermediate_size",             "moe_ffn_hidden_size",                 "=",      2880),
-        ("num_attention_heads",           "num_attention_heads",                 "=",      64),
-        ("num_key_value_heads",           "num_query_groups",                    "=",      8),
-        ("head_dim",                      "kv_channels",                         "=",      64),
-        ("vocab_size",                    "vocab_size",                          "=",      201088),
-        ("max_position_embeddings",       "max_position_embeddings",             "=",      131072),
-        ("rms_norm_eps",                  "layernorm_epsilon",                   "=",      1e-05),
-        ("num_local_experts|num_experts", "num_experts",                         "=",      128),
-        ("num_experts_per_tok|experts_per_token", "moe_router_topk",             "=",      4),
-        ("sliding_window",                "window_size",                         "=",      128),
-        ("swiglu_limit",                  "activation_func_clamp_value",         "=",      7.0),
-        ("tie_word_embeddings",           "untie_embeddings_and_output_weights", "not",    False),
-        ("initializer_range",             "init_method_std",                     "=",      0.02),
-        ("attention_dropout",             "attention_dropout",                   "=",      0.0),
-        ("router_aux_loss_coef",          "moe_aux_loss_coeff",                  "=",      0.001),
+        ("num_hidden_layers",                     "num_layers",                          "=",     36),
+        ("hidden_size",                           "hidden_size",                         "=",     2880),
+        ("intermediate_size",                     "ffn_hidden_size",                     "=",     2880),
+        ("intermediate_size",                     "moe_ffn_hidden_size",                 "=",     2880),
+        ("num_attention_heads",                   "num_attention_heads",                 "=",     64),
+        ("num_key_value_heads",                   "num_query_groups",                    "=",     8),
+        ("head_dim",                              "kv_channels",                         "=",     64),
+        ("vocab_size",                            "vocab_size",                          "=",     201088),
+        ("max_position_embeddings",               "max_position_embeddings",             "=",     131072),
+        ("rms_norm_eps",                          "layernorm_epsilon",                   "=",     1e-05),
+        ("num_local_experts|num_experts",         "num_experts",                         "=",     128),
+        ("num_experts_per_tok|experts_per_token", "moe_router_topk",                     "=",     4),
+        ("sliding_window",                        "window_size",                         "=",     128),
+        ("swiglu_limit",                          "activation_func_clamp_value",         "=",     7.0),
+        ("tie_word_embeddings",                   "untie_embeddings_and_output_weights", "not",   False),
+        ("initializer_range",                     "init_method_std",                     "=",     0.02),
+        ("attention_dropout",                     "attention_dropout",                   "=",     0.0),
+        ("router_aux_loss_coef",                  "moe_aux_loss_coeff",                  "=",     0.001),
     )  # fmt: skip
 
     identifies = {
@@ -49,27 +49,27 @@ class GptOss(Family):
     reads = ("layer_types",)
     no_effect = ("initial_context_length",)
 
-    #    HF parameter                               shape      Megatron parameter                             arrangement  split    when
+    #    HF parameter                             shape      Megatron parameter                              arrangement split    when
     layer = (
-        ("input_layernorm.weight",                  "H",       "self_attention.linear_qkv.layer_norm_weight", "plain",     "-",     "always"),
-        ("self_attn.q_proj.weight",                 "NQ*D H",  "self_attention.linear_qkv.weight",            "q",         "tp 0",  "always"),
-        ("self_attn.k_proj.weight",                 "NKV*D H", "self_attention.linear_qkv.weight",            "k",         "tp 0",  "always"),
-        ("self_attn.v_proj.weight",                 "NKV*D H", "self_attention.linear_qkv.weight",            "v",         "tp 0",  "always"),
-        ("self_attn.q_proj.bias",                   "NQ*D",    "self_attention.linear_qkv.bias",              "q",         "tp 0",  "always"),
-        ("self_attn.k_proj.bias",                   "NKV*D",   "self_attention.linear_qkv.bias",              "k",         "tp 0",  "always"),
-        ("self_attn.v_proj.bias",                   "NKV*D",   "self_attention.linear_qkv.bias",              "v",         "tp 0",  "always"),
-        ("self_attn.o_proj.weight",                 "H NQ*D",  "self_attention.linear_proj.weight",           "plain",     "tp 1",  "always"),
-        ("self_attn.o_proj.bias",                   "H",       "self_attention.linear_proj.bias",             "plain",     "-",     "always"),
-        ("self_attn.sinks",                         "NQ",      "self_attention.core_attention.softmax_offset", "plain",    "tp 0",  "always"),
-        ("post_attention_layernorm.weight",         "H",       "pre_mlp_layernorm.weight",                    "plain",     "-",     "always"),
-        ("mlp.router.weight",                       "E H",     "mlp.router.weight",                           "plain",     "-",     "always"),
-        ("mlp.router.bias",                         "E",       "mlp.router.bias",                             "plain",     "-",     "always"),
-        ("mlp.experts.{expert}.gate_proj.weight",   "FE H",    "mlp.experts.experts.linear_fc1.weight",       "gate",      "etp 0", "always"),
-        ("mlp.experts.{expert}.up_proj.weight",     "FE H",    "mlp.experts.experts.linear_fc1.weight",       "up",        "etp 0", "always"),
-        ("mlp.experts.{expert}.gate_proj.bias",     "FE",      "mlp.experts.experts.linear_fc1.bias",         "gate",      "etp 0", "always"),
-        ("mlp.experts.{expert}.up_proj.bias",       "FE",      "mlp.experts.experts.linear_fc1.bias",         "up",        "etp 0", "always"),
-        ("mlp.experts.{expert}.down_proj.weight",   "H FE",    "mlp.experts.experts.linear_fc2.weight",       "plain",     "etp 1", "always"),
-        ("mlp.experts.{expert}.down_proj.bias",     "H",       "mlp.experts.experts.linear_fc2.bias",         "plain",     "-",     "always"),
+        ("input_layernorm.weight",                "H",       "self_attention.linear_qkv.layer_norm_weight",  "plain",    "-",     "always"),
+        ("self_attn.q_proj.weight",               "NQ*D H",  "self_attention.linear_qkv.weight",             "q",        "tp 0",  "always"),
+        ("self_attn.k_proj.weight",               "NKV*D H", "self_attention.linear_qkv.weight",             "k",        "tp 0",  "always"),
+        ("self_attn.v_proj.weight",               "NKV*D H", "self_attention.linear_qkv.weight",             "v",        "tp 0",  "always"),
+        ("self_attn.q_proj.bias",                 "NQ*D",    "self_attention.linear_qkv.bias",               "q",        "tp 0",  "always"),
+        ("self_attn.k_proj.bias",                 "NKV*D",   "self_attention.linear_qkv.bias",               "k",        "tp 0",  "always"),
+        ("self_attn.v_proj.bias",                 "NKV*D",   "self_attention.linear_qkv.bias",               "v",        "tp 0",  "always"),
+        ("self_attn.o_proj.weight",               "H NQ*D",  "self_attention.linear_proj.weight",            "plain",    "tp 1",  "always"),
+        ("self_attn.o_proj.bias",                 "H",       "self_attention.linear_proj.bias",              "plain",    "-",     "always"),
+        ("self_attn.sinks",                       "NQ",      "self_attention.core_attention.softmax_offset", "plain",    "tp 0",  "always"),
+        ("post_attention_layernorm.weight",       "H",       "pre_mlp_layernorm.weight",                     "plain",    "-",     "always"),
+        ("mlp.router.weight",                     "E H",     "mlp.router.weight",                            "plain",    "-",     "always"),
+        ("mlp.router.bias",                       "E",       "mlp.router.bias",                              "plain",    "-",     "always"),
+        ("mlp.experts.{expert}.gate_proj.weight", "FE H",    "mlp.experts.experts.linear_fc1.weight",        "gate",     "etp 0", "always"),
+        ("mlp.experts.{expert}.up_proj.weight",   "FE H",    "mlp.experts.experts.linear_fc1.weight",        "up",       "etp 0", "always"),
+        ("mlp.experts.{expert}.gate_proj.bias",   "FE",      "mlp.experts.experts.linear_fc1.bias",          "gate",     "etp 0", "always"),
+        ("mlp.experts.{expert}.up_proj.bias",     "FE",      "mlp.experts.experts.linear_fc1.bias",          "up",       "etp 0", "always"),
+        ("mlp.experts.{expert}.down_proj.weight", "H FE",    "mlp.experts.experts.linear_fc2.weight",        "plain",    "etp 1", "always"),
+        ("mlp.experts.{expert}.down_proj.bias",   "H",       "mlp.experts.experts.linear_fc2.bias",          "plain",    "-",     "always"),
     )  # fmt: skip
 
     # A row of gate and one of up in turn, of both of which save_pretrained writes the transposed matrix.
