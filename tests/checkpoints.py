@@ -14,6 +14,7 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GlmMoeDsaConfig,
+    GptOssConfig,
     LlamaConfig,
     MixtralConfig,
     Qwen2Config,
@@ -66,6 +67,10 @@ MINIMAX = MIXTRAL | dict(
     head_dim=16, rotary_dim=8, num_experts_per_tok=3, use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True,
     scoring_func="sigmoid",
 )  # fmt: skip
+# As wide as its experts, as published: shapes do not tell a matrix from its transposed one. Windows and clamps matter in a few tokens.
+GPT_OSS = GQA | dict(
+    head_dim=16, intermediate_size=64, num_local_experts=8, num_experts_per_tok=2, sliding_window=6, swiglu_limit=0.4, attention_bias=True,
+)  # fmt: skip
 # GLM-4.7-Flash and GLM-5 have no groups; an indexer here chooses 10 tokens of a sequence.
 DSA = dict(index_n_heads=4, index_head_dim=16, index_topk=10)
 GLM_MLA = MLA | dict(n_group=1, topk_group=1, rms_norm_eps=1e-6)
@@ -73,6 +78,8 @@ LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq
                    original_max_position_embeddings=8192)  # fmt: skip
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=40.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=32, beta_slow=1,
             original_max_position_embeddings=4096)  # fmt: skip
+GPT_OSS_YARN = dict(rope_type="yarn", rope_theta=150000.0, factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+                    original_max_position_embeddings=64)  # fmt: skip
 PLAIN_YARN = dict(rope_type="yarn", rope_theta=1000000.0, factor=4.0, original_max_position_embeddings=64)
 
 GLM_ROPE = dict(rope_type="default", rope_theta=1000000.0)
@@ -121,6 +128,7 @@ VARIANTS = {
         **GLM_MLA | DSA, tie_word_embeddings=False, indexer_rope_interleave=True, index_topk_freq=2, index_skip_topk_offset=1, **rope(GLM_ROPE)
     ),
     "mixtral": MixtralConfig(**MIXTRAL, tie_word_embeddings=False),
+    "gpt-oss": GptOssConfig(**GPT_OSS, tie_word_embeddings=False, **rope(GPT_OSS_YARN)),
 }  # fmt: skip
 if MiniMaxM2Config is not None:
     VARIANTS["minimax-m2"] = MiniMaxM2Config(**MINIMAX, tie_word_embeddings=False)
@@ -176,7 +184,7 @@ def make(
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
+            if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.copy_(torch.randn_like(parameter) * 0.1 + (1.0 if "norm" in name else 0.0))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

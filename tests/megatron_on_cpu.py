@@ -138,6 +138,8 @@ def without_cuda() -> None:
     torch.tensor = lambda *a, **k: plain_tensor(
         *a, **(k | {"device": None} if k.get("device") == "cuda" else k)
     )
+    plain_ones = torch.ones  # of masks of windows
+    torch.ones = lambda *a, **k: plain_ones(*a, **(k | {"device": None} if k.get("device") == "cuda" else k))
     torch.cuda.get_rng_state = lambda *a, **k: torch.zeros(1)
     for module in (tp_random, sys.modules["megatron.core.tensor_parallel.layers"], sys.modules["megatron.core.tensor_parallel"],
                    sys.modules["megatron.core.transformer.moe.experts"], sys.modules["megatron.core.transformer.transformer_block"],

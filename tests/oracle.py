@@ -157,6 +157,8 @@ def megatron_tensors(
                 out["self_attention.linear_qkv.bias"] = qkv(prefix, "bias")
             if f"{prefix}self_attn.o_proj.bias" in hf:
                 out["self_attention.linear_proj.bias"] = get("self_attn.o_proj.bias")
+            if f"{prefix}self_attn.sinks" in hf:
+                out["self_attention.core_attention.softmax_offset"] = get("self_attn.sinks")
             if f"{prefix}self_attn.q_norm.weight" in hf:
                 for x in "qk":
                     out[f"self_attention.{x}_layernorm.weight"] = get(f"self_attn.{x}_norm.weight")
@@ -170,6 +172,20 @@ def megatron_tensors(
                     out[f"mlp.linear_fc2.{kind}"] = get(f"mlp.down_proj.{kind}")
             return out
         out["pre_mlp_layernorm.weight"] = get("post_attention_layernorm.weight")
+        if (
+            f"{prefix}mlp.router.weight" in hf
+        ):  # [experts, in, out], whose outputs are a gate and an up in turn
+            matrices = {
+                "weight": get("mlp.experts.gate_up_proj").mT,
+                "bias": get("mlp.experts.gate_up_proj_bias"),
+            }
+            for kind, matrix in matrices.items():
+                out[f"mlp.router.{kind}"] = get(f"mlp.router.{kind}")
+                gate_then_up = torch.cat([matrix[:, 0::2], matrix[:, 1::2]], dim=1)
+                out[f"mlp.experts.experts.linear_fc1.{kind}"] = gate_then_up
+            out["mlp.experts.experts.linear_fc2.weight"] = get("mlp.experts.down_proj").mT
+            out["mlp.experts.experts.linear_fc2.bias"] = get("mlp.experts.down_proj_bias")
+            return out
         mixtral = f"{prefix}block_sparse_moe.gate.weight" in hf
         block = "block_sparse_moe" if mixtral else "mlp"
         names = (

@@ -26,11 +26,13 @@ CASES = [
 @pytest.mark.parametrize(("variant", "options"), CASES, ids=str)
 def test_the_checkpoint_holds_what_is_assembled_by_hand(variant, options, checkpoint, tmp_path):
     source = checkpoint(variant, dtype=torch.bfloat16, **options)
-    moe = "moe" in variant or "deepseek" in variant
+    moe = "moe" in variant or "deepseek" in variant or "gpt-oss" in variant
     hf_to_mcore(
         source,
         tmp_path / "mcore",
-        MegatronLayout(tp=4, pp=2, ep=4, etp=2) if moe else MegatronLayout(tp=4, pp=2),
+        MegatronLayout(tp=4, pp=2, ep=4, etp=1 if variant == "gpt-oss" else 2)
+        if moe
+        else MegatronLayout(tp=4, pp=2),
     )
     stored = stored_tensors(tmp_path / "mcore" / "release")
     expected = megatron_tensors(source, 1024)
@@ -49,7 +51,7 @@ def test_hugging_face_to_megatron_to_hugging_face_is_the_same_bits(
     variant, options, dtype, checkpoint, tmp_path
 ):
     source = checkpoint(variant, dtype=dtype, **options)
-    moe = "moe" in variant or "deepseek" in variant
+    moe = "moe" in variant or "deepseek" in variant or "gpt-oss" in variant
     hf_to_mcore(
         source,
         tmp_path / "mcore",
@@ -80,7 +82,7 @@ def test_the_output_loads_with_from_pretrained(checkpoint, tmp_path):
 
 def draw_layout(variant):
     """Any layout that the sizes allow, for a variant of four layers and eight heads."""
-    moe = "moe" in variant or "deepseek" in variant
+    moe = "moe" in variant or "deepseek" in variant or "gpt-oss" in variant
     pipeline = st.sampled_from([
         {}, {"pp": 2}, {"pp": 4}, {"pp": 2, "vpp": 2}, {"pp": 2, "num_layers_in_first_pipeline_stage": 1}, {"pp": 2, "num_layers_in_last_pipeline_stage": 1},
         {"pp": 3, "num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1}, {"pp": 2, "pipeline_model_parallel_layout": "Et|t|tt|L"}, {"pp": 3, "pipeline": "Ett|t|tL"},

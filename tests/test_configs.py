@@ -24,8 +24,6 @@ PUBLISHED = [
     json.loads(line) for line in (Path(__file__).parent / "published_configs.jsonl").read_text().splitlines()
 ]
 NOT_SUPPORTED = {
-    "openai/gpt-oss-20b": "GptOssForCausalLM",
-    "openai/gpt-oss-120b": "GptOssForCausalLM",
     "Qwen/Qwen1.5-MoE-A2.7B-Chat": "Qwen2MoeForCausalLM",
     "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2": "LlamaForSequenceClassification",
 }
@@ -93,6 +91,7 @@ OF_FAMILY = {
     "mixtral": {"qkv_bias": True, "use_qk_norm": True, "scoring_func": "sigmoid", "shared_intermediate_size": 512, "rotary_dim": 64},
     "minimax_m2": {"scoring_func": "softmax", "use_qk_norm": False, "qk_norm_type": "per_head", "use_routing_bias": False,
                    "shared_intermediate_size": 512, "attn_type_list": [1, 0], "attention_bias": True, "sliding_window": 4096},
+    "gpt_oss": {"use_qk_norm": True, "scoring_func": "sigmoid", "mlp_bias": True, "shared_expert_intermediate_size": 512},
     "glm4_moe_lite": {"scoring_func": "softmax", "index_topk": 2048, "moe_layer_freq": 2},
     "deepseek_v32": {"indexer_rope_interleave": True, "rope_interleave": False, "scoring_func": "softmax"},
     "glm_moe_dsa": {"indexer_rope_interleave": False, "rope_interleave": False, "moe_layer_freq": 2},

@@ -120,6 +120,11 @@ MISTAKES = {
     "what identifies it": ({"identifies": {"qk_layernorms": True}}, "identifies: 'qk_layernorms' is no argument"),
     "what it is never": ({"identifies": BASE.identifies | {"qk_layernorm": False}}, "identifies: qk_layernorm is False, but True in"),
     "specs": ({"specs": "reshard.megatron.mla.specs"}, "specs: 'reshard.megatron.mla.specs' is not module:function"),
+    "experts apart": ({"experts_apart": False}, "experts_apart: experts that are in no file apart need places"),
+    "a packed name": ({"packed": (("mlp.experts.up", "mlp.experts[{expert}].T"),)}, "packed, mlp.experts.up: no row of layer has this name"),
+    "a packed part": (
+        {"packed": (("mlp.up_proj.weight", "mlp.gates[0:1 of 2].T"),)}, "packed, mlp.gates.*brackets hold an index, .*, .T may follow",
+    ),
     "a name in memory": ({"in_memory": (("mlp.gates.weight", "mlp.gate.weight"),)}, "in_memory, mlp.gates.weight: no row of layer"),
     "a window": ({"window": "from max_window_layer"}, "window: 'from max_window_layer' is none of"),
 }  # fmt: skip

@@ -106,6 +106,11 @@ REFUSALS = [
         MegatronLayout(ep=2, etp=5),
         r"--etp 5 does not divide moe_intermediate_size 48; sizes that do: 1, 2, 3, 4, 6",
     ),
+    (
+        "gpt-oss",
+        MegatronLayout(tp=2),
+        r"--etp 2 .by default --tp.: Megatron-Core has experts with biases at --etp 1 only",
+    ),
     ("qwen3-moe-mixed", MegatronLayout(tp=8, etp=32), r"--etp 32 does not divide moe_intermediate_size"),
 ]
 

@@ -103,6 +103,8 @@ RELOADS = [
         f"{TP} 4 {EP} 4 {ETP} 1",
         4,
     ),  # twice the key heads
+    ("gpt-oss", MegatronLayout(tp=2, pp=2, ep=4, etp=1), f"{TP} 4 {EP} 2 {ETP} 1", 4),
+    ("gpt-oss", MegatronLayout(tp=4, ep=8, etp=1), f"{PP} 2 {VPP} 2 {EP} 2 {ETP} 1", 4),
     ("glm4-moe-lite", MegatronLayout(pp=2, ep=4, etp=1), f"{TP} 4 {EP} 2 {ETP} 2", 4),
     # An indexer wants sequence parallelism at TP > 1, which Megatron's local experts cannot do.
     ("deepseek-v32", MegatronLayout(tp=4, ep=4, etp=1), f"{PP} 2 {EP} 2 {ETP} 1", 4),
@@ -129,9 +131,12 @@ def test_a_checkpoint_of_one_layout_loads_at_another(variant, written, loaded, r
 
 @pytest.mark.parametrize(("variant", "flag"), [
     ("glm-moe-dsa-shared", "--dsa-indexer-topk 9"), ("deepseek-v32", "--dsa-indexer-rope-interleaved"),
+    ("gpt-oss", "--window-size 6,0"), ("gpt-oss", "--window-attn-skip-freq [0,1,0,1]"), ("gpt-oss", "--activation-func-clamp-value 0.5"),
+    ("gpt-oss", "--glu-linear-offset 0.0"),
 ])  # fmt: skip
-def test_another_choice_of_tokens_shows_in_the_logits(variant, flag, checkpoint, tmp_path):
-    """Negative control of the above: the tokens that an indexer leaves out matter here."""
+def test_another_choice_of_tokens_or_numbers_shows_in_the_logits(variant, flag, checkpoint, tmp_path):
+    """Negative control of the above: the tokens that an indexer or a window leaves out, and what a clamp does, matter
+    here."""
     hf_to_mcore(checkpoint(variant), tmp_path / "mcore", transformer_impl="local")
     assert compare(checkpoint(variant), tmp_path / "mcore", flag) > 20 * TOLERANCE
 

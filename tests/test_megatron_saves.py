@@ -29,6 +29,7 @@ SAVED = [
     ("glm4-moe", f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4),
     ("mixtral", f"{PP} 2 {VPP} 2 {EP} 2 {ETP} 1", 4),
     ("minimax-m2", f"{TP} 4 {EP} 2 {ETP} 2", 4),
+    ("gpt-oss", f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4),
     ("deepseek-v32", f"{PP} 2 {EP} 2 {ETP} 1", 4),
     ("glm-moe-dsa-shared", f"{PP} 2 {EP} 2 {ETP} 1", 4),
 ]
@@ -58,10 +59,12 @@ def test_what_megatron_saves_becomes_the_hugging_face_tensors(variant, parallel,
     assert diff(source, theirs).equal and diff(theirs, tmp_path / "ours").equal
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "qwen3-moe", "deepseek-v3", "glm4-moe-air", "minimax-m2"])
+@pytest.mark.parametrize(
+    "variant", ["qwen3", "qwen3-moe", "deepseek-v3", "glm4-moe-air", "minimax-m2", "gpt-oss"]
+)
 def test_the_singleton_scheme_of_keys_is_read(variant, checkpoint, tmp_path):
     source = checkpoint(variant)
-    theirs = saved_by_megatron(source, tmp_path, f"{TP} 2 {PP} 2", 4, training=False, singleton=True)
+    theirs = saved_by_megatron(source, tmp_path, f"{TP} 2 {PP} 2 {ETP} 1", 4, training=False, singleton=True)
     keys = pickle.loads((theirs / "iter_0000007" / ".metadata").read_bytes()).state_dict_metadata
     assert any(key.endswith("linear_fc1.weight_w") for key in keys)
     mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
@@ -89,13 +92,19 @@ def test_a_training_checkpoint_gives_its_weights_and_says_what_is_left_out(check
 
 
 @pytest.mark.parametrize("variant", ["llama", "llama-rope-tied", "llama-bias", "qwen2", "qwen2-tied", "qwen3", "qwen3-moe", "qwen3-moe-mixed",
-                                     "deepseek-v3", "glm4-moe", "glm4-moe-air", "mixtral", "minimax-m2",
+                                     "deepseek-v3", "glm4-moe", "glm4-moe-air", "mixtral", "minimax-m2", "gpt-oss",
                                      "deepseek-v32", "glm-moe-dsa-shared"])  # fmt: skip
 def test_the_args_of_a_checkpoint_stand_in_for_the_config(variant, checkpoint, tmp_path):
     from transformers import AutoConfig
 
     source = checkpoint(variant)
-    parallel = f"{PP} 2" if "dsa" in variant or "v32" in variant else f"{TP} 2"
+    parallel = (
+        f"{PP} 2"
+        if "dsa" in variant or "v32" in variant
+        else f"{TP} 2 {ETP} 1"
+        if variant == "gpt-oss"
+        else f"{TP} 2"
+    )
     theirs = saved_by_megatron(source, tmp_path, parallel, 2, training=True)
     mcore_to_hf(theirs, tmp_path / "back")
     assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []

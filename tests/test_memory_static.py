@@ -27,6 +27,7 @@ LAYOUTS = {
         "qwen3", {"num_hidden_layers": 6}, MegatronLayout(pp=4, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True), 8, 1,
     ),
     "norms over the full width": ("minimax-m2", {}, MegatronLayout(tp=4, ep=2, etp=1), 8, 1),
+    "biases of experts, sinks": ("gpt-oss", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), 8, 1),
     "EP, ETP1": ("qwen3-moe", {}, MegatronLayout(tp=2, pp=2, ep=4, etp=1), 16, 1),
     "EP, ETP2, odd DP": ("qwen3-moe-mixed", {}, MegatronLayout(tp=2, ep=4, etp=2), 24, 1),
     "shared experts": ("glm4-moe-air", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=2), 16, 1),

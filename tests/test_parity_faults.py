@@ -55,6 +55,15 @@ def one_expert(tensors, config):
         swapped(tensors, name, name.replace(".experts.0.", ".experts.1."))
 
 
+def sinks(tensors, config):
+    tensors["model.layers.1.self_attn.sinks"] = tensors["model.layers.1.self_attn.sinks"].roll(1)
+
+
+def not_transposed(tensors, config):
+    name = "model.layers.2.mlp.experts.down_proj"  # as wide as high
+    tensors[name] = tensors[name].mT.contiguous()
+
+
 def vocabulary(tensors, config):
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].roll(1, 0)
 
@@ -72,6 +81,8 @@ def vocabulary(tensors, config):
     ("mixtral", one_expert, {}, "the experts of layer 3", ["experts.0.", "experts.1."]),
     ("minimax-m2", query_norm, {"tp": 2}, "the attention of layer 0", ["q_norm"]),
     ("minimax-m2", router_bias, {"pp": 2}, "the experts of layer 0", ["e_score_correction_bias"]),
+    ("gpt-oss", sinks, {"tp": 2, "etp": 1}, "the attention of layer 1", ["sinks"]),
+    ("gpt-oss", not_transposed, {"pp": 2}, "the experts of layer 2", ["down_proj.weight"]),
     ("qwen3", vocabulary, {"tp": 2}, "the embedding", ["embed_tokens"]),
 ])  # fmt: skip
 def test_a_seeded_fault_is_caught_and_located(
@@ -106,7 +117,8 @@ def test_a_seeded_fault_is_caught_and_located(
 
 
 def test_nothing_diverges_in_the_same_model(megatron_of):
-    for variant, layout in (("deepseek-v3", {"tp": 2, "pp": 2}), ("llama-rope-tied", {"pp": 2, "vpp": 2})):
+    for variant, layout in (("deepseek-v3", {"tp": 2, "pp": 2}), ("llama-rope-tied", {"pp": 2, "vpp": 2}),
+                            ("llama-bias", {"tp": 2}), ("gpt-oss", {"tp": 2, "ep": 2, "etp": 1})):  # fmt: skip
         hf, mcore = megatron_of(variant)
         assert (
             run_on_ranks(ranks_of(layout), "find", str(mcore), str(hf), layout, module="parity_on_cpu")[0]

@@ -257,6 +257,12 @@ PUBLISHED |= {
     "GLM-4.7-Flash": (_CONFIGS["GLM-4.7-Flash"], 30.6, MegatronLayout(tp=4, ep=8, etp=1)),
     "GLM-5": (_CONFIGS["GLM-5"], 753.9, MegatronLayout(tp=8, pp=2, ep=32, etp=1)),
     "GLM-5.2-FP8": (_CONFIGS["GLM-5.2-FP8"], 753.3, MegatronLayout(tp=4, ep=32, etp=1)),
+    "gpt-oss-20b": (_CONFIGS["gpt-oss-20b"], 20.9, MegatronLayout(tp=2, ep=8, etp=1)),
+    "gpt-oss-120b": (_CONFIGS["gpt-oss-120b"], 116.8, MegatronLayout(tp=8, pp=4, ep=8, etp=1)),
+    "gpt-oss-20b in bf16": (
+        {name: value for name, value in _CONFIGS["gpt-oss-20b"].items() if name != "quantization_config"} | {"dtype": "bfloat16"},
+        20.9, MegatronLayout(ep=16, etp=1),
+    ),
 }  # fmt: skip
 # What Megatron-Core 0.19 cannot be told, or computes otherwise.
 CAVEATS = {
@@ -273,16 +279,30 @@ CAVEATS = {
 
 
 def sparse_checkpoint(folder: Path, config: dict) -> Path:
-    """A directory of the right tensors whose files are all holes; fp8 with scales where the config says so."""
+    """A directory of the right tensors whose files are all holes; fp8 or mxfp4 with scales where the config says so."""
     (folder / "config.json").write_text(json.dumps(config))
     model, tensors = Model.from_hf(config), {}
     mapping = expand(model)
-    for name, shape in mapping.shapes.items():
+    mxfp4 = config.get("quantization_config", {}).get("quant_method") == "mxfp4"
+    apart = model.family.experts_apart
+    places = {} if apart else mapping.packed | (mapping.packed_codes if mxfp4 else {})
+    for name, shape in mapping.stored_shapes(places).items():
         if name in mapping.optional:
             continue
+        if name.endswith("_blocks"):
+            groups = (*shape[:-1], shape[-1] // 32)
+            tensors[name] = (DTYPES["uint8"], (*groups, 16))
+            tensors[name.replace("_blocks", "_scales")] = (DTYPES["uint8"], groups)
+            continue
         linear = ("_proj" in name and "eh_proj" not in name) or ".experts." in name or "indexer.w" in name
-        fp8 = "quantization_config" in config and len(shape) == 2 and linear and "weights_proj" not in name
-        usual = config.get("torch_dtype") or config["dtype"]
+        fp8 = (
+            "quantization_config" in config
+            and not mxfp4
+            and len(shape) == 2
+            and linear
+            and "weights_proj" not in name
+        )
+        usual = "bfloat16" if mxfp4 else config.get("torch_dtype") or config["dtype"]
         dtype = "float8_e4m3fn" if fp8 else "float32" if name in mapping.fp32 else usual
         tensors[name] = (DTYPES[dtype], shape)
         if fp8:
@@ -313,7 +333,10 @@ def test_a_published_model_has_the_published_size_and_the_layout_fits(name):
 
 # Those left out take longest, and are like others that are planned.
 @pytest.mark.parametrize(
-    "name", sorted(PUBLISHED.keys() - {"Kimi-K2", "GLM-4.5", "DeepSeek-V3.2", "GLM-5", "MiniMax-M2.7"})
+    "name",
+    sorted(
+        PUBLISHED.keys() - {"Kimi-K2", "GLM-4.5", "DeepSeek-V3.2", "GLM-5", "MiniMax-M2.7", "gpt-oss-120b"}
+    ),
 )
 def test_a_published_model_is_planned_at_full_size(name, tmp_path):
     config, billions, layout = PUBLISHED[name]

@@ -6,12 +6,15 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
+from reshard import MegatronLayout, hf_to_mcore, mcore_to_hf
 from tests.disk import (
     DIRECTIONS,
     SUFFIX,
     beside,
     cli,
+    flip,
     held_run,
     interrupted,
     journal,
@@ -105,6 +108,24 @@ def test_a_partial_file_that_is_not_the_one_that_was_written_is_written_again(
     assert found > 0 or loss == "cut and lengthened"  # the second run of that began anew
     if loss == "a link":
         assert (tmp_path / "source").read_bytes() == bytes(size)
+
+
+@pytest.fixture(scope="module")
+def transposed(checkpoint, tmp_path_factory):
+    """A Megatron checkpoint whose experts are columns of transposed matrices in Hugging Face files, and those."""
+    folder = tmp_path_factory.mktemp("transposed")
+    hf_to_mcore(checkpoint("gpt-oss", dtype=torch.bfloat16), folder / "mcore", MegatronLayout(ep=4, etp=1))
+    mcore_to_hf(folder / "mcore", folder / "hf", max_shard_size="200KB")
+    return {"mcore-to-hf": (folder / "mcore", tree(folder / "hf"))}
+
+
+@pytest.mark.parametrize("fault", ["pwrite:*:40:KILL", "pwrite:*:90:KILL", "sync:reshard.json:1:KILL"])
+def test_matrices_whose_columns_were_written_in_part_are_made_whole(fault, transposed, tmp_path):
+    interrupted("mcore-to-hf", transposed, tmp_path / "out", fault)
+    if "sync" in fault:  # a bit of one tensor's column, and with it all of the matrix
+        path = next((tmp_path / ".out.reshard-partial").rglob("model-00002-of-*.safetensors"))
+        flip(path, path.stat().st_size // 2)
+    assert resumed("mcore-to-hf", transposed, tmp_path / "out") < 263
 
 
 @pytest.mark.parametrize("how", ["not UTF-8", "cut", "of other lines", "empty", "zeros"])

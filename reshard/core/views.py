@@ -15,6 +15,8 @@ Per dim, with commas between, and ``:`` for the dims that are left out:
 | ``:``            | all                                                                |
 | ``0:512``        | 0 up to 512                                                        |
 | ``0:128 in 256`` | 0 up to 128 of every 256                                           |
+
+``.T`` after the brackets swaps the two dims that are left: a file may hold a matrix transposed.
 """
 
 import re
@@ -22,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import combinations
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +32,7 @@ from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
 from reshard.core.placement import Part
 
-_NAME = re.compile(r"(?P<tensor>[^\[\]]+)\[(?P<selections>[^\[\]]*)\]")
+_NAME = re.compile(r"(?P<tensor>[^\[\]]+)\[(?P<selections>[^\[\]]*)\](?P<transposed>\.T)?")
 _SELECTION = re.compile(r"(?P<start>\d+)(?::(?P<stop>\d+)(?: in (?P<period>\d+))?)?")
 
 
@@ -74,14 +76,18 @@ class Selection(NamedTuple):
 
     def selected(self, size: int) -> int:
         """Return how many it takes of a dim of `size`."""
-        return sum(length for _, length in self.runs(size))
+        if self.length == 0:
+            return size
+        return len(range(self.start, size, self.period)) * self.length if self.period else self.length
 
 
 class View(NamedTuple):
-    """A part of a stored tensor: what it takes of each of the first dims, and all of the others."""
+    """A part of a stored tensor: what it takes of each of the first dims, and all of the others; then its two
+    dims swapped where it is `transposed`."""
 
     tensor: str
     selections: tuple[Selection, ...]
+    transposed: bool = False
 
     @staticmethod
     def parse(name: str) -> "View":
@@ -91,17 +97,19 @@ class View(NamedTuple):
         match = _NAME.fullmatch(name)
         if match is None:
             raise ValueError(f"{name!r} is neither a name nor a name with brackets at its end")
-        return View(match["tensor"], _selections(match["selections"]))
+        return View(match["tensor"], _selections(match["selections"]), match["transposed"] is not None)
 
     @property
     def row_dim(self) -> int:
-        """The dim of the tensor that is the view's first."""
+        """The first dim of the tensor that the view has too."""
         return next((dim for dim, s in enumerate(self.selections) if not s.drops), len(self.selections))
 
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the least shape of a tensor of which this is a view of `shape`. Raises ValueError where the two
         do not fit."""
-        sizes, rest = [], list(shape)
+        if self.transposed and len(shape) != 2:
+            raise ValueError(f"{self.tensor}: a view of shape {list(shape)} is no matrix that .T could swap")
+        sizes, rest = [], list(shape[::-1] if self.transposed else shape)
         for selection in self.selections:
             selected = 1 if selection.drops else (rest.pop(0) if rest else 0)
             size = selection.least_size(selected)
@@ -110,11 +118,36 @@ class View(NamedTuple):
             sizes.append(size)
         return (*sizes, *rest)
 
+    def by_dim(self, dims: int) -> tuple[Selection, ...]:
+        """Return what it takes of each of so many dims."""
+        return (*self.selections, *(Selection(),) * (dims - len(self.selections)))
+
+    def shape_in(self, tensor_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of this view of a tensor of this shape."""
+        filled = self.by_dim(len(tensor_shape))
+        shape = tuple(s.selected(n) for s, n in zip(filled, tensor_shape, strict=True) if not s.drops)
+        return shape[::-1] if self.transposed else shape
+
+    def elements_of(self, tensor: Any) -> Any:
+        """Return these elements of a whole array or torch tensor, before the dims are swapped and as a view of it; a
+        dim of which some of every few are taken counts as two."""
+        shape: list[int] = []
+        index: list[int | slice] = []
+        for selection, size in zip(self.by_dim(len(tensor.shape)), tensor.shape, strict=True):
+            stop = selection.start + selection.length if selection.length else None
+            run = slice(selection.start, stop)
+            if selection.period:
+                shape += [size // selection.period, selection.period]
+                index += [slice(None), run]
+            else:
+                shape.append(size)
+                index.append(selection.start if selection.drops else run)
+        return tensor.reshape(shape)[tuple(index)]
+
     def pieces(self, tensor_shape: tuple[int, ...]) -> "list[Piece]":
-        """Return where the rows of the view lie in a row-major tensor of this shape, in order: runs of elements
-        without gaps."""
-        filled = (*self.selections, *(Selection(),) * (len(tensor_shape) - len(self.selections)))
-        runs = [s.runs(size) for s, size in zip(filled, tensor_shape, strict=True)]
+        """Return where the rows of the view, before its dims are swapped, lie in a row-major tensor of this
+        shape, in order: runs of elements without gaps."""
+        runs = [s.runs(n) for s, n in zip(self.by_dim(len(tensor_shape)), tensor_shape, strict=True)]
         whole_from = len(runs)
         while whole_from and runs[whole_from - 1] == [(0, tensor_shape[whole_from - 1])]:
             whole_from -= 1
@@ -171,7 +204,7 @@ def tensor_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int,
             stored[name] = shape
     for tensor, parts in views.items():
         try:
-            stored[tensor] = _covered(tuple((view.selections, shape) for view, shape in parts))
+            stored[tensor] = _covered(tuple((view._replace(tensor=""), shape) for view, shape in parts))
         except ValueError as error:
             raise ReshardError(f"{tensor}: {error}") from None
     return stored
@@ -194,8 +227,10 @@ def view_parts(views: Iterable[str], shape: tuple[int, ...], rows: Box) -> Itera
     """
     width, (first, column), (count, columns) = prod(shape[1:]), *rows
     for name in views:
-        view_row = 0
-        for piece in View.parse(name).pieces(shape):
+        view, view_row = View.parse(name), 0
+        if view.transposed:
+            raise ReshardError(f"{name} is a transposed view, which a refit does not support")
+        for piece in view.pieces(shape):
             if piece.start % width or piece.length % width:
                 raise ReshardError(f"{name} is a view of parts of rows, which a refit does not support")
             row, length = piece.start // width, piece.length // width
@@ -207,14 +242,19 @@ def view_parts(views: Iterable[str], shape: tuple[int, ...], rows: Box) -> Itera
 
 
 @cache
-def _covered(parts: tuple[tuple[tuple[Selection, ...], tuple[int, ...]], ...]) -> tuple[int, ...]:
+def _covered(parts: tuple[tuple[View, tuple[int, ...]], ...]) -> tuple[int, ...]:
     """Return the shape of a tensor that these views cover. Raises ValueError where one element is in none, or in
     two."""
-    shapes = [View("", selections).tensor_shape(shape) for selections, shape in parts]
+    shapes = [view.tensor_shape(shape) for view, shape in parts]
     shape = tuple(map(max, zip(*shapes, strict=True)))
+    for view, of_view in parts:
+        if view.shape_in(shape) != of_view:
+            raise ValueError(
+                f"a view of shape {list(of_view)} is not {list(view.shape_in(shape))}, as another needs"
+            )
     by_index: dict[tuple[int, ...], list[tuple[Selection, ...]]] = {}
-    for selections, _ in parts:
-        full = (*selections, *(Selection(),) * (len(shape) - len(selections)))
+    for view, _ in parts:
+        full = view.by_dim(len(shape))
         leading = next((i for i, s in enumerate(full) if not s.drops), len(full))
         by_index.setdefault(tuple(s.start for s in full[:leading]), []).append(full[leading:])
     depth = {len(index) for index in by_index}

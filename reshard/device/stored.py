@@ -31,10 +31,9 @@ def stored_tensors(
         shape = stored_shapes[tensor]
         if tensor not in unfinished:
             unfinished[tensor] = torch.empty(shape, dtype=part.dtype, device=part.device)
-        flat, start = unfinished[tensor].view(-1), 0
-        for piece in View.parse(place).pieces(shape):
-            flat[piece.start : piece.start + piece.length] = part.reshape(-1)[start : start + piece.length]
-            start += piece.length
+        view = View.parse(place)
+        elements = view.elements_of(unfinished[tensor])
+        elements.copy_((part.mT if view.transposed else part).reshape(elements.shape))
         left[tensor] -= 1
         if not left[tensor]:
             yield tensor, unfinished.pop(tensor)

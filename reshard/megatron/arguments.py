@@ -91,6 +91,8 @@ def arguments(
     args["sequence_parallel"] = bool(model.num_experts) and layout.tp > 1 and transformer_impl != "local"
     if transformer_impl == "local":
         args["moe_grouped_gemm"] = False
+        if args.get("activation_func_clamp_value"):
+            args["bias_gelu_fusion"] = False  # which clamps before it adds the bias that these layers pass on
     if model_class == "hybrid":
         args = as_hybrid_args(args, layer_pattern(model, layout.stages(model)), transformer_impl)
     return args

@@ -89,7 +89,7 @@ def _config_values(
     says."""
     values: dict[str, Any] = {
         "num_moe_experts": args.get("num_experts"),
-        "activation_func": torch.nn.functional.silu,
+        "activation_func": _activation(args),
         "gated_linear_unit": True,
         "add_qkv_bias": args["add_qkv_bias"] or args["add_bias_linear"],
         "transformer_impl": transformer_impl,
@@ -119,6 +119,15 @@ def _hybrid_values(layout: MegatronLayout) -> dict[str, Any]:
     """Return the fields of a HybridModel's config that no argument says; its stages are in its pattern."""
     virtual = layout.virtual_stages if layout.virtual_stages > 1 else None
     return {"is_hybrid_model": True, "virtual_pipeline_model_parallel_size": virtual}
+
+
+def _activation(args: dict[str, Any]) -> Any:
+    """Return the activation of the gated half of an MLP."""
+    if not args.get("quick_geglu"):
+        return torch.nn.functional.silu
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    return quick_gelu
 
 
 def _pipeline_values(layout: MegatronLayout) -> dict[str, Any]:
@@ -302,6 +311,7 @@ def without_gpu() -> Iterator[None]:
         yield
         return
     from reshard.megatron.compat import (
+        windows_without_gpu,
         without_linear_attention_kernels,
         without_random_states,
         without_transformer_engine,
@@ -311,7 +321,12 @@ def without_gpu() -> Iterator[None]:
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     try:
-        with without_random_states(), without_transformer_engine(), without_linear_attention_kernels():
+        with (
+            without_random_states(),
+            without_transformer_engine(),
+            without_linear_attention_kernels(),
+            windows_without_gpu(),
+        ):
             yield
     finally:
         torch.cuda.current_device = kept

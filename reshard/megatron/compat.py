@@ -12,6 +12,7 @@ from importlib import import_module, metadata
 from typing import Any
 
 import torch
+from megatron.core.fusions import fused_softmax
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
@@ -129,6 +130,26 @@ def without_linear_attention_kernels() -> Iterator[None]:
 def _unit_length(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """Return vectors of the last dim at length 1, as flash-linear-attention's ``l2norm`` does."""
     return (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+@contextmanager
+def windows_without_gpu() -> Iterator[None]:
+    """Make the masks of local layers with windows in host memory: Megatron makes them on a GPU."""
+    name = "get_sliding_window_causal_mask"
+    before = getattr(fused_softmax, name, None)
+    if before is None:
+        raise unknown("masks windows elsewhere, so that its layers do not run without a GPU")
+    setattr(fused_softmax, name, _outside_window)
+    try:
+        yield
+    finally:
+        setattr(fused_softmax, name, before)
+
+
+def _outside_window(queries: int, keys: int, window: tuple[int, int]) -> torch.Tensor:
+    """Return True ``[queries, keys]`` for keys outside of a query's window, of so many before and after it."""
+    distance = torch.arange(keys) - torch.arange(keys - queries, keys)[:, None]
+    return (distance < -window[0]) | (distance > window[1])
 
 
 class _NoLinear:

@@ -14,7 +14,8 @@ SPELLINGS = {
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
 }
 WHEN_FALSE = {
-    "add_bias_linear": "--disable-bias-linear", "apply_rope_fusion": "--no-rope-fusion",
+    "add_bias_linear": "--disable-bias-linear", "bias_dropout_fusion": "--no-bias-dropout-fusion",
+    "bias_gelu_fusion": "--no-bias-gelu-fusion", "apply_rope_fusion": "--no-rope-fusion",
     "yarn_correction_range_round_to_int": "--no-yarn-correction-range-round-to-int",
     "dsa_indexer_rotate_activation": "--no-dsa-indexer-rotate-activation",
 }  # fmt: skip
@@ -24,6 +25,7 @@ NO_FLAG = {"context_parallel_size", "layernorm_zero_centered_gamma", *MLA_YARN}
 # argument.
 OLDEST, NEWEST = (0, 12), (0, 20)
 PADDED_VOCAB_AND_ROPE_TYPE, PIPELINE_STRINGS, YARN_WITHOUT_MLA, INDEXER = (0, 14), (0, 13), (0, 19), (0, 19)
+SINKS = (0, 19)
 HYBRID = (
     0,
     19,
@@ -73,6 +75,8 @@ def arguments_for(args: dict[str, Any], version: tuple[int, int]) -> dict[str, A
         raise refuse("a HybridModel with the layers of this model", HYBRID)
     if version < INDEXER and args.get("experimental_attention_variant") == "dsa":
         raise refuse("attention to the tokens that an indexer chooses", INDEXER)
+    if version < SINKS and args.get("softmax_type") == "learnable":
+        raise refuse("attention with sinks", SINKS)
     if (
         version < YARN_LENGTH
         and args.get("rope_type") == "yarn"
@@ -118,6 +122,8 @@ def command_line(
                 flags.append(flag)
         elif name == "spec":  # a module, and a name in it
             flags.append(" ".join([flag, *value]))
+        elif isinstance(value, tuple):
+            flags.append(f"{flag} {','.join(map(str, value))}")
         elif isinstance(value, list):
             flags.append(f"{flag} [{','.join(map(str, value))}]")
         else:

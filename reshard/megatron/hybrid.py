@@ -137,6 +137,11 @@ def as_hybrid_args(args: Mapping[str, Any], pattern: str, transformer_impl: str)
         raise ReshardError(
             "layers that share an indexer are counted otherwise in a HybridModel, which is not supported: use a GPTModel"
         )
+    if args.get("window_attn_skip_freq") is not None:
+        raise ReshardError(
+            "layers with a window among others are counted otherwise in a HybridModel, which is not supported: use a "
+            "GPTModel"
+        )
     hybrid = {name: value for name, value in args.items() if name not in IN_PATTERN}
     if hybrid.get("experimental_attention_variant") == "gated_delta_net":
         del hybrid["experimental_attention_variant"]
@@ -244,6 +249,11 @@ def as_gpt_args(args: Mapping[str, Any], where: object) -> dict[str, Any]:
     ):
         raise ReshardError(
             f"{where}: dsa_indexer_topk_freq {args['dsa_indexer_topk_freq']} counts the layers of a HybridModel, which "
+            f"is not read"
+        )
+    if args.get("window_size") and args.get("window_attn_skip_freq") is not None:
+        raise ReshardError(
+            f"{where}: window_attn_skip_freq {args['window_attn_skip_freq']} counts the layers of a HybridModel, which "
             f"is not read"
         )
     return gpt

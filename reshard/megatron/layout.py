@@ -174,6 +174,10 @@ class MegatronLayout:
                 raise ReshardError(
                     f"{flag} does not divide {name} {size}; sizes that do: {numbers(divisors(size))}"
                 )
+        if model.num_experts and model.family.megatron["add_bias_linear"] and self.expert_tp > 1:
+            raise ReshardError(
+                f"--etp {self.expert_tp} (by default --tp): Megatron-Core has experts with biases at --etp 1 only"
+            )
         self.stages(model)
 
     def stages(self, model: Model) -> list[list[Stage]]:

@@ -1,6 +1,7 @@
 """Megatron's parameters, derived from a table and a model: each whole, made of canonical pieces."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from reshard.core.boxes import Box, whole
@@ -41,8 +42,9 @@ class ModelParameters:
 
     `copies` maps a canonical name to the name that has the same bytes; `ignored` and `optional` are canonical
     names that may be present; `fp32` are those that are never cast down, `less_one` those of which Megatron holds
-    the value less 1. `packed` has the parts of tensors that files may hold in place of canonical ones. `model_class`
-    is the class of Megatron's model, ``gpt`` or ``hybrid``.
+    the value less 1. `packed` has the parts of tensors that files may hold in place of canonical ones, and
+    `packed_codes` those of quantized files, where they are others. `model_class` is the class of Megatron's model,
+    ``gpt`` or ``hybrid``.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -54,13 +56,13 @@ class ModelParameters:
     less_one: frozenset[str] = frozenset()
     packed: dict[str, str] = field(default_factory=dict)
     model_class: str = "gpt"
+    packed_codes: dict[str, str] = field(default_factory=dict)
 
-    def stored_shapes(self, packed: bool) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the published tensors, each whole, with experts `packed` in one or each on its own.
+    def stored_shapes(self, places: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the published tensors, each whole, where canonical ones have these `places` in them.
 
         Raises ReshardError for one that its views do not cover exactly once.
         """
-        places = self.packed if packed else {}
         return tensor_shapes({places.get(name, name): shape for name, shape in self.shapes.items()})
 
 
@@ -86,6 +88,7 @@ def expand(
         frozenset(expansion.less_one),
         expansion.packed,
         model_class,
+        expansion.packed_codes,
     )
 
 
@@ -104,7 +107,7 @@ class _Expansion:
         self.fp32: set[str] = set()
         self.less_one: set[str] = set()
         self.packed: dict[str, str] = {}
-        self.packed_rows = dict(model.family.packed)
+        self.packed_codes: dict[str, str] = {}
 
     def block(self, block: Block) -> None:
         groups: dict[str, list[Row]] = defaultdict(list)
@@ -120,16 +123,22 @@ class _Expansion:
                 groups[row.megatron].append(row)
             if row.optional:
                 self.optional.add(name)
-            if row.hf in self.packed_rows:
-                part = replace(row, hf=self.packed_rows[row.hf]).in_numbers(self.model.symbols)
-                names = zip(
-                    row.names(block.published, experts), part.names(block.published, experts), strict=True
-                )
-                self.packed.update((name, place) for (_, name), (_, place) in names)
+            self.packed |= self._places(block, row, self.model.family.packed)
+            self.packed_codes |= self._places(block, row, self.model.family.packed_codes)
         for megatron, rows in groups.items():
             shapes = [self.model.shape(row.shape) for row in rows]
             for named in zip(*(row.names(block.published, experts) for row in rows), strict=True):
                 self._parameter(block, megatron, rows, [name for _, name in named], shapes, named[0][0])
+
+    def _places(self, block: Block, row: Row, table: tuple[tuple[str, str], ...]) -> dict[str, str]:
+        """Return the parts of tensors that a family's table names for a row, by canonical name."""
+        place = dict(table).get(row.hf)
+        if place is None:
+            return {}
+        part = replace(row, hf=place).in_numbers(self.model.symbols)
+        experts = range(self.model.num_experts)
+        names = zip(row.names(block.published, experts), part.names(block.published, experts), strict=True)
+        return {name: place for (_, name), (_, place) in names}
 
     def _parameter(
         self,

@@ -12,6 +12,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"is_encoder_decoder": False},
     "glm4_moe_lite": {"is_encoder_decoder": False, "rope_interleave": True},
     "glm_moe_dsa": {"is_encoder_decoder": False},
+    "gpt_oss": {"is_encoder_decoder": False},
     "llama": {"is_encoder_decoder": False},
     "minimax_m2": {"is_encoder_decoder": False},
     "mixtral": {"is_encoder_decoder": False},

@@ -86,7 +86,9 @@ class Family:
     - `always`: fields that transformers' class does not have, and what they are for every model of the family;
       at another value they are refused.
     - `packed`: (name of a row, the part of a tensor of all experts that published files may have in its place).
-      Both are read; this is what is written.
+      Both are read; this is what is written. `packed_codes`: the same of files with quantized experts, where
+      these are other tensors. `experts_apart`: False where no file ever has the experts apart, and the names of
+      the rows are ours.
     - `wrapped_in`: architecture and ``model_type`` of a model that has this one as its language model, its config
       under ``text_config``; `wrapped_names`: what names begin with, and what instead in that model; `towers`: what
       the names of its other tensors begin with, which are carried from disk to disk unchanged.
@@ -138,6 +140,8 @@ class Family:
     no_effect: tuple[str, ...] = ()
     always: dict[str, Any] = {}
     packed: tuple[tuple[str, str], ...] = ()
+    packed_codes: tuple[tuple[str, str], ...] = ()
+    experts_apart = True
     wrapped_in = ("", "")
     wrapped_names = ("model.", "model.language_model.")
     towers: tuple[str, ...] = ()

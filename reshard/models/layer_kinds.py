@@ -4,7 +4,7 @@ from typing import Any
 
 from reshard.core.errors import ReshardError
 from reshard.models.config_fields import whole_number
-from reshard.models.numerics_args import linear_pattern
+from reshard.models.numerics_args import linear_pattern, window_pattern
 
 
 def moe_by_step(config: dict[str, Any], where: str) -> list[str]:
@@ -59,3 +59,36 @@ def linear_fields(args: dict[str, Any]) -> dict[str, Any]:
         return {}
     pattern = linear_pattern(args["linear_attention_freq"], int(args["num_layers"]))
     return {"layer_types": ["linear_attention" if linear else "full_attention" for linear in pattern]}
+
+
+def windows_by_layer_types(config: dict[str, Any], where: str) -> list[int]:
+    """Return a 1 for each layer that attends to a window and a 0 for each that attends to all before it: by
+    `layer_types`, else a window in every second layer, the first among them. Raises ReshardError where the field does
+    not say which."""
+    layers, types = config["num_hidden_layers"], config.get("layer_types")
+    if types is None:
+        return [int(layer % 2 == 0) for layer in range(layers)]
+    known = {"sliding_attention": 1, "full_attention": 0}
+    if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
+        raise ReshardError(
+            f"{where}: layer_types {types!r:.80} does not say which of {layers} layers attend to a window"
+        )
+    return [known[kind] for kind in types]
+
+
+def window_args(config: dict[str, Any]) -> dict[str, Any]:
+    """Return Megatron's arguments for `sliding_window`, which counts a token itself, and the layers that have it."""
+    windows = windows_by_layer_types(config, "config.json")
+    if not any(windows):
+        return {"window_size": None, "window_attn_skip_freq": None}
+    return {"window_size": (config["sliding_window"] - 1, 0), "window_attn_skip_freq": windows}
+
+
+def window_fields(args: dict[str, Any]) -> dict[str, Any]:
+    """Return the config fields for such arguments: the inverse of `window_args`."""
+    layers, window = int(args["num_layers"]), args.get("window_size")
+    if not window or window[0] < 0:
+        return {"layer_types": ["full_attention"] * layers}
+    windows = window_pattern(args.get("window_attn_skip_freq"), layers)
+    names = ("full_attention", "sliding_attention")
+    return {"layer_types": [names[windowed] for windowed in windows], "sliding_window": window[0] + 1}

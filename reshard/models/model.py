@@ -203,6 +203,15 @@ class Model:
         """True where all decoder layers are of one kind, so that Megatron stacks them under one key."""
         return len(set(self.kinds)) == 1
 
+    def check_refittable(self, instead: str) -> None:
+        """Raise ReshardError, which ends with what to do `instead`, for a model that no engine is refitted with yet: its
+        experts are nowhere apart, neither in files nor in an engine."""
+        if not self.family.experts_apart:
+            raise ReshardError(
+                f"{self.where}: a {self.family.architecture} is converted, loaded, saved and exported, and not yet brought "
+                f"into an engine's memory: {instead}"
+            )
+
     @property
     def shared_width(self) -> int:
         """The width of the experts that every token goes to, together; 0 where there are none."""
@@ -359,6 +368,9 @@ def different_fields(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
             different["layers with experts"] = (a.moe_layers, b.moe_layers)
         else:
             different["kinds of layers"] = (a.kinds, b.kinds)
+    derived = [model.family.derived_args(model.config) for model in (a, b)]
+    if not different and not same_value(*derived):
+        different |= {name: tuple(args[name] for args in derived) for name in derived[0]}
     if not same_value(a.family.rope_args(a.config, a.where), b.family.rope_args(b.config, b.where)):
         different["rope_parameters"] = (a.rope(), b.rope())
     return different

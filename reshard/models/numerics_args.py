@@ -119,6 +119,12 @@ def _settled(args: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("linear_attention_freq") is not None and values.get("num_layers"):
         frequency, layers = values["linear_attention_freq"], int(values["num_layers"])
         values["linear_attention_freq"] = linear_pattern(frequency, layers)
+    if "window_attn_skip_freq" in values and values.get("num_layers"):
+        windows = window_pattern(values["window_attn_skip_freq"], int(values["num_layers"]))
+        if "window_size" in values and not any(windows):
+            values["window_size"] = None
+        says_nothing = all(windows) or ("window_size" in values and not values["window_size"])
+        values["window_attn_skip_freq"] = None if says_nothing else windows
     balancing = values.get("moe_router_load_balancing_type")
     if balancing is not None and all(
         kind in _BY_LOSS for kind in (balancing if isinstance(balancing, list) else [balancing])
@@ -174,6 +180,15 @@ def linear_pattern(frequency: Any, layers: int) -> list[int]:
     if isinstance(frequency, int) and frequency > 0:
         return [int((layer + 1) % frequency != 0) for layer in range(layers)]
     return _pattern("linear_attention_freq", frequency, layers)
+
+
+def window_pattern(frequency: Any, layers: int) -> list[int]:
+    """Return ``--window-attn-skip-freq`` as a 1 for each layer that attends to a window and a 0 for each that
+    attends to all: of a number n every n-th does, without one none.
+
+    Raises ValueError where it says nothing about so many layers.
+    """
+    return [1] * layers if frequency is None else linear_pattern(frequency, layers)
 
 
 def moe_pattern(frequency: Any, layers: int) -> list[int]:

@@ -18,7 +18,7 @@ CONFIG_COLUMNS = ("HF config field", "Megatron argument", "relation", "default")
 RELATIONS = ("=", "not")
 _SIZE = r"[\w*/+]+"
 _ENTRY = rf"(\{{expert\}}|:|{_SIZE}(:{_SIZE}( in {_SIZE})?)?)"
-BRACKETS = re.compile(rf"[^\[\]]+\[{_ENTRY}(, {_ENTRY})*\]")
+BRACKETS = re.compile(rf"[^\[\]]+\[{_ENTRY}(, {_ENTRY})*\](\.T)?")
 WINDOWS = ("", "everywhere", "from max_window_layers")
 
 
@@ -69,6 +69,13 @@ def _problems(family: Any) -> Iterator[str]:
         unknown = sorted(set(Equality(*row).fields[1:]) - known)
         if unknown:
             yield f"equal, {row[0]}: no row of config has a field {unknown[0]!r}"
+    if not family.experts_apart and not family.packed:
+        yield "experts_apart: experts that are in no file apart need places in packed"
+    for table in ("packed", "packed_codes"):
+        for row in getattr(family, table):
+            if row[0] not in {each[0] for each in family.layer}:
+                yield f"{table}, {row[0]}: no row of layer has this name"
+            yield from _wrong_cells(table, (row[1], "", "", "", "", ""), {*family.symbols, *family.derived})
     for table in ("model", "layer", "mtp"):
         for row in getattr(family, table):
             yield from _wrong_width(table, row[:-1] if len(row) == len(COLUMNS) + 1 else row, COLUMNS)
@@ -83,8 +90,11 @@ def _wrong_width(table: str, row: Sequence[Any], columns: Sequence[str]) -> Iter
 def _wrong_cells(table: str, row: Sequence[str], symbols: Collection[str]) -> Iterator[str]:
     name, shape, when = row[0], row[1], row[5]
     if "[" in name and not BRACKETS.fullmatch(name):
-        yield f"{table}, {name}: brackets hold an index, ':', 'a:b' or 'a:b in n' for each dim, with commas between"
-    letters = {"the shape " + repr(shape): shape, "the part of a tensor": name.partition("[")[2]}
+        yield f"{table}, {name}: brackets hold an index, ':', 'a:b' or 'a:b in n' for each dim, with commas between, .T may follow"
+    letters = {
+        "the shape " + repr(shape): shape,
+        "the part of a tensor": name.partition("[")[2].removesuffix(".T"),
+    }
     for cell, text in letters.items():
         words = re.findall(r"[A-Za-z]+", text.replace("{expert}", "").replace(" in ", " "))
         unknown = [word for word in words if word not in symbols]

@@ -6,8 +6,8 @@ A row ties one published parameter to its place in a Megatron parameter:
 |--------------------|--------------------------------------------------------------------------------------------------|
 | HF parameter       | the published name; in `layer` and `mtp` rows without ``model.layers.{layer}.``; a row with      |
 |                    | ``{expert}`` stands for one tensor of each routed expert. Brackets after the name say which part |
-|                    | of a published tensor it is: ``gate_up_proj[{expert}, 0:F]``, ``q_proj.weight[0:D in 2*D]``, see |
-|                    | `reshard.core.views`                                                                             |
+|                    | of a published tensor it is: ``gate_up_proj[{expert}, 0:F]``, ``q_proj.weight[0:D in 2*D]``,     |
+|                    | ``down_proj[{expert}].T``, see `reshard.core.views`                                              |
 | shape              | of that tensor, in the family's `symbols`; ``NQ*D H`` is two dims                                |
 | Megatron parameter | its name in a checkpoint of Transformer Engine layers, without ``decoder.layers.{layer}.``       |
 | arrangement        | where its rows lie in the Megatron parameter (below)                                             |
@@ -161,13 +161,13 @@ def in_numbers(name: str, symbols: Mapping[str, int]) -> str:
 
     >>> in_numbers("q_proj.weight[0:D in 2*D]", {"D": 8})
     'q_proj.weight[0:8 in 16]'
-    >>> in_numbers("experts.gate_up_proj[{expert}, F:2*F]", {"F": 32})
-    'experts.gate_up_proj[{expert}, 32:64]'
+    >>> in_numbers("experts.gate_up_proj[{expert}, F:2*F].T", {"F": 32})
+    'experts.gate_up_proj[{expert}, 32:64].T'
     """
     tensor, bracket, selections = name.partition("[")
     if not bracket:
         return name
-    numbers = re.sub(r"(?<![{\w])[\w*/+]+", lambda match: _number(match[0], symbols), selections)
+    numbers = re.sub(r"(?<![{\w.])[\w*/+]+", lambda match: _number(match[0], symbols), selections)
     return tensor + bracket + numbers
 
 

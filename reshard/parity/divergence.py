@@ -266,13 +266,19 @@ def _states_of_megatron(system: Megatron, tokens: torch.Tensor, positions: Seque
         modules[norm] = getattr(model.decoder, its_norm, None)
     compared = {name: module for name, module in modules.items() if module is not None}
     with (
-        hooked(compared, lambda name, _, __, out: states.__setitem__(name, _copied(out).transpose(0, 1))),
+        hooked(compared, lambda name, _, __, out: states.__setitem__(name, _with_bias(out).transpose(0, 1))),
         torch.no_grad(),
     ):
         logits = system.logits(tokens, positions=positions)
     if logits is not None:
         states[head] = logits.float().cpu()
     return states
+
+
+def _with_bias(output: Any) -> torch.Tensor:
+    """Copy the output of a module of Megatron's, with the bias that it leaves to what comes after it."""
+    state, bias = _copied(output), output[1] if isinstance(output, tuple) and len(output) == 2 else None
+    return state + _copied(bias) if isinstance(bias, torch.Tensor) and bias.ndim == 1 else state
 
 
 def _copied(output: Any) -> torch.Tensor:

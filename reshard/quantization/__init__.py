@@ -8,6 +8,7 @@
 `nvfp4`                e2m1 with a scale for each 16 columns, and one for all of a weight
 `compressed_tensors`   the configs and names of tensors that compressed-tensors writes
 `modelopt`             the same of NVIDIA's Model Optimizer
+`mxfp4`                e2m1 with a power of two for each 32 columns, as gpt-oss is published
 =====================  =====================================================================
 
 The modules of this table use numpy alone; ``*_torch`` and ``*_triton`` beside them hold the same

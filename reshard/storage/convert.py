@@ -82,7 +82,7 @@ def hf_to_mcore(
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Convert a Hugging Face checkpoint (a directory or a hub id) to a Megatron ``torch_dist``
-    checkpoint; weights in fp8 blocks, or in fp8, int8, int4 or nvfp4 by compressed-tensors, or
+    checkpoint; weights in fp8 blocks, in mxfp4, in fp8, int8, int4 or nvfp4 by compressed-tensors, or
     in nvfp4 by modelopt, are dequantized.
 
     `layout` decides how the tensors are cut into chunks and files, `dtype` (``bf16``, ``fp16``,
@@ -307,8 +307,9 @@ def _report(direction: str, job: ConversionJob, destination: str | Path, layout:
     slab_bytes = max(
         SLAB_BYTES, *(source.row_multiple(n) * info.columns * 4 for n, info in source.tensors.items())
     )
-    # Each worker has a slab as it is read, assembled, cast, and cut into columns.
-    worker_bytes = WORKER_MEMORY_BYTES + 4 * slab_bytes
+    # Each worker has a slab as it is read, assembled, cast, and cut into columns, and a transposed matrix both ways.
+    matrix_bytes = 2 * (source.matrix_bytes() + job.destination.matrix_bytes())
+    worker_bytes = WORKER_MEMORY_BYTES + 4 * slab_bytes + matrix_bytes
     memory_bytes = BASE_MEMORY_BYTES + workers_for(read_bytes, job.options.workers) * worker_bytes
     return ConversionReport(
         direction=direction,
@@ -382,6 +383,11 @@ def _quantized(
     scheme_name: str | None, scheme: Scheme | None, source: MegatronSource, tensors: dict[str, TensorInfo]
 ) -> Quantized:
     """Return which weights are quantized, and how; none without a scheme. Raises ReshardError if the scheme cannot hold them."""
+    if scheme and not source.model.family.experts_apart:
+        raise ReshardError(
+            f"--quantize {scheme_name}: a {source.model.family.architecture} is written in bf16, fp16 or fp32 only, "
+            "since no engine reads its experts one by one: leave --quantize out"
+        )
     quantized = Quantized(_names_to_quantize(source, tensors) if scheme else (), scheme)
     if any(tensors[name].dtype.size > 2 for name in quantized.names):
         raise ReshardError(

@@ -164,6 +164,7 @@ class FsdpModel(Trainer):
 
     def publish(self, model: Model) -> list[LocalTensor]:
         """See `Trainer.publish`."""
+        model.check_refittable("its trainer can publish it with save_pretrained")
         shapes, published_names = expand(model).shapes, model.names_in_memory()
         views = views_by_tensor(shapes)
         tensors = [local for held in self.held for local in _locals(held, shapes, views, published_names)]

@@ -70,6 +70,9 @@ class VllmModel(Engine):
         self.guard.watch(model, worker, front)
         self.hf_config = published(config.model_config.hf_config.to_dict(), "vLLM's config")
         self.model = Model.from_hf(self.hf_config, f"vLLM's config of {config.model_config.model}")
+        self.model.check_refittable(
+            "leave its weights to the trainer's own sync, or send it those of reshard.export"
+        )
         self.draft = draft_model(worker)
         drafts_by_mtp = is_mtp(self.draft, self.model)
         if not drafts_by_mtp:

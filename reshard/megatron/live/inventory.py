@@ -1,5 +1,6 @@
 """The tensors that all ranks of a live model hold together, in which dtypes, and which rank writes which box."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ from reshard.comm.team import Team
 from reshard.core.boxes import Box, whole
 from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError, listed
+from reshard.core.views import View
 from reshard.megatron.live.collective import run_on_first
 from reshard.megatron.live.local_model import HeldBoxes, LocalModel, box_of, uncovered_tensors
 from reshard.megatron.live.published_model import PublishedModel
@@ -58,7 +60,8 @@ def take_inventory(team: Team, local: LocalModel, published: PublishedModel) -> 
                 f"all ranks' models together lack elements of {len(lacking)} tensors of {model.where}: "
                 f"{listed(lacking, 3)}"
             )
-        assignments.update(_assign_writers(boxes_of_ranks, shapes))
+        packed = expand(_with_mtp(published, mtp)).packed
+        assignments.update(_assign_writers(boxes_of_ranks, shapes, _matrices(packed)))
         values = list(dtypes.values())
         usual = max(sorted(set(values)), key=values.count)
         return {"mtp": mtp, "dtype": usual, "others": {n: d for n, d in dtypes.items() if d != usual}}
@@ -99,10 +102,23 @@ def _dtype_of_names(names_by_dtype: list[dict[str, list[str]]]) -> dict[str, str
     return dtypes
 
 
+def _matrices(packed: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Return for each tensor of which files hold the transposed matrix which one that is: a tensor, and indexes."""
+    views = {name: View.parse(place) for name, place in packed.items() if place.endswith(".T")}
+    return {
+        name: (view.tensor, *(str(selection.start) for selection in view.selections if selection.drops))
+        for name, view in views.items()
+    }
+
+
 def _assign_writers(
-    boxes_of_ranks: list[dict[str, list[HeldBoxes]]], shapes: dict[str, tuple[int, ...]]
+    boxes_of_ranks: list[dict[str, list[HeldBoxes]]],
+    shapes: dict[str, tuple[int, ...]],
+    matrices: dict[str, tuple[str, ...]],
 ) -> dict[str, list[WriteAssignment]]:
-    """Choose one rank for each box that several hold, so that each writes about as many elements."""
+    """Choose one rank for each box that several hold, so that each writes about as many elements, and one for the
+    tensors that are columns of one of the `matrices`."""
+    writers: dict[tuple[str, ...], int] = {}
     assignments: dict[str, list[WriteAssignment]] = {}
     load = [0] * len(boxes_of_ranks)
     holders: dict[str, dict[tuple[int, ...], list[tuple[int, int]]]] = {name: {} for name in shapes}
@@ -115,7 +131,10 @@ def _assign_writers(
             raise ReshardError(f"the ranks' models hold parts of {name} that overlap, which is not supported")
         assignments[name] = []
         for numbers, candidates in sorted(holders[name].items()):
-            rank, number = min(candidates, key=lambda holder: (load[holder[0]], holder))
+            chosen = writers.get(matrices.get(name, ()))
+            rank, number = min(candidates, key=lambda holder: (holder[0] != chosen, load[holder[0]], holder))
+            if name in matrices:
+                writers[matrices[name]] = rank
             load[rank] += box_of(numbers).volume
             assignments[name].append(WriteAssignment(rank, number, box_of(numbers)))
     return assignments

@@ -1,10 +1,12 @@
 """Write a rank's share of a live model into the files of a checkpoint, and hash the tensors."""
 
 import os
+from collections.abc import Iterable
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from reshard.storage.destinations.base import Destination
 from reshard.storage.io.boxes import Rows, box_bytes, place_of, write_boxes
 from reshard.storage.io.casts import plus_one
 from reshard.storage.io.files import OpenFiles, write_error
-from reshard.storage.io.streams import Strip, StripReader
+from reshard.storage.io.streams import Strip, StripReader, StripWriter
 from reshard.storage.io.sync import EarlySync, NoSync
 from reshard.storage.run.workers import run_jobs
 from reshard.storage.sources.verify import checksum_of
@@ -97,11 +99,13 @@ class ShareWriter:
         for index, live in enumerate(self.share):
             paths = tuple(sorted({str(strip.path) for strip in strips[live.name]}))
             places.append((paths, place_of(strips[live.name], Rows.of(live.box), live.dtype.size), index))
-        return [
-            job
-            for _, same_files in groupby(sorted(places), itemgetter(0))
-            for job in batches((index, self._size(index), PINNED_BYTES) for *_, index in same_files)
-        ]
+        jobs = []
+        for _, same_files in groupby(sorted(places), itemgetter(0)):
+            # The columns of one transposed matrix are at one place, and stay together.
+            units = [[index for *_, index in unit] for _, unit in groupby(same_files, itemgetter(1))]
+            sizes = ((unit, sum(map(self._size, unit)), PINNED_BYTES) for unit in units)
+            jobs += [[index for unit in batch for index in unit] for batch in batches(sizes)]
+        return jobs
 
     def _size(self, index: int) -> int:
         return box_bytes(self.share[index].box, self.share[index].dtype.size)
@@ -120,17 +124,30 @@ class ShareWriter:
             if live.box.lengths == self.inventory.tensors[live.name].shape
         }
         memory = [[self._bytes(index, slab) for index, slab in batch] for batch in slab_batches]
-        for batch, arrays in zip(slab_batches, device.read(memory)):
-            writes = []
-            for (index, slab), held in zip(batch, map(np.ascontiguousarray, arrays), strict=True):
-                live = slab.live_box
-                tensor = plus_one(held.view(live.dtype.numpy())).view(np.uint8) if live.less_one else held
-                if index in digests:
-                    digests[index].update(memoryview(tensor.reshape(-1)))
-                data = held if live.name in self.destination.less_one else tensor
-                writes.append((strips[slab.live_box.name], slab.rows, data))
-            write_boxes(files, writes)
+        writer = StripWriter(strips, files)
+        with writer.whole_matrices():
+            for batch, arrays in zip(slab_batches, device.read(memory)):
+                held = zip(batch, map(np.ascontiguousarray, arrays), strict=True)
+                self._write_slabs(((index, slab, data) for (index, slab), data in held), writer, digests)
         return {boxes[index].name: digest.hexdigest() for index, digest in digests.items()}
+
+    def _write_slabs(
+        self, slabs: Iterable[tuple[int, Slab, np.ndarray]], writer: StripWriter, digests: dict[int, Any]
+    ) -> None:
+        """Write slabs of boxes, by index, with the bytes that the model holds; hash those of some in `digests`."""
+        writes = []
+        for index, slab, held in slabs:
+            live = slab.live_box
+            tensor = plus_one(held.view(live.dtype.numpy())).view(np.uint8) if live.less_one else held
+            if index in digests:
+                digests[index].update(memoryview(tensor.reshape(-1)))
+            data = held if live.name in self.destination.less_one else tensor
+            strips = writer.strips[live.name]
+            if any(strip.transposed for strip in strips):
+                writer.write_rows(live.name, slab.rows.start, data.view(f"u{live.dtype.size}"))
+            else:
+                writes.append((strips, slab.rows, data))
+        write_boxes(writer.files, writes)
 
     def _bytes(self, index: int, slab: Slab) -> torch.Tensor:
         """Return the bytes of a slab, of the copy in host memory where there is one."""

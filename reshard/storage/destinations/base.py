@@ -33,6 +33,10 @@ class Destination(ABC):
         """Strips of each stored tensor; paths are relative to the destination. Bytes outside of all
         strips are zero, or belong to a frame."""
 
+    def matrix_bytes(self) -> int:
+        """Return the bytes of the largest matrix that is put together in memory before it is written."""
+        return 0
+
     @abstractmethod
     def write_frames(self, root: Path, names: set[str], files: OpenFiles) -> None:
         """Write everything but the tensors' bytes of the named files, below `root`."""

@@ -16,7 +16,7 @@ from reshard.models.model import Model
 from reshard.storage.destinations.base import Destination
 from reshard.storage.destinations.rank_files import file_bytes
 from reshard.storage.io.files import OpenFiles
-from reshard.storage.io.streams import Strip, TensorInfo, strips_of_view
+from reshard.storage.io.streams import Strip, TensorInfo, largest_matrix, strips_of_view
 from reshard.storage.manifest import file_entry, printable
 from reshard.storage.quantized import Quantized
 
@@ -82,6 +82,9 @@ class HuggingFaceFiles(Destination):
             where = (paths[tensor.file], tensor.offset, tensor.dtype.size)
             strips[name] = strips_of_view(place, tensor.shape, *where)
         return strips
+
+    def matrix_bytes(self) -> int:
+        return largest_matrix(self.places.values(), self.placed)
 
     def write_frames(self, root: Path, names: set[str], files: OpenFiles) -> None:
         for file in self.new_files:

@@ -171,6 +171,8 @@ def place_of(strips: Iterable[Strip], rows: Rows, size: int) -> tuple[str, int]:
     """Return the file and the byte at which a box of numbers of `size` bytes begins. Sorted by
     these, neighbors follow one another."""
     for strip in strips:
+        if strip.transposed is not None:
+            return str(strip.path), strip.offset
         piece = _common(rows, strip)
         if piece is not None:
             return str(strip.path), _offset(strip, piece, size)
@@ -208,6 +210,7 @@ def write_boxes(files: OpenFiles, boxes: Iterable[tuple[list[Strip], Rows, np.nd
 
 def _common(rows: Rows, strip: Strip) -> Rows | None:
     """Return the part of these rows and columns that a strip has; None where it has none."""
+    assert strip.transposed is None, f"{strip.path}: boxes are not those of a transposed matrix"
     a, b = max(rows.start, strip.start), min(rows.stop, strip.stop)
     c, d = max(rows.column, strip.column), min(rows.column + rows.columns, strip.column + strip.columns)
     return Rows(a, b, c, d - c) if a < b and c < d else None

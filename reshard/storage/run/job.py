@@ -84,6 +84,17 @@ class ConversionJob:
                 hashed.update(self.quantized.stored_names(name) if reports else ())
         return names, hashed
 
+    def units_of(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return the canonical tensors that are written together, by the first of each: those that are columns
+        of one transposed matrix. Any other is a unit of its own."""
+        firsts: dict[tuple[Path, int], str] = {}
+        units: dict[str, list[str]] = {}
+        for name in names:
+            matrices = {(s.path, s.offset) for s in self.strips_of(name) if s.transposed is not None}
+            first = firsts.setdefault(matrices.pop(), name) if matrices else name
+            units.setdefault(first, []).append(name)
+        return units
+
     def manifest_fields(self) -> dict[str, Any]:
         """Return the head of the manifest. Ignored fields of the config are listed: what is written
         contradicts them."""

@@ -42,6 +42,7 @@ class Share:
         self.file_names = files_of_process(job.destination.sizes, job.team.process, job.team.size)
         self.paths = {name: self.root / name for name in sorted(self.file_names)}
         self.names, self.hashed = job.tensors_in(self.file_names)
+        self.units = job.units_of(self.names)
         self.stored_names = [
             stored_name for name in self.names for stored_name in job.quantized.stored_names(name)
         ]
@@ -76,7 +77,10 @@ class Share:
             files.resize(path, job.destination.sizes[name])
         finished = dict(journal.finished)
         todo = [
-            name for name in self.names if any(p not in finished for p in job.quantized.stored_names(name))
+            name
+            for unit in self.units.values()
+            if any(p not in finished for name in unit for p in job.quantized.stored_names(name))
+            for name in unit
         ]
         self._write_tensors(todo, files, journal, finished)
         return ShareResult(
@@ -99,7 +103,12 @@ class Share:
         """Write tensors and all that stands around them in this share's files, and close them; what
         is done goes to `finished`."""
         job, paths = self.job, list(self.paths.values())
-        sizes = {name: job.tensors[name].size_bytes for name in todo}
+        left = set(todo)
+        sizes = {
+            first: sum(job.tensors[name].size_bytes for name in unit)
+            for first, unit in self.units.items()
+            if first in left
+        }
         total = sum(job.tensors[name].size_bytes for name in self.names)
         done = total - sum(sizes.values())
         report_progress = job.options.progress or (lambda done, total: None)
@@ -141,8 +150,8 @@ class Share:
         return calls
 
     def _job_by_name(self, files: OpenFiles, calls: dict[str, Callable[[], Any]]) -> Callable[[str], Any]:
-        """Return what a worker does for a name: one of the `calls`, or the copy of a tensor, which
-        gives what a journal keeps of it."""
+        """Return what a worker does for a name: one of the `calls`, or the copy of the tensors of a unit,
+        which gives what a journal keeps of them."""
         job = self.job
         strips = {
             stored_name: job.strips_below(stored_name, self.root, self.file_names)
@@ -151,7 +160,13 @@ class Share:
         writer = StripWriter(strips, files, job.destination.less_one - job.kept_less_one)
 
         def run(name: str) -> Any:
-            return calls[name]() if name in calls else TensorCopy(job, name, writer).run()
+            if name in calls:
+                return calls[name]()
+            done: dict[str, Done] = {}
+            with writer.whole_matrices():
+                for each in self.units[name]:
+                    done |= TensorCopy(job, each, writer).run()
+            return done
 
         return run
 

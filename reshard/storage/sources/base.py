@@ -76,11 +76,15 @@ class Source(ABC):
     @abstractmethod
     def strips(self, name: str) -> list[Strip] | None:
         """Return the strips of a canonical tensor; None for one that is computed from codes and
-        scales."""
+        scales, or of which files hold the transposed matrix."""
 
     def row_multiple(self, name: str) -> int:
         """Return how many rows are best read together."""
         return 1
+
+    def matrix_bytes(self) -> int:
+        """Return the bytes of the largest matrix that is read as a whole for some rows of a tensor."""
+        return 0
 
     @abstractmethod
     def hf_directory(self) -> Path | None:

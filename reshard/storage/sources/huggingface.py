@@ -18,10 +18,10 @@ from reshard.formats import safetensors
 from reshard.formats.small_files import read_json
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
-from reshard.quantization import channels, compressed_tensors, fp8_blocks, modelopt
+from reshard.quantization import channels, compressed_tensors, fp8_blocks, modelopt, mxfp4
 from reshard.quantization.scheme import StoredWeight
 from reshard.storage.io.files import OpenFiles
-from reshard.storage.io.streams import Strip, StripReader, TensorInfo, strips_of_view
+from reshard.storage.io.streams import Strip, StripReader, TensorInfo, largest_matrix, strips_of_view
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
 from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
@@ -33,8 +33,8 @@ READERS = 16  # of small tensors, which wait for a disk or a network, not for a 
 
 class HuggingFaceSource(Source):
     """A Hugging Face directory. Weights that are stored as codes with scales read as
-    `dequantize_to`; without it fp8 with 128x128 block scales as bf16, and what compressed-tensors
-    or modelopt has quantized in the config's dtype."""
+    `dequantize_to`; without it fp8 with 128x128 block scales as bf16, and what compressed-tensors,
+    modelopt or mxfp4 has quantized in the config's dtype."""
 
     kind = "huggingface"
 
@@ -69,9 +69,14 @@ class HuggingFaceSource(Source):
         """Raise ReshardError where the config speaks of more layers or experts than there are
         tensors, before they are listed."""
         model = self.model
-        experts = 0 if model.family.packed else model.num_experts * len(model.moe_layers)
-        for what, n in (("layers", model.num_layers + model.mtp_layers), ("experts in all layers", experts)):
-            if n > len(self.stored):
+        # A tensor of three dims may have an expert in each index of its first.
+        room = sum(t.shape[0] if len(t.shape) > 2 else 1 for t in self.stored.values())
+        experts = model.num_experts * len(model.moe_layers)
+        for what, n, most in (
+            ("layers", model.num_layers + model.mtp_layers, len(self.stored)),
+            ("experts in all layers", experts, room if model.family.packed else len(self.stored)),
+        ):
+            if n > most:
                 raise ReshardError(
                     f"{self.path}/config.json says {n:,} {what}, but the files hold only "
                     f"{len(self.stored):,} tensors{self._in_memory(self.stored)}"
@@ -90,13 +95,15 @@ class HuggingFaceSource(Source):
             self.codes = compressed_tensors.find_weights(config, self.stored, where, self._numbers)
         elif method == modelopt.METHOD:
             self.codes = modelopt.find_weights(config, self.stored, where)
+        elif method == mxfp4.METHOD:
+            self.codes = mxfp4.find_weights(self.stored, where)
         elif method in (None, fp8_blocks.METHOD):
             self.codes, dtype = fp8_blocks.find_weights(config, self.stored, where), None
         else:
             raise ReshardError(
                 f"{self.path}: weights quantized as {method!r:.80} are not supported, only fp8 with block "
-                f"scales, and fp8, int8, int4 and nvfp4 by {compressed_tensors.METHOD}, and nvfp4 by "
-                f"{modelopt.METHOD}"
+                f"scales, {mxfp4.METHOD}, and fp8, int8, int4 and nvfp4 by {compressed_tensors.METHOD}, and "
+                f"nvfp4 by {modelopt.METHOD}"
             )
         self.quant_method = method
         self.dequantize_to = dequantize_to or DTYPES[dtype if dtype in ("float16", "float32") else "bfloat16"]
@@ -122,10 +129,10 @@ class HuggingFaceSource(Source):
     def _check(self) -> None:
         """Raise ReshardError unless the files hold exactly the table's tensors, with its shapes."""
         apart = {name for codes in self.codes.values() for name in codes.tensors} | {*self.left}
-        packed = any(tensor_of(place) in self.stored for place in self.mapping.packed.values())
-        self.packed, self.experts_packed = (self.mapping.packed if packed else {}), packed
+        self.packed = self._places()
+        self.experts_packed = bool(self.packed)
         towers = self.model.family.towers if self.model.wrapped else ()
-        expected = self.mapping.stored_shapes(packed)
+        expected = self.mapping.stored_shapes(self.packed)
         expected |= {n: t.shape for n, t in self.stored.items() if towers and n.startswith(towers)}
         stored = {n: t for n, t in self.stored.items() if n not in apart}
         stored |= {name: self._codes_of(name) for name in self.codes}
@@ -167,6 +174,15 @@ class HuggingFaceSource(Source):
         if ignored:
             self.notices.append(f"ignored on purpose: {listed(ignored, 3)}")
 
+    def _places(self) -> dict[str, str]:
+        """Return the parts of the files' tensors that canonical ones are; none where these stand alone."""
+        mapping = self.mapping
+        coded = mapping.packed | mapping.packed_codes
+        if any(tensor_of(place) in self.codes for place in mapping.packed_codes.values()):
+            return coded
+        packed = any(tensor_of(place) in self.stored for place in mapping.packed.values())
+        return mapping.packed if packed or not self.model.family.experts_apart else {}
+
     def _tensor_of(self, name: str) -> str:
         """Return the tensor of the files that a canonical tensor is, or lies in."""
         return tensor_of(self.packed.get(name, name))
@@ -192,22 +208,13 @@ class HuggingFaceSource(Source):
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         if self._tensor_of(name) != name:
             return self._view_rows(name, start, stop)
-        stored = self.codes.get(name)
-        if stored is None:
+        if name not in self.codes:
             return self._rows(self.stored[name], start, stop)
-        columns, dtype = self.tensors[name].columns, self.dequantize_to
-        weight = self.scratch.array("dequantized", stop - start, columns * dtype.size).view(dtype.numpy())
-        rows = stored.scheme.stored_rows(stored.shape, start, stop)
-        parts = [
-            self._rows(self.stored[part], first, last, part.removeprefix(name))
-            for part, (first, last) in zip(stored.tensors, rows, strict=False)
-        ]
-        stored.decode(parts, start, weight, str(self.path))
-        return weight
+        return self._coded_rows(name, start, stop - start)
 
     def _view_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Read rows of a view: from the files, or of a weight that is stored as codes from its rows."""
-        strips = self.strips(name)
+        strips = self._strips(name)
         if strips is not None:
             return self.reader.read_rows(name, start, stop, strips)
         info, tensor = self.tensors[name], self._tensor_of(name)
@@ -217,19 +224,46 @@ class HuggingFaceSource(Source):
         for strip in strips_of_view(self.packed.get(name, name), self.codes[tensor].shape, self.path, 0, 1):
             first, last = max(start, strip.start), min(stop, strip.stop)
             if first < last:
-                row = strip.offset // info.columns + first - strip.start
-                rows[first - start : last - start] = self.read_rows(tensor, row, row + last - first)
+                step = strip.width // info.columns
+                row = strip.offset // info.columns + (first - strip.start) * step
+                rows[first - start : last - start] = self._coded_rows(tensor, row, last - first, step)
         return rows
+
+    def _coded_rows(self, name: str, start: int, count: int, step: int = 1) -> np.ndarray:
+        """Decode rows of a weight, from `start` on every `step`-th. A weight of more than two dims counts as a
+        matrix of rows of its last."""
+        stored = self.codes[name]
+        rows, columns = prod(stored.shape[:-1]), stored.shape[-1]
+        weight = self.scratch.array("dequantized", count, columns * self.dequantize_to.size)
+        out = weight.view(self.dequantize_to.numpy())
+        assert step == 1 or stored.scheme.scale_block((rows, columns))[0] == 1, f"{name}: rows share scales"
+        ranges = stored.scheme.stored_rows((rows, columns), start, start + (count - 1) * step + 1)
+        parts = []
+        for part, (first, last) in zip(stored.tensors, ranges, strict=False):
+            tensor = self.stored[part]
+            if len(stored.shape) > 2:
+                tensor = replace(tensor, shape=(rows, prod(tensor.shape) // rows))
+            parts.append(self._rows(tensor, first, last, part.removeprefix(name))[::step])
+        stored.decode(parts, start, out, str(self.path))
+        return out
 
     def row_multiple(self, name: str) -> int:
         stored = self.codes.get(self._tensor_of(name))
-        if stored is None or stored.scheme.scale_shape(stored.shape)[-1] == 1:
+        shape = (prod(stored.shape[:-1]), stored.shape[-1]) if stored is not None else ()
+        if stored is None or stored.scheme.scale_shape(shape)[-1] == 1:
             return 1
         # Some of a block's rows: its numbers are looked up, and all of them would not stay in the
         # cache.
-        return -(-stored.scheme.scale_block(stored.shape)[0] // 4)
+        return -(-stored.scheme.scale_block(shape)[0] // 4)
+
+    def matrix_bytes(self) -> int:
+        return largest_matrix(self.packed.values(), self.stored)
 
     def strips(self, name: str) -> list[Strip] | None:
+        strips = self._strips(name)
+        return None if strips and any(strip.transposed is not None for strip in strips) else strips
+
+    def _strips(self, name: str) -> list[Strip] | None:
         if self._tensor_of(name) in self.codes:
             return None
         stored, place = self.stored[self._tensor_of(name)], self.packed.get(name, name)
