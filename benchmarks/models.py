@@ -29,7 +29,8 @@ MODELS = {
     "qwen2.5-7b": COMMON | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584,
                             "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
                             "rms_norm_eps": 1e-6, "rope_theta": 1000000.0},
-    # Shards of two ranks end within a block of 128x128. It is published with one matrix for embedding and output.
+    # Shards of two ranks end within a block of 128x128. It is published with one matrix for
+    # embedding and output.
     "qwen2.5-0.5b": COMMON | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896,
                               "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
                               "rms_norm_eps": 1e-6, "rope_theta": 1000000.0},

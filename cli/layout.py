@@ -120,7 +120,8 @@ def with_new_names(command: str | None, args: list[str]) -> list[str]:
 
 
 def pop_layout(options: dict[str, Any], extra: Collection[str] = ()) -> dict[str, Any]:
-    """Take a command's parallel sizes out of its options: those of `layout_options`, or the list of ``--trainer``.
+    """Take a command's parallel sizes out of its options: those of `layout_options`, or the list of
+    ``--trainer``.
 
     Return the arguments of `reshard.MegatronLayout`. Sizes of the list that are named in `extra`, such as
     ``dp``, go to the options. Raises UsageError where a size is given in both ways.
@@ -179,7 +180,8 @@ def vllm_layout(text: str, option: str, numbers: set[str]) -> Any:
 def parse_sizes(
     text: str, option: str, numbers: set[str], words: set[str], aliases: dict[str, str]
 ) -> dict[str, Any]:
-    """Read ``tp=4,ep`` as ``{"tp": 4, "ep": ""}``, and ``tp4`` or ``TP4``, as layouts are printed, as ``tp=4``.
+    """Read ``tp=4,ep`` as ``{"tp": 4, "ep": ""}``, and ``tp4`` or ``TP4``, as layouts are printed,
+    as ``tp=4``.
 
     `numbers` are names with a positive number, `words` those with a text or nothing, `aliases` other names of
     these. Raises UsageError, naming the entry.

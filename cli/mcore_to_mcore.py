@@ -18,8 +18,8 @@ from reshard.cli.places import PathOrHubId, check_command, resumable
 @source_options
 @megatron_options
 def command(source: str, destination: str, as_json: bool, **options: Any) -> None:
-    """Convert the weights of SOURCE, a Megatron torch_dist checkpoint, to another one at DESTINATION: for the other
-    class of models, other layers or another layout.
+    """Convert the weights of SOURCE, a Megatron torch_dist checkpoint, to another one at
+    DESTINATION: for the other class of models, other layers or another layout.
 
     Every bit stays. Optimizer states are left behind, and counted on stderr.
     """

@@ -83,8 +83,8 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Plan a refit of vLLM from a Megatron trainer: bytes in, out and local per GPU, least times, memory, planning
-    time.
+    """Plan a refit of vLLM from a Megatron trainer: bytes in, out and local per GPU, least times,
+    memory, planning time.
 
     Example: reshard plan Qwen/Qwen3-32B --trainer tp=4,pp=2 --engine tp=8
     """

@@ -2,10 +2,11 @@
 
     python examples/refit_ray.py [MODEL] [--trainers 2] [--engine-tp 1] [--colocate]
 
-MODEL is a directory with a config.json, or a hub id, of a dense model; without it a small one is made up, with random weights. The
-trainer's ranks take a GPU each, the engine `--engine-tp` others; with `--colocate` one rank and an engine of one GPU take half of the
-same one each, and the engine sleeps while the trainer trains. Without GPUs bytes travel over Gloo, and vLLM's build for the CPU serves.
-Needs `pip install ray` besides reshard[megatron,vllm].
+MODEL is a directory with a config.json, or a hub id, of a dense model; without it a small one is
+made up, with random weights. The trainer's ranks take a GPU each, the engine `--engine-tp` others;
+with `--colocate` one rank and an engine of one GPU take half of the same one each, and the engine
+sleeps while the trainer trains. Without GPUs bytes travel over Gloo, and vLLM's build for the CPU
+serves. Needs `pip install ray` besides reshard[megatron,vllm].
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""DeepSeek-V3, Kimi-K2, K2.5, Moonlight: latent attention, routed and shared experts after some dense layers, multi-token prediction.
+"""DeepSeek-V3, Kimi-K2, K2.5, Moonlight: latent attention, routed and shared experts after some
+dense layers, multi-token prediction.
 
 The entries are explained in `reshard.models.family`, the columns of `layer` in `reshard.models.tables`.
 """

@@ -49,7 +49,8 @@ class DeepseekV32(Family):
         "num_experts": True, "multi_latent_attention": True, "qk_layernorm": True, "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True, "experimental_attention_variant": "dsa", "dsa_indexer_rope_interleaved": False,
     }  # fmt: skip
-    # transformers and vLLM norm the indexer's keys with 1e-06 in every model, and rotate nothing by Hadamard's matrix.
+    # transformers and vLLM norm the indexer's keys with 1e-06 in every model, and rotate nothing by
+    # Hadamard's matrix.
     megatron = {
         "multi_latent_attention": True, "group_query_attention": False, "qk_layernorm": True, "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True, "moe_router_load_balancing_type": "seq_aux_loss", "apply_rope_fusion": False,

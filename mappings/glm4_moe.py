@@ -1,5 +1,5 @@
-"""GLM-4.5, 4.6: half of each head turns; q and k normalized or not; sigmoid routing with a bias for each expert, shared experts after some
-dense layers, multi-token prediction.
+"""GLM-4.5, 4.6: half of each head turns; q and k normalized or not; sigmoid routing with a bias for
+each expert, shared experts after some dense layers, multi-token prediction.
 
 The entries are explained in `reshard.models.family`, the columns of `layer` in `reshard.models.tables`.
 """

@@ -1,4 +1,5 @@
-"""gpt-oss: attention with sinks and, in every second layer, a window; experts with biases and a clamped, gated activation.
+"""gpt-oss: attention with sinks and, in every second layer, a window; experts with biases and a
+clamped, gated activation.
 
 The entries are explained in `reshard.models.family`, the columns of `layer` in `reshard.models.tables`.
 """

@@ -1,4 +1,5 @@
-"""Llama 2, 3.x: grouped-query attention, SwiGLU, tied embeddings (3.2), biases on every linear layer or on none.
+"""Llama 2, 3.x: grouped-query attention, SwiGLU, tied embeddings (3.2), biases on every linear
+layer or on none.
 
 The entries are explained in `reshard.models.family`, the columns of `layer` in `reshard.models.tables`.
 """

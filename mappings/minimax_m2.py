@@ -1,5 +1,5 @@
-"""MiniMax-M2, M2.5, M2.7: queries and keys normalized over all heads together, half of each head turns, sigmoid routing with a bias for
-each expert, and experts under Mixtral's names.
+"""MiniMax-M2, M2.5, M2.7: queries and keys normalized over all heads together, half of each head
+turns, sigmoid routing with a bias for each expert, and experts under Mixtral's names.
 
 The entries are explained in `reshard.models.family`, the columns of `layer` in `reshard.models.tables`.
 """
@@ -54,7 +54,8 @@ class MiniMaxM2(Family):
     partial_rotary = 1.0
     rope_theta = 5000000.0
     reads = ("rotary_dim",)
-    # Published checkpoints have no multi-token prediction, whatever these say, and no other MLP than the experts.
+    # Published checkpoints have no multi-token prediction, whatever these say, and no other MLP
+    # than the experts.
     no_effect = ("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "mlp_intermediate_size")
     always = {
         "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer", "shared_intermediate_size": 0,

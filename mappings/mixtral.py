@@ -1,4 +1,5 @@
-"""Mixtral: grouped-query attention, and routed experts in every layer under names of its own (`block_sparse_moe`, w1, w3, w2).
+"""Mixtral: grouped-query attention, and routed experts in every layer under names of its own
+(`block_sparse_moe`, w1, w3, w2).
 
 The entries are explained in `reshard.models.family`, the columns of `layer` in `reshard.models.tables`.
 """

@@ -1,4 +1,5 @@
-"""Qwen2 and Qwen2.5, dense: grouped-query attention with biases on q, k and v, SwiGLU, tied embeddings (0.5B to 3B).
+"""Qwen2 and Qwen2.5, dense: grouped-query attention with biases on q, k and v, SwiGLU, tied
+embeddings (0.5B to 3B).
 
 The entries are explained in `reshard.models.family`, the columns of `layer` in `reshard.models.tables`.
 """

@@ -1,4 +1,5 @@
-"""Qwen3, dense, also in Qwen3-VL: normalized queries and keys, head_dim apart from hidden_size / heads, tied embeddings (0.6B to 4B).
+"""Qwen3, dense, also in Qwen3-VL: normalized queries and keys, head_dim apart from hidden_size /
+heads, tied embeddings (0.6B to 4B).
 
 The entries are explained in `reshard.models.family`, the columns of `layer` in `reshard.models.tables`.
 """

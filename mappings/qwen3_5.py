@@ -1,5 +1,6 @@
-"""Qwen3.5 to 3.8, dense: linear attention (gated delta nets) in three layers of four, gated attention in the fourth, multi-token
-prediction. As published it is the language model of a larger one, whose vision tower is carried along.
+"""Qwen3.5 to 3.8, dense: linear attention (gated delta nets) in three layers of four, gated
+attention in the fourth, multi-token prediction. As published it is the language model of a larger
+one, whose vision tower is carried along.
 
 The entries are explained in `reshard.models.family`, the columns of `layer` in `reshard.models.tables`.
 """

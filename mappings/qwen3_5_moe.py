@@ -1,4 +1,5 @@
-"""Qwen3.5 to 3.8 with experts: the layers of Qwen3.5, routed experts and one shared expert with a gate of its own.
+"""Qwen3.5 to 3.8 with experts: the layers of Qwen3.5, routed experts and one shared expert with a
+gate of its own.
 
 The entries are explained in `reshard.models.family`, the columns of `layer` in `reshard.models.tables`.
 """

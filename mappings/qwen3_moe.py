@@ -1,4 +1,5 @@
-"""Qwen3-MoE: Qwen3 attention, and routed experts in some or all layers (`decoder_sparse_step`, `mlp_only_layers`).
+"""Qwen3-MoE: Qwen3 attention, and routed experts in some or all layers (`decoder_sparse_step`,
+`mlp_only_layers`).
 
 The entries are explained in `reshard.models.family`, the columns of `layer` in `reshard.models.tables`.
 """

@@ -1,5 +1,5 @@
-"""Qwen3-Next: linear attention (gated delta nets) in three layers of four, gated attention in the fourth, routed experts and one shared
-expert with a gate of its own.
+"""Qwen3-Next: linear attention (gated delta nets) in three layers of four, gated attention in the
+fourth, routed experts and one shared expert with a gate of its own.
 
 The entries are explained in `reshard.models.family`, the columns of `layer` in `reshard.models.tables`.
 """

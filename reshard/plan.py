@@ -33,9 +33,9 @@ COPY_BYTES = 6 * 8
 class RankForecast:
     """The plan of one inference rank.
 
-    `local_bytes` lie on the rank's own GPU, `host_bytes` come from other GPUs of its host, `network_bytes` from
-    other hosts. `partners` are the trainer's ranks that it reads from, `transfers` the copies before tiling,
-    `table_bytes` the extra memory of the copy table.
+    `local_bytes` lie on the rank's own GPU, `host_bytes` come from other GPUs of its host,
+    `network_bytes` from other hosts. `partners` are the trainer's ranks that it reads from,
+    `transfers` the copies before tiling, `table_bytes` the extra memory of the copy table.
     """
 
     rank: int
@@ -114,8 +114,8 @@ def plan_refit(
     trainer's rank i; otherwise the engine's GPUs follow the trainer's. `itemsize` is that of the weights, in
     bytes. `ranks` limits the planning to some inference ranks.
 
-    Raises ReshardError where a size does not divide or the engine would lack a tensor, and PlanError where the
-    plan cannot be proven.
+    Raises ReshardError where a size does not divide or the engine would lack a tensor, and
+    PlanError where the plan cannot be proven.
     """
     model.check_refittable("its weights go to vLLM by the trainer's own sync, or by reshard.export")
     trainer.check(model)
@@ -160,8 +160,8 @@ def plan_refit(
 def _placements(
     model: Model, engine: VllmLayout, planned: list[int], itemsize: int
 ) -> Iterator[tuple[int, Placement]]:
-    """Yield inference ranks with what each holds. Raises ReshardError, after the last of all, for tensors that
-    no rank holds."""
+    """Yield inference ranks with what each holds. Raises ReshardError, after the last of all, for
+    tensors that no rank holds."""
     unserved = {name for _, name in published_tensors(model)}
     for rank in planned:
         placement = vllm_placement(model, engine.rank(model, rank))
@@ -175,8 +175,8 @@ def _placements(
 
 
 def _check_colocated(colocated: bool | None, trainer_ranks: int, engine_ranks: int) -> bool:
-    """Return whether both sides share GPUs; by default where they have as many ranks. Raises ReshardError where
-    there are too few GPUs."""
+    """Return whether both sides share GPUs; by default where they have as many ranks. Raises
+    ReshardError where there are too few GPUs."""
     colocated = trainer_ranks == engine_ranks if colocated is None else colocated
     if colocated and engine_ranks > trainer_ranks:
         raise ReshardError(
@@ -187,7 +187,8 @@ def _check_colocated(colocated: bool | None, trainer_ranks: int, engine_ranks: i
 
 
 def _check_planned(ranks: Iterable[int] | None, engine_ranks: int) -> list[int]:
-    """Return the inference ranks to plan, all by default. Raises ReshardError for a rank that there is not."""
+    """Return the inference ranks to plan, all by default. Raises ReshardError for a rank that there is
+    not."""
     planned = list(range(engine_ranks)) if ranks is None else sorted(set(ranks))
     if not planned or planned[0] < 0 or planned[-1] >= engine_ranks:
         raise ReshardError(

@@ -1,4 +1,5 @@
-"""Small real Hugging Face checkpoints, made with transformers from the published configs' fields at smaller sizes."""
+"""Small real Hugging Face checkpoints, made with transformers from the published configs' fields at
+smaller sizes."""
 
 import copy
 import json
@@ -58,7 +59,8 @@ GLM = GQA | dict(
 NEXT = MOE | dict(
     linear_num_key_heads=8, linear_key_head_dim=8, linear_num_value_heads=16, linear_value_head_dim=12, shared_expert_intermediate_size=40,
 )  # fmt: skip
-# Without q and k norm, as GLM-4.5-Air; and what no published config has: more shared experts, groups, another part of each head that turns.
+# Without q and k norm, as GLM-4.5-Air; and what no published config has: more shared experts,
+# groups, another part of each head that turns.
 GLM_AIR = GLM | dict(use_qk_norm=False, num_experts_per_tok=4, n_shared_experts=2, first_k_dense_replace=2, n_group=4, topk_group=2,
                      partial_rotary_factor=0.25)  # fmt: skip
 MIXTRAL = GQA | dict(num_local_experts=8, num_experts_per_tok=2)
@@ -67,7 +69,8 @@ MINIMAX = MIXTRAL | dict(
     head_dim=16, rotary_dim=8, num_experts_per_tok=3, use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True,
     scoring_func="sigmoid",
 )  # fmt: skip
-# As wide as its experts, as published: shapes do not tell a matrix from its transposed one. Windows and clamps matter in a few tokens.
+# As wide as its experts, as published: shapes do not tell a matrix from its transposed one. Windows
+# and clamps matter in a few tokens.
 GPT_OSS = GQA | dict(
     head_dim=16, intermediate_size=64, num_local_experts=8, num_experts_per_tok=2, sliding_window=6, swiglu_limit=0.4, attention_bias=True,
 )  # fmt: skip
@@ -133,7 +136,8 @@ VARIANTS = {
 if MiniMaxM2Config is not None:
     VARIANTS["minimax-m2"] = MiniMaxM2Config(**MINIMAX, tie_word_embeddings=False)
 
-# DeepSeek-V3's architecture with the published fields of Kimi-K2-Instruct and Moonlight-16B-A3B, at small sizes.
+# DeepSeek-V3's architecture with the published fields of Kimi-K2-Instruct and Moonlight-16B-A3B, at
+# small sizes.
 NO_GROUPS = MLA | dict(n_group=1, topk_group=1)
 KIMI_YARN = YARN | dict(rope_theta=50000.0, factor=32.0, beta_fast=1.0, beta_slow=1.0)
 OTHERS_OF_DEEPSEEK = {
@@ -173,13 +177,15 @@ SERVED = {
 def make(
     directory: Path, variant: str, dtype: torch.dtype = torch.float32, seed: int = 0, mtp: bool = False
 ) -> Path:
-    """Save a model of this variant with random weights; norms and router biases random too, so that an exchange shows."""
+    """Save a model of this variant with random weights; norms and router biases random too, so that
+    an exchange shows."""
     if variant == "minimax-m2" and MiniMaxM2Config is None:
         import pytest
 
         pytest.skip(f"transformers {transformers.__version__} has no MiniMax-M2")
     torch.manual_seed(seed)
-    # A copy: saving writes the dtype into the config, and the next model of the variant would be made in that dtype.
+    # A copy: saving writes the dtype into the config, and the next model of the variant would be
+    # made in that dtype.
     config = copy.deepcopy((VARIANTS | OTHERS_OF_DEEPSEEK | SERVED)[variant])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -193,7 +199,8 @@ def make(
     model.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     if "first_k_dense_replace" in config:
-        # The published configs have these; transformers' own classes neither read nor write them, vLLM needs them.
+        # The published configs have these; transformers' own classes neither read nor write them,
+        # vLLM needs them.
         config.pop("num_mtp_layers", None)
         config |= {"num_nextn_predict_layers": int(mtp)}
         config |= (
@@ -237,8 +244,8 @@ def _add_mtp(directory: Path, model, dtype: torch.dtype) -> None:
 
 
 def hf_logits(directory: Path, tokens: torch.Tensor, latent_epsilon: float | None = None) -> torch.Tensor:
-    """transformers' own logits, ``[batch, sequence, vocabulary]``; `latent_epsilon` is that of the norms inside latent attention, which its
-    class takes from no config."""
+    """transformers' own logits, ``[batch, sequence, vocabulary]``; `latent_epsilon` is that of the
+    norms inside latent attention, which its class takes from no config."""
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     ).eval()

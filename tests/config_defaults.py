@@ -1,4 +1,5 @@
-"""Make `reshard/models/config_defaults.py`: what the config classes of the installed transformers have where a config says nothing.
+"""Make `reshard/models/config_defaults.py`: what the config classes of the installed transformers
+have where a config says nothing.
 
 python -m tests.config_defaults --write    # without it: print it
 """

@@ -176,7 +176,8 @@ def megatron_of(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    """A function that gives directories of a variant's weights in bf16: ``hf`` and ``mcore``, Megatron at one rank."""
+    """A function that gives directories of a variant's weights in bf16: ``hf`` and ``mcore``,
+    Megatron at one rank."""
     import torch
 
     from reshard import hf_to_mcore

@@ -1,4 +1,5 @@
-"""A container of one process: pid, ipc and mount namespaces of its own, with a /proc and a /dev/shm of its own."""
+"""A container of one process: pid, ipc and mount namespaces of its own, with a /proc and a /dev/shm
+of its own."""
 
 import contextlib
 import ctypes

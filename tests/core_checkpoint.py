@@ -1,10 +1,12 @@
-"""Megatron-Core's own `dist_checkpointing`, of any version, as a program: what it loads of a checkpoint, and what it saves of that.
+"""Megatron-Core's own `dist_checkpointing`, of any version, as a program: what it loads of a
+checkpoint, and what it saves of that.
 
     python tests/core_checkpoint.py CHECKPOINT EXPECTED.safetensors SAVED
 
-Loads every tensor of the torch_dist directory CHECKPOINT with Megatron-Core's loader, compares them bit for bit with EXPECTED, and saves
-them again into SAVED/whole (one chunk each), SAVED/layers (one chunk for each layer of a stacked tensor) and SAVED/flat (a key for each
-layer), as models of the key schemes do. Prints the version, the number of tensors, and the names that differ. Needs torch,
+Loads every tensor of the torch_dist directory CHECKPOINT with Megatron-Core's loader, compares them
+bit for bit with EXPECTED, and saves them again into SAVED/whole (one chunk each), SAVED/layers (one
+chunk for each layer of a stacked tensor) and SAVED/flat (a key for each layer), as models of the
+key schemes do. Prints the version, the number of tensors, and the names that differ. Needs torch,
 megatron-core and safetensors; nothing of reshard.
 """
 

@@ -41,7 +41,8 @@ def faulty_disk() -> Path:
 
 
 def environment(*faults: str, held: Path | None = None) -> dict[str, str]:
-    """The environment of a process that meets these faults: ``call:path:nth:what``, with errors by name (``sync:.distcp:1:ENOSPC``).
+    """The environment of a process that meets these faults: ``call:path:nth:what``, with errors by
+    name (``sync:.distcp:1:ENOSPC``).
 
     ``hold`` makes the file `held` and stays in the call until that is removed.
     """
@@ -75,7 +76,8 @@ def command(*args, python: str = sys.executable) -> list[str]:
 
 @contextlib.contextmanager
 def ended(process: subprocess.Popen):
-    """The process is killed at the end of the block where it has not ended by itself: a test that fails waits for nobody."""
+    """The process is killed at the end of the block where it has not ended by itself: a test that
+    fails waits for nobody."""
     with process:
         try:
             yield process
@@ -115,8 +117,8 @@ def journal(folder, process=0):
 
 @contextlib.contextmanager
 def held_run(source, out, *faults, workers=1, direction="hf-to-mcore"):
-    """A run of the qwen3-moe checkpoint at TP2 EP2 that stays in one of its writes, half of the tensors being finished, and what lets it go on:
-    that gives what it says on stderr."""
+    """A run of the qwen3-moe checkpoint at TP2 EP2 that stays in one of its writes, half of the
+    tensors being finished, and what lets it go on: that gives what it says on stderr."""
     held = out.parent / "held"
     nth = {"hf-to-mcore": 380, "mcore-to-hf": 90}[direction]
     process = subprocess.Popen(

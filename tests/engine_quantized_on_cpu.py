@@ -16,8 +16,9 @@ from tests.ranks import caught
 
 
 def int8_experts(pairs: list) -> dict:
-    """What a vLLM answers that serves from experts in int8, which it has quantized and packed itself, after a refit from each of two Megatron
-    checkpoints, and what ones answer that have loaded them; how it serves, and the names of parameters that lie elsewhere afterward."""
+    """What a vLLM answers that serves from experts in int8, which it has quantized and packed
+    itself, after a refit from each of two Megatron checkpoints, and what ones answer that have
+    loaded them; how it serves, and the names of parameters that lie elsewhere afterward."""
     from reshard import MegatronLayout
     from reshard.engines.vllm.compat import plain_weights
     from reshard.engines.vllm.live import VllmModel
@@ -80,7 +81,8 @@ def multiply_int4(values, words, output, scales, zeros, order, bias, codes_in_a_
 
 @cache
 def with_int4():
-    """Let vLLM's build for the CPU multiply with int4 where it does not, for want of AVX-512; what does it has to be kept."""
+    """Let vLLM's build for the CPU multiply with int4 where it does not, for want of AVX-512; what
+    does it has to be kept."""
     import torch
     from vllm import _custom_ops  # noqa: F401
 
@@ -94,9 +96,11 @@ def with_int4():
 
 
 def compressed_layers(pairs: list) -> dict:
-    """For each pair of a Megatron checkpoint and the same weights as compressed-tensors quantizes them: what a vLLM on two ranks answers
-    and serves from, which has started with dummy weights, after a refit, and what one answers and serves from that has loaded the compressed ones;
-    what is said of a layer that serves from another's weights; and the names of what lies elsewhere afterward."""
+    """For each pair of a Megatron checkpoint and the same weights as compressed-tensors quantizes
+    them: what a vLLM on two ranks answers and serves from, which has started with dummy weights,
+    after a refit, and what one answers and serves from that has loaded the compressed ones; what is
+    said of a layer that serves from another's weights; and the names of what lies elsewhere
+    afterward."""
     import torch
     import torch.distributed as dist
 

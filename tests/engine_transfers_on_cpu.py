@@ -11,8 +11,9 @@ from tests.ranks import caught
 
 
 def transfer(pairs: list, url: str, port: int) -> dict:
-    """A trainer of two ranks that refits, by vLLM's weight transfer, a server that has loaded the first of two checkpoints, and an ``LLM``
-    that has loaded the second: what both answer before, and after each of the two in turn."""
+    """A trainer of two ranks that refits, by vLLM's weight transfer, a server that has loaded the
+    first of two checkpoints, and an ``LLM`` that has loaded the second: what both answer before,
+    and after each of the two in turn."""
     import torch.distributed as dist
 
     from reshard import MegatronLayout
@@ -117,8 +118,9 @@ def transfer(pairs: list, url: str, port: int) -> dict:
 
 
 def transfer_data_parallel(pairs: list, urls: list, port: int) -> dict:
-    """What a server of two data parallel engines answers before and after a refit by vLLM's weight transfer, each question often enough that
-    both answer it, and what one answers that has loaded those weights; and how many workers the first says that it has."""
+    """What a server of two data parallel engines answers before and after a refit by vLLM's weight
+    transfer, each question often enough that both answer it, and what one answers that has loaded
+    those weights; and how many workers the first says that it has."""
     from reshard import MegatronLayout
     from reshard.integrations import HttpClient, WeightTransfer
     from reshard.parity.systems.megatron import Megatron
@@ -171,8 +173,9 @@ def transferable(path: str, **options):
 
 
 def transfer_quantized(pairs: list, port: int) -> dict:
-    """Two ``LLM`` in fp8 by tensor, each of which has loaded one of two checkpoints: what they answer before, and after each of the two in
-    turn has come to both by vLLM's weight transfer; and how many of their parameters are in fp8."""
+    """Two ``LLM`` in fp8 by tensor, each of which has loaded one of two checkpoints: what they
+    answer before, and after each of the two in turn has come to both by vLLM's weight transfer; and
+    how many of their parameters are in fp8."""
     from reshard import MegatronLayout
     from reshard.integrations import LlmClient, WeightTransfer
     from reshard.parity.systems.megatron import Megatron

@@ -1,4 +1,5 @@
-"""The flags that are written, for every variant and several layouts, for a version of Megatron-LM; and what its parser says of them."""
+"""The flags that are written, for every variant and several layouts, for a version of Megatron-LM;
+and what its parser says of them."""
 
 import json
 import subprocess

@@ -1,5 +1,6 @@
-"""An extension of vLLM's workers under which fp8 by tensor can be had without a GPU: vLLM's build for the CPU multiplies in it, by torch,
-and has no kernel that quantizes to it. Here torch does what that does; all else is vLLM's."""
+"""An extension of vLLM's workers under which fp8 by tensor can be had without a GPU: vLLM's build
+for the CPU multiplies in it, by torch, and has no kernel that quantizes to it. Here torch does what
+that does; all else is vLLM's."""
 
 import torch
 from vllm import _custom_ops

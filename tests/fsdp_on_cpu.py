@@ -25,8 +25,8 @@ ROWWISE = ("o_proj", "down_proj")
 def sharded(
     directory: str, mesh: dict[str, int], dtype: torch.dtype = torch.bfloat16, narrow: tuple[str, ...] = ()
 ) -> torch.nn.Module:
-    """The model of a directory on a mesh of ``replicate``, ``shard`` and ``tp``: tensor parallel linear layers, then FSDP around each layer.
-    Modules with a name that is `narrow` are in bf16."""
+    """The model of a directory on a mesh of ``replicate``, ``shard`` and ``tp``: tensor parallel
+    linear layers, then FSDP around each layer. Modules with a name that is `narrow` are in bf16."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in narrow:
@@ -72,8 +72,9 @@ def refit_twice(
     narrow: tuple[str, ...] = (),
     slab_bytes: int = split.SLAB_BYTES,
 ):
-    """Refit from each of two Hugging Face directories in turn; as `refit_on_cpu.refit_twice`. With `moving` the model is moved and run
-    before each refit. Blocks in parts come in rounds of `slab_bytes`."""
+    """Refit from each of two Hugging Face directories in turn; as `refit_on_cpu.refit_twice`. With
+    `moving` the model is moved and run before each refit. Blocks in parts come in rounds of
+    `slab_bytes`."""
     split.SLAB_BYTES = slab_bytes
     is_trainer, is_engine, members = start(rank, sides)
     source = model = destination = None

@@ -3,9 +3,11 @@
     python -m tests.fuzz --seed 0 --mutations 1000            # a summary; what failed goes to fuzz-failures.jsonl
     python -m tests.fuzz --replay fuzz-failures.jsonl         # only those again
 
-Every mutation runs in a process of its own, forked from one that has everything imported, with 2 GiB of memory and 30 seconds of a core. What a
-command says is held against the unspoiled conversion and, where that does not agree, against what torch's and safetensors' own
-readers find in the spoiled files, arranged by hand. A mutation is given by seed and number alone, so it can be run again anywhere.
+Every mutation runs in a process of its own, forked from one that has everything imported, with 2
+GiB of memory and 30 seconds of a core. What a command says is held against the unspoiled conversion
+and, where that does not agree, against what torch's and safetensors' own readers find in the
+spoiled files, arranged by hand. A mutation is given by seed and number alone, so it can be run
+again anywhere.
 """
 
 import argparse
@@ -57,7 +59,8 @@ class Outcome:
 
 
 def spoil(seed: int, number: int, found: list[Subject], folder: Path) -> tuple[Subject, str, str]:
-    """Copy a subject to `folder`/spoiled and spoil it: the subject, the command to run on it, and what was done."""
+    """Copy a subject to `folder`/spoiled and spoil it: the subject, the command to run on it, and
+    what was done."""
     rng = random.Random(f"{seed}:{number}")
     subject = rng.choice(found)
     spoiled = folder / "spoiled"
@@ -114,7 +117,8 @@ def limited(memory_bytes: int = MEMORY_BYTES) -> Iterator[None]:
 def forked(
     work: Callable[[Callable[[Any], None]], None], seconds: float = 4 * SECONDS, after: float = 300
 ) -> list[Any]:
-    """Run `work(say)` in a fork; what it said, JSON values. It has `seconds` until the first word and `after` until the next ones.
+    """Run `work(say)` in a fork; what it said, JSON values. It has `seconds` until the first word
+    and `after` until the next ones.
 
     A process that takes longer is killed; one that ends otherwise than by itself has said fewer words.
     """

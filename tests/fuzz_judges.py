@@ -1,4 +1,5 @@
-"""The judges of the fuzzer: they say what a command should have made of a spoiled checkpoint, and share no code with it."""
+"""The judges of the fuzzer: they say what a command should have made of a spoiled checkpoint, and
+share no code with it."""
 
 import json
 import os
@@ -79,7 +80,8 @@ def _unlike_the_truth(subject: Subject, spoiled: Path) -> list[str]:
 
 
 def _vouched_for(subject: Subject, spoiled: Path) -> bool:
-    """Whether the manifest is there as it was written: then nothing but what it lists may be made of the rest."""
+    """Whether the manifest is there as it was written: then nothing but what it lists may be made
+    of the rest."""
     manifest = spoiled / "reshard.json"
     return (
         subject.written
@@ -89,7 +91,8 @@ def _vouched_for(subject: Subject, spoiled: Path) -> bool:
 
 
 def _another_model(subject: Subject, spoiled: Path, out: Path) -> list[str]:
-    """Where what was written describes another model than the spoiled files do, both read by hand (`readings`)."""
+    """Where what was written describes another model than the spoiled files do, both read by hand
+    (`readings`)."""
     original = subject.path if subject.kind == "hf" else subject.path / "hf"
     before = json.loads(
         (original if original.is_dir() else subject.partner).joinpath("config.json").read_text()
@@ -114,7 +117,8 @@ def _another_model(subject: Subject, spoiled: Path, out: Path) -> list[str]:
 
 
 def _listed(subject: Subject, spoiled: Path, listing: dict[str, Any]) -> tuple[str, str]:
-    """Whether `inspect` lists what torch finds in a Megatron checkpoint's ``.metadata``, arranged by hand, without bytes."""
+    """Whether `inspect` lists what torch finds in a Megatron checkpoint's ``.metadata``, arranged
+    by hand, without bytes."""
     import torch.distributed.checkpoint as dcp
 
     try:

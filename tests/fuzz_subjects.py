@@ -26,7 +26,8 @@ QUANTIZED = {"deepseek-v3": "fp8", "qwen3-moe": "fp8_per_channel"}
 
 @dataclass
 class Subject:
-    """A checkpoint to spoil: `written` by reshard (with a manifest) or not; `truth` is what it holds, `listing` what inspect says."""
+    """A checkpoint to spoil: `written` by reshard (with a manifest) or not; `truth` is what it
+    holds, `listing` what inspect says."""
 
     name: str
     path: Path
@@ -39,7 +40,8 @@ class Subject:
 
 
 def subjects(folder: Path, families: tuple[str, ...] = FAMILIES) -> list[Subject]:
-    """Small checkpoints of each family: as published, as reshard writes them in both formats, and as training saves them."""
+    """Small checkpoints of each family: as published, as reshard writes them in both formats, and
+    as training saves them."""
     found = []
     for family in families:
         base = folder / family

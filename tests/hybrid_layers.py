@@ -1,4 +1,5 @@
-"""HybridModels of Megatron-Core's local layers, for which it has no specs: those of a GPTModel's layers, cut in two."""
+"""HybridModels of Megatron-Core's local layers, for which it has no specs: those of a GPTModel's
+layers, cut in two."""
 
 from copy import copy
 
@@ -39,7 +40,8 @@ def _half(layer: ModuleSpec, *names: str) -> ModuleSpec:
 
 
 def of_layers(config, pattern: str, experts: bool = True):
-    """A config for the specs of a GPTModel's layers, of which the first has linear attention where any has."""
+    """A config for the specs of a GPTModel's layers, of which the first has linear attention where any
+    has."""
     config = copy(config)
     if not experts:
         config.num_moe_experts = None

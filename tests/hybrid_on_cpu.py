@@ -59,8 +59,8 @@ def fill(models, gpt: list) -> None:
 
 
 def both(flags: list[str], pattern: str, checkpoint: str, written: list[str] | None = None):
-    """A GPTModel with a checkpoint's weights, by Megatron's loader, and a HybridModel with the same ones; the args of the latter, whose
-    flags may be given as they were `written`."""
+    """A GPTModel with a checkpoint's weights, by Megatron's loader, and a HybridModel with the same
+    ones; the args of the latter, whose flags may be given as they were `written`."""
     gpt, args = megatron_on_cpu.build(flags)
     megatron_on_cpu.load(gpt, args, checkpoint)
     mpu.destroy_model_parallel()
@@ -73,7 +73,8 @@ def both(flags: list[str], pattern: str, checkpoint: str, written: list[str] | N
 def save_hybrid(
     rank: int, flags: list[str], pattern: str, checkpoint: str, directory: str, tokens: torch.Tensor, singleton: bool = False
 ):  # fmt: skip
-    """Save a HybridModel with a checkpoint's weights by Megatron's code, with its args; the logits of both classes."""
+    """Save a HybridModel with a checkpoint's weights by Megatron's code, with its args; the logits
+    of both classes."""
     gpt, models, args = both(flags, pattern, checkpoint)
     megatron_on_cpu.save(
         models, directory, {"args": args}, {"singleton_local_shards": True} if singleton else None
@@ -84,8 +85,9 @@ def save_hybrid(
 def save_and_load(
     rank: int, flags: list[str], written: list[str], gpt: str, theirs: str, hybrid: str, other: str, tokens: torch.Tensor
 ):  # fmt: skip
-    """Save a HybridModel, built by the flags that were written, by Megatron's code, and load two checkpoints of such by Megatron-LM's; the
-    logits of both classes, the names whose weights are not those of a GPTModel's checkpoint, for each, and how many there are."""
+    """Save a HybridModel, built by the flags that were written, by Megatron's code, and load two
+    checkpoints of such by Megatron-LM's; the logits of both classes, the names whose weights are
+    not those of a GPTModel's checkpoint, for each, and how many there are."""
     of_gpt, models, args = both(flags, "", gpt, written)
     expected = megatron_on_cpu.weights(models)
     megatron_on_cpu.save(models, theirs, {"args": args})
@@ -101,8 +103,9 @@ def save_and_load(
 def load_and_save_live(
     rank: int, flags: list[str], pattern: str, gpt: str, sources: list[str], other: str, folder: str
 ):
-    """Load each of these sources into a live HybridModel, and other weights, and save it in both formats; the names whose weights are not
-    those that Megatron loads of the GPTModel's checkpoint `gpt`, for each, how many there are, and what is exported."""
+    """Load each of these sources into a live HybridModel, and other weights, and save it in both
+    formats; the names whose weights are not those that Megatron loads of the GPTModel's checkpoint
+    `gpt`, for each, how many there are, and what is exported."""
     _, models, _ = both(flags, pattern, gpt)
     for model in models:
         model.to(torch.bfloat16)
@@ -127,7 +130,8 @@ def save_untrained(rank: int, flags: list[str], pattern: str, directory: str) ->
 
 
 def logged_by_builds(rank: int, config: dict) -> list[list[str]]:
-    """What Megatron warns of while a model of each class is built, and while a GPTModel is built without `build_megatron`."""
+    """What Megatron warns of while a model of each class is built, and while a GPTModel is built
+    without `build_megatron`."""
     KEPT.enter_context(without_gpu())
     layout, model = reshard.MegatronLayout(), Model.from_hf(config)
     initialize_parallel(layout)
@@ -157,8 +161,8 @@ def refused_live(rank: int, cases: list[tuple[list[str], str, str]]) -> list[str
 
 
 def apart(rank: int, flags: list[str], pattern: str, hf: str, folder: str):
-    """Load a HybridModel in which a pipeline stage ends between an attention and its MLP; what it exports, what is said of a save, and what
-    that writes for another layout."""
+    """Load a HybridModel in which a pipeline stage ends between an attention and its MLP; what it
+    exports, what is said of a save, and what that writes for another layout."""
     models, _ = megatron_on_cpu.build(as_hybrid(flags, pattern))
     for model in models:
         model.to(torch.bfloat16)

@@ -1,12 +1,14 @@
-"""Conversions that are killed at random moments: the destination is whole or absent, and --resume gives the bytes of a quiet run.
+"""Conversions that are killed at random moments: the destination is whole or absent, and --resume
+gives the bytes of a quiet run.
 
     python -m tests.kills --seed 1 --runs 200
     python -m tests.kills --seed 1 --runs 50 --processes 3
     python -m tests.kills --seed 1 --runs 5 --processes 3 --torchrun
 
-A run is a conversion in either direction, with or without --overwrite and --no-sync, that is ended up to three times, by KILL, TERM or
-INT, and then finished with --resume. Of several processes, one is ended and the others must end by themselves; with --torchrun the agent
-may be the one. Prints a line for each violation and one in the end; exit status 1 where there was any.
+A run is a conversion in either direction, with or without --overwrite and --no-sync, that is ended
+up to three times, by KILL, TERM or INT, and then finished with --resume. Of several processes, one
+is ended and the others must end by themselves; with --torchrun the agent may be the one. Prints a
+line for each violation and one in the end; exit status 1 where there was any.
 """
 
 import argparse
@@ -140,8 +142,8 @@ class Torchrun:
 
 @dataclass
 class Outcome:
-    """What came of all runs: signals that ended a process and those that came too `late`, runs that went on with tensors that were
-    done (`resumed`); `wrong` has a sentence for each violation."""
+    """What came of all runs: signals that ended a process and those that came too `late`, runs that
+    went on with tensors that were done (`resumed`); `wrong` has a sentence for each violation."""
 
     runs: int = 0
     ended: Counter = field(default_factory=Counter)
@@ -241,7 +243,8 @@ class Kills:
             return self._wrong(said, "it could not be finished", log)
         if [p.name for p in place.iterdir()] != ["out"]:
             return self._wrong(said, f"files are left: {sorted(p.name for p in place.iterdir())}", log)
-        # Where Python meets an interrupt in a destructor, it prints that and goes on: nothing that a program can mend.
+        # Where Python meets an interrupt in a destructor, it prints that and goes on: nothing that
+        # a program can mend.
         if text.count("Traceback") > len(
             re.findall("^Exception ignored in: .*\\nTraceback", text, re.MULTILINE)
         ):
@@ -249,7 +252,8 @@ class Kills:
         shutil.rmtree(place)
 
     def _wait(self, process: Forked | Torchrun, place: Path, out: Path) -> str:
-        """Wait until the run is at a phase that is drawn, and then some milliseconds: its length depends on the machine's load."""
+        """Wait until the run is at a phase that is drawn, and then some milliseconds: its length
+        depends on the machine's load."""
         work, choice, before = (
             place / ".out.reshard-partial",
             self.random,

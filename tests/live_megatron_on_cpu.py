@@ -1,4 +1,5 @@
-"""Live Megatron models as a home of weights, on the CPU: what a load leaves in them, held against Megatron's own loader."""
+"""Live Megatron models as a home of weights, on the CPU: what a load leaves in them, held against
+Megatron's own loader."""
 
 import errno
 import logging
@@ -28,7 +29,8 @@ UNTOUCHED = -77.0
 
 
 def chunks(flags: list[str], dtype: torch.dtype = torch.bfloat16, ddp: bool = False, **options):
-    """This rank's chunks with numbers in them that no checkpoint has, bare and as a trainer wraps them, and Megatron's args."""
+    """This rank's chunks with numbers in them that no checkpoint has, bare and as a trainer wraps
+    them, and Megatron's args."""
     models, args = megatron_on_cpu.build(flags)
     for model in models:
         model.to(dtype)
@@ -77,8 +79,9 @@ def load_each(
     theirs: str = "",
     ddp: bool = False,
 ):
-    """Load each of these sources, which hold the same weights, then what Megatron saves of them to `theirs`, if that is given, and the
-    weights of `other`; the names that differ from what Megatron's loader makes of `oracle`, for each, and the reports."""
+    """Load each of these sources, which hold the same weights, then what Megatron saves of them to
+    `theirs`, if that is given, and the weights of `other`; the names that differ from what
+    Megatron's loader makes of `oracle`, for each, and the reports."""
     models, wrapped, args = chunks(flags, ddp=ddp)
     expected = by_megatron(models, args, oracle)
     addresses = [p.data_ptr() for model in models for p in model.parameters()]
@@ -104,7 +107,8 @@ def refused(
     dtype: str = "bfloat16",
     good: str = "",
 ):
-    """What is said of each source with its options, and whether a parameter was touched; what is left of the process's threads."""
+    """What is said of each source with its options, and whether a parameter was touched; what is
+    left of the process's threads."""
     models, wrapped, _ = chunks(flags, getattr(torch, dtype))
     said = []
     for source, options in sources:
@@ -128,8 +132,8 @@ def refused(
 
 
 def cast_and_follow(rank: int, flags: list[str], source: str, expected: str, options: dict):
-    """A load into bf16 parameters under Megatron's distributed optimizer: what differs from its loader's, and from them the fp32 main
-    parameters before and after."""
+    """A load into bf16 parameters under Megatron's distributed optimizer: what differs from its
+    loader's, and from them the fp32 main parameters before and after."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     models, wrapped, args = chunks(flags, ddp=True)
@@ -158,7 +162,8 @@ def main_parameters(optimizer) -> list[torch.Tensor]:
 
 
 def load_of_what_changes(rank: int, flags: list[str], source: str, file: str) -> list[str]:
-    """What is said of a load while which the last rank gives a file of the source other numbers, after some boxes, and of one after that."""
+    """What is said of a load while which the last rank gives a file of the source other numbers,
+    after some boxes, and of one after that."""
     _, wrapped, _ = chunks(flags)
     box_loader.PINNED_BYTES = 1 << 14  # of which a small model has several
     left = [file] if rank == torch.distributed.get_world_size() - 1 else []
@@ -194,7 +199,8 @@ def failing_load(rank: int, flags: list[str], source: str, fault: str) -> str:
 
 
 def save_each(rank: int, flags: list[str], hf: str, mcore: str, folder: str, ddp: bool = False):
-    """Save the weights that Megatron's loader gives in every way below `folder`, the last in the background while they change; the reports."""
+    """Save the weights that Megatron's loader gives in every way below `folder`, the last in the
+    background while they change; the reports."""
     models, wrapped, args = chunks(flags, ddp=ddp)
     by_megatron(models, args, mcore)
     options = {"make_vocab_size_divisible_by": 8}
@@ -242,8 +248,8 @@ def failing_save(
     background: bool = False,
     **options,
 ):
-    """A save in which rank `at` meets a fault after its second write, over a destination that is there; what is said, and what of a save
-    after it."""
+    """A save in which rank `at` meets a fault after its second write, over a destination that is
+    there; what is said, and what of a save after it."""
     models, wrapped, args = chunks(flags)
     by_megatron(models, args, mcore)
     torch.distributed.barrier()
@@ -293,8 +299,9 @@ def save_as_trained(rank: int, flags: list[str], source: str, run: str, iteratio
 
 
 def save_iterations(rank: int, flags: list[str], hf: str, first: str, second: str, run: str):
-    """Add iterations to the directory of a run: 7 and 20 of two checkpoints' weights, 30 with a disk that fills, and 7 once more; what Megatron's
-    loader finds in the end that the second does not have, and what was said."""
+    """Add iterations to the directory of a run: 7 and 20 of two checkpoints' weights, 30 with a
+    disk that fills, and 7 once more; what Megatron's loader finds in the end that the second does
+    not have, and what was said."""
     models, wrapped, args = chunks(flags)
     save = partial(reshard.save, wrapped, run, hf, make_vocab_size_divisible_by=8)
     by_megatron(models, args, first)
@@ -320,7 +327,8 @@ def save_iterations(rank: int, flags: list[str], hf: str, first: str, second: st
 def apart(
     rank: int, flags: list[str], hf: str, mcore: str, folder: str, saves: list[dict], loads: list[dict]
 ):
-    """What is said where the last rank asks for something else than the others, and how many parameters the loads have touched."""
+    """What is said where the last rank asks for something else than the others, and how many
+    parameters the loads have touched."""
     models, wrapped, args = chunks(flags)
     by_megatron(models, args, mcore)
     last = rank == torch.distributed.get_world_size() - 1
@@ -368,7 +376,8 @@ def refused_save(rank: int, flags: list[str], cases: list[tuple[str, str, dict]]
 
 
 def built(rank: int, hf: str, folder: str, layout: dict, from_config: bool):
-    """Build a model from a config, load it, save it; return what it exports, and the sentences of two wrong layouts."""
+    """Build a model from a config, load it, save it; return what it exports, and the sentences of
+    two wrong layouts."""
     from megatron.core.transformer.module import Float16Module
     from transformers import AutoConfig
 
@@ -391,7 +400,8 @@ def built(rank: int, hf: str, folder: str, layout: dict, from_config: bool):
 
 
 class SplitNorm(torch.nn.Module):
-    """The weight of a norm over all heads as Megatron-Bridge's trainers hold it: of this rank's heads only."""
+    """The weight of a norm over all heads as Megatron-Bridge's trainers hold it: of this rank's heads
+    only."""
 
     def __init__(self, heads: int, dim: int) -> None:
         super().__init__()
@@ -433,8 +443,9 @@ def with_split_norms(rank: int, flags: list[str], source: str) -> tuple[list[str
 def gradients(
     rank: int, flags: list[str], directory: str, tokens: torch.Tensor, detached: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The gradients of attention's parameters on this rank, summed over tensor-parallel ranks where Megatron does that. Where
-    `detached`, norms over all heads let none through what other ranks have summed.
+    """The gradients of attention's parameters on this rank, summed over tensor-parallel ranks where
+    Megatron does that. Where `detached`, norms over all heads let none through what other ranks
+    have summed.
 
     In evaluation mode: its local layers refuse to train experts with TP.
     """

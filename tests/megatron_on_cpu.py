@@ -1,7 +1,8 @@
-"""Real Megatron-Core models on a CPU: built from command-line flags as Megatron-LM builds them, saved and loaded by its own code.
+"""Real Megatron-Core models on a CPU: built from command-line flags as Megatron-LM builds them,
+saved and loaded by its own code.
 
-Only what needs a CUDA device is replaced: the current device, synchronization, the CUDA RNG tracker, and for DeepSeek-V3 the core
-attention (the local one rejects MLA's head sizes).
+Only what needs a CUDA device is replaced: the current device, synchronization, the CUDA RNG
+tracker, and for DeepSeek-V3 the core attention (the local one rejects MLA's head sizes).
 """
 
 import contextlib
@@ -83,7 +84,8 @@ class _Tracker:
 
 
 class PlainAttention(MegatronModule):
-    """Causal softmax attention over [sequence, batch, heads, dim], with value heads of a size of their own."""
+    """Causal softmax attention over [sequence, batch, heads, dim], with value heads of a size of their
+    own."""
 
     def __init__(
         self,
@@ -156,7 +158,8 @@ def without_cuda() -> None:
         for name, value in list(vars(module).items()) if module else ():
             if name.endswith("Linear") and not isinstance(value, type):
                 setattr(module, name, type("NoLinear", (), {}))
-    # A pull of YaRN's table: it asks for the current CUDA device where use_cpu_initialization is not passed on.
+    # A pull of YaRN's table: it asks for the current CUDA device where use_cpu_initialization is
+    # not passed on.
     plain_yarn = multi_latent_attention.YarnRotaryEmbedding
     for module in filter(None, (multi_latent_attention, absorbed_mla, dsa)):
         module.YarnRotaryEmbedding = lambda *a, **k: plain_yarn(*a, **(k | {"use_cpu_initialization": True}))
@@ -199,7 +202,8 @@ def local_specs(config, vp_stage: int | None):
 
 
 def adapted_specs(config, vp_stage: int | None, of_all: bool = False):
-    """What `local_specs` gives, with what Megatron's local layers lack in it; with `of_all` no stage is asked for."""
+    """What `local_specs` gives, with what Megatron's local layers lack in it; with `of_all` no
+    stage is asked for."""
     if of_all:
         config = copy(config)
         config.pipeline_model_parallel_size, config.num_layers_in_first_pipeline_stage = 1, None
@@ -358,7 +362,8 @@ def build_and_run(rank: int, config: dict, layout: dict, directory: str, tokens:
 def load_and_save(
     rank: int, flags: list[str], source: str, directory: str, training: bool = False, singleton: bool = False
 ) -> None:
-    """Build, load with Megatron-LM's code, save with Megatron-Core's; `training` adds the state of an optimizer and RNGs."""
+    """Build, load with Megatron-LM's code, save with Megatron-Core's; `training` adds the state of
+    an optimizer and RNGs."""
     models, args = build(flags)
     load(models, args, source)
     extra: dict = {"args": args}
@@ -368,7 +373,8 @@ def load_and_save(
 
 
 def training_state(models) -> dict:
-    """What a training run's checkpoint holds besides weights: moments of each parameter, RNG and scheduler state."""
+    """What a training run's checkpoint holds besides weights: moments of each parameter, RNG and
+    scheduler state."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -400,8 +406,8 @@ def weights(models) -> dict[str, torch.Tensor]:
 def as_trainers(
     rank: int, config: dict, command_lines: list[list[str]], changes: list[tuple[str, object]]
 ) -> list[str]:
-    """What is said of models with these flags, and of the first of them with attributes changed, as trainers of an engine that serves a
-    Hugging Face config."""
+    """What is said of models with these flags, and of the first of them with attributes changed, as
+    trainers of an engine that serves a Hugging Face config."""
     from reshard.models.model import Model
     from reshard.trainers.megatron import MegatronModel
     from tests.ranks import caught

@@ -15,8 +15,8 @@ from tests.megatron_on_cpu import parsed
 
 
 def configs(rank: int, command_lines: list[tuple[list[str], int]]) -> list[dict]:
-    """For each (command line, world size): the fields of the config that Megatron makes of it, and what it hands to
-    the model besides."""
+    """For each (command line, world size): the fields of the config that Megatron makes of it, and
+    what it hands to the model besides."""
     found = []
     for flags, world_size in command_lines:
         args = parsed(
@@ -44,8 +44,8 @@ def configs(rank: int, command_lines: list[tuple[list[str], int]]) -> list[dict]
 
 
 def restored(rank: int, cases: list[tuple[list[str], str, list[str]]]) -> list[dict[str, tuple]]:
-    """For each (all the flags, checkpoint, some of the flags): by argument, what all of them say, and what ``--use-checkpoint-args`` with
-    some makes of it, where that differs."""
+    """For each (all the flags, checkpoint, some of the flags): by argument, what all of them say,
+    and what ``--use-checkpoint-args`` with some makes of it, where that differs."""
 
     def take(args):
         global_vars.set_args(args)
@@ -68,7 +68,8 @@ def restored(rank: int, cases: list[tuple[list[str], str, list[str]]]) -> list[d
 
 
 def arguments(rank: int) -> tuple[dict, dict]:
-    """The arguments of Megatron's parser that are about the model, and the fields of its configs, with their defaults as text."""
+    """The arguments of Megatron's parser that are about the model, and the fields of its configs,
+    with their defaults as text."""
     from megatron.core.transformer import MLATransformerConfig
     from megatron.training.arguments import add_megatron_arguments
 

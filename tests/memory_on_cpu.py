@@ -1,5 +1,5 @@
-"""Real Megatron models, their DDP buffers and their distributed optimizer, as any rank of any layout has them, in one process: torch's fake
-process group stands for the others."""
+"""Real Megatron models, their DDP buffers and their distributed optimizer, as any rank of any
+layout has them, in one process: torch's fake process group stands for the others."""
 
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -85,7 +85,8 @@ def held(
 
 
 def _states(wrapped) -> tuple[int, int]:
-    """Bytes of main parameters and of moments of the distributed optimizer, which takes parameters on a GPU only."""
+    """Bytes of main parameters and of moments of the distributed optimizer, which takes parameters
+    on a GPU only."""
     config = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True)
     plain, plain_tensor = torch.Tensor.type, torch.tensor
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,5 @@
-"""Write down what ModelOpt makes of weights that are hard to quantize: checksums of codes and scales, for tests in an environment without it.
+"""Write down what ModelOpt makes of weights that are hard to quantize: checksums of codes and
+scales, for tests in an environment without it.
 
 pip install nvidia-modelopt==0.47.0
 python -m tests.modelopt_reference

@@ -1,4 +1,5 @@
-"""NeMo-RL's weight sync through our classes: two ranks of a Megatron in Ray actors, and two real vLLMs, without a GPU.
+"""NeMo-RL's weight sync through our classes: two ranks of a Megatron in Ray actors, and two real
+vLLMs, without a GPU.
 
     python -m tests.nemo_rl_on_cpu FIRST SECOND     # two Hugging Face directories, whose weights the policy gets in turn
 
@@ -217,8 +218,8 @@ def main() -> None:
 
 
 def died(synchronizer, policies, engines) -> list:
-    """A sync before which the second engine's process dies: what it raises, after how many seconds the policy's ranks do something else,
-    and why they gave up."""
+    """A sync before which the second engine's process dies: what it raises, after how many seconds
+    the policy's ranks do something else, and why they gave up."""
     ray.get([one.adapters.remote(False) for one in policies])
     ray.get(engines[1].checkpoint_engine_rpc.remote("die_when_asked_to_meet"))
     synchronizer.init_communicator()

@@ -1,4 +1,5 @@
-"""Offload on the CPU: real Megatron models under DDP and the distributed optimizer, which train, refit and train again."""
+"""Offload on the CPU: real Megatron models under DDP and the distributed optimizer, which train,
+refit and train again."""
 
 import hashlib
 import time
@@ -80,8 +81,9 @@ class Training:
 
 
 def steps(rank: int, flags: list[str], directory: str, config: str, move: bool) -> dict:
-    """With little pieces of host memory, three training steps, after each of which the training is moved away and back, in parts too, or not; digests of all that it holds
-    before and after, and what is freed."""
+    """With little pieces of host memory, three training steps, after each of which the training is
+    moved away and back, in parts too, or not; digests of all that it holds before and after, and
+    what is freed."""
     staging.BLOCK_BYTES = 1 << 12
     training = Training(flags, directory)
     model, optimizer = training.wrapped, training.optimizer
@@ -135,7 +137,8 @@ def steps(rank: int, flags: list[str], directory: str, config: str, move: bool) 
 
 
 def uses_of_what_is_away(training: Training, hf: str) -> dict:
-    """What is said by all that needs what was offloaded; what a load leaves in the main parameters after that, and whether they were away."""
+    """What is said by all that needs what was offloaded; what a load leaves in the main parameters
+    after that, and whether they were away."""
     model, optimizer = training.wrapped, training.optimizer
     reshard.offload(model, optimizer)
     uses = [
@@ -206,9 +209,11 @@ def refits(rank: int, flags: list[str], checkpoint: tuple[str, str]) -> dict:
 
 
 def put_off(rank: int, flags: list[str], checkpoint: tuple[str, str], folder: str) -> dict:
-    """A training whose parameters are gathered when they are next needed (``overlap_param_gather``): after each of three steps what this rank
-    holds; what an export, a save and a refit of a vLLM at TP2 have of that; what it holds once all is gathered, and what that would be. Then what is
-    said of a refit of which one rank has another idea, after how many seconds, and of chunks without their DDP, and whether one in a wrapper is known."""
+    """A training whose parameters are gathered when they are next needed
+    (``overlap_param_gather``): after each of three steps what this rank holds; what an export, a
+    save and a refit of a vLLM at TP2 have of that; what it holds once all is gathered, and what
+    that would be. Then what is said of a refit of which one rank has another idea, after how many
+    seconds, and of chunks without their DDP, and whether one in a wrapper is known."""
     from reshard.engines.vllm.live import VllmModel
 
     hf = checkpoint[0]

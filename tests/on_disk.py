@@ -13,7 +13,8 @@ LAYOUT = ["--tp", "2", "--pp", "2", "--ep", "2", "--etp", "1"]
 
 
 def use_disk_commands(python: str | Path, source: Path, folder: Path) -> None:
-    """Run them with this Python on a Hugging Face checkpoint with experts, into ``folder/mcore`` and ``folder/hf``.
+    """Run them with this Python on a Hugging Face checkpoint with experts, into ``folder/mcore``
+    and ``folder/hf``.
 
     AssertionError where one fails, or says that something differs or is damaged.
     """

@@ -2,8 +2,9 @@
 
     python tests/parse_flags.py TREE < LINES        TREE holds `megatron/` (a checkout of Megatron-LM, or a wheel from 0.17 on)
 
-LINES is JSON: a list of command lines. Prints a JSON list: for each, "" or the parser's complaint. Needs torch; Transformer Engine and
-Apex, which some versions cannot be imported without, are empty shells here.
+LINES is JSON: a list of command lines. Prints a JSON list: for each, "" or the parser's complaint.
+Needs torch; Transformer Engine and Apex, which some versions cannot be imported without, are empty
+shells here.
 """
 
 import contextlib
@@ -57,7 +58,8 @@ class _Shells:
 
 
 def _parser():
-    """Megatron-LM's ``parse_args``. Shells are for those versions that need them: others take them for the real thing."""
+    """Megatron-LM's ``parse_args``. Shells are for those versions that need them: others take them
+    for the real thing."""
     try:
         from megatron.training.arguments import parse_args
     except Exception:

@@ -1,4 +1,5 @@
-"""Run a function on several ranks: processes with a gloo group, forked from a server that has Megatron imported already."""
+"""Run a function on several ranks: processes with a gloo group, forked from a server that has
+Megatron imported already."""
 
 import contextlib
 import itertools
@@ -15,7 +16,8 @@ from pathlib import Path
 
 from tests.warm import Forked, python_of_ranks
 
-# How long the others may go on where a rank has failed: they wait for it, some for very long, and it has said why.
+# How long the others may go on where a rank has failed: they wait for it, some for very long, and
+# it has said why.
 GRACE_SECONDS = 10
 _ports = itertools.count(os.getpid() % 4000)
 CODE = "import sys; from tests.ranks import rank_in; rank_in(*sys.argv[1:])"
@@ -23,11 +25,11 @@ CODE = "import sys; from tests.ranks import rank_in; rank_in(*sys.argv[1:])"
 
 def run_on_ranks(world_size: int, function: str, *args, module: str = "megatron_on_cpu", options: dict | None = None,
                  may_die: bool = False, timeout: float = 600):  # fmt: skip
-    """Call ``tests.MODULE.FUNCTION(rank, *args)`` on every rank; the results by rank. An error on any rank is raised here, with its traceback,
-    the first one first.
+    """Call ``tests.MODULE.FUNCTION(rank, *args)`` on every rank; the results by rank. An error on
+    any rank is raised here, with its traceback, the first one first.
 
-    The ranks have a gloo group, unless the module makes its own. A rank that `may_die` has None for a result. `timeout` is for all of
-    them together; no process is left when this returns or raises.
+    The ranks have a gloo group, unless the module makes its own. A rank that `may_die` has None for
+    a result. `timeout` is for all of them together; no process is left when this returns or raises.
     """
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +97,8 @@ def rank_in(folder: str, number: str) -> None:
 
 
 def run_to_the_end(command, timeout: float, **options) -> subprocess.CompletedProcess:
-    """Run a command and take what it prints. One that does not end in time is killed with all that it has started.
+    """Run a command and take what it prints. One that does not end in time is killed with all that
+    it has started.
 
     It prints into files: what it has started, and left behind when it failed, would keep a pipe open.
     """
@@ -138,7 +141,8 @@ def caught(action) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens at, and that the system gives to no connection: below those, each pytest worker has its own."""
+    """A port that nobody listens at, and that the system gives to no connection: below those, each
+    pytest worker has its own."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
         port = 12000 + 4000 * (worker % 5) + next(_ports) % 4000

@@ -1,7 +1,9 @@
-"""What a config, Megatron's flags and a checkpoint's args say of a model, each read by hand: shares no code with the mapping tables.
+"""What a config, Megatron's flags and a checkpoint's args say of a model, each read by hand: shares
+no code with the mapping tables.
 
-All three are brought to one set of names, so that they can be compared: `of_config` by what transformers' classes have where a config says
-nothing, `of_flags` and `of_args` by Megatron's own names.
+All three are brought to one set of names, so that they can be compared: `of_config` by what
+transformers' classes have where a config says nothing, `of_flags` and `of_args` by Megatron's own
+names.
 """
 
 from pathlib import Path
@@ -41,7 +43,8 @@ UNSAID = {
 
 
 def of_config(config: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """The meaning of a config that was made from `before` by changing it; what is strange in it is under ``strange``."""
+    """The meaning of a config that was made from `before` by changing it; what is strange in it is
+    under ``strange``."""
     from transformers import CONFIG_MAPPING
 
     kind = before["model_type"]

@@ -1,4 +1,5 @@
-"""What goes wrong in a refit, on the CPU as `refit_on_cpu` runs them: members that fail, are late, die, or do not fit each other."""
+"""What goes wrong in a refit, on the CPU as `refit_on_cpu` runs them: members that fail, are late,
+die, or do not fit each other."""
 
 import os
 import time
@@ -33,7 +34,8 @@ def alone() -> None:
 
 
 def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], what: str):
-    """One trainer and two engine ranks (TP2), something wrong, and what each of them says, with what it says next."""
+    """One trainer and two engine ranks (TP2), something wrong, and what each of them says, with
+    what it says next."""
     steps = Steps(sides, rank, 3)
     if what == "protocol" and rank == 2:
         greeting.PROTOCOL = 99
@@ -75,7 +77,8 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
     if what in ("trainer dies", "stalls"):
         steps.reach("refitted")
         if rank == (0 if what == "trainer dies" else 2):
-            # Not before the others know how the first refit ended: they ask the store, which one of these serves.
+            # Not before the others know how the first refit ended: they ask the store, which one of
+            # these serves.
             steps.wait("refitted" if what != "stalls" else "refitted again")
             os._exit(0)
         said.append(caught(lambda: link.refit(version=2)))
@@ -122,8 +125,9 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
 
 
 def in_containers(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], hows: list[dict]):
-    """A trainer, and an engine in a container of its own on the same host, connected and refitted in each of some ways: what is said at connect, at the
-    refit, how the engine gets its bytes, and whether it has the right ones; and what either member says of itself."""
+    """A trainer, and an engine in a container of its own on the same host, connected and refitted
+    in each of some ways: what is said at connect, at the refit, how the engine gets its bytes, and
+    whether it has the right ones; and what either member says of itself."""
 
     def work():
         is_trainer, _, members = start(rank, sides)
@@ -160,8 +164,9 @@ def death(
     victim: int,
     moment: str,
 ):
-    """A member dies at a moment of a connection's life. Of every other one: what the call said in which that was, after how many seconds,
-    whether the engine is ready, with which version, and how many slabs are left."""
+    """A member dies at a moment of a connection's life. Of every other one: what the call said in
+    which that was, after how many seconds, whether the engine is ready, with which version, and how
+    many slabs are left."""
     is_trainer, _, members = start(rank, sides)
     source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
     destination = None
@@ -206,8 +211,8 @@ def death(
 
 
 def dies_at(owner, name: str, last, key: str = "", after: bool = False) -> None:
-    """End this process, without a word, when a method of an object is called and `last` is done, or when both are over; with a key as the
-    method's first argument, where one is given."""
+    """End this process, without a word, when a method of an object is called and `last` is done, or
+    when both are over; with a key as the method's first argument, where one is given."""
     plain = getattr(owner, name)
 
     def dying(*args, **options):
@@ -244,7 +249,8 @@ DEATHS = {
 
 
 class SlowTrainer(MegatronModel):
-    """A trainer that waits, where it is given something to wait for, before it says what lies where; but not before it says that it is there."""
+    """A trainer that waits, where it is given something to wait for, before it says what lies
+    where; but not before it says that it is there."""
 
     wait, waits = None, False
 
@@ -268,7 +274,8 @@ class SlowTrainer(MegatronModel):
 
 
 class SlowEngine(VllmModel):
-    """An engine that waits between saying that it is there and taking the first byte, and says that it begins; where it is given what to do."""
+    """An engine that waits between saying that it is there and taking the first byte, and says that
+    it begins; where it is given what to do."""
 
     wait = begun = None
 
@@ -281,8 +288,9 @@ class SlowEngine(VllmModel):
 
 
 def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]]):
-    """A trainer (rank 0) and an engine (rank 1), one of whom comes when the other has given up, in one phase after the other; what each
-    says, how long that took, and whether the engine is ready, its version, and which checkpoint's weights it holds."""
+    """A trainer (rank 0) and an engine (rank 1), one of whom comes when the other has given up, in
+    one phase after the other; what each says, how long that took, and whether the engine is ready,
+    its version, and which checkpoint's weights it holds."""
     is_trainer, _, members = start(rank, sides)
     steps, said = Steps(sides, rank, 2), {}
     source = destination = None
@@ -295,7 +303,8 @@ def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[s
         known = [loaded(hf) for hf, _ in checkpoints]
 
     def now(step: str, action, late: str = "", slow: str = "") -> None:
-        """What is said, after how long; and the engine's state. One side may come late, or be slow in the middle, by all of the others' wait."""
+        """What is said, after how long; and the engine's state. One side may come late, or be slow
+        in the middle, by all of the others' wait."""
         steps.meet(f"before {step}")
         me = "trainer" if is_trainer else "engine"
         if late == me:

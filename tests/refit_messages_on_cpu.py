@@ -1,4 +1,5 @@
-"""Messages of connects and refits between real models on the CPU, spoiled on their way: what every member says then, and what the engine holds."""
+"""Messages of connects and refits between real models on the CPU, spoiled on their way: what every
+member says then, and what the engine holds."""
 
 import json
 import random
@@ -60,8 +61,9 @@ def spoiled(
 ):
     """Connect and refit `count` times, with one message spoiled each time; then once with none.
 
-    Of each time: the message and what was done to it, what this member says (``right`` where nothing), whether that is a
-    ReshardError's, seconds, and of an engine's rank what it holds: ``right``, ``untouched``, or something else, and whether it is fit.
+    Of each time: the message and what was done to it, what this member says (``right`` where
+    nothing), whether that is a ReshardError's, seconds, and of an engine's rank what it holds:
+    ``right``, ``untouched``, or something else, and whether it is fit.
     """
     is_trainer, is_engine, members = start(rank, sides)
     size = sides["trainer"] if sides.get("together") else sides["trainer"] + sides["engine"]

@@ -1,7 +1,8 @@
-"""Refits on the CPU: real Megatron models into vLLM's real model classes, several processes, the code path of the GPUs.
+"""Refits on the CPU: real Megatron models into vLLM's real model classes, several processes, the
+code path of the GPUs.
 
-With ``RESHARD_TEST_DEVICE=cuda`` the models are moved to a GPU, all ranks to the same one, once they are built: what is run then are its kernels and the
-mapping of other processes' memory.
+With ``RESHARD_TEST_DEVICE=cuda`` the models are moved to a GPU, all ranks to the same one, once
+they are built: what is run then are its kernels and the mapping of other processes' memory.
 """
 
 import contextlib
@@ -29,7 +30,8 @@ DEVICE = os.environ.get("RESHARD_TEST_DEVICE", "cpu")
 
 @contextlib.contextmanager
 def on_the_cpu():
-    """Models are built and loaded here, as if there were no GPU: what that replaces of torch is put back afterward."""
+    """Models are built and loaded here, as if there were no GPU: what that replaces of torch is put
+    back afterward."""
     if DEVICE == "cpu":
         yield
         return
@@ -59,11 +61,11 @@ def loaded(directory: str, **options) -> dict[str, tuple]:
 
 
 def trainer(flags: list[str], directory: str, ddp: bool = False, wide: bool = False):
-    """Megatron's chunks for this rank in bf16, or where they are `wide` in fp32, loaded and wrapped; and a function that loads another
-    checkpoint into the same memory.
+    """Megatron's chunks for this rank in bf16, or where they are `wide` in fp32, loaded and
+    wrapped; and a function that loads another checkpoint into the same memory.
 
-    With `ddp` they are wrapped as for a distributed optimizer, which makes every parameter a view of one buffer; the embedding and
-    one norm are frozen and stay outside of it.
+    With `ddp` they are wrapped as for a distributed optimizer, which makes every parameter a view
+    of one buffer; the embedding and one norm are frozen and stay outside of it.
     """
     with on_the_cpu():
         models, args = megatron_on_cpu.build(flags)
@@ -121,7 +123,8 @@ def fingerprint(model: torch.nn.Module) -> dict[str, tuple]:
 
 
 class Steps:
-    """Processes that meet, or wait for one another, at named steps: files, so that nothing of what is tested has a part in it."""
+    """Processes that meet, or wait for one another, at named steps: files, so that nothing of what
+    is tested has a part in it."""
 
     def __init__(self, sides: dict, rank: int, size: int) -> None:
         self.folder, self.rank, self.size = Path(sides["folder"]), rank, size
@@ -159,7 +162,8 @@ def _runs(pid: int) -> bool:
 
 
 def start(rank: int, sides: dict) -> tuple[bool, bool, RefitGroup]:
-    """Torch's own process group for this rank's side, and the members of both; whether the rank is a trainer's, an engine's.
+    """Torch's own process group for this rank's side, and the members of both; whether the rank is
+    a trainer's, an engine's.
 
     With `hosts` in `sides` the trainer's ranks run on the first of `two_hosts`, the engine's on the second.
     """
@@ -192,12 +196,15 @@ def refit_twice(
 ):
     """Refit from each of two Megatron checkpoints in turn.
 
-    `sides` is {"trainer": n, "engine": m, "together": bool, ...}; the engine starts with random weights. `moving` parameters get new
-    memory before every refit; `ddp` wraps them for a distributed optimizer; `traced` takes the vLLM names out of the tables; `published` are
-    the directories that vLLM's own loader is to load, if not those, names with an end that is `ignored` are not looked at. Returns, for engine ranks, what vLLM then holds, what
-    its own loader makes of the two Hugging Face checkpoints, the names whose address has changed, and the reports.
-    With `nested` published names have a prefix, and vLLM's another one, as in models that also read images.
-    With `round_bytes` what vLLM quantizes itself comes in rounds of so many; `unknown` forgets the kernels of which we know how they serve from fp8 blocks.
+    `sides` is {"trainer": n, "engine": m, "together": bool, ...}; the engine starts with random
+    weights. `moving` parameters get new memory before every refit; `ddp` wraps them for a
+    distributed optimizer; `traced` takes the vLLM names out of the tables; `published` are the
+    directories that vLLM's own loader is to load, if not those, names with an end that is `ignored`
+    are not looked at. Returns, for engine ranks, what vLLM then holds, what its own loader makes of
+    the two Hugging Face checkpoints, the names whose address has changed, and the reports. With
+    `nested` published names have a prefix, and vLLM's another one, as in models that also read
+    images. With `round_bytes` what vLLM quantizes itself comes in rounds of so many; `unknown`
+    forgets the kernels of which we know how they serve from fp8 blocks.
     """
     reload.ROUND_BYTES = options.pop("round_bytes", reload.ROUND_BYTES)
     if options.pop("unknown", False):
@@ -257,14 +264,16 @@ def refit_twice(
 
 
 def refit_as_held(rank: int, *arguments):
-    """`refit_twice` from a trainer whose numbers are taken to be the published ones, as a negative control."""
+    """`refit_twice` from a trainer whose numbers are taken to be the published ones, as a negative
+    control."""
     MegatronModel.as_published = lambda self, model: self
     return refit_twice(rank, *arguments)
 
 
 def below_adapters(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict):
-    """What an engine holds that vLLM has wrapped for LoRA adapters, after a refit, by the names that its layers had before; what one holds that has
-    loaded the checkpoint; how many layers are wrapped; and whether all wrappers are where they were."""
+    """What an engine holds that vLLM has wrapped for LoRA adapters, after a refit, by the names
+    that its layers had before; what one holds that has loaded the checkpoint; how many layers are
+    wrapped; and whether all wrappers are where they were."""
     _, _, members = start(rank, sides)
     vllm_on_cpu.choose_triton()
     how = engine | {"enable_lora": True, "max_lora_rank": 8}
@@ -306,8 +315,9 @@ def held_by(placement) -> dict:
 def moved_before_a_failure(
     rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict
 ):
-    """vLLM's parameters get new memory, the refit that finds them there fails, and the next one is whole; what the first said, and the
-    names of what then is not what vLLM's own loader makes of the second checkpoint."""
+    """vLLM's parameters get new memory, the refit that finds them there fails, and the next one is
+    whole; what the first said, and the names of what then is not what vLLM's own loader makes of
+    the second checkpoint."""
     _, _, members = start(rank, sides)
     chunks, load = trainer(flags, checkpoints[0][1])
     module, config = engine_of(checkpoints[0][0], load_format="dummy", **engine)
@@ -327,8 +337,9 @@ def moved_before_a_failure(
 def of_a_table_without(
     rank: int, sides: dict, directory: str, rows: list[str], traced: bool, engine: dict, extra: str
 ):
-    """What is said of an engine of a family whose table lacks these rows, where vLLM's loader needs none of their tensors, or of one
-    whose last norm has another tensor, a parameter or a buffer called `extra`; and whether it is fit."""
+    """What is said of an engine of a family whose table lacks these rows, where vLLM's loader needs
+    none of their tensors, or of one whose last norm has another tensor, a parameter or a buffer
+    called `extra`; and whether it is fit."""
     from reshard.models.family import families
 
     start(rank, sides)
@@ -348,8 +359,8 @@ def of_a_table_without(
 
 
 def nest_names() -> type[torch.nn.Module]:
-    """Give all families' published names, and vLLM's, the prefixes of models that also read images; return the class of such a model in
-    vLLM around that of the text, which vLLM's own loader fills."""
+    """Give all families' published names, and vLLM's, the prefixes of models that also read images;
+    return the class of such a model in vLLM around that of the text, which vLLM's own loader fills."""
     from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 
     from reshard.engines.vllm.names import FAMILIES

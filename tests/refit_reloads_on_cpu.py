@@ -1,5 +1,5 @@
-"""Refits into engines that make something else of the weights that arrive, as `refit_on_cpu` runs them: quantized layers, absorbed
-matrices of MLA, blocks of fp8."""
+"""Refits into engines that make something else of the weights that arrive, as `refit_on_cpu` runs
+them: quantized layers, absorbed matrices of MLA, blocks of fp8."""
 
 import zlib
 from functools import partial
@@ -18,9 +18,11 @@ from tests.refit_on_cpu import engine_of, fingerprint, loaded, start, trainer
 
 
 def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict):
-    """What a verified refit into an engine that quantizes itself says: as it is; where a scale, or a code, changes after it has arrived;
-    where vLLM's processing fails, and where it leaves another number beside the weights; where a check ends in its middle; and at last as it is. And whether the layers and
-    their kernels are the objects that they were, and what is said of them. Of a trainer in another process, what each refit says."""
+    """What a verified refit into an engine that quantizes itself says: as it is; where a scale, or
+    a code, changes after it has arrived; where vLLM's processing fails, and where it leaves another
+    number beside the weights; where a check ends in its middle; and at last as it is. And whether
+    the layers and their kernels are the objects that they were, and what is said of them. Of a
+    trainer in another process, what each refit says."""
     reload.ROUND_BYTES = 1  # a layer at a time
     is_trainer, is_engine, members = start(rank, sides)
     source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
@@ -92,10 +94,12 @@ def static_inputs(
     engine: dict,
     reloads: bool = True,
 ):
-    """An engine that has loaded the first of these compressed checkpoints, refitted, from a checkpoint of other weights: what it holds, what
-    engines hold that have loaded the others, what is said of it, whether a new look at it that a refit has spoiled finds the scales of its inputs,
-    and what is said of one that has loaded nothing; whether what its kernels keep of scales is there after its memory was discarded, and what it
-    holds after another refit since it has loaded the third one, where vLLM `reloads` such checkpoints."""
+    """An engine that has loaded the first of these compressed checkpoints, refitted, from a
+    checkpoint of other weights: what it holds, what engines hold that have loaded the others, what
+    is said of it, whether a new look at it that a refit has spoiled finds the scales of its inputs,
+    and what is said of one that has loaded nothing; whether what its kernels keep of scales is
+    there after its memory was discarded, and what it holds after another refit since it has loaded
+    the third one, where vLLM `reloads` such checkpoints."""
     _, _, members = start(rank, sides)
     module, config = engine_of(directories[0], **engine)
     source, destination = MegatronModel(trainer(flags, mcore)[0]), VllmModel(module, config)
@@ -145,7 +149,8 @@ def load_anew(module: torch.nn.Module, config, theirs) -> None:
 
 
 def rebind_absorbed() -> None:
-    """Let MLA put new matrices in the places of those that it has made of ``kv_b_proj``, as vLLM 0.24 and 0.25 do."""
+    """Let MLA put new matrices in the places of those that it has made of ``kv_b_proj``, as vLLM
+    0.24 and 0.25 do."""
     from vllm.model_executor.layers.attention import mla_attention
 
     def process(self, dtype: torch.dtype) -> None:
@@ -160,8 +165,10 @@ def rebind_absorbed() -> None:
 def absorbed_where_it_was(
     rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict, rebinds: bool
 ):
-    """What lies after each of two refits where MLA's matrices lay when the engine was started, where CUDA graphs read them; what engines make that
-    have loaded those checkpoints; how many matrices there are; and what a verified refit says where one of them changes afterward, and then."""
+    """What lies after each of two refits where MLA's matrices lay when the engine was started,
+    where CUDA graphs read them; what engines make that have loaded those checkpoints; how many
+    matrices there are; and what a verified refit says where one of them changes afterward, and
+    then."""
     if rebinds:
         rebind_absorbed()
 
@@ -204,8 +211,8 @@ def absorbed_where_it_was(
 def of_infinities(
     rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict, number: float
 ):
-    """What each rank says of a refit where the first one's part of a weight holds such a number, and of the next, without it; and whether the
-    engine is fit after each."""
+    """What each rank says of a refit where the first one's part of a weight holds such a number,
+    and of the next, without it; and whether the engine is fit after each."""
     _, _, members = start(rank, sides)
     chunks = trainer(flags, checkpoint[1])[0]
     destination = VllmModel(*engine_of(checkpoint[0], load_format="dummy", **engine))
@@ -221,8 +228,9 @@ def of_infinities(
 
 
 def failing_alone(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict):
-    """What each rank says of a refit in which vLLM's processing fails on the first one alone, which has scales to find with the others; of the
-    next one; whether the engine is fit after each; and of verified ones in which a code, and a scale, of its first layer changes there."""
+    """What each rank says of a refit in which vLLM's processing fails on the first one alone, which
+    has scales to find with the others; of the next one; whether the engine is fit after each; and
+    of verified ones in which a code, and a scale, of its first layer changes there."""
     reload.ROUND_BYTES = 1
     _, _, members = start(rank, sides)
     module, config = engine_of(checkpoint[0], load_format="dummy", **engine)
@@ -259,8 +267,10 @@ def failing_alone(rank: int, sides: dict, flags: list[str], checkpoint: tuple[st
 def blocks_that_differ(
     rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict, wide: bool
 ):
-    """What each member says of verified refits into fp8 blocks: as it is, where a code, or a scale, changes after it has arrived, where parts
-    of blocks that several ranks have do not arrive, if there are any, and at last as it is; and the engine's of scales that vLLM has made up, and at connect where ours are made in another way than vLLM's."""
+    """What each member says of verified refits into fp8 blocks: as it is, where a code, or a scale,
+    changes after it has arrived, where parts of blocks that several ranks have do not arrive, if
+    there are any, and at last as it is; and the engine's of scales that vLLM has made up, and at
+    connect where ours are made in another way than vLLM's."""
     from reshard.engines.vllm.quantized import fp8
     from reshard.quantization import fp8_blocks
 

@@ -1,4 +1,5 @@
-"""ROLL's weight sync through our classes: two ranks of a Megatron in Ray actors, and two real vLLMs, without a GPU.
+"""ROLL's weight sync through our classes: two ranks of a Megatron in Ray actors, and two real
+vLLMs, without a GPU.
 
     python -m tests.roll_on_cpu FIRST SECOND     # two Hugging Face directories, whose weights the trainer gets in turn
 
@@ -50,7 +51,8 @@ class Probe(Probed, RollExtension):
             self.load_weights(part)
 
     def fall_asleep(self) -> None:
-        """As ROLL's ``offload_states`` leaves it; on a CPU there is no sleep, so that waking is only noted."""
+        """As ROLL's ``offload_states`` leaves it; on a CPU there is no sleep, so that waking is only
+        noted."""
         self.weight_loaded, self.woken, self.processed = False, [], 0
         self.wake_up = lambda tags: self.woken.append((tags, self.ready()))
         if not hasattr(WorkerBase, "counted"):

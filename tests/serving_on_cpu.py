@@ -30,7 +30,8 @@ class Heard(logging.Handler):
 
 
 def loaded(rank: int, cases: list) -> list:
-    """Of each case (options, {name: (directory, more options)}), by name: the parameters' bits, the bytes that were read, and how."""
+    """Of each case (options, {name: (directory, more options)}), by name: the parameters' bits, the
+    bytes that were read, and how."""
     vllm_on_cpu.set_up_logging()
     heard, logger = Heard(), logging.getLogger("vllm.reshard")
     logger.addHandler(heard)
@@ -55,8 +56,8 @@ def loaded(rank: int, cases: list) -> list:
 
 
 def reloaded(rank: int, directories: list[str], options: dict) -> tuple[dict, dict]:
-    """What an engine holds that has loaded the first of these, and then, as vLLM's ``reload_weights`` does it, the second; and what one holds
-    that has loaded the second."""
+    """What an engine holds that has loaded the first of these, and then, as vLLM's
+    ``reload_weights`` does it, the second; and what one holds that has loaded the second."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.reload.layerwise import (
@@ -80,8 +81,8 @@ def refused(rank: int, cases: list) -> list[str]:
 
 
 def lacking(rank: int, whole: str, directories: list, options: dict) -> tuple[list[str], list[list[str]]]:
-    """What is said when a whole directory, and each of these, is loaded, reloaded into an engine that has the whole one, and loaded for an
-    architecture without a table."""
+    """What is said when a whole directory, and each of these, is loaded, reloaded into an engine
+    that has the whole one, and loaded for an architecture without a table."""
     from vllm.model_executor.model_loader import get_model_loader
 
     model, config = vllm_on_cpu.build(str(whole), **options)
@@ -106,7 +107,8 @@ def lacking(rank: int, whole: str, directories: list, options: dict) -> tuple[li
 
 
 def load_of_what_changes(rank: int, cases: list) -> list[str]:
-    """What each (directory, options, file) is refused with where the file gets other numbers after the loader's first read of tensors."""
+    """What each (directory, options, file) is refused with where the file gets other numbers after
+    the loader's first read of tensors."""
 
     def build(directory, options: dict, file) -> None:
         left, plain = [Path(file)], boxes.BoxReader.read_all
@@ -126,7 +128,8 @@ def load_of_what_changes(rank: int, cases: list) -> list[str]:
 
 
 def routers(rank: int, hf: str, cases: list) -> list[dict[str, bool]]:
-    """Of each (directory, options), what its routers hold: by the parameter's name whether it is the weight of `hf`, or that in blocks."""
+    """Of each (directory, options), what its routers hold: by the parameter's name whether it is
+    the weight of `hf`, or that in blocks."""
     weights = load_file(Path(hf) / "model.safetensors")
     results: list[dict[str, bool]] = []
     for directory, options in cases:

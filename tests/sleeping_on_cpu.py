@@ -1,4 +1,5 @@
-"""vLLM's own worker that forgets its weights: ``sleep`` and ``wake_up`` of its class for GPUs, with an allocator that needs none."""
+"""vLLM's own worker that forgets its weights: ``sleep`` and ``wake_up`` of its class for GPUs, with
+an allocator that needs none."""
 
 from functools import partial
 
@@ -15,7 +16,8 @@ GARBAGE = 0x7B
 
 
 class Allocator:
-    """What stands for ``CuMemAllocator``: the memory of a model, tagged ``weights``, that is garbage where nothing keeps it."""
+    """What stands for ``CuMemAllocator``: the memory of a model, tagged ``weights``, that is
+    garbage where nothing keeps it."""
 
     def __init__(self, *models: torch.nn.Module) -> None:
         tensors = [tensor for model in models for tensor in _tensors(model) if tensor.numel()]
@@ -58,7 +60,8 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def worker_of(module: torch.nn.Module, config, draft: torch.nn.Module | None = None):
-    """vLLM's worker for GPUs with its model runner, as they are when both models are loaded; the allocator of both is `Allocator`."""
+    """vLLM's worker for GPUs with its model runner, as they are when both models are loaded; the
+    allocator of both is `Allocator`."""
     from types import SimpleNamespace
 
     from vllm import device_allocator
@@ -104,9 +107,11 @@ LOSSES = {
 
 
 def after_losses(rank: int, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict) -> dict:
-    """For each way in which a worker that has loaded the first checkpoint forgets its weights, and for a sleep that keeps them: what is said of a
-    refit while they have no memory, and when only the cache has got it again; whether the engine is fit then; and the names of what is not, after
-    a refit that nothing checks, as vLLM's own loader makes it of the second checkpoint, which the trainer has."""
+    """For each way in which a worker that has loaded the first checkpoint forgets its weights, and
+    for a sleep that keeps them: what is said of a refit while they have no memory, and when only
+    the cache has got it again; whether the engine is fit then; and the names of what is not, after
+    a refit that nothing checks, as vLLM's own loader makes it of the second checkpoint, which the
+    trainer has."""
     (hf, _), (other, mcore) = checkpoints
     chunks, _ = trainer(flags, mcore)
     expected, before = loaded(other, **engine), loaded(hf, **engine)
@@ -139,7 +144,8 @@ def after_losses(rank: int, flags: list[str], checkpoints: list[tuple[str, str]]
 
 
 def drafter_of(module: torch.nn.Module, config) -> torch.nn.Module:
-    """The drafter of an engine with MTP layers, loaded and bound to the model's embedding and output by vLLM's own proposer."""
+    """The drafter of an engine with MTP layers, loaded and bound to the model's embedding and
+    output by vLLM's own proposer."""
     from vllm.v1.spec_decode.eagle import EagleProposer
 
     proposer = EagleProposer.__new__(EagleProposer)
@@ -167,9 +173,11 @@ def of_both(module: torch.nn.Module, draft: torch.nn.Module | None) -> dict[str,
 
 
 def drafted(rank: int, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict) -> dict:
-    """An engine with a drafter, both of which start with dummy weights, is refitted from a trainer that has the MTP layers: the names of
-    what is not then as vLLM's own loader makes it of each checkpoint, in model and drafter; after it has slept at level 2; which of the drafter's
-    parameters are its own; what is said of them; and what a verified refit says where one of them changes afterward."""
+    """An engine with a drafter, both of which start with dummy weights, is refitted from a trainer
+    that has the MTP layers: the names of what is not then as vLLM's own loader makes it of each
+    checkpoint, in model and drafter; after it has slept at level 2; which of the drafter's
+    parameters are its own; what is said of them; and what a verified refit says where one of them
+    changes afterward."""
     chunks, load = trainer(flags, checkpoints[0][1])
     worker, module, draft, _ = with_drafter(checkpoints[0][0], load_format="dummy", **engine)
     destination = VllmModel.from_worker(worker)
@@ -206,8 +214,9 @@ def drafted(rank: int, flags: list[str], checkpoints: list[tuple[str, str]], eng
 
 
 def drafter_left_alone(rank: int, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict) -> dict:
-    """A trainer without MTP layers, of the second checkpoint: what it says of an engine whose drafter has dummy weights; and of one that has
-    loaded the first checkpoint the names of what is not, after a refit, and after another since it has slept at level 2, the model of the second
+    """A trainer without MTP layers, of the second checkpoint: what it says of an engine whose
+    drafter has dummy weights; and of one that has loaded the first checkpoint the names of what is
+    not, after a refit, and after another since it has slept at level 2, the model of the second
     with the drafter of the first; and what is said of the drafter."""
     (hf, _), (other, mcore) = checkpoints
     chunks, _ = trainer(flags, mcore)

@@ -38,7 +38,8 @@ def mcore(converted, tmp_path):
 
 
 def bounded(call, message, seconds=10):
-    """The call is refused with one sentence that matches, within the fuzzer's memory and so many seconds of a core."""
+    """The call is refused with one sentence that matches, within the fuzzer's memory and so many
+    seconds of a core."""
 
     def work(say):
         start = time.process_time()

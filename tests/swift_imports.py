@@ -1,4 +1,5 @@
-"""ms-swift, mcore-bridge, Transformer Engine's Python and vLLM, imported without a GPU, in an environment with ms-swift."""
+"""ms-swift, mcore-bridge, Transformer Engine's Python and vLLM, imported without a GPU, in an
+environment with ms-swift."""
 
 import sys
 import types
@@ -25,8 +26,8 @@ transformer_engine.common.load_framework_extension = lambda name: None
 kernels = NoKernels("transformer_engine_torch")
 kernels.get_cudnn_version = NoKernels.get_cudnn_version
 sys.modules["transformer_engine_torch"] = kernels
-# vLLM last: with it first, transformers' parser sometimes met a union among ms-swift's options whose types were in an order that it does
-# not take.
+# vLLM last: with it first, transformers' parser sometimes met a union among ms-swift's options
+# whose types were in an order that it does not take.
 for module in (
     "transformer_engine.pytorch",
     "swift.megatron.pipelines.train.rlhf",

@@ -1,10 +1,12 @@
-"""The real ms-swift, mcore-bridge and vLLM without a GPU: started by torchrun in an environment with ms-swift.
+"""The real ms-swift, mcore-bridge and vLLM without a GPU: started by torchrun in an environment
+with ms-swift.
 
     python -m tests.swift_on_cpu live RESULT.json PLUGIN.py HF OTHER_HF [OPTIONS OF MS-SWIFT]
     python -m tests.swift_on_cpu check RESULT.json PLUGIN.py HF...
 
-mcore-bridge makes all layers of Transformer Engine, whose Python is the published one and whose compiled part, which needs a GPU, is not
-there: layers hold their parameters and compute nothing, which a sync does not ask of them. What asks for a GPU by name gets the CPU.
+mcore-bridge makes all layers of Transformer Engine, whose Python is the published one and whose
+compiled part, which needs a GPU, is not there: layers hold their parameters and compute nothing,
+which a sync does not ask of them. What asks for a GPU by name gets the CPU.
 """
 
 import contextlib
@@ -78,7 +80,8 @@ def entry(hf: str, plugin: str, options=()):
 
 
 def prepared(hf: str, plugin: str, options=(), engine: bool = True):
-    """The trainer that ms-swift's entry makes, without an optimizer; without an engine too, unless one is asked for."""
+    """The trainer that ms-swift's entry makes, without an optimizer; without an engine too, unless
+    one is asked for."""
     from swift.megatron.trainers import base
 
     from reshard.engines.vllm.compat import plain_weights
@@ -218,8 +221,8 @@ def reasons(trainer, left) -> dict[str, str]:
 
 
 def check(plugin: str, *paths: str) -> dict:
-    """For models of several families: whether the served model is the trainer's, with its rotary embedding as it is and changed, and
-    which canonical tensors are published."""
+    """For models of several families: whether the served model is the trainer's, with its rotary
+    embedding as it is and changed, and which canonical tensors are published."""
     from safetensors import safe_open
 
     from reshard import read_model
@@ -251,8 +254,9 @@ def check(plugin: str, *paths: str) -> dict:
 
 
 def loaded_and_saved(source, path: str) -> dict[str, str]:
-    """Whether a save is the directory that mcore-bridge has loaded, tensor for tensor, and whether a load over other weights
-    brings them back; and what is said of a load without what is known of mcore-bridge's models."""
+    """Whether a save is the directory that mcore-bridge has loaded, tensor for tensor, and whether
+    a load over other weights brings them back; and what is said of a load without what is known of
+    mcore-bridge's models."""
     import torch
     from safetensors.torch import load_file
 

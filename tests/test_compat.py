@@ -1,4 +1,5 @@
-"""What is needed of vLLM beyond its interface: asked for late, put back, and named with the version where it is not there."""
+"""What is needed of vLLM beyond its interface: asked for late, put back, and named with the version
+where it is not there."""
 
 import subprocess
 import sys
@@ -39,8 +40,8 @@ def test_what_a_megatron_lacks_is_named_with_its_version_and_the_tested_ones():
 
 
 def test_the_extension_prepares_its_worker_and_no_other_before_it_is_made():
-    """As vLLM does it: the class of its worker gets one more base, and then an instance is made. From when it has loaded its model on,
-    dummy weights are not served."""
+    """As vLLM does it: the class of its worker gets one more base, and then an instance is made.
+    From when it has loaded its model on, dummy weights are not served."""
     seen, model = [], torch.nn.Linear(2, 2)
     config = EngineConfig(
         load_config=EngineConfig(load_format="dummy"), model_config=EngineConfig(enable_sleep_mode=False)
@@ -111,7 +112,8 @@ print("nothing")
 
 
 def test_warming_up_runs_before_there_are_weights_and_requests_do_not():
-    """vLLM's second model runner, which needs Triton and with it a GPU, profiles and warms up through what also serves."""
+    """vLLM's second model runner, which needs Triton and with it a GPU, profiles and warms up
+    through what also serves."""
     from inspect import signature
 
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner

@@ -1,4 +1,5 @@
-"""Fields of a config: those that make another model are refused by name, those that change nothing are accepted."""
+"""Fields of a config: those that make another model are refused by name, those that change nothing
+are accepted."""
 
 import json
 import math

@@ -1,4 +1,5 @@
-"""A real vLLM on the CPU: refitted from a live Megatron model it serves what a vLLM serves that has loaded the export."""
+"""A real vLLM on the CPU: refitted from a live Megatron model it serves what a vLLM serves that has
+loaded the export."""
 
 import json
 import shutil
@@ -46,7 +47,8 @@ def converted(tmp_path_factory):
 
 
 def run(folder: Path, ranks: int, function: str, *arguments):
-    """What ``tests.FUNCTION``, or ``tests.engine_on_cpu.FUNCTION``, returns on the first of several processes."""
+    """What ``tests.FUNCTION``, or ``tests.engine_on_cpu.FUNCTION``, returns on the first of several
+    processes."""
     (folder / "arguments").write_text(json.dumps(arguments))
     python = python_of_engine()
     started = [python] if ranks == 1 else torchrun(ranks, python)

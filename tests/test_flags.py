@@ -1,4 +1,5 @@
-"""The flags file suits the version of Megatron-LM that reads it. `tests/matrix.py` asks the parsers of all versions."""
+"""The flags file suits the version of Megatron-LM that reads it. `tests/matrix.py` asks the parsers
+of all versions."""
 
 import json
 import shlex

@@ -1,4 +1,5 @@
-"""Refits from transformers models under FSDP2: bit for bit what vLLM's own loader makes of the published checkpoint."""
+"""Refits from transformers models under FSDP2: bit for bit what vLLM's own loader makes of the
+published checkpoint."""
 
 from pathlib import Path
 
@@ -25,14 +26,15 @@ CASES = [
 ]
 BLOCKS = {"quantization": "fp8_per_block"}
 WIDEST = 256 * 384  # bytes of a row of blocks of the widest matrix that has parts of some
-# Trainers whose parameters are fp32 of which the engine serves what its loader makes of fp32: bf16, but for MoE's bias.
+# Trainers whose parameters are fp32 of which the engine serves what its loader makes of fp32: bf16,
+# but for MoE's bias.
 WIDE = [
     ("qwen3-moe", {"shard": 4}, {"tp": 2, "enable_expert_parallel": True}, 2, False, {"backend": "nccl"}),
     ("deepseek-v3", {"shard": 2}, {"tp": 2}, 2, True, {}),
     ("glm4-moe", {"shard": 3}, {"tp": 1}, 1, False, {"backend": "staged"}),
     ("qwen3-moe", {"shard": 1}, {"tp": 1, "quantization": "fp8_per_channel"}, 1, True, {}),
-    # blocks where all of their memory is read; in buckets, of parts, in many rounds; of parts of which some come in buckets and others
-    # are read; and staged. Some are partly in bf16.
+    # blocks where all of their memory is read; in buckets, of parts, in many rounds; of parts of
+    # which some come in buckets and others are read; and staged. Some are partly in bf16.
     ("qwen3", {"shard": 1}, BLOCKS, 1, True, {"narrow": NARROW}),
     ("served-moe-blocks", {"shard": 3}, BLOCKS, 1, False, {"slab_bytes": 1 << 17}),
     ("qwen3", {"shard": 2}, {"dp": 2} | BLOCKS, 2, True, {"slab_bytes": 1 << 16}),

@@ -1,4 +1,5 @@
-"""HybridModels of Megatron-Core: what its own code saves of them, read like any other checkpoint, and what is written for them, bit for bit."""
+"""HybridModels of Megatron-Core: what its own code saves of them, read like any other checkpoint,
+and what is written for them, bit for bit."""
 
 import shutil
 from importlib.util import find_spec
@@ -55,8 +56,8 @@ def on_ranks(ranks, function, *arguments):
 
 
 def saved_hybrid(source, folder, parallel, ranks, pattern, **options):
-    """A checkpoint by Megatron's code of a HybridModel with these weights; the directory that ``--load`` would take, and the logits of a
-    GPTModel and of the HybridModel."""
+    """A checkpoint by Megatron's code of a HybridModel with these weights; the directory that
+    ``--load`` would take, and the logits of a GPTModel and of the HybridModel."""
     hf_to_mcore(source, folder / "gpt", transformer_impl="local")
     directory = folder / "hybrid" / "iter_0000007"
     directory.mkdir(parents=True)
@@ -183,7 +184,8 @@ def test_mamba_layers_are_refused_by_name(checkpoint, tmp_path):
 
 
 def test_scaled_rotary_embeddings_are_none_in_a_hybrid_model(checkpoint, tmp_path):
-    """Megatron-Core's HybridModel takes no --use-rope-scaling: the same weights compute something else, which is said."""
+    """Megatron-Core's HybridModel takes no --use-rope-scaling: the same weights compute something
+    else, which is said."""
     source = checkpoint("llama-rope-tied")
     theirs, (gpt, hybrid) = saved_hybrid(source, tmp_path, f"{TP} 1", 1, "*-*-*-*-")
     assert not torch.allclose(gpt, hybrid, atol=1e-5)

@@ -1,5 +1,5 @@
-"""Spoiled small files: configs, headers, manifests, trackers and layouts are refused in one sentence, soon and with little
-memory."""
+"""Spoiled small files: configs, headers, manifests, trackers and layouts are refused in one
+sentence, soon and with little memory."""
 
 import json
 import re

@@ -21,7 +21,8 @@ def test_mutations_of_every_file_are_answered(tmp_path):
 
 
 def test_the_judges_of_the_fuzzer_see_what_goes_wrong_without_our_checks(tmp_path, monkeypatch):
-    """Negative controls: with a check switched off a spoiled checkpoint converts, and is not taken for right."""
+    """Negative controls: with a check switched off a spoiled checkpoint converts, and is not taken for
+    right."""
     published, _, written, saved = fuzz.subjects(tmp_path / "made", ("llama-rope-tied",))
 
     def verdict(subject, command, spoil):

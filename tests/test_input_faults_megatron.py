@@ -1,4 +1,5 @@
-"""Spoiled Megatron checkpoints: chunks, containers and metadata that do not add up are refused in one sentence."""
+"""Spoiled Megatron checkpoints: chunks, containers and metadata that do not add up are refused in
+one sentence."""
 
 import pickle
 

@@ -1,4 +1,5 @@
-"""Live Megatron models loaded by all ranks, bit for bit what Megatron's own loader makes of the conversion."""
+"""Live Megatron models loaded by all ranks, bit for bit what Megatron's own loader makes of the
+conversion."""
 
 import json
 import shutil
@@ -12,7 +13,8 @@ from tests.oracle import bits, hf_tensors
 from tests.ranks import run_on_ranks
 from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
 
-# variant, options of its checkpoint, Megatron's layout, ranks, the layout of another checkpoint of the same weights
+# variant, options of its checkpoint, Megatron's layout, ranks, the layout of another checkpoint of
+# the same weights
 LAYOUTS = [
     ("llama-rope-tied", {}, f"{TP} 2 {PP} 2", 4, MegatronLayout(tp=4)),
     ("llama-bias", {}, f"{PP} 2 {VPP} 2", 4, MegatronLayout(tp=2, pp=4)),
@@ -69,7 +71,8 @@ def test_norms_over_all_heads_that_a_trainer_has_split_are_loaded_and_exported(w
 
 
 def without(source, destination, name):
-    """A copy of a Hugging Face directory whose one file lacks a tensor, or a Megatron checkpoint whose metadata does not name it."""
+    """A copy of a Hugging Face directory whose one file lacks a tensor, or a Megatron checkpoint
+    whose metadata does not name it."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(source, destination)

@@ -98,7 +98,8 @@ def unique_tensors(directory):
 
 
 def with_fp32_bias(source, destination):
-    """A copy of a Hugging Face directory with the router's bias in fp32, as it is published, and as Megatron holds it."""
+    """A copy of a Hugging Face directory with the router's bias in fp32, as it is published, and as
+    Megatron holds it."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(source, destination)

@@ -1,4 +1,5 @@
-"""A converted checkpoint, loaded by Megatron-LM's own code at another layout, gives the logits of transformers."""
+"""A converted checkpoint, loaded by Megatron-LM's own code at another layout, gives the logits of
+transformers."""
 
 from pathlib import Path
 
@@ -135,8 +136,8 @@ def test_a_checkpoint_of_one_layout_loads_at_another(variant, written, loaded, r
     ("gpt-oss", "--glu-linear-offset 0.0"),
 ])  # fmt: skip
 def test_another_choice_of_tokens_or_numbers_shows_in_the_logits(variant, flag, checkpoint, tmp_path):
-    """Negative control of the above: the tokens that an indexer or a window leaves out, and what a clamp does, matter
-    here."""
+    """Negative control of the above: the tokens that an indexer or a window leaves out, and what a
+    clamp does, matter here."""
     hf_to_mcore(checkpoint(variant), tmp_path / "mcore", transformer_impl="local")
     assert compare(checkpoint(variant), tmp_path / "mcore", flag) > 20 * TOLERANCE
 
@@ -198,8 +199,8 @@ def swap(path: Path, what: str) -> None:
 
 
 def test_norms_over_all_heads_have_the_gradients_of_transformers(checkpoint, tmp_path):
-    """TP4 repeats each of the two key heads, and Megatron sums the norms' gradients over its ranks. The control has no
-    gradient through the sum of squares of other ranks' heads."""
+    """TP4 repeats each of the two key heads, and Megatron sums the norms' gradients over its ranks.
+    The control has no gradient through the sum of squares of other ranks' heads."""
     source = checkpoint("minimax-m2")
     hf_to_mcore(source, tmp_path / "mcore", transformer_impl="local")
     torch.manual_seed(1)

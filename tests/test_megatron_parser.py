@@ -34,7 +34,8 @@ def test_every_argument_of_the_installed_megatron_either_decides_or_does_not():
     assert wrong == set(), "defaults that are not Megatron's"
 
 
-# What the published configs mean, in the terms of Megatron's config: read off the papers and modeling code, not off this project.
+# What the published configs mean, in the terms of Megatron's config: read off the papers and
+# modeling code, not off this project.
 EVERYWHERE = {
     "normalization": "RMSNorm", "activation_func": "silu", "gated_linear_unit": True, "hidden_dropout": 0.0, "attention_dropout": 0.0,
     "init_method_std": 0.02, "add_bias_linear": False, "attention_softmax_in_fp32": True, "tokenizer_type": "HuggingFaceTokenizer",
@@ -149,7 +150,8 @@ def test_the_flags_alone_make_the_published_model_in_megatrons_own_parser():
         } == {}, name
 
 
-# What Megatron 0.19 does not restore from a checkpoint's args, of what makes the model (and of the flags that its training needs).
+# What Megatron 0.19 does not restore from a checkpoint's args, of what makes the model (and of the
+# flags that its training needs).
 NOT_RESTORED = """--norm-epsilon --qk-layernorm --use-rope-scaling --rope-scaling-factor --rotary-seq-len-interpolation-factor
 --yarn-original-max-position-embeddings --yarn-beta-fast --yarn-beta-slow --yarn-correction-range-round-to-int --rotary-scaling-factor
 --mscale --mscale-all-dim --multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim

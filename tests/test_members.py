@@ -202,7 +202,8 @@ def of_one_meeting() -> None:
 
 
 def open_files() -> int:
-    """How many this process has, once a store's thread has seen who has left: the fewest within half a second."""
+    """How many this process has, once a store's thread has seen who has left: the fewest within
+    half a second."""
     found = []
     for _ in range(10):
         time.sleep(0.05)

@@ -177,7 +177,8 @@ def test_the_phases_of_a_step(configs):
         phase["name"]: phase
         for phase in map(as_dict, json.loads(run(configs("Qwen3-30B-A3B"), *line).stdout)["phases"])
     }
-    # 48 layers, keys and values of 2 heads of 128 on a rank, 2 bytes: 49152 bytes a token; the weights are 28.4 GiB
+    # 48 layers, keys and values of 2 heads of 128 on a rank, 2 bytes: 49152 bytes a token; the
+    # weights are 28.4 GiB
     low, high = phases["generate"]["kv_tokens"]
     assert (0.9 * 139.8 - 28.5 - 8) * GIB / 49152 < low < high < (0.9 * 139.8 - 28.4) * GIB / 49152
     assert phases["train"]["parts"]["trainer's weights"] == phases["sync"]["parts"]["trainer's weights"]
@@ -185,8 +186,9 @@ def test_the_phases_of_a_step(configs):
 
 
 def test_the_phases_of_a_step_that_was_measured():
-    """Qwen3-8B's widths with 12 layers, and a vLLM with half of an H200 (benchmarks/results/2026-11-23-rl-step.md); the controls are an engine
-    with less and a trainer that stays."""
+    """Qwen3-8B's widths with 12 layers, and a vLLM with half of an H200
+    (benchmarks/results/2026-11-23-rl-step.md); the controls are an engine with less and a trainer
+    that stays."""
     found = of(
         "Qwen3-32B", num_hidden_layers=12, hidden_size=4096, intermediate_size=12288, num_attention_heads=32
     )

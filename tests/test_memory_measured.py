@@ -45,8 +45,9 @@ QWEN = of("Qwen3-30B-A3B")
 MTP_PIPELINE = "Ett|(tt|)*6mL"
 GIB = 1 << 30
 
-# Allocated at most on a GPU, as others measured it: (model, layout, options, {stage: GiB}, tolerance in GiB). Runs of dense models,
-# and of experts with balanced routing, are within 2 GiB but for the last two lines, which say by how much they are not.
+# Allocated at most on a GPU, as others measured it: (model, layout, options, {stage: GiB},
+# tolerance in GiB). Runs of dense models, and of experts with balanced routing, are within 2 GiB
+# but for the last two lines, which say by how much they are not.
 MEASURED = {
     "Llama-70B x12, PP2": (LLAMA, MegatronLayout(pp=2), dict(gpus=8), {0: 66.55, 1: 62.97}, 0.5),
     "Llama-70B x12, TP2": (LLAMA, MegatronLayout(tp=2), dict(gpus=8), {0: 60.68}, 0.5),
@@ -79,8 +80,8 @@ MEASURED = {
     "Llama-70B x12, TP2 CP4, 131k": (LLAMA, MegatronLayout(tp=2), dict(gpus=8, cp=4, seq_length=131072), {0: 112.67}, 3.0),
 }  # fmt: skip
 
-# The same of whole models, a rank at a time (benchmarks/results/2026-11-23-memory-ranks.md), which nothing was corrected by but the copies
-# of fp8.
+# The same of whole models, a rank at a time (benchmarks/results/2026-11-23-memory-ranks.md), which
+# nothing was corrected by but the copies of fp8.
 SEVENTY, THIRTY, DEEPSEEK = of("Llama-3.1-70B"), of("Qwen3-30B-A3B"), of("DeepSeek-V3")
 LARGE = of(
     "Qwen3-30B-A3B",
@@ -137,8 +138,8 @@ def test_what_was_measured_of_real_runs(case):
 
 
 def test_the_parts_of_a_published_profile():
-    """DeepSeek-V3, PP4 VPP4 EP64 on 256 GPUs, rank 2: weights and gradients, optimizer, activations with experts' outputs kept (arXiv
-    2603.07685, table 3)."""
+    """DeepSeek-V3, PP4 VPP4 EP64 on 256 GPUs, rank 2: weights and gradients, optimizer, activations
+    with experts' outputs kept (arXiv 2603.07685, table 3)."""
     pipeline = "Ettt|(tttt|)*14ttmL"
     report = estimate_memory(
         of("DeepSeek-V3"),

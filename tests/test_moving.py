@@ -1,4 +1,5 @@
-"""How boxes of tensors come from files into live memory, and from there into files: neighbors together, through pinned buffers."""
+"""How boxes of tensors come from files into live memory, and from there into files: neighbors
+together, through pinned buffers."""
 
 import contextlib
 import os
@@ -23,7 +24,8 @@ from tests.oracle import hf_tensors
 def test_any_boxes_are_read_and_written_as_they_lie(
     gap, around, between, buffers, checkpoint, tmp_path, monkeypatch
 ):
-    """By single rows, and with what lies between them in one read or in several; neighbors in a file together."""
+    """By single rows, and with what lies between them in one read or in several; neighbors in a
+    file together."""
     for name, value in (("GAP", gap), ("AROUND", around), ("MOST_BETWEEN", between)):
         monkeypatch.setattr(boxes, f"{name}_BYTES", value)
     monkeypatch.setattr(boxes, "MOST_BUFFERS", buffers)

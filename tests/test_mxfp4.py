@@ -1,4 +1,5 @@
-"""gpt-oss as it is published, in mxfp4: each number is the one that transformers makes of codes and scales."""
+"""gpt-oss as it is published, in mxfp4: each number is the one that transformers makes of codes and
+scales."""
 
 import json
 from contextlib import closing
@@ -35,7 +36,8 @@ LAYOUT = MegatronLayout(tp=2, pp=2, ep=4, etp=1)
 
 @pytest.fixture
 def published(checkpoint, tmp_path):
-    """A small gpt-oss in the published form: all codes occur, under scales around those of trained weights."""
+    """A small gpt-oss in the published form: all codes occur, under scales around those of trained
+    weights."""
     source, folder = checkpoint("gpt-oss", dtype=torch.bfloat16), tmp_path / "published"
     folder.mkdir()
     tensors, generator = {}, torch.Generator().manual_seed(3)

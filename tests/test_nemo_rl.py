@@ -1,5 +1,6 @@
-"""NeMo-RL's weight sync as a refit, with the real Ray, Megatron and vLLM. No package index has NeMo-RL itself: stand-ins for what ours call of
-it are in ``tests/standins``, and ``NEMO_RL_CLONE=DIRECTORY`` runs all of this with the real one as well, and compares the two."""
+"""NeMo-RL's weight sync as a refit, with the real Ray, Megatron and vLLM. No package index has
+NeMo-RL itself: stand-ins for what ours call of it are in ``tests/standins``, and
+``NEMO_RL_CLONE=DIRECTORY`` runs all of this with the real one as well, and compares the two."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""Offload: a trainer that was moved to host memory and back is the same to the last bit, trains on alike, and refits from where it is."""
+"""Offload: a trainer that was moved to host memory and back is the same to the last bit, trains on
+alike, and refits from where it is."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +25,8 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(pair):
-    """A training on two data parallel ranks, between whom the optimizer is split; and one that is moved away between its steps."""
+    """A training on two data parallel ranks, between whom the optimizer is split; and one that is
+    moved away between its steps."""
     flags = flags_at(Path(pair[1]), "")
     return [
         run_on_ranks(2, "steps", flags, pair[1], pair[0], move, module="offload_on_cpu")
@@ -51,7 +53,8 @@ def test_storages_are_really_freed_and_by_kind(trained):
         whole = said["sizes"][0]
         for without, with_params in (parts[:2], parts[2:]):
             assert without == with_params == nothing | {"params": whole["params"]}
-        # bf16 parameters, fp32 gradients, and of the optimizer's fp32 main parameters and two moments this rank's half
+        # bf16 parameters, fp32 gradients, and of the optimizer's fp32 main parameters and two
+        # moments this rank's half
         assert freed == pytest.approx((1 + 2 + 3) * whole["params"], rel=0.05) and whole["params"] > 100_000
 
 

@@ -1,4 +1,5 @@
-"""`reshard plan`: what a refit would move, from the sizes alone. That a live refit moves just that is checked in `test_refit`."""
+"""`reshard plan`: what a refit would move, from the sizes alone. That a live refit moves just that
+is checked in `test_refit`."""
 
 import json
 import resource
@@ -62,7 +63,8 @@ def test_every_byte_comes_from_somewhere_and_none_is_counted_twice():
     for rank in found.ranks:
         assert rank.local_bytes + rank.host_bytes == rank.weight_bytes and not rank.network_bytes
     assert sum(found.out_bytes) == sum(rank.host_bytes for rank in found.ranks)
-    # All ranks together hold the experts, the MLPs, the heads and the vocabulary once; keys and values twice, the small rest eight times.
+    # All ranks together hold the experts, the MLPs, the heads and the vocabulary once; keys and
+    # values twice, the small rest eight times.
     whole = 2 * PUBLISHED["Qwen3-30B-A3B"][1] * 1e9
     assert whole * 0.99 < sum(rank.weight_bytes for rank in found.ranks) < whole * 1.02
     # A trainer of this layout repeats attention and vocabulary over its four data-parallel replicas.

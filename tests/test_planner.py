@@ -151,7 +151,8 @@ def test_box_arithmetic_agrees_with_marked_cells(a, b):
 
 
 def one_transfer(part, box, at, extra):
-    """A source of one tensor with these parts, a destination that wants `box` of it, and one transfer that reads it from `at`."""
+    """A source of one tensor with these parts, a destination that wants `box` of it, and one
+    transfer that reads it from `at`."""
     src = LocalTensor("s", (9, 9), tuple(Part("w", box, place) for box, place in (part, *extra)))
     dst = LocalTensor("d", box.lengths, (Part("w", box, (0, 0)),))
     transfer = Transfer("w", box, "s", at, "d", (0, 0))
@@ -162,7 +163,8 @@ cells = st.integers(0, 3)
 small_boxes = st.builds(
     lambda a, b, c, d: Box((a, b), (c, d)), cells, cells, st.integers(1, 4), st.integers(1, 4)
 )
-# Mostly parts that lie in the source as they do in `w`, so that they overlap there as they do here; some shifted by a row.
+# Mostly parts that lie in the source as they do in `w`, so that they overlap there as they do here;
+# some shifted by a row.
 placed_parts = st.builds(
     lambda box, shift: (box, (box.offsets[0] + shift, box.offsets[1])),
     small_boxes,
@@ -175,7 +177,8 @@ reads = st.builds(
 
 
 def held_cell_by_cell(plan):
-    """Whether each element of the plan's one transfer is somewhere in the source's parts at the very place where it is read."""
+    """Whether each element of the plan's one transfer is somewhere in the source's parts at the
+    very place where it is read."""
     [transfer], [tensor] = plan.transfers, plan.src.tensors.values()
     places = {
         (tuple(np.add(part.box.offsets, cell)), tuple(np.add(part.at, cell)))
@@ -188,7 +191,8 @@ def held_cell_by_cell(plan):
 
 
 def held_by_volume(plan):
-    """The same, as one might count it: the volumes of what each part has. It counts twice what two parts have."""
+    """The same, as one might count it: the volumes of what each part has. It counts twice what two
+    parts have."""
     [transfer], [tensor] = plan.transfers, plan.src.tensors.values()
     shift = tuple(np.subtract(transfer.src_at, transfer.box.offsets))
     found = [

@@ -43,7 +43,8 @@ def test_processes_wait_for_a_slow_one_and_end_at_once_with_a_dead_one(victim, w
 
     @contextlib.contextmanager
     def stopped(log):
-        """Three processes, one of which is stopped in the middle of its work, while the others have come to the end of theirs."""
+        """Three processes, one of which is stopped in the middle of its work, while the others have
+        come to the end of theirs."""
         with started(arguments, 3, tmp_path / log, {victim: ("pwrite:*:100:hold",)}, held) as runs:
             until(held.exists, *runs)
             runs[victim].send_signal(signal.SIGSTOP)
@@ -81,7 +82,8 @@ def together(arguments, size, log, faults=None):
 
 @contextlib.contextmanager
 def started(arguments, size, log, faults=None, held=None):
-    """The processes of such a run, some of which meet faults; the others are forked from a server that has torch."""
+    """The processes of such a run, some of which meet faults; the others are forked from a server
+    that has torch."""
     faults = faults or {}
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with open(log, "ab") as out:
@@ -174,7 +176,8 @@ with team.Team.from_environment() as one:
 
 @contextlib.contextmanager
 def strangers_at(process, but: int):
-    """Connections to where a process listens, but for one port: silent ones, one that says a byte now and then, and garbage."""
+    """Connections to where a process listens, but for one port: silent ones, one that says a byte
+    now and then, and garbage."""
     over, connected = threading.Event(), []
 
     def keep_coming() -> None:

@@ -1,4 +1,5 @@
-"""The published configs at full size, with sparse files in place of the weights: everything but the bytes is real."""
+"""The published configs at full size, with sparse files in place of the weights: everything but the
+bytes is real."""
 
 import json
 import math
@@ -34,7 +35,8 @@ GLM = {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "atten
        "routed_scaling_factor": 2.5, "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16", "use_cache": True,
        "use_qk_norm": True, "vocab_size": 151552}  # fmt: skip
 
-# Config, parameters as published (in billions, without copies of the embedding for MTP), a layout that is used for it.
+# Config, parameters as published (in billions, without copies of the embedding for MTP), a layout
+# that is used for it.
 PUBLISHED = {
     "Llama-2-7b": (
         LLAMA
@@ -279,7 +281,8 @@ CAVEATS = {
 
 
 def sparse_checkpoint(folder: Path, config: dict) -> Path:
-    """A directory of the right tensors whose files are all holes; fp8 or mxfp4 with scales where the config says so."""
+    """A directory of the right tensors whose files are all holes; fp8 or mxfp4 with scales where
+    the config says so."""
     (folder / "config.json").write_text(json.dumps(config))
     model, tensors = Model.from_hf(config), {}
     mapping = expand(model)

@@ -1,4 +1,5 @@
-"""Refits between real Megatron models and vLLM's real model classes: bit for bit what vLLM's own loader makes of the export."""
+"""Refits between real Megatron models and vLLM's real model classes: bit for bit what vLLM's own
+loader makes of the export."""
 
 import json
 import subprocess
@@ -146,7 +147,8 @@ SIZES = {TP: "tp", PP: "pp", VPP: "vpp", EP: "ep", ETP: "etp", "--decoder-first-
 def as_forecast(
     checkpoint: str, parallel: str, trainers: int, engine: dict, together: bool, reports: list, encoded: bool
 ) -> None:
-    """A refit on simulated ranks must have moved just these bytes; of what travels `encoded` in fp8 about half."""
+    """A refit on simulated ranks must have moved just these bytes; of what travels `encoded` in fp8
+    about half."""
     words = parallel.split()
     values = dict(zip(words[::2], words[1::2], strict=True))
     pattern = values.pop(PATTERN, None)
@@ -279,7 +281,8 @@ def test_bytes_of_the_same_process_are_not_sent(converted, tmp_path):
     reports = refit(converted("qwen3"), f"{TP} 2", 2, dict(tp=2), 2, True, tmp_path)
     for of_ranks in reports:
         first, second = (report["received_bytes"] for report in of_ranks)
-        # MLP and attention shards are where they are needed; the vocabulary is padded in another way on either side.
+        # MLP and attention shards are where they are needed; the vocabulary is padded in another
+        # way on either side.
         assert first["local"] > 5 * first["nccl"] and first["local"] == second["local"]
 
 

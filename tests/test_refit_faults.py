@@ -1,4 +1,5 @@
-"""Members of a refit that fail, come late, die, or do not fit each other: all are told, and nothing torn is served."""
+"""Members of a refit that fail, come late, die, or do not fit each other: all are told, and nothing
+torn is served."""
 
 import os
 import re
@@ -165,7 +166,8 @@ LIMIT = 4  # of two, one of whom is late
 
 
 def death(checkpoint, folder, moment: str):
-    """Of a member's death at a moment, who it was, and what all say: so many ranks of a trainer (PP2), and of an engine (TP)."""
+    """Of a member's death at a moment, who it was, and what all say: so many ranks of a trainer
+    (PP2), and of an engine (TP)."""
     flags = flags_at(Path(checkpoint[1]), f"{PP} 2 {TP} {RANKS // 2}")
     victim = {"trainer": 1, "engine": 2 * RANKS - 1}[DEATHS[moment]]
     sides = {
@@ -206,8 +208,8 @@ def at_once(request):
 
 @pytest.fixture(scope="module")
 def begun(converted, tmp_path_factory):
-    """What mostly waits for time limits to run out, by name: four at a time, of which the first takes as long as all others, while the
-    tests go on that ask for nothing of it."""
+    """What mostly waits for time limits to run out, by name: four at a time, of which the first
+    takes as long as all others, while the tests go on that ask for nothing of it."""
     checkpoints = converted("qwen3")
     with ThreadPoolExecutor(4) as pool:
         made = tmp_path_factory.mktemp
@@ -243,7 +245,8 @@ def blamed(sentence: str) -> set[int]:
 
 
 @pytest.mark.parametrize(("step", "trainer", "engine", "state"), [
-    # A connection that one has given up is nobody's: who comes later is told at once, and both may connect again.
+    # A connection that one has given up is nobody's: who comes later is told at once, and both may
+    # connect again.
     ("engine late at connect", "rank 1 did not reach 'hello' within 4 s", "rank 0: ", (False, None, None)),
     ("trainer late at connect", "rank 1: ", "rank 0 did not reach 'hello' within 4 s", (False, None, None)),
     ("both connect", "no error", "no error", (False, None, None)),
@@ -256,7 +259,8 @@ def blamed(sentence: str) -> set[int]:
     ("the engine wants a check", "no error", "no error", (True, 41, 1)),
     ("only one says", "no error", "no error", (True, 42, 1)),
     ("none says", "no error", "no error", (True, 43, 1)),
-    # After it: the engine holds what nobody vouches for, and does not serve it, though every byte may have come.
+    # After it: the engine holds what nobody vouches for, and does not serve it, though every byte
+    # may have come.
     ("engine late in the middle", "inference rank 1 ", "trainer rank 0: ", (False, 43, None)),
     ("after engine was late in the middle", "no error", "no error", (True, 51, 0)),
     ("trainer late in the middle", "inference rank 1: ", "trainer rank 0 did not", (False, 51, None)),

@@ -1,7 +1,8 @@
-"""What arrives is checked: one message of a connect or a refit spoiled at a time, among real models, leads to a sentence on every member or to
-the right bits, and never to other bytes.
+"""What arrives is checked: one message of a connect or a refit spoiled at a time, among real
+models, leads to a sentence on every member or to the right bits, and never to other bytes.
 
-    RESHARD_TEST_MUTATIONS=1000 RESHARD_TEST_SEED=7 .venv/bin/python -m pytest tests/test_refit_messages.py    # as long as one likes
+RESHARD_TEST_MUTATIONS=1000 RESHARD_TEST_SEED=7 .venv/bin/python -m pytest
+tests/test_refit_messages.py    # as long as one likes
 """
 
 import os
@@ -87,7 +88,8 @@ def test_a_spoiled_message_is_refused_by_every_member_or_changes_nothing(way, co
     assert {one[-1][1] for one in results} == {"right"}, "and once nothing is, all is well"
 
 
-# Shards of a trainer's rank: a matrix, a vector and a scalar in bf16, an empty matrix in fp32, and what has three dims.
+# Shards of a trainer's rank: a matrix, a vector and a scalar in bf16, an empty matrix in fp32, and
+# what has three dims.
 SHAPES, DTYPES = (
     [(6, 8), (5,), (), (0, 8), (2, 2, 2)],
     ["bfloat16", "bfloat16", "bfloat16", "float32", "bfloat16"],

@@ -1,4 +1,5 @@
-"""Runs that end early, and go on: --resume gives the bytes of an undisturbed run, whatever a disk, a kill or an interrupt has left."""
+"""Runs that end early, and go on: --resume gives the bytes of an undisturbed run, whatever a disk,
+a kill or an interrupt has left."""
 
 import os
 import shutil
@@ -45,7 +46,8 @@ def test_a_sync_that_fails_and_loses_bytes_is_made_good_by_resume(direction, err
 
 
 def test_an_interrupt_after_a_failed_sync_forgets_nothing_of_it(whole, tmp_path):
-    """The kernel tells the error once: a second sync of the file succeeds, and the bytes are lost all the same."""
+    """The kernel tells the error once: a second sync of the file succeeds, and the bytes are lost
+    all the same."""
     # Of four files: after the ninth sync every tensor that is finished stands in the journal.
     with held_run(whole["hf-to-mcore"][0], tmp_path / "out", "sync:.distcp:-9:loseENOSPC") as (process, go):
         until(lambda: any(line[0] == "file" and line[2] == 0 for line in journal(tmp_path)), process)
@@ -112,7 +114,8 @@ def test_a_partial_file_that_is_not_the_one_that_was_written_is_written_again(
 
 @pytest.fixture(scope="module")
 def transposed(checkpoint, tmp_path_factory):
-    """A Megatron checkpoint whose experts are columns of transposed matrices in Hugging Face files, and those."""
+    """A Megatron checkpoint whose experts are columns of transposed matrices in Hugging Face files,
+    and those."""
     folder = tmp_path_factory.mktemp("transposed")
     hf_to_mcore(checkpoint("gpt-oss", dtype=torch.bfloat16), folder / "mcore", MegatronLayout(ep=4, etp=1))
     mcore_to_hf(folder / "mcore", folder / "hf", max_shard_size="200KB")

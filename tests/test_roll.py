@@ -1,5 +1,6 @@
-"""ROLL's weight sync as a refit, with the real Ray, Megatron and vLLM. No package index has ROLL itself: stand-ins for what ours call of it
-are in ``tests/standins``, and ``ROLL_CLONE=DIRECTORY`` runs all of this with the real one as well, and compares the two."""
+"""ROLL's weight sync as a refit, with the real Ray, Megatron and vLLM. No package index has ROLL
+itself: stand-ins for what ours call of it are in ``tests/standins``, and ``ROLL_CLONE=DIRECTORY``
+runs all of this with the real one as well, and compares the two."""
 
 import ast
 import json
@@ -19,7 +20,8 @@ from tests.probe import alike
 pytestmark = pytest.mark.install
 CLONE = Path(os.environ["ROLL_CLONE"]).resolve() if "ROLL_CLONE" in os.environ else None
 WITH = {"stand-ins": [STANDINS]} | ({"clone": [CLONE, CLONE / "mcore_adapter" / "src"]} if CLONE else {})
-# What importing ROLL takes and this environment lacks; without what they ask for in turn, which is here or not needed.
+# What importing ROLL takes and this environment lacks; without what they ask for in turn, which is
+# here or not needed.
 OF_ROLL = [
     "accelerate", "antlr4-python3-runtime==4.9.3", "codetiming", "dacite", "datasets", "deprecated", "dill", "einops", "fsspec", "hydra-core",
     "imageio", "jsonlines", "math-verify", "modelscope", "more_itertools", "msgpack", "multiprocess", "omegaconf", "orjson", "pandas", "peft",

@@ -1,4 +1,5 @@
-"""``--load-format reshard``: vLLM has of a Megatron checkpoint what it has of the Hugging Face directory, by its own loader."""
+"""``--load-format reshard``: vLLM has of a Megatron checkpoint what it has of the Hugging Face
+directory, by its own loader."""
 
 import json
 import shutil
@@ -79,7 +80,8 @@ def test_every_rank_holds_what_vllms_own_loader_gives_it(case, held):
 
 
 def test_a_config_that_wants_fp8_gets_the_blocks_that_a_conversion_writes(tmp_path):
-    """Megatron's weights are as they were before; what vLLM is handed is what ``mcore-to-hf --quantize fp8`` writes."""
+    """Megatron's weights are as they were before; what vLLM is handed is what ``mcore-to-hf
+    --quantize fp8`` writes."""
     make(tmp_path / "hf", "served-blocks", dtype=torch.bfloat16)
     hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", MegatronLayout(tp=2))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "fp8", quantize=True)
@@ -101,7 +103,8 @@ def test_a_config_that_wants_fp8_gets_the_blocks_that_a_conversion_writes(tmp_pa
 
 
 def test_a_router_that_the_config_does_not_except_is_in_blocks_too(tmp_path):
-    """Without ``modules_to_not_convert`` vLLM makes a router of fp8 and its scales: the bf16 weights alone would be cast into it."""
+    """Without ``modules_to_not_convert`` vLLM makes a router of fp8 and its scales: the bf16
+    weights alone would be cast into it."""
     make(tmp_path / "hf", "served-moe-blocks", dtype=torch.bfloat16)
     hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", MegatronLayout(ep=2, etp=1))
     mcore_to_hf(tmp_path / "mcore", tmp_path / "fp8", quantize=True)
@@ -215,8 +218,8 @@ def test_a_source_that_is_rewritten_while_it_is_loaded_is_named(checkpoint, tmp_
 
 
 def test_a_training_run_is_served_over_http_while_it_writes(tmp_path):
-    """``vllm serve`` on two ranks, of the last complete iteration, and then of the next, which has been written since; the tokens are those
-    of transformers, by the tokenizer of the config."""
+    """``vllm serve`` on two ranks, of the last complete iteration, and then of the next, which has
+    been written since; the tokens are those of transformers, by the tokenizer of the config."""
     from transformers import AutoModelForCausalLM
 
     run, prompt = tmp_path / "run", [5, 17, 3, 250, 8]

@@ -22,7 +22,8 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Build the site as a release does: a dead link, a page outside of the navigation or an unknown name is an error."""
+    """Build the site as a release does: a dead link, a page outside of the navigation or an unknown
+    name is an error."""
     directory = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", directory]
     done = subprocess.run(

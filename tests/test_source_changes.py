@@ -1,4 +1,5 @@
-"""Sources that change between runs or after they were written, what the manifest covers, and casts that overflow."""
+"""Sources that change between runs or after they were written, what the manifest covers, and casts
+that overflow."""
 
 import json
 import os
@@ -70,8 +71,8 @@ def test_a_source_behind_links_that_changes_between_runs_is_another_source(where
 
 
 def rewrite(path, how):
-    """Give a file's last tensor other numbers: in place, with its old time, or as a new file, which takes the old one's name
-    or that of the link to it."""
+    """Give a file's last tensor other numbers: in place, with its old time, or as a new file, which
+    takes the old one's name or that of the link to it."""
     before, data = path.stat(), bytearray(path.read_bytes())
     data[-100:-50] = bytes(byte ^ 1 for byte in data[-100:-50])
     if how == "in place":
@@ -88,7 +89,8 @@ def rewrite(path, how):
 
 
 def unlisted_copy(original, folder):
-    """A copy of a checkpoint without its manifest, whose checksums would show every change; and its largest file of weights."""
+    """A copy of a checkpoint without its manifest, whose checksums would show every change; and its
+    largest file of weights."""
     source = Path(shutil.copytree(original, folder))
     (source / "reshard.json").unlink(missing_ok=True)
     weights = [path for path in source.rglob("*") if path.suffix in (".distcp", ".safetensors")]
@@ -206,7 +208,8 @@ def test_an_index_that_names_the_single_file_is_read(source):
 
 
 def test_shards_that_no_index_names_are_left_alone_and_noted(source, tmp_path):
-    """As transformers and vLLM do: leftovers of an earlier download or save, and Mistral's consolidated files."""
+    """As transformers and vLLM do: leftovers of an earlier download or save, and Mistral's
+    consolidated files."""
     sharded = two_models(source, tmp_path)
     shutil.copy(next(sharded.glob("*.safetensors")), sharded / "model-00001-of-00099.safetensors")
     report = hf_to_mcore(sharded, tmp_path / "out")

@@ -1,4 +1,5 @@
-"""A disk that fails, a destination that is taken, somebody else's files: the destination is whole or absent."""
+"""A disk that fails, a destination that is taken, somebody else's files: the destination is whole or
+absent."""
 
 import json
 import os
@@ -224,7 +225,8 @@ only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes anothe
 
 @only_root
 def test_a_working_directory_of_another_user_is_left_and_named(whole, tmp_path):
-    """With the mark, the fingerprint and the journal of a run of ours: its owner could change what is published."""
+    """With the mark, the fingerprint and the journal of a run of ours: its owner could change what
+    is published."""
     partial = tmp_path / ".out.reshard-partial"
     interrupted("hf-to-mcore", whole, tmp_path / "out", "sync:reshard.json:1:KILL")
     for path in (partial, *partial.rglob("*")):

@@ -1,4 +1,5 @@
-"""Whoever reaches the port at which members meet, and does not know their secret, reads nothing and disturbs nobody."""
+"""Whoever reaches the port at which members meet, and does not know their secret, reads nothing and
+disturbs nobody."""
 
 import os
 import secrets
@@ -220,7 +221,8 @@ def test_a_message_that_was_altered_replayed_or_left_out_is_refused(change):
 
 
 class InTheMiddle:
-    """Passes on what two ends say to each other, and does something to the bytes that a member sends after its handshake."""
+    """Passes on what two ends say to each other, and does something to the bytes that a member
+    sends after its handshake."""
 
     def __init__(self, port: int, does: str) -> None:
         self.port, self.does, self.server = port, does, socket.create_server(("127.0.0.1", 0))

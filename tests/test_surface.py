@@ -1,4 +1,5 @@
-"""The command line in bad surroundings: what nobody expected, streams that are closed, full or of another encoding, interrupts."""
+"""The command line in bad surroundings: what nobody expected, streams that are closed, full or of
+another encoding, interrupts."""
 
 import json
 import os
@@ -146,7 +147,8 @@ def test_streams_that_are_closed_full_or_left_early(checkpoint, tmp_path):
     {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"LC_ALL": "C.UTF-8", "PYTHONIOENCODING": "ascii"},
 ], ids=["C", "ascii"])  # fmt: skip
 def test_names_that_the_terminal_lacks_and_files_in_utf_8(environment, checkpoint, tmp_path):
-    """Converted, described, compared and checked in any locale; what is not written in the locale's encoding is read so either."""
+    """Converted, described, compared and checked in any locale; what is not written in the locale's
+    encoding is read so either."""
     folder = os.fsencode(tmp_path) + b"/gr\xc3\xbc\xc3\x9fe-\xff"
     os.mkdir(folder)
     os.symlink(checkpoint("qwen3"), folder + b"/hf")

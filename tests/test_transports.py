@@ -1,4 +1,5 @@
-"""Which transport a pair of ranks gets, and each of them between a trainer and an engine of one tensor: no Megatron, no vLLM, a second each."""
+"""Which transport a pair of ranks gets, and each of them between a trainer and an engine of one
+tensor: no Megatron, no vLLM, a second each."""
 
 from concurrent.futures import ThreadPoolExecutor
 

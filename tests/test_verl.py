@@ -1,5 +1,5 @@
-"""verl by lines of config, and plain Ray actors: the real verl and ray in an environment of their own, with this one's torch, megatron-core
-and vLLM."""
+"""verl by lines of config, and plain Ray actors: the real verl and ray in an environment of their
+own, with this one's torch, megatron-core and vLLM."""
 
 import json
 
@@ -13,7 +13,8 @@ from tests.vllm_server import with_tokenizer
 
 pytestmark = pytest.mark.install
 VERL = "verl==0.9.1"
-# What importing verl takes and this environment lacks; without what they ask for in turn, which is here or not needed.
+# What importing verl takes and this environment lacks; without what they ask for in turn, which is
+# here or not needed.
 PACKAGES = [
     VERL, "accelerate", "antlr4-python3-runtime==4.9.3", "codetiming", "datasets", "dill", "fsspec", "hydra-core", "msgpack", "multiprocess",
     "omegaconf", "orjson", "pandas", "peft", "pyarrow", "pylatexenc", "python-dateutil", "pyvers", "ray", "tensordict", "torchdata",
@@ -30,7 +31,8 @@ LINES = [
 
 @pytest.fixture(scope="module")
 def verl(tmp_path_factory):
-    """The Python of an environment with verl, which finds this one's packages behind its own, and has imported what takes long."""
+    """The Python of an environment with verl, which finds this one's packages behind its own, and
+    has imported what takes long."""
     python = environment_before_ours(tmp_path_factory.mktemp("verl") / "venv", PACKAGES)
     return warm.python(*warm.WITH_RAY, environment=variables(), executable=str(python))
 

@@ -1,4 +1,5 @@
-"""vLLM's own weight transfer with the backend ``reshard``: a real ``vllm serve``, by its routes, and an ``LLM``, in one refit."""
+"""vLLM's own weight transfer with the backend ``reshard``: a real ``vllm serve``, by its routes,
+and an ``LLM``, in one refit."""
 
 import json
 from contextlib import suppress

@@ -1,4 +1,5 @@
-"""Windows of attention: from a config to Megatron's arguments and back, and what is no window that Megatron has."""
+"""Windows of attention: from a config to Megatron's arguments and back, and what is no window that
+Megatron has."""
 
 import pytest
 from transformers import GptOssConfig

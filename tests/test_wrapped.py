@@ -1,5 +1,5 @@
-"""Language models of larger ones, as Qwen3.5 is published: names behind a prefix, experts in one tensor, a vision tower that is carried
-along, multi-token prediction."""
+"""Language models of larger ones, as Qwen3.5 is published: names behind a prefix, experts in one
+tensor, a vision tower that is carried along, multi-token prediction."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,8 @@ INNER = "model.language_model.layers."
 
 
 def published(directory, moe: bool, dtype: torch.dtype = torch.bfloat16, seed: int = 0, mtp: bool = True):
-    """A small Qwen3.5 with all that a published directory has, experts packed; without `mtp` it has no layer for it."""
+    """A small Qwen3.5 with all that a published directory has, experts packed; without `mtp` it has
+    no layer for it."""
     from transformers import (
         Qwen3_5Config,
         Qwen3_5ForConditionalGeneration,
@@ -106,7 +107,8 @@ def qwen3_vl(directory, seed: int = 0, tied: bool = False):
 
 
 def kimi_k25(directory, seed: int = 0):
-    """A small Kimi-K2.5: a DeepSeek-V3 behind another prefix, beside a tower and a projector of which only the names matter here."""
+    """A small Kimi-K2.5: a DeepSeek-V3 behind another prefix, beside a tower and a projector of
+    which only the names matter here."""
     inner = make(directory / "inner", "deepseek-v3", torch.bfloat16, seed=seed)
     tensors = load_file(inner / "model.safetensors")
     whole = {f"language_model.{name}": tensor for name, tensor in tensors.items()}

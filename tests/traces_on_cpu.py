@@ -1,4 +1,5 @@
-"""Traces of vLLM's real loader: one that is shown a few experts of layers that are alike, beside one that is shown all of them."""
+"""Traces of vLLM's real loader: one that is shown a few experts of layers that are alike, beside
+one that is shown all of them."""
 
 from functools import partial
 
@@ -10,8 +11,9 @@ from tests import vllm_on_cpu
 
 
 def traces(rank: int, directory: str, change: str, engine: dict) -> dict:
-    """How many tensors the loader was shown, of how many; whether its copies and fills are those of a trace that shows all. `change`
-    makes one layer of the last two unlike the others, in what the modules say of themselves or only in what their loader does."""
+    """How many tensors the loader was shown, of how many; whether its copies and fills are those of
+    a trace that shows all. `change` makes one layer of the last two unlike the others, in what the
+    modules say of themselves or only in what their loader does."""
     module, config = vllm_on_cpu.build(directory, load_format="dummy", **engine)
     model = VllmModel(module, config)
     canonical = canonical_tensors(model.model, config.model_config.dtype)

@@ -1,7 +1,9 @@
-"""Two hosts on one machine: network namespaces with a link between them, for as long as standard input stays open.
+"""Two hosts on one machine: network namespaces with a link between them, for as long as standard
+input stays open.
 
-Run as a program it prints the processes that hold the namespaces, ``{"user": bool, "hosts": [pid, pid]}``; `enter` moves the calling
-process into one. Without root a user namespace is made first, where the kernel allows that.
+Run as a program it prints the processes that hold the namespaces, ``{"user": bool, "hosts": [pid,
+pid]}``; `enter` moves the calling process into one. Without root a user namespace is made first,
+where the kernel allows that.
 """
 
 import json

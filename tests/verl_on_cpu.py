@@ -1,4 +1,5 @@
-"""What the real verl makes of our module and of the lines of config; run in an environment with verl: python -m tests.verl_on_cpu HF"""
+"""What the real verl makes of our module and of the lines of config; run in an environment with
+verl: python -m tests.verl_on_cpu HF"""
 
 import inspect
 import json
@@ -93,7 +94,8 @@ def main() -> None:
 
 
 def meetings(kind) -> list:
-    """Two syncs of two ranks of an actor and two workers, and one after a worker was replaced, as verl's manager calls them."""
+    """Two syncs of two ranks of an actor and two workers, and one after a worker was replaced, as
+    verl's manager calls them."""
     members = [kind(bucket_size=1, is_master=index == 0) for index in range(4)]
     results = []
     for sync in range(3):
@@ -186,8 +188,9 @@ class Actor:
         self.shards = verl.Shards(verl.MegatronModel(self.models))
 
     async def sync(self, steps: int, lost: str = "", new: bool = False) -> list:
-        """Other weights, and verl's call; what it raises, and after how many seconds. With `lost`, this side waits for nobody, and leaves a
-        file of that name when it has given up; with `new` all meet anew."""
+        """Other weights, and verl's call; what it raises, and after how many seconds. With `lost`,
+        this side waits for nobody, and leaves a file of that name when it has given up; with `new`
+        all meet anew."""
         import torch
 
         for model in self.models:
@@ -227,7 +230,8 @@ async def ended(call) -> list:
 
 
 def live(folder: str, config) -> dict:
-    """Syncs by verl's adapter into a real vLLM, one of which fails; and syncs before which the engine's process dies, in either placement."""
+    """Syncs by verl's adapter into a real vLLM, one of which fails; and syncs before which the
+    engine's process dies, in either placement."""
     import ray
 
     from reshard.integrations.meeting import meeting_place

@@ -1,5 +1,5 @@
-"""What vLLM's online quantizations find on a GPU, for `tests.vllm_on_cpu`: kernels that quantize, by torch; and kernels that multiply, which
-are chosen and never run."""
+"""What vLLM's online quantizations find on a GPU, for `tests.vllm_on_cpu`: kernels that quantize,
+by torch; and kernels that multiply, which are chosen and never run."""
 
 import os
 from inspect import signature
@@ -19,7 +19,8 @@ except ImportError:  # where older versions have it
 
 
 def quantized(output, values, scale, largest, least: float = 0.0) -> None:
-    """The e4m3 of a matrix and its scale for each row, or for all of it: in the place of vLLM's kernels for GPUs."""
+    """The e4m3 of a matrix and its scale for each row, or for all of it: in the place of vLLM's
+    kernels for GPUs."""
     scale.copy_((largest.reshape(scale.shape).float() / 448).clamp(least))
     output.copy_((values.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn))
 
@@ -38,8 +39,8 @@ def as_it_is(output, values, scale, group_shape=None) -> None:
 
 
 def repacked(words, *rest):
-    """Words of codes ``[inputs, outputs]``, in another order, in the place of Marlin's: each one of all. Before vLLM 0.33 an order of columns
-    comes first."""
+    """Words of codes ``[inputs, outputs]``, in another order, in the place of Marlin's: each one of
+    all. Before vLLM 0.33 an order of columns comes first."""
     inputs, outputs, bits, of_8_bits = rest[-4:]
     assert not of_8_bits and words.shape == (inputs * bits // 32, outputs)
     return words.T.reshape(inputs // 16, -1).flip(0).contiguous()
@@ -76,7 +77,8 @@ linear_kernels.MarlinFP8ScaledMMLinearKernel.is_supported = classmethod(
     lambda cls, capability=None: (True, None)
 )
 linear_kernels._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.OOT] = [linear_kernels.MarlinFP8ScaledMMLinearKernel]
-# Those of nvfp4 that multiply with plain inputs, as Marlin does on a GPU before sm100, and that quantize them.
+# Those of nvfp4 that multiply with plain inputs, as Marlin does on a GPU before sm100, and that
+# quantize them.
 linear_kernels.MarlinNvFp4LinearKernel.is_supported = classmethod(lambda cls, capability=None: (True, None))
 linear_kernels._POSSIBLE_NVFP4_KERNELS[PlatformEnum.OOT] = [
     linear_kernels.MarlinNvFp4LinearKernel,

@@ -1,7 +1,8 @@
 """vLLM's classes of our families, imported here and now.
 
-For each architecture that it meets for the first time on a machine, vLLM starts a process that imports the model's file and says what
-it can do, so that this process need not initialize CUDA. Every rank of every test would start one, and there is no CUDA here.
+For each architecture that it meets for the first time on a machine, vLLM starts a process that
+imports the model's file and says what it can do, so that this process need not initialize CUDA.
+Every rank of every test would start one, and there is no CUDA here.
 """
 
 from reshard.models.family import families

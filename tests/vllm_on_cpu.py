@@ -1,6 +1,8 @@
-"""vLLM's real model classes on the CPU: built, loaded and processed by vLLM's own code, from the ordinary wheel.
+"""vLLM's real model classes on the CPU: built, loaded and processed by vLLM's own code, from the
+ordinary wheel.
 
-Only the platform is ours: vLLM's own CPU platform repacks weights and has no MLA. Attention backends are named, never run.
+Only the platform is ours: vLLM's own CPU platform repacks weights and has no MLA. Attention
+backends are named, never run.
 """
 
 import contextlib
@@ -119,7 +121,8 @@ def choose_triton() -> None:
 
 
 def wrap_for_adapters(model: torch.nn.Module, config) -> torch.nn.Module:
-    """The model with its layers wrapped for LoRA adapters, as a worker with ``enable_lora`` has it, by vLLM's own manager."""
+    """The model with its layers wrapped for LoRA adapters, as a worker with ``enable_lora`` has it,
+    by vLLM's own manager."""
     from types import SimpleNamespace
 
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
@@ -137,7 +140,8 @@ def build(
     rank: int | None = None,
     **options,
 ):
-    """A model as a vLLM worker has it after start-up, and its config. Needs a torch process group of dp * pp * tp ranks or more."""
+    """A model as a vLLM worker has it after start-up, and its config. Needs a torch process group
+    of dp * pp * tp ranks or more."""
     if "quantization" in options or "hf_overrides" in options:
         from tests import vllm_kernels  # noqa: F401
     rank = torch.distributed.get_rank() if rank is None else rank
@@ -155,7 +159,8 @@ def build(
         else:
             parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(tp, pp)
-        # torch waits for nobody after it has made a group: a rank that has ended its own would fail one that is still connecting
+        # torch waits for nobody after it has made a group: a rank that has ended its own would fail
+        # one that is still connecting
         torch.distributed.barrier()
         workspace.init_workspace_manager(torch.device("cpu"))  # as the worker does
         model = get_model_loader(config.load_config).load_model(

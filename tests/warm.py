@@ -1,6 +1,7 @@
 """Start Python processes with their imports done: they are forked from a server that has done them.
 
-    warm.python("vllm", "megatron.core", environment={...})      # the path of a program, to be started where ``sys.executable`` would be
+warm.python("vllm", "megatron.core", environment={...})      # the path of a program, to be started
+where ``sys.executable`` would be
 
 Start the program wherever you would start ``sys.executable``. The server forks a process with its
 arguments, environment, folder and open files; signals are passed on, and the exit status comes

@@ -1,4 +1,5 @@
-"""Imported before what would import Ray where it is there: Ray does not work in processes that are forked after its import."""
+"""Imported before what would import Ray where it is there: Ray does not work in processes that are
+forked after its import."""
 
 import sys
 

@@ -1,15 +1,17 @@
-"""A live Megatron loaded from disk, saved to it and exported: ours beside mbridge's, against eight readers and eight writers.
+"""A live Megatron loaded from disk, saved to it and exported: ours beside mbridge's, against eight
+readers and eight writers.
 
     torchrun --nproc-per-node 2 -m benchmarks.megatron.live --model qwen3-30b-a3b --layers 24 --tp 2 --ep 2 --etp 1 --folder /dev/shm/live [--json FILE]
 
-Every process holds a rank of a real Megatron model (Transformer Engine layers on a GPU, random weights). In one
-run: save as ``torch_dist`` and as a Hugging Face directory; other weights; load from each, after which every
-parameter must have its bits again; export to every rank; the same three with mbridge where it is installed
-(`pip install --no-deps mbridge`). The floors are the same files read by eight processes at once, and written
-by eight. Reported are seconds of the slowest rank (medians of `rounds`), and for each what the slowest rank's
-GPU and this process's host memory took more at their peak. With ``--disk`` the folder is on a disk: what is
-written is waited for, and what is read has to come from there, ours and the floors' alike. With ``--loads`` only
-the loads are measured: of several processes that hold the same, as replicas do, beside one.
+Every process holds a rank of a real Megatron model (Transformer Engine layers on a GPU, random
+weights). In one run: save as ``torch_dist`` and as a Hugging Face directory; other weights; load
+from each, after which every parameter must have its bits again; export to every rank; the same
+three with mbridge where it is installed (`pip install --no-deps mbridge`). The floors are the same
+files read by eight processes at once, and written by eight. Reported are seconds of the slowest
+rank (medians of `rounds`), and for each what the slowest rank's GPU and this process's host memory
+took more at their peak. With ``--disk`` the folder is on a disk: what is written is waited for, and
+what is read has to come from there, ours and the floors' alike. With ``--loads`` only the loads are
+measured: of several processes that hold the same, as replicas do, beside one.
 """
 
 import argparse
@@ -104,8 +106,8 @@ def measured(run: Callable[[], object], before: Callable[[], object], rounds: in
 
 
 def fingerprint(models: list[torch.nn.Module], tp: int, vocabulary: int) -> list[int]:
-    """A position-weighted sum of the bits (on the CPU a hash) of every parameter, without the vocabulary's padding, which is saved
-    and loaded as zeros."""
+    """A position-weighted sum of the bits (on the CPU a hash) of every parameter, without the
+    vocabulary's padding, which is saved and loaded as zeros."""
     found = []
     for model in models:
         for name, parameter in model.named_parameters():

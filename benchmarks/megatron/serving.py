@@ -1,4 +1,5 @@
-"""How long does vLLM take to load? Its own loader from a Hugging Face directory, beside ours from that and from Megatron checkpoints.
+"""How long does vLLM take to load? Its own loader from a Hugging Face directory, beside ours from
+that and from Megatron checkpoints.
 
     python -m benchmarks.megatron.serving --folder /dev/shm/serving --gigabytes 31 --tp 2 [--json FILE]
 

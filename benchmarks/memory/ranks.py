@@ -1,13 +1,15 @@
-"""What one rank of a large training run needs of a GPU's memory, beside `reshard.memory`'s estimate, on one GPU.
+"""What one rank of a large training run needs of a GPU's memory, beside `reshard.memory`'s
+estimate, on one GPU.
 
     python -m benchmarks.memory.ranks                  one GPU with Megatron-Core and Transformer Engine
     python -m benchmarks.memory.ranks --toy            no GPU: small models, local layers; shows that the ranks run
 
-Whole published models at layouts of 8 to 1,024 GPUs. The process is one rank of torch's fake process group,
-whose collectives return at once and move nothing: a gather finds this rank's own part in every place. Megatron
-sees a run of that size: its parallel state, pipeline schedule with all microbatches in flight, token dispatcher,
-DDP buffers and distributed optimizer allocate what that rank would. Numbers are meaningless, times too, and what
-NCCL holds outside of torch is not there; routing is even, so that a gather of token counts is true.
+Whole published models at layouts of 8 to 1,024 GPUs. The process is one rank of torch's fake
+process group, whose collectives return at once and move nothing: a gather finds this rank's own
+part in every place. Megatron sees a run of that size: its parallel state, pipeline schedule with
+all microbatches in flight, token dispatcher, DDP buffers and distributed optimizer allocate what
+that rank would. Numbers are meaningless, times too, and what NCCL holds outside of torch is not
+there; routing is even, so that a gather of token counts is true.
 
 Every rank is a process of its own; one that the estimate says cannot fit is left out, and said to be.
 """

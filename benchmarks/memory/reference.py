@@ -3,11 +3,12 @@
     python -m benchmarks.memory.reference cases cases.json
     python benchmarks/memory/reference.py mbridge cases.json --estimator MBRIDGE/memory_estimator
 
-The cases are those of ``tests/test_memory_measured.py``, as others published them, and those of a recorded run of
-`benchmarks.memory.peaks`. The second line runs in an environment that the estimator takes: megatron-core 0.13.1,
-transformers 4.57, Transformer Engine (which it asks for names only), termcolor, mbridge. It does what the
-estimator's own page does with a config and sizes, and prints a table: GiB allocated at most, measured, by
-`reshard.memory`, by mbridge, and where it is known by Megatron-LM's ``report_theoretical_memory``.
+The cases are those of ``tests/test_memory_measured.py``, as others published them, and those of a
+recorded run of `benchmarks.memory.peaks`. The second line runs in an environment that the estimator
+takes: megatron-core 0.13.1, transformers 4.57, Transformer Engine (which it asks for names only),
+termcolor, mbridge. It does what the estimator's own page does with a config and sizes, and prints a
+table: GiB allocated at most, measured, by `reshard.memory`, by mbridge, and where it is known by
+Megatron-LM's ``report_theoretical_memory``.
 """
 
 import argparse
@@ -52,7 +53,8 @@ def cases() -> list[dict]:
 
 
 class Nothing(types.ModuleType):
-    """In the place of Megatron-LM's ``megatron.training``, which the estimator imports and, with a config, does not call."""
+    """In the place of Megatron-LM's ``megatron.training``, which the estimator imports and, with a
+    config, does not call."""
 
     def __getattr__(self, name: str):
         if name.startswith("__"):

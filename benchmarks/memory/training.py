@@ -1,4 +1,5 @@
-"""A trainer for benchmarks: Megatron's modules under its DDP, with its distributed optimizer, and one step of theirs."""
+"""A trainer for benchmarks: Megatron's modules under its DDP, with its distributed optimizer, and
+one step of theirs."""
 
 import contextlib
 from collections.abc import Sequence
@@ -9,8 +10,8 @@ from benchmarks.processes import device
 
 
 class Training:
-    """This rank's chunks, wrapped and with an optimizer (without a GPU: local layers and no optimizer, which takes
-    parameters on a GPU only). `options` are fields of Megatron's config."""
+    """This rank's chunks, wrapped and with an optimizer (without a GPU: local layers and no
+    optimizer, which takes parameters on a GPU only). `options` are fields of Megatron's config."""
 
     def __init__(self, model, layout, **options) -> None:
         from megatron.core.distributed import (
@@ -87,7 +88,8 @@ class Training:
         )
 
     def free(self) -> None:
-        """Megatron keeps what it has trained alive, by hooks and lists of its own: give the memory back by hand."""
+        """Megatron keeps what it has trained alive, by hooks and lists of its own: give the memory
+        back by hand."""
         for tensor in self._tensors():
             tensor.untyped_storage().resize_(0)
 

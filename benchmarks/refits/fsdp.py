@@ -3,16 +3,19 @@
     torchrun --nproc-per-node 2 -m benchmarks.refits.fsdp --model qwen3-30b-a3b --vllm-tp 2 [--tp 2] [--fp32] \\
         [--quantization fp8_per_block [--match-vllm-rounding]] [--json FILE]
 
-Every process holds a rank of a transformers model under ``fully_shard`` (random weights in bf16, or with `--fp32`
-in fp32, which all ways cast; with `--tp` on a mesh of shards and tensor parallelism) and a rank of a real vLLM (`external_launcher`). Reported:
-connect, then warm medians of the slowest rank for
+Every process holds a rank of a transformers model under ``fully_shard`` (random weights in bf16, or
+with `--fp32` in fp32, which all ways cast; with `--tp` on a mesh of shards and tensor parallelism)
+and a rank of a real vLLM (`external_launcher`). Reported: connect, then warm medians of the slowest
+rank for
 
-- cuda_ipc: pulls from peers' memory; nccl: all bytes through NCCL; staged, with `--quantization`: through slabs, but for a process's own;
+- cuda_ipc: pulls from peers' memory; nccl: all bytes through NCCL; staged, with `--quantization`:
+  through slabs, but for a process's own;
 - full_tensor: ``full_tensor()`` of each parameter in turn, into vLLM's `load_weights`;
 - gathered: the same with a GiB of parameters gathered at once, asynchronously.
 
-Before the timing, all ways must leave the same bits in vLLM, from different garbage. With `--quantization` vLLM quantizes what it loads, in
-the last two by its own reloading; where it serves by DeepGEMM its bits are those of `--match-vllm-rounding`.
+Before the timing, all ways must leave the same bits in vLLM, from different garbage. With
+`--quantization` vLLM quantizes what it loads, in the last two by its own reloading; where it serves
+by DeepGEMM its bits are those of `--match-vllm-rounding`.
 """
 
 import argparse

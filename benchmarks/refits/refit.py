@@ -63,8 +63,8 @@ def scribble(engine, value: float) -> None:
 
 
 def link_rate(n: int = 1 << 30) -> float:
-    """Bytes a second and GPU of one large copy of n bytes from the neighbor's memory, all GPUs at once; infinite where there
-    is none."""
+    """Bytes a second and GPU of one large copy of n bytes from the neighbor's memory, all GPUs at
+    once; infinite where there is none."""
     if dist.get_world_size() == 1:
         return float("inf")
     from reshard.device.cuda import allocation_of, driver, exported
@@ -109,8 +109,8 @@ def memory_rate() -> float:
 
 @contextmanager
 def reloading(vllm_model, model_config=None):
-    """Within it weights go into vLLM's model: with a `model_config` by vLLM's own reloading, which quantizes each layer when it
-    has all of it."""
+    """Within it weights go into vLLM's model: with a `model_config` by vLLM's own reloading, which
+    quantizes each layer when it has all of it."""
     if model_config is None:
         yield
         return
@@ -122,8 +122,8 @@ def reloading(vllm_model, model_config=None):
 
 
 class Today:
-    """Gather every full tensor on every rank, layer by layer, then vLLM's own loader; with a `model_config` by vLLM's
-    own reloading, which quantizes each layer when it has all of it."""
+    """Gather every full tensor on every rank, layer by layer, then vLLM's own loader; with a
+    `model_config` by vLLM's own reloading, which quantizes each layer when it has all of it."""
 
     def __init__(self, source, model, vllm_model, model_config=None) -> None:
         from reshard.core.dtypes import dtype_named
@@ -190,8 +190,8 @@ class Today:
 
 
 def relative_error(engine, source) -> float:
-    """Of the first quantized tensors that this rank's trainer has whole: the root mean square of what they differ from
-    their bf16, relative to it."""
+    """Of the first quantized tensors that this rank's trainer has whole: the root mean square of
+    what they differ from their bf16, relative to it."""
     from reshard.quantization.fp8_blocks import BLOCK
 
     published = zip(source.publish(engine.model), source.regions, strict=True)

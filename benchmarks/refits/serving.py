@@ -216,7 +216,8 @@ def sleep(options) -> None:
         link.refit()
         llm.reset_prefix_cache()
         found[f"refitted after level {level}, says the same"] = spoken(llm, config["vocab_size"]) == said
-        # Other weights, by the first refit after a sleep and by a later one: whatever the sleep leaves behind differs.
+        # Other weights, by the first refit after a sleep and by a later one: whatever the sleep
+        # leaves behind differs.
         llm.sleep(level=level)
         llm.wake_up()
         change(source, level)

@@ -1,5 +1,5 @@
-"""What the benchmarks of trainers' GRPO have in common: a model of random weights with a tokenizer, a reward, notes of each sync and phase,
-and the memory of the GPU meanwhile."""
+"""What the benchmarks of trainers' GRPO have in common: a model of random weights with a tokenizer,
+a reward, notes of each sync and phase, and the memory of the GPU meanwhile."""
 
 import argparse
 import hashlib
@@ -84,7 +84,8 @@ def reward(answer: str, worth: str) -> float:
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Of every parameter's name and bits: 16-bit words times their place, summed where they lie, so that a sync's time stays a sync's."""
+    """Of every parameter's name and bits: 16-bit words times their place, summed where they lie, so
+    that a sync's time stays a sync's."""
     found = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         words = parameter.detach().contiguous().view(torch.int16).flatten()
@@ -105,7 +106,8 @@ def overwrite(model: torch.nn.Module) -> None:
 
 
 def write(who: str, way: str, began: float, **more: Any) -> None:
-    """A line: how a sync went, how long it took since then in seconds, and what its GPU holds then, all processes together, in bytes."""
+    """A line: how a sync went, how long it took since then in seconds, and what its GPU holds then,
+    all processes together, in bytes."""
     free, total = torch.cuda.mem_get_info()
     line = {
         "way": way,
@@ -140,7 +142,8 @@ def told(one: dict) -> str:
 
 
 def compare(syncs: dict[str, list[dict]]) -> None:
-    """Whether each refit left what the trainer's own sync left after it; and that steps differ, without which that would say nothing."""
+    """Whether each refit left what the trainer's own sync left after it; and that steps differ,
+    without which that would say nothing."""
     for rank, some in syncs.items():
         if not rank.isdigit():
             continue
@@ -153,7 +156,8 @@ def compare(syncs: dict[str, list[dict]]) -> None:
 
 
 def compare_runs(out: Path) -> None:
-    """Whether the runs `stock` and `refit` served the same: equal after the first sync, later as far as training repeats itself."""
+    """Whether the runs `stock` and `refit` served the same: equal after the first sync, later as
+    far as training repeats itself."""
     stock, refit = noted(out, "stock"), noted(out, "refit")
     for rank in filter(str.isdigit, stock):
         pairs = zip(stock[rank], refit.get(rank, []))
@@ -164,7 +168,8 @@ def compare_runs(out: Path) -> None:
 
 @contextmanager
 def memory(samples: Path) -> Iterator[None]:
-    """What the first GPU holds, all processes together, each 0.2 s into a file: seconds since the epoch and bytes."""
+    """What the first GPU holds, all processes together, each 0.2 s into a file: seconds since the
+    epoch and bytes."""
     if not shutil.which("nvidia-smi"):
         yield
         return
@@ -188,7 +193,8 @@ def memory(samples: Path) -> Iterator[None]:
 
 
 def by_phase(samples: Path, phases: list[dict]) -> list[tuple[str, float, int]]:
-    """Each phase's name, its seconds, and the most that the GPU held in it; a phase lasts until the next begins."""
+    """Each phase's name, its seconds, and the most that the GPU held in it; a phase lasts until the
+    next begins."""
     read = (
         [line.split() for line in samples.read_text(encoding="utf-8").splitlines()]
         if samples.exists()

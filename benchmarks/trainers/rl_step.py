@@ -3,11 +3,12 @@ estimate of the same.
 
     torchrun --nproc-per-node 1 -m benchmarks.trainers.rl_step --model qwen3-8b --layers 12 [--sleep 2] [--json FILE]
 
-The trainer (Megatron with Transformer Engine layers, DDP, the distributed optimizer) runs in torchrun's
-process, a vLLM with sleep mode and CUDA graphs in another on the same GPU. After a first sync each step goes as
-trainers of this field go: generate; let vLLM sleep; bring back the parameters, and compute log probabilities;
-bring back gradients and optimizer, and train; move these away; wake vLLM's weights; refit; move the parameters
-away; wake its keys and values. What is moved, `reshard.offload` and `reshard.onload` move.
+The trainer (Megatron with Transformer Engine layers, DDP, the distributed optimizer) runs in
+torchrun's process, a vLLM with sleep mode and CUDA graphs in another on the same GPU. After a first
+sync each step goes as trainers of this field go: generate; let vLLM sleep; bring back the
+parameters, and compute log probabilities; bring back gradients and optimizer, and train; move these
+away; wake vLLM's weights; refit; move the parameters away; wake its keys and values. What is moved,
+`reshard.offload` and `reshard.onload` move.
 
 Of each phase: the device's memory in use at most and at its end (`mem_get_info`, sampled), what torch has
 reserved for the trainer, and seconds. Checked: digests of trainer and engine at the first sync, that every
@@ -76,7 +77,8 @@ class Watch:
 
 
 def kept() -> list[dict]:
-    """Of each segment that torch's allocator keeps for the trainer: its bytes, and those of its live blocks."""
+    """Of each segment that torch's allocator keeps for the trainer: its bytes, and those of its live
+    blocks."""
     found = []
     for segment in torch.cuda.memory_snapshot():
         live = [block["size"] for block in segment["blocks"] if block["state"] == "active_allocated"]

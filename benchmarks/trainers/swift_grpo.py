@@ -1,15 +1,19 @@
-"""A few steps of GRPO by ms-swift's Megatron on one GPU, vLLM colocated: with its own weight sync, and with a refit.
+"""A few steps of GRPO by ms-swift's Megatron on one GPU, vLLM colocated: with its own weight sync,
+and with a refit.
 
     python -m benchmarks.trainers.swift_grpo OUT [--steps 3] [--layers 4] [--hidden 1024] [--vocabulary 2048] [--only both|refit|stock]
         [--sleep 1] [--limit 900] [--options OPTIONS OF MS-SWIFT]
 
-A Qwen3 of random weights with a tokenizer of whole words, and rows of words to repeat; `--layers 36 --hidden 4096 --vocabulary 151936` is
-Qwen3-8B. ms-swift is started by its own entry (`megatron rlhf`), with a plugin that notes its phases and syncs. In the run `both` each step
-overwrites vLLM's weights, refits, overwrites them again, and lets ms-swift's own sync fill them: both must leave the same bits. Between the runs
-`refit` and `stock` the first sync must be equal; later ones are as far as training itself repeats.
+A Qwen3 of random weights with a tokenizer of whole words, and rows of words to repeat; `--layers 36
+--hidden 4096 --vocabulary 151936` is Qwen3-8B. ms-swift is started by its own entry (`megatron
+rlhf`), with a plugin that notes its phases and syncs. In the run `both` each step overwrites vLLM's
+weights, refits, overwrites them again, and lets ms-swift's own sync fill them: both must leave the
+same bits. Between the runs `refit` and `stock` the first sync must be equal; later ones are as far
+as training itself repeats.
 
-Written under OUT: each run's log, ms-swift's own figures of each step, what vLLM serves after every sync, as digests of its parameters, the
-phases, and what the GPU holds each 0.2 s. Printed: seconds of each sync, most memory by phase, and ms-swift's figures.
+Written under OUT: each run's log, ms-swift's own figures of each step, what vLLM serves after every
+sync, as digests of its parameters, the phases, and what the GPU holds each 0.2 s. Printed: seconds
+of each sync, most memory by phase, and ms-swift's figures.
 """
 
 import argparse
@@ -65,7 +69,8 @@ def arguments(out: Path, run: str, rows: list[dict], chosen: dict) -> list[str]:
     """Write the rows and the plugin of a run under `out`; return the command line of ms-swift."""
     data = out / f"{run}.rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    # ms-swift puts a plugin's folder first among those that modules are imported from: nothing else lies there.
+    # ms-swift puts a plugin's folder first among those that modules are imported from: nothing else
+    # lies there.
     (out / f"plugin-{run}").mkdir(exist_ok=True)
     plugin = out / f"plugin-{run}" / "plugin_of_benchmark.py"
     plugin.write_text(
@@ -119,8 +124,8 @@ def main() -> int:
 
 
 def started(out: Path, run: str, line: list[str], limit: float, gpu: int = 0) -> int:
-    """Run ms-swift's own entry with this command line, as ``megatron`` calls it, on one GPU for at most `limit` seconds; return its
-    exit code."""
+    """Run ms-swift's own entry with this command line, as ``megatron`` calls it, on one GPU for at
+    most `limit` seconds; return its exit code."""
     paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
     with socket.socket() as free:
         free.bind(("", 0))

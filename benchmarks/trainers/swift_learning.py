@@ -1,14 +1,18 @@
-"""GRPO of a trained model by ms-swift's Megatron with its own weight sync and with a refit: does the reward rise alike?
+"""GRPO of a trained model by ms-swift's Megatron with its own weight sync and with a refit: does
+the reward rise alike?
 
     python -m benchmarks.trainers.swift_learning OUT [--steps 150] [--limit 500] [--after SECONDS] [--options OPTIONS OF MS-SWIFT]
 
-SmolLM2-135M-Instruct (tests/trained.py) is asked for sums of two numbers up to 20; an answer whose last number is the sum is worth 1. Three runs
-with the same seeds go side by side, each on one GPU: `stock` with ms-swift's own sync, `refit` with a refit in its place, and `both`, where each
-step overwrites vLLM's weights, refits, overwrites them again, and lets ms-swift's own sync fill them. Attention, matrix products and sums are
-deterministic, so that runs differ only by what their syncs leave.
+SmolLM2-135M-Instruct (tests/trained.py) is asked for sums of two numbers up to 20; an answer whose
+last number is the sum is worth 1. Three runs with the same seeds go side by side, each on one GPU:
+`stock` with ms-swift's own sync, `refit` with a refit in its place, and `both`, where each step
+overwrites vLLM's weights, refits, overwrites them again, and lets ms-swift's own sync fill them.
+Attention, matrix products and sums are deterministic, so that runs differ only by what their syncs
+leave.
 
-Written under OUT: each run's log and ms-swift's own figures of each step, what vLLM serves after every sync, as digests, and `curves.json`:
-each run's reward by step. Printed: these rewards in tens of steps, and whether the served weights and the rewards were equal.
+Written under OUT: each run's log and ms-swift's own figures of each step, what vLLM serves after
+every sync, as digests, and `curves.json`: each run's reward by step. Printed: these rewards in tens
+of steps, and whether the served weights and the rewards were equal.
 """
 
 import argparse
@@ -28,7 +32,8 @@ from benchmarks.trainers.swift_grpo import RUNS, arguments, started
 PROMPTS, ANSWERS = 64, 4
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
-# A cache of its own size, since the three engines see each other's memory; CUDA graphs without Inductor, which takes a minute to compile.
+# A cache of its own size, since the three engines see each other's memory; CUDA graphs without
+# Inductor, which takes a minute to compile.
 ENGINE = {
     "kv_cache_memory_bytes": 2 << 30,
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [64, 128, 192, 256]},

@@ -1,5 +1,5 @@
-"""ms-swift's trainer of GRPO, noting its phases, its syncs and what vLLM serves after each: `use` is called in a plugin that
-`benchmarks.trainers.swift_grpo` writes."""
+"""ms-swift's trainer of GRPO, noting its phases, its syncs and what vLLM serves after each: `use`
+is called in a plugin that `benchmarks.trainers.swift_grpo` writes."""
 
 import re
 import time
@@ -111,7 +111,8 @@ class Repeats(ORM):
 
 
 def use(run: str) -> None:
-    """Have ms-swift make this trainer, and know the rewards `repeats` and `sums` and what to report to as `steps`."""
+    """Have ms-swift make this trainer, and know the rewards `repeats` and `sums` and what to report
+    to as `steps`."""
     trainers.MegatronGRPOTrainer = {"stock": Watched, "refit": Refit, "both": Both}[run]
     orms["repeats"], orms["sums"] = Repeats, Sums
     megatron_callbacks_map["steps"] = Steps

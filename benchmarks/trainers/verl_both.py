@@ -1,6 +1,7 @@
-"""Both ways of a sync under verl, one after the other: imported in the actor (``model.external_lib``), this refits, and then lets verl's own
-sync write the same weights once more, which the extension `benchmarks.trainers.verl_watch.Refit` has overwritten before: after each step of one
-training both ways' bits can be compared.
+"""Both ways of a sync under verl, one after the other: imported in the actor
+(``model.external_lib``), this refits, and then lets verl's own sync write the same weights once
+more, which the extension `benchmarks.trainers.verl_watch.Refit` has overwritten before: after each
+step of one training both ways' bits can be compared.
 """
 
 import time

@@ -1,13 +1,16 @@
-"""A few steps of GRPO by verl on two GPUs, Megatron TP2 and vLLM TP2 colocated: with verl's own weight sync, and with a refit.
+"""A few steps of GRPO by verl on two GPUs, Megatron TP2 and vLLM TP2 colocated: with verl's own
+weight sync, and with a refit.
 
     python -m benchmarks.trainers.verl_grpo OUT [--steps 3] [--layers 4] [--hidden 1024] [--vocabulary 2048] [--tp 2] [--pp 1]
         [--only both|refit|stock] [--check]
 
-A Qwen3 of random weights with a tokenizer of whole words, and rows of numbers to repeat; `--layers 36 --hidden 4096 --vocabulary 151936` is
-Qwen3-8B. Written under OUT: each run's log, and what every worker of vLLM serves after every sync, as digests of its parameters. In the run
-`both` each step refits, overwrites vLLM's weights, and lets verl's own sync fill them: both must leave the same bits after every step.
-Between the runs `refit` and `stock` the first sync must be equal; later ones are as far as training itself repeats. Printed: also what verl
-itself counts of every step. ``--check`` only lets verl compose the config, for which no GPU is needed.
+A Qwen3 of random weights with a tokenizer of whole words, and rows of numbers to repeat; `--layers
+36 --hidden 4096 --vocabulary 151936` is Qwen3-8B. Written under OUT: each run's log, and what every
+worker of vLLM serves after every sync, as digests of its parameters. In the run `both` each step
+refits, overwrites vLLM's weights, and lets verl's own sync fill them: both must leave the same bits
+after every step. Between the runs `refit` and `stock` the first sync must be equal; later ones are
+as far as training itself repeats. Printed: also what verl itself counts of every step. ``--check``
+only lets verl compose the config, for which no GPU is needed.
 """
 
 import os
@@ -26,7 +29,8 @@ RUNS = {
     "both": [EXTENSION + "Refit", "actor_rollout_ref.model.external_lib=benchmarks.trainers.verl_both"],
     "refit": [EXTENSION + "Refit", "actor_rollout_ref.model.external_lib=reshard.integrations.verl"],
 }
-# What verl counts of a step: seconds, gigabytes, and how far the rollout's probabilities lie from the trainer's.
+# What verl counts of a step: seconds, gigabytes, and how far the rollout's probabilities lie from
+# the trainer's.
 COUNTED = re.compile(
     r"(?:timing_s/(?:step|gen|update_weights|update_actor|old_log_prob)|perf/max_memory_\w+_gb|perf/cpu_memory_used_gb"
     r"|training/rollout_\w+|critic/score/mean):\S+"

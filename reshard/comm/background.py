@@ -9,7 +9,8 @@ Result = TypeVar("Result")
 
 
 def in_background(call: Callable[[], Result]) -> "Future[Result]":
-    """Return a future of a call. Nobody has to wait for it: unlike an executor's thread, it does not keep Python from ending."""
+    """Return a future of a call. Nobody has to wait for it: unlike an executor's thread, it does
+    not keep Python from ending."""
     future: Future[Result] = Future()
 
     def run() -> None:

@@ -1,15 +1,16 @@
 """Authenticated messages over a socket.
 
-Both ends prove that they know a secret before either says anything else. These messages have fixed sizes, so that a stranger
-cannot choose how much is read:
+Both ends prove that they know a secret before either says anything else. These messages have fixed
+sizes, so that a stranger cannot choose how much is read:
 
     server: magic, nonce                                   40 bytes
     client: nonce, proof of the client                     64 bytes
     server: proof of the server, or zeros for a refusal    32 bytes
 
-After that each direction has a key of its own, and every frame carries a code over its place in the sequence and all of its
-bytes: a frame that was altered, replayed, left out or taken from another connection ends the connection. Heads are JSON, bodies bytes;
-nothing is unpickled. Nothing is encrypted.
+After that each direction has a key of its own, and every frame carries a code over its place in the
+sequence and all of its bytes: a frame that was altered, replayed, left out or taken from another
+connection ends the connection. Heads are JSON, bodies bytes; nothing is unpickled. Nothing is
+encrypted.
 """
 
 import hashlib
@@ -90,7 +91,8 @@ class FrameWriter:
         self.key, self.sequence = key, 0
 
     def frame(self, head: dict[str, Any], body: bytes = b"", digest: bytes | None = None) -> bytes:
-        """Return prefix and head; the body follows them on the wire. `digest` is the body's, where it is known."""
+        """Return prefix and head; the body follows them on the wire. `digest` is the body's, where
+        it is known."""
         text = json.dumps(head, separators=(",", ":")).encode()
         code = frame_code(
             self.key, self.sequence, text, len(body), digest_of(body) if digest is None else digest
@@ -107,13 +109,15 @@ def frame_code(key: bytes, sequence: int, head: bytes, body_bytes: int, digest: 
 
 
 class FrameReader:
-    """Reads the messages in the bytes of one direction. Its buffer grows with what arrives, whatever a frame says of its length."""
+    """Reads the messages in the bytes of one direction. Its buffer grows with what arrives,
+    whatever a frame says of its length."""
 
     def __init__(self, key: bytes) -> None:
         self.key, self.sequence, self.buffer = key, 0, bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """Yield the messages that are whole now. Raises BrokenChannelError for a frame that the other end has not made."""
+        """Yield the messages that are whole now. Raises BrokenChannelError for a frame that the
+        other end has not made."""
         self.buffer += data
         while (message := self._next()) is not None:
             yield message
@@ -154,7 +158,8 @@ class Channel:
         connection.settimeout(None)
 
     def limit_sending(self, seconds: float) -> None:
-        """Break the channel where the other end does not take a message within so many seconds; 0 is no limit."""
+        """Break the channel where the other end does not take a message within so many seconds; 0
+        is no limit."""
         limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
@@ -170,8 +175,8 @@ class Channel:
                 raise BrokenChannelError(first_line(error)) from error
 
     def receive(self, within: float | None = None) -> Message | None:
-        """Return the next message, None where none comes within so many seconds; None and infinity are no limit. Raises
-        BrokenChannelError."""
+        """Return the next message, None where none comes within so many seconds; None and infinity
+        are no limit. Raises BrokenChannelError."""
         deadline = None if within is None or within == math.inf else time.monotonic() + within
         while not self.received:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -198,8 +203,8 @@ class Channel:
 def prepare(connection: socket.socket) -> None:
     """Probe the other host after 20 silent seconds, and give up after 30 more.
 
-    A host that is only busy answers, also where its process is stopped and takes nothing in. TCP_USER_TIMEOUT would count that
-    against it.
+    A host that is only busy answers, also where its process is stopped and takes nothing in.
+    TCP_USER_TIMEOUT would count that against it.
     """
     options = {
         socket.TCP_KEEPIDLE: 20,
@@ -214,7 +219,8 @@ def prepare(connection: socket.socket) -> None:
 
 
 def keep_from_forks(connection: socket.socket) -> None:
-    """Close this socket in every process that is forked from here: else the other end would not see this one's end."""
+    """Close this socket in every process that is forked from here: else the other end would not see
+    this one's end."""
     _open.add(connection)
 
 
@@ -280,8 +286,8 @@ class Handshake:
         connection.send(self.challenge)
 
     def go_on(self) -> Keys | None:
-        """Read what has come. Returns the keys once the other end has proved that it knows the secret. Raises OSError or
-        WrongSecretError."""
+        """Read what has come. Returns the keys once the other end has proved that it knows the
+        secret. Raises OSError or WrongSecretError."""
         part = self.connection.recv(ANSWER_BYTES - len(self.answer))
         if not part:
             raise ConnectionError("the connection has ended")
@@ -297,8 +303,8 @@ class Handshake:
 
 
 class Door:
-    """Admits connections that know the secret. Handshakes go on at the same time, each with a deadline of its own, so that
-    strangers who are slow, silent or numerous hold up no member."""
+    """Admits connections that know the secret. Handshakes go on at the same time, each with a
+    deadline of its own, so that strangers who are slow, silent or numerous hold up no member."""
 
     ACCEPTED_AT_ONCE = 64
 
@@ -315,7 +321,8 @@ class Door:
         return self.selector.fileno()  # type: ignore[attr-defined]
 
     def admitted(self, within: float = 0.0) -> list[tuple[socket.socket, Keys]]:
-        """Wait so many seconds for something to happen; return the connections that have proved themselves, not blocking."""
+        """Wait so many seconds for something to happen; return the connections that have proved
+        themselves, not blocking."""
         admitted = []
         for key, _ in self.selector.select(within):
             if key.fileobj is self.listener:

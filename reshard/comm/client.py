@@ -1,4 +1,5 @@
-"""A member's connection to the hub: requests and answers, failures that the hub reports, and signs of life."""
+"""A member's connection to the hub: requests and answers, failures that the hub reports, and signs of
+life."""
 
 import itertools
 import math
@@ -25,7 +26,8 @@ class TransactionFailedError(ReshardError):
 
     @staticmethod
     def of(failure: Failure, names: Mapping[int, str], rank: int) -> "TransactionFailedError":
-        """Return it with the sentence for `rank`. It can be pickled, since actors raise it across processes."""
+        """Return it with the sentence for `rank`. It can be pickled, since actors raise it across
+        processes."""
         error = TransactionFailedError(failure.sentence(names, rank), failure.resumable)
         error.failure = failure
         return error
@@ -38,7 +40,8 @@ class HubLostError(ReshardError):
 class HubClient:
     """A member's end of its connection to the hub.
 
-    `rank` and `size` count all members, `names` are theirs, for errors. `timeout` in seconds bounds every wait.
+    `rank` and `size` count all members, `names` are theirs, for errors. `timeout` in seconds bounds
+    every wait.
     """
 
     def __init__(self, channel: Channel, rank: int, size: int, timeout: float) -> None:
@@ -76,8 +79,9 @@ class HubClient:
 
     @contextmanager
     def watching(self, failed: Callable[[], str]) -> Iterator[None]:
-        """While it is open, and this member waits, also ask `failed` several times a second: it knows of processes of which the hub
-        knows nothing. Where it returns a sentence, all members give up with that."""
+        """While it is open, and this member waits, also ask `failed` several times a second: it
+        knows of processes of which the hub knows nothing. Where it returns a sentence, all members
+        give up with that."""
         before, self._watched = self._watched, failed
         try:
             yield
@@ -101,7 +105,8 @@ class HubClient:
             raise TransactionFailedError.of(failure, self.names, self.rank)
 
     def report_alive(self) -> None:
-        """Say that this member is alive, from within a call that takes long; at most every `ALIVE_EVERY_SECONDS`."""
+        """Say that this member is alive, from within a call that takes long; at most every
+        `ALIVE_EVERY_SECONDS`."""
         now = time.monotonic()
         if now - self._last_alive >= ALIVE_EVERY_SECONDS and not self._lost:
             self._last_alive = now
@@ -127,7 +132,8 @@ class HubClient:
             thread.join()
 
     def _wait_for(self, request: Request) -> Message:
-        """Return the answer to a request that waits for others. Raises ReshardError where the transaction has failed."""
+        """Return the answer to a request that waits for others. Raises ReshardError where the
+        transaction has failed."""
         message = self._request(request, self.timeout + GRACE_SECONDS)
         if message.head.get("failed") is not None:
             failure = Failure.from_json(message.head["failed"])

@@ -1,7 +1,8 @@
 """The processes that take part in a refit: how they meet, take part in transactions, and exchange messages.
 
-A connect or a refit is a *transaction*: all members prepare it, move bytes, and commit it, or it fails for all. The first member's
-process has a hub (`reshard.comm.hub`), to which every member has one authenticated connection; it decides the outcome once, for all.
+A connect or a refit is a *transaction*: all members prepare it, move bytes, and commit it, or it
+fails for all. The first member's process has a hub (`reshard.comm.hub`), to which every member has
+one authenticated connection; it decides the outcome once, for all.
 
 No collective is used here, so that a process that dies or stalls is named by the others, within a time limit.
 """
@@ -50,7 +51,8 @@ _groups_made: Counter[str] = Counter()
 class RefitGroup(HubClient):
     """The trainer's and the inference engine's processes under one numbering.
 
-    `rank` and `size` count over both sides. `timeout` in seconds bounds every wait. Make one with `of_process_group` or `join`.
+    `rank` and `size` count over both sides. `timeout` in seconds bounds every wait. Make one with
+    `of_process_group` or `join`.
     """
 
     def __init__(
@@ -71,10 +73,12 @@ class RefitGroup(HubClient):
     def of_process_group(
         name: str = "reshard", timeout: float = 60.0, secret: str | None = None
     ) -> "RefitGroup":
-        """All ranks of this torch process group: trainer and engine in the same processes, or started by one launcher.
+        """All ranks of this torch process group: trainer and engine in the same processes, or
+        started by one launcher.
 
-        Every rank makes the same groups in the same order; those of one name are told apart by counting them. The first rank publishes
-        the address of its hub through the process group's store, with the secret unless that is given or in the environment.
+        Every rank makes the same groups in the same order; those of one name are told apart by
+        counting them. The first rank publishes the address of its hub through the process group's
+        store, with the secret unless that is given or in the environment.
         """
         import torch.distributed as dist
 
@@ -120,9 +124,10 @@ class RefitGroup(HubClient):
     ) -> "RefitGroup":
         """Meet at ``host:port`` or ``[IPv6]:port``: rank 0 serves there, the others connect.
 
-        All members know the same secret: `secret`, or ``RESHARD_SECRET`` in the environment, or, where the host is
-        ``127.0.0.1``, ``::1`` or ``localhost``, which is served to this host only, a file that only this user can read. Raises
-        ReshardError where there is none, where nobody answers in time, and where another process has joined as this rank.
+        All members know the same secret: `secret`, or ``RESHARD_SECRET`` in the environment, or,
+        where the host is ``127.0.0.1``, ``::1`` or ``localhost``, which is served to this host
+        only, a file that only this user can read. Raises ReshardError where there is none, where
+        nobody answers in time, and where another process has joined as this rank.
         """
         host, port = parsed(address)
         check_rank(rank, size)
@@ -141,7 +146,8 @@ class RefitGroup(HubClient):
 
     @staticmethod
     def abort(address: str, reason: str, timeout: float = 10.0, secret: str | None = None) -> None:
-        """Fail the transactions of the members that meet at an address, as a process that is none of them; later ones fail too.
+        """Fail the transactions of the members that meet at an address, as a process that is none
+        of them; later ones fail too.
 
         Does nothing where nobody serves there within `timeout` seconds.
         """
@@ -180,7 +186,8 @@ class RefitGroup(HubClient):
             raise
 
     def begin(self, what: str) -> None:
-        """Begin the next transaction. While it is neither committed nor failed, `failure` says who is gone."""
+        """Begin the next transaction. While it is neither committed nor failed, `failure` says who is
+        gone."""
         self.transaction_number += 1
         self.what, self.verify, self._notes, self._prepared_version = what, False, {}, None
         self._failures = {
@@ -198,9 +205,10 @@ class RefitGroup(HubClient):
     def prepare(self, version: int | None = None, note: str = "", verify: bool = False) -> int:
         """Wait for everyone before the first byte; return the version that all agree on.
 
-        None leaves it to the others; where nobody gives one it is one more than the last. `note` is what `notes_of` returns to the
-        others; where any member gives `verify`, `self.verify` is true for all. Raises ReshardError where two give different
-        versions, where one fails, or is late.
+        None leaves it to the others; where nobody gives one it is one more than the last. `note` is
+        what `notes_of` returns to the others; where any member gives `verify`, `self.verify` is
+        true for all. Raises ReshardError where two give different versions, where one fails, or is
+        late.
         """
         late = f"did not come to {self.what}"
         answer = self._wait_for(Prepare(self.timeout, late, version, self.version, note, verify)).head
@@ -220,7 +228,8 @@ class RefitGroup(HubClient):
         return {rank: self._notes.get(rank, "") for rank in ranks}
 
     def commit(self) -> None:
-        """Wait until everyone has what it needs. Raises ReshardError, for all, where one has failed, or is late."""
+        """Wait until everyone has what it needs. Raises ReshardError, for all, where one has
+        failed, or is late."""
         self._wait_for(Commit(self.timeout, f"did not end {self.what}"))
         if self._prepared_version is not None:
             self.version = self._prepared_version
@@ -241,7 +250,8 @@ class RefitGroup(HubClient):
         self.post(key, str(value).encode())
 
     def read(self, key: str, rank: int) -> bytes:
-        """Return what a rank posted; waits for it. Raises ReshardError where some member failed or `rank` is late."""
+        """Return what a rank posted; waits for it. Raises ReshardError where some member failed or
+        `rank` is late."""
         return self.read_all(key, [rank])[0]
 
     def read_all(self, key: str, ranks: Iterable[int] | None = None) -> list[bytes]:
@@ -254,11 +264,13 @@ class RefitGroup(HubClient):
         return [message.body[start:end] for start, end in itertools.pairwise(ends)]
 
     def wait(self, key: str, ranks: Iterable[int]) -> None:
-        """Wait until these ranks have posted under `key`; raises ReshardError naming those that are late, or that failed."""
+        """Wait until these ranks have posted under `key`; raises ReshardError naming those that are
+        late, or that failed."""
         self.read_all(key, ranks)
 
     def wait_for_count(self, key: str, rank: int, value: int) -> None:
-        """Wait until a rank has come so far. Raises ReshardError where some member failed or `rank` is late."""
+        """Wait until a rank has come so far. Raises ReshardError where some member failed or `rank` is
+        late."""
         self._wait_for(WaitForCount(self.timeout, _did_not_reach(key), key, rank, value))
 
     def gather(self, key: str, payload: bytes) -> list[bytes]:

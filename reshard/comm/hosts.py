@@ -39,8 +39,9 @@ def address_towards(host: str, port: int) -> str:
 
 
 def namespaces() -> str:
-    """Return the names of those of Linux's namespaces that this process is in, and in which two must be to map each other's memory:
-    that of its process numbers, and that of what it shares with others. Containers usually have their own."""
+    """Return the names of those of Linux's namespaces that this process is in, and in which two
+    must be to map each other's memory: that of its process numbers, and that of what it shares with
+    others. Containers usually have their own."""
     return " ".join(_namespace(kind) for kind in ("pid", "ipc"))
 
 
@@ -52,7 +53,8 @@ def _namespace(kind: str) -> str:
 
 
 def this_host() -> str:
-    """Return a name of the machine as long as it runs: two containers on it share links, and perhaps memory (`namespaces`)."""
+    """Return a name of the machine as long as it runs: two containers on it share links, and
+    perhaps memory (`namespaces`)."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text(encoding="utf-8").strip() if boot.exists() else socket.gethostname()
 
@@ -68,8 +70,8 @@ def is_loopback(host: str) -> bool:
 
 
 def listener_for(store: Any) -> socket.socket:
-    """Listen where all processes that share a torch store reach this host, on one address and at a port that is free. Raises
-    ReshardError where there is no such address."""
+    """Listen where all processes that share a torch store reach this host, on one address and at a
+    port that is free. Raises ReshardError where there is no such address."""
     problem: OSError | None = None
     for host in _reached_hosts(store):
         try:
@@ -82,8 +84,8 @@ def listener_for(store: Any) -> socket.socket:
 
 
 def _reached_hosts(store: Any) -> list[str]:
-    """Return addresses that may be this host's and that the others may reach, the likeliest first: that of the store, and this host's
-    own on the way to it; of the default route; of its name."""
+    """Return addresses that may be this host's and that the others may reach, the likeliest first:
+    that of the store, and this host's own on the way to it; of the default route; of its name."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     hosts: list[str] = []

@@ -1,8 +1,9 @@
 """The hub: a thread of the first member's process, to which every member has one authenticated connection.
 
-It keeps what members post for each other, counts them in at the steps of a transaction, and answers each request as soon as it can. The
-end of a process is the end of its connection, so that all others learn of it at once. A process that only stalls is found by the
-member whose time is over: the hub knows who waits for whom, and blames nobody who only waits for another.
+It keeps what members post for each other, counts them in at the steps of a transaction, and answers
+each request as soon as it can. The end of a process is the end of its connection, so that all
+others learn of it at once. A process that only stalls is found by the member whose time is over:
+the hub knows who waits for whom, and blames nobody who only waits for another.
 """
 
 import socket
@@ -82,7 +83,8 @@ class Hub(Server):
                 self._answer(wait, {"unresponsive": self._unresponsive(transaction, others)})
 
     def is_over(self) -> bool:
-        """Return True once the first member has left and all others know the outcome of the last transaction."""
+        """Return True once the first member has left and all others know the outcome of the last
+        transaction."""
         if self.owner_left is None:
             return False
         others = (
@@ -120,7 +122,8 @@ class Hub(Server):
     # Members, and the outcome of their transactions
 
     def _join(self, client: Client, message: Message, request: Join) -> None:
-        """Make a client a member. A rank that has joined before stays taken, also when it is gone: others count on what it posted."""
+        """Make a client a member. A rank that has joined before stays taken, also when it is gone:
+        others count on what it posted."""
         answer: dict[str, Any] = {"id": message.head["id"]}
         if request.size != self.size:
             answer["size"] = self.size
@@ -132,7 +135,8 @@ class Hub(Server):
         self.send(client, answer)
 
     def _transaction(self, client: Client, message: Message) -> Transaction | None:
-        """Return the transaction that a member's request belongs to, None where it is committed and forgotten."""
+        """Return the transaction that a member's request belongs to, None where it is committed and
+        forgotten."""
         if client.rank is None:
             raise BrokenChannelError("it has not joined")
         number = int(message.head["transaction"])
@@ -160,7 +164,8 @@ class Hub(Server):
                     del self.transactions[transaction.number]
 
     def _decide(self, transaction: Transaction, failure: Failure | None) -> None:
-        """Set the outcome and send it to all members, to the first one last: its process, which has the hub, may end then."""
+        """Set the outcome and send it to all members, to the first one last: its process, which has
+        the hub, may end then."""
         number = transaction.number
         if failure is None:
             transaction.committed = True
@@ -223,7 +228,8 @@ class Hub(Server):
         self._answer_complete(transaction, key)
 
     def _fails_without_numbers(self, transaction: Transaction, key: str, ranks: list[int]) -> bool:
-        """Fail the transaction where one of these ranks has posted something other than the number that is waited for."""
+        """Fail the transaction where one of these ranks has posted something other than the number
+        that is waited for."""
         wrong = transaction.without_number(key, ranks)
         if wrong:
             self._decide(transaction, Failure(wrong[0], f"what is published as '{key}' is not a number"))
@@ -309,7 +315,8 @@ class Hub(Server):
     def _step(
         self, client: Client, message: Message, request: Waiting, step: str
     ) -> tuple[Transaction | None, Wait]:
-        """Return the transaction to which a member comes, None where it is over, and its wait for the others."""
+        """Return the transaction to which a member comes, None where it is over, and its wait for the
+        others."""
         transaction = self._transaction(client, message)
         wait = self._new_wait(client, message, request.timeout, request.what, f"/{step}", [*range(self.size)])
         return (None if self._answer_if_over(transaction, wait) else transaction), wait
@@ -334,7 +341,8 @@ class Hub(Server):
         return wait.missing
 
     def _unresponsive(self, transaction: Transaction, ranks: list[int]) -> list[int]:
-        """Return those of these ranks, and of those that they wait for in turn, that neither wait nor say that they are alive."""
+        """Return those of these ranks, and of those that they wait for in turn, that neither wait
+        nor say that they are alive."""
         waits = {wait.rank: wait for waits in transaction.waits.values() for wait in waits}
         asking = {wait.rank for wait in self.liveness_waits}
         unresponsive, seen, todo = [], set[int](), set(ranks)

@@ -1,4 +1,5 @@
-"""Messages between the members of a group and its hub (`reshard.comm.hub`), in the order in which they travel.
+"""Messages between the members of a group and its hub (`reshard.comm.hub`), in the order in which
+they travel.
 
     member sends                                            hub answers
     Join             once, when it connects                 {}, or {size} or {taken_by} of a mistake
@@ -13,9 +14,9 @@
     SetValue, GetValues   torch's store                     {}; {lengths} and the values, or {absent}
     Abort            a process that is no member            {}
 
-Every request carries the number of its `transaction` and an `id`, which its answer repeats. An answer, and a message of its own to every
-member, carries a `Failure` under ``failed`` once the transaction has failed. How messages are framed and authenticated is
-`reshard.comm.channel`'s.
+Every request carries the number of its `transaction` and an `id`, which its answer repeats. An
+answer, and a message of its own to every member, carries a `Failure` under ``failed`` once the
+transaction has failed. How messages are framed and authenticated is `reshard.comm.channel`'s.
 """
 
 import math
@@ -51,7 +52,8 @@ class Post(Request):
 
 @dataclass(frozen=True)
 class Waiting(Request):
-    """A request that is answered once others have done their part; `what` is what late ranks did not do, for the error."""
+    """A request that is answered once others have done their part; `what` is what late ranks did
+    not do, for the error."""
 
     timeout: float
     what: str
@@ -76,8 +78,8 @@ class WaitForCount(Waiting):
 
 @dataclass(frozen=True)
 class Prepare(Waiting):
-    """This member is ready for the first byte. `version` is the one it wants, `last_version` the one that it has, `note` is passed on
-    to the others, and one member's `verify` counts for all."""
+    """This member is ready for the first byte. `version` is the one it wants, `last_version` the
+    one that it has, `note` is passed on to the others, and one member's `verify` counts for all."""
 
     version: int | None
     last_version: int | None
@@ -175,7 +177,8 @@ def _record(kind: type[Record], values: Mapping[str, Any]) -> Record:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The answer to Prepare once all members are there: the version that all agree on, and their notes as [rank, note]."""
+    """The answer to Prepare once all members are there: the version that all agree on, and their
+    notes as [rank, note]."""
 
     version: int
     verify: bool
@@ -184,10 +187,11 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a transaction has failed: members that are gone, a `reason` that a member gives, `resumable` or not, or ranks that are late.
+    """Why a transaction has failed: members that are gone, a `reason` that a member gives,
+    `resumable` or not, or ranks that are late.
 
-    `by` is the rank that reports it. `late` ranks did not do `what` within `seconds`; of these, and of those that they wait for,
-    the `unresponsive` ones neither wait nor say that they are alive.
+    `by` is the rank that reports it. `late` ranks did not do `what` within `seconds`; of these, and
+    of those that they wait for, the `unresponsive` ones neither wait nor say that they are alive.
     """
 
     by: int | None = None

@@ -1,7 +1,7 @@
 """The secret that all members of a group share.
 
-It comes from the caller (`secret=`), or by the environment (`RESHARD_SECRET`). On an address of this host alone it may
-come from a file that only this user can read.
+It comes from the caller (`secret=`), or by the environment (`RESHARD_SECRET`). On an address of
+this host alone it may come from a file that only this user can read.
 """
 
 import contextlib
@@ -31,7 +31,8 @@ def given_secret(given: str | None = None) -> str | None:
 
 
 def secret_for(host: str, given: str | None) -> bytes:
-    """Return the secret of a group whose hub listens on `host`. Raises ReshardError where there is none, or it is too short."""
+    """Return the secret of a group whose hub listens on `host`. Raises ReshardError where there is
+    none, or it is too short."""
     if given is not None:
         return _checked(given, "secret")
     if (from_environment := given_secret()) is not None:
@@ -50,9 +51,8 @@ def _checked(secret: object, name: str) -> bytes:
 
 
 def _folders() -> list[Path]:
-    """Return the folders in which this user's secret may lie: by the user database, since the environments of a trainer and an engine
-    differ, and
-    where nothing can be written there."""
+    """Return the folders in which this user's secret may lie: by the user database, since the
+    environments of a trainer and an engine differ, and where nothing can be written there."""
     uid = os.getuid()
     folders = [Path(f"/tmp/reshard-{uid}")]
     with contextlib.suppress(KeyError):
@@ -61,7 +61,8 @@ def _folders() -> list[Path]:
 
 
 def _of_user(folders: list[Path]) -> bytes:
-    """Read this user's secret, and make it first where there is none. Raises ReshardError where another user could read it."""
+    """Read this user's secret, and make it first where there is none. Raises ReshardError where
+    another user could read it."""
     problem: Exception | None = None
     for folder in folders:
         try:
@@ -87,7 +88,8 @@ def _kept_in(folder: Path) -> bytes:
 
 
 def _write_whole(path: Path) -> None:
-    """Make the file with a new secret; nobody ever sees it half written. Raises FileExistsError where there is one."""
+    """Make the file with a new secret; nobody ever sees it half written. Raises FileExistsError
+    where there is one."""
     unfinished = path.with_name(f".secret-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         with open(

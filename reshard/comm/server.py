@@ -1,4 +1,5 @@
-"""A server of authenticated messages: one thread that accepts connections, reads whole messages and writes what clients can take."""
+"""A server of authenticated messages: one thread that accepts connections, reads whole messages and
+writes what clients can take."""
 
 import logging
 import selectors

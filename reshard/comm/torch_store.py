@@ -1,4 +1,5 @@
-"""A torch store over the hub, by which process groups of members find each other: addresses and NCCL's id travel authenticated."""
+"""A torch store over the hub, by which process groups of members find each other: addresses and
+NCCL's id travel authenticated."""
 
 import threading
 import time
@@ -16,10 +17,11 @@ GRACE_SECONDS = 3.0  # beyond the time limit, within which a hub that lives answ
 
 
 class HubStore(dist.Store):
-    """The part of a store that torch's process groups use, over a connection of its own, since its calls wait.
+    """The part of a store that torch's process groups use, over a connection of its own, since its
+    calls wait.
 
-    Waits end where the transaction fails in which the store was made. Torch does not keep a reference to it: whoever makes a process
-    group with it does.
+    Waits end where the transaction fails in which the store was made. Torch does not keep a
+    reference to it: whoever makes a process group with it does.
     """
 
     def __init__(self, address: str, secret: bytes, timeout: float, transaction: int) -> None:

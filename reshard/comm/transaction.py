@@ -1,8 +1,8 @@
 """A transaction as the hub sees it: who has come, what has been posted, and the outcome.
 
-A connect or a refit is one, in which all members take part in the same order. It is prepared once all members are there, and committed
-once all have what they need; from either state it may fail instead, for good. So no member can keep what another has given up, however
-late it comes.
+A connect or a refit is one, in which all members take part in the same order. It is prepared once
+all members are there, and committed once all have what they need; from either state it may fail
+instead, for good. So no member can keep what another has given up, however late it comes.
 """
 
 from dataclasses import dataclass, field
@@ -21,10 +21,11 @@ class Posted(NamedTuple):
 
 @dataclass(eq=False)
 class Wait:
-    """A request that is answered once no rank of `missing` is left, its time is over, or the transaction fails.
+    """A request that is answered once no rank of `missing` is left, its time is over, or the
+    transaction fails.
 
-    `rank` waits until `ranks` have posted under `key`, or have come to a step; `what` is what late ranks did not do. With `count`
-    they have to post a number that is at least as large.
+    `rank` waits until `ranks` have posted under `key`, or have come to a step; `what` is what late
+    ranks did not do. With `count` they have to post a number that is at least as large.
     """
 
     rank: int
@@ -62,7 +63,8 @@ class Transaction:
         return self.failure is not None or self.committed
 
     def prepare(self, rank: int, request: Prepare) -> tuple[int, int] | None:
-        """Count a member in. Returns the version that another asked for before it, and its rank, where this one asks for another."""
+        """Count a member in. Returns the version that another asked for before it, and its rank,
+        where this one asks for another."""
         if request.version is not None:
             self.version = self.version or (request.version, rank)
             if self.version[0] != request.version:
@@ -99,7 +101,8 @@ class Transaction:
         return [rank for rank in ranks if rank in posts and posted_number(posts[rank].payload) is None]
 
     def body_of(self, key: str, ranks: list[int]) -> tuple[list[int], bytes, bytes | None]:
-        """Return the lengths of what these ranks have posted, all of it as one body, and that body's digest where it is known."""
+        """Return the lengths of what these ranks have posted, all of it as one body, and that
+        body's digest where it is known."""
         posts = self.posts[key]
         if len(ranks) == 1:
             posted = posts[ranks[0]]

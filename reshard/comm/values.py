@@ -14,7 +14,8 @@ Answer = Callable[[Any, dict[str, Any], bytes], None]
 
 @dataclass(eq=False)
 class ValueWait:
-    """A client that waits until all `keys` have values; it gives up with its transaction, or at its deadline."""
+    """A client that waits until all `keys` have values; it gives up with its transaction, or at its
+    deadline."""
 
     client: Any
     request: int
@@ -32,7 +33,8 @@ class Values:
         self.waits: list[ValueWait] = []
 
     def set(self, key: str, value: bytes) -> None:
-        """Keep a value, and answer whoever waits for it. Raises BrokenChannelError where there are too many."""
+        """Keep a value, and answer whoever waits for it. Raises BrokenChannelError where there are too
+        many."""
         if len(self.values) >= MOST_VALUES:
             raise BrokenChannelError("too many values")
         self.values[key] = value
@@ -43,7 +45,8 @@ class Values:
     def get(
         self, client: Any, request: int, transaction: int, asked: GetValues, failure: Failure | None
     ) -> None:
-        """Answer with the values, now or once all are there; `failure` is that of the client's transaction."""
+        """Answer with the values, now or once all are there; `failure` is that of the client's
+        transaction."""
         wait = ValueWait(client, request, transaction, asked.keys, time.monotonic() + asked.timeout)
         self.waits.append(wait)
         if all(key in self.values for key in asked.keys):

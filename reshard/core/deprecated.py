@@ -37,7 +37,8 @@ def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
 def renamed_options(options: Mapping[str, Any], stacklevel: int = 3) -> dict[str, Any]:
     """Return these options under their new names, warning of each old one.
 
-    The warning names the line that is `stacklevel` calls further out. Raises TypeError where both names are given.
+    The warning names the line that is `stacklevel` calls further out. Raises TypeError where both
+    names are given.
     """
     renamed: dict[str, Any] = {}
     for name, value in options.items():
@@ -73,7 +74,8 @@ def renamed_variable(old: str, new: str, default: str) -> str:
 
 
 class MovedModules(MetaPathFinder, Loader):
-    """Lets modules be imported, and run by ``python -m``, under the names that they had: `moved` maps old names to new ones."""
+    """Lets modules be imported, and run by ``python -m``, under the names that they had: `moved`
+    maps old names to new ones."""
 
     def __init__(self, moved: Mapping[str, str]) -> None:
         self.moved = moved

@@ -19,7 +19,8 @@ class ReshardError(Exception):
 
 @contextmanager
 def rewrite_message(*replacements: tuple[str, str]) -> Iterator[None]:
-    """Rewrite the messages of ReshardErrors raised inside: what matches the first of each pair becomes the second.
+    """Rewrite the messages of ReshardErrors raised inside: what matches the first of each pair
+    becomes the second.
 
     An option has another name on the command line than in a call.
     """
@@ -35,8 +36,8 @@ def rewrite_message(*replacements: tuple[str, str]) -> Iterator[None]:
 
 
 def is_resumable(error: BaseException) -> bool:
-    """Return True where what a run wrote before this error is worth keeping: after an interrupt and where memory was
-    short, not after an unexpected error."""
+    """Return True where what a run wrote before this error is worth keeping: after an interrupt and
+    where memory was short, not after an unexpected error."""
     if isinstance(error, ReshardError):
         return error.resumable
     return isinstance(error, MemoryError) or not isinstance(error, Exception)

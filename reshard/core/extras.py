@@ -1,5 +1,5 @@
-"""Packages that an installation lacks, named in one sentence with the line that installs it: an extra, or what every installation
-brings but one with ``--no-deps``."""
+"""Packages that an installation lacks, named in one sentence with the line that installs it: an
+extra, or what every installation brings but one with ``--no-deps``."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,15 +25,16 @@ def require(extra: str, *packages: str) -> None:
 
 
 def require_base() -> None:
-    """Raise ReshardError, with the line that installs them, where packages are not installed that weights on disk need."""
+    """Raise ReshardError, with the line that installs them, where packages are not installed that
+    weights on disk need."""
     if not all(map(_is_installed, ("ml_dtypes", "numpy", "xxhash"))):
         raise _lacking_base()
 
 
 @contextmanager
 def importing(extra: str | None = None) -> Iterator[None]:
-    """Around imports of packages that `extra`, or every installation, brings: raises ReshardError, with the line that
-    installs it, where one of them is not installed."""
+    """Around imports of packages that `extra`, or every installation, brings: raises ReshardError,
+    with the line that installs it, where one of them is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:

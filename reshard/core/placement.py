@@ -48,7 +48,8 @@ def as_matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def local_matrix(tensor: LocalTensor) -> LocalTensor:
-    """Return a local tensor of more than two dims as a matrix, as `as_matrix` has its shape; others as they are.
+    """Return a local tensor of more than two dims as a matrix, as `as_matrix` has its shape; others
+    as they are.
 
     Raises ValueError where a part has not all of the dims after the first.
     """

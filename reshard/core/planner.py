@@ -97,8 +97,8 @@ class Place(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A box of a part that one of several candidates holds: the candidate's index, the box, and where it lies on
-    both sides."""
+    """A box of a part that one of several candidates holds: the candidate's index, the box, and
+    where it lies on both sides."""
 
     candidate: int
     box: Box
@@ -108,8 +108,8 @@ class Cut(NamedTuple):
 
 @lru_cache(1 << 12)  # the layers of a model, and their experts, are all alike
 def _cut(part: Place, candidates: tuple[Place, ...]) -> tuple[tuple[Cut, ...], Box | None]:
-    """Cut a part into the boxes that candidates hold, each taken from the first one that has it. Return the cuts,
-    and a box that none holds, or None."""
+    """Cut a part into the boxes that candidates hold, each taken from the first one that has it.
+    Return the cuts, and a box that none holds, or None."""
     missing, cuts = [part.box], []
     for index, (box, at) in enumerate(candidates):
         rest = []

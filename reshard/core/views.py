@@ -37,8 +37,8 @@ _SELECTION = re.compile(r"(?P<start>\d+)(?::(?P<stop>\d+)(?: in (?P<period>\d+))
 
 
 class Selection(NamedTuple):
-    """A view's part of one dim: `length` from `start` on, of every `period` where that is not 0; all of it where
-    `length` is 0. The view has no such dim where it `drops` it."""
+    """A view's part of one dim: `length` from `start` on, of every `period` where that is not 0;
+    all of it where `length` is 0. The view has no such dim where it `drops` it."""
 
     start: int = 0
     length: int = 0
@@ -91,7 +91,8 @@ class View(NamedTuple):
 
     @staticmethod
     def parse(name: str) -> "View":
-        """Read a name; one without brackets is the whole tensor. Raises ValueError for brackets that say nothing."""
+        """Read a name; one without brackets is the whole tensor. Raises ValueError for brackets
+        that say nothing."""
         if "[" not in name:
             return View(name, ())
         match = _NAME.fullmatch(name)
@@ -105,8 +106,8 @@ class View(NamedTuple):
         return next((dim for dim, s in enumerate(self.selections) if not s.drops), len(self.selections))
 
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the least shape of a tensor of which this is a view of `shape`. Raises ValueError where the two
-        do not fit."""
+        """Return the least shape of a tensor of which this is a view of `shape`. Raises ValueError
+        where the two do not fit."""
         if self.transposed and len(shape) != 2:
             raise ValueError(f"{self.tensor}: a view of shape {list(shape)} is no matrix that .T could swap")
         sizes, rest = [], list(shape[::-1] if self.transposed else shape)
@@ -129,8 +130,8 @@ class View(NamedTuple):
         return shape[::-1] if self.transposed else shape
 
     def elements_of(self, tensor: Any) -> Any:
-        """Return these elements of a whole array or torch tensor, before the dims are swapped and as a view of it; a
-        dim of which some of every few are taken counts as two."""
+        """Return these elements of a whole array or torch tensor, before the dims are swapped and
+        as a view of it; a dim of which some of every few are taken counts as two."""
         shape: list[int] = []
         index: list[int | slice] = []
         for selection, size in zip(self.by_dim(len(tensor.shape)), tensor.shape, strict=True):
@@ -220,8 +221,9 @@ def views_by_tensor(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def view_parts(views: Iterable[str], shape: tuple[int, ...], rows: Box) -> Iterator[Part]:
-    """Yield the parts of `rows`, a box of a stored tensor of this shape as a matrix ``[first dim, all others]``, that are of
-    each of its `views`: the box of the view, as a matrix too, and where it lies in `rows`.
+    """Yield the parts of `rows`, a box of a stored tensor of this shape as a matrix ``[first dim,
+    all others]``, that are of each of its `views`: the box of the view, as a matrix too, and where
+    it lies in `rows`.
 
     Raises ReshardError for a view of parts of rows.
     """
@@ -243,8 +245,8 @@ def view_parts(views: Iterable[str], shape: tuple[int, ...], rows: Box) -> Itera
 
 @cache
 def _covered(parts: tuple[tuple[View, tuple[int, ...]], ...]) -> tuple[int, ...]:
-    """Return the shape of a tensor that these views cover. Raises ValueError where one element is in none, or in
-    two."""
+    """Return the shape of a tensor that these views cover. Raises ValueError where one element is
+    in none, or in two."""
     shapes = [view.tensor_shape(shape) for view, shape in parts]
     shape = tuple(map(max, zip(*shapes, strict=True)))
     for view, of_view in parts:

@@ -1,4 +1,5 @@
-"""Stored tensors into live memory: neighbors in a file by one read, through pinned buffers where there is a GPU."""
+"""Stored tensors into live memory: neighbors in a file by one read, through pinned buffers where
+there is a GPU."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 
@@ -13,8 +14,9 @@ from reshard.storage.io.streams import Scratch, TensorInfo
 
 
 class BoxLoader:
-    """Reads live boxes from files; several threads may. `tensors` are what is stored, `multiple` returns how many
-    rows of a tensor must be read together, `less_one` are those that are stored less 1."""
+    """Reads live boxes from files; several threads may. `tensors` are what is stored, `multiple`
+    returns how many rows of a tensor must be read together, `less_one` are those that are stored
+    less 1."""
 
     def __init__(
         self,
@@ -38,8 +40,8 @@ class BoxLoader:
         return list(batches(s for live_box in sorted(live_boxes, key=place) for s in self._slabs(live_box)))
 
     def _slabs(self, live_box: LiveBox) -> list[tuple[Slab, int, int]]:
-        """Return (slab, its bytes, the most to read at a time). That is less where a CPU casts the numbers, so that
-        they stay in its cache."""
+        """Return (slab, its bytes, the most to read at a time). That is less where a CPU casts the
+        numbers, so that they stay in its cache."""
         dtype, multiple = self._stored_dtype(live_box), self.multiple(live_box.name)
         read_as_is = dtype == live_box.dtype and self.reader.strips(live_box.name) is not None
         most = PINNED_BYTES if read_as_is else slab_bytes(self.device.device)
@@ -70,8 +72,8 @@ class BoxLoader:
         return slab.live_box.less_one != (slab.live_box.name in self.less_one)
 
     def _read_cast(self, slab: Slab, stored_dtype: Dtype, out: np.ndarray) -> int:
-        """Read a slab and cast it into `out`, bytes ``[rows, bytes of a row]``, less 1 or plus 1 where memory and files
-        differ by that; return how many numbers became infinite."""
+        """Read a slab and cast it into `out`, bytes ``[rows, bytes of a row]``, less 1 or plus 1
+        where memory and files differ by that; return how many numbers became infinite."""
         stored = self.scratch.array("stored", len(out), slab.rows.columns * stored_dtype.size)
         self.reader.read(slab.live_box.name, slab.rows, stored)
         numbers = stored.view(stored_dtype.numpy())

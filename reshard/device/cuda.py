@@ -57,8 +57,8 @@ def generation_of(base: int) -> int:
 
 
 def frees_of(device: torch.device) -> int | None:
-    """Return how often torch has given memory of this device back to the driver; None where it does not manage this
-    process's memory."""
+    """Return how often torch has given memory of this device back to the driver; None where it does
+    not manage this process's memory."""
     stats = torch.cuda.memory_stats_as_nested_dict(device)  # not the flat one, which is sorted
     return stats["num_device_free"] if stats.get("num_device_alloc") else None
 
@@ -69,21 +69,21 @@ def is_mapped(address: int) -> bool:
 
 
 def mapped_bytes(base: int) -> int | None:
-    """Return the bytes of the allocation with this first address, also of one that another process has made; None where the driver
-    does not say."""
+    """Return the bytes of the allocation with this first address, also of one that another process
+    has made; None where the driver does not say."""
     status, first, size = driver().cuMemGetAddressRange(base)
     return None if status or int(first) != base else int(size)
 
 
 def is_exportable(base: int) -> bool:
-    """Return True where an allocation has a handle for other processes. Expandable segments and the pools of sleep mode
-    have none."""
+    """Return True where an allocation has a handle for other processes. Expandable segments and the
+    pools of sleep mode have none."""
     return bool(_attribute("IS_LEGACY_CUDA_IPC_CAPABLE", base))
 
 
 def exported(base: int) -> str:
-    """Return the handle, in hex, under which another process of this host maps an allocation. Raises ReshardError
-    where it has none."""
+    """Return the handle, in hex, under which another process of this host maps an allocation.
+    Raises ReshardError where it has none."""
     handle = checked(
         driver().cuIpcGetMemHandle(base), f"the memory at {base:#x} cannot be shared with other processes"
     )
@@ -91,8 +91,8 @@ def exported(base: int) -> str:
 
 
 def cuda_memory(size: int, device: torch.device) -> int:
-    """Return the address of `size` bytes straight from the driver, which other processes may map whatever torch's
-    allocator is set to."""
+    """Return the address of `size` bytes straight from the driver, which other processes may map
+    whatever torch's allocator is set to."""
     make_current(device)
     with torch.cuda.device(device):
         return int(

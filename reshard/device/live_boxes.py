@@ -1,4 +1,5 @@
-"""Boxes of canonical tensors that lie in this process's memory, cut into what is read or written at a time."""
+"""Boxes of canonical tensors that lie in this process's memory, cut into what is read or written at a
+time."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeVar
@@ -15,8 +16,8 @@ T = TypeVar("T")
 
 
 class LiveBox(NamedTuple):
-    """`box` of canonical tensor `name`, which lies in a region of memory at `local`; where it is held `less_one`,
-    the numbers there are those of the tensor less 1."""
+    """`box` of canonical tensor `name`, which lies in a region of memory at `local`; where it is
+    held `less_one`, the numbers there are those of the tensor less 1."""
 
     name: str
     box: Box
@@ -44,8 +45,8 @@ class Slab(NamedTuple):
 def slabs_of(live_box: LiveBox, itemsize: int, slab_bytes: int, multiple: int = 1) -> list[Slab]:
     """Cut a live box into slabs of about `slab_bytes`.
 
-    `itemsize` is the bytes of an element on disk; the larger of that and the element in memory counts. Slabs have
-    a number of rows that `multiple` divides.
+    `itemsize` is the bytes of an element on disk; the larger of that and the element in memory
+    counts. Slabs have a number of rows that `multiple` divides.
     """
     slabs = Rows.of(live_box.box).slabs(max(itemsize, live_box.dtype.size), multiple, slab_bytes)
     return [Slab(live_box, slab, (slab.stop - slab.start) * slab.columns * itemsize) for slab in slabs]
@@ -54,7 +55,8 @@ def slabs_of(live_box: LiveBox, itemsize: int, slab_bytes: int, multiple: int = 
 def batches(items: Iterable[tuple[T, int, int]]) -> Iterator[list[T]]:
     """Yield items in batches, in their order.
 
-    Each comes as (item, its bytes, the most bytes of a batch that it opens). A larger item is a batch by itself.
+    Each comes as (item, its bytes, the most bytes of a batch that it opens). A larger item is a
+    batch by itself.
     """
     batch: list[T] = []
     room = 0

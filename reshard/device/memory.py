@@ -50,8 +50,8 @@ class Finder:
                 self.by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
 
     def region(self, view: torch.Tensor, what: str) -> Region:
-        """Return the region of a view; of more than two dims all but the first make up a row. Raises ReshardError
-        where it is a copy, or its rows are not contiguous."""
+        """Return the region of a view; of more than two dims all but the first make up a row.
+        Raises ReshardError where it is a copy, or its rows are not contiguous."""
         if view.ndim > 2 and view[0].is_contiguous():
             view = view.flatten(1)
         if view.ndim > 2 or (view.ndim and view.shape[-1] > 1 and view.stride(-1) != 1):

@@ -44,8 +44,8 @@ class _ArrayInterface:
 def numpy_view(target: torch.Tensor) -> np.ndarray:
     """View bytes on a CPU as a numpy array.
 
-    Not by ``Tensor.numpy``: torch does not resize a storage that it has given to numpy, so it could no longer be
-    offloaded.
+    Not by ``Tensor.numpy``: torch does not resize a storage that it has given to numpy, so it could
+    no longer be offloaded.
     """
     return np.asarray(_ArrayInterface(target)) if target.numel() else np.zeros(target.shape, np.uint8)
 
@@ -76,8 +76,8 @@ class ToDevice:
         self.before = _record_event(torch.cuda.current_stream(device)) if device.type == "cuda" else None
 
     def fill(self, targets: Sequence[torch.Tensor], write: Callable[[list[np.ndarray]], None]) -> None:
-        """Let `write` fill an array for each target, bytes ``[rows, bytes of a row]``; the bytes have arrived after
-        `close`."""
+        """Let `write` fill an array for each target, bytes ``[rows, bytes of a row]``; the bytes
+        have arrived after `close`."""
         if self.device.type != "cuda":
             write(list(map(numpy_view, targets)))
             return
@@ -114,8 +114,8 @@ def _record_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 class FromDevice:
-    """Reads the bytes of live tensors: in place on a CPU; from a GPU through two pinned buffers for each thread,
-    one of which is filled while the other is used."""
+    """Reads the bytes of live tensors: in place on a CPU; from a GPU through two pinned buffers for
+    each thread, one of which is filled while the other is used."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.local = device, threading.local()
@@ -161,8 +161,8 @@ def _pinned_views(
 
 
 class HostMemory:
-    """Host memory for copies, in blocks of `BLOCK_BYTES`, pinned where a GPU copies to it; blocks of `spare` are
-    used first.
+    """Host memory for copies, in blocks of `BLOCK_BYTES`, pinned where a GPU copies to it; blocks
+    of `spare` are used first.
 
     torch rounds what it pins up to a power of two, each tensor by itself: 70 GB in one would lock 128.
     """

@@ -13,8 +13,8 @@ def stored_tensors(
     shapes: Mapping[str, tuple[int, ...]],
     packed: Mapping[str, str],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield stored tensors by name, given a stream of all canonical ones of these `shapes`. Views of one are put together; they
-    follow one another.
+    """Yield stored tensors by name, given a stream of all canonical ones of these `shapes`. Views
+    of one are put together; they follow one another.
 
     `packed` has the views that some canonical tensors are, which have other names.
     """

@@ -1,5 +1,5 @@
-"""Copies of stored tensors as copies of their views: an engine's loader takes tensors as files have them, and what a
-trainer holds are parts of these (`reshard.core.views`)."""
+"""Copies of stored tensors as copies of their views: an engine's loader takes tensors as files have
+them, and what a trainer holds are parts of these (`reshard.core.views`)."""
 
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -14,8 +14,8 @@ from reshard.engines.trace import Trace, TracedCopy
 class StoredViews:
     """Canonical tensors of these `shapes`, some of which are views of stored ones.
 
-    `matrices` are the shapes of the canonical tensors as a refit moves them: of more than two dims, all after the first
-    are one.
+    `matrices` are the shapes of the canonical tensors as a refit moves them: of more than two dims,
+    all after the first are one.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -41,8 +41,9 @@ class StoredViews:
 
 
 def _rows(copy: TracedCopy, shape: tuple[int, ...]) -> Box:
-    """Return the box of a copy of a stored tensor of this shape, as a box of its matrix; one of whole rows may have been
-    traced as a run of elements. Raises ReshardError for other parts of a tensor of more than two dims."""
+    """Return the box of a copy of a stored tensor of this shape, as a box of its matrix; one of
+    whole rows may have been traced as a run of elements. Raises ReshardError for other parts of a
+    tensor of more than two dims."""
     width = prod(shape[1:])
     if len(copy.box.lengths) == 2 and width == shape[-1]:
         return copy.box

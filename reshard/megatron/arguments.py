@@ -75,8 +75,8 @@ def arguments(
     transformer_impl: str,
     model_class: str = "gpt",
 ) -> dict[str, Any]:
-    """Return all arguments that describe a model in a layout, in Megatron's `model_class`. `padded_vocab` is Megatron's
-    number of vocabulary rows."""
+    """Return all arguments that describe a model in a layout, in Megatron's `model_class`.
+    `padded_vocab` is Megatron's number of vocabulary rows."""
     args = megatron_args(model) | layout.megatron_args()
     args |= {
         "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
@@ -145,8 +145,8 @@ def caveats(model: Model, transformer_impl: str, model_class: str = "gpt") -> li
 def check_args(model: Model, args: dict[str, Any], where: str, advice: str) -> None:
     """Raise ReshardError, naming both values, where Megatron's arguments make another model than this one.
 
-    `args` may be a GPTModel's or a HybridModel's, and also the fields of a config by the same names. Arguments that
-    are absent are not compared.
+    `args` may be a GPTModel's or a HybridModel's, and also the fields of a config by the same
+    names. Arguments that are absent are not compared.
     """
     try:
         args = as_gpt_args(args, where)
@@ -176,8 +176,8 @@ def check_args(model: Model, args: dict[str, Any], where: str, advice: str) -> N
 def model_of_args(args: dict[str, Any], where: str, family_name: str | None = None) -> Model:
     """Return the model that arguments describe: the inverse of `megatron_args`.
 
-    They may be a GPTModel's or a HybridModel's. Raises ReshardError where an argument is missing or has a value that
-    the family's models never have.
+    They may be a GPTModel's or a HybridModel's. Raises ReshardError where an argument is missing or
+    has a value that the family's models never have.
     """
     try:
         args = as_named_now(as_gpt_args(args, where))
@@ -236,7 +236,8 @@ def hf_config_of_args(family: Family, args: dict[str, Any], where: str) -> dict[
 
 
 def mismatched_args(family: Family, args: dict[str, Any]) -> list[str]:
-    """Return the arguments whose values no model of this family has. An absent one is at Megatron's default."""
+    """Return the arguments whose values no model of this family has. An absent one is at Megatron's
+    default."""
     if args.get("add_bias_linear"):  # which sets add_qkv_bias too
         args = args | {"add_qkv_bias": False}
     mismatched = []
@@ -248,8 +249,8 @@ def mismatched_args(family: Family, args: dict[str, Any]) -> list[str]:
 
 
 def family_of_args(args: dict[str, Any], where: str) -> Family:
-    """Return the one family whose models have such arguments. Raises ReshardError, naming them, where there is
-    none or more than one."""
+    """Return the one family whose models have such arguments. Raises ReshardError, naming them,
+    where there is none or more than one."""
     strange = [name for name in OF_OTHER_FAMILIES if args.get(name)]
     if strange:
         raise ReshardError(f"{where}: no family here has {listed(strange)}; {ADVICE}")

@@ -43,8 +43,8 @@ def transformer_config(
     dtype: torch.dtype = torch.bfloat16,
     **overrides: Any,
 ) -> Any:
-    """Return Megatron's ``TransformerConfig`` (``MLATransformerConfig`` for DeepSeek-V3) of a model in a layout, for a
-    GPTModel (``gpt``) or a HybridModel (``hybrid``); no process group is needed.
+    """Return Megatron's ``TransformerConfig`` (``MLATransformerConfig`` for DeepSeek-V3) of a model
+    in a layout, for a GPTModel (``gpt``) or a HybridModel (``hybrid``); no process group is needed.
 
     Dropout is 0. `overrides` are fields of the config, such as ``sequence_parallel=True``, which Megatron
     demands for training experts with TP. Raises ReshardError where a size does not divide or a field does not
@@ -148,8 +148,8 @@ def _pipeline_values(layout: MegatronLayout) -> dict[str, Any]:
 
 
 def initialize_parallel(layout: MegatronLayout, seed: int = 1234, **options: Any) -> None:
-    """Call Megatron's ``initialize_model_parallel`` for a layout; torch.distributed must be initialized, with as
-    many ranks as it needs.
+    """Call Megatron's ``initialize_model_parallel`` for a layout; torch.distributed must be
+    initialized, with as many ranks as it needs.
 
     On a GPU Megatron's random states, which its modules draw their weights from, are seeded too.
     """
@@ -186,12 +186,14 @@ def build_megatron(
     parallel_output: bool = True,
     **overrides: Any,
 ) -> list[torch.nn.Module]:
-    """Build this rank's chunks of a ``GPTModel`` or, with `model_class` ``hybrid``, of a ``HybridModel``, one for each
-    virtual stage, with Megatron's own random weights; bare, as Float16Module and DDP take them.
+    """Build this rank's chunks of a ``GPTModel`` or, with `model_class` ``hybrid``, of a
+    ``HybridModel``, one for each virtual stage, with Megatron's own random weights; bare, as
+    Float16Module and DDP take them.
 
-    Megatron's parallel state must be initialized (`initialize_parallel`). `make_vocab_size_divisible_by` is
-    ``--make-vocab-size-divisible-by``; `overrides` as for `transformer_config`. Raises ReshardError where this
-    Megatron-Core has no HybridModel, or none that computes the model.
+    Megatron's parallel state must be initialized (`initialize_parallel`).
+    `make_vocab_size_divisible_by` is ``--make-vocab-size-divisible-by``; `overrides` as for
+    `transformer_config`. Raises ReshardError where this Megatron-Core has no HybridModel, or none
+    that computes the model.
     """
     from megatron.core import parallel_state
 

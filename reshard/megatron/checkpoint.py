@@ -88,7 +88,8 @@ class NewObject(NamedTuple):
 def chunks_to_write(
     model: Model, mapping: ModelParameters, layout: MegatronLayout, transformer_impl: str
 ) -> Iterator[Chunk]:
-    """Yield every chunk that the ranks of a layout save, as Megatron's own ``dist_checkpointing.save`` cuts them.
+    """Yield every chunk that the ranks of a layout save, as Megatron's own
+    ``dist_checkpointing.save`` cuts them.
 
     A parameter that several ranks hold alike is saved by the first of them; local tensors are named by (key,
     offsets).
@@ -106,8 +107,8 @@ def chunks_to_write(
 def extra_states_to_write(
     model: Model, mapping: ModelParameters, layout: MegatronLayout, transformer_impl: str
 ) -> Iterator[NewObject]:
-    """Yield the ``_extra_state`` objects that a model of these layers asks for when it loads; they hold nothing
-    without fp8.
+    """Yield the ``_extra_state`` objects that a model of these layers asks for when it loads; they
+    hold nothing without fp8.
 
     Every linear layer has one, whatever its implementation; Transformer Engine's norms have one too, and in
     some of its releases (not in 2.16) the core attention.
@@ -150,8 +151,8 @@ def _stack(p: Parameter, model: Model) -> Stack:
 
 @dataclass(frozen=True)
 class KeyPlacement:
-    """A checkpoint's weights as a placement, and what a user should know of the rest. A local tensor's id is (key,
-    chunk offsets, chunk sizes, elements before it)."""
+    """A checkpoint's weights as a placement, and what a user should know of the rest. A local
+    tensor's id is (key, chunk offsets, chunk sizes, elements before it)."""
 
     placement: Placement
     notices: list[str]
@@ -182,8 +183,8 @@ def check_language_model(keys: Keys, where: object) -> None:
 
 
 def vocab_rows(keys: Keys, where: object, model: Model) -> int:
-    """Return the vocabulary rows of a checkpoint, padding included. Raises ReshardError where they are fewer than the
-    vocabulary."""
+    """Return the vocabulary rows of a checkpoint, padding included. Raises ReshardError where they
+    are fewer than the vocabulary."""
     key = keys.get(EMBEDDING)
     vocab = model.symbols["V"]
     if key is None or not key.shape:
@@ -277,7 +278,8 @@ def _local_tensor(
 
 
 def _notices_of_rest(rest: list[str], where: object, model: Model) -> list[str]:
-    """Return a notice for each kind of entry that is no weight. Raises ReshardError for unknown parameters."""
+    """Return a notice for each kind of entry that is no weight. Raises ReshardError for unknown
+    parameters."""
     unknown: list[str] = []
     counts: dict[str, int] = defaultdict(int)
     for key in rest:
@@ -322,8 +324,8 @@ def _by_stack(chunks: Iterable, dims: int) -> Callable[[tuple[int, ...]], list]:
 
 
 def _possible_keys(p: Parameter, model: Model, keys: Keys) -> Iterator[tuple[str, Stack, Box]]:
-    """Yield where a parameter may be: key, its (index, size) in the stacked dims, and the box of the parameter that
-    the key holds.
+    """Yield where a parameter may be: key, its (index, size) in the stacked dims, and the box of
+    the parameter that the key holds.
 
     A key that holds the first half only (`singleton_local_shards`) is followed by the one with the second.
     """

@@ -111,8 +111,8 @@ def without_transformer_engine() -> Iterator[None]:
 
 @contextmanager
 def without_linear_attention_kernels() -> Iterator[None]:
-    """Let gated delta nets be built and run in torch where flash-linear-attention, whose names they use without a
-    check, is not installed."""
+    """Let gated delta nets be built and run in torch where flash-linear-attention, whose names they
+    use without a check, is not installed."""
     try:
         common: Any = import_module("megatron.core.ssm.gated_delta_net.common")
     except ImportError:  # before 0.19
@@ -147,7 +147,8 @@ def windows_without_gpu() -> Iterator[None]:
 
 
 def _outside_window(queries: int, keys: int, window: tuple[int, int]) -> torch.Tensor:
-    """Return True ``[queries, keys]`` for keys outside of a query's window, of so many before and after it."""
+    """Return True ``[queries, keys]`` for keys outside of a query's window, of so many before and after
+    it."""
     distance = torch.arange(keys) - torch.arange(keys - queries, keys)[:, None]
     return (distance < -window[0]) | (distance > window[1])
 

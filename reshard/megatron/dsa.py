@@ -1,7 +1,7 @@
 """Layers with DeepSeek's sparse attention: an indexer chooses the tokens that latent attention attends to.
 
-Megatron-Core has specs of them for Transformer Engine. Its local layers lack a linear layer that every rank of TP
-holds whole, of which an indexer is made; they have it here.
+Megatron-Core has specs of them for Transformer Engine. Its local layers lack a linear layer that
+every rank of TP holds whole, of which an indexer is made; they have it here.
 """
 
 from copy import copy

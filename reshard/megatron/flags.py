@@ -30,7 +30,8 @@ HYBRID = (
     0,
     19,
 )  # with latent attention among the letters of a pattern, and a loader of a GPTModel's checkpoints
-# Before, multi-latent attention took max_position_embeddings for YaRN's original length, and mscale for the softmax too.
+# Before, multi-latent attention took max_position_embeddings for YaRN's original length, and mscale
+# for the softmax too.
 YARN_LENGTH = (0, 14)
 # Without the path of its files: they move with the checkpoint, and a file in it cannot know where to.
 TOKENIZER = "--tokenizer-type HuggingFaceTokenizer"
@@ -55,8 +56,8 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def arguments_for(args: dict[str, Any], version: tuple[int, int]) -> dict[str, Any]:
-    """Return the arguments that make the same model in a version of Megatron-LM, which refuses those that it does
-    not know.
+    """Return the arguments that make the same model in a version of Megatron-LM, which refuses
+    those that it does not know.
 
     Raises ReshardError, naming the first version that can, where it has no arguments for the model or the
     layout.

@@ -1,4 +1,5 @@
-"""RMS norms over all heads of queries, or of keys, together. Megatron-Core's normalize each head by itself."""
+"""RMS norms over all heads of queries, or of keys, together. Megatron-Core's normalize each head by
+itself."""
 
 from typing import Any
 

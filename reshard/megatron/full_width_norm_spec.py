@@ -1,5 +1,5 @@
-"""The spec of a layer for ``pretrain_gpt.py --spec reshard.megatron.full_width_norm_spec layer``: experts, and norms
-over all heads of queries and of keys together."""
+"""The spec of a layer for ``pretrain_gpt.py --spec reshard.megatron.full_width_norm_spec layer``:
+experts, and norms over all heads of queries and of keys together."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,5 @@
-"""Layers with linear attention (gated delta nets) in Megatron-Core, and what its local layers lack for them."""
+"""Layers with linear attention (gated delta nets) in Megatron-Core, and what its local layers lack for
+them."""
 
 import copy
 from dataclasses import replace
@@ -34,8 +35,8 @@ class ZeroCenteredNorm(torch.nn.Module):
 
 
 def layer_specs(config: Any, transformer_impl: str, vp_stage: int | None) -> tuple[Any, Any]:
-    """Return Megatron's spec of the decoder layers of a virtual stage, and the spec of the model's last layer, which
-    its MTP layers follow."""
+    """Return Megatron's spec of the decoder layers of a virtual stage, and the spec of the model's
+    last layer, which its MTP layers follow."""
     if transformer_impl == "transformer_engine":
         from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
             get_transformer_block_with_experimental_attention_variant_spec as block_spec,

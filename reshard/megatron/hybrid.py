@@ -1,8 +1,8 @@
-"""Megatron-Core's two classes of language models: how a ``HybridModel`` (formerly ``MambaModel``) differs from a
-``GPTModel``, which it replaces.
+"""Megatron-Core's two classes of language models: how a ``HybridModel`` (formerly ``MambaModel``)
+differs from a ``GPTModel``, which it replaces.
 
-A GPTModel has attention and MLP in one layer. A HybridModel has each in a layer of its own, and a pattern with a
-letter for each of them: decoder layer 3 is layers 6 and 7.
+A GPTModel has attention and MLP in one layer. A HybridModel has each in a layer of its own, and a
+pattern with a letter for each of them: decoder layer 3 is layers 6 and 7.
 
 | what                  | GPTModel                                  | HybridModel                               |
 |-----------------------|-------------------------------------------|-------------------------------------------|
@@ -17,7 +17,8 @@ letter for each of them: decoder layer 3 is layers 6 and 7.
 | MTP layers            | ``mtp_num_layers``                        | parts of the pattern after ``/``          |
 | pipeline stages       | sizes, or a layout string                 | parts of the pattern between ``|``        |
 
-Only patterns in which attention and MLP alternate are decoder layers that are published: all others are refused.
+Only patterns in which attention and MLP alternate are decoder layers that are published: all others
+are refused.
 """
 
 import re
@@ -87,8 +88,8 @@ def check_no_mamba(keys: Iterable[str], where: object) -> None:
 
 
 def check_model_class(model: Model, model_class: str) -> None:
-    """Raise ReshardError for an unknown class, and where Megatron-Core's HybridModel computes something else than the
-    model."""
+    """Raise ReshardError for an unknown class, and where Megatron-Core's HybridModel computes
+    something else than the model."""
     if model_class not in MODEL_CLASSES:
         raise ReshardError(
             f"model_class is {model_class!r:.80}, which is not one of {', '.join(MODEL_CLASSES)}"
@@ -115,7 +116,8 @@ def _is_scaled(model: Model) -> bool:
 
 
 def layer_pattern(model: Model, stages: list[list[Stage]]) -> str:
-    """Return the pattern of the HybridModel that a model is, with these stages as ``[pp rank][virtual stage]``."""
+    """Return the pattern of the HybridModel that a model is, with these stages as ``[pp
+    rank][virtual stage]``."""
     family = model.family
     sparse = family.megatron.get("experimental_attention_variant") == "dsa"
     attention = "D" if sparse else "+" if family.latent else "*"
@@ -155,7 +157,8 @@ def as_hybrid_args(args: Mapping[str, Any], pattern: str, transformer_impl: str)
 def stages_of_pattern(pattern: str, pp: int) -> dict[str, Any]:
     """Return the options of a `MegatronLayout` for the stages of a pattern, on `pp` ranks.
 
-    Raises ReshardError where a stage ends between an attention and its MLP, or the pattern does not say where it ends.
+    Raises ReshardError where a stage ends between an attention and its MLP, or the pattern does not
+    say where it ends.
     """
     decoder, *mtp = pattern.split(MTP)
     segments = decoder.split(STAGE)
@@ -177,7 +180,8 @@ def stages_of_pattern(pattern: str, pp: int) -> dict[str, Any]:
 
 
 def hybrid_name(prefix: str, layer: int | None, name: str) -> tuple[str, str]:
-    """Return prefix and name in a HybridModel of a parameter that a GPTModel has as ``{prefix}{layer}.{name}``.
+    """Return prefix and name in a HybridModel of a parameter that a GPTModel has as
+    ``{prefix}{layer}.{name}``.
 
     >>> hybrid_name("decoder.layers.", 3, "mlp.linear_fc1.weight")
     ('decoder.layers.7.', 'mlp.linear_fc1.weight')
@@ -216,8 +220,8 @@ def pairs(pattern: str, where: object) -> list[str]:
 
 
 def as_gpt_args(args: Mapping[str, Any], where: object) -> dict[str, Any]:
-    """Return the arguments of the GPTModel that computes what a HybridModel with these does; those of a GPTModel as
-    they are.
+    """Return the arguments of the GPTModel that computes what a HybridModel with these does; those
+    of a GPTModel as they are.
 
     Raises ReshardError where there is none.
     """

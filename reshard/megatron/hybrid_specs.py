@@ -1,4 +1,5 @@
-"""The spec of a HybridModel that computes what a GPTModel does: each of its layers is one half of a GPTModel's."""
+"""The spec of a HybridModel that computes what a GPTModel does: each of its layers is one half of a
+GPTModel's."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""Layers with multi-head latent attention as it is published: without a second norm before plain queries, and in
-Megatron-Core's local layers, which lack it."""
+"""Layers with multi-head latent attention as it is published: without a second norm before plain
+queries, and in Megatron-Core's local layers, which lack it."""
 
 from typing import Any
 

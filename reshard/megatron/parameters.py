@@ -40,11 +40,11 @@ class Parameter:
 class ModelParameters:
     """A model's table, expanded: canonical shapes, copies and Megatron parameters.
 
-    `copies` maps a canonical name to the name that has the same bytes; `ignored` and `optional` are canonical
-    names that may be present; `fp32` are those that are never cast down, `less_one` those of which Megatron holds
-    the value less 1. `packed` has the parts of tensors that files may hold in place of canonical ones, and
-    `packed_codes` those of quantized files, where they are others. `model_class` is the class of Megatron's model,
-    ``gpt`` or ``hybrid``.
+    `copies` maps a canonical name to the name that has the same bytes; `ignored` and `optional` are
+    canonical names that may be present; `fp32` are those that are never cast down, `less_one` those
+    of which Megatron holds the value less 1. `packed` has the parts of tensors that files may hold
+    in place of canonical ones, and `packed_codes` those of quantized files, where they are others.
+    `model_class` is the class of Megatron's model, ``gpt`` or ``hybrid``.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -59,7 +59,8 @@ class ModelParameters:
     packed_codes: dict[str, str] = field(default_factory=dict)
 
     def stored_shapes(self, places: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the published tensors, each whole, where canonical ones have these `places` in them.
+        """Return the shapes of the published tensors, each whole, where canonical ones have these
+        `places` in them.
 
         Raises ReshardError for one that its views do not cover exactly once.
         """
@@ -72,8 +73,9 @@ def expand(
     padded_vocab: int | None = None,
     model_class: str = "gpt",
 ) -> ModelParameters:
-    """Expand a model's table into its parameters, as Megatron's `model_class` (``gpt`` or ``hybrid``) names them.
-    `padded_vocab` is Megatron's number of vocabulary rows (default: no padding)."""
+    """Expand a model's table into its parameters, as Megatron's `model_class` (``gpt`` or
+    ``hybrid``) names them. `padded_vocab` is Megatron's number of vocabulary rows (default: no
+    padding)."""
     expansion = _Expansion(model, transformer_impl, padded_vocab, model_class)
     for block in model.blocks():
         expansion.block(block)
@@ -213,13 +215,15 @@ def _query_groups(names: list[str], shapes: list[tuple[int, ...]], groups: int) 
 
 
 def padded_vocab_size(vocab: int, make_vocab_size_divisible_by: int, tp: int) -> int:
-    """Return the vocabulary rows in Megatron: the next multiple of ``--make-vocab-size-divisible-by`` times TP."""
+    """Return the vocabulary rows in Megatron: the next multiple of
+    ``--make-vocab-size-divisible-by`` times TP."""
     multiple = make_vocab_size_divisible_by * tp
     return -(-vocab // multiple) * multiple
 
 
 def parts_inside(p: Parameter, box: Box) -> tuple[tuple[Part, ...], tuple[Box, ...]]:
-    """Return the parts and the padding of a parameter that lie in a box of it, in the box's own coordinates."""
+    """Return the parts and the padding of a parameter that lie in a box of it, in the box's own
+    coordinates."""
     parts = []
     for part in p.parts:
         if part.at == box.offsets and part.box.lengths == box.lengths:  # as for most experts

@@ -52,7 +52,8 @@ class Ranks:
         return [self.output if p.name.startswith("output_layer.") else self.final_norm]
 
     def within_stage(self, p: Parameter, index: int) -> range:
-        """Return the ranks of a stage, counted from its first, that hold cut `index` of a parameter (see `cuts`)."""
+        """Return the ranks of a stage, counted from its first, that hold cut `index` of a parameter
+        (see `cuts`)."""
         if p.expert is None:
             return range(index, self.per_stage, self.layout.tp if p.split else 1)
         etp, ep = self.layout.expert_tp, self.layout.ep

@@ -7,8 +7,8 @@ from reshard.models.family import Family
 
 
 def layer_specs(family: Family, config: Any, transformer_impl: str, vp_stage: int | None) -> tuple[Any, Any]:
-    """Return the specs of the decoder layers and of the MTP layers (None where there are none) of a virtual stage,
-    for a model of this family with Megatron's config `config`."""
+    """Return the specs of the decoder layers and of the MTP layers (None where there are none) of a
+    virtual stage, for a model of this family with Megatron's config `config`."""
     if family.specs:
         module, _, function = family.specs.partition(":")
         specs = getattr(import_module(module), function)
@@ -29,8 +29,8 @@ def layer_specs(family: Family, config: Any, transformer_impl: str, vp_stage: in
 
 
 def standard_specs(config: Any, transformer_impl: str, vp_stage: int | None) -> tuple[Any, Any]:
-    """Return Megatron's own spec of the decoder layers of a virtual stage, and that of the model's last layer, which
-    an MTP layer has in it."""
+    """Return Megatron's own spec of the decoder layers of a virtual stage, and that of the model's
+    last layer, which an MTP layer has in it."""
     from reshard.megatron import compat
 
     try:

@@ -30,9 +30,9 @@ def stages_of_sizes(
 ) -> list[list[Stage]]:
     """Spread a model's layers evenly; return the stages as ``[pp rank][virtual stage]``.
 
-    `first` and `last` fix the number of layers of the first and the last rank. With `count_embedding` and
-    `count_loss` the embedding and the loss take the place of a layer. Raises ReshardError where layers are left
-    over.
+    `first` and `last` fix the number of layers of the first and the last rank. With
+    `count_embedding` and `count_loss` the embedding and the loss take the place of a layer. Raises
+    ReshardError where layers are left over.
     """
     if vpp > 1 and pp == 1:
         raise ReshardError(f"--vpp {vpp} needs --pp above 1")

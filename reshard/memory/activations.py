@@ -1,8 +1,9 @@
 """Tensors that a layer keeps from its forward to its backward, in bytes for each token.
 
-They are those of Megatron-Core 0.19 with Transformer Engine's layers and flash or cuDNN's fused attention, in bf16 or with
-fp8 inputs of the linear layers. One row is one saved tensor: how many elements of it a rank has for a token of
-its microbatch, and which of Megatron's ``--recompute-modules`` drop it.
+They are those of Megatron-Core 0.19 with Transformer Engine's layers and flash or cuDNN's fused
+attention, in bf16 or with fp8 inputs of the linear layers. One row is one saved tensor: how many
+elements of it a rank has for a token of its microbatch, and which of Megatron's
+``--recompute-modules`` drop it.
 """
 
 import re
@@ -17,8 +18,8 @@ from reshard.models.model import Model, has_experts
 
 # Elements of a router's saved tensors for each expert: logits, scores and the map of chosen ones.
 ROUTER = 3.5
-# Bytes for a logit at the loss: bf16, fp32, and where torch.compile has made Megatron's own steps no longer write in
-# place, or nothing is fused, their exponentials.
+# Bytes for a logit at the loss: bf16, fp32, and where torch.compile has made Megatron's own steps
+# no longer write in place, or nothing is fused, their exponentials.
 LOGIT = {"te": 6, "native": 10, "none": 10}
 
 
@@ -184,7 +185,8 @@ def routed_share(model: Model, z: Sizes) -> float:
 
 
 def extra_rows(model: Model, chunk: Stage, z: Sizes) -> list[Saved]:
-    """Return the rows of a virtual stage besides its decoder layers: the last norm, and what only MTP layers have."""
+    """Return the rows of a virtual stage besides its decoder layers: the last norm, and what only
+    MTP layers have."""
     hidden = model.symbols["H"] / z.sequence
     rows = [Saved("final norm", 2 * hidden, 2)] if chunk.output else []
     if chunk.mtp:
@@ -277,9 +279,9 @@ def _layer(model: Model, kind: str, z: Sizes) -> tuple[float, list[Saved]]:
 
 
 def _gradients(model: Model, kind: str, z: Sizes) -> float:
-    """Return the bytes for a token that a layer's backward has at once besides what was saved: gradients into and out of
-    its widest pair of products; of experts that of their tokens three times, before and after the two
-    permutations."""
+    """Return the bytes for a token that a layer's backward has at once besides what was saved:
+    gradients into and out of its widest pair of products; of experts that of their tokens three
+    times, before and after the two permutations."""
     s = model.symbols
     if has_experts(kind):
         return 6 * routed_share(model, z) * s["H"]
@@ -292,8 +294,8 @@ def _vocab(setup: TrainingSetup) -> float:
 
 
 def _loss(setup: TrainingSetup, chunk: Stage) -> float:
-    """Return the bytes of logits and their gradients: all that the cross entropy makes of them, or bf16 gradients and those of
-    the output layer's weight."""
+    """Return the bytes of logits and their gradients: all that the cross entropy makes of them, or
+    bf16 gradients and those of the output layer's weight."""
     if not chunk.output:
         return 0.0
     vocab, hidden = _vocab(setup), setup.model.symbols["H"]

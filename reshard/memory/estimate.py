@@ -26,11 +26,11 @@ def estimate_memory(
 ) -> MemoryReport:
     """Estimate the memory that training a model at a layout needs on a GPU of each pipeline stage.
 
-    `model` is a `reshard.models.model.Model`, or what `reshard.read_model` takes: a directory of either format, a
-    config.json, a hub id. `layout` is a `reshard.MegatronLayout` or its fields. `options` are the fields of
-    `reshard.memory.options.Training` by their names. `gpu_memory`, bytes or a text such as ``80GB``, is
-    what ``report.fits`` is held against. `engine` is an `reshard.memory.phases.EngineSetup`, for the phases of
-    an RL step.
+    `model` is a `reshard.models.model.Model`, or what `reshard.read_model` takes: a directory of
+    either format, a config.json, a hub id. `layout` is a `reshard.MegatronLayout` or its fields.
+    `options` are the fields of `reshard.memory.options.Training` by their names. `gpu_memory`,
+    bytes or a text such as ``80GB``, is what ``report.fits`` is held against. `engine` is an
+    `reshard.memory.phases.EngineSetup`, for the phases of an RL step.
 
     Static bytes are exact, activations those of Transformer Engine's layers, the rest bands. Raises
     ReshardError where a size does not divide, or an option has no such value.

@@ -1,7 +1,7 @@
 """Search the layouts that fit: all that divide, from the least recomputation up, ranked by what costs speed.
 
-Memory is predicted, time is not: the order says which layouts recompute less, move less to the host, wait less
-in the pipeline and split layers within hosts, not which is faster.
+Memory is predicted, time is not: the order says which layouts recompute less, move less to the
+host, wait less in the pipeline and split layers within hosts, not which is faster.
 """
 
 from collections.abc import Iterator
@@ -50,8 +50,9 @@ class SearchSpace:
 
 @dataclass(frozen=True)
 class FittingLayout:
-    """A layout that fits with this recomputation and offload. `surely` is True where the upper end of its band is
-    within the GPU's memory; otherwise only the lower end is. `bubble` is the share of a pipeline's time that waits."""
+    """A layout that fits with this recomputation and offload. `surely` is True where the upper end
+    of its band is within the GPU's memory; otherwise only the lower end is. `bubble` is the share
+    of a pipeline's time that waits."""
 
     layout: MegatronLayout
     cp: int
@@ -170,7 +171,8 @@ def _layouts(model: Model, t: Training, space: SearchSpace) -> Iterator[tuple[Me
 
 
 def _staged(model: Model, tp: int, pp: int, vpp: int, ep: int) -> MegatronLayout | None:
-    """Return a layout with even stages, or with stages as even as a layout string makes them; None where there is none."""
+    """Return a layout with even stages, or with stages as even as a layout string makes them; None
+    where there is none."""
     etp = 1 if model.num_experts else None
     even = MegatronLayout(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
     layouts = [even]
@@ -189,8 +191,8 @@ def _staged(model: Model, tp: int, pp: int, vpp: int, ep: int) -> MegatronLayout
 
 
 def even_stages(layers: int, mtp: int, stages: int) -> str | None:
-    """Return Megatron's layout string with the embedding, the loss and each MTP layer counted as a layer; None where a
-    stage would be without a layer.
+    """Return Megatron's layout string with the embedding, the loss and each MTP layer counted as a
+    layer; None where a stage would be without a layer.
 
     >>> even_stages(61, 1, 16)
     'Et*3|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*2mL'

@@ -1,4 +1,5 @@
-"""The options of a training run that decide memory: lengths, microbatches, recompute, dtypes of the optimizer."""
+"""The options of a training run that decide memory: lengths, microbatches, recompute, dtypes of the
+optimizer."""
 
 import re
 from dataclasses import dataclass, fields
@@ -73,15 +74,16 @@ class Training:
     """A training run besides its layout; sizes in tokens, sequences and ranks.
 
     `gpus` or `dp` says how many ranks there are (default: the fewest). `num_microbatches` or
-    `global_batch_size` says how long the pipeline runs (default: four times its virtual stages' rank count, in
-    which it is full). `sequence_parallel` None means with TP, as experts demand. `recompute` is a text as
-    `Recompute.of` takes it. `grads` is the dtype in which gradients are accumulated; `main_params`,
-    `exp_avg`, `exp_avg_sq` are the optimizer's, int16 main parameters the precision-aware optimizer's.
-    `optimizer_offload` is the share of the optimizer in host memory. `imbalance` is how many times its even
-    share of tokens the fullest expert parallel rank gets; None: even, with a band up to what was measured.
-    `cross_entropy` is Megatron's ``--cross-entropy-fusion-impl``, or ``none`` without that fusion.
-    `fp8` names Transformer Engine's recipe, None for bf16. With ``local`` as `transformer_impl` the shapes of the
-    weights are those of Megatron's local layers; activations are Transformer Engine's all the same.
+    `global_batch_size` says how long the pipeline runs (default: four times its virtual stages'
+    rank count, in which it is full). `sequence_parallel` None means with TP, as experts demand.
+    `recompute` is a text as `Recompute.of` takes it. `grads` is the dtype in which gradients are
+    accumulated; `main_params`, `exp_avg`, `exp_avg_sq` are the optimizer's, int16 main parameters
+    the precision-aware optimizer's. `optimizer_offload` is the share of the optimizer in host
+    memory. `imbalance` is how many times its even share of tokens the fullest expert parallel rank
+    gets; None: even, with a band up to what was measured. `cross_entropy` is Megatron's
+    ``--cross-entropy-fusion-impl``, or ``none`` without that fusion. `fp8` names Transformer
+    Engine's recipe, None for bf16. With ``local`` as `transformer_impl` the shapes of the weights
+    are those of Megatron's local layers; activations are Transformer Engine's all the same.
     """
 
     seq_length: int = 4096
@@ -169,8 +171,9 @@ class Training:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """A model at a layout in a run, with every size settled: ranks of a pipeline stage, data parallel ranks of
-    dense and of expert parameters, microbatches, tokens of one microbatch on one rank."""
+    """A model at a layout in a run, with every size settled: ranks of a pipeline stage, data
+    parallel ranks of dense and of expert parameters, microbatches, tokens of one microbatch on one
+    rank."""
 
     model: Model
     layout: MegatronLayout

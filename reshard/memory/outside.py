@@ -1,8 +1,9 @@
-"""Bands for what no formula gives: memory outside of torch's allocator, fragmentation, unevenly routed tokens.
+"""Bands for what no formula gives: memory outside of torch's allocator, fragmentation, unevenly
+routed tokens.
 
 Measured by others, and far apart: 6.4 GB besides what torch had reserved for DeepSeek-V3 on 64 H100
-(Megatron-LM issue 6429), 5.8 GiB as context 0.5, world 0.4, groups 1, first forward 3 (Pith-Train), 0.5 to 0.7
-GB for each NCCL communicator (nccl issue 964).
+(Megatron-LM issue 6429), 5.8 GiB as context 0.5, world 0.4, groups 1, first forward 3 (Pith-Train),
+0.5 to 0.7 GB for each NCCL communicator (nccl issue 964).
 """
 
 import re
@@ -47,8 +48,8 @@ GPUS = {"a100-40": 39.4, "a100": 79.1, "h100": 79.1, "h800": 79.1, "h20": 95.1, 
 
 
 def bytes_of_gpu(text: str) -> int:
-    """Return the bytes of a GPU: ``80GB`` (of 1e9), ``79.1GiB``, or a card by its name, such as H100. Raises ReshardError
-    for anything else."""
+    """Return the bytes of a GPU: ``80GB`` (of 1e9), ``79.1GiB``, or a card by its name, such as
+    H100. Raises ReshardError for anything else."""
     name = text.strip().lower()
     if name in GPUS:
         return int(GPUS[name] * GIB)

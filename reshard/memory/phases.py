@@ -21,8 +21,8 @@ MOVABLE = ("weights", "grads", "optimizer")
 RESIDUE = Band(1 * GIB, 4 * GIB)
 # Of CUDA graphs and kernels of a running vLLM.
 GRAPHS = Band(int(0.3 * GIB), int(2.5 * GIB))
-# What a running vLLM takes that it did not foresee when it took its share of the GPU. Measured on an H200: 0.8 GiB
-# when it had started, 3.1 when it had generated.
+# What a running vLLM takes that it did not foresee when it took its share of the GPU. Measured on
+# an H200: 0.8 GiB when it had started, 3.1 when it had generated.
 BEYOND = Band(int(0.5 * GIB), int(3.5 * GIB))
 NOTHING = Band(0, 0)
 # A refit's staging, and its table of copies.
@@ -31,10 +31,11 @@ REFIT = Band(64 << 10, 64 << 20)
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """A vLLM beside the trainer. `utilization` is its ``gpu_memory_utilization``; `colocated` None means on the
-    trainer's GPUs where it has no more ranks. `offload` is what of the trainer is in host memory while the
-    engine generates, and for gradients and optimizer whenever nothing is trained. `kv_width` is the bytes of
-    an element of its cache, `batched_tokens` its ``max_num_batched_tokens``.
+    """A vLLM beside the trainer. `utilization` is its ``gpu_memory_utilization``; `colocated` None
+    means on the trainer's GPUs where it has no more ranks. `offload` is what of the trainer is in
+    host memory while the engine generates, and for gradients and optimizer whenever nothing is
+    trained. `kv_width` is the bytes of an element of its cache, `batched_tokens` its
+    ``max_num_batched_tokens``.
     """
 
     layout: VllmLayout
@@ -53,8 +54,9 @@ class EngineSetup:
 
 
 class Phase(NamedTuple):
-    """Bytes on the fullest GPU of a phase, by what they are; `gpus` says whose GPUs. `kv_tokens` are the tokens
-    of keys and values that fit for each engine (of a data parallel engine: for each of its parts)."""
+    """Bytes on the fullest GPU of a phase, by what they are; `gpus` says whose GPUs. `kv_tokens`
+    are the tokens of keys and values that fit for each engine (of a data parallel engine: for each
+    of its parts)."""
 
     name: str
     gpus: str
@@ -64,8 +66,8 @@ class Phase(NamedTuple):
 
 
 def phases_of(setup: TrainingSetup, report: MemoryReport, engine: EngineSetup) -> list[Phase]:
-    """Return the phases generate, sync, logprob and train. Raises ReshardError where the GPU's memory is not known,
-    or the engine cannot be laid out."""
+    """Return the phases generate, sync, logprob and train. Raises ReshardError where the GPU's
+    memory is not known, or the engine cannot be laid out."""
     if report.gpu_bytes is None:
         raise ReshardError("--engine needs --gpu-memory: the engine takes a share of it")
     layout = engine.layout
@@ -136,7 +138,8 @@ def _training_parts(stage: StageMemory) -> dict[str, int]:
 
 
 def _engine_bytes(model: Model, engine: EngineSetup) -> tuple[int, int]:
-    """Return the bytes of weights, and of keys and values for each token, on the fullest of an engine's ranks.
+    """Return the bytes of weights, and of keys and values for each token, on the fullest of an
+    engine's ranks.
 
     A token has 2 heads of D elements in each layer, of each key head that the rank has; with latent attention
     one vector, on every rank the same.
@@ -156,8 +159,8 @@ def _engine_bytes(model: Model, engine: EngineSetup) -> tuple[int, int]:
 
 
 def _profiled(model: Model, engine: EngineSetup) -> Band:
-    """Return the memory of a forward of as many tokens as vLLM batches: a few hidden vectors, the widest product's, and
-    logits of a batch of sequences."""
+    """Return the memory of a forward of as many tokens as vLLM batches: a few hidden vectors, the
+    widest product's, and logits of a batch of sequences."""
     s, t = model.symbols, engine.layout.tp
     width = 3 * s.get("F", 0) / t if len(model.moe_layers) < model.num_layers else 0.0
     if model.num_experts:
@@ -169,8 +172,9 @@ def _profiled(model: Model, engine: EngineSetup) -> Band:
 
 
 def _left_by_allocator(setup: TrainingSetup) -> Band:
-    """Return the freed memory that torch keeps when the trainer offloads: segments of its logits, in bf16 and fp32, in which
-    cuBLAS's workspaces of 32 MiB lie (measured: both); nothing with expandable segments."""
+    """Return the freed memory that torch keeps when the trainer offloads: segments of its logits,
+    in bf16 and fp32, in which cuBLAS's workspaces of 32 MiB lie (measured: both); nothing with
+    expandable segments."""
     return Band(0, int(setup.tokens * _logits(setup)))
 
 

@@ -15,12 +15,12 @@ from reshard.memory.static import Static, static_bytes
 class StageMemory:
     """A rank of one pipeline stage, in bytes; all ranks of a stage have the same.
 
-    `activations` and `transient` are those of the fullest moment, `moment` says in words which that is, and
-    `alive` how many microbatches each chunk (virtual stage) then has. `allocated` is what
+    `activations` and `transient` are those of the fullest moment, `moment` says in words which that
+    is, and `alive` how many microbatches each chunk (virtual stage) then has. `allocated` is what
     ``torch.cuda.max_memory_allocated`` will say, as one figure for the given (else even) routing;
-    `engine_buffers` are Transformer Engine's, with its fp8 copies of the weights;
-    `allocated_band` has what uneven routing may add and, with fp8, fewer copies or their scales. `total_band` is with
-    fragmentation and what lies outside of torch. `tensors` are the activations by name.
+    `engine_buffers` are Transformer Engine's, with its fp8 copies of the weights; `allocated_band`
+    has what uneven routing may add and, with fp8, fewer copies or their scales. `total_band` is
+    with fragmentation and what lies outside of torch. `tensors` are the activations by name.
     """
 
     stage: int
@@ -76,8 +76,9 @@ class MemoryReport:
 
     @property
     def fits(self) -> bool | None:
-        """True where the upper end of every stage's (and phase's) band is within the GPU's memory, False where a lower
-        end is not. None in between, where it may fit, and where no GPU was named."""
+        """True where the upper end of every stage's (and phase's) band is within the GPU's memory,
+        False where a lower end is not. None in between, where it may fit, and where no GPU was
+        named."""
         if self.gpu_bytes is None:
             return None
         ends = [stage.total_band for stage in self.stages] + [phase.total_band for phase in self.phases]
@@ -142,8 +143,8 @@ def peak_of(setup: TrainingSetup, rank: int, chunks: list[Chunk]) -> Peak:
 
 
 def _parts(setup: TrainingSetup, stages: list[Stage]) -> tuple[Static, list[Chunk], list[Chunk]]:
-    """Return what does not depend on the pipeline rank: static bytes, and a microbatch's bytes in each chunk, with the
-    given routing and with that of the band's upper end."""
+    """Return what does not depend on the pipeline rank: static bytes, and a microbatch's bytes in
+    each chunk, with the given routing and with that of the band's upper end."""
     t, static = setup.training, static_bytes(setup, stages)
 
     def chunks(imbalance: float) -> list[Chunk]:
@@ -194,9 +195,9 @@ def _stage(
 def _fp8_copies(setup: TrainingSetup, static: Static) -> tuple[int, Band]:
     """Return the bytes of the weights' fp8 copies, and a band around them.
 
-    Beside bf16 weights there is a copy by rows and one by columns, which stay until the next step (measured: 1.9
-    to 2.1 bytes for a number, of blockwise and of tensorwise scaling); mxfp8 has a scale for every 32 numbers. With
-    fp8 parameters the copies replace the two bytes of bf16.
+    Beside bf16 weights there is a copy by rows and one by columns, which stay until the next step
+    (measured: 1.9 to 2.1 bytes for a number, of blockwise and of tensorwise scaling); mxfp8 has a
+    scale for every 32 numbers. With fp8 parameters the copies replace the two bytes of bf16.
     """
     if not setup.training.fp8:
         return 0, Band(0, 0)

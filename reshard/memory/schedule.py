@@ -1,8 +1,9 @@
 """The microbatches that are alive at each moment of Megatron-Core's pipeline schedules.
 
-`forward_backward_pipelining_with[out]_interleaving` and `get_schedule_table` of Megatron-Core 0.19: a rank runs
-its warm-up forwards, then a forward and a backward in turn, then the backwards that are left. Between its
-forward and the end of its backward a microbatch keeps the activations of its chunk.
+`forward_backward_pipelining_with[out]_interleaving` and `get_schedule_table` of Megatron-Core 0.19:
+a rank runs its warm-up forwards, then a forward and a backward in turn, then the backwards that are
+left. Between its forward and the end of its backward a microbatch keeps the activations of its
+chunk.
 """
 
 from functools import lru_cache
@@ -10,8 +11,8 @@ from typing import NamedTuple
 
 
 class Moment(NamedTuple):
-    """The forward or the backward of a chunk, with the microbatches that are alive in each chunk of the rank, its
-    own included."""
+    """The forward or the backward of a chunk, with the microbatches that are alive in each chunk of
+    the rank, its own included."""
 
     forward: bool
     chunk: int

@@ -1,9 +1,10 @@
 """Bytes that a rank holds from start to end: weights, gradients, main parameters, moments.
 
-Shapes come from the table rows that convert the weights, so each matrix has the shape that it has on the rank.
-Buffers are padded as Megatron-Core's distributed optimizer pads them (`optimizer/param_layout.py`): each parameter
-starts at a multiple of 64 elements, a bucket ends at one of lcm(data parallel ranks, 128); a tied embedding is in a
-bucket of its own. With ``--overlap-grad-reduce`` there are more buckets, which end so too: some KB more.
+Shapes come from the table rows that convert the weights, so each matrix has the shape that it has
+on the rank. Buffers are padded as Megatron-Core's distributed optimizer pads them
+(`optimizer/param_layout.py`): each parameter starts at a multiple of 64 elements, a bucket ends at
+one of lcm(data parallel ranks, 128); a tied embedding is in a bucket of its own. With
+``--overlap-grad-reduce`` there are more buckets, which end so too: some KB more.
 """
 
 from collections import defaultdict
@@ -35,7 +36,8 @@ class Weight:
 
     @property
     def linear(self) -> bool:
-        """True where Transformer Engine multiplies by it; the router and the ends of the model are Megatron's."""
+        """True where Transformer Engine multiplies by it; the router and the ends of the model are
+        Megatron's."""
         return len(self.shape) == 2 and "router" not in self.name
 
     @property
@@ -145,7 +147,8 @@ class _Key:
 
 
 def chunk_weights(setup: TrainingSetup, chunk: Stage) -> tuple[list[tuple[Weight, int]], tuple[Weight, ...]]:
-    """Return (parameter, times) of a virtual stage on one rank, and the parameters tied to another stage's."""
+    """Return (parameter, times) of a virtual stage on one rank, and the parameters tied to another
+    stage's."""
     model, layout, t = setup.model, setup.layout, setup.training
     key, sizes = (
         _Key(model),

@@ -3,10 +3,11 @@
 A field is *mapped*, where a mapping table or a rule of its family reads it, or has *no effect* on what the
 weights compute. Of the others,
 
-- what transformers' config class has and nothing here maps is refused unless it is at the class's *default*;
-- what the class does not have cannot change transformers' model. It is a *note*, unless its name decides
-  something in another family, in vLLM or in Megatron (`DECIDES_ELSEWHERE`): then it is refused by name unless its value
-  is a harmless one.
+- what transformers' config class has and nothing here maps is refused unless it is at the class's
+  *default*;
+- what the class does not have cannot change transformers' model. It is a *note*, unless its name
+  decides something in another family, in vLLM or in Megatron (`DECIDES_ELSEWHERE`): then it is
+  refused by name unless its value is a harmless one.
 """
 
 import math
@@ -28,8 +29,8 @@ ENVIRONMENT = "RESHARD_IGNORE_CONFIG_FIELDS"
 WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 MAPPED = {"architectures", "model_type", "quantization_config", *ROPE_FIELDS}
 
-# Code that publishers put beside their weights, and that reads only fields which the family's table, its rules or
-# `NO_EFFECT` name: what is not among those, it does not read either.
+# Code that publishers put beside their weights, and that reads only fields which the family's
+# table, its rules or `NO_EFFECT` name: what is not among those, it does not read either.
 KNOWN_CODE = (
     "configuration_deepseek.DeepseekV3Config",
     "modeling_deepseek.DeepseekV3Model",

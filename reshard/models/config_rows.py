@@ -41,7 +41,8 @@ class ConfigRow:
         return (self.field, *self.aliases)
 
     def value_where_absent(self, config: dict[str, Any], where: str) -> Any:
-        """Return the field's value in a config that lacks it. Raises ReshardError for a field that is needed."""
+        """Return the field's value in a config that lacks it. Raises ReshardError for a field that is
+        needed."""
         if self.needed:
             model = config.get("architectures", ["this model"])[0]
             raise ReshardError(f"{where} has no field {self.field}, which {model} needs")
@@ -51,8 +52,8 @@ class ConfigRow:
         return config[dividend] // config[divisor] if divisor else config[dividend]
 
     def check_value(self, value: Any, where: str) -> None:
-        """Raise ReshardError for a value, other than None, that is not of the field's kind: a switch, an amount,
-        or else a whole number."""
+        """Raise ReshardError for a value, other than None, that is not of the field's kind: a
+        switch, an amount, or else a whole number."""
         if value is None:
             return
         if isinstance(self.default, bool):

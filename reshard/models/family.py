@@ -43,58 +43,63 @@ class Family:
 
     Every family says:
 
-    - `name`: transformers' ``model_type``; `architecture`: its model class, as ``architectures`` of a config
-      names it.
-    - `symbols`: the letters of shapes, and the config fields that they stand for. `derived`: further letters,
-      and the sizes that they stand for in terms of the others.
-    - `config`: rows of (config field, Megatron's argument, relation, default). ``|`` joins the field's
-      spellings; the relation is ``=`` or ``not``; the default is what transformers has where the field is
-      absent: a value, another field, the quotient of two, or ``needed``. Its type is the field's: a switch,
-      an amount (with a point, or ``needed, an amount``), or else a whole number.
+    - `name`: transformers' ``model_type``; `architecture`: its model class, as ``architectures`` of
+      a config names it.
+    - `symbols`: the letters of shapes, and the config fields that they stand for. `derived`:
+      further letters, and the sizes that they stand for in terms of the others.
+    - `config`: rows of (config field, Megatron's argument, relation, default). ``|`` joins the
+      field's spellings; the relation is ``=`` or ``not``; the default is what transformers has
+      where the field is absent: a value, another field, the quotient of two, or ``needed``. Its
+      type is the field's: a switch, an amount (with a point, or ``needed, an amount``), or else a
+      whole number.
     - `layer`: the rows of a decoder layer, in the columns of `reshard.models.tables`.
-    - `identifies`: values of Megatron's arguments by which a checkpoint without a Hugging Face config is taken for
-      one of this family: True for an argument that is set, False for one that is not. Any two families differ
-      in one, but for those that Megatron holds alike. Empty where they are another family's arguments too, which
-      such a checkpoint is taken for then.
+    - `identifies`: values of Megatron's arguments by which a checkpoint without a Hugging Face
+      config is taken for one of this family: True for an argument that is set, False for one that
+      is not. Any two families differ in one, but for those that Megatron holds alike. Empty where
+      they are another family's arguments too, which such a checkpoint is taken for then.
 
     and, where the values below do not hold, any of these:
 
-    - `megatron`, `hf`: arguments and config fields that are the same for all its models. `model_types`: other
-      names by which the same architecture is published.
-    - `model`, `mtp`: the rows outside the layers, and those of a multi-token-prediction layer besides the
-      decoder layer in it.
+    - `megatron`, `hf`: arguments and config fields that are the same for all its models.
+      `model_types`: other names by which the same architecture is published.
+    - `model`, `mtp`: the rows outside the layers, and those of a multi-token-prediction layer
+      besides the decoder layer in it.
     - `kind_words`: the words that `layer_kinds` says of a layer, ``dense`` or ``moe`` among them.
-    - `specs`: ``module:function``, where Megatron's own specs lack this family's layers. The function takes and
-      returns what `reshard.megatron.specs.standard_specs` does.
-    - `first_dense`: the field with the number of dense layers, after which all have experts. `mlp_types`: the
-      field with ``dense`` or ``sparse`` for each layer, which says the same to transformers.
-      `shared_experts`: the field with the number of experts that every token goes to, each as wide as a
-      routed one.
-    - `in_memory`: the names, within a layer, of parameters that a transformers model has under other names than
-      its checkpoint.
-    - `rotary`: the symbol of a head's dims that turn; `partial_rotary`: which share of them does where the
-      config does not say, None where it is all and nothing else is mapped; `rope_theta`: the base where it
-      does not say; `rope_types`: the rotary embeddings that Megatron has for it.
+    - `specs`: ``module:function``, where Megatron's own specs lack this family's layers. The
+      function takes and returns what `reshard.megatron.specs.standard_specs` does.
+    - `first_dense`: the field with the number of dense layers, after which all have experts.
+      `mlp_types`: the field with ``dense`` or ``sparse`` for each layer, which says the same to
+      transformers. `shared_experts`: the field with the number of experts that every token goes to,
+      each as wide as a routed one.
+    - `in_memory`: the names, within a layer, of parameters that a transformers model has under
+      other names than its checkpoint.
+    - `rotary`: the symbol of a head's dims that turn; `partial_rotary`: which share of them does
+      where the config does not say, None where it is all and nothing else is mapped; `rope_theta`:
+      the base where it does not say; `rope_types`: the rotary embeddings that Megatron has for it.
     - `window`: which layers attend to a window where ``use_sliding_window`` is set: ``from
-      max_window_layers`` on, or ``everywhere``; empty for a family without such fields. Only a config without
-      any such layer is taken.
+      max_window_layers`` on, or ``everywhere``; empty for a family without such fields. Only a
+      config without any such layer is taken.
     - `reads`: fields that only its own methods read.
-    - `refused`: (field, values that are mapped, why others are not). `equal`: (field, another field or a sum of
-      fields that it has to equal, why).
+    - `refused`: (field, values that are mapped, why others are not). `equal`: (field, another field
+      or a sum of fields that it has to equal, why).
     - `no_effect`: fields that change nothing of what the weights compute, besides those of
-      `reshard.models.config_fields`. Any other field of transformers' class has to be at its default there.
-    - `always`: fields that transformers' class does not have, and what they are for every model of the family;
-      at another value they are refused.
-    - `packed`: (name of a row, the part of a tensor of all experts that published files may have in its place).
-      Both are read; this is what is written. `packed_codes`: the same of files with quantized experts, where
-      these are other tensors. `experts_apart`: False where no file ever has the experts apart, and the names of
-      the rows are ours.
-    - `wrapped_in`: architecture and ``model_type`` of a model that has this one as its language model, its config
-      under ``text_config``; `wrapped_names`: what names begin with, and what instead in that model; `towers`: what
-      the names of its other tensors begin with, which are carried from disk to disk unchanged.
-    - `mtp_prefixes`: what the names of an MTP layer's own tensors, and of those of the decoder layer in it, begin
-      with; ``{layers}`` stands for `layers`, ``{layer}`` counts on from the decoder layers, ``{index}`` from 0.
-    - `layers`, `ends`, `outputs`: where the modules are whose outputs transformers and Megatron both have.
+      `reshard.models.config_fields`. Any other field of transformers' class has to be at its
+      default there.
+    - `always`: fields that transformers' class does not have, and what they are for every model of
+      the family; at another value they are refused.
+    - `packed`: (name of a row, the part of a tensor of all experts that published files may have in
+      its place). Both are read; this is what is written. `packed_codes`: the same of files with
+      quantized experts, where these are other tensors. `experts_apart`: False where no file ever
+      has the experts apart, and the names of the rows are ours.
+    - `wrapped_in`: architecture and ``model_type`` of a model that has this one as its language
+      model, its config under ``text_config``; `wrapped_names`: what names begin with, and what
+      instead in that model; `towers`: what the names of its other tensors begin with, which are
+      carried from disk to disk unchanged.
+    - `mtp_prefixes`: what the names of an MTP layer's own tensors, and of those of the decoder
+      layer in it, begin with; ``{layers}`` stands for `layers`, ``{layer}`` counts on from the
+      decoder layers, ``{index}`` from 0.
+    - `layers`, `ends`, `outputs`: where the modules are whose outputs transformers and Megatron
+      both have.
     """
 
     name: str
@@ -196,22 +201,22 @@ class Family:
         return next((row.field for row in self.config_rows if row.argument == argument), None)
 
     def has_no_effect(self, name: str) -> bool:
-        """Return True for a field that changes nothing of what the weights compute. One with a leading underscore is
-        transformers' own."""
+        """Return True for a field that changes nothing of what the weights compute. One with a
+        leading underscore is transformers' own."""
         return name.startswith("_") or name.endswith(NO_EFFECT_ENDS) or name in (*NO_EFFECT, *self.no_effect)
 
     # A config
 
     def as_published(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Undo what an engine's model class changed in a config: vLLM's latent attention renames the rope type in
-        place."""
+        """Undo what an engine's model class changed in a config: vLLM's latent attention renames
+        the rope type in place."""
         rope = config.get("rope_parameters") or {}
         kind = str(rope.get("rope_type", "")).removeprefix("deepseek_")
         return config | ({"rope_parameters": rope | {"rope_type": kind}} if self.latent and kind else {})
 
     def layer_kinds(self, config: dict[str, Any], where: str) -> tuple[str, ...]:
-        """Return the kind of each decoder layer: some of `kind_words`, with spaces between. Raises ReshardError where a
-        field does not say which."""
+        """Return the kind of each decoder layer: some of `kind_words`, with spaces between. Raises
+        ReshardError where a field does not say which."""
         layers = int(config["num_hidden_layers"])
         if not self.first_dense:
             return ("moe" if self.has_experts else "dense",) * layers
@@ -234,12 +239,13 @@ class Family:
         return ["dense"] * min(first, layers) + ["sparse"] * max(layers - first, 0)
 
     def mtp_kind(self, kinds: tuple[str, ...]) -> str:
-        """Return the kind of the decoder layer in a multi-token-prediction layer, after decoder layers of these kinds."""
+        """Return the kind of the decoder layer in a multi-token-prediction layer, after decoder
+        layers of these kinds."""
         return kinds[-1]
 
     def kinds_as_fields(self, pattern: list[int]) -> dict[str, Any]:
-        """Return the config fields for a pattern with 1 for each layer with experts and 0 for each without: the inverse
-        of `layer_kinds`."""
+        """Return the config fields for a pattern with 1 for each layer with experts and 0 for each
+        without: the inverse of `layer_kinds`."""
         if not self.first_dense:
             return {}
         first = pattern.index(1)
@@ -264,8 +270,8 @@ class Family:
         return listed(values, len(WINDOW)) if slides else ""
 
     def rope(self, config: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
-        """Return the rotary settings of a config, see `rope_of`. The sections of positions of a model that reads images
-        too are left out: of text all are the same."""
+        """Return the rotary settings of a config, see `rope_of`. The sections of positions of a
+        model that reads images too are left out: of text all are the same."""
         share = 1.0 if self.partial_rotary is None else self.partial_rotary
         settings = rope_of(config, where, share, self.rope_theta)
         if not self.wrapped_in[0]:
@@ -277,7 +283,8 @@ class Family:
         return {"partial_rotary_factor": share}
 
     def published_module(self, module: str) -> str:
-        """Return the published name of a module of a layer, which a transformers model may have under another."""
+        """Return the published name of a module of a layer, which a transformers model may have
+        under another."""
         for published, in_memory in self.in_memory:
             if in_memory.startswith(f"{module}."):
                 return published.partition(".")[0]
@@ -286,8 +293,8 @@ class Family:
     # Megatron's arguments
 
     def rope_args(self, config: dict[str, Any], where: str) -> dict[str, Any]:
-        """Return Megatron's rotary arguments. Raises ReshardError, naming the field, where Megatron has no setting for
-        it."""
+        """Return Megatron's rotary arguments. Raises ReshardError, naming the field, where Megatron
+        has no setting for it."""
         rope = self.rope(config, where)
         share = rope["partial_rotary_factor"]
         if share != 1.0 and self.partial_rotary is None:
@@ -303,12 +310,14 @@ class Family:
     def derived_args(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return arguments of Megatron's that follow from several fields, or that no row names.
 
-        Latent attention does not use ``kv_channels``; without it Megatron derives one that --use-checkpoint-args lacks.
+        Latent attention does not use ``kv_channels``; without it Megatron derives one that
+        --use-checkpoint-args lacks.
         """
         return {"kv_channels": config["v_head_dim"]} if self.latent else {}
 
     def args_as_fields(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Return the config fields for arguments of `derived_args` that say something of the model: its inverse."""
+        """Return the config fields for arguments of `derived_args` that say something of the model:
+        its inverse."""
         return {}
 
     def caveats(self, config: dict[str, Any], transformer_impl: str) -> list[str]:
@@ -324,8 +333,8 @@ class Family:
 
 @cache
 def families() -> dict[str, Family]:
-    """Return all families, by name. Raises ValueError where a mapping file has none, or its rows do not follow the
-    columns."""
+    """Return all families, by name. Raises ValueError where a mapping file has none, or its rows do
+    not follow the columns."""
     package = importlib.import_module("reshard.mappings")
     by_name = {}
     for module in pkgutil.iter_modules(package.__path__):
@@ -349,8 +358,8 @@ def is_wrapped(family: Family, config: dict) -> bool:
 
 
 def family_of(config: dict, where: str) -> Family:
-    """Return the family of a Hugging Face config. Raises ReshardError, naming those that there are, where no table covers
-    it."""
+    """Return the family of a Hugging Face config. Raises ReshardError, naming those that there are,
+    where no table covers it."""
     names = [str(name) for name in (config.get("architectures") or [])]
     lowercase_names = {name.lower() for name in names}  # LLaMAForCausalLM, in the first conversions
     for family in families().values():

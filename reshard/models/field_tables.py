@@ -1,9 +1,10 @@
-"""Names of config fields: those that have no effect on what the weights compute, and those that decide it somewhere."""
+"""Names of config fields: those that have no effect on what the weights compute, and those that
+decide it somewhere."""
 
 from typing import Any
 
-# Tokens, files, dtypes on disk, names and licenses, what a call returns or how it samples, and what only says how to
-# train or in which order to sum.
+# Tokens, files, dtypes on disk, names and licenses, what a call returns or how it samples, and what
+# only says how to train or in which order to sum.
 NO_EFFECT = """
 bos_token eos_token pad_token unk_token tokenizer_class tokenizer_model_max_length
 tokenizer_padding_side padding_side prefix model_max_length max_sequence_length max_seq_len
@@ -26,9 +27,10 @@ ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_
 # Ends of names without effect: ids of tokens, versions of the program that wrote a config.
 NO_EFFECT_ENDS = ("_token_id", "_token_ids", "_version")
 
-# Fields that not all of transformers' classes for the families here have, and that decide what is computed in another
-# family, in vLLM or in Megatron, with the values at which they decide nothing. Null is always one of them, and a list
-# is harmless where all its entries are. Fields that a family fixes are in its mapping file (`Family.always`).
+# Fields that not all of transformers' classes for the families here have, and that decide what is
+# computed in another family, in vLLM or in Megatron, with the values at which they decide nothing.
+# Null is always one of them, and a list is harmless where all its entries are. Fields that a family
+# fixes are in its mapping file (`Family.always`).
 DECIDES_ELSEWHERE: dict[str, tuple[Any, ...]] = {
     # what kind of model it is
     "is_encoder_decoder": (False,), "add_cross_attention": (False,),

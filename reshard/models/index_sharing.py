@@ -1,4 +1,5 @@
-"""Layers that attend to the tokens which the indexer of an earlier layer has chosen, as configs and Megatron's arguments say it."""
+"""Layers that attend to the tokens which the indexer of an earlier layer has chosen, as configs and
+Megatron's arguments say it."""
 
 from typing import Any
 
@@ -12,8 +13,8 @@ LETTERS = {"F": "full", "S": "shared"}
 def indexer_layers(config: dict[str, Any], where: str) -> list[int]:
     """Return a 1 for each layer that has an indexer, and a 0 for each that shares one.
 
-    Raises ReshardError where the fields disagree, as transformers and vLLM read different ones, or where Megatron has no
-    arguments for it.
+    Raises ReshardError where the fields disagree, as transformers and vLLM read different ones, or
+    where Megatron has no arguments for it.
     """
     layers = int(config["num_hidden_layers"])
     patterns = {}

@@ -8,8 +8,8 @@ from reshard.models.numerics_args import linear_pattern, window_pattern
 
 
 def moe_by_step(config: dict[str, Any], where: str) -> list[str]:
-    """Return ``moe`` for every `decoder_sparse_step`-th layer but those of `mlp_only_layers`, and ``dense`` for the
-    others. Raises ReshardError where the two fields do not say which."""
+    """Return ``moe`` for every `decoder_sparse_step`-th layer but those of `mlp_only_layers`, and
+    ``dense`` for the others. Raises ReshardError where the two fields do not say which."""
     step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers") or []
     step = 1 if step is None else step
     are_layers = isinstance(dense, list) and all(whole_number(layer, 0) for layer in dense)
@@ -22,8 +22,8 @@ def moe_by_step(config: dict[str, Any], where: str) -> list[str]:
 
 
 def step_of_pattern(pattern: list[int]) -> dict[str, Any]:
-    """Return the fields that `moe_by_step` reads for a pattern with 1 for each layer with experts: every layer in
-    turn, and the dense ones by name."""
+    """Return the fields that `moe_by_step` reads for a pattern with 1 for each layer with experts:
+    every layer in turn, and the dense ones by name."""
     return {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer for layer, moe in enumerate(pattern) if not moe],
@@ -62,9 +62,9 @@ def linear_fields(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def windows_by_layer_types(config: dict[str, Any], where: str) -> list[int]:
-    """Return a 1 for each layer that attends to a window and a 0 for each that attends to all before it: by
-    `layer_types`, else a window in every second layer, the first among them. Raises ReshardError where the field does
-    not say which."""
+    """Return a 1 for each layer that attends to a window and a 0 for each that attends to all
+    before it: by `layer_types`, else a window in every second layer, the first among them. Raises
+    ReshardError where the field does not say which."""
     layers, types = config["num_hidden_layers"], config.get("layer_types")
     if types is None:
         return [int(layer % 2 == 0) for layer in range(layers)]
@@ -77,7 +77,8 @@ def windows_by_layer_types(config: dict[str, Any], where: str) -> list[int]:
 
 
 def window_args(config: dict[str, Any]) -> dict[str, Any]:
-    """Return Megatron's arguments for `sliding_window`, which counts a token itself, and the layers that have it."""
+    """Return Megatron's arguments for `sliding_window`, which counts a token itself, and the layers
+    that have it."""
     windows = windows_by_layer_types(config, "config.json")
     if not any(windows):
         return {"window_size": None, "window_attn_skip_freq": None}

@@ -44,11 +44,11 @@ class Block(NamedTuple):
 class Model:
     """A model as the mapping tables see it.
 
-    `config` is the Hugging Face config with the family's defaults filled in, `kinds` has the words of each
-    decoder layer's kind, such as ``dense`` or ``moe``, `mtp_layers` is the number of multi-token-prediction layers, `where` names
-    the config in error messages. `wrapped` is True for the language model of a larger one, whose names begin with
-    ``model.language_model.``. `ignored` has a sentence for each field or argument that was there, and was
-    ignored as was asked.
+    `config` is the Hugging Face config with the family's defaults filled in, `kinds` has the words
+    of each decoder layer's kind, such as ``dense`` or ``moe``, `mtp_layers` is the number of
+    multi-token-prediction layers, `where` names the config in error messages. `wrapped` is True for
+    the language model of a larger one, whose names begin with ``model.language_model.``. `ignored`
+    has a sentence for each field or argument that was there, and was ignored as was asked.
     """
 
     family: Family
@@ -120,7 +120,8 @@ class Model:
 
     @contextmanager
     def objecting(self) -> Iterator[None]:
-        """Record a ReshardError raised inside as an objection, where `allow_unmapped_configs` says so; else let it pass."""
+        """Record a ReshardError raised inside as an objection, where `allow_unmapped_configs` says
+        so; else let it pass."""
         try:
             yield
         except ReshardError as error:
@@ -204,8 +205,8 @@ class Model:
         return len(set(self.kinds)) == 1
 
     def check_refittable(self, instead: str) -> None:
-        """Raise ReshardError, which ends with what to do `instead`, for a model that no engine is refitted with yet: its
-        experts are nowhere apart, neither in files nor in an engine."""
+        """Raise ReshardError, which ends with what to do `instead`, for a model that no engine is
+        refitted with yet: its experts are nowhere apart, neither in files nor in an engine."""
         if not self.family.experts_apart:
             raise ReshardError(
                 f"{self.where}: a {self.family.architecture} is converted, loaded, saved and exported, and not yet brought "
@@ -222,7 +223,8 @@ class Model:
 
     @property
     def expert_groups(self) -> tuple[int, int]:
-        """Number of expert groups, and of groups that a token's experts are taken from; (1, 1) without groups."""
+        """Number of expert groups, and of groups that a token's experts are taken from; (1, 1)
+        without groups."""
         return int(self.value_of("moe_router_num_groups") or 1), int(
             self.value_of("moe_router_group_topk") or 1
         )
@@ -268,8 +270,8 @@ class Model:
         return self.published_name(f"{self.family.layers}{layer}.")
 
     def mtp_prefixes(self, index: int) -> tuple[str, str]:
-        """Return what the published names of an MTP layer's own tensors, and of those of the decoder layer in it,
-        begin with."""
+        """Return what the published names of an MTP layer's own tensors, and of those of the
+        decoder layer in it, begin with."""
         own, inside = (
             self.published_name(
                 prefix.format(layers=self.family.layers, layer=self.num_layers + index, index=index)
@@ -283,8 +285,8 @@ class Model:
         return {}
 
     def blocks(self) -> Iterator["Block"]:
-        """Yield the model's blocks in the order of its names: the parameters outside the layers, each decoder layer,
-        each MTP layer."""
+        """Yield the model's blocks in the order of its names: the parameters outside the layers,
+        each decoder layer, each MTP layer."""
         yield Block("", "", None, False, self.rows("model"))
         for layer, kind in enumerate(self.kinds):
             yield Block(self.layer_prefix(layer), "decoder.layers.", layer, False, self.rows("layer", kind))
@@ -294,7 +296,8 @@ class Model:
             yield Block(inside, f"{prefix}transformer_layer.", index, True, self.rows("layer", self.mtp_kind))
 
     def names_in_memory(self) -> dict[str, str]:
-        """Return the published names of parameters that a transformers model has under other names, by those."""
+        """Return the published names of parameters that a transformers model has under other names, by
+        those."""
         renamed = dict(self.family.in_memory)
         return {
             in_memory: published
@@ -331,7 +334,8 @@ class Model:
 
 
 def _language_model(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the config of the language model in a larger one, with what the larger one's own fields say of it."""
+    """Return the config of the language model in a larger one, with what the larger one's own
+    fields say of it."""
     inner = config.get("text_config")
     if not isinstance(inner, dict):
         raise ReshardError(f"{where}: text_config is {inner!r:.80}, not the config of a language model")
@@ -354,8 +358,8 @@ def has_experts(kind: str) -> bool:
 
 
 def different_fields(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
-    """Return the fields by which two configs make two models of the same weights, with both values; rotary settings
-    as ``rope_parameters``."""
+    """Return the fields by which two configs make two models of the same weights, with both values;
+    rotary settings as ``rope_parameters``."""
     if a.family.name != b.family.name:
         return {"architectures": (a.family.architecture, b.family.architecture)}
     different = {}

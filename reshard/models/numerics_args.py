@@ -1,8 +1,8 @@
 """Megatron's arguments that decide what a model computes, and the comparison of two sets of them.
 
-`NUMERICS_ARGS` names them all, with Megatron's defaults; everything else in its parser is about speed, memory,
-training or files. A test holds each argument of the installed Megatron, and each field of its configs,
-against this table.
+`NUMERICS_ARGS` names them all, with Megatron's defaults; everything else in its parser is about
+speed, memory, training or files. A test holds each argument of the installed Megatron, and each
+field of its configs, against this table.
 """
 
 import math
@@ -172,8 +172,8 @@ def _without_effect(args: Mapping[str, Any]) -> set[str]:
 
 
 def linear_pattern(frequency: Any, layers: int) -> list[int]:
-    """Return ``--linear-attention-freq`` as a 1 for each layer with linear attention and a 0 for each without: of a
-    number n every n-th is without.
+    """Return ``--linear-attention-freq`` as a 1 for each layer with linear attention and a 0 for
+    each without: of a number n every n-th is without.
 
     Raises ValueError where it says nothing about so many layers.
     """
@@ -210,8 +210,8 @@ def _pattern(name: str, entries: Any, layers: int) -> list[int]:
 
 
 def indexer_pattern(frequency: int, offset: int, layers: int) -> list[int]:
-    """Return ``--dsa-indexer-topk-freq`` and ``--dsa-indexer-skip-topk-offset`` as a 1 for each layer with an indexer and
-    a 0 for each that takes the tokens of the last one before it.
+    """Return ``--dsa-indexer-topk-freq`` and ``--dsa-indexer-skip-topk-offset`` as a 1 for each
+    layer with an indexer and a 0 for each that takes the tokens of the last one before it.
 
     >>> indexer_pattern(4, 2, 8)
     [1, 1, 0, 0, 0, 1, 0, 0]
@@ -220,8 +220,8 @@ def indexer_pattern(frequency: int, offset: int, layers: int) -> list[int]:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Return True where two settings make the same model. Amounts are compared as the float32 that they are in a
-    kernel: what has been saved as one, or computed, is the same setting.
+    """Return True where two settings make the same model. Amounts are compared as the float32 that
+    they are in a kernel: what has been saved as one, or computed, is the same setting.
 
     >>> same_value(1e-05, 9.999999747378752e-06), same_value(1000000, 1e6), same_value(32, 33)
     (True, True, False)

@@ -6,8 +6,8 @@ from reshard.models.family import family_of
 
 
 def published(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a transformers config's dict without what transformers adds, and what an engine's model class has
-    changed in place."""
+    """Return a transformers config's dict without what transformers adds, and what an engine's
+    model class has changed in place."""
     config = {
         key: value
         for key, value in config.items()

@@ -193,8 +193,8 @@ def attention_factor(rope: dict[str, Any]) -> float:
 
 
 def inverse_frequencies(rope: dict[str, Any], dim: int) -> list[float]:
-    """Return the ``dim / 2`` angles, in radians, by which a rotary embedding of `rope_of` turns from one position to
-    the next.
+    """Return the ``dim / 2`` angles, in radians, by which a rotary embedding of `rope_of` turns
+    from one position to the next.
 
     >>> inverse_frequencies({"rope_type": "default", "rope_theta": 10000.0}, 4)
     [1.0, 0.01]

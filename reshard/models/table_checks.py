@@ -1,4 +1,5 @@
-"""Checks of a mapping file when it is read: a mistake in a table is a sentence that names file, table and row.
+"""Checks of a mapping file when it is read: a mistake in a table is a sentence that names file,
+table and row.
 
 Without them a misspelled entry would mean something else, or nothing: a refusal that never fires
 lets another model through.

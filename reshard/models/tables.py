@@ -23,9 +23,9 @@ Arrangements are a closed set. Rows that share a Megatron parameter fill it toge
 
 - ``plain``: the whole parameter, as it is.
 - ``vocab``: rows 0 .. vocab_size; the padding rows after them are zero.
-- ``q``, ``k``, ``v``: per query group, its query heads, then its key, then its value. Of two ``q`` the second
-  are the gates of an attention's outputs. A row alone is the whole parameter; an engine splits it by heads, as it
-  splits attention.
+- ``q``, ``k``, ``v``: per query group, its query heads, then its key, then its value. Of two ``q``
+  the second are the gates of an attention's outputs. A row alone is the whole parameter; an engine
+  splits it by heads, as it splits attention.
 - ``gate``, ``up``: all gate rows, then all up rows; each half is split on its own.
 - ``copy``: the same bytes as the parameter's other row, which Megatron holds once.
 - ``ignored``: carries no weight; dropped on purpose.
@@ -78,9 +78,10 @@ class Row:
 
     @property
     def quantizable(self) -> bool:
-        """True for the weight of a linear layer, of attention, an MLP or experts: what published checkpoints in fp8
-        quantize. Megatron names these modules ``linear_*``; its routers, embeddings, output layers and the projection
-        before an MTP layer have other names, and stay as they are."""
+        """True for the weight of a linear layer, of attention, an MLP or experts: what published
+        checkpoints in fp8 quantize. Megatron names these modules ``linear_*``; its routers,
+        embeddings, output layers and the projection before an MTP layer have other names, and stay
+        as they are."""
         *_, module, parameter = ("", *self.megatron.rsplit(".", 2))
         linear = parameter == "weight" and module.startswith("linear_") and "[" not in self.hf
         return linear and len(self.shape.split()) == 2 and "unquantized" not in words_of(self.marks)
@@ -91,8 +92,8 @@ class Row:
         return "{expert}" in self.hf
 
     def names(self, prefix: str, experts: Iterable[int]) -> Iterator[tuple[int | None, str]]:
-        """Yield (expert, published name) of every tensor that the row stands for: one for each of these experts, or a
-        single one.
+        """Yield (expert, published name) of every tensor that the row stands for: one for each of
+        these experts, or a single one.
 
         >>> list(Row("experts.{expert}.up", "F H", "fc1", "up", "etp 0", "moe").names("model.", [4, 5]))
         [(4, 'model.experts.4.up'), (5, 'model.experts.5.up')]
@@ -108,7 +109,8 @@ class Row:
         return replace(self, hf=in_numbers(self.hf, symbols)) if "[" in self.hf else self
 
     def split_of(self, transformer_impl: str) -> tuple[str, int] | None:
-        """Return the mesh axis and the dim that it splits, or None where every rank has all of the parameter."""
+        """Return the mesh axis and the dim that it splits, or None where every rank has all of the
+        parameter."""
         words = self.split.split()
         if words == ["-"] or (words[0] == "local" and transformer_impl != "local"):
             return None
@@ -116,8 +118,8 @@ class Row:
 
 
 def read_rows(table: Iterable[tuple[str, ...]], file: str, known: Iterable[str]) -> tuple[Row, ...]:
-    """Read the rows of a table, whose conditions may name these `known` words and fields. Raises ValueError, naming
-    the file, where a row does not follow the columns."""
+    """Read the rows of a table, whose conditions may name these `known` words and fields. Raises
+    ValueError, naming the file, where a row does not follow the columns."""
     rows, known = tuple(Row(*row) for row in table), {ALWAYS, *known}
     for row in rows:
         if row.arrangement not in ARRANGEMENTS:

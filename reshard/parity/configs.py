@@ -1,4 +1,5 @@
-"""Compare two configs: fields that make two models of the same weights, which comparing weights cannot show."""
+"""Compare two configs: fields that make two models of the same weights, which comparing weights cannot
+show."""
 
 import math
 from typing import Any
@@ -12,8 +13,9 @@ SAME_NUMBER = 1e-6
 
 
 def config_differences(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
-    """Return the fields by which two configs make two models of the same weights, with both values. Fields that mean
-    the same in other words, or do not affect what the weights compute, are left out."""
+    """Return the fields by which two configs make two models of the same weights, with both values.
+    Fields that mean the same in other words, or do not affect what the weights compute, are left
+    out."""
     args_a, args_b = megatron_args(a), megatron_args(b)
     defaults = {name: value for name, value in NUMERICS_ARGS.items() if value is not DERIVED}
     different = {name: (ours, theirs) for name, theirs, ours in disagreements(defaults | args_b, args_a)}

@@ -1,4 +1,5 @@
-"""mxfp4, as gpt-oss is published: codes of 4 bits (e2m1), two in a byte, and one exponent for 32 columns of a row.
+"""mxfp4, as gpt-oss is published: codes of 4 bits (e2m1), two in a byte, and one exponent for 32
+columns of a row.
 
 ``weight = code * 2**(scale - 127)`` (OCP Microscaling Formats 1.0, section 5.2); the first column of two is
 in the low half of their byte. All experts are in one tensor: ``name_blocks [experts, rows, groups, 16]`` and
@@ -52,8 +53,8 @@ class Mxfp4(Scheme):
 
 
 def find_weights(tensors: Mapping[str, StoredTensor], where: str) -> dict[str, StoredWeight]:
-    """Return the weights among a checkpoint's `tensors` that are stored as blocks and scales, by the names of their
-    blocks. Raises ReshardError where the two do not belong together."""
+    """Return the weights among a checkpoint's `tensors` that are stored as blocks and scales, by
+    the names of their blocks. Raises ReshardError where the two do not belong together."""
     weights: dict[str, StoredWeight] = {}
     for name in (name for name in tensors if name.endswith(SCALES_SUFFIX)):
         if name.removesuffix(SCALES_SUFFIX) + CODES_SUFFIX not in tensors:

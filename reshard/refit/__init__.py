@@ -1,6 +1,7 @@
 """Refit: move the weights of a live trainer into a live engine, shard to shard and in place.
 
-No trainer and no engine is known here by name: `reshard.trainers.base` and `reshard.engines.base` have their interfaces.
+No trainer and no engine is known here by name: `reshard.trainers.base` and `reshard.engines.base`
+have their interfaces.
 """
 
 from typing import TYPE_CHECKING

@@ -128,16 +128,16 @@ def region_addresses(regions: Iterable[Region]) -> np.ndarray:
 
 
 def staged_rounds_of(engine: Engine) -> np.ndarray:
-    """Return the round in which each of the engine's local tensors passes through its region, in the order of regions; `UNSTAGED`
-    for one that stays there."""
+    """Return the round in which each of the engine's local tensors passes through its region, in
+    the order of regions; `UNSTAGED` for one that stays there."""
     if not engine.staged_rounds:
         return np.full(len(engine.regions), UNSTAGED, np.int64)
     return np.array([engine.staged_rounds.get(identity, UNSTAGED) for identity in engine.regions], np.int64)
 
 
 class Fills(NamedTuple):
-    """Copies of a row of zeros into every row of padding, where each goes (`Pieces.destinations`), and that row, which has to live as
-    long."""
+    """Copies of a row of zeros into every row of padding, where each goes (`Pieces.destinations`),
+    and that row, which has to live as long."""
 
     table: np.ndarray
     destinations: np.ndarray
@@ -145,8 +145,8 @@ class Fills(NamedTuple):
 
 
 def fills_of(destination: Engine, device: torch.device) -> Fills:
-    """Return the copies that fill an engine's padding. In blocks it is quantized like anything else, as if from fp32: zeros are
-    zeros in whatever is narrower, too."""
+    """Return the copies that fill an engine's padding. In blocks it is quantized like anything
+    else, as if from fp32: zeros are zeros in whatever is narrower, too."""
     rows, destinations, longest = [], [], 0
     for index, (identity, region) in enumerate(destination.regions.items()):
         size, scales = region.tensor.element_size(), destination.scales.get(identity)
@@ -184,7 +184,8 @@ def as_fragments(requests: np.ndarray) -> np.ndarray:
 
 
 def as_sent(requests: np.ndarray) -> np.ndarray:
-    """Return requests as they are answered: in blocks, or as bf16 where other ranks have parts of the blocks."""
+    """Return requests as they are answered: in blocks, or as bf16 where other ranks have parts of the
+    blocks."""
     if requests.shape[1] == REQUEST_COLUMNS:
         return requests
     sent = requests.copy()

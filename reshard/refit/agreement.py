@@ -1,4 +1,5 @@
-"""The agreement of all members before anything is planned: who has which side, and which routes bytes may take."""
+"""The agreement of all members before anything is planned: who has which side, and which routes
+bytes may take."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,10 @@ from reshard.refit.transports import transport_for
 class Agreement:
     """The members of a connection, the same on all of them but for `rank`.
 
-    `trainers` and `engines` are the ranks that have a side, `backend` the one that a member has chosen or ``auto``, `bucket_bytes` the
-    least that one gives. With `keep_mapped` engines keep trainers' memory mapped between refits. `unmapped` says, by trainer's rank and
-    inference rank, why the second could not map the first one's memory at connect.
+    `trainers` and `engines` are the ranks that have a side, `backend` the one that a member has
+    chosen or ``auto``, `bucket_bytes` the least that one gives. With `keep_mapped` engines keep
+    trainers' memory mapped between refits. `unmapped` says, by trainer's rank and inference rank,
+    why the second could not map the first one's memory at connect.
     """
 
     rank: int
@@ -39,10 +41,11 @@ class Agreement:
         return distance(own, other)
 
     def route(self, trainer: int, engine: int, exported: bool) -> str:
-        """Return the route by which an inference rank gets its pieces from a trainer's rank: a transport's name, or `LOCAL`.
+        """Return the route by which an inference rank gets its pieces from a trainer's rank: a
+        transport's name, or `LOCAL`.
 
-        `exported` says whether other processes can map that rank's memory. Raises ReshardError where the chosen backend does not
-        reach it.
+        `exported` says whether other processes can map that rank's memory. Raises ReshardError
+        where the chosen backend does not reach it.
         """
         mappable = (trainer, engine) not in self.unmapped
         pair = Pair(self.peers[trainer], self.peers[engine], trainer == engine, exported, mappable)
@@ -50,7 +53,8 @@ class Agreement:
         return LOCAL if pair.same_process else transport.name
 
     def why_apart(self, trainer: int, engine: int) -> str:
-        """Return why an inference rank does not map a trainer's memory on the same host; empty where nothing keeps it from that."""
+        """Return why an inference rank does not map a trainer's memory on the same host; empty
+        where nothing keeps it from that."""
         if trainer == engine:
             return ""
         return why_apart(self.peers[trainer], self.peers[engine]) or self.unmapped.get((trainer, engine), "")

@@ -1,4 +1,5 @@
-"""Connecting: all members tell each other what they hold, and every inference rank plans what it needs from whom."""
+"""Connecting: all members tell each other what they hold, and every inference rank plans what it
+needs from whom."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -48,19 +49,23 @@ def connect(
     bucket_bytes: int = BUCKET_BYTES,
     keep_mapped: bool = False,
 ) -> Link:
-    """Connect a trainer's ranks (`source`) and an inference engine's (`destination`); a process may be both, or neither.
+    """Connect a trainer's ranks (`source`) and an inference engine's (`destination`); a process may
+    be both, or neither.
 
-    Every member calls this. A side may be a function that makes it, so that all members hear of it at once where that fails.
+    Every member calls this. A side may be a function that makes it, so that all members hear of it
+    at once where that fails.
 
-    `backend` is ``auto`` (peers' memory within a host, staged where that cannot be mapped, NCCL between hosts), ``cuda_ipc``,
-    ``staged`` or ``nccl``; one that says another than ``auto`` decides for all. `bucket_bytes` bounds the memory of all buckets of a rank
-    together; the least that a member gives counts. When a refit returns, engines have unmapped the trainers' memory, so that a trainer
-    may free it; mappings stay where all trainers' ranks give `keep_mapped`, for trainers that never do.
+    `backend` is ``auto`` (peers' memory within a host, staged where that cannot be mapped, NCCL
+    between hosts), ``cuda_ipc``, ``staged`` or ``nccl``; one that says another than ``auto``
+    decides for all. `bucket_bytes` bounds the memory of all buckets of a rank together; the least
+    that a member gives counts. When a refit returns, engines have unmapped the trainers' memory, so
+    that a trainer may free it; mappings stay where all trainers' ranks give `keep_mapped`, for
+    trainers that never do.
 
     A field of the engine's config that any member ignores (`reshard.ignored_config_fields`), all do.
 
-    Raises ReshardError on every member, before a byte moves, where the two sides do not hold the same model, where the engine's loader
-    disagrees with our rules, or where a member does not come.
+    Raises ReshardError on every member, before a byte moves, where the two sides do not hold the
+    same model, where the engine's loader disagrees with our rules, or where a member does not come.
     """
     link: Link | None = None
     compiling: Thread | None = None
@@ -129,7 +134,8 @@ def _exchange_requests(
 
 
 def _resolve_side(side: Any, kind: type, name: str, give: str) -> Any:
-    """Return a side of the refit, made now where a function was given for it. Raises ReshardError where it is something else."""
+    """Return a side of the refit, made now where a function was given for it. Raises ReshardError
+    where it is something else."""
     if callable(side) and not isinstance(side, kind | torch.nn.Module):
         side = side()
     if side is not None and not isinstance(side, kind):

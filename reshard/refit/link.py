@@ -77,8 +77,8 @@ class Link:
         self._release()
 
     def _exchange_unmapped(self) -> None:
-        """Agree with all members whose memory cannot be mapped by whom, as between containers on the same host; its bytes go by
-        another transport."""
+        """Agree with all members whose memory cannot be mapped by whom, as between containers on
+        the same host; its bytes go by another transport."""
         if self.agreed.may_map:
             unmapped = [
                 pair
@@ -134,12 +134,13 @@ class Link:
     def refit(self, version: int | None = None, verify: bool = False) -> RefitReport:
         """Move the weights. Every member calls this; it returns when all have what they need.
 
-        `version` is what both sides then carry; members that give one must give the same, and where nobody does it is one more than the
-        last. `verify` compares digests of every piece, computed on both sides from their own memory; it is enough that one member asks
-        for it.
+        `version` is what both sides then carry; members that give one must give the same, and where
+        nobody does it is one more than the last. `verify` compares digests of every piece, computed
+        on both sides from their own memory; it is enough that one member asks for it.
 
-        Raises ReshardError on every member where one fails or is late. Inference ranks that have begun to write then refuse to serve
-        until a whole refit succeeded, since weights are written in place and nothing can be rolled back.
+        Raises ReshardError on every member where one fails or is late. Inference ranks that have
+        begun to write then refuse to serve until a whole refit succeeded, since weights are written
+        in place and nothing can be rolled back.
         """
         start = time.perf_counter()
         self.refits += 1
@@ -181,8 +182,8 @@ class Link:
         return RefitReport(version, waited, transferred, total, received, launches)
 
     def _find_moved(self) -> tuple[bool, bool]:
-        """Finish what this GPU has to do first. Returns whether this trainer's rank has moved, which it then tells others, and whether
-        this engine's has."""
+        """Finish what this GPU has to do first. Returns whether this trainer's rank has moved,
+        which it then tells others, and whether this engine's has."""
         if self.sender is not None and self.sender.source.has_pending_sync:
             self._sync_params(self.sender)
         if self.device.type == "cuda":
@@ -192,8 +193,8 @@ class Link:
         return self.sender is not None and self.sender.post_if_moved(), receiver_moved
 
     def _sync_params(self, sender: Sender) -> None:
-        """Let the trainer's ranks finish what training has put off; not before all have come, since torch bounds their wait for each
-        other by a limit of its own."""
+        """Let the trainer's ranks finish what training has put off; not before all have come, since
+        torch bounds their wait for each other by a limit of its own."""
         sender.source.check_memory(self.device)
         self.group.post("sync")
         self.group.wait("sync", self.agreed.trainers)
@@ -223,7 +224,8 @@ class Link:
         self.broken = False
 
     def _sends(self) -> bool:
-        """Return True where a transport has to make its copies again if this trainer's rank has moved: it sends, or did before."""
+        """Return True where a transport has to make its copies again if this trainer's rank has
+        moved: it sends, or did before."""
         if self.sender is None:
             return False
         sending = any(transport.is_sending for transport in self.transports)
@@ -236,15 +238,16 @@ class Link:
             self.receiver.engine.update_derived()
 
     def _transfer_rounds_again(self) -> None:
-        """Carry out once more the copies of the rounds that engines process, for a verification of what they make of them."""
+        """Carry out once more the copies of the rounds that engines process, for a verification of
+        what they make of them."""
         add_round = self.received_digests.add_round if self.received_digests is not None else None
         self._run_rounds(self._rounds(), add_round)
 
     def _run_rounds(self, numbers: Sequence[int], work: Callable[[int], None] | None) -> None:
         """Run the copies of these rounds, and after each of this engine's `work`.
 
-        Where that fails all the same the rest is run, since others wait for copies, and the engine's other ranks for this one. The
-        first failure is raised at the end.
+        Where that fails all the same the rest is run, since others wait for copies, and the
+        engine's other ranks for this one. The first failure is raised at the end.
         """
         failure: ReshardError | None = None
         for number in numbers:
@@ -271,7 +274,8 @@ class Link:
                 transport.join()
 
     def _bounded(self, work: Callable[[], None]) -> None:
-        """Do work to its end. Raises ReshardError, naming the ranks that do not respond, where a partner dies or stalls."""
+        """Do work to its end. Raises ReshardError, naming the ranks that do not respond, where a
+        partner dies or stalls."""
         # On a GPU work is only enqueued, and waited for below, unless a transport blocks.
         blocks = self.device.type == "cpu" or any(transport.is_blocking for transport in self.transports)
         try:
@@ -288,21 +292,23 @@ class Link:
             raise ReshardError(f"the exchange broke off ({reason}); {unresponsive or 'no member'} is silent")
 
     def _clean_up(self) -> None:
-        """After a refit that failed: unmap the trainers' memory, and give slabs back, since a link that failed may not be used again,
-        nor be closed."""
+        """After a refit that failed: unmap the trainers' memory, and give slabs back, since a link
+        that failed may not be used again, nor be closed."""
         self.broken = True
         if self.sender is not None:
             self.sender.forget()
         with suppress(ReshardError, RuntimeError):
             if wait_for_device(self.device, self.group.timeout):  # not under a kernel that reads it
                 self._release()
-                # A kernel of a blocking transport may wait for a dead partner for ever, and the driver would wait for that.
+                # A kernel of a blocking transport may wait for a dead partner for ever, and the
+                # driver would wait for that.
                 if not any(transport.is_blocking for transport in self.transports):
                     for transport in self.transports:
                         transport.free()
 
     def _verify(self) -> None:
-        """Compare digests of every piece, which both sides take from their own memory by addresses looked up anew."""
+        """Compare digests of every piece, which both sides take from their own memory by addresses
+        looked up anew."""
         if self.sent_digests is not None:
             self.sent_digests.begin()
         if self.received_digests is not None:
@@ -321,7 +327,8 @@ class Link:
     # Between refits
 
     def release(self) -> None:
-        """Unmap the trainers' memory, where mappings were to stay (`connect(keep_mapped=True)`). Every member calls this."""
+        """Unmap the trainers' memory, where mappings were to stay (`connect(keep_mapped=True)`).
+        Every member calls this."""
         self.keep_mapped, kept = False, self.keep_mapped
         try:
             with self.group.transaction("release"):
@@ -333,11 +340,13 @@ class Link:
     def describe(self) -> dict[str, Any]:
         """Return how this member gets its bytes, for logs.
 
-        ``backend``, ``keep_mapped`` and ``bucket_bytes`` are what was agreed on. ``routes`` says for each trainer's rank (``from``) the
-        ``route`` (``local``, ``cuda_ipc``, ``staged``, ``nccl``), the ``bytes`` that arrive, those of them that are ``cast`` on their
-        way (``float32 to bfloat16``), and why memory of the same host is not mapped (``apart``). ``quantized`` is what the engine serves
-        quantized, ``parts`` the blocks that are put together of several ranks' parts, and ``tensors`` what a refit does to each of
-        the engine's tensors.
+        ``backend``, ``keep_mapped`` and ``bucket_bytes`` are what was agreed on. ``routes`` says
+        for each trainer's rank (``from``) the ``route`` (``local``, ``cuda_ipc``, ``staged``,
+        ``nccl``), the ``bytes`` that arrive, those of them that are ``cast`` on their way
+        (``float32 to bfloat16``), and why memory of the same host is not mapped (``apart``).
+        ``quantized`` is what the engine serves quantized, ``parts`` the blocks that are put
+        together of several ranks' parts, and ``tensors`` what a refit does to each of the engine's
+        tensors.
         """
         receiver = self.receiver
         return {

@@ -1,4 +1,5 @@
-"""The plan of an inference rank: which boxes of the trainer's it reads, from which ranks, and as what elements."""
+"""The plan of an inference rank: which boxes of the trainer's it reads, from which ranks, and as
+what elements."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -29,8 +30,9 @@ def plan_pieces(
 ) -> dict[int, Pieces]:
     """Return the pieces that an engine's rank needs, by trainer's rank, each from the nearest that holds it.
 
-    `held`, `names` and `distances` are the trainer's ranks', `position` is this rank's among the engine's, and `where` names the
-    served model. Raises ReshardError where the trainer does not hold what is needed.
+    `held`, `names` and `distances` are the trainer's ranks', `position` is this rank's among the
+    engine's, and `where` names the served model. Raises ReshardError where the trainer does not
+    hold what is needed.
     """
     wanted = engine.placement
     sources = Sources.of(
@@ -110,8 +112,8 @@ class Replicas(NamedTuple):
 
 @dataclass
 class Sources:
-    """All that a trainer's ranks hold: distinct local tensors, the holders of each as (rank, index there), and the
-    dtype of each name."""
+    """All that a trainer's ranks hold: distinct local tensors, the holders of each as (rank, index
+    there), and the dtype of each name."""
 
     tensors: list[LocalTensor] = field(default_factory=list)
     holders: dict[Replicas, list[tuple[int, int]]] = field(default_factory=dict)

@@ -1,4 +1,5 @@
-"""A member as a rank of the engine: what it asks the trainer's ranks for, where their memory is, and the copies that follow."""
+"""A member as a rank of the engine: what it asks the trainer's ranks for, where their memory is,
+and the copies that follow."""
 
 from collections.abc import Mapping
 from hashlib import sha256
@@ -56,7 +57,8 @@ class Receiver:
         self.slab = SplitBlocksSlab(engine, device)
 
     def plan(self, where: str) -> None:
-        """Plan which pieces this rank needs of which trainer's rank, and post the requests; `where` names the served model."""
+        """Plan which pieces this rank needs of which trainer's rank, and post the requests; `where`
+        names the served model."""
         messages = {
             rank: (self.group.read("held", rank), self.group.read("parts", rank))
             for rank in self.agreed.trainers
@@ -116,8 +118,8 @@ class Receiver:
         return split_pieces(pieces, places_of(self.engine)[:, SHAPE], first_round)
 
     def read_answers(self) -> None:
-        """Read what the trainer's ranks were asked for as they read it, and where their memory is. Raises ReshardError where one has
-        read another request than this rank sent."""
+        """Read what the trainer's ranks were asked for as they read it, and where their memory is.
+        Raises ReshardError where one has read another request than this rank sent."""
         answers = self.group.read_all("asked", self.agreed.trainers)
         own_position = self.agreed.engines.index(self.group.rank)
         for rank, payload in zip(self.agreed.trainers, answers, strict=True):
@@ -176,8 +178,8 @@ class Receiver:
         return incoming
 
     def copies(self, rank: int, memory: np.ndarray) -> np.ndarray:
-        """Return the table of what comes from a trainer's rank, with the destination's end filled in; `memory` is `located` of the
-        engine's regions."""
+        """Return the table of what comes from a trainer's rank, with the destination's end filled
+        in; `memory` is `located` of the engine's regions."""
         pieces = self.pieces[rank]
         return self.slab.placed(rank, destination_table(memory, pieces), pieces)
 
@@ -194,7 +196,8 @@ class Receiver:
         return {*self.engine.staged_rounds.values(), *self.slab.numbers}
 
     def process_round(self, number: int) -> None:
-        """Make what is served of what has come in a round: blocks, whose parts are together now, or what the engine makes itself."""
+        """Make what is served of what has come in a round: blocks, whose parts are together now, or
+        what the engine makes itself."""
         if number in self.slab.numbers:
             self.slab.make(number)
         else:

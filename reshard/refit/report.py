@@ -15,10 +15,11 @@ OLD_ATTRIBUTES = {"local_bytes": LOCAL, "peer_bytes": CUDA_IPC, "staged_bytes": 
 class RefitReport:
     """One refit as a member saw it.
 
-    `version` is the one that the engine now has. Seconds are those of waiting for the others, of moving bytes, and in all.
-    `received_bytes` are those that came here by route (``local``, ``cuda_ipc``, ``staged``, ``nccl``). `launches` are the kernels of ours
-    that copied them, sent them off, and made blocks of them; not those of a verification, of torch, or of an engine that processes its
-    layers anew.
+    `version` is the one that the engine now has. Seconds are those of waiting for the others, of
+    moving bytes, and in all. `received_bytes` are those that came here by route (``local``,
+    ``cuda_ipc``, ``staged``, ``nccl``). `launches` are the kernels of ours that copied them, sent
+    them off, and made blocks of them; not those of a verification, of torch, or of an engine that
+    processes its layers anew.
     """
 
     version: int

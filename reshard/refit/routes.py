@@ -1,4 +1,5 @@
-"""Routes between trainers' and inference ranks: who may share memory, who is near, and the names of backends. Pure."""
+"""Routes between trainers' and inference ranks: who may share memory, who is near, and the names of
+backends. Pure."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -37,7 +38,8 @@ class Peer(NamedTuple):
 class Pair(NamedTuple):
     """A trainer's rank and an inference rank that reads from it.
 
-    `exported`: other processes can map the trainer's memory. `mappable` is False where this inference rank has tried to, and could not.
+    `exported`: other processes can map the trainer's memory. `mappable` is False where this
+    inference rank has tried to, and could not.
     """
 
     trainer: Peer
@@ -63,7 +65,8 @@ class Pair(NamedTuple):
 
 
 def why_apart(peer: Peer, other: Peer) -> str:
-    """Return why two members of one host cannot map each other's memory; empty where they may, or where they are on two hosts."""
+    """Return why two members of one host cannot map each other's memory; empty where they may, or
+    where they are on two hosts."""
     if peer.host != other.host:
         return ""
     if peer.user != other.user:
@@ -91,9 +94,9 @@ def distance(a: Seat, b: Seat) -> int:
 
 
 def nearest(ranks: Sequence[int], distance_to: Callable[[int], int], position: int, tp: int) -> int:
-    """Return the index in `ranks` of a nearest one. Inference ranks, `position` in an engine of tensor parallel size
-    `tp`, spread over equally near ones: those that need the same shard are replicas, `tp` apart, or neighbors
-    within a replica.
+    """Return the index in `ranks` of a nearest one. Inference ranks, `position` in an engine of
+    tensor parallel size `tp`, spread over equally near ones: those that need the same shard are
+    replicas, `tp` apart, or neighbors within a replica.
 
     >>> [nearest([0, 4, 8], lambda rank: int(rank == 0), position, tp=2) for position in range(4)]
     [1, 2, 2, 1]

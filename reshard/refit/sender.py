@@ -1,4 +1,5 @@
-"""A member as a rank of the trainer: what it tells of its memory, what it is asked for, and the copies that follow."""
+"""A member as a rank of the trainer: what it tells of its memory, what it is asked for, and the
+copies that follow."""
 
 from weakref import WeakKeyDictionary
 
@@ -51,7 +52,8 @@ class Sender:
         self.requests: dict[int, np.ndarray] = {}  # `Pieces.requests` by inference rank
         self.sizes = ShardSizes.of([], [])
         self.held_digest = self.memory_digest = b""  # of what was last posted
-        # Addresses and allocations of the parameters when this rank last posted them, and torch's count of frees then.
+        # Addresses and allocations of the parameters when this rank last posted them, and torch's
+        # count of frees then.
         self.posted: tuple[list[int], list[Allocation]] = [], []
         self.frees: int | None = None
         self.exported = False
@@ -94,8 +96,9 @@ class Sender:
         self.group.post("asked", answer.encode())
 
     def _pieces(self, rank: int, payload: bytes) -> np.ndarray:
-        """Return the pieces that an inference rank wants. Raises ReshardError where this rank does not have them, or where that one
-        has read something else of what this one holds than was sent."""
+        """Return the pieces that an inference rank wants. Raises ReshardError where this rank does
+        not have them, or where that one has read something else of what this one holds than was
+        sent."""
         who = self.group.names[rank]
         request = PieceRequest.decode(payload, who)
         if request.held_digest != self.held_digest:
@@ -124,7 +127,8 @@ class Sender:
         self.posted = [], []
 
     def _find_memory(self) -> tuple[list[int], list[Allocation]]:
-        """Return the addresses of the parameters now, and the allocations that other processes map, as the driver knows them."""
+        """Return the addresses of the parameters now, and the allocations that other processes map,
+        as the driver knows them."""
         addresses = self.source.addresses()
         frees = frees_of(self.device) if self.device.type == "cuda" else None
         known_addresses, allocations = self.posted
@@ -147,7 +151,8 @@ class Sender:
         return np.unique(np.concatenate(shards)).tolist() if shards else []
 
     def _post_memory(self) -> None:
-        """Post where the shards lie, with handles to what another process is going to read; each takes the driver a while."""
+        """Post where the shards lie, with handles to what another process is going to read; each
+        takes the driver a while."""
         allocations = self.posted[1]
         self.exported = all(is_exportable(allocation.base) for allocation in allocations)
         if not self.exported and self.agreed.backend == CUDA_IPC:
@@ -175,7 +180,8 @@ class Sender:
         return outgoing
 
     def sent(self, memory: np.ndarray, requests: np.ndarray) -> Outgoing:
-        """Return what an inference rank gets that asks for these pieces; `memory` is `located` of this rank's regions."""
+        """Return what an inference rank gets that asks for these pieces; `memory` is `located` of
+        this rank's regions."""
         requests = as_sent(requests)
         table, count = source_table(memory, requests), len(requests)
         if requests.shape[1] == REQUEST_COLUMNS:

@@ -1,7 +1,9 @@
-"""Verification of a refit: both sides take digests of the same pieces from their own memory, and the engine's compare them.
+"""Verification of a refit: both sides take digests of the same pieces from their own memory, and
+the engine's compare them.
 
-Addresses are looked up again for this, so that a wrong table of copies is seen too. Digests travel in the order of the pieces
-(`reshard.refit.planning`), followed by those of blocks that travelled as blocks.
+Addresses are looked up again for this, so that a wrong table of copies is seen too. Digests travel
+in the order of the pieces (`reshard.refit.planning`), followed by those of blocks that travelled as
+blocks.
 """
 
 from collections.abc import Mapping
@@ -63,7 +65,8 @@ class SentDigests:
 class ReceivedDigests:
     """The digests that an inference rank takes, by trainer's rank.
 
-    Tensors that the engine makes of several pieces have no digest of their own: they are made once more and compared.
+    Tensors that the engine makes of several pieces have no digest of their own: they are made once
+    more and compared.
     """
 
     def __init__(self, receiver: Receiver) -> None:
@@ -85,7 +88,8 @@ class ReceivedDigests:
             self.pending[rank] = of_pieces, digest_served(self._blocks(rank, memory), receiver.device)
 
     def add_round(self, number: int) -> None:
-        """Take the digests of what arrived in a round, and note the local tensors that differ from what it makes."""
+        """Take the digests of what arrived in a round, and note the local tensors that differ from
+        what it makes."""
         receiver = self.receiver
         memory = region_addresses(receiver.engine.regions.values())
         for rank, pieces in receiver.pieces.items():
@@ -100,8 +104,8 @@ class ReceivedDigests:
         self.mismatches.extend(index[identity] for identity in receiver.engine.mismatches(number))
 
     def compare(self, shards: Mapping[int, np.ndarray]) -> None:
-        """Wait for all digests and compare them. `shards` says, by trainer's rank, where its shards are mapped here: blocks that
-        were quantized from them are quantized once more.
+        """Wait for all digests and compare them. `shards` says, by trainer's rank, where its shards
+        are mapped here: blocks that were quantized from them are quantized once more.
 
         Raises ReshardError, naming the tensors, where one differs.
         """
@@ -152,7 +156,8 @@ class ReceivedDigests:
             )
 
     def _in_rounds(self, rank: int) -> np.ndarray:
-        """Return a mask over a trainer's rank's pieces: those that arrive in a round and become something else then."""
+        """Return a mask over a trainer's rank's pieces: those that arrive in a round and become
+        something else then."""
         mask: np.ndarray = self.receiver.rounds_of(rank) != UNSTAGED
         return mask
 
@@ -177,7 +182,8 @@ class ReceivedDigests:
 
 
 def decode_digests(payload: bytes, count: int, who: str) -> np.ndarray:
-    """Return the digests of so many pieces and blocks in a message. Raises ReshardError where it has another size."""
+    """Return the digests of so many pieces and blocks in a message. Raises ReshardError where it
+    has another size."""
     if len(payload) != 8 * count:
         raise ReshardError(
             f"{who} sends {len(payload):,} bytes of digests, and not {8 * count:,}: is it of the same version?"

@@ -86,13 +86,13 @@ def hf_to_mcore(
     in nvfp4 by modelopt, are dequantized.
 
     `layout` decides how the tensors are cut into chunks and files, `dtype` (``bf16``, ``fp16``,
-    ``fp32``) casts, `iteration` writes a numbered iteration where None writes a release. `model_class` is the class of
-    Megatron's model that loads it, ``gpt`` (GPTModel) or ``hybrid`` (HybridModel). The flags
-    file is for Megatron-LM `megatron_version` (``0.14``; default: the newest that is known); the
-    weights are the same for all. Finite numbers that a cast would make infinite are refused unless
-    `allow_overflow`, and then counted in the report's notices. With `sync` all bytes are on the
-    disk before the destination appears. Under torchrun, the processes share the work.
-    `progress(done, total)` is called with bytes.
+    ``fp32``) casts, `iteration` writes a numbered iteration where None writes a release.
+    `model_class` is the class of Megatron's model that loads it, ``gpt`` (GPTModel) or ``hybrid``
+    (HybridModel). The flags file is for Megatron-LM `megatron_version` (``0.14``; default: the
+    newest that is known); the weights are the same for all. Finite numbers that a cast would make
+    infinite are refused unless `allow_overflow`, and then counted in the report's notices. With
+    `sync` all bytes are on the disk before the destination appears. Under torchrun, the processes
+    share the work. `progress(done, total)` is called with bytes.
 
     Raises ReshardError, and leaves no destination, for anything that cannot be converted exactly.
     """
@@ -133,11 +133,12 @@ def mcore_to_mcore(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
-    """Convert the weights of a Megatron ``torch_dist`` checkpoint to another one: of a GPTModel to a HybridModel's or
-    the other way round, for other layers, or cut for another layout. Every bit stays, without `dtype`.
+    """Convert the weights of a Megatron ``torch_dist`` checkpoint to another one: of a GPTModel to
+    a HybridModel's or the other way round, for other layers, or cut for another layout. Every bit
+    stays, without `dtype`.
 
-    `hf_config` and `family` are those of `mcore_to_hf`, the other options those of `hf_to_mcore`, and so is what it
-    raises. Optimizer states are left behind, with a notice.
+    `hf_config` and `family` are those of `mcore_to_hf`, the other options those of `hf_to_mcore`,
+    and so is what it raises. Optimizer states are left behind, with a notice.
     """
     allow_many_files()
     layout, target = _checked_layout(layout), float_dtype(dtype)
@@ -195,13 +196,14 @@ def mcore_to_hf(
     """Convert a Megatron ``torch_dist`` checkpoint, whoever wrote it and at whatever layout, to a
     Hugging Face directory.
 
-    Without `hf_config` (a ``config.json`` or a directory with one) the config is the one beside the weights,
-    else the one that the checkpoint's ``args`` describe. `quantize` writes linear weights as fp8 with a scale
-    for each 128x128 block (True, or ``fp8``), or, in the format of compressed-tensors, as fp8 with a scale for each
-    output channel (``fp8_per_channel``), as int4 with one for 128 or 32 columns of an output channel
-    (``int4_per_group``, ``int4_per_group_32``), or as ``nvfp4``.
-    `max_shard_size` is bytes or text like ``5GB``; None is 5 GB, or less where a model would not fill 16 files, which
-    are written at once, but not less than 1 GB. The other options are those of `hf_to_mcore`, and so is what it raises.
+    Without `hf_config` (a ``config.json`` or a directory with one) the config is the one beside the
+    weights, else the one that the checkpoint's ``args`` describe. `quantize` writes linear weights
+    as fp8 with a scale for each 128x128 block (True, or ``fp8``), or, in the format of
+    compressed-tensors, as fp8 with a scale for each output channel (``fp8_per_channel``), as int4
+    with one for 128 or 32 columns of an output channel (``int4_per_group``, ``int4_per_group_32``),
+    or as ``nvfp4``. `max_shard_size` is bytes or text like ``5GB``; None is 5 GB, or less where a
+    model would not fill 16 files, which are written at once, but not less than 1 GB. The other
+    options are those of `hf_to_mcore`, and so is what it raises.
     """
     allow_many_files()
     scheme_name, scheme = scheme_named(quantize) or (None, None)
@@ -307,7 +309,8 @@ def _report(direction: str, job: ConversionJob, destination: str | Path, layout:
     slab_bytes = max(
         SLAB_BYTES, *(source.row_multiple(n) * info.columns * 4 for n, info in source.tensors.items())
     )
-    # Each worker has a slab as it is read, assembled, cast, and cut into columns, and a transposed matrix both ways.
+    # Each worker has a slab as it is read, assembled, cast, and cut into columns, and a transposed
+    # matrix both ways.
     matrix_bytes = 2 * (source.matrix_bytes() + job.destination.matrix_bytes())
     worker_bytes = WORKER_MEMORY_BYTES + 4 * slab_bytes + matrix_bytes
     memory_bytes = BASE_MEMORY_BYTES + workers_for(read_bytes, job.options.workers) * worker_bytes
@@ -382,7 +385,8 @@ def _outcome_notices(job: ConversionJob, outcome: Outcome) -> list[str]:
 def _quantized(
     scheme_name: str | None, scheme: Scheme | None, source: MegatronSource, tensors: dict[str, TensorInfo]
 ) -> Quantized:
-    """Return which weights are quantized, and how; none without a scheme. Raises ReshardError if the scheme cannot hold them."""
+    """Return which weights are quantized, and how; none without a scheme. Raises ReshardError if
+    the scheme cannot hold them."""
     if scheme and not source.model.family.experts_apart:
         raise ReshardError(
             f"--quantize {scheme_name}: a {source.model.family.architecture} is written in bf16, fp16 or fp32 only, "

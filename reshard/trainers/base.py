@@ -27,8 +27,8 @@ class Trainer(ABC):
 
     @abstractmethod
     def publish(self, model: Model) -> list[LocalTensor]:
-        """Return what each region holds of the canonical tensors of `model`, in the order of `regions`, each with
-        its index there as its id.
+        """Return what each region holds of the canonical tensors of `model`, in the order of
+        `regions`, each with its index there as its id.
 
         Raises ReshardError where this rank holds a parameter that is none of the model's, or one of another
         shape.
@@ -45,12 +45,13 @@ class Trainer(ABC):
 
     @property
     def device(self) -> torch.device | None:
-        """The device on which the trainer computes, and should have its parameters; None where this rank has none."""
+        """The device on which the trainer computes, and should have its parameters; None where this
+        rank has none."""
         return next((region.tensor.device for region in self.regions), None)
 
     def as_published(self, model: Model) -> "Trainer":
-        """Return a trainer whose local tensors have the numbers of the published ones: this one, or one with copies of what
-        this one holds in another form."""
+        """Return a trainer whose local tensors have the numbers of the published ones: this one, or
+        one with copies of what this one holds in another form."""
         return self
 
     def addresses(self) -> list[int]:
@@ -66,8 +67,8 @@ class Trainer(ABC):
         return False
 
     def sync_params(self) -> None:
-        """Finish what training has put off, before anything is read. All ranks of the trainer call it, and some may wait
-        for others. Raises ReshardError where it fails."""
+        """Finish what training has put off, before anything is read. All ranks of the trainer call
+        it, and some may wait for others. Raises ReshardError where it fails."""
         return
 
     def check_memory(self, device: torch.device) -> None:

@@ -105,7 +105,8 @@ class FsdpModel(Trainer):
         return regions
 
     def _tensors(self) -> list[torch.Tensor]:
-        """Return the local tensors, as they are now. Raises ReshardError where one is not as it was at connect."""
+        """Return the local tensors, as they are now. Raises ReshardError where one is not as it was
+        at connect."""
         tensors = [held.tensor for held in self.held]
         for held, tensor in zip(self.held, tensors, strict=True):
             if tensor.shape != held.box.lengths:
@@ -223,7 +224,8 @@ def _locals(
     views: Mapping[str, list[str]],
     published_names: Mapping[str, str],
 ) -> list[LocalTensor | None]:
-    """Return the local tensors of a parameter, one for each of its regions; None where the model has no such tensor.
+    """Return the local tensors of a parameter, one for each of its regions; None where the model
+    has no such tensor.
 
     Raises ReshardError where it has another shape.
     """
@@ -261,7 +263,8 @@ def _locals(
 
 
 def _rows(held: LocalParameter) -> Box:
-    """Return the box of a parameter as one of a matrix. Raises ReshardError where it is split along a dim after the second."""
+    """Return the box of a parameter as one of a matrix. Raises ReshardError where it is split along
+    a dim after the second."""
     offsets, lengths = held.box
     if len(lengths) > 2 and lengths[1:] != held.shape[1:]:
         raise ReshardError(f"the trainer's {held.name} is split along another dim than the first")

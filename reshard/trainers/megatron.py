@@ -144,7 +144,8 @@ class MegatronModel(Trainer):
 
     @property
     def has_pending_sync(self) -> bool:
-        """With ``overlap_param_gather`` a rank has what the others have stepped only from the next forward on."""
+        """With ``overlap_param_gather`` a rank has what the others have stepped only from the next
+        forward on."""
         return bool(self.gathering)
 
     def sync_params(self) -> None:
@@ -160,7 +161,8 @@ class MegatronModel(Trainer):
                 ) from error
 
     def addresses(self) -> list[int]:
-        """See `Trainer.addresses`; called before every refit, so that the tensors' places are kept at hand."""
+        """See `Trainer.addresses`; called before every refit, so that the tensors' places are kept at
+        hand."""
         try:
             return list(map(torch.Tensor.data_ptr, self._now()))
         except TypeError:  # no tensor
@@ -171,7 +173,8 @@ class MegatronModel(Trainer):
         return list(map(dict.get, *self._places))
 
     def _look_into(self, now: list[Any]) -> None:
-        """Look into these tensors from now on. Raises ReshardError where one differs in form from the one that it replaces."""
+        """Look into these tensors from now on. Raises ReshardError where one differs in form from
+        the one that it replaces."""
         others = {id(before): tensor for before, tensor in zip(self._tensors, now, strict=True)}
         for index, region in enumerate(self._regions):
             if _layout_of(others[id(region.tensor)]) != _layout_of(region.tensor):
@@ -189,7 +192,8 @@ class MegatronModel(Trainer):
     def publish(self, model: Model) -> list[LocalTensor]:
         """See `Trainer.publish`; each shard goes by its checkpoint key.
 
-        Raises ReshardError too for parameters that the model's ``sharded_state_dict`` leaves out, such as adapters.
+        Raises ReshardError too for parameters that the model's ``sharded_state_dict`` leaves out,
+        such as adapters.
         """
         if self._left_out:
             raise ReshardError(
@@ -258,8 +262,8 @@ class MegatronModel(Trainer):
 def _places(
     models: Sequence[torch.nn.Module], tensors: Sequence[torch.Tensor]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return, for each of these tensors, the dict of its module that holds it, and its name there: a trainer that moves its model
-    as a module (``to``, ``cpu``) makes new buffers."""
+    """Return, for each of these tensors, the dict of its module that holds it, and its name there:
+    a trainer that moves its model as a module (``to``, ``cpu``) makes new buffers."""
     places: dict[int, tuple[dict[str, Any], str]] = {}
     for module in (module for model in models for module in model.modules()):
         for held in (module._parameters, module._buffers):
@@ -275,7 +279,8 @@ def _layout_of(tensor: Any) -> tuple | None:
 
 
 def _settings(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the settings of a live model that decide what it computes, by the names of Megatron's arguments."""
+    """Return the settings of a live model that decide what it computes, by the names of Megatron's
+    arguments."""
     config: Any = model.config
     settings = {name: getattr(config, name) for name in NUMERICS_ARGS if hasattr(config, name)}
     gated, function = getattr(config, "gated_linear_unit", None), getattr(config, "activation_func", None)
@@ -327,8 +332,8 @@ def rope_is_ignored() -> bool:
 
 
 def _frequencies(module: torch.nn.Module) -> list[float] | None:
-    """Return the angles by which a rotary embedding of Megatron turns from one position to the next; None for other
-    modules."""
+    """Return the angles by which a rotary embedding of Megatron turns from one position to the
+    next; None for other modules."""
     plain = getattr(module, "inv_freq", None)
     if not isinstance(plain, torch.Tensor) or plain.ndim != 1:
         return None
@@ -368,7 +373,8 @@ def _overlaps_param_gather(layer: torch.nn.Module) -> bool:
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the Megatron-Core model inside DDP, Float16Module and the like. Raises ReshardError where there is none."""
+    """Return the Megatron-Core model inside DDP, Float16Module and the like. Raises ReshardError
+    where there is none."""
     while not hasattr(model, "sharded_state_dict") or hasattr(model, "module"):
         inner = getattr(model, "module", None)
         if not isinstance(inner, torch.nn.Module):

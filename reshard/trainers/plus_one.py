@@ -1,4 +1,5 @@
-"""A trainer of whose tensors some are read from copies plus 1: Megatron holds the weights of some norms less 1."""
+"""A trainer of whose tensors some are read from copies plus 1: Megatron holds the weights of some
+norms less 1."""
 
 from collections.abc import Collection, Sequence
 
@@ -11,8 +12,9 @@ from reshard.trainers.base import Trainer
 
 
 class PlusOne(Trainer):
-    """The weights of `trainer` as they are published: local tensors that hold the published `names` less 1 are copied,
-    plus 1, before every refit. They are vectors of a layer, so that the copies are small."""
+    """The weights of `trainer` as they are published: local tensors that hold the published `names`
+    less 1 are copied, plus 1, before every refit. They are vectors of a layer, so that the copies
+    are small."""
 
     def __init__(self, trainer: Trainer, model: Model, names: Collection[str]) -> None:
         self.trainer, self.model = trainer, model
@@ -71,7 +73,8 @@ class PlusOne(Trainer):
 
     @property
     def has_pending_sync(self) -> bool:
-        """True: the copies are made of what the trainer has at each refit, on a rank without any at no cost."""
+        """True: the copies are made of what the trainer has at each refit, on a rank without any at no
+        cost."""
         return True
 
     def sync_params(self) -> None:

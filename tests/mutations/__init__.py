@@ -1,4 +1,5 @@
-"""Ways to spoil the files of a checkpoint: each takes a random generator and a file, changes the file and says how."""
+"""Ways to spoil the files of a checkpoint: each takes a random generator and a file, changes the
+file and says how."""
 
 from pathlib import Path
 

@@ -122,7 +122,8 @@ def metadata_pickle(rng: random.Random, path: Path) -> str:
 
 
 def metadata_entries(rng: random.Random, path: Path) -> str:
-    """``.metadata`` as torch reads it, with an entry changed, dropped or exchanged, and written again by torch's own classes."""
+    """``.metadata`` as torch reads it, with an entry changed, dropped or exchanged, and written
+    again by torch's own classes."""
     metadata = pickle.loads(path.read_bytes())
     storage, state = metadata.storage_data, metadata.state_dict_metadata
     keys = [key for key, entry in state.items() if isinstance(entry, TensorStorageMetadata)]

@@ -19,7 +19,8 @@ Mutation = Callable[[random.Random, Path], str]
 
 
 def extreme(rng: random.Random, value: Any) -> Any:
-    """Something that may stand where `value` stood: often a number near it, sometimes another kind of thing."""
+    """Something that may stand where `value` stood: often a number near it, sometimes another kind of
+    thing."""
     if type(value) is int and rng.random() < 0.5:
         return rng.choice(
             [

@@ -229,8 +229,8 @@ def padded(tensor: LocalTensor, shape: tuple[int, ...], bands: int) -> LocalTens
 
 
 class _Turns(NamedTuple):
-    """The rows of one canonical tensor among others of the same stored one: so many in each turn, where each turn lies, and how
-    many rows all of them fill together, said by the last of them."""
+    """The rows of one canonical tensor among others of the same stored one: so many in each turn,
+    where each turn lies, and how many rows all of them fill together, said by the last of them."""
 
     rows: int
     places: range
@@ -238,7 +238,8 @@ class _Turns(NamedTuple):
 
 
 def _turns_of(row: Row, rows: int) -> _Turns:
-    """Return the turns of a row's tensor of which a rank has so many rows; one, unless its view takes some of every period."""
+    """Return the turns of a row's tensor of which a rank has so many rows; one, unless its view
+    takes some of every period."""
     selections = View.parse(row.hf).selections
     if not selections or not selections[0].period:
         return _Turns(rows, range(1), rows)
@@ -273,11 +274,11 @@ class _Expansion:
     def _arrange(
         self, prefix: str, rows: Sequence[Row]
     ) -> tuple[tuple[int, ...], list[tuple[int, Box, tuple[int, ...]]], tuple[Box, ...]]:
-        """Return the matrix, or vector, that the rows fill one below the other; views that take turns in a stored tensor,
-        as queries and their gates do, in these turns.
+        """Return the matrix, or vector, that the rows fill one below the other; views that take
+        turns in a stored tensor, as queries and their gates do, in these turns.
 
-        That is its shape, the boxes of the rows' tensors, each with the row's index and its place, and the boxes of
-        padding.
+        That is its shape, the boxes of the rows' tensors, each with the row's index and its place,
+        and the boxes of padding.
         """
         places: list[tuple[int, Box, tuple[int, ...]]] = []
         fills: tuple[Box, ...] = ()

@@ -110,8 +110,8 @@ def in_vllm(model: Model, published: str) -> str:
 
 
 def tower_prefixes(model: Model) -> tuple[str, ...]:
-    """Return what vLLM's names of the tensors begin with that belong to other parts of the model in which this language
-    model is."""
+    """Return what vLLM's names of the tensors begin with that belong to other parts of the model in
+    which this language model is."""
     return tuple(in_vllm(model, tower) for tower in model.family.towers) if model.wrapped else ()
 
 

@@ -9,7 +9,8 @@ from reshard.core.errors import ReshardError, rewrite_message
 
 
 def keyword_style_errors() -> AbstractContextManager[None]:
-    """Have error messages inside name the keywords of `load`, `save` and `export` instead of command-line options.
+    """Have error messages inside name the keywords of `load`, `save` and `export` instead of
+    command-line options.
 
     They do not offer to resume, since a load or a save starts anew.
     """
@@ -24,8 +25,8 @@ def keyword_style_errors() -> AbstractContextManager[None]:
 
 
 def open_team(call: str) -> Team:
-    """Return the team of the ranks that make this call. Raises ReshardError on all of them where some make another
-    call."""
+    """Return the team of the ranks that make this call. Raises ReshardError on all of them where
+    some make another call."""
     team = Team.of_process_group()
     try:
         check_same_options(team, "calls", {"the call": call})
@@ -36,8 +37,8 @@ def open_team(call: str) -> Team:
 
 
 def check_same_options(team: Team, calls: str, options: dict[str, Any]) -> None:
-    """Raise ReshardError on every rank where the ranks were given different options. `calls` is the plural of what
-    they asked for."""
+    """Raise ReshardError on every rank where the ranks were given different options. `calls` is the
+    plural of what they asked for."""
     options_of_ranks = team.together(lambda: options)
 
     def compare() -> None:
@@ -54,5 +55,6 @@ def check_same_options(team: Team, calls: str, options: dict[str, Any]) -> None:
 
 
 def run_on_first(team: Team, decide: Callable[[], Any]) -> Any:
-    """Run `decide` in the first process, which alone has what the ranks sent; return its result on every rank."""
+    """Run `decide` in the first process, which alone has what the ranks sent; return its result on
+    every rank."""
     return team.together(lambda: decide() if team.process == 0 else None)[0]

@@ -34,9 +34,9 @@ def export(
     """Yield every published tensor of a live Megatron-Core model, whole, as (name, tensor): those that
     `save(format="hf")` would write, in the order of the family's table.
 
-    All ranks of torch's default process group call it, iterate to the end, and use no group of it meanwhile. Tensors lie
-    on the model's device, have the parameters' dtypes, and are the caller's to keep. One that repeats another is the
-    same tensor, and follows it.
+    All ranks of torch's default process group call it, iterate to the end, and use no group of it
+    meanwhile. Tensors lie on the model's device, have the parameters' dtypes, and are the caller's
+    to keep. One that repeats another is the same tensor, and follows it.
 
     Args:
         buffer_bytes: the most bytes of a batch, which takes one exchange between all ranks. A rank that gets the
@@ -46,8 +46,8 @@ def export(
         copy: False to get a tensor that lies whole on a rank, row after row, where it lies: read it before the model
             is trained on, and do not write to it.
 
-    Raises ReshardError on every rank, before the first tensor, where the models are not that of `hf_config` or lack a
-    part of it.
+    Raises ReshardError on every rank, before the first tensor, where the models are not that of
+    `hf_config` or lack a part of it.
     """
     with keyword_style_errors(), gc_paused(), open_team("export") as team:
         described: list[tuple[PublishedModel, LocalModel]] = []
@@ -126,8 +126,8 @@ class _Stream:
                     yield copy, tensor
 
     def _exchange_directly(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Send a tensor that fills a batch from where it lies to where it belongs, without a buffer where its rows
-        follow one another."""
+        """Send a tensor that fills a batch from where it lies to where it belongs, without a buffer
+        where its rows follow one another."""
         takes = self.process in self.takers
         tensor = self._whole(name) if takes else None
         exchanges, copies = [], []
@@ -150,7 +150,8 @@ class _Stream:
             yield name, tensor
 
     def _exchange_packed(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Send the tensors of a batch: the boxes of all of them go from a rank to each other one in one message."""
+        """Send the tensors of a batch: the boxes of all of them go from a rank to each other one in
+        one message."""
         received = self._exchange(names)
         if self.process not in self.takers:
             return
@@ -168,8 +169,8 @@ class _Stream:
             yield name, tensor
 
     def _exchange(self, names: list[str]) -> dict[int, torch.Tensor]:
-        """Send this rank's boxes of these tensors to all others that take them. Return the bytes that came from each of
-        the others, where this rank takes tensors."""
+        """Send this rank's boxes of these tensors to all others that take them. Return the bytes
+        that came from each of the others, where this rank takes tensors."""
         sizes: dict[int, int] = {}
         own_bytes = []
         for name in names:
@@ -206,7 +207,8 @@ class _Stream:
         return (numbers.float() + 1).to(numbers.dtype).view(torch.uint8)
 
     def _whole(self, name: str) -> torch.Tensor:
-        """Return memory to put a tensor together in, or the tensor where it lies already, if no copy is asked for."""
+        """Return memory to put a tensor together in, or the tensor where it lies already, if no
+        copy is asked for."""
         info, assignments = self.inventory.tensors[name], self.assignments[name]
         dtype = getattr(torch, info.dtype.name)
         if not self.copy and len(assignments) == 1 and assignments[0].rank == self.process:

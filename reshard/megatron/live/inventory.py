@@ -1,4 +1,5 @@
-"""The tensors that all ranks of a live model hold together, in which dtypes, and which rank writes which box."""
+"""The tensors that all ranks of a live model hold together, in which dtypes, and which rank writes which
+box."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +19,8 @@ from reshard.storage.io.streams import TensorInfo
 
 
 class WriteAssignment(NamedTuple):
-    """A box that `rank` writes or sends; `number` is its index among the boxes of the tensor that the rank holds."""
+    """A box that `rank` writes or sends; `number` is its index among the boxes of the tensor that
+    the rank holds."""
 
     rank: int
     number: int
@@ -29,9 +31,10 @@ class WriteAssignment(NamedTuple):
 class Inventory:
     """The published tensors of a live model.
 
-    `model` has no MTP layers where no rank has them. `tensors` are in the order of the family's table. `copies`
-    maps tensors that repeat another to that one, and `packed` those that a file has as parts of others to the
-    parts. `assignments` says, in the first process only, which ranks write each tensor that is no copy.
+    `model` has no MTP layers where no rank has them. `tensors` are in the order of the family's
+    table. `copies` maps tensors that repeat another to that one, and `packed` those that a file has
+    as parts of others to the parts. `assignments` says, in the first process only, which ranks
+    write each tensor that is no copy.
     """
 
     model: Model
@@ -43,8 +46,8 @@ class Inventory:
 
 
 def take_inventory(team: Team, local: LocalModel, published: PublishedModel) -> Inventory:
-    """Gather what every rank holds. Raises ReshardError on every rank where all of them together lack a part of a
-    tensor, hold one in two dtypes, or parts that overlap."""
+    """Gather what every rank holds. Raises ReshardError on every rank where all of them together
+    lack a part of a tensor, hold one in two dtypes, or parts that overlap."""
     gathered = team.gather([local.held_boxes(), local.names_by_dtype()])
     assignments: dict[str, list[WriteAssignment]] = {}
 
@@ -103,7 +106,8 @@ def _dtype_of_names(names_by_dtype: list[dict[str, list[str]]]) -> dict[str, str
 
 
 def _matrices(packed: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return for each tensor of which files hold the transposed matrix which one that is: a tensor, and indexes."""
+    """Return for each tensor of which files hold the transposed matrix which one that is: a tensor,
+    and indexes."""
     views = {name: View.parse(place) for name, place in packed.items() if place.endswith(".T")}
     return {
         name: (view.tensor, *(str(selection.start) for selection in view.selections if selection.drops))
@@ -116,8 +120,8 @@ def _assign_writers(
     shapes: dict[str, tuple[int, ...]],
     matrices: dict[str, tuple[str, ...]],
 ) -> dict[str, list[WriteAssignment]]:
-    """Choose one rank for each box that several hold, so that each writes about as many elements, and one for the
-    tensors that are columns of one of the `matrices`."""
+    """Choose one rank for each box that several hold, so that each writes about as many elements,
+    and one for the tensors that are columns of one of the `matrices`."""
     writers: dict[tuple[str, ...], int] = {}
     assignments: dict[str, list[WriteAssignment]] = {}
     load = [0] * len(boxes_of_ranks)

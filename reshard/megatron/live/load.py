@@ -1,4 +1,5 @@
-"""Load weights from disk into a live Megatron: every rank reads its own boxes, straight into its parameters."""
+"""Load weights from disk into a live Megatron: every rank reads its own boxes, straight into its
+parameters."""
 
 import os
 import time
@@ -36,8 +37,8 @@ from reshard.storage.sources.verify import SourceChecks
 
 @dataclass
 class LoadReport:
-    """The result of a load on this rank. Sizes in bytes; `read_bytes` are those of its boxes in the source's dtypes,
-    `cast_tensors` counts the tensors that have another dtype in the model."""
+    """The result of a load on this rank. Sizes in bytes; `read_bytes` are those of its boxes in the
+    source's dtypes, `cast_tensors` counts the tensors that have another dtype in the model."""
 
     source: str
     family: str
@@ -70,8 +71,8 @@ def load(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> LoadReport:
-    """Fill a live Megatron-Core model from a Hugging Face directory or hub id, or from a Megatron ``torch_dist``
-    checkpoint at any layout. Weights in fp8 or int8 are dequantized.
+    """Fill a live Megatron-Core model from a Hugging Face directory or hub id, or from a Megatron
+    ``torch_dist`` checkpoint at any layout. Weights in fp8 or int8 are dequantized.
 
     All ranks of torch's default process group call it. Each rank reads its own boxes; nothing is gathered.
 
@@ -87,8 +88,9 @@ def load(
         hf_config, family: as for `mcore_to_hf`. metadata: as for `MegatronModel`.
         progress: called as ``progress(done, total)`` with this rank's bytes.
 
-    Raises ReshardError on every rank, with nothing changed, where names, shapes, config or dtypes do not fit on any
-    rank. An error while weights are read (a disk, an overflow) leaves a model with some new weights, and says so.
+    Raises ReshardError on every rank, with nothing changed, where names, shapes, config or dtypes
+    do not fit on any rank. An error while weights are read (a disk, an overflow) leaves a model
+    with some new weights, and says so.
     """
     began = time.monotonic()
     with keyword_style_errors(), gc_paused(), open_team("load") as team:
@@ -146,7 +148,8 @@ class _Load:
         check_switch(self.skip_mtp, "skip_mtp")
         worker_count(self.workers)
         target = self.target = float_dtype(self.dtype)
-        # As in a conversion: to a dtype that holds all that codes stand for, so that the cast can count what overflows.
+        # As in a conversion: to a dtype that holds all that codes stand for, so that the cast can
+        # count what overflows.
         wide = DTYPES["float32"] if target is not None and target.name == "float16" else target
         config = None if self.hf_config is None else config_path(self.hf_config)
         source = open_source(local_directory(str(self.path)), config, self.family, wide)
@@ -173,8 +176,8 @@ class _Load:
         self._check_dtypes(source)
 
     def _agree_on_options(self, source: Source) -> None:
-        """Raise ReshardError where the ranks were given different options, or found different iterations of a run that
-        is still being written: the model would be a mixture."""
+        """Raise ReshardError where the ranks were given different options, or found different
+        iterations of a run that is still being written: the model would be a mixture."""
         options = {
             "source": _source_identity(self.path, source), "the digest of the config": digest_of(source.model),
             "dtype": None if self.target is None else self.target.name, "allow_overflow": self.allow_overflow,
@@ -212,8 +215,8 @@ class _Load:
             )
 
     def _check_copies(self, source: Source) -> None:
-        """Raise ReshardError where two published tensors differ that Megatron holds as one; each rank compares
-        some of their rows."""
+        """Raise ReshardError where two published tensors differ that Megatron holds as one; each
+        rank compares some of their rows."""
         reader = BoxReader(source.files, source.strips, source.read_rows)
         for name, primary in source.copies.items():
             info, same = source.tensors[name], source.tensors[name] == source.tensors[primary]
@@ -235,8 +238,8 @@ class _Load:
                 )
 
     def _read_unchanged(self, source: Source) -> int:
-        """Read the source, and raise ReshardError where it changed meanwhile. What the model is then is said here, for
-        ranks that have not begun to read."""
+        """Read the source, and raise ReshardError where it changed meanwhile. What the model is
+        then is said here, for ranks that have not begun to read."""
         try:
             with source.unchanged():
                 return self._read(source)
@@ -295,7 +298,8 @@ class _Load:
 
 
 def _source_identity(path: str | Path, source: Source) -> str:
-    """Return the directory that a rank reads; of a hub id, which hosts keep in different places, id and commit."""
+    """Return the directory that a rank reads; of a hub id, which hosts keep in different places, id
+    and commit."""
     directory = source.checkpoint.directory if isinstance(source, MegatronSource) else source.path
     return os.path.realpath(directory) if os.path.isdir(path) else f"{path} at {directory.name}"
 

@@ -46,8 +46,8 @@ class LocalModel:
         self.padding: list[tuple[Region, Rows]] = []
 
     def find_boxes(self, model: Model, make_vocab_size_divisible_by: int) -> None:
-        """Find the boxes of a model's tensors in this rank's memory. Raises ReshardError where the live model computes
-        something else, or has parameters that are none of that model's."""
+        """Find the boxes of a model's tensors in this rank's memory. Raises ReshardError where the
+        live model computes something else, or has parameters that are none of that model's."""
         check_number(make_vocab_size_divisible_by, "make_vocab_size_divisible_by", MAX_VOCAB_MULTIPLE)
         self.trainer.check_model(model)
         held, less_one = self.trainer.publish(model), expand(model).less_one
@@ -62,7 +62,8 @@ class LocalModel:
             self.padding += [(region, Rows.of(box)) for box in tensor.fills]
 
     def _check_padding(self, model: Model, make_vocab_size_divisible_by: int) -> None:
-        """Raise ReshardError where the vocabulary is padded by more than the rule gives: it is another one."""
+        """Raise ReshardError where the vocabulary is padded by more than the rule gives: it is another
+        one."""
         rows = max(
             (shard.shape[0] for shard in self.trainer.shards if shard.key in (EMBEDDING, OUTPUT)), default=0
         )

@@ -4,10 +4,11 @@
     reshard.onload(models, grads=False, states=False)  # before a refit
     reshard.onload(models)  # before the next training step
 
-Storages are moved. A storage's bytes are copied to pinned host memory, and it is resized to nothing. Later it is
-resized to what it was, perhaps at another address, and the bytes are copied back. Every tensor that views it (a
-parameter in DDP's buffer, the optimizer's shard of that buffer, ``main_grad``) stays the same tensor, so Megatron
-needs no notice. A refit looks up addresses each time.
+Storages are moved. A storage's bytes are copied to pinned host memory, and it is resized to
+nothing. Later it is resized to what it was, perhaps at another address, and the bytes are copied
+back. Every tensor that views it (a parameter in DDP's buffer, the optimizer's shard of that buffer,
+``main_grad``) stays the same tensor, so Megatron needs no notice. A refit looks up addresses each
+time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,15 +47,17 @@ _offloaded: WeakKeyDictionary[torch.nn.Module, Offloaded] = WeakKeyDictionary()
 
 def offload(models: Sequence[torch.nn.Module] | torch.nn.Module, optimizer: Any = None, *, params: bool = True,
             grads: bool | Literal["drop"] = True, states: bool = True) -> int:  # fmt: skip
-    """Move a trainer's tensors to host memory and free their own; return the bytes that were freed on this rank.
+    """Move a trainer's tensors to host memory and free their own; return the bytes that were freed
+    on this rank.
 
-    `models` is Megatron's list of chunks, wrapped in DDP or not, `optimizer` Megatron's or torch's. `params` are
-    parameters and buffers, `grads` the gradients and the buffers that they are summed in (``"drop"`` frees those
-    without a copy, and they come back as zeros), `states` what only the optimizer has: its moments and the fp32
-    main parameters. What is away already stays so, and what a trainer has put on another device is left there.
+    `models` is Megatron's list of chunks, wrapped in DDP or not, `optimizer` Megatron's or torch's.
+    `params` are parameters and buffers, `grads` the gradients and the buffers that they are summed
+    in (``"drop"`` frees those without a copy, and they come back as zeros), `states` what only the
+    optimizer has: its moments and the fp32 main parameters. What is away already stays so, and what
+    a trainer has put on another device is left there.
 
-    Until `onload` the trainer's tensors have no memory: no step, no save, no refit. No other process may have the
-    memory mapped, so connect without `keep_mapped`.
+    Until `onload` the trainer's tensors have no memory: no step, no save, no refit. No other
+    process may have the memory mapped, so connect without `keep_mapped`.
 
     Raises ReshardError, with nothing moved, where host memory is short or a storage cannot be resized.
     """
@@ -153,8 +156,9 @@ def _refuse_registered(chunks: list[torch.nn.Module]) -> None:
 def _storages(
     chunks: list[torch.nn.Module], optimizer: Any, device: torch.device
 ) -> Iterator[tuple[str, torch.UntypedStorage]]:
-    """Yield (kind, storage) for every storage on the device that has memory, once. A shared one has the first kind of
-    parameters, gradients, optimizer. Raises ReshardError for one that cannot be resized."""
+    """Yield (kind, storage) for every storage on the device that has memory, once. A shared one has
+    the first kind of parameters, gradients, optimizer. Raises ReshardError for one that cannot be
+    resized."""
     seen: set[int] = set()
     for kind, tensor in _tensors(chunks, optimizer):
         if tensor.device != device:
@@ -200,8 +204,8 @@ def _tensors(chunks: list[torch.nn.Module], optimizer: Any) -> Iterator[tuple[st
 
 
 def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that update the parameters, which Megatron's wraps, perhaps several. Raises ReshardError where
-    there is none."""
+    """Return the optimizers that update the parameters, which Megatron's wraps, perhaps several.
+    Raises ReshardError where there is none."""
     if optimizer is None or getattr(optimizer, "is_stub_optimizer", False):
         return []
     if hasattr(optimizer, "chained_optimizers"):
@@ -215,7 +219,8 @@ def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def check_main_parameters(optimizer: Any) -> None:
-    """Raise ReshardError where the main parameters of an optimizer cannot follow what is loaded into the model."""
+    """Raise ReshardError where the main parameters of an optimizer cannot follow what is loaded
+    into the model."""
     if optimizer is None:
         return
     if not hasattr(optimizer, "reload_model_params"):
@@ -250,7 +255,8 @@ def _parts(away: Away) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _copy_pairs(device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second of each pair to the first, on a GPU in a stream of its own that the current one waits for."""
+    """Copy the second of each pair to the first, on a GPU in a stream of its own that the current
+    one waits for."""
     if device.type != "cuda":
         for target, source in pairs:
             target.copy_(source)

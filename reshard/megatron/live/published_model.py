@@ -52,8 +52,9 @@ class PublishedModel:
 
     @staticmethod
     def read(config: "str | Path | PublishedModel | Any") -> "PublishedModel":
-        """Read a ``config.json``, a directory with one, a Megatron checkpoint with ``hf/``, a hub id (all but the
-        weights is fetched), or a transformers config. Raises ReshardError where there is none."""
+        """Read a ``config.json``, a directory with one, a Megatron checkpoint with ``hf/``, a hub
+        id (all but the weights is fetched), or a transformers config. Raises ReshardError where
+        there is none."""
         if isinstance(config, PublishedModel):
             return config
         if not isinstance(config, str | Path):
@@ -85,7 +86,8 @@ def digest_of(model: Model) -> str:
 
 
 def _stored(path: Path) -> Iterable[str]:
-    """Return the names of the tensors of a Hugging Face directory, also of one that was fetched without them."""
+    """Return the names of the tensors of a Hugging Face directory, also of one that was fetched without
+    them."""
     if (path / safetensors.INDEX).is_file():
         names = read_json(path / safetensors.INDEX, "a readable index", MAX_INDEX_BYTES).get("weight_map")
         return names if isinstance(names, dict) else ()
@@ -100,8 +102,8 @@ def config_path(config: str | Path) -> Path:
 
 
 def layout_of(config: Any, pattern: str | None = None) -> MegatronLayout:
-    """Return the layout of a live model with this ``TransformerConfig`` and, of a HybridModel, this pattern. Raises
-    ReshardError where its stages were not given as a string."""
+    """Return the layout of a live model with this ``TransformerConfig`` and, of a HybridModel, this
+    pattern. Raises ReshardError where its stages were not given as a string."""
     if pattern is not None:
         if config.num_layers_in_first_pipeline_stage or config.num_layers_in_last_pipeline_stage:
             raise ReshardError("the trainer's stages are not in its hybrid_layer_pattern: pass layout=")

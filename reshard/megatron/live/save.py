@@ -1,4 +1,5 @@
-"""Save a live Megatron: every rank writes its own boxes into common files, which appear whole or not at all."""
+"""Save a live Megatron: every rank writes its own boxes into common files, which appear whole or not at
+all."""
 
 import logging
 import os
@@ -51,8 +52,8 @@ LIVE = "a live Megatron-Core model"
 
 @dataclass
 class SaveReport:
-    """The result of a save. Sizes in bytes: `written_bytes` and `host_bytes` (the copy that a background save made)
-    are this rank's, `files` and `size_bytes` count all files with weights."""
+    """The result of a save. Sizes in bytes: `written_bytes` and `host_bytes` (the copy that a
+    background save made) are this rank's, `files` and `size_bytes` count all files with weights."""
 
     destination: str
     format: str
@@ -129,12 +130,13 @@ def save(
     metadata: Mapping[str, Any] | None = None,
     workers: int | None = None,
 ) -> "SaveReport | Saving":
-    """Write a live Megatron-Core model to a Megatron ``torch_dist`` checkpoint or, with `format` ``hf``, to a Hugging
-    Face directory.
+    """Write a live Megatron-Core model to a Megatron ``torch_dist`` checkpoint or, with `format`
+    ``hf``, to a Hugging Face directory.
 
-    All ranks of torch's default process group call it, with `models` as for `load`; all see the same file system. One
-    rank writes each box that several hold. The files are those that `hf_to_mcore` and `mcore_to_hf` make of the same
-    weights, byte for byte; the manifest names another source. Padding rows of the vocabulary are written as zeros.
+    All ranks of torch's default process group call it, with `models` as for `load`; all see the
+    same file system. One rank writes each box that several hold. The files are those that
+    `hf_to_mcore` and `mcore_to_hf` make of the same weights, byte for byte; the manifest names
+    another source. Padding rows of the vocabulary are written as zeros.
 
     Args:
         hf_config: the directory, ``config.json`` or hub id that the model started from. It gives names, config, tokenizer
@@ -148,7 +150,8 @@ def save(
         megatron_version, make_vocab_size_divisible_by: as for `hf_to_mcore`. max_shard_size: as for `mcore_to_hf`.
             overwrite, sync: as for both.
 
-    Raises ReshardError on every rank, and leaves no destination (or the old one), where anything fails on any.
+    Raises ReshardError on every rank, and leaves no destination (or the old one), where anything
+    fails on any.
     """
     global _last
     last, _last = _last, None
@@ -288,7 +291,8 @@ class _Save:
         )
 
     def _agree_on_options(self) -> None:
-        """Raise ReshardError where the ranks were given different options. Find which layers the model has."""
+        """Raise ReshardError where the ranks were given different options. Find which layers the model
+        has."""
         options = {
             "destination": os.path.abspath(self.destination), "the digest of the config": self.published.digest,
             "format": self.format, "background": self.background, "layout": str(self.laid_out), "iteration": self.iteration,
@@ -301,7 +305,8 @@ class _Save:
         self.implementation = self.transformer_impl or max(implementations)
 
     def _checked_destination(self) -> str:
-        """Return the destination's path. Raises ReshardError where it is a training run's, all of which would be replaced."""
+        """Return the destination's path. Raises ReshardError where it is a training run's, all of
+        which would be replaced."""
         place = Path(os.path.abspath(self.destination))
         if self.iteration is None and self.overwrite and iterations_in(place):
             raise ReshardError(

@@ -29,9 +29,9 @@ from reshard.storage.sources.verify import checksum_of
 class ShareWriter:
     """Writes the boxes of one rank, and computes checksums.
 
-    `share` are the boxes, `host` their copies in host memory by index in the share, where a background save made
-    some. The files of `destination` lie under `root` at their full length. `checksums` has the tensors that this
-    rank hashed.
+    `share` are the boxes, `host` their copies in host memory by index in the share, where a
+    background save made some. The files of `destination` lie under `root` at their full length.
+    `checksums` has the tensors that this rank hashed.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class ShareWriter:
         self.checksums: dict[str, str] = {}
 
     def write(self, frames: set[str]) -> None:
-        """Write the share, and the frames (headers and padding) of some files. A tensor that the rank holds whole
-        is hashed on the way."""
+        """Write the share, and the frames (headers and padding) of some files. A tensor that the
+        rank holds whole is hashed on the way."""
         strips = {name: self._strips(name) for name in {live.name for live in self.share}}
         paths = {strip.path for of_name in strips.values() for strip in of_name}
         paths |= {self.root / name for name in frames}
@@ -93,8 +93,8 @@ class ShareWriter:
         ]
 
     def _jobs(self, strips: dict[str, list[Strip]]) -> list[list[int]]:
-        """Return what is written at a time: indices into the share of boxes that follow one another in the same
-        files."""
+        """Return what is written at a time: indices into the share of boxes that follow one another
+        in the same files."""
         places = []
         for index, live in enumerate(self.share):
             paths = tuple(sorted({str(strip.path) for strip in strips[live.name]}))
@@ -134,7 +134,8 @@ class ShareWriter:
     def _write_slabs(
         self, slabs: Iterable[tuple[int, Slab, np.ndarray]], writer: StripWriter, digests: dict[int, Any]
     ) -> None:
-        """Write slabs of boxes, by index, with the bytes that the model holds; hash those of some in `digests`."""
+        """Write slabs of boxes, by index, with the bytes that the model holds; hash those of some
+        in `digests`."""
         writes = []
         for index, slab, held in slabs:
             live = slab.live_box

@@ -54,7 +54,8 @@ class HuggingFace(ForwardSystem):
         return (module.float() if wide else module).eval().to(device())
 
     def _class(self) -> Any:
-        """Return the class of transformers that loads the model, a language model of its own if there is one."""
+        """Return the class of transformers that loads the model, a language model of its own if there is
+        one."""
         with importing("parity"):
             from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
             from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -73,7 +73,8 @@ class Megatron(ForwardSystem):
     def load(self, path: Path) -> None:
         """Load the weights of another checkpoint of the model with Megatron-Core's own loader.
 
-        Raises ReshardError where a parameter is missing, or the checkpoint is of another class of Megatron's models.
+        Raises ReshardError where a parameter is missing, or the checkpoint is of another class of
+        Megatron's models.
         """
         _, model_class, checkpoint = self._inspect(path)
         if model_class != self.model_class:
@@ -188,7 +189,8 @@ class Megatron(ForwardSystem):
         }
 
     def decoder_layer(self, layer: Any) -> int:
-        """Return the number of the published decoder layer that one of Megatron's layers is, or is half of."""
+        """Return the number of the published decoder layer that one of Megatron's layers is, or is half
+        of."""
         return (layer.layer_number - 1) // (2 if self.model_class == "hybrid" else 1)
 
     def choices(self, router: Any, inputs: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:

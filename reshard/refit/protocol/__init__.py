@@ -1,8 +1,9 @@
 """Every message of a connect and of a refit, in the order in which they travel.
 
-Members post payloads under keys within a transaction (`reshard.comm.group`). Each message is a record with its encoding and the checks that
-its reader makes before it allocates, reads or writes anything by it. A check raises a ReshardError that names the member, the tensor and
-what is out of bounds.
+Members post payloads under keys within a transaction (`reshard.comm.group`). Each message is a
+record with its encoding and the checks that its reader makes before it allocates, reads or writes
+anything by it. A check raises a ReshardError that names the member, the tensor and what is out of
+bounds.
 
     key              from, to                  record
     connect
@@ -25,6 +26,6 @@ what is out of bounds.
     moved            all, all                  nothing                    all bytes have moved; a verification begins
     (commit)         all, all                  comm's Commit
 
-A message that is valid, but not what its sender sent, is found by the answer to it: whoever asks says what it has read
-(`encoding.digest`), and is told what was asked for.
+A message that is valid, but not what its sender sent, is found by the answer to it: whoever asks
+says what it has read (`encoding.digest`), and is told what was asked for.
 """

@@ -1,4 +1,5 @@
-"""The number of partners that each member exchanges buckets with (``partners``), and of buckets in each round (``rounds``)."""
+"""The number of partners that each member exchanges buckets with (``partners``), and of buckets in
+each round (``rounds``)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,14 +25,16 @@ def exchange_partner_counts(group: RefitGroup, partners: int) -> list[int]:
 
 
 def exchange_bucket_counts(group: RefitGroup, counts: Mapping[int, int]) -> dict[int, int]:
-    """Tell all members how many buckets this one fills in each of the engines' rounds, and return how many each round takes."""
+    """Tell all members how many buckets this one fills in each of the engines' rounds, and return
+    how many each round takes."""
     return most_buckets(exchange_json(group, "rounds", [*counts.items()]), group.names)
 
 
 def most_buckets(lists: Sequence[Any], names: Mapping[int, str]) -> dict[int, int]:
     """Return how many buckets each of the engines' rounds takes, from all members' lists of [round, buckets].
 
-    Both ends of a pair cut the same pieces alike, so two members need the most. Raises ReshardError where only one does.
+    Both ends of a pair cut the same pieces alike, so two members need the most. Raises ReshardError
+    where only one does.
     """
     counts: dict[int, list[tuple[int, int]]] = {}
     for rank, pairs in enumerate(lists):

@@ -56,7 +56,8 @@ def pack_json(value: Any) -> bytes:
 
 
 def unpack_json(payload: bytes, what: str = "a message") -> Any:
-    """Return what `pack_json` packed; tuples come back as lists. Raises ReshardError, saying `what` it is, where it is no JSON."""
+    """Return what `pack_json` packed; tuples come back as lists. Raises ReshardError, saying `what`
+    it is, where it is no JSON."""
     with readable(what):
         return json.loads(_inflated(payload, MOST_TEXT), parse_constant=_refused)
 
@@ -83,8 +84,8 @@ def pack_array(array: np.ndarray) -> bytes:
 
 
 def unpack_array(payload: bytes, what: str = "a message", widths: Collection[int] = ()) -> np.ndarray:
-    """Return what `pack_array` packed. Raises ReshardError, saying `what` it is, where it is no matrix, or has a number of columns that
-    is none of `widths`."""
+    """Return what `pack_array` packed. Raises ReshardError, saying `what` it is, where it is no
+    matrix, or has a number of columns that is none of `widths`."""
     with readable(what):
         columns = int.from_bytes(payload[:8], "little", signed=True)
         data = _inflated(payload[8:], MOST_MATRIX)
@@ -94,8 +95,8 @@ def unpack_array(payload: bytes, what: str = "a message", widths: Collection[int
 
 
 def exchange_json(group: RefitGroup, key: str, value: Any) -> list[Any]:
-    """Post JSON, and return what all members posted, by rank. Raises ReshardError where this member's own did not arrive as it was
-    sent, since the others then go by something else."""
+    """Post JSON, and return what all members posted, by rank. Raises ReshardError where this
+    member's own did not arrive as it was sent, since the others then go by something else."""
     own = pack_json(value)
     payloads = group.gather(key, own)
     check_own(group, key, own, payloads[group.rank])

@@ -32,7 +32,8 @@ MOST_FIELDS = 1000  # of a config that are ignored
 class Greeting:
     """The first message of a member: its name and version, its roles and options, and the process that it is.
 
-    `ignored` are the fields of the engine's config that it ignores. `protocol` and `name` are what all versions send.
+    `ignored` are the fields of the engine's config that it ignores. `protocol` and `name` are what
+    all versions send.
     """
 
     name: str
@@ -51,7 +52,8 @@ class Greeting:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """The device on which a member's sides compute: ``cuda`` or ``cpu``, and the GPU's UUID, empty on a CPU."""
+    """The device on which a member's sides compute: ``cuda`` or ``cpu``, and the GPU's UUID, empty on a
+    CPU."""
 
     device: str
     gpu: str
@@ -141,8 +143,8 @@ def post_config(group: RefitGroup, config: dict[str, Any]) -> bytes:
 
 
 def one_config(group: RefitGroup, engines: Sequence[int], own: bytes) -> dict[str, Any]:
-    """Return the config that all inference ranks have posted, this one as `own`. Raises ReshardError where two serve different
-    models."""
+    """Return the config that all inference ranks have posted, this one as `own`. Raises
+    ReshardError where two serve different models."""
     configs: dict[int, dict[str, Any]] = {}
     names = group.names
     for rank in engines:

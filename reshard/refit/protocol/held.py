@@ -1,4 +1,5 @@
-"""The tensors that a trainer's ranks hold (``held``, ``parts``): each local tensor as boxes of the published ones."""
+"""The tensors that a trainer's ranks hold (``held``, ``parts``): each local tensor as boxes of the
+published ones."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -63,8 +64,8 @@ def unpack_held(header: bytes, matrix: bytes, who: str = "a member") -> HeldTens
 
 
 def names_held(header: bytes, who: str) -> set[str]:
-    """Return the names of the published tensors of which a rank holds parts, by the header alone. Raises ReshardError as
-    `unpack_held` does."""
+    """Return the names of the published tensors of which a rank holds parts, by the header alone.
+    Raises ReshardError as `unpack_held` does."""
     _, names, _ = _unpack_header(header, f"what {who} says that it holds")
     return {*names}
 
@@ -131,14 +132,16 @@ def _raise_first(wrong: np.ndarray, values: np.ndarray, sentence: str) -> None:
 
 
 class ShardSizes(NamedTuple):
-    """The sizes of a trainer's rank's shards: rows and columns ``[shards, 2]``, and the number of each one's dtype in `DTYPES`."""
+    """The sizes of a trainer's rank's shards: rows and columns ``[shards, 2]``, and the number of
+    each one's dtype in `DTYPES`."""
 
     shapes: np.ndarray
     dtypes: np.ndarray
 
     @staticmethod
     def of(tensors: Sequence[LocalTensor], dtypes: Sequence[str]) -> "ShardSizes":
-        """Return those of local tensors; a vector is one row, and nothing can be asked of a tensor of more than two dims."""
+        """Return those of local tensors; a vector is one row, and nothing can be asked of a tensor
+        of more than two dims."""
         as_rows = {shape: _rows_and_columns(shape) for shape in {tensor.shape for tensor in tensors}}
         shapes = np.array([as_rows[tensor.shape] for tensor in tensors], np.int64).reshape(-1, 2)
         return ShardSizes(shapes, np.array([DTYPE_NUMBERS[name] for name in dtypes], np.int64))

@@ -1,4 +1,5 @@
-"""The memory of a trainer's rank's shards (``regions``, ``memory``), and which of it cannot be mapped (``unmapped``)."""
+"""The memory of a trainer's rank's shards (``regions``, ``memory``), and which of it cannot be
+mapped (``unmapped``)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +29,9 @@ MOST_SENTENCE = 400
 
 @dataclass(frozen=True, eq=False)
 class TrainerMemory:
-    """The memory of a trainer's rank: (address, pitch in bytes) of each shard ``[shards, 2]``, the `allocations` that other processes may
-    map, in the order of addresses as (first address, bytes, handle), and whether all that others read is `exported` so."""
+    """The memory of a trainer's rank: (address, pitch in bytes) of each shard ``[shards, 2]``, the
+    `allocations` that other processes may map, in the order of addresses as (first address, bytes,
+    handle), and whether all that others read is `exported` so."""
 
     regions: np.ndarray
     allocations: Sequence[tuple[int, int, str]]
@@ -45,7 +47,8 @@ class TrainerMemory:
 
     @staticmethod
     def read(group: RefitGroup, rank: int, expected_digest: bytes) -> "TrainerMemory":
-        """Read that of a trainer's rank. Raises ReshardError where it makes no sense, or has another digest than that rank said."""
+        """Read that of a trainer's rank. Raises ReshardError where it makes no sense, or has
+        another digest than that rank said."""
         who = group.names[rank]
         regions, memory = (group.read(key, rank) for key in ("regions", "memory"))
         if digest(regions, memory) != expected_digest:
@@ -55,7 +58,8 @@ class TrainerMemory:
 
     @staticmethod
     def checked(fields: Any, regions: np.ndarray, who: str) -> "TrainerMemory":
-        """Return the memory that a message of `who` describes. Raises ReshardError where its allocations make no sense."""
+        """Return the memory that a message of `who` describes. Raises ReshardError where its
+        allocations make no sense."""
         allocations = fields.get("allocations") if isinstance(fields, dict) else None
         if not isinstance(allocations, list) or not isinstance(fields.get("exported"), bool):
             raise ReshardError(f"{who} does not say where its memory is")
@@ -92,8 +96,8 @@ def check_regions(
     who: str,
     names: Sequence[str],
 ) -> None:
-    """Check where the shards lie that a trainer's rank is asked for; where its memory is `mapped`, that all lie in what it exports.
-    `names` are the pieces', for the error."""
+    """Check where the shards lie that a trainer's rank is asked for; where its memory is `mapped`,
+    that all lie in what it exports. `names` are the pieces', for the error."""
     regions = memory.regions
     if regions.shape != (len(held.shapes), 2):
         raise ReshardError(
@@ -122,15 +126,16 @@ def check_regions(
 def exchange_unmapped(
     group: RefitGroup, unmapped: Sequence[tuple[int, str]], trainers: Sequence[int]
 ) -> dict[tuple[int, int], str]:
-    """Tell all members which trainers' ranks have memory that this one cannot map, and why. Returns that of all, by trainer's rank
-    and inference rank."""
+    """Tell all members which trainers' ranks have memory that this one cannot map, and why. Returns
+    that of all, by trainer's rank and inference rank."""
     return check_unmapped(exchange_json(group, "unmapped", unmapped), trainers, group.names)
 
 
 def check_unmapped(
     lists: Sequence[Any], trainers: Sequence[int], names: Mapping[int, str]
 ) -> dict[tuple[int, int], str]:
-    """Return the reasons in all members' lists by trainer's rank and inference rank. Raises ReshardError where one makes no sense."""
+    """Return the reasons in all members' lists by trainer's rank and inference rank. Raises
+    ReshardError where one makes no sense."""
     unmapped = {}
     for rank, pairs in enumerate(lists):
         for pair in pairs if isinstance(pairs, list) else [None]:

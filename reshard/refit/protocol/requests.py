@@ -25,7 +25,8 @@ from reshard.refit.codecs import BLOCKWISE, CODECS, PLAIN, ROUNDINGS
 from reshard.refit.protocol.encoding import DIGEST_BYTES, pack_array, unpack_array
 from reshard.refit.protocol.held import DTYPE_NUMBERS, ShardSizes
 
-# Above all that is of use: an engine's local tensors, its rounds, and how often one member wants a rank's elements.
+# Above all that is of use: an engine's local tensors, its rounds, and how often one member wants a
+# rank's elements.
 MOST_TENSORS = 1 << 20
 MOST_ROUNDS = 1 << 14
 MOST_TIMES = 64
@@ -34,7 +35,8 @@ CODEC_ROUNDINGS = np.array([[*ROUNDINGS, None].index(getattr(codec, "rounding", 
 
 
 class PieceRequest(NamedTuple):
-    """The pieces that an inference rank wants, behind the digest of what it has read that the trainer's rank holds."""
+    """The pieces that an inference rank wants, behind the digest of what it has read that the
+    trainer's rank holds."""
 
     held_digest: bytes
     pieces: np.ndarray
@@ -58,7 +60,8 @@ class PieceRequest(NamedTuple):
 
 
 class RequestsRead(NamedTuple):
-    """A trainer's rank's answer: digests of its `TrainerMemory`, and of the request of every inference rank."""
+    """A trainer's rank's answer: digests of its `TrainerMemory`, and of the request of every inference
+    rank."""
 
     memory_digest: bytes
     request_digests: Sequence[bytes]
@@ -69,7 +72,8 @@ class RequestsRead(NamedTuple):
 
     @staticmethod
     def decode(payload: bytes, engines: int, who: str) -> "RequestsRead":
-        """Return the answer of `who` to so many inference ranks. Raises ReshardError where it has another size."""
+        """Return the answer of `who` to so many inference ranks. Raises ReshardError where it has
+        another size."""
         size = (1 + engines) * DIGEST_BYTES
         if len(payload) != size:
             raise ReshardError(
@@ -80,7 +84,8 @@ class RequestsRead(NamedTuple):
 
 
 def check_pieces(requests: np.ndarray, held: ShardSizes, who: str, name_of: Callable[[int], str]) -> None:
-    """Check the pieces that `who` asks this trainer's rank for (`addresses.Pieces.requests`) against its shards."""
+    """Check the pieces that `who` asks this trainer's rank for (`addresses.Pieces.requests`)
+    against its shards."""
     shard, count = requests[:, SHARD], len(held.shapes)
     row = first_row((shard < 0) | (shard >= count))
     if row is not None:

@@ -10,8 +10,9 @@ from reshard.refit.protocol.encoding import MOST_ADDRESS, is_number, pack_json, 
 
 @dataclass(frozen=True)
 class SlabLocation:
-    """A slab that other processes map by `handle`: slots of `limit` bytes, several for each reader one after the other, where each
-    reader's begin as (rank, bytes) in `starts`. `number` tells it from an earlier slab with the same handle."""
+    """A slab that other processes map by `handle`: slots of `limit` bytes, several for each reader
+    one after the other, where each reader's begin as (rank, bytes) in `starts`. `number` tells it
+    from an earlier slab with the same handle."""
 
     number: int
     handle: str
@@ -40,8 +41,8 @@ class SlabLocation:
     ) -> "SlabLocation":
         """Return the slab of a trainer's rank from which `rank` of `size` members reads.
 
-        `limit_of` returns the bytes of a slot by how many read, and `may_have` whether that process may have a handle. Raises
-        ReshardError where the slab is not cut as both ends cut it.
+        `limit_of` returns the bytes of a slot by how many read, and `may_have` whether that process
+        may have a handle. Raises ReshardError where the slab is not cut as both ends cut it.
         """
         if not isinstance(fields, dict) or not isinstance(fields.get("starts"), list) or not fields["starts"]:
             raise ReshardError(f"{who} does not say what its slab is")

@@ -29,7 +29,8 @@ SENT = frozenset(transport.name for transport in TRANSPORTS if transport.sends)
 
 
 def transport_for(pair: Pair, backend: str) -> type[Transport]:
-    """Return the transport of a pair: the first that reaches it and that `backend` allows, or stands in for the one it names.
+    """Return the transport of a pair: the first that reaches it and that `backend` allows, or
+    stands in for the one it names.
 
     Raises ReshardError where none does.
     """

@@ -80,8 +80,9 @@ def by_round(flows: Mapping[int, Flow]) -> dict[int, dict[int, Flow]]:
 class Context(NamedTuple):
     """The surroundings that a transport is made for.
 
-    `backend` is what was chosen for all, `bucket_bytes` bounds its memory, `participants` are the ranks that have a side, `processes`
-    the process ids of all members. `engine` is this member's, None where it has none.
+    `backend` is what was chosen for all, `bucket_bytes` bounds its memory, `participants` are the
+    ranks that have a side, `processes` the process ids of all members. `engine` is this member's,
+    None where it has none.
     """
 
     group: RefitGroup
@@ -153,8 +154,8 @@ class Transport(ABC):
         incoming: Mapping[int, Incoming],
         elsewhere: Collection[Incoming] = (),
     ) -> None:
-        """Make the tables of copies: what goes out by inference rank, what comes in by trainer's rank. `elsewhere` is what other
-        transports bring to this rank."""
+        """Make the tables of copies: what goes out by inference rank, what comes in by trainer's
+        rank. `elsewhere` is what other transports bring to this rank."""
 
     @abstractmethod
     def run(self, number: int) -> None:
@@ -174,7 +175,8 @@ class Transport(ABC):
         return []
 
     def update_addresses(self, memory: Mapping[int, TrainerMemory]) -> bool:
-        """Take the addresses that the trainers' shards have now. Returns False where `prepare` is needed for that."""
+        """Take the addresses that the trainers' shards have now. Returns False where `prepare` is
+        needed for that."""
         return True
 
     def unmap_except(self, memory: Mapping[int, TrainerMemory]) -> None:  # noqa: B027

@@ -1,7 +1,9 @@
-"""CUDA IPC: an inference rank reads the trainer's memory where it lies, in its own process or mapped from another one's.
+"""CUDA IPC: an inference rank reads the trainer's memory where it lies, in its own process or
+mapped from another one's.
 
-All copies are one launch. What the engine serves in blocks of fp8 is quantized on the way, in another; what it makes of plain weights
-itself comes in rounds. Rows of padding are filled with zeros along the way.
+All copies are one launch. What the engine serves in blocks of fp8 is quantized on the way, in
+another; what it makes of plain weights itself comes in rounds. Rows of padding are filled with
+zeros along the way.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -126,8 +128,8 @@ class CudaIpc(Transport):
         return sum(table.launches for table in self._copy_tables) + len(self.blocks)
 
     def _padding(self, elsewhere: Iterable[Incoming]) -> Placed:
-        """Return copies of zeros into rows of padding, but for blocks that other transports bring whole. In blocks that are put together
-        of several ranks' parts zeros are written twice."""
+        """Return copies of zeros into rows of padding, but for blocks that other transports bring
+        whole. In blocks that are put together of several ranks' parts zeros are written twice."""
         assert self.context.engine is not None
         table, destinations = self.fills.table, self.fills.destinations
         blockwise = BLOCKWISE[table[:, CODEC]]
@@ -198,7 +200,8 @@ class CudaIpc(Transport):
         return True
 
     def _shards(self, rank: int, memory: TrainerMemory) -> np.ndarray:
-        """Return (address here, pitch in bytes) of the shards of a trainer's rank, mapping the memory of another process."""
+        """Return (address here, pitch in bytes) of the shards of a trainer's rank, mapping the
+        memory of another process."""
         if rank == self.rank:
             return memory.regions
         with rewrite_message(HINT):

@@ -26,8 +26,8 @@ class MappedMemory:
         self.device, self.addresses = device, dict[str, int]()
 
     def address(self, handle: str, size: int, whose: str) -> int:
-        """Return where an allocation of at least `size` bytes is mapped here, mapping it at the first call. Raises ReshardError where that
-        cannot be, or the allocation is smaller."""
+        """Return where an allocation of at least `size` bytes is mapped here, mapping it at the
+        first call. Raises ReshardError where that cannot be, or the allocation is smaller."""
         if handle not in self.addresses:
             wanted = driver().CUipcMemHandle()
             ctypes.memmove(wanted.getPtr(), bytes.fromhex(handle), HANDLE_BYTES)

@@ -36,8 +36,8 @@ _communicators: "weakref.WeakSet[Any]" = weakref.WeakSet()  # of NCCL, made here
 def communicator_of(
     group: RefitGroup, ranks: Sequence[int], device: torch.device, fresh: bool
 ) -> tuple[Any, Any]:
-    """Return a communicator of these members, and the store that it needs as long as it is there: on GPUs torch's own where they
-    are its ranks, since another takes memory of its own.
+    """Return a communicator of these members, and the store that it needs as long as it is there:
+    on GPUs torch's own where they are its ranks, since another takes memory of its own.
 
     A `fresh` one is not torch's: after an exchange that broke off, some ranks may have begun a collective
     that others never did. Raises ReshardError as soon as a member is gone, or fails, while it is made.
@@ -109,8 +109,9 @@ class BucketStep(NamedTuple):
 class Nccl(Transport):
     """This member's part of the exchange among all that have a side; a member that has none only agrees.
 
-    Rows are cut into tiles the same way on both ends, which only depends on rows and widths. All buffers of a rank together have at
-    most `bucket_bytes`. Where any pair goes this way, all that have a side take part in every round.
+    Rows are cut into tiles the same way on both ends, which only depends on rows and widths. All
+    buffers of a rank together have at most `bucket_bytes`. Where any pair goes this way, all that
+    have a side take part in every round.
     """
 
     name = NCCL
@@ -124,7 +125,8 @@ class Nccl(Transport):
         # What was prepared before the size of buckets was agreed on.
         self.outgoing: Mapping[int, Outgoing] = {}
         self.incoming: Mapping[int, Incoming] = {}
-        # By the engines' rounds: how many buckets all members have agreed on, this member's pairs by partner, and its work in each.
+        # By the engines' rounds: how many buckets all members have agreed on, this member's pairs
+        # by partner, and its work in each.
         self.buckets: dict[int, int] = {}
         self.sends_by_round: dict[int, dict[int, PackedPair]] = {}
         self.receives_by_round: dict[int, dict[int, PackedPair]] = {}
@@ -144,7 +146,8 @@ class Nccl(Transport):
 
     @property
     def is_blocking(self) -> bool:  # type: ignore[override]
-        """See `Transport.is_blocking`: NCCL's first exchange returns when all have met, one over Gloo when it has ended."""
+        """See `Transport.is_blocking`: NCCL's first exchange returns when all have met, one over
+        Gloo when it has ended."""
         return self.communicator is not None
 
     @property
@@ -159,7 +162,8 @@ class Nccl(Transport):
         return sum(step.pack.launches + step.unpack.launches for step in steps)
 
     def negotiate(self) -> None:
-        """Agree with all members on the size of the buckets and their number, and make a communicator of those that have a side."""
+        """Agree with all members on the size of the buckets and their number, and make a
+        communicator of those that have a side."""
         partners = max(exchange_partner_counts(self.group, max(len(self.incoming), len(self.outgoing))))
         if not partners:
             return
@@ -219,7 +223,8 @@ class Nccl(Transport):
         self.addresses, self.steps = [], {}
 
     def run(self, number: int) -> None:
-        """Exchange what belongs to a round of the engines', in as many buckets as all members have agreed on."""
+        """Exchange what belongs to a round of the engines', in as many buckets as all members have agreed
+        on."""
         if self.communicator is None or not self.buckets.get(number):
             return
         slots = [
@@ -254,8 +259,8 @@ class Nccl(Transport):
         packing: Any,
         unpacking: Any,
     ) -> None:
-        """Pack a bucket, send it off, unpack the one before: each kind in a stream of its own on a GPU, where only what waits for a
-        slot waits."""
+        """Pack a bucket, send it off, unpack the one before: each kind in a stream of its own on a
+        GPU, where only what waits for a slot waits."""
         works: list[Any] = []
         unpacked: list[Any] = []
         for index in range(len(steps) + 1):

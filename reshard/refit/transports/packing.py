@@ -1,10 +1,10 @@
-"""Packing for buckets and slabs: both ends of a pair cut its pieces into the same rounds, and copy a round into or out of memory that
-travels, or that both have.
+"""Packing for buckets and slabs: both ends of a pair cut its pieces into the same rounds, and copy
+a round into or out of memory that travels, or that both have.
 
-A *piece* is a box of a shard that goes into one local tensor (`addresses.Pieces`), a *tile* a part of it of at most 64 KiB, a
-*block* 128x128 codes of fp8 with their scale, made of *fragments* of pieces (`reshard.refit.fp8_blocks`); a *round* is what
-fits into a bucket. An engine's rounds are something else: the order in which its layers pass through one memory
-(`Engine.staged_rounds`).
+A *piece* is a box of a shard that goes into one local tensor (`addresses.Pieces`), a *tile* a part
+of it of at most 64 KiB, a *block* 128x128 codes of fp8 with their scale, made of *fragments* of
+pieces (`reshard.refit.fp8_blocks`); a *round* is what fits into a bucket. An engine's rounds are
+something else: the order in which its layers pass through one memory (`Engine.staged_rounds`).
 """
 
 from collections.abc import Sequence
@@ -49,8 +49,8 @@ from reshard.refit.transports.base import Incoming, Outgoing
 class PackedPair:
     """One direction of one pair: its tiles and blocks, and the round and offset of each.
 
-    `end`, SRC or DST, is what the table has filled in. What a codec makes narrower is encoded when it is packed, what it widens when
-    it is unpacked; blocks are made when they are packed.
+    `end`, SRC or DST, is what the table has filled in. What a codec makes narrower is encoded when
+    it is packed, what it widens when it is unpacked; blocks are made when they are packed.
     """
 
     def __init__(self, flow: Outgoing | Incoming, end: int, limit: int) -> None:
@@ -99,7 +99,8 @@ class PackedPair:
 
 
 def _tiles(table: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut copies into tiles at both ends alike; return them, and the bytes of each tile's rows while they travel."""
+    """Cut copies into tiles at both ends alike; return them, and the bytes of each tile's rows
+    while they travel."""
     pitch = SRC_PITCH if end == SRC else DST_PITCH
     # Pitches are only known here, so they must not decide.
     plain = table.copy()

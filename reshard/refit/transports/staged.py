@@ -1,7 +1,8 @@
 """Staging within a host: pieces are packed into memory that others can map, a slab, and unpacked from there.
 
-Expandable segments have no handle for other processes, and NCCL connects no two processes of one GPU; a slab serves both. A pair has two
-slots: while one is unpacked, the next is packed. Both ends cut the same list of pieces alike, as for buckets.
+Expandable segments have no handle for other processes, and NCCL connects no two processes of one
+GPU; a slab serves both. A pair has two slots: while one is unpacked, the next is packed. Both ends
+cut the same list of pieces alike, as for buckets.
 """
 
 import ctypes
@@ -70,8 +71,8 @@ class Views:
         self.mapped: dict[str, tuple[int, str]] = {}
 
     def address(self, number: int, handle: str, size: int, whose: str) -> int:
-        """Return where a slab of so many bytes is mapped here, in place of an earlier one. Raises ReshardError where that cannot
-        be."""
+        """Return where a slab of so many bytes is mapped here, in place of an earlier one. Raises
+        ReshardError where that cannot be."""
         if self.mapped.get(whose) != (number, handle):
             self._unmap(whose)
         self.mapped[whose] = number, handle
@@ -126,7 +127,8 @@ def _address(memory: mmap.mmap) -> int:
 class Staged(Transport):
     """This member's pairs of this kind.
 
-    `bucket_bytes` bounds the slab of a rank. The tables are made again only where a slab lies elsewhere than the last time.
+    `bucket_bytes` bounds the slab of a rank. The tables are made again only where a slab lies
+    elsewhere than the last time.
     """
 
     name = STAGED
@@ -140,7 +142,8 @@ class Staged(Transport):
         self.views = Views(self.device)
         # By partner and end: where its slots start, the bytes of one, and the rounds by the engine's round.
         self.tables: dict[tuple[int, int], tuple[int, int, dict[int, list[PackedRound]]]] = {}
-        # Of the refit that goes on: the rounds by partner and the engine's round, and how many each pair has had.
+        # Of the refit that goes on: the rounds by partner and the engine's round, and how many each
+        # pair has had.
         self.sending: dict[int, dict[int, list[PackedRound]]] = {}
         self.receiving: dict[int, dict[int, list[PackedRound]]] = {}
         self.counts: Counter[tuple[int, int]] = Counter()
@@ -173,7 +176,8 @@ class Staged(Transport):
         incoming: Mapping[int, Incoming],
         elsewhere: Collection[Incoming] = (),
     ) -> None:
-        """Take these tables. The slab is made when it is first used; one of the right size stays, since others may have it mapped."""
+        """Take these tables. The slab is made when it is first used; one of the right size stays,
+        since others may have it mapped."""
         self.tables.clear()
         self.outgoing, self.incoming = dict(outgoing), dict(incoming)
         self.numbers = rounds_in(outgoing) | rounds_in(incoming)
@@ -201,7 +205,8 @@ class Staged(Transport):
         return self.context.bucket_bytes // (SLOTS * readers) // ALIGNMENT * ALIGNMENT
 
     def run(self, number: int) -> None:
-        """Pack and unpack what belongs to a round. Returns when this member has all of its own, and its readers have all of theirs."""
+        """Pack and unpack what belongs to a round. Returns when this member has all of its own, and
+        its readers have all of theirs."""
         if number == UNSTAGED:
             self.sending, self.receiving = self._open()
             self.counts.clear()
@@ -237,7 +242,8 @@ class Staged(Transport):
     def _open(
         self,
     ) -> tuple[dict[int, dict[int, list[PackedRound]]], dict[int, dict[int, list[PackedRound]]]]:
-        """Make the slab and map those of others; return what goes out and comes in, by partner and the engine's round."""
+        """Make the slab and map those of others; return what goes out and comes in, by partner and
+        the engine's round."""
         sends = {}
         if self.outgoing:
             if self.slab is None:
@@ -256,7 +262,8 @@ class Staged(Transport):
         return sends, receives
 
     def _slots_of(self, peer: int) -> tuple[int, int]:
-        """Return where this member's slots begin in the slab of a trainer's rank, mapped here, and the bytes of one."""
+        """Return where this member's slots begin in the slab of a trainer's rank, mapped here, and
+        the bytes of one."""
         who, rank = self.group.names[peer], self.group.rank
         slab = SlabLocation.decode(
             self.group.read("slab", peer), who, rank=rank, size=self.group.size, slots=SLOTS, limit_of=self._limit,

@@ -132,8 +132,8 @@ class Weights:
 
 def weights_of_megatron(source: MegatronSource) -> Weights:
     """Return the weights of a Megatron checkpoint by published name, with tied ones. Closing them
-    closes the source. Some may be views of what a file has under the published name. Raises ReshardError where
-    an engine has them in no form that is known."""
+    closes the source. Some may be views of what a file has under the published name. Raises
+    ReshardError where an engine has them in no form that is known."""
     source.model.check_refittable("convert it with reshard mcore-to-hf, and serve that")
     return Weights(
         dict(source.tensors), cache(source.strips), source.files, source.unchanged, source.less_one

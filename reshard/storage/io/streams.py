@@ -114,8 +114,8 @@ def strips_of_view(
 def _transposed_strips(
     view: View, tensor_shape: tuple[int, ...], path: Path, tensor_offset: int, itemsize: int
 ) -> list[Strip]:
-    """Return the strips of a transposed view ``[indexes, rows, columns].T``: one where it takes all columns, a run
-    of them or one of every few, else one for each run."""
+    """Return the strips of a transposed view ``[indexes, rows, columns].T``: one where it takes all
+    columns, a run of them or one of every few, else one for each run."""
     selections = view.by_dim(len(tensor_shape))
     indexes, rows, columns = selections[:-2], selections[-2], selections[-1]
     height, width = tensor_shape[-2:]
@@ -142,8 +142,8 @@ def _transposed_strips(
 
 
 def largest_matrix(places: Iterable[str], tensors: Mapping[str, Tensor]) -> int:
-    """Return the bytes of the largest matrix among these stored tensors of which a view at one of these places is
-    transposed; 0 without any."""
+    """Return the bytes of the largest matrix among these stored tensors of which a view at one of
+    these places is transposed; 0 without any."""
     transposed = {tensor_of(place) for place in places if place.endswith(".T")}
     matrices = [tensors[name] for name in transposed if name in tensors]
     return max((prod(matrix.shape[-2:]) * matrix.dtype.size for matrix in matrices), default=0)
@@ -252,8 +252,8 @@ class StripWriter:
 
     @contextmanager
     def whole_matrices(self) -> Iterator[None]:
-        """Hold a transposed matrix in memory until all of its columns are there. Raises AssertionError where some
-        are not at the end."""
+        """Hold a transposed matrix in memory until all of its columns are there. Raises
+        AssertionError where some are not at the end."""
         try:
             yield
             assert self.matrix_columns.place is None, (
@@ -264,8 +264,8 @@ class StripWriter:
 
 
 class _Columns(threading.local):
-    """The columns of the transposed matrix that a thread works on, as rows ``[width, columns]``: where it lies, and
-    how many numbers are missing."""
+    """The columns of the transposed matrix that a thread works on, as rows ``[width, columns]``:
+    where it lies, and how many numbers are missing."""
 
     def __init__(self) -> None:
         self.scratch = Scratch()
@@ -273,8 +273,9 @@ class _Columns(threading.local):
         self.missing = 0
 
     def read(self, strip: Strip, size: int, files: OpenFiles) -> np.ndarray:
-        """Return the columns of a strip's matrix, of numbers of `size` bytes. It is read from the file, unless it
-        is the one that was read last: rows of a tensor are asked for a slab at a time."""
+        """Return the columns of a strip's matrix, of numbers of `size` bytes. It is read from the
+        file, unless it is the one that was read last: rows of a tensor are asked for a slab at a
+        time."""
         place = (strip.path, strip.offset, strip.width, strip.columns)
         columns = self._array("columns", strip.width, strip.columns, size)
         if place != self.place:

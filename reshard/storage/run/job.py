@@ -51,7 +51,8 @@ class ConversionJob:
 
     @property
     def kept_less_one(self) -> frozenset[str]:
-        """The tensors that both ends hold less 1: they are copied so, since adding 1 would round some of their numbers."""
+        """The tensors that both ends hold less 1: they are copied so, since adding 1 would round
+        some of their numbers."""
         return self.source.less_one & self.destination.less_one
 
     def files_of(self, name: str) -> list[str]:
@@ -85,8 +86,8 @@ class ConversionJob:
         return names, hashed
 
     def units_of(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Return the canonical tensors that are written together, by the first of each: those that are columns
-        of one transposed matrix. Any other is a unit of its own."""
+        """Return the canonical tensors that are written together, by the first of each: those that
+        are columns of one transposed matrix. Any other is a unit of its own."""
         firsts: dict[tuple[Path, int], str] = {}
         units: dict[str, list[str]] = {}
         for name in names:

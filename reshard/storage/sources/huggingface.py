@@ -188,7 +188,8 @@ class HuggingFaceSource(Source):
         return tensor_of(self.packed.get(name, name))
 
     def _in_memory(self, names: Iterable[str]) -> str:
-        """Return the end of an error about names that a transformers model has in memory; empty for others."""
+        """Return the end of an error about names that a transformers model has in memory; empty for
+        others."""
         experts = self.model.num_experts
         if not any(
             len(shape) == 3 and shape[0] == experts
@@ -230,8 +231,8 @@ class HuggingFaceSource(Source):
         return rows
 
     def _coded_rows(self, name: str, start: int, count: int, step: int = 1) -> np.ndarray:
-        """Decode rows of a weight, from `start` on every `step`-th. A weight of more than two dims counts as a
-        matrix of rows of its last."""
+        """Decode rows of a weight, from `start` on every `step`-th. A weight of more than two dims
+        counts as a matrix of rows of its last."""
         stored = self.codes[name]
         rows, columns = prod(stored.shape[:-1]), stored.shape[-1]
         weight = self.scratch.array("dequantized", count, columns * self.dequantize_to.size)
@@ -303,8 +304,8 @@ class HuggingFaceSource(Source):
         return rows.view(stored.dtype.numpy())
 
     def stored_tensors(self) -> dict[str, TensorInfo]:
-        """Return the tensors as the files have them: codes and scales apart, and views in place of the tensors
-        whose parts they are."""
+        """Return the tensors as the files have them: codes and scales apart, and views in place of
+        the tensors whose parts they are."""
         views = {n: info for n, info in self.tensors.items() if n not in self.stored and not self.is_coded(n)}
         parted = {self._tensor_of(name) for name in views}
         return {n: TensorInfo(t.shape, t.dtype) for n, t in self.stored.items() if n not in parted} | views

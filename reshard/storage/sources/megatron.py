@@ -156,8 +156,9 @@ class MegatronSource(Source):
         return TensorInfo(self.mapping.shapes[name], DTYPES[dtypes.pop()])
 
     def _towers(self) -> tuple[Path, dict[str, safetensors.Tensor]]:
-        """Return the tensors around the language model, and the directory of their files: the checkpoint's ``hf/``, or
-        the directory of the config that was given. None of a model that is only a language model."""
+        """Return the tensors around the language model, and the directory of their files: the
+        checkpoint's ``hf/``, or the directory of the config that was given. None of a model that is
+        only a language model."""
         directory = self.config_directory or self.root / HF_FILES
         if not self.model.wrapped:
             return directory, {}

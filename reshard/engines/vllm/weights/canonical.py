@@ -1,4 +1,5 @@
-"""The published tensors of a model: their names, shapes and dtypes, whole as vLLM's loader takes them, and in canonical parts."""
+"""The published tensors of a model: their names, shapes and dtypes, whole as vLLM's loader takes
+them, and in canonical parts."""
 
 from collections.abc import Iterator
 
@@ -13,8 +14,8 @@ from reshard.models.model import Model
 
 
 def stored_tensors(model: Model, dtype: torch.dtype) -> Canonical:
-    """Return shape and dtype of every tensor that a file of the main model would have, experts each on its own, as vLLM's
-    loader takes them: canonical ones may be views of these."""
+    """Return shape and dtype of every tensor that a file of the main model would have, experts each
+    on its own, as vLLM's loader takes them: canonical ones may be views of these."""
     dtypes = {tensor_of(name): dtype for name, (_, dtype) in canonical_tensors(model, dtype).items()}
     shapes = tensor_shapes({name: shape for name, (shape, _) in canonical_tensors(model, dtype).items()})
     return {name: (shape, dtypes[name]) for name, shape in shapes.items()}

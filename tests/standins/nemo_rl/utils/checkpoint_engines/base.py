@@ -1,4 +1,5 @@
-"""In the place of NeMo-RL's interface of a checkpoint engine, which no package index has: what ours overrides, and nothing else."""
+"""In the place of NeMo-RL's interface of a checkpoint engine, which no package index has: what ours
+overrides, and nothing else."""
 
 from abc import ABC, abstractmethod
 from importlib import import_module

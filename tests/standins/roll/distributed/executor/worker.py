@@ -1,4 +1,5 @@
-"""In the place of ROLL's worker, which no package index has: what ours calls and overrides, and nothing else."""
+"""In the place of ROLL's worker, which no package index has: what ours calls and overrides, and nothing
+else."""
 
 import os
 import socket
