@@ -18,7 +18,6 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
-    OlmoeConfig,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
@@ -132,7 +131,6 @@ VARIANTS = {
         **GLM_MLA | DSA, tie_word_embeddings=False, indexer_rope_interleave=True, index_topk_freq=2, index_skip_topk_offset=1, **rope(GLM_ROPE)
     ),
     "mixtral": MixtralConfig(**MIXTRAL, tie_word_embeddings=False),
-    "olmoe": OlmoeConfig(**GQA, num_experts=8, num_experts_per_tok=2, tie_word_embeddings=False),
     "gpt-oss": GptOssConfig(**GPT_OSS, tie_word_embeddings=False, **rope(GPT_OSS_YARN)),
 }  # fmt: skip
 if MiniMaxM2Config is not None:

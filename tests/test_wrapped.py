@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
-from reshard.parity import parity
 from tests.checkpoints import NEXT, make
 from tests.oracle import same as same_bits
 from tests.oracle import stored_tensors
+from tests.parity_runs import parity_command
 from tests.ranks import free_port, run_on_ranks
 from tests.test_logits import PP, TP, flags_at
 from tests.test_refit import refit
@@ -265,8 +265,8 @@ def test_the_language_model_of_qwen3_vl_comes_back_with_its_tower_and_says_what_
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     assert same(source, tmp_path / "back")
     assert inspect(tmp_path / "mcore").family == "qwen3"
-    report = parity(source, tmp_path / "mcore", 2, lengths=(8,), dtype="fp32", layout=MegatronLayout(tp=1))
-    assert report.ok
+    done = parity_command(source, tmp_path / "mcore", "--random", 2, "--lengths", 8, "--dtype", "fp32")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module", params=["dense", "moe", "qwen3-vl"])
