@@ -286,8 +286,9 @@ def test_bytes_of_the_same_process_are_not_sent(converted, tmp_path):
         assert first["local"] > 5 * first["nccl"] and first["local"] == second["local"]
 
 
-def test_parameters_that_move_between_refits_are_found_again(converted, tmp_path):
-    refit(converted("deepseek-v3"), f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2), 2, True, tmp_path, moving=True)
+@pytest.mark.parametrize("variant", ["deepseek-v3", "qwen3-next"])
+def test_parameters_that_move_between_refits_are_found_again(variant, converted, tmp_path):
+    refit(converted(variant), f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2), 2, True, tmp_path, moving=True)
 
 
 @pytest.mark.parametrize(
