@@ -26,9 +26,9 @@ from pathlib import Path
 
 from reshard import ReshardError
 from tests.environments import REPOSITORY, UV, attempt, clean, environment, interpreter, run
+from tests.versions_table import Result, read_table, write_table
 
 WORK = REPOSITORY / ".matrix"
-TABLE = REPOSITORY / "docs" / "evidence" / "versions.md"
 
 # megatron-core, and the torch of its time: older ones save through private names of torch's that
 # have changed since.
@@ -94,18 +94,6 @@ class Cell:
     group: str
     name: str
     check: Callable[[argparse.Namespace, Path], str] = field(repr=False)
-
-
-@dataclass
-class Result:
-    """The outcome of a cell, for people; `ok` is None if it was not run."""
-
-    group: str
-    name: str
-    outcome: str
-    ok: bool | None
-    seconds: int
-    date: str
 
 
 def cells() -> list[Cell]:
@@ -408,61 +396,6 @@ def _source(variant: str) -> Path:
     return folder
 
 
-VERDICTS = {True: "", False: "**fails**: ", None: "not run: "}
-
-
-def _kept() -> dict[str, Result]:
-    """The results in the table, by section and name."""
-    results, group = {}, ""
-    for line in TABLE.read_text(encoding="utf-8").splitlines() if TABLE.is_file() else []:
-        cells = [cell.strip() for cell in line.strip("|").split(" |")]
-        if line.startswith("## "):
-            group = line.removeprefix("## ")
-        elif line.startswith("| ") and len(cells) == 4 and cells[2].isdecimal():
-            name, outcome, seconds, date = cells
-            ok = next(ok for ok in (False, None, True) if outcome.startswith(VERDICTS[ok]))
-            results[f"{group}: {name}"] = Result(
-                group, name, outcome.removeprefix(VERDICTS[ok]), ok, int(seconds), date
-            )
-    return results
-
-
-SUMMARY = """\
-| package | works | CI runs |
-|---|---|---|
-| Python | 3.10 to 3.13 | 3.12 |
-| Megatron-Core | 0.12 to main | 0.19 |
-| vLLM | 0.24 to 0.33 | 0.26 |
-| transformers | 4.57 on | 5.23 |
-
-There are no upper bounds: a newer version works, or is refused by name. The tables below are written by
-`python -m tests.matrix`, without a GPU; CI runs the versions of `tests/constraints.txt`.
-""".splitlines()
-
-
-def _write(kept: dict[str, Result]) -> None:
-    lines = [
-        "# Versions",
-        "",
-        *SUMMARY,
-    ]
-    groups = list(dict.fromkeys(cell.group for cell in cells()))
-    for group in groups:
-        lines += [f"## {group}", "", "| with | outcome | seconds | on |", "|---|---|---|---|"]
-        for cell in cells():
-            if cell.group != group:
-                continue
-            result = kept.get(f"{cell.group}: {cell.name}")
-            if result is None:
-                lines.append(f"| {cell.name} | not run | | |")
-                continue
-            lines.append(
-                f"| {cell.name} | {VERDICTS[result.ok]}{result.outcome} | {result.seconds} | {result.date} |"
-            )
-        lines.append("")
-    TABLE.write_text("\n".join(lines), encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -477,7 +410,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     WORK.mkdir(exist_ok=True)
-    kept = _kept()
+    kept = read_table()
     for cell in cells():
         key = f"{cell.group}: {cell.name}"
         if options.only and not any(text in key for text in options.only):
@@ -500,7 +433,7 @@ def main() -> None:
             shutil.rmtree(folder, ignore_errors=True)
         today = datetime.now(timezone.utc).date().isoformat()
         kept[key] = Result(cell.group, cell.name, outcome, ok, round(time.monotonic() - begin), today)
-        _write(kept)
+        write_table(kept, [(cell.group, cell.name) for cell in cells()])
         print(f"{key}: {outcome}", flush=True)
 
 

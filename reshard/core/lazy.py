@@ -36,10 +36,10 @@ def lazy(
             name = new
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, _, there = places[name].partition(":")
+        module, _, attribute = places[name].partition(":")
         around: AbstractContextManager[None] = nullcontext() if extra is None else importing(extra)
         with around:
             loaded = import_module(module)
-            return loaded if module == f"{package}.{name}" else getattr(loaded, there or name)
+            return loaded if module == f"{package}.{name}" else getattr(loaded, attribute or name)
 
     return load
