@@ -310,7 +310,7 @@ def test_what_had_moved_before_a_refit_that_failed_is_found_by_the_next(converte
         assert "give all the same" in said and wrong == []
 
 
-@pytest.mark.parametrize("variant", ["deepseek-v3", "glm4-moe", "minimax-m2"])
+@pytest.mark.parametrize("variant", ["deepseek-v3", "glm4-moe", "minimax-m2", "qwen3-next"])
 def test_a_family_without_vllm_names_goes_by_the_traced_layout(variant, converted, tmp_path):
     refit(converted(variant), f"{PP} 2", 2, dict(tp=2), 2, False, tmp_path, traced=True)
 

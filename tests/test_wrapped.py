@@ -14,7 +14,7 @@ from tests.oracle import same as same_bits
 from tests.oracle import stored_tensors
 from tests.parity_runs import parity_command
 from tests.ranks import free_port, run_on_ranks
-from tests.test_logits import PP, TP, flags_at
+from tests.test_logits import EP, ETP, PP, TP, flags_at
 from tests.test_refit import refit
 
 VISION = {
@@ -296,6 +296,12 @@ def test_a_refit_leaves_what_vllms_own_loader_makes_of_it_beside_its_tower(
     parallel, trainers, engine, engines, together, pair, tmp_path
 ):
     refit(pair, parallel, trainers, engine | {"load_format": "safetensors"}, engines, together, tmp_path)
+
+
+@pytest.mark.parametrize("pair", ["moe"], indirect=True)
+def test_experts_in_one_tensor_are_refitted_whole_from_ranks_that_share_them(pair, tmp_path):
+    engine = {"tp": 2, "enable_expert_parallel": True, "load_format": "safetensors"}
+    refit(pair, f"{EP} 2 {ETP} 1", 2, engine, 2, False, tmp_path)
 
 
 def test_without_the_one_that_megatron_leaves_out_a_refit_brings_other_norms(pair, tmp_path):
