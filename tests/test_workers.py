@@ -273,6 +273,28 @@ assert not multiprocessing.active_children()
     assert done.returncode == 0, done.stderr
 
 
+def test_unasked_there_are_as_many_workers_as_the_system_has_room_for_beside_the_executors_thread():
+    code = """
+import errno, multiprocessing, os, threading
+from reshard.storage.run import workers
+workers.worker_count = lambda asked: 4
+fork, start = os.fork, threading.Thread.start
+def forked():
+    if len(multiprocessing.active_children()) == 2:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+    return fork()
+def started(thread):
+    if len(multiprocessing.active_children()) == 2:
+        raise RuntimeError("can't start new thread")
+    start(thread)
+os.fork, threading.Thread.start = forked, started
+done = workers.run_jobs(dict.fromkeys("abcdef", 16 << 20), lambda name: os.getpid(), None)
+assert len(set(done.values())) == 1 and os.getpid() not in done.values()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_rank_has_several_files_where_its_bytes_would_keep_one_worker_busy(source, tmp_path, monkeypatch):
     monkeypatch.setattr(reshard.storage.destinations.rank_files, "SMALLEST_FILE_BYTES", 100_000)
     hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(tp=2, pp=2))

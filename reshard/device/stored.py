@@ -1,4 +1,4 @@
-"""Tensors as files have them, put together of their views."""
+"""Tensors as files have them: put together of their views, and not less 1."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -6,6 +6,12 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from reshard.core.views import View, tensor_of, tensor_shapes
+
+
+def plus_one(numbers: torch.Tensor) -> torch.Tensor:
+    """Return numbers that Megatron holds less 1 as they are published, as
+    `reshard.storage.io.casts.plus_one` does of arrays: in the arithmetic of fp32."""
+    return (numbers.float() + 1).to(numbers.dtype)
 
 
 def stored_tensors(

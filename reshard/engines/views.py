@@ -4,11 +4,13 @@ them, and what a trainer holds are parts of these (`reshard.core.views`)."""
 from collections.abc import Iterator, Mapping
 from math import prod
 
+import torch
+
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
 from reshard.core.placement import as_matrix
-from reshard.core.views import tensor_shapes, view_parts, views_by_tensor
-from reshard.engines.trace import Trace, TracedCopy
+from reshard.core.views import tensor_of, tensor_shapes, view_parts, views_by_tensor
+from reshard.engines.trace import Canonical, Trace, TracedCopy
 
 
 class StoredViews:
@@ -22,6 +24,11 @@ class StoredViews:
         self.stored = tensor_shapes(shapes)
         self.matrices = {name: as_matrix(shape) for name, shape in shapes.items()}
         self.views = views_by_tensor(shapes)
+
+    def with_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> Canonical:
+        """Return shape and dtype of the stored tensors, given the dtypes of the canonical ones."""
+        stored_dtypes = {tensor_of(name): dtype for name, dtype in dtypes.items()}
+        return {name: (shape, stored_dtypes[name]) for name, shape in self.stored.items()}
 
     def of_trace(self, trace: Trace) -> Trace:
         """Return a trace of copies of stored tensors as one of canonical tensors."""

@@ -7,6 +7,7 @@ import torch
 
 from reshard.core.placement import LocalTensor
 from reshard.device.memory import Region
+from reshard.device.stored import plus_one
 from reshard.models.model import Model
 from reshard.trainers.base import Trainer
 
@@ -84,4 +85,4 @@ class PlusOne(Trainer):
         regions = self.trainer.regions
         with torch.no_grad():
             for index, copy in self.copies.items():
-                copy.copy_(self._numbers(index, regions).float() + 1)
+                copy.copy_(plus_one(self._numbers(index, regions)))

@@ -11,7 +11,7 @@ from reshard.core.errors import ReshardError, first_line
 from reshard.core.gc import gc_paused
 from reshard.core.limits import check_number
 from reshard.device.staging import byte_view
-from reshard.device.stored import stored_tensors
+from reshard.device.stored import plus_one, stored_tensors
 from reshard.megatron.live.collective import check_same_options, keyword_style_errors, open_team, run_on_first
 from reshard.megatron.live.inventory import Inventory, WriteAssignment, take_inventory
 from reshard.megatron.live.local_model import LocalModel, Models, box_of
@@ -204,7 +204,7 @@ class _Stream:
         if not live.less_one:
             return held
         numbers = held.contiguous().view(getattr(torch, live.dtype.name))
-        return (numbers.float() + 1).to(numbers.dtype).view(torch.uint8)
+        return plus_one(numbers).view(torch.uint8)
 
     def _whole(self, name: str) -> torch.Tensor:
         """Return memory to put a tensor together in, or the tensor where it lies already, if no

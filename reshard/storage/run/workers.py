@@ -147,13 +147,14 @@ class Workers:
         """
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            kind = _Processes if can_fork() else _Threads
-            try:
-                return kind(self.job, self.batches, self.count)
-            except _NoWorkerError as error:
-                if self.requested is not None or not error.started:
-                    raise
-                return kind(self.job, self.batches, error.started)
+            kind, count = (_Processes if can_fork() else _Threads), self.count
+            while True:
+                try:
+                    return kind(self.job, self.batches, count)
+                except _NoWorkerError as error:
+                    count = min(error.started, count - 1)  # the executor's own threads count too
+                    if self.requested is not None or count < 1:
+                        raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 

@@ -15,6 +15,7 @@ from reshard.device.box_loader import BoxLoader
 from reshard.device.live_boxes import LiveBox
 from reshard.device.memory import Region
 from reshard.device.staging import ToDevice
+from reshard.device.stored import plus_one
 from reshard.engines.trace import Trace, TracedCopy
 from reshard.engines.vllm.load_format.opened import (
     OpenedWeights,
@@ -110,7 +111,7 @@ def read_boxes(model: torch.nn.Module, trace: Trace, weights: Weights) -> None:
             cast: TracedCopy = cast_region.key  # type: ignore[assignment]
             values = tensor_of(raw, weights.tensors[cast.name].dtype.name)
             if cast.name in weights.less_one:
-                values = (values.float() + 1).to(values.dtype)
+                values = plus_one(values)
             parameter = live[cast.parameter].data
             offset = parameter.storage_offset() + cast.offset
             parameter.as_strided(values.shape, (cast.pitch or cast_region.columns, 1), offset).copy_(values)

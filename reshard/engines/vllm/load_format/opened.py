@@ -18,8 +18,7 @@ import numpy as np
 
 from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError
-from reshard.core.views import tensor_of as stored_name
-from reshard.device.stored import stored_tensors
+from reshard.device.stored import plus_one, stored_tensors
 from reshard.engines.trace import Canonical
 from reshard.engines.views import StoredViews
 from reshard.engines.vllm.load_format.checkpoint import config_directory, megatron_directory, wants_fp8_blocks
@@ -92,8 +91,8 @@ class OpenedWeights:
 
     def stored(self, views: StoredViews) -> Canonical:
         """Return shapes and dtypes of the tensors that vLLM's loader takes, for a trace."""
-        dtypes = {stored_name(name): info.dtype.name for name, info in self.weights.tensors.items()}
-        return {name: (shape, getattr(torch, dtypes[name])) for name, shape in views.stored.items()}
+        tensors = self.weights.tensors.items()
+        return views.with_dtypes({name: getattr(torch, info.dtype.name) for name, info in tensors})
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (published name, full tensor), one after the other."""
@@ -127,7 +126,7 @@ class OpenedWeights:
             else:
                 tensor = tensor_of(raw, info.dtype.name).reshape(info.shape)
                 is_less = region.name in self.weights.less_one
-                yield region.name, (tensor.float() + 1).to(tensor.dtype) if is_less else tensor
+                yield region.name, plus_one(tensor) if is_less else tensor
 
     def stream_and_close(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the same, and close the files at the end."""

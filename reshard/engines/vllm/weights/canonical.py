@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import torch
 
-from reshard.core.views import tensor_of, tensor_shapes
 from reshard.engines.deduplicated import ExpertLayer
 from reshard.engines.trace import Canonical
+from reshard.engines.views import StoredViews
 from reshard.engines.vllm.layout import WITHOUT_PARAMETER, published_tensors
 from reshard.engines.vllm.names import in_vllm
 from reshard.models.model import Model
@@ -16,9 +16,9 @@ from reshard.models.model import Model
 def stored_tensors(model: Model, dtype: torch.dtype) -> Canonical:
     """Return shape and dtype of every tensor that a file of the main model would have, experts each
     on its own, as vLLM's loader takes them: canonical ones may be views of these."""
-    dtypes = {tensor_of(name): dtype for name, (_, dtype) in canonical_tensors(model, dtype).items()}
-    shapes = tensor_shapes({name: shape for name, (shape, _) in canonical_tensors(model, dtype).items()})
-    return {name: (shape, dtypes[name]) for name, shape in shapes.items()}
+    canonical = canonical_tensors(model, dtype)
+    views = StoredViews({name: shape for name, (shape, _) in canonical.items()})
+    return views.with_dtypes({name: dtype for name, (_, dtype) in canonical.items()})
 
 
 def canonical_tensors(model: Model, dtype: torch.dtype, mtp: bool = False) -> Canonical:

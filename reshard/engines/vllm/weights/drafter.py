@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.core.views import tensor_of, tensor_shapes
+from reshard.core.views import tensor_of
 from reshard.engines.trace import Trace
+from reshard.engines.views import StoredViews
 from reshard.engines.vllm.compat import draft_load_format
 from reshard.engines.vllm.layout import outer_rows
 from reshard.engines.vllm.names import in_vllm
@@ -56,11 +57,10 @@ def trace_drafter(
                 continue
             for _, name in row.names(block.published, range(model.num_experts)):
                 shapes[name] = model.shape(row.shape)
-                dtypes[tensor_of(name)] = torch.float32 if row.fp32 else dtype
+                dtypes[name] = torch.float32 if row.fp32 else dtype
                 original = originals[row.megatron] if row.arrangement == "copy" else name
                 original_of[tensor_of(name)] = tensor_of(original)
-    stored = {name: (shape, dtypes[name]) for name, shape in tensor_shapes(shapes).items()}
-    trace = trace_model(draft, stored)
+    trace = trace_model(draft, StoredViews(shapes).with_dtypes(dtypes))
     live = dict([*draft.named_parameters(), *draft.named_buffers()])
     names = {id(tensor): name for name, tensor in tensors.items()}
 
