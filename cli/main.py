@@ -19,6 +19,9 @@ COMMANDS = {
     "hf-to-mcore": "Hugging Face checkpoint to Megatron torch_dist, at any layout.",
     "mcore-to-hf": "Megatron torch_dist checkpoint back to Hugging Face.",
     "mcore-to-mcore": "Megatron torch_dist checkpoint for the other class of models, or another layout.",
+    "lora-to-peft": "LoRA adapter of Megatron-Bridge or mcore-bridge to a PEFT directory.",
+    "lora-to-megatron": "LoRA adapter of PEFT to Megatron-Bridge's or mcore-bridge's checkpoint.",
+    "lora-merge": "Add a LoRA adapter to its base model, in either format.",
     "inspect": "Show what a checkpoint of either format holds.",
     "diff": "Compare two checkpoints bit for bit, whatever their formats.",
     "check": "Compare a checkpoint's bytes with its manifest.",
@@ -30,7 +33,8 @@ COMMANDS = {
 
 # These multiply no matrices: numpy need not start a thread for each core, which is a third of its
 # import.
-WITHOUT_MATRICES = {"hf-to-mcore", "mcore-to-hf", "mcore-to-mcore", "inspect", "diff", "check", "memory"}
+WITHOUT_MATRICES = {"hf-to-mcore", "mcore-to-hf", "mcore-to-mcore", "lora-to-peft", "lora-to-megatron", "inspect",
+                    "diff", "check", "memory"}  # fmt: skip
 
 EPILOG = (
     "Exit codes: 0 done (diff: equal; check: intact; parity: within the limits); 1 a difference, a failed "

@@ -16,12 +16,15 @@ _HF_CONFIG = click.option(
     help="config.json, or a directory with it and the tokenizer (default: the one beside the weights, else "
     "from the checkpoint's args).",
 )
+_WITHOUT_ADAPTERS = click.option(
+    "--without-adapters", is_flag=True, help="Leave out a LoRA adapter that lies beside the weights."
+)
 _FAMILY = click.option("--family", help="Family, where the args alone leave it open.")
 
 
 def source_options(function: Callable) -> Callable:
     """Add the options of a command that converts a Megatron checkpoint."""
-    return _HF_CONFIG(_FAMILY(function))
+    return _HF_CONFIG(_FAMILY(_WITHOUT_ADAPTERS(function)))
 
 
 @click.command("mcore-to-hf")

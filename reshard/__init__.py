@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from reshard.storage.compare import diff
     from reshard.storage.convert import hf_to_mcore, mcore_to_hf, mcore_to_mcore
     from reshard.storage.inspection import inspect
+    from reshard.storage.lora import lora_merge, lora_to_megatron, lora_to_peft
     from reshard.storage.sources.opening import read_model
 
 __getattr__ = lazy(
@@ -45,6 +46,9 @@ __getattr__ = lazy(
         "ignored_config_fields": "reshard.models.config_fields",
         "inspect": "reshard.storage.inspection",
         "load": "reshard.megatron.live.load",
+        "lora_merge": "reshard.storage.lora",
+        "lora_to_megatron": "reshard.storage.lora",
+        "lora_to_peft": "reshard.storage.lora",
         "mcore_to_hf": "reshard.storage.convert",
         "mcore_to_mcore": "reshard.storage.convert",
         "offload": "reshard.megatron.live.offload",
@@ -67,6 +71,9 @@ __all__ = [
     "ignored_config_fields",
     "inspect",
     "load",
+    "lora_merge",
+    "lora_to_megatron",
+    "lora_to_peft",
     "mcore_to_hf",
     "mcore_to_mcore",
     "offload",

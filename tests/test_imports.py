@@ -10,7 +10,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # Lowest first, as in CONTRIBUTING.md. The longest name that fits a module is its layer; modules of
 # one layer may import each other.
 LAYERS = (
-    ("core",), ("formats", "comm"), ("models",), ("mappings",), ("quantization",), ("megatron",), ("storage",), ("device",),
+    ("core",), ("formats", "comm"), ("models",), ("mappings",), ("quantization",), ("megatron",), ("lora",), ("storage",), ("device",),
     ("trainers.base", "engines.base", "engines.guard"), ("refit",), ("trainers", "megatron.live", "engines"), ("integrations",),
     ("html",), ("memory", "plan"), ("parity",), ("testing", "demo"), ("cli", "__main__"),
 )  # fmt: skip

@@ -175,7 +175,7 @@ def test_what_is_no_language_model_or_another_format_is_named(saved, tmp_path):
     ]  # fmt: skip
     for path, sentence in cases:
         with pytest.raises(ReshardError) as error:
-            inspect(path, hf_config=source)
+            mcore_to_hf(path, tmp_path / "hf", hf_config=source)
         assert sentence in str(error.value) and "\n" not in str(error.value)
 
 

@@ -7,7 +7,8 @@ number in the header is checked against the file before it is used.
 import json
 import os
 import struct
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -213,6 +214,12 @@ class NewFile:
     def size_bytes(self) -> int:
         """Length of the whole file."""
         return len(self.head) + sum(t.size_bytes for t in self.tensors.values())
+
+
+def plan_file(tensors: dict[str, tuple[Dtype, tuple[int, ...]]], name: str) -> NewFile:
+    """Lay all tensors out in one file of this name."""
+    [file] = plan_files(tensors, sys.maxsize)
+    return replace(file, name=name, tensors={n: replace(t, file=name) for n, t in file.tensors.items()})
 
 
 def plan_files(tensors: dict[str, tuple[Dtype, tuple[int, ...]]], max_shard_bytes: int) -> list[NewFile]:

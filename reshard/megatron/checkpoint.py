@@ -12,7 +12,7 @@ every expert and each half of SwiGLU its own key, and is only read. A HybridMode
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -40,7 +40,7 @@ NOT_WEIGHTS = {
 }
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 # Megatron-Bridge's and PEFT's names of the matrices of an adapter.
-ADAPTER = re.compile(r"\.adapter\.|\.lora_[AB]\.|\.lora_embedding_[AB]\b")
+ADAPTER = re.compile(r"\.adapters?\.|\.lora_(?:[AB]|embedding_[AB]|magnitude_vector)\b")
 VALUE_HEAD = re.compile(r"(?:^|\.)(?:v_head|value_head|score)\.")
 # Modules with a weight and another rule than linear layers for ``_extra_state``.
 NORMS = {
@@ -55,6 +55,10 @@ NORMS = {
     "out_norm",
 }
 WITHOUT_STATE = {"embedding.word_embeddings", "output_layer", "mlp.router", "self_attention.conv1d"}
+
+
+class AdapterOnlyError(ReshardError):
+    """Raised where a model's checkpoint holds nothing but a LoRA adapter."""
 
 
 class Chunk(NamedTuple):
@@ -161,10 +165,15 @@ class KeyPlacement:
 def check_language_model(keys: Keys, where: object) -> None:
     """Raise ReshardError, naming it, where a checkpoint holds something else than a language model."""
     adapters = sorted(key for key in keys if ADAPTER.search(key))
+    if adapters and EMBEDDING not in keys:
+        raise AdapterOnlyError(
+            f"{where} holds a LoRA adapter ({len(adapters)} tensors: {listed(adapters, 2)}) and no model: reshard "
+            f"lora-to-peft converts it, reshard lora-merge adds it to its model"
+        )
     if adapters:
         raise ReshardError(
-            f"{where} holds a LoRA adapter ({len(adapters)} tensors: {listed(adapters, 2)}), which is not read: "
-            f"merge it into the model's weights with the trainer that made it"
+            f"{where} holds a LoRA adapter ({len(adapters)} tensors: {listed(adapters, 2)}) beside the model's weights: "
+            f"pass --without-adapters for the weights alone, or convert the adapter with reshard lora-to-peft"
         )
     sharded = [key for key in keys if key.endswith("." + EMBEDDING) and key.startswith(("model.", "module."))]
     if EMBEDDING not in keys and sharded:
@@ -221,7 +230,7 @@ def placement_of_keys(
     missing: list[str] = []
     tensors: dict = {}
     for p in parameters.parameters:
-        for key, stack, box in _possible_keys(p, model, keys):
+        for key, stack, box in possible_keys(p, model, keys):
             if key not in keys:
                 continue
             if key not in used or keys[key].shape != (*(n for _, n in stack), *box.lengths):
@@ -323,7 +332,7 @@ def _by_stack(chunks: Iterable, dims: int) -> Callable[[tuple[int, ...]], list]:
     return at
 
 
-def _possible_keys(p: Parameter, model: Model, keys: Keys) -> Iterator[tuple[str, Stack, Box]]:
+def possible_keys(p: Parameter, model: Model, keys: Mapping[str, Key]) -> Iterator[tuple[str, Stack, Box]]:
     """Yield where a parameter may be: key, its (index, size) in the stacked dims, and the box of
     the parameter that the key holds.
 

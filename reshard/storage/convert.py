@@ -26,10 +26,12 @@ from reshard.storage.run.conversion import Outcome, run_conversion
 from reshard.storage.run.job import ConversionJob, RunOptions
 from reshard.storage.run.workdir import Workdir
 from reshard.storage.run.workers import Progress, worker_count, workers_for
+from reshard.storage.sources.adapter import AdapterSource
 from reshard.storage.sources.base import Source, has_tokenizer
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.huggingface import HuggingFaceSource
 from reshard.storage.sources.megatron import MegatronSource
+from reshard.storage.sources.merged import MergedSource
 from reshard.storage.sources.verify import SourceChecks
 
 # About what the interpreter and numpy take before the first slab, a forked worker of its own, and what is
@@ -97,8 +99,8 @@ def hf_to_mcore(
     Raises ReshardError, and leaves no destination, for anything that cannot be converted exactly.
     """
     allow_many_files()
-    layout, target = _checked_layout(layout), float_dtype(dtype)
-    form = _megatron_form(
+    layout, target = checked_layout(layout), float_dtype(dtype)
+    form = megatron_form(
         transformer_impl, model_class, make_vocab_size_divisible_by, megatron_version, iteration
     )
     worker_count(workers)
@@ -109,7 +111,7 @@ def hf_to_mcore(
         Team.from_environment() as team,
         closing(HuggingFaceSource(local_directory(str(source)), wide)) as src,
     ):
-        return _to_mcore("hf-to-mcore", src, source, destination, layout, target, form, team, options)
+        return to_mcore("hf-to-mcore", src, source, destination, layout, target, form, team, options)
 
 
 def mcore_to_mcore(
@@ -119,6 +121,7 @@ def mcore_to_mcore(
     *,
     hf_config: str | Path | None = None,
     family: str | None = None,
+    without_adapters: bool = False,
     dtype: str | None = None,
     allow_overflow: bool = False,
     transformer_impl: str = "transformer_engine",
@@ -137,22 +140,25 @@ def mcore_to_mcore(
     a HybridModel's or the other way round, for other layers, or cut for another layout. Every bit
     stays, without `dtype`.
 
-    `hf_config` and `family` are those of `mcore_to_hf`, the other options those of `hf_to_mcore`,
+    `hf_config`, `family` and `without_adapters` are those of `mcore_to_hf`, the other options those of `hf_to_mcore`,
     and so is what it raises. Optimizer states are left behind, with a notice.
     """
     allow_many_files()
-    layout, target = _checked_layout(layout), float_dtype(dtype)
-    form = _megatron_form(
+    layout, target = checked_layout(layout), float_dtype(dtype)
+    form = megatron_form(
         transformer_impl, model_class, make_vocab_size_divisible_by, megatron_version, iteration
     )
     config = Path(hf_config) if hf_config is not None else None
     worker_count(workers)
     options = RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow)
-    with Team.from_environment() as team, closing(MegatronSource(Path(source), config, family)) as src:
-        return _to_mcore("mcore-to-mcore", src, source, destination, layout, target, form, team, options)
+    with (
+        Team.from_environment() as team,
+        closing(MegatronSource(Path(source), config, family, without_adapters)) as src,
+    ):
+        return to_mcore("mcore-to-mcore", src, source, destination, layout, target, form, team, options)
 
 
-def _to_mcore(
+def to_mcore(
     direction: str,
     src: Source,
     source: str | Path,
@@ -163,17 +169,17 @@ def _to_mcore(
     team: Team,
     options: RunOptions,
 ) -> ConversionReport:
-    """Convert an open source to a Megatron checkpoint of this `form` (`_megatron_form`)."""
-    checks, workdir = _check_both_ends(src, destination, team, options)
-    tensors = _tensors_to_store(src, target)
+    """Convert an open source to a Megatron checkpoint of this `form` (`megatron_form`)."""
+    checks, workdir = check_both_ends(src, destination, team, options)
+    tensors = tensors_to_store(src, target)
     files = MegatronFiles(src.model, layout, tensors, src.copies, src.hf_files(), **form)
     settings = form | {"layout": asdict(layout), "dtype": target and target.name}
     job = ConversionJob(src, source, checks, tensors, Quantized(), files, workdir, team, options)
-    report = _report(direction, job, destination, str(layout))
+    report = new_report(direction, job, destination, str(layout))
     sentences = caveats(src.model, form["transformer_impl"], form["model_class"])
     report.notices += [sentence for sentence in sentences if sentence not in report.notices]
     report.bytes_per_rank = files.rank_files.tensor_bytes()
-    return _convert(job, settings, report)
+    return carry_out(job, settings, report)
 
 
 def mcore_to_hf(
@@ -182,6 +188,7 @@ def mcore_to_hf(
     *,
     hf_config: str | Path | None = None,
     family: str | None = None,
+    without_adapters: bool = False,
     dtype: str | None = None,
     allow_overflow: bool = False,
     quantize: bool | str = False,
@@ -197,7 +204,8 @@ def mcore_to_hf(
     Hugging Face directory.
 
     Without `hf_config` (a ``config.json`` or a directory with one) the config is the one beside the
-    weights, else the one that the checkpoint's ``args`` describe. `quantize` writes linear weights
+    weights, else the one that the checkpoint's ``args`` describe. `without_adapters` leaves out a LoRA
+    adapter that lies beside the weights. `quantize` writes linear weights
     as fp8 with a scale for each 128x128 block (True, or ``fp8``), or, in the format of
     compressed-tensors, as fp8 with a scale for each output channel (``fp8_per_channel``), as int4
     with one for 128 or 32 columns of an output channel (``int4_per_group``, ``int4_per_group_32``),
@@ -212,26 +220,47 @@ def mcore_to_hf(
     config = Path(hf_config) if hf_config is not None else None
     worker_count(workers)
     options = RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow)
-    with Team.from_environment() as team, closing(MegatronSource(Path(source), config, family)) as src:
+    with (
+        Team.from_environment() as team,
+        closing(MegatronSource(Path(source), config, family, without_adapters)) as src,
+    ):
         _check_towers(src)
-        checks, workdir = _check_both_ends(src, destination, team, options)
-        tensors = _tensors_to_store(src, target)
-        quantized = _quantized(scheme_name, scheme, src, tensors)
-        # Codes are those of whole tensors.
-        packed = src.mapping.packed if src.experts_packed and not quantized.names else {}
-        files = HuggingFaceFiles(
-            src.model, src.mapping.fp32, tensors, quantized, shard_bytes, src.hf_files(), packed
+        return to_hf(
+            "mcore-to-hf", src, source, destination, target, shard_bytes, team, options, scheme_name, scheme
         )
-        settings = {
-            "dtype": target and target.name,
-            "quantize": {None: False, "fp8": True}.get(scheme_name, scheme_name),
-            "shard": files.shard_bytes,
-        }
-        job = ConversionJob(src, source, checks, tensors, quantized, files, workdir, team, options)
-        return _convert(job, settings, _report("mcore-to-hf", job, destination, "whole tensors"))
 
 
-def _checked_layout(layout: MegatronLayout | None) -> MegatronLayout:
+def to_hf(
+    direction: str,
+    src: Source,
+    source: str | Path,
+    destination: str | Path,
+    target: Dtype | None,
+    shard_bytes: int | None,
+    team: Team,
+    options: RunOptions,
+    scheme_name: str | None = None,
+    scheme: Scheme | None = None,
+) -> ConversionReport:
+    """Convert an open source to a Hugging Face directory, its linear weights quantized by a scheme."""
+    checks, workdir = check_both_ends(src, destination, team, options)
+    tensors = tensors_to_store(src, target)
+    quantized = _quantized(scheme_name, scheme, src, tensors)
+    # Codes are those of whole tensors.
+    packed = src.mapping.packed if src.experts_packed and not quantized.names else {}
+    files = HuggingFaceFiles(
+        src.model, src.mapping.fp32, tensors, quantized, shard_bytes, src.hf_files(), packed
+    )
+    settings = {
+        "dtype": target and target.name,
+        "quantize": {None: False, "fp8": True}.get(scheme_name, scheme_name),
+        "shard": files.shard_bytes,
+    }
+    job = ConversionJob(src, source, checks, tensors, quantized, files, workdir, team, options)
+    return carry_out(job, settings, new_report(direction, job, destination, "whole tensors"))
+
+
+def checked_layout(layout: MegatronLayout | None) -> MegatronLayout:
     """Return the layout, by default that of one rank. Raises ReshardError for something else."""
     if not isinstance(layout, MegatronLayout | None):
         raise ReshardError(
@@ -240,7 +269,7 @@ def _checked_layout(layout: MegatronLayout | None) -> MegatronLayout:
     return layout or MegatronLayout()
 
 
-def _megatron_form(
+def megatron_form(
     transformer_impl: str,
     model_class: str,
     make_vocab_size_divisible_by: int,
@@ -265,13 +294,13 @@ def _megatron_form(
     }
 
 
-def _check_both_ends(
+def check_both_ends(
     source: Source, destination: str | Path, team: Team, options: RunOptions
 ) -> tuple[SourceChecks, Workdir]:
     """Hold a source against its manifest, and see that the destination can be written. Raises
     ReshardError."""
     check_ignored(source.model)
-    checks = SourceChecks(source)
+    checks = source.checks() if isinstance(source, MergedSource) else SourceChecks(source)
     workdir = Workdir(
         source.path, source.read_files(), Path(destination), options.overwrite, options.resume, team.process
     )
@@ -289,7 +318,7 @@ def _check_towers(source: MegatronSource) -> None:
         )
 
 
-def _tensors_to_store(source: Source, target: Dtype | None) -> dict[str, TensorInfo]:
+def tensors_to_store(source: Source, target: Dtype | None) -> dict[str, TensorInfo]:
     """Return the canonical tensors in the dtypes in which they are stored: the `target`, but for
     those that the family keeps in a wider one."""
 
@@ -302,7 +331,7 @@ def _tensors_to_store(source: Source, target: Dtype | None) -> dict[str, TensorI
     }
 
 
-def _report(direction: str, job: ConversionJob, destination: str | Path, layout: str) -> ConversionReport:
+def new_report(direction: str, job: ConversionJob, destination: str | Path, layout: str) -> ConversionReport:
     """Return the report of a conversion that has not begun."""
     source, sizes = job.source, job.destination.sizes
     read_bytes = sum(info.size_bytes for info in source.tensors.values())
@@ -332,13 +361,14 @@ def _report(direction: str, job: ConversionJob, destination: str | Path, layout:
     )
 
 
-def _convert(job: ConversionJob, settings: dict[str, Any], report: ConversionReport) -> ConversionReport:
+def carry_out(job: ConversionJob, settings: dict[str, Any], report: ConversionReport) -> ConversionReport:
     """Carry out a conversion, or only say what is in its way where it is a dry run; return the
     report, completed.
 
     `settings` is all but the source that decides the bytes.
     """
-    report.notices += _tokenizer_notices(job.source, report)
+    if not isinstance(job.source, AdapterSource):
+        report.notices += _tokenizer_notices(job.source, report)
     if job.options.dry_run:
         report.notices += _space_notices(job)
         return report
@@ -383,7 +413,7 @@ def _outcome_notices(job: ConversionJob, outcome: Outcome) -> list[str]:
 
 
 def _quantized(
-    scheme_name: str | None, scheme: Scheme | None, source: MegatronSource, tensors: dict[str, TensorInfo]
+    scheme_name: str | None, scheme: Scheme | None, source: Source, tensors: dict[str, TensorInfo]
 ) -> Quantized:
     """Return which weights are quantized, and how; none without a scheme. Raises ReshardError if
     the scheme cannot hold them."""
@@ -408,7 +438,7 @@ def _quantized(
     return quantized
 
 
-def _names_to_quantize(source: MegatronSource, tensors: dict[str, TensorInfo]) -> list[str]:
+def _names_to_quantize(source: Source, tensors: dict[str, TensorInfo]) -> list[str]:
     """Return the names to quantize: those that were in the checkpoint this one came from, else all
     linear weights of the layers, as published checkpoints have them."""
     recorded = (source.manifest() or {}).get("quantized")

@@ -66,11 +66,14 @@ class HuggingFaceFiles(Destination):
             total = sum(prod(shape) * dtype.size for dtype, shape in laid_out.values())
             shard_bytes = min(MAX_SHARD_BYTES, file_bytes(total))
         self.shard_bytes = shard_bytes
-        self.new_files = safetensors.plan_files(laid_out, shard_bytes)
+        self.new_files = self._plan_files(laid_out)
         self.placed = {name: tensor for file in self.new_files for name, tensor in file.tensors.items()}
         self.sizes = {file.name: file.size_bytes for file in self.new_files}
         whole = {n: TensorInfo(t.shape, t.dtype) for n, t in self.placed.items() if n not in shapes}
         self.stored = whole | views
+
+    def _plan_files(self, tensors: dict[str, tuple[Dtype, tuple[int, ...]]]) -> list[safetensors.NewFile]:
+        return safetensors.plan_files(tensors, self.shard_bytes)
 
     @cached_property
     def strips(self) -> dict[str, list[Strip]]:

@@ -1,14 +1,12 @@
 """A Megatron ``torch_dist`` checkpoint, laid out before a byte is written."""
 
 import json
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from reshard.core.dtypes import Dtype
 from reshard.core.placement import Placement
 from reshard.core.planner import make_plan
 from reshard.formats import safetensors, torch_dist
@@ -61,7 +59,7 @@ class MegatronFiles(Destination):
         mapping = expand(model, transformer_impl, vocab, model_class)
         chunks = list(chunks_to_write(model, mapping, layout, transformer_impl))
         towers = {n: (t.dtype, t.shape) for n, t in tensors.items() if model.is_of_tower(n)}
-        self.towers = _tower_file(towers) if towers else None
+        self.towers = safetensors.plan_file(towers, f"{HF_FILES}/{TOWERS}") if towers else None
         shapes = {n: t.shape for n, t in tensors.items() if n not in copies and n not in towers}
         self.plan = make_plan(Placement.canonical(shapes), Placement.of(shapes, (c.tensor for c in chunks)))
         self.less_one = mapping.less_one
@@ -118,11 +116,3 @@ class MegatronFiles(Destination):
             size, head = self.towers.size_bytes, self.towers.head
             entries[self.towers.name] = file_entry(size, [head], around_tensors=True)
         return entries
-
-
-def _tower_file(tensors: dict[str, tuple[Dtype, tuple[int, ...]]]) -> safetensors.NewFile:
-    """Lay out the file of the tensors around the language model, in the checkpoint's ``hf/``."""
-    name = f"{HF_FILES}/{TOWERS}"
-    [file] = safetensors.plan_files(tensors, sys.maxsize)
-    placed = {tensor_name: replace(tensor, file=name) for tensor_name, tensor in file.tensors.items()}
-    return replace(file, name=name, tensors=placed)

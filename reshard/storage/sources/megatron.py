@@ -13,10 +13,12 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import Placement
 from reshard.core.planner import PlanError, Transfer, make_plan
 from reshard.formats import safetensors, torch_dist, torch_zip
+from reshard.lora.checkpoint import is_adapter_only
+from reshard.lora.checkpoint import without_adapters as base_keys
 from reshard.megatron.arguments import check_args, model_of_args
 from reshard.megatron.checkpoint import check_language_model, placement_of_keys, vocab_rows
 from reshard.megatron.hybrid import class_of_keys, notices
-from reshard.megatron.parameters import expand
+from reshard.megatron.parameters import ModelParameters, expand
 from reshard.models.model import Model
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import Strip, StripReader, TensorInfo, strip_of, strips_of_view
@@ -41,7 +43,13 @@ class MegatronSource(Source):
 
     kind = "megatron"
 
-    def __init__(self, path: Path, hf_config: Path | None = None, family: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        hf_config: Path | None = None,
+        family: str | None = None,
+        without_adapters: bool = False,
+    ) -> None:
         located = locate(path)
         if located is None:
             raise ReshardError(
@@ -55,19 +63,16 @@ class MegatronSource(Source):
         if hf_config is not None:
             self.versions.record(hf_config)
         self.checkpoint = torch_dist.read(directory, located.iteration)
-        check_language_model(self.checkpoint.keys, directory)
+        self.keys = self._chosen_keys(without_adapters)
         taken = list(located.notices)
         self.config_directory: Path | None = None
         own = hf_config is None or hf_config == located.root / HF_FILES
         with ignored_as_recorded(located.root if own else None):
             self.model, self.config_from = self._model(family, taken)
         self.files = OpenFiles()
-        self.model_class = class_of_keys(self.checkpoint.keys)
-        vocab = vocab_rows(self.checkpoint.keys, directory, self.model)
-        self.mapping = expand(self.model, padded_vocab=vocab, model_class=self.model_class)
-        placed = placement_of_keys(
-            self.checkpoint.keys, self.checkpoint.objects, directory, self.model, self.mapping
-        )
+        self.model_class = class_of_keys(self.keys)
+        self.mapping = self._expanded()
+        placed = placement_of_keys(self.keys, self.checkpoint.objects, directory, self.model, self.mapping)
         manifest = self.manifest()
         recorded = set((manifest or {}).get("tensors", {}))
         self.experts_packed = (manifest or {}).get("experts_packed", True)
@@ -98,6 +103,20 @@ class MegatronSource(Source):
         self.held_reader = StripReader(self.tensors, self.files)
         self.strip_cache: dict[str, list[Strip]] = {}
 
+    def _chosen_keys(self, without_adapters: bool) -> dict[str, torch_dist.Key]:
+        """Return the keys of the checkpoint that are read. Raises ReshardError where they are not
+        those of a language model."""
+        keys, where = self.checkpoint.keys, self.checkpoint.directory
+        if without_adapters and not is_adapter_only(keys):
+            keys = base_keys(keys)
+        check_language_model(keys, where)
+        return keys
+
+    def _expanded(self) -> ModelParameters:
+        """Return the parameters that the keys have to be."""
+        vocab = vocab_rows(self.keys, self.checkpoint.directory, self.model)
+        return expand(self.model, padded_vocab=vocab, model_class=self.model_class)
+
     def _model(self, family: str | None, taken: list[str]) -> tuple[Model, str]:
         """Return the model, and where its config stands. Notices of where that was found are added
         to `taken`."""
@@ -127,7 +146,7 @@ class MegatronSource(Source):
             f"{self.checkpoint.directory} (args)",
             "pass --hf-config with the config.json that it was trained with",
         )
-        if model.mtp_layers and not any(key.startswith("mtp.") for key in self.checkpoint.keys):
+        if model.mtp_layers and not any(key.startswith("mtp.") for key in self.keys):
             model = replace(model, mtp_layers=0)
         return model, where
 
@@ -148,7 +167,7 @@ class MegatronSource(Source):
 
     def _info(self, name: str) -> TensorInfo:
         """Return shape and dtype of a tensor. Raises ReshardError where its chunks have different dtypes."""
-        dtypes = {self.checkpoint.keys[transfer.src[0]].dtype.name for transfer in self.transfers[name]}
+        dtypes = {self.keys[transfer.src[0]].dtype.name for transfer in self.transfers[name]}
         if len(dtypes) > 1:
             raise ReshardError(
                 f"{self.checkpoint.directory}: {name} lies in chunks of different dtypes: {listed(sorted(dtypes))}"
@@ -178,8 +197,8 @@ class MegatronSource(Source):
 
     def _strip(self, transfer: Transfer) -> Strip:
         key, offsets, sizes, before = transfer.src
-        stored = self.checkpoint.keys[key].chunks[offsets, sizes]
-        tensor, expected = self.tensor_at(stored), self.checkpoint.keys[key].dtype
+        stored = self.keys[key].chunks[offsets, sizes]
+        tensor, expected = self.tensor_at(stored), self.keys[key].dtype
         path, dtype = self.paths[stored.file], tensor.dtype
         if dtype != expected or [n for n in tensor.shape if n != 1] != [n for n in sizes if n != 1]:
             raise ReshardError(

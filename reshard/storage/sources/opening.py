@@ -5,14 +5,21 @@ from pathlib import Path
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
 from reshard.formats import torch_dist
+from reshard.megatron.checkpoint import AdapterOnlyError
 from reshard.models.model import Model
 from reshard.storage.run.partial import unfinished
+from reshard.storage.sources.adapter import AdapterSource
+from reshard.storage.sources.adapter_megatron import MegatronAdapterSource
+from reshard.storage.sources.adapter_peft import PeftSource
 from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.huggingface import HuggingFaceSource
 from reshard.storage.sources.megatron import MegatronSource
-from reshard.storage.sources.paths import ITERATION, check_config, locate
+from reshard.storage.sources.paths import ADAPTER, ITERATION, check_config, locate
 
+EXPECTED_ADAPTER = (
+    "give a PEFT directory (adapter_config.json), or a Megatron checkpoint of Megatron-Bridge or mcore-bridge"
+)
 EXPECTED = "give the directory of a Hugging Face or a Megatron checkpoint"
 
 
@@ -37,9 +44,39 @@ def open_source(
     if not path.is_dir():
         raise ReshardError(f"{path} is not a directory: {EXPECTED}")
     if locate(path) is not None:
-        return MegatronSource(path, hf_config, family)
+        try:
+            return MegatronSource(path, hf_config, family)
+        except AdapterOnlyError:
+            return MegatronAdapterSource(path, hf_config)
+    if is_peft(path):
+        return PeftSource(path, hf_config)
     check_huggingface(path)
     return HuggingFaceSource(path, dequantize_to)
+
+
+def open_adapter(
+    path: Path,
+    hf_config: Path | None = None,
+    alpha: float | None = None,
+    tp: int | None = None,
+    model: Model | None = None,
+) -> AdapterSource:
+    """Open the LoRA adapter in a directory of PEFT's or in a Megatron checkpoint, alone or beside its
+    base model; of `model`, or of the one that `hf_config` describes. Raises ReshardError where there is none."""
+    if not path.is_dir():
+        raise ReshardError(unfinished(path) or f"{path} is no directory: {EXPECTED_ADAPTER}")
+    if locate(path) is not None:
+        return MegatronAdapterSource(path, hf_config, alpha=alpha, swiglu_ranks=tp, model=model)
+    if is_peft(path):
+        if alpha is not None:
+            raise ReshardError(f"--alpha contradicts {path / ADAPTER}, which says it: leave it out")
+        return PeftSource(path, hf_config, model)
+    raise ReshardError(f"{path} holds no LoRA adapter: {EXPECTED_ADAPTER}")
+
+
+def is_peft(path: Path) -> bool:
+    """Return True for a directory with an adapter of PEFT's, and no model."""
+    return (path / ADAPTER).is_file() and not (path / "config.json").is_file()
 
 
 def check_huggingface(path: Path) -> None:

@@ -17,6 +17,7 @@ from reshard.storage.io.streams import TensorInfo
 from reshard.storage.manifest import CHECKSUM, file_entry
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.run.workers import BATCH_BYTES, run_jobs
+from reshard.storage.sources.adapter_peft import PeftSource
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.huggingface import HuggingFaceSource
 from reshard.storage.sources.megatron import MegatronSource
@@ -95,7 +96,7 @@ def _tensor_spans(source: Source | None, name: str) -> list[tuple[int, int]]:
         chunks = [stored for key in source.checkpoint.keys.values() for stored in key.chunks.values()]
         tensors = [source.tensor_at(stored) for stored in chunks if stored.file == file]
         return sorted((t.offset, t.offset + prod(t.shape) * t.dtype.size) for t in tensors)
-    assert isinstance(source, HuggingFaceSource)
+    assert isinstance(source, HuggingFaceSource | PeftSource)
     return sorted((t.offset, t.offset + t.size_bytes) for t in source.stored.values() if t.file == name)
 
 

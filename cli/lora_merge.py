@@ -1,0 +1,52 @@
+"""``reshard lora-merge``."""
+
+import time
+from typing import Any
+
+import click
+
+from reshard.cli.layout import layout_options, pop_layout
+from reshard.cli.lora_to_peft import ALPHA, adapter_options
+from reshard.cli.output import print_report, progress_bar
+from reshard.cli.places import PathOrHubId, resumable
+from reshard.core.limits import MAX_RANKS
+
+
+@click.command("lora-merge")
+@click.argument("base", type=PathOrHubId())
+@click.argument("adapter", type=PathOrHubId())
+@click.argument("destination", type=PathOrHubId())
+@click.option(
+    "--format",
+    type=click.Choice(["hf", "mcore"]),
+    default="hf",
+    show_default=True,
+    help="What to write: a Hugging Face directory, or a Megatron checkpoint at the layout below.",
+)
+@ALPHA
+@click.option(
+    "--saved-tp",
+    type=click.IntRange(1, MAX_RANKS),
+    help="Tensor-parallel size with which the adapter was saved, where that matters and it does not say it.",
+)
+@click.option("--max-shard-size", help="Largest safetensors file, such as 5GB.")
+@click.option(
+    "--transformer-impl",
+    type=click.Choice(["transformer_engine", "local"]),
+    default="transformer_engine",
+    show_default=True,
+    help="Which layers will load a Megatron checkpoint.",
+)
+@layout_options
+@adapter_options
+def command(base: str, adapter: str, destination: str, as_json: bool, **options: Any) -> None:
+    """Add ADAPTER, a LoRA adapter of PEFT, Megatron-Bridge or mcore-bridge, to the weights of BASE, a model in
+    either format, and write the sum to DESTINATION."""
+    from reshard.megatron.layout import MegatronLayout
+    from reshard.storage.lora import lora_merge
+
+    layout = MegatronLayout(**pop_layout(options))
+    start = time.perf_counter()
+    with progress_bar("lora-merge") as progress, resumable(destination):
+        report = lora_merge(base, adapter, destination, layout=layout, progress=progress, **options)
+    print_report(report, as_json, time.perf_counter() - start)

@@ -1,0 +1,65 @@
+"""``reshard lora-to-peft``."""
+
+import time
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import click
+
+from reshard.cli.dtypes import DtypeChoice
+from reshard.cli.output import ignore_option, json_option, print_report, progress_bar, workers_option
+from reshard.cli.places import PathOrHubId, resumable
+from reshard.core.limits import MAX_RANKS
+
+_OPTIONS: tuple[Callable, ...] = (
+    click.option(
+        "--hf-config",
+        type=PathOrHubId(),
+        help="config.json of the base model, or its directory (default: the one that the adapter names).",
+    ),
+    click.option("--dtype", type=DtypeChoice(["bf16", "fp16", "fp32"]), help="Cast (default: as it is)."),
+    click.option("--overwrite", is_flag=True, help="Replace the destination, once the new one is complete."),
+    click.option("--resume", is_flag=True, help="Go on with an interrupted run."),
+    click.option(
+        "--no-sync",
+        "sync",
+        flag_value=False,
+        default=True,
+        help="Do not wait until the bytes are on the disk.",
+    ),
+    click.option("--dry-run", is_flag=True, help="Only say what would be read and written."),
+    workers_option,
+    ignore_option,
+    json_option,
+)
+
+
+def adapter_options(function: Callable) -> Callable:
+    """Add the options of a command that converts an adapter."""
+    return reduce(lambda decorated, option: option(decorated), reversed(_OPTIONS), function)
+
+
+ALPHA = click.option("--alpha", type=float, help="The adapter's alpha, where the checkpoint does not say it.")
+SAVED_TP = click.option(
+    "--tp",
+    type=click.IntRange(1, MAX_RANKS),
+    help="Tensor-parallel size with which it was saved, where that matters and the checkpoint does not say it.",
+)
+
+
+@click.command("lora-to-peft")
+@click.argument("source", type=PathOrHubId())
+@click.argument("destination", type=PathOrHubId())
+@ALPHA
+@SAVED_TP
+@adapter_options
+def command(source: str, destination: str, as_json: bool, **options: Any) -> None:
+    """Convert SOURCE, a Megatron checkpoint with a LoRA adapter of Megatron-Bridge or mcore-bridge at any
+    layout, to a PEFT directory at DESTINATION."""
+    from reshard.storage.lora import lora_to_peft
+
+    start = time.perf_counter()
+    with progress_bar("lora-to-peft") as progress, resumable(destination):
+        report = lora_to_peft(source, destination, progress=progress, **options)
+    print_report(report, as_json, time.perf_counter() - start)

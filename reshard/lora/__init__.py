@@ -1,0 +1,1 @@
+"""LoRA adapters: their names, shapes and scales, derived from the rows of mapping tables."""

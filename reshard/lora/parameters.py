@@ -1,0 +1,239 @@
+"""The matrices of an adapter as Megatron's parameters, derived from those of the base model.
+
+Each linear layer of a table gives A ``[rank, in]`` and B ``[out, rank]``. B's rows lie as the base's: q, k and v
+by query group, gate above up. The published layers that Megatron fuses (q, k and v, or gate and up) have one A in
+Megatron, and each a copy of it in PEFT's files, unless the adapter has a pair for each of them (`canonical`).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from reshard.core.boxes import Box, whole
+from reshard.core.errors import ReshardError
+from reshard.core.placement import Part
+from reshard.lora.names import CANONICAL, A, B, megatron_name, peft_name
+from reshard.megatron.parameters import ModelParameters, Parameter
+from reshard.models.tables import HEADS
+
+WEIGHT = ".weight"
+FORMATS = ("bridge", "mcore-bridge")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a Megatron checkpoint has an adapter.
+
+    `canonical`: each published part of a fused layer has a pair of its own, as CanonicalLoRA of
+    Megatron-Bridge has them, but for experts. `adapter` is mcore-bridge's name of the adapter, None for
+    Megatron-Bridge. `swiglu_ranks` is the tensor-parallel size of the trainer, on which the order of
+    B's rows depends: mcore-bridge's B of gate and up has gate above up for each rank, and CanonicalLoRA's
+    B of gate has the first halves of all ranks' rows above the second halves, and so has that of up.
+    """
+
+    canonical: bool = False
+    adapter: str | None = None
+    swiglu_ranks: int = 1
+
+    @property
+    def by_rank(self) -> bool:
+        """True where `swiglu_ranks` decides the order of rows."""
+        return self.canonical or self.adapter is not None
+
+    @property
+    def name(self) -> str:
+        """The form's name on the command line."""
+        return "bridge" if self.adapter is None else "mcore-bridge"
+
+
+class LinearLayer(NamedTuple):
+    """A linear layer of Megatron's: its `weight`, of each expert where it has some, and the part of its
+    name in keys."""
+
+    module: str
+    weights: tuple[Parameter, ...]
+
+    @property
+    def first(self) -> Parameter:
+        """The weight, of the first expert where there are some."""
+        return self.weights[0]
+
+    @property
+    def of_experts(self) -> bool:
+        """True for the layer of routed experts."""
+        return self.first.expert is not None
+
+    def published(self, expert: int = 0) -> list[str]:
+        """Return the published weights that it is made of, in their order."""
+        return list(dict.fromkeys(part.name for part in self.weights[expert].parts))
+
+
+def linear_layers(base: ModelParameters) -> list[LinearLayer]:
+    """Return the linear layers of a model's decoder and MTP layers, in the order of the table."""
+    layers: dict[tuple[str, str, int | None], list[Parameter]] = {}
+    for p in base.parameters:
+        if p.layer is not None and p.name.endswith(WEIGHT) and len(p.shape) == 2 and len(p.parts):
+            layers.setdefault((p.prefix, p.name, p.layer), []).append(p)
+    return [LinearLayer(name.removesuffix(WEIGHT), tuple(ps)) for (_, name, _), ps in layers.items()]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of one layer. `ranks` are those of its published weights, by name; those without an
+    entry have no adapter. `shared` are the matrices that all experts have in common, and that are
+    there once."""
+
+    layer: LinearLayer
+    ranks: Mapping[str, int]
+    shared: frozenset[str] = frozenset()
+
+
+def adapter_parameters(adapters: Iterable[Adapter], form: Form) -> ModelParameters:
+    """Return the matrices of these adapters as Megatron's parameters in this `form`, made of
+    canonical tensors that have PEFT's names.
+
+    Raises ReshardError where a form has no place for an adapter: fused layers of which some have
+    one, or of different ranks.
+    """
+    expansion = _Matrices(form)
+    for adapter in adapters:
+        expansion.add(adapter)
+    return ModelParameters(
+        expansion.shapes, expansion.parameters, expansion.copies, frozenset(), frozenset(), frozenset()
+    )
+
+
+class _Matrices:
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.parameters: list[Parameter] = []
+        self.copies: dict[str, str] = {}
+
+    def add(self, adapter: Adapter) -> None:
+        layer, parts = adapter.layer, adapter.layer.published()
+        if self.form.canonical and len(parts) > 1 and not layer.of_experts:
+            for name, part in zip(parts, part_names(layer), strict=True):
+                if name in adapter.ranks:
+                    self._part(layer.first, layer.module, name, part, adapter.ranks[name])
+            return
+        for weight in layer.weights:
+            self._fused(adapter, weight)
+
+    def _part(self, p: Parameter, module: str, name: str, part: str, rank: int) -> None:
+        """Add the pair of a published part of a fused layer, which is whole and in its own order."""
+        rows = sum(piece.box.lengths[0] for piece in p.parts if piece.name == name)
+        for matrix, shape in ((A, (rank, p.shape[1])), (B, (rows, rank))):
+            tensor, parts = peft_name(name, matrix), [Part(peft_name(name, matrix), whole(shape), (0, 0))]
+            if matrix == B and p.halves == 2 and self.form.swiglu_ranks > 1:
+                parts = _halves_by_rank(tensor, rows, rank, self.form.swiglu_ranks)
+            self._parameter(p, megatron_name(module, matrix, part), shape, parts)
+
+    def _fused(self, adapter: Adapter, p: Parameter) -> None:
+        """Add the pair of a layer, or of one expert in it. Of what is shared the first expert's is added,
+        and the others' are copies."""
+        names = list(dict.fromkeys(part.name for part in p.parts))
+        ranks = {adapter.ranks.get(name) for name in names}
+        if len(ranks) > 1 or None in ranks:
+            raise ReshardError(
+                f"{self.form.name} has one adapter for {', '.join(names)}, of which {_difference(adapter, names)}"
+            )
+        [rank] = ranks
+        assert rank is not None
+        module, first = adapter.layer.module, adapter.layer.first
+        expert_of = {A: p, B: p}
+        for matrix in adapter.shared:
+            expert_of[matrix] = first
+        name_a = peft_name(next(iter(dict.fromkeys(part.name for part in expert_of[A].parts))), A)
+        for name in names:
+            self._copy(peft_name(name, A), name_a, (rank, p.shape[1]))
+        if expert_of[A] is p:
+            self._parameter(
+                self._once(p, A, adapter), megatron_name(module, A, adapter=self.form.adapter), (rank, p.shape[1]),
+                [Part(name_a, whole((rank, p.shape[1])), (0, 0))],
+            )  # fmt: skip
+        parts = self._rows_of_b(p, rank)
+        if expert_of[B] is p:
+            halves = p.halves if self.form.adapter is None else 1
+            self._parameter(
+                self._once(p, B, adapter), megatron_name(module, B, adapter=self.form.adapter), (p.shape[0], rank),
+                parts, halves,
+            )  # fmt: skip
+        else:
+            for own, shared in zip(p.parts, first.parts, strict=True):
+                shape = (own.box.lengths[0], rank)
+                self._copy(peft_name(own.name, B), peft_name(shared.name, B), shape)
+
+    @staticmethod
+    def _once(p: Parameter, matrix: str, adapter: Adapter) -> Parameter:
+        """Return the weight to which a matrix belongs: none of an expert's where all share it."""
+        return replace(p, expert=None) if matrix in adapter.shared else p
+
+    def _rows_of_b(self, p: Parameter, rank: int) -> list[Part]:
+        """Return where the rows of each published B lie in Megatron's: as those of the base."""
+        by_rank = p.halves == 2 and p.expert is None and self.form.adapter is not None
+        ranks = self.form.swiglu_ranks if by_rank else 1
+        rows = p.shape[0] // 2 // ranks
+        parts = []
+        for piece in p.parts:
+            name, start, length, at = (
+                peft_name(piece.name, B),
+                piece.box.offsets[0],
+                piece.box.lengths[0],
+                piece.at[0],
+            )
+            if ranks == 1:
+                parts.append(Part(name, Box((start, 0), (length, rank)), (at, 0)))
+                continue
+            half = at // (p.shape[0] // 2)
+            parts += [
+                Part(name, Box((i * rows, 0), (rows, rank)), ((2 * i + half) * rows, 0)) for i in range(ranks)
+            ]
+        return parts
+
+    def _copy(self, name: str, primary: str, shape: tuple[int, ...]) -> None:
+        self.shapes[name] = shape
+        if name != primary:
+            self.copies[name] = primary
+
+    def _parameter(
+        self, p: Parameter, name: str, shape: tuple[int, ...], parts: list[Part], halves: int = 1
+    ) -> None:
+        """Add a matrix that belongs to the weight `p`."""
+        for part in parts:
+            rows = max(part.box.ends[0], self.shapes.get(part.name, (0,))[0])
+            self.shapes[part.name] = (rows, shape[1])
+        self.parameters.append(
+            Parameter(p.prefix, name, name, p.layer, p.expert, p.mtp, shape, tuple(parts), None, halves)
+        )
+
+
+def _halves_by_rank(name: str, rows: int, rank: int, ranks: int) -> list[Part]:
+    """Return where the rows of gate's or up's B lie in CanonicalLoRA's: Megatron-Bridge cuts the rows of
+    each tensor-parallel rank in two, as if they were gate and up."""
+    half = rows // ranks // 2
+    return [
+        Part(name, Box(((2 * i + second) * half, 0), (half, rank)), ((second * ranks + i) * half, 0))
+        for i in range(ranks)
+        for second in (0, 1)
+    ]
+
+
+def part_names(layer: LinearLayer) -> list[str]:
+    """Return CanonicalLoRA's names of the published parts of a fused layer. Raises ReshardError for
+    one that it has no names for."""
+    names = layer.published()
+    kinds = ["gate", "up"] if layer.first.halves == 2 else list(HEADS)
+    if len(kinds) != len(names):
+        raise ReshardError(
+            f"Megatron-Bridge's canonical LoRA has no adapters for the parts of {layer.module}, {', '.join(names)}"
+        )
+    return [CANONICAL[kind] for kind in kinds]
+
+
+def _difference(adapter: Adapter, names: list[str]) -> str:
+    without = [name for name in names if name not in adapter.ranks]
+    if without:
+        return f"{', '.join(without)} has none"
+    ranks = ", ".join(f"{adapter.ranks[name]}" for name in names)
+    return f"the ranks are {ranks}"

@@ -1,0 +1,113 @@
+"""PEFT's ``adapter_config.json``, read and written: which layers have which rank and scale."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from reshard.core.errors import ReshardError
+from reshard.lora.names import module_of
+from reshard.lora.scale import Scale, as_number, by_pattern, most_common
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Fields by which an adapter is more than pairs of matrices, and the values at which it is not.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False, None), "modules_to_save": (None, []), "bias": ("none", None), "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None), "trainable_token_indices": (None, {}), "layer_replication": (None, []),
+    "megatron_config": (None,), "loftq_config": (None, {}), "corda_config": (None,), "use_qalora": (False, None),
+    "alora_invocation_tokens": (None, []), "arrow_config": (None,),
+}  # fmt: skip
+
+
+def check_plain(config: Mapping[str, Any], where: object) -> None:
+    """Raise ReshardError, naming the field, for an adapter that is not LoRA or more than that."""
+    kind = config.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise ReshardError(f"{where}: peft_type is {kind!r:.80}; only LORA is converted")
+    for field, values in PLAIN.items():
+        if config.get(field) not in values:
+            raise ReshardError(
+                f"{where}: {field} is {config[field]!r:.80}, which is not converted: only LoRA's A and B are"
+            )
+
+
+def scales_of(config: Mapping[str, Any], ranks: Mapping[str, int], where: object) -> dict[str, Scale]:
+    """Return the scale of each weight, whose ranks the files have, as PEFT takes it from its config.
+
+    Raises ReshardError where the config has another rank.
+    """
+    rank_pattern, alpha_pattern = (
+        _patterns(config, name, where) for name in ("rank_pattern", "alpha_pattern")
+    )
+    rank, alpha = (as_number(config.get(name, 8), name, where) for name in ("r", "lora_alpha"))
+    rslora = bool(config.get("use_rslora"))
+    scales = {}
+    for weight, held in ranks.items():
+        module = module_of(weight)
+        expected = by_pattern(rank_pattern, module, rank)
+        if expected != held:
+            raise ReshardError(f"{where} says that {module} has rank {expected}, but its A has rank {held}")
+        scales[weight] = Scale(
+            held, as_number(by_pattern(alpha_pattern, module, alpha), "lora_alpha", where), rslora
+        )
+    return scales
+
+
+def _patterns(config: Mapping[str, Any], name: str, where: object) -> Mapping[str, Any]:
+    patterns = config.get(name) or {}
+    if not isinstance(patterns, dict):
+        raise ReshardError(f"{where}: {name} is {patterns!r:.80}, not an object")
+    return patterns
+
+
+def written_config(
+    scales: Mapping[str, Scale], linear_weights: Iterable[str], base: str | None
+) -> dict[str, Any]:
+    """Return the config of an adapter with these scales, by weight, of a model with these
+    `linear_weights` that is called `base`. Raises ReshardError where some are rsLoRA's and some not."""
+    kinds = {scale.rslora for scale in scales.values()}
+    if len(kinds) > 1:
+        raise ReshardError(
+            "some layers of the adapter have rsLoRA's scale and others have not, which PEFT cannot hold"
+        )
+    rank = int(most_common(scale.rank for scale in scales.values()))
+    alpha = most_common(scale.alpha for scale in scales.values())
+    modules = {module_of(weight): scale for weight, scale in scales.items()}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": _shortest(alpha),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "use_dora": False,
+        "use_rslora": kinds.pop(),
+        "modules_to_save": None,
+        "target_modules": target_modules(modules, {module_of(weight) for weight in linear_weights}),
+        "rank_pattern": {module: scale.rank for module, scale in modules.items() if scale.rank != rank},
+        "alpha_pattern": {
+            module: _shortest(scale.alpha) for module, scale in modules.items() if scale.alpha != alpha
+        },
+    }
+
+
+def target_modules(modules: Iterable[str], linear: Iterable[str]) -> list[str]:
+    """Return PEFT's ``target_modules``: the last part of the names where all linear layers of that
+    name have an adapter, whole names for the others.
+
+    >>> target_modules(["layers.0.q_proj", "layers.1.q_proj", "layers.0.o_proj"], ["layers.0.q_proj", "layers.1.q_proj",
+    ...     "layers.0.o_proj", "layers.1.o_proj"])
+    ['layers.0.o_proj', 'q_proj']
+    """
+    chosen, names_by_end = set(modules), defaultdict[str, set[str]](set)
+    for module in linear:
+        names_by_end[module.rpartition(".")[2]].add(module)
+    ends = {end for end, names in names_by_end.items() if names <= chosen}
+    return sorted(ends | {module for module in chosen if module.rpartition(".")[2] not in ends})
+
+
+def _shortest(value: float) -> float:
+    return int(value) if value == int(value) else value

@@ -1,0 +1,235 @@
+"""LoRA adapters on disk: between PEFT's files and Megatron checkpoints, and merged into their base model."""
+
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from reshard.comm.team import Team
+from reshard.core.errors import ReshardError, listed
+from reshard.core.limits import MAX_ITERATION, check_number
+from reshard.lora.names import A, peft_name
+from reshard.lora.parameters import FORMATS, Form
+from reshard.megatron.layout import MegatronLayout
+from reshard.storage.convert import (
+    ConversionReport,
+    carry_out,
+    check_both_ends,
+    checked_layout,
+    megatron_form,
+    new_report,
+    tensors_to_store,
+    to_hf,
+    to_mcore,
+)
+from reshard.storage.destinations.adapter_megatron import MegatronAdapterFiles
+from reshard.storage.destinations.adapter_peft import PeftFiles
+from reshard.storage.destinations.huggingface import parse_size
+from reshard.storage.io.casts import float_dtype
+from reshard.storage.io.files import allow_many_files
+from reshard.storage.quantized import Quantized
+from reshard.storage.run.job import ConversionJob, RunOptions
+from reshard.storage.run.workers import Progress, worker_count
+from reshard.storage.sources.adapter import AdapterSource
+from reshard.storage.sources.base import Source
+from reshard.storage.sources.hf_hub import local_directory
+from reshard.storage.sources.megatron import MegatronSource
+from reshard.storage.sources.merged import MergedSource
+from reshard.storage.sources.opening import open_adapter, open_source
+from reshard.storage.sources.paths import locate
+
+ADAPTER_NAME = "default"  # PEFT's and ms-swift's, of the only adapter
+
+
+def lora_to_peft(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    hf_config: str | Path | None = None,
+    alpha: float | None = None,
+    tp: int | None = None,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    sync: bool = True,
+    workers: int | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Convert the LoRA adapter in a Megatron checkpoint of Megatron-Bridge or mcore-bridge, at whatever
+    layout, to a PEFT directory. Every bit stays, without `dtype`.
+
+    `hf_config` is the config of the base model, or its directory; `alpha` the adapter's, where the
+    checkpoint does not say it; `tp` the tensor-parallel size with which mcore-bridge saved it, where
+    its arguments do not say that. The other options are those of `hf_to_mcore`.
+
+    Raises ReshardError, and leaves no destination, for an adapter that is more than LoRA's A and B.
+    """
+    options = _options(overwrite, resume, sync, workers, dry_run, progress)
+    with (
+        Team.from_environment() as team,
+        closing(open_adapter(Path(source), _path(hf_config), alpha, tp)) as src,
+    ):
+        checks, workdir = check_both_ends(src, destination, team, options)
+        tensors = tensors_to_store(src, float_dtype(dtype))
+        files = PeftFiles(src, tensors)
+        job = ConversionJob(src, source, checks, tensors, Quantized(), files, workdir, team, options)
+        return carry_out(
+            job, {"dtype": dtype, "alpha": alpha}, new_report("lora-to-peft", job, destination, "PEFT")
+        )
+
+
+def lora_to_megatron(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    format: str = "bridge",
+    hf_config: str | Path | None = None,
+    canonical: bool | None = None,
+    tp: int | None = None,
+    iteration: int = 0,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    sync: bool = True,
+    workers: int | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Convert a PEFT directory with a LoRA adapter to a Megatron checkpoint that Megatron-Bridge
+    (`format` ``bridge``) or mcore-bridge (``mcore-bridge``) loads at any layout.
+
+    Both fuse q, k and v, and gate and up, and have one A for them. Where an adapter's A's differ, or some
+    of these layers have none, it becomes Megatron-Bridge's canonical LoRA, as with `canonical`; False
+    refuses it. `tp` is the tensor-parallel size at which it will be loaded, on which the order of rows of gate
+    and up depends in mcore-bridge's checkpoints and in those of canonical LoRA. The other options are those of `lora_to_peft`.
+
+    Raises ReshardError, and leaves no destination, for what the format cannot hold.
+    """
+    if format not in FORMATS:
+        raise ReshardError(f"--format {format} is not one of {listed(FORMATS)}")
+    if format == "mcore-bridge" and canonical:
+        raise ReshardError(
+            "--canonical is a kind of adapter of Megatron-Bridge only: leave it out, or use --format bridge"
+        )
+    if iteration:
+        check_number(iteration, "--iteration", MAX_ITERATION)
+    options = _options(overwrite, resume, sync, workers, dry_run, progress)
+    with Team.from_environment() as team, closing(open_adapter(Path(source), _path(hf_config))) as src:
+        checks, workdir = check_both_ends(src, destination, team, options)
+        tensors = tensors_to_store(src, float_dtype(dtype))
+        form = _form(src, format, canonical, tp or 1)
+        files = MegatronAdapterFiles(src, tensors, form, iteration)
+        src.copies = dict(files.copies)
+        settings = {
+            "dtype": dtype,
+            "form": [form.canonical, form.adapter, form.swiglu_ranks],
+            "iteration": iteration,
+        }
+        job = ConversionJob(src, source, checks, tensors, Quantized(), files, workdir, team, options)
+        report = new_report("lora-to-megatron", job, destination, f"{format}{', canonical' * form.canonical}")
+        return carry_out(job, settings, report)
+
+
+def lora_merge(
+    base: str | Path,
+    adapter: str | Path,
+    destination: str | Path,
+    *,
+    format: str = "hf",
+    layout: MegatronLayout | None = None,
+    hf_config: str | Path | None = None,
+    alpha: float | None = None,
+    saved_tp: int | None = None,
+    dtype: str | None = None,
+    transformer_impl: str = "transformer_engine",
+    max_shard_size: str | int | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    sync: bool = True,
+    workers: int | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Add a LoRA adapter, PEFT's or in a Megatron checkpoint, to the weights of its base model, and write the
+    sum as a Hugging Face directory (`format` ``hf``) or as a Megatron checkpoint at `layout` (``mcore``).
+
+    Each weight becomes ``W + scale * B @ A``, computed in float32 and rounded once, to `dtype` or to the
+    base's. `saved_tp` is the tensor-parallel size with which mcore-bridge saved the adapter. The other
+    options are those of `hf_to_mcore`, `mcore_to_hf` and `lora_to_peft`.
+
+    Raises ReshardError, and leaves no destination, where the two do not belong together.
+    """
+    if format not in ("hf", "mcore"):
+        raise ReshardError(f"--format {format} is not one of hf, mcore")
+    options = _options(overwrite, resume, sync, workers, dry_run, progress)
+    layout, target = checked_layout(layout), float_dtype(dtype)
+    shard_bytes = None if max_shard_size is None else parse_size(max_shard_size)
+    form = megatron_form(transformer_impl, "gpt", 128, None, None)
+    with ExitStack() as stack:
+        team = stack.enter_context(Team.from_environment())
+        base_source = stack.enter_context(closing(_open_base(base, _path(hf_config))))
+        added = stack.enter_context(
+            closing(open_adapter(Path(adapter), None, alpha, saved_tp, base_source.model))
+        )
+        source = MergedSource(base_source, added, target)
+        name = f"{base} + {adapter}"
+        if format == "mcore":
+            return to_mcore("lora-merge", source, name, destination, layout, target, form, team, options)
+        return to_hf("lora-merge", source, name, destination, target, shard_bytes, team, options)
+
+
+def _open_base(path: str | Path, hf_config: Path | None) -> Source:
+    """Open the base model, without the adapter that may lie beside its weights."""
+    directory = local_directory(str(path))
+    if directory.is_dir() and locate(directory) is not None:
+        return MegatronSource(directory, hf_config, without_adapters=True)
+    return open_source(directory, hf_config)
+
+
+def _options(
+    overwrite: bool, resume: bool, sync: bool, workers: int | None, dry_run: bool, progress: Progress | None
+) -> RunOptions:
+    allow_many_files()
+    worker_count(workers)
+    return RunOptions(overwrite, resume, sync, workers, dry_run, progress)
+
+
+def _path(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path)
+
+
+def _form(source: AdapterSource, format: str, canonical: bool | None, tp: int) -> Form:
+    """Return the form of the checkpoint to write: canonical where it has to be, unless that is refused."""
+    if format == "mcore-bridge":
+        return Form(adapter=ADAPTER_NAME, swiglu_ranks=tp)
+    if canonical is not None:
+        return Form(canonical=canonical, swiglu_ranks=tp)
+    reason = _not_fused(source)
+    if reason:
+        source.notices.append(f"written as canonical LoRA: {reason}")
+    return Form(canonical=bool(reason), swiglu_ranks=tp)
+
+
+def _not_fused(source: AdapterSource) -> str:
+    """Return why an adapter's layers cannot share one A where Megatron fuses them; empty where they can."""
+    for adapter in source.adapters:
+        names = adapter.layer.published()
+        if adapter.layer.of_experts or len(names) == 1:
+            continue
+        without = [name for name in names if name not in adapter.ranks]
+        if without:
+            return f"{without[0]} has no adapter, and {next(n for n in names if n in adapter.ranks)} has one"
+        if len({adapter.ranks[name] for name in names}) > 1:
+            return f"{listed(names)} have different ranks"
+        if len({_digest(source, peft_name(name, A)) for name in names}) > 1:
+            return f"{listed(names)} have different A"
+    return ""
+
+
+def _digest(source: AdapterSource, name: str) -> str:
+    info: Any = source.tensors[name]
+    rows = source.read_rows(name, 0, info.rows)
+    return xxhash.xxh3_128(memoryview(np.ascontiguousarray(rows).view(np.uint8).reshape(-1))).hexdigest()

@@ -1,0 +1,44 @@
+"""What a source of a LoRA adapter has besides the matrices: the layers, and their scales."""
+
+from abc import ABC
+from collections.abc import Iterable
+from typing import Any
+
+from reshard.core.errors import ReshardError
+from reshard.lora.parameters import Adapter
+from reshard.lora.scale import Scale
+from reshard.megatron.parameters import ModelParameters
+from reshard.storage.sources.base import Source
+
+
+class AdapterSource(Source, ABC):
+    """A LoRA adapter, whose tensors have PEFT's names.
+
+    `base` is the expanded table of the model that it belongs to, `adapters` are its layers, and
+    `scales` the ranks and alphas by published weight. `base_name` is the model's name, where it is said.
+    """
+
+    base: ModelParameters
+    adapters: list[Adapter]
+    scales: dict[str, Scale]
+    base_name: str | None = None
+
+    def described_adapter(self) -> dict[str, Any]:
+        """Return what `inspect` shows of any adapter."""
+        ranks = {name: rank for adapter in self.adapters for name, rank in adapter.ranks.items()}
+        try:
+            alphas = [scale.alpha for scale in self.scales.values()]
+        except ReshardError:
+            alphas = []
+        return {
+            "adapter": "LoRA",
+            "adapted_weights": len(ranks),
+            "rank": _one_or_all(ranks.values()),
+            "alpha": _one_or_all(alphas) if alphas else "not said",
+        }
+
+
+def _one_or_all(values: Iterable[float]) -> Any:
+    """Return the only value of all, or the values in order."""
+    different = sorted(set(values))
+    return different[0] if len(different) == 1 else different

@@ -1,0 +1,154 @@
+"""The LoRA adapter in a Megatron ``torch_dist`` checkpoint of Megatron-Bridge or mcore-bridge, alone or beside its
+base model, read as PEFT's tensors."""
+
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from reshard.core.errors import ReshardError
+from reshard.formats import safetensors, torch_dist
+from reshard.formats.small_files import MAX_COPIED_BYTES, read_file, read_json
+from reshard.lora.checkpoint import adapter_keys, find_adapters
+from reshard.lora.parameters import Adapter, Form, adapter_parameters
+from reshard.lora.peft_config import CONFIG, check_plain
+from reshard.lora.scale import Scale, as_number
+from reshard.megatron.parameters import ModelParameters, expand
+from reshard.models.model import Model
+from reshard.storage.sources.adapter import AdapterSource
+from reshard.storage.sources.megatron import MegatronSource
+from reshard.storage.sources.paths import RUN_CONFIG, model_named
+
+# Where PEFT's and Megatron-Bridge's configs say what A and B do not.
+_SETTING = re.compile(r"""^(?P<indent> *)(?P<name>\w+): *["']?(?P<value>[^\s"'#]*)""")
+
+
+class MegatronAdapterSource(AdapterSource, MegatronSource):
+    """The adapter of a Megatron checkpoint, of `model` where that is given.
+
+    The rank is that of A. `alpha`, if given, is the adapter's; else it is taken from the config that
+    the trainer has left. `swiglu_ranks` is the tensor-parallel size with which it was saved, by
+    default what the checkpoint says. Raises ReshardError where one is needed and not there.
+    """
+
+    kind = "megatron adapter"
+
+    def __init__(
+        self,
+        path: Path,
+        hf_config: Path | None = None,
+        *,
+        alpha: float | None = None,
+        swiglu_ranks: int | None = None,
+        model: Model | None = None,
+    ) -> None:
+        self.given_alpha, self.given_ranks, self.given_model = alpha, swiglu_ranks, model
+        super().__init__(path, hf_config)
+        named = str(hf_config) if hf_config is not None and hf_config.is_dir() else None
+        self.base_name = model_named(self.located) or named
+
+    def _chosen_keys(self, without_adapters: bool) -> dict[str, torch_dist.Key]:
+        keys = self.checkpoint.keys
+        return {key: keys[key] for key in adapter_keys(keys)}
+
+    def _model(self, family: str | None, taken: list[str]) -> tuple[Model, str]:
+        if self.given_model is not None:
+            return self.given_model, self.given_model.where
+        return super()._model(family, taken)
+
+    def _expanded(self) -> ModelParameters:
+        self.base = expand(self.model)
+        where = self.checkpoint.directory
+        ranks = self.given_ranks or self._saved_tp()
+        self.adapters: list[Adapter]
+        self.form: Form
+        self.adapters, self.form = find_adapters(self.keys, where, self.model, self.base, ranks or 1)
+        gated = any(a.layer.first.halves == 2 and not a.layer.of_experts for a in self.adapters)
+        if ranks is None and gated and self.form.by_rank:
+            raise ReshardError(
+                f"{where} has the rows of gate and up in an order that depends on the tensor-parallel size, which it does "
+                f"not say: pass --tp with the size that it was trained with"
+            )
+        return adapter_parameters(self.adapters, self.form)
+
+    def _saved_tp(self) -> int | None:
+        """Return the tensor-parallel size that the checkpoint says it was saved with."""
+        args = self.checkpoint.common().get("args") or {}
+        size = args.get("tensor_model_parallel_size")
+        for directory in (self.checkpoint.directory, self.root):
+            if size is None and (directory / RUN_CONFIG).is_file():
+                text = _section(directory / RUN_CONFIG, "model").get("tensor_model_parallel_size", "")
+                size = int(text) if text.isdigit() else None
+        return size if type(size) is int and size > 0 else None
+
+    @cached_property
+    def scales(self) -> dict[str, Scale]:  # type: ignore[override]
+        """The ranks and alphas by published weight. Raises ReshardError where nothing says alpha."""
+        alpha, rslora = self._alpha()
+        return {
+            name: Scale(rank, alpha, rslora)
+            for adapter in self.adapters
+            for name, rank in adapter.ranks.items()
+        }
+
+    def _alpha(self) -> tuple[float, bool]:
+        """Return alpha, and whether it is divided by the rank's square root."""
+        if self.given_alpha is not None:
+            return as_number(self.given_alpha, "--alpha", self.path), False
+        for directory in (self.checkpoint.directory, self.root):
+            if (directory / RUN_CONFIG).is_file():
+                settings = _section(directory / RUN_CONFIG, "peft")
+                if "alpha" in settings:
+                    return _number(settings["alpha"], directory / RUN_CONFIG), False
+            if (directory / CONFIG).is_file():
+                config = read_json(directory / CONFIG)
+                check_plain(config, directory / CONFIG)
+                if config.get("alpha_pattern") and self.manifest() is None:
+                    raise ReshardError(
+                        f"{directory / CONFIG}: alpha_pattern by Megatron's names is not converted"
+                    )
+                alpha = as_number(config.get("lora_alpha"), "lora_alpha", directory / CONFIG)
+                return alpha, bool(config.get("use_rslora"))
+        args = self.checkpoint.common().get("args") or {}
+        if args.get("lora_alpha") is not None:
+            alpha = as_number(args["lora_alpha"], "lora_alpha", f"{self.checkpoint.directory} (args)")
+            return alpha, bool(args.get("use_rslora"))
+        raise ReshardError(
+            f"{self.path} does not say the adapter's alpha: there is no {RUN_CONFIG} of Megatron-Bridge and no "
+            f"{CONFIG}; pass --alpha with the value that it was trained with"
+        )
+
+    def _towers(self) -> tuple[Path, dict[str, safetensors.Tensor]]:
+        return self.root, {}
+
+    def read_files(self) -> list[Path]:
+        beside = [self.checkpoint.directory / CONFIG, self.root / CONFIG, self.root / RUN_CONFIG]
+        return [*super().read_files(), *beside]
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | self.described_adapter() | {"adapter_format": self.form.name}
+
+
+def _section(path: Path, name: str) -> dict[str, str]:
+    """Return the plain settings in a section of a ``run_config.yaml``, as text. The file may name Python
+    objects, and is read line by line."""
+    settings: dict[str, str] = {}
+    inside, indent = False, ""
+    for line in read_file(path, MAX_COPIED_BYTES).decode(errors="replace").splitlines():
+        match = _SETTING.match(line)
+        if match is None:
+            continue
+        if not match["indent"]:
+            inside, indent = match["name"] == name, ""
+        elif inside:
+            indent = indent or match["indent"]
+            if match["indent"] == indent:
+                settings[match["name"]] = match["value"]
+    return settings
+
+
+def _number(text: str, where: Path) -> float:
+    try:
+        return as_number(float(text), "peft.alpha", where)
+    except ValueError:
+        raise ReshardError(f"{where}: peft.alpha is {text!r:.80}, not a number: pass --alpha") from None

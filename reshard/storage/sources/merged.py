@@ -1,0 +1,114 @@
+"""A model with a LoRA adapter added to its weights, read as one source."""
+
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reshard.core.dtypes import Dtype
+from reshard.core.errors import ReshardError, listed
+from reshard.lora.names import A, B, peft_name
+from reshard.storage.io.streams import Strip
+from reshard.storage.sources.adapter import AdapterSource
+from reshard.storage.sources.base import Source
+from reshard.storage.sources.verify import SourceChecks
+
+
+class MergedSource(Source):
+    """The tensors of `base` with ``scale * B @ A`` of the adapter added to each weight that has one.
+
+    The sum is computed in float32 and rounded once: to `dtype`, or to the weight's. Raises ReshardError
+    where the base has not the weights of the adapter.
+    """
+
+    kind = "merged"
+
+    def __init__(self, base: Source, adapter: AdapterSource, dtype: Dtype | None = None) -> None:
+        self.base, self.adapter, self.path, self.model, self.mapping = (
+            base, adapter, base.path, base.model, base.mapping,
+        )  # fmt: skip
+        self.less_one, self.experts_packed, self.copies = base.less_one, base.experts_packed, base.copies
+        missing = [name for name in adapter.scales if name not in base.tensors]
+        wrong = [
+            n for n in adapter.scales if n in base.tensors and base.tensors[n].shape != adapter.base.shapes[n]
+        ]
+        if missing or wrong:
+            raise ReshardError(
+                f"{base.path} does not have the weights of the adapter: {listed(missing + wrong, 3)}"
+            )
+        self.tensors = {
+            name: replace(info, dtype=dtype or info.dtype) if name in adapter.scales else info
+            for name, info in base.tensors.items()
+        }
+        self.notices = list(dict.fromkeys([*base.notices, *adapter.notices]))
+        self.files = base.files
+
+    def checks(self) -> SourceChecks:
+        """Return the checksums of the base's manifest for the weights that stay as they are."""
+        checks = SourceChecks(self.base)
+        SourceChecks(self.adapter)  # its files
+        checks.entries = {n: entry for n, entry in checks.entries.items() if n not in self.adapter.scales}
+        return checks
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        scale = self.adapter.scales.get(name)
+        if scale is None:
+            return self.base.read_rows(name, start, stop)
+        name_a, name_b = peft_name(name, A), peft_name(name, B)
+        a = self.adapter.read_rows(name_a, 0, scale.rank).astype(np.float32)
+        b = self.adapter.read_rows(name_b, start, stop).astype(np.float32)
+        merged = self.base.read_rows(name, start, stop).astype(np.float32)
+        delta = np.matmul(b, a)
+        delta *= np.float32(scale.factor)
+        merged += delta
+        rounded = merged.astype(self.tensors[name].dtype.numpy())
+        if not np.isfinite(rounded.astype(np.float32)).all():
+            raise ReshardError(
+                f"{name} with its adapter has numbers that {self.tensors[name].dtype.name} cannot hold"
+            )
+        return rounded
+
+    def read_held_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        return self.base.read_held_rows(name, start, stop)  # of norms, which have no adapter
+
+    def strips(self, name: str) -> list[Strip] | None:
+        return None if name in self.adapter.scales else self.base.strips(name)
+
+    def row_multiple(self, name: str) -> int:
+        return self.base.row_multiple(name)
+
+    def matrix_bytes(self) -> int:
+        return self.base.matrix_bytes()
+
+    def hf_directory(self) -> Path | None:
+        return self.base.hf_directory()
+
+    def hf_files(self) -> dict[str, Path]:
+        return self.base.hf_files()
+
+    def read_files(self) -> list[Path]:
+        return [*self.base.read_files(), *self.adapter.read_files()]
+
+    def identity(self) -> tuple[list[Any], list[Any]]:
+        (contents, places), (own_contents, own_places) = self.base.identity(), self.adapter.identity()
+        scales = [[name, scale.rank, scale.factor] for name, scale in self.adapter.scales.items()]
+        return [*contents, own_contents, scales], [*places, *own_places]
+
+    def dequantized_names(self) -> list[str]:
+        return self.base.dequantized_names()
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        return self._unchanged()
+
+    @contextmanager
+    def _unchanged(self) -> Any:
+        with ExitStack() as stack:
+            stack.enter_context(self.base.unchanged())
+            stack.enter_context(self.adapter.unchanged())
+            yield
+
+    def close(self) -> None:
+        self.base.close()
+        self.adapter.close()

@@ -1,0 +1,52 @@
+"""Megatron-Bridge's and mcore-bridge's LoRA, imported without a GPU, in an environment with them.
+
+Transformer Engine's Python is the published one, and its compiled part, which needs a GPU, is not there.
+Megatron-Bridge's own ``__init__`` imports its training loop, which these tests do not ask for.
+"""
+
+import sys
+import types
+from importlib import import_module
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import megatron
+import torch
+import transformer_engine.common
+
+
+class NoKernels(types.ModuleType):
+    """In the place of Transformer Engine's compiled part."""
+
+    def __getattr__(self, key: str):
+        if key.startswith("__"):
+            raise AttributeError(key)
+        return vars(self).setdefault(key, MagicMock(name=key))
+
+    @staticmethod
+    def get_cudnn_version() -> int:
+        return 91000
+
+
+transformer_engine.common.load_framework_extension = lambda name: None
+kernels = NoKernels("transformer_engine_torch")
+kernels.get_cudnn_version = NoKernels.get_cudnn_version
+sys.modules["transformer_engine_torch"] = kernels
+import_module("transformer_engine.pytorch")
+bridge = types.ModuleType("megatron.bridge")
+bridge.__path__ = [str(path) for path in (Path(p) / "bridge" for p in megatron.__path__) if path.is_dir()]
+sys.modules["megatron.bridge"] = bridge
+for module in (
+    "megatron.bridge.peft.lora",
+    "megatron.bridge.peft.canonical_lora",
+    "mcore_bridge.tuners.lora",
+    "tests.megatron_on_cpu",
+):
+    import_module(module)
+# Classes of the compiled part that Transformer Engine's Python registers for torch.load.
+safe = [value for value in torch.serialization.get_safe_globals() if not isinstance(value, MagicMock)]
+torch.serialization.clear_safe_globals()
+torch.serialization.add_safe_globals(safe)
+import_module(
+    "megatron.core.transformer.moe.moe_utils"
+).te_general_gemm = None  # as where it is not installed

@@ -1,0 +1,211 @@
+"""LoRA adapters: what Megatron-Bridge's own modules save becomes PEFT's files and gives the same logits there, and
+the way back is loaded by Megatron's own loader."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from reshard import (
+    check,
+    diff,
+    hf_to_mcore,
+    lora_to_megatron,
+    lora_to_peft,
+)
+from tests import test_swift, warm
+from tests.environments import REPOSITORY, attempt, clean, environment_before_ours
+from tests.oracle import hf_tensors
+from tests.ranks import torchrun
+from tests.test_logits import EP, ETP, PP, TOLERANCE, TP, flags_at
+
+pytestmark = pytest.mark.install
+PACKAGES = [*test_swift.PACKAGES, "megatron-bridge==0.6.2"]
+CANONICAL = [
+    "linear_q",
+    "linear_k",
+    "linear_v",
+    "linear_proj",
+    "linear_fc1_up",
+    "linear_fc1_gate",
+    "linear_fc2",
+]
+LATENT = [
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
+    "linear_proj",
+    "linear_fc1",
+    "linear_fc2",
+]
+RANK, ALPHA = 4, 10
+# Variant, kind of adapter, its target modules, how it is saved and how it is loaded again, with the numbers of ranks.
+CASES = [
+    ("qwen3", "lora", None, f"{TP} 2", 2, f"{PP} 2", 2),
+    ("llama", "lora", ["linear_qkv", "linear_fc2"], f"{TP} 2 {PP} 2", 4, "", 1),
+    ("llama", "canonical", CANONICAL, f"{TP} 2 {PP} 2", 4, f"{TP} 2", 2),
+    ("qwen3", "canonical", ["linear_q", "linear_v"], f"{TP} 2", 2, "", 1),
+    ("qwen3-moe", "lora", None, f"{TP} 2 {EP} 2 {ETP} 1", 2, f"{PP} 2", 2),
+    ("deepseek-v3", "lora", LATENT, f"{PP} 2 {TP} 2 {EP} 2 {ETP} 1", 4, "", 1),
+]
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory):
+    """The Python of an environment with Megatron-Bridge and mcore-bridge, which finds this one's packages
+    behind its own, and has imported what takes long."""
+    python = environment_before_ours(tmp_path_factory.mktemp("lora") / "venv", PACKAGES)
+    return warm.python("tests.lora_imports", environment=variables(), executable=str(python))
+
+
+def variables() -> dict[str, str]:
+    ours = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "NVTE_PROJECT_BUILDING": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # fmt: skip
+    return {key: value for key, value in clean().items() if key != "PYTHONDONTWRITEBYTECODE"} | ours
+
+
+def on_ranks(python, ranks: int, action: str, folder: Path, **arguments) -> torch.Tensor:
+    """The logits that the last stage's first rank says."""
+    folder.mkdir(exist_ok=True)
+    (folder / "arguments.json").write_text(json.dumps(arguments))
+    result = folder / f"{action}.pt"
+    command = [*torchrun(ranks, python), "-m", "tests.lora_on_cpu", action, result, folder / "arguments.json"]
+    done = attempt(command, env=variables(), cwd=REPOSITORY, timeout=600)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("[rank") or "Error" in line]
+    assert not done.returncode, "\n".join(errors)[-3000:]
+    return torch.load(result)
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 1000, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+def with_peft(model: Path, adapter: Path, dtype=torch.float32):
+    """transformers' model with PEFT's adapter."""
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="eager")
+    return PeftModel.from_pretrained(base, adapter)
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens()).logits
+
+
+def distance(of_megatron: torch.Tensor, model) -> float:
+    wanted = logits(model)
+    return float((of_megatron[..., : wanted.shape[-1]] - wanted).abs().max())
+
+
+def merged(model: Path, adapter: Path, folder: Path) -> "AutoModelForCausalLM":
+    """transformers' model with the sum of the weights, by matrices of PEFT's files in float64: experts are
+    no modules of theirs there, which PEFT could wrap."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    tensors, pairs = hf_tensors(model), load_file(adapter / "adapter_model.safetensors")
+    for name, a in pairs.items():
+        if ".lora_A." not in name:
+            continue
+        weight = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
+        b, scale = pairs[name.replace("lora_A", "lora_B")], config["lora_alpha"] / config["r"]
+        tensors[weight] = (tensors[weight].double() + scale * b.double() @ a.double()).to(
+            tensors[weight].dtype
+        )
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_bytes((model / "config.json").read_bytes())
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def changed(adapter: Path, folder: Path, change) -> Path:
+    """A copy of PEFT's files, with tensors and config changed."""
+    folder.mkdir()
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    change(tensors, config)
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def saved(python, source: Path, folder: Path, kind: str, targets, parallel: str, ranks: int, **settings):
+    """An adapter that Megatron-Bridge's modules saved, and their logits with it."""
+    iteration = folder / "theirs" / "iter_0000005"
+    iteration.mkdir(parents=True)
+    (folder / "theirs" / "latest_checkpointed_iteration.txt").write_text("5")
+    settings = {"dim": RANK, "alpha": ALPHA} | ({"target_modules": targets} if targets else {}) | settings
+    output = on_ranks(
+        python, ranks, "save", folder / "run", flags=flags_at(folder / "mcore", parallel), base=str(folder / "mcore"),
+        kind=kind, settings=settings, directory=str(iteration), tokens=tokens().tolist(),
+    )  # fmt: skip
+    return folder / "theirs", output, settings
+
+
+@pytest.mark.parametrize(
+    ("variant", "kind", "targets", "parallel", "ranks", "again", "ranks_again"), CASES,
+    ids=lambda value: str(value).replace("-model-parallel-size", "") if isinstance(value, str) else "",
+)  # fmt: skip
+def test_an_adapter_of_megatron_bridge_gives_its_logits_in_peft_and_comes_back(
+    variant, kind, targets, parallel, ranks, again, ranks_again, trainers, checkpoint, tmp_path
+):
+    source = checkpoint(variant)
+    hf_to_mcore(source, tmp_path / "mcore", transformer_impl="local")
+    theirs, output, settings = saved(trainers, source, tmp_path, kind, targets, parallel, ranks)
+    tp = int(parallel.split(TP)[1].split()[0]) if TP in parallel else 1
+    lora_to_peft(theirs, tmp_path / "peft", hf_config=source, alpha=ALPHA, tp=tp)
+    assert check(tmp_path / "peft").ok
+    moe = "moe" in variant or "deepseek" in variant
+
+    def model_with(adapter: Path):
+        return (
+            merged(source, adapter, tmp_path / f"{adapter.name}-sum") if moe else with_peft(source, adapter)
+        )
+
+    base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    assert distance(output, base) > 0.1, "an adapter that does nothing would hide errors"
+    assert distance(output, model_with(tmp_path / "peft")) < TOLERANCE
+    for name, fault in faults(load_file(tmp_path / "peft" / "adapter_model.safetensors")).items():
+        assert (
+            distance(output, model_with(changed(tmp_path / "peft", tmp_path / name, fault))) > 100 * TOLERANCE
+        )
+
+    # back, at another layout, for the same modules
+    tp = int(again.split(TP)[1].split()[0]) if TP in again else 1
+    lora_to_megatron(tmp_path / "peft", tmp_path / "back", tp=tp)
+    assert diff(tmp_path / "back", tmp_path / "peft", hf_config=source).equal
+    assert check(tmp_path / "back").ok
+    loaded = on_ranks(
+        trainers, ranks_again, "load", tmp_path / "again", flags=flags_at(tmp_path / "mcore", again), base=str(tmp_path / "mcore"), kind=kind,
+        settings=settings, directory=str(tmp_path / "back" / "iter_0000000"), tokens=tokens().tolist(),
+    )  # fmt: skip
+    assert float((loaded[..., :1000] - output[..., :1000]).abs().max()) < TOLERANCE
+    lora_to_peft(tmp_path / "back", tmp_path / "peft-again", hf_config=source)
+    first, second = (d / "adapter_model.safetensors" for d in (tmp_path / "peft", tmp_path / "peft-again"))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def faults(tensors) -> dict:
+    """Changes of PEFT's files that a conversion could make by mistake."""
+
+    def exchanged(pairs, _) -> None:
+        for name in [name for name in pairs if name.endswith("k_proj.lora_B.weight")]:
+            other = name.replace("k_proj", "v_proj")
+            pairs[name], pairs[other] = pairs[other].clone(), pairs[name].clone()
+
+    def doubled(_, config) -> None:
+        config["lora_alpha"] *= 2
+
+    def one_left_out(pairs, _) -> None:
+        for name in [name for name in pairs if ".layers.1.mlp.experts.3." in name and "lora_B" in name]:
+            pairs[name] = torch.zeros_like(pairs[name])
+
+    changes = {"doubled": doubled}
+    if any("v_proj.lora_B" in name for name in tensors) and any("k_proj.lora_B" in name for name in tensors):
+        changes["exchanged"] = exchanged
+    if any(".experts.3." in name for name in tensors):
+        changes["left-out"] = one_left_out
+    return changes

@@ -1,0 +1,271 @@
+"""LoRA adapters in PEFT's own files: merged as PEFT merges them, refused where they are more than A and B, and the
+commands on them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from reshard import (
+    ReshardError,
+    check,
+    diff,
+    hf_to_mcore,
+    inspect,
+    lora_merge,
+    lora_to_megatron,
+    lora_to_peft,
+    mcore_to_hf,
+)
+from tests.oracle import hf_tensors, same
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# An element of the sum of four products that are added in another order, in float32.
+ULPS = 4
+
+
+def model_of(source: Path, dtype=torch.float32):
+    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+
+
+def adapter(source: Path, folder: Path, dtype=torch.float32, shared: bool = True, **settings) -> Path:
+    """An adapter of random numbers, saved by PEFT; with `shared`, fused layers have one A."""
+    config = LoraConfig(**dict(r=4, lora_alpha=10, target_modules=LINEAR) | settings)
+    model = get_peft_model(model_of(source, dtype), config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        if shared:
+            parameters = dict(model.named_parameters())
+            for first, others in (("q_proj", ("k_proj", "v_proj")), ("gate_proj", ("up_proj",))):
+                for name in [name for name in parameters if f"{first}.lora_A" in name]:
+                    for other in others:
+                        if (copy := parameters.get(name.replace(first, other))) is not None:
+                            copy.copy_(parameters[name])
+    model.to(dtype).save_pretrained(folder)
+    # PEFT names the model by where it was loaded from.
+    return folder
+
+
+def merged_by_peft(source: Path, of: Path, dtype) -> dict[str, torch.Tensor]:
+    whole = PeftModel.from_pretrained(model_of(source, dtype), of).merge_and_unload()
+    return {name: value for name, value in whole.state_dict().items() if name in hf_tensors(source)}
+
+
+def steps(a: torch.Tensor, b: torch.Tensor) -> int:
+    """The most numbers of their dtype that lie between two tensors' elements of one sign."""
+    integer = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[a.dtype]
+    ordered = [
+        torch.where(x.view(integer) < 0, torch.iinfo(integer).min - x.view(integer), x.view(integer))
+        for x in (a, b)
+    ]
+    return int((ordered[0].long() - ordered[1].long()).abs().max())
+
+
+@pytest.fixture
+def llama(checkpoint):
+    return checkpoint("llama")
+
+
+def test_a_merge_is_the_exact_sum_rounded_once(checkpoint, tmp_path):
+    """In bf16 bit for bit: with few products, float32 holds the sum but for what rounding to bf16 drops."""
+    source = checkpoint("qwen3", dtype=torch.bfloat16)
+    of = adapter(source, tmp_path / "adapter", torch.bfloat16)
+    lora_merge(source, of, tmp_path / "merged")
+    ours, config = hf_tensors(tmp_path / "merged"), json.loads((of / "adapter_config.json").read_text())
+    pairs, wanted = load_file(of / "adapter_model.safetensors"), hf_tensors(source)
+    for name, a in pairs.items():
+        if "lora_A" in name:
+            weight = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
+            product = pairs[name.replace("lora_A", "lora_B")].double() @ a.double()
+            wanted[weight] = (
+                wanted[weight].double() + config["lora_alpha"] / config["r"] * product
+            ).bfloat16()
+    unequal = sum(int((ours[name] != wanted[name]).sum()) for name in wanted)
+    assert unequal <= 2 and max(steps(ours[name], wanted[name]) for name in wanted) <= 1
+    assert (tmp_path / "merged" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    assert check(tmp_path / "merged").ok
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_merge_is_that_of_peft(dtype, checkpoint, tmp_path):
+    """In bf16 PEFT rounds the product before the sum and again after it, and in float32 its BLAS adds in an order
+    of its own."""
+    source = checkpoint("llama", dtype=dtype)
+    of = adapter(source, tmp_path / "adapter", dtype)
+    lora_merge(source, of, tmp_path / "merged")
+    ours, theirs = hf_tensors(tmp_path / "merged"), merged_by_peft(source, of, dtype)
+    assert ours.keys() == theirs.keys()
+    scale = max(float(value.abs().max()) for value in theirs.values())
+    worst = max(float((ours[name].float() - theirs[name].float()).abs().max()) for name in theirs)
+    assert worst <= ULPS * torch.finfo(dtype).eps * scale
+    assert any(not torch.equal(ours[name], tensor) for name, tensor in hf_tensors(source).items())
+
+
+def test_a_merge_into_megatron_and_from_it_is_the_same(llama, tmp_path):
+    of = adapter(
+        llama,
+        tmp_path / "adapter",
+        shared=False,
+        rank_pattern={"q_proj": 2},
+        alpha_pattern={r"layers\.1\.mlp\.up_proj": 3},
+        use_rslora=True,
+    )
+    lora_merge(llama, of, tmp_path / "hf")
+    lora_merge(llama, of, tmp_path / "mcore", format="mcore")
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    hf_to_mcore(llama, tmp_path / "base")
+    lora_merge(tmp_path / "base", of, tmp_path / "from-megatron")
+    for other in ("back", "from-megatron"):
+        assert same(hf_tensors(tmp_path / "hf"), hf_tensors(tmp_path / other)) == []
+    theirs = merged_by_peft(llama, of, torch.float32)
+    assert all(
+        torch.allclose(theirs[name], value, rtol=0, atol=1e-6)
+        for name, value in hf_tensors(tmp_path / "hf").items()
+    )
+
+
+def test_adapters_that_cannot_share_an_a_become_canonical_lora(llama, tmp_path):
+    of = adapter(llama, tmp_path / "adapter", shared=False)
+    report = lora_to_megatron(of, tmp_path / "back", hf_config=llama)
+    assert any(
+        "written as canonical LoRA: " in notice and "have different A" in notice for notice in report.notices
+    )
+    lora_to_peft(tmp_path / "back", tmp_path / "again")
+    assert diff(of, tmp_path / "again", hf_config=llama).equal
+    two = adapter(llama, tmp_path / "two", target_modules=["q_proj", "v_proj"])
+    report = lora_to_megatron(two, tmp_path / "two-back", hf_config=llama)
+    assert any("k_proj.weight has no adapter" in notice for notice in report.notices)
+    lora_to_peft(tmp_path / "two-back", tmp_path / "two-again")
+    assert diff(two, tmp_path / "two-again", hf_config=llama).equal
+    for options, sentence in (
+        (
+            {"canonical": False},
+            "q_proj.weight differs from|differs from .*q_proj|but Megatron holds the two as one parameter",
+        ),
+        ({"format": "mcore-bridge"}, "but Megatron holds the two as one parameter"),
+    ):
+        with pytest.raises(ReshardError, match=sentence):
+            lora_to_megatron(of, tmp_path / "refused", hf_config=llama, **options)
+        assert not (tmp_path / "refused").exists()
+    with pytest.raises(ReshardError, match="mcore-bridge has one adapter for .*k_proj.* has none"):
+        lora_to_megatron(two, tmp_path / "refused", hf_config=llama, format="mcore-bridge")
+    assert [path.name for path in tmp_path.iterdir() if "refused" in path.name] == []
+
+
+REFUSED = [
+    ({"use_dora": True}, "use_dora is True"),
+    ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
+    ({"bias": "all"}, "bias is 'all'"),
+    ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; only LORA"),
+    ({"r": 8}, "says that .*q_proj has rank 8, but its A has rank 4"),
+    ({"lora_alpha": "ten"}, "lora_alpha is 'ten', not a positive number"),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), REFUSED, ids=lambda value: str(value)[:30])
+def test_what_is_more_than_two_matrices_is_refused_by_name(change, sentence, llama, tmp_path):
+    of = adapter(llama, tmp_path / "adapter")
+    config = json.loads((of / "adapter_config.json").read_text()) | change
+    (of / "adapter_config.json").write_text(json.dumps(config))
+    for action in (lora_to_megatron, lambda *paths, hf_config: lora_merge(llama, *paths)):
+        with pytest.raises(ReshardError, match=sentence):
+            action(of, tmp_path / "out", hf_config=llama)
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_that_are_no_pair_are_refused_by_name(llama, tmp_path):
+    of = adapter(llama, tmp_path / "adapter")
+    tensors = load_file(of / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.2.mlp.up_proj.lora_B.weight"
+    for change, sentence in (
+        (
+            {"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 1000)},
+            "embed_tokens.lora_embedding_A",
+        ),
+        (
+            {name: tensors[name][:-1].contiguous()},
+            r"do not fit .*up_proj.lora_A.weight \[4, 64\] and B \[95, 4\]",
+        ),
+        ({name: None}, "1 tensors that are no A or B of a linear layer of llama: .*2.mlp.up_proj.lora_A"),
+    ):
+        changed = {key: value for key, value in (tensors | change).items() if value is not None}
+        save_file(changed, of / "adapter_model.safetensors", {"format": "pt"})
+        with pytest.raises(ReshardError, match=sentence):
+            lora_to_megatron(of, tmp_path / "out", hf_config=llama)
+        assert not (tmp_path / "out").exists()
+    (of / "adapter_model.safetensors").unlink()
+    (of / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(ReshardError, match="as a pickle .adapter_model.bin., which is not read"):
+        lora_to_megatron(of, tmp_path / "out", hf_config=llama)
+
+
+def test_inspect_diff_and_check_know_adapters(llama, tmp_path):
+    of = adapter(llama, tmp_path / "adapter")
+    details = inspect(of, hf_config=llama).details
+    assert (
+        details["adapter"] == "LoRA"
+        and details["rank"] == 4
+        and details["alpha"] == 10
+        and details["adapted_weights"] == 28
+    )
+    lora_to_megatron(of, tmp_path / "back", hf_config=llama)
+    assert inspect(tmp_path / "back").details["adapter_format"] == "bridge" and check(tmp_path / "back").ok
+    assert diff(tmp_path / "back", of, hf_config=llama).equal
+    other = shutil.copytree(of, tmp_path / "other")
+    tensors = load_file(of / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.2.mlp.up_proj.lora_B.weight"
+    tensors[name][3, 1] += 1
+    save_file(tensors, other / "adapter_model.safetensors", {"format": "pt"})
+    assert [d.name for d in diff(of, other, hf_config=llama).differences] == [name]
+
+
+@pytest.mark.parametrize("form", ["bridge", "mcore-bridge"])
+def test_a_base_with_an_adapter_in_it_is_converted_without_it_on_request(form, llama, tmp_path):
+    """As trainers save them together; mcore-bridge names the base's weights ``base_layer``."""
+    import torch.distributed.checkpoint as dcp
+
+    hf_to_mcore(llama, tmp_path / "mcore")
+    lora_to_megatron(adapter(llama, tmp_path / "adapter"), tmp_path / "lora", hf_config=llama, format=form)
+    state = {}
+    for directory in (tmp_path / "mcore" / "release", tmp_path / "lora" / "iter_0000000"):
+        reader = dcp.FileSystemReader(str(directory))
+        tensors = reader.read_metadata().state_dict_metadata
+        read = {
+            k: torch.empty(e.size, dtype=e.properties.dtype) for k, e in tensors.items() if hasattr(e, "size")
+        }
+        dcp.load(read, storage_reader=reader, no_dist=True)
+        state |= read
+    if form == "mcore-bridge":
+        wrapped = ("linear_qkv.", "linear_proj.", "linear_fc1.", "linear_fc2.")
+        state = {
+            next(
+                (
+                    k.replace(w, f"{w}base_layer.")
+                    for w in wrapped
+                    if f"{w}weight" in k or f"{w}layer_norm" in k
+                ),
+                k,
+            ): v
+            for k, v in state.items()
+        }
+    both = tmp_path / "both"
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(str(both)), no_dist=True)
+    with pytest.raises(
+        ReshardError, match="holds a LoRA adapter .* beside the model's weights: pass --without-adapters"
+    ):
+        mcore_to_hf(both, tmp_path / "converted", hf_config=llama)
+    mcore_to_hf(both, tmp_path / "converted", hf_config=llama, without_adapters=True)
+    assert same(hf_tensors(llama), hf_tensors(tmp_path / "converted")) == []
+    lora_to_peft(both, tmp_path / "peft", hf_config=llama, alpha=10, tp=1)
+    assert diff(tmp_path / "peft", tmp_path / "adapter", hf_config=llama).equal
+    lora_merge(both, tmp_path / "adapter", tmp_path / "merged", hf_config=llama)
+    lora_merge(llama, tmp_path / "adapter", tmp_path / "wanted")
+    assert same(hf_tensors(tmp_path / "wanted"), hf_tensors(tmp_path / "merged")) == []
