@@ -79,13 +79,14 @@ def linear_layers(base: ModelParameters) -> list[LinearLayer]:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of one layer. `ranks` are those of its published weights, by name; those without an
-    entry have no adapter. `shared` are the matrices that all experts have in common, and that are
-    there once."""
+    """The adapter of one layer. `ranks` are those of its published weights, by name. Those without an
+    entry have no adapter, and zeros of `missing_rank` in Megatron, where that is said. `shared` are
+    the matrices that all experts have in common, and that are there once."""
 
     layer: LinearLayer
     ranks: Mapping[str, int]
     shared: frozenset[str] = frozenset()
+    missing_rank: int | None = None
 
 
 def adapter_parameters(adapters: Iterable[Adapter], form: Form) -> ModelParameters:
@@ -116,24 +117,35 @@ class _Matrices:
             for name, part in zip(parts, part_names(layer), strict=True):
                 if name in adapter.ranks:
                     self._part(layer.first, layer.module, name, part, adapter.ranks[name])
+                elif adapter.missing_rank is not None:
+                    self._part(layer.first, layer.module, name, part, adapter.missing_rank, zeros=True)
             return
         for weight in layer.weights:
             self._fused(adapter, weight)
 
-    def _part(self, p: Parameter, module: str, name: str, part: str, rank: int) -> None:
+    def _part(self, p: Parameter, module: str, name: str, part: str, rank: int, zeros: bool = False) -> None:
         """Add the pair of a published part of a fused layer, which is whole and in its own order."""
         rows = sum(piece.box.lengths[0] for piece in p.parts if piece.name == name)
         for matrix, shape in ((A, (rank, p.shape[1])), (B, (rows, rank))):
             tensor, parts = peft_name(name, matrix), [Part(peft_name(name, matrix), whole(shape), (0, 0))]
             if matrix == B and p.halves == 2 and self.form.swiglu_ranks > 1:
                 parts = _halves_by_rank(tensor, rows, rank, self.form.swiglu_ranks)
-            self._parameter(p, megatron_name(module, matrix, part), shape, parts)
+            self._parameter(p, megatron_name(module, matrix, part), shape, [] if zeros else parts)
 
     def _fused(self, adapter: Adapter, p: Parameter) -> None:
         """Add the pair of a layer, or of one expert in it. Of what is shared the first expert's is added,
         and the others' are copies."""
         names = list(dict.fromkeys(part.name for part in p.parts))
         ranks = {adapter.ranks.get(name) for name in names}
+        if ranks == {None} and adapter.missing_rank is not None:
+            for matrix, shape in (
+                (A, (adapter.missing_rank, p.shape[1])),
+                (B, (p.shape[0], adapter.missing_rank)),
+            ):
+                self._parameter(
+                    p, megatron_name(adapter.layer.module, matrix, adapter=self.form.adapter), shape, []
+                )
+            return
         if len(ranks) > 1 or None in ranks:
             raise ReshardError(
                 f"{self.form.name} has one adapter for {', '.join(names)}, of which {_difference(adapter, names)}"
@@ -199,12 +211,15 @@ class _Matrices:
     def _parameter(
         self, p: Parameter, name: str, shape: tuple[int, ...], parts: list[Part], halves: int = 1
     ) -> None:
-        """Add a matrix that belongs to the weight `p`."""
+        """Add a matrix that belongs to the weight `p`; zeros where it has no parts."""
         for part in parts:
             rows = max(part.box.ends[0], self.shapes.get(part.name, (0,))[0])
             self.shapes[part.name] = (rows, shape[1])
+        padded = 0 if parts else shape[0]
         self.parameters.append(
-            Parameter(p.prefix, name, name, p.layer, p.expert, p.mtp, shape, tuple(parts), None, halves)
+            Parameter(
+                p.prefix, name, name, p.layer, p.expert, p.mtp, shape, tuple(parts), None, halves, padded
+            )
         )
 
 

@@ -103,8 +103,9 @@ def lora_to_megatron(
 
     Both fuse q, k and v, and gate and up, and have one A for them. Where an adapter's A's differ, or some
     of these layers have none, it becomes Megatron-Bridge's canonical LoRA, as with `canonical`; False
-    refuses it. `tp` is the tensor-parallel size at which it will be loaded, on which the order of rows of gate
-    and up depends in mcore-bridge's checkpoints and in those of canonical LoRA. The other options are those of `lora_to_peft`.
+    refuses it. A layer without an adapter gets one of zeros where the trainer will have one. `tp` is the
+    tensor-parallel size at which it will be loaded: the order of rows of gate and up depends on it in
+    mcore-bridge's checkpoints and in those of canonical LoRA. The other options are those of `lora_to_peft`.
 
     Raises ReshardError, and leaves no destination, for what the format cannot hold.
     """

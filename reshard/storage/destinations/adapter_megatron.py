@@ -1,6 +1,7 @@
 """A LoRA adapter's Megatron ``torch_dist`` checkpoint, laid out before a byte is written."""
 
 import json
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import Placement
 from reshard.core.planner import make_plan
 from reshard.formats import torch_dist
-from reshard.lora.parameters import Form, adapter_parameters
+from reshard.lora.parameters import Adapter, Form, adapter_parameters, linear_layers, part_names
 from reshard.lora.peft_config import CONFIG
 from reshard.lora.scale import most_common
-from reshard.megatron.checkpoint import chunks_to_write
+from reshard.megatron.checkpoint import Chunk, chunks_to_write
 from reshard.megatron.layout import MegatronLayout
 from reshard.storage.destinations.base import Destination
 from reshard.storage.destinations.rank_files import RankFiles
@@ -51,11 +52,13 @@ class MegatronAdapterFiles(Destination):
     ) -> None:
         self.form, self.source, self.iteration = form, source, iteration
         self.rank, self.alpha, self.rslora = _settings(source, form)
-        mapping = adapter_parameters(source.adapters, form)
+        adapters = _completed(source, self.rank)
+        mapping = adapter_parameters(adapters, form)
         self.stored, self.copies, self.parameters = tensors, mapping.copies, mapping.parameters
         self.directory = f"iter_{iteration:07d}"
         layout = MegatronLayout()
         chunks = list(chunks_to_write(source.model, mapping, layout, "transformer_engine"))
+        _check_stacked(chunks, source)
         shapes = {name: info.shape for name, info in tensors.items() if name not in self.copies}
         self.plan = make_plan(Placement.canonical(shapes), Placement.of(shapes, (c.tensor for c in chunks)))
         self.rank_files = RankFiles(self.directory, f"{self.directory}/", chunks, (), tensors)
@@ -112,14 +115,12 @@ class MegatronAdapterFiles(Destination):
             names.update([f"linear_{k}" if fused else f"{module}_{k}" for k in kinds] or [module])
         return names
 
-    def _parts(self, adapter: Any) -> list[str]:
+    def _parts(self, adapter: Adapter) -> list[str]:
+        """Return CanonicalLoRA's names of the parts that have a pair; none where the layer has one."""
         published = adapter.layer.published()
         if not self.form.canonical or len(published) == 1 or adapter.layer.of_experts:
             return []
-        from reshard.lora.parameters import part_names
-
-        names = zip(published, part_names(adapter.layer), strict=True)
-        return [part for name, part in names if name in adapter.ranks]
+        return part_names(adapter.layer)
 
     def _peft_config(self) -> dict[str, Any]:
         """Return PEFT's config as mcore-bridge reads it: with Megatron's names of the layers."""
@@ -133,6 +134,36 @@ class MegatronAdapterFiles(Destination):
         return {"peft_type": "LORA", "r": self.rank, "lora_alpha": self.alpha, "use_rslora": self.rslora,
                 "lora_dropout": 0.0, "bias": "none", "target_modules": modules, "rank_pattern": ranks,
                 "base_model_name_or_path": self.source.base_name}  # fmt: skip
+
+
+def _completed(source: AdapterSource, rank: int) -> list[Adapter]:
+    """Return the adapters of the source, with zeros of this rank for what has none, and for each module with one
+    in some layers such in the others, which Megatron stacks with them."""
+    own = {adapter.layer: replace(adapter, missing_rank=rank) for adapter in source.adapters}
+    if not source.model.uniform:
+        return list(own.values())
+    modules = {layer.module for layer in own if not layer.first.mtp}
+    layers = [
+        layer
+        for layer in linear_layers(source.base)
+        if layer in own or (layer.module in modules and not layer.first.mtp)
+    ]
+    if len(layers) > len(own):
+        source.notices.append(
+            f"{len(layers) - len(own)} layers without an adapter get zeros, since Megatron has one in all layers of a kind"
+        )
+    return [own.get(layer, Adapter(layer, {}, missing_rank=rank)) for layer in layers]
+
+
+def _check_stacked(chunks: list[Chunk], source: AdapterSource) -> None:
+    """Raise ReshardError where layers or experts that Megatron stacks have adapters of different ranks."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for chunk in chunks:
+        if shapes.setdefault(chunk.key, chunk.key_shape) != chunk.key_shape:
+            raise ReshardError(
+                f"{source.path} has different ranks in the layers that Megatron stacks as {chunk.key}: "
+                f"{list(shapes[chunk.key])} and {list(chunk.key_shape)}"
+            )
 
 
 def _settings(source: AdapterSource, form: Form) -> tuple[int, float, bool]:

@@ -67,6 +67,7 @@ class RankFiles:
         self.files: dict[str, list[PlacedChunk]] = {}
         by_rank: dict[int, list[tuple[Chunk, Dtype]]] = defaultdict(list)
         dtypes: dict[str, tuple[Dtype, str]] = {}
+        default_dtype = next(iter(tensors.values())).dtype  # of zeros
         for chunk in sorted(chunks, key=lambda c: c.rank):
             for part in chunk.tensor.parts:
                 dtype, first = dtypes.setdefault(chunk.key, (tensors[part.name].dtype, part.name))
@@ -76,7 +77,8 @@ class RankFiles:
                         f"{first} is {dtype.name} and {part.name} is {other.name}, but Megatron's "
                         f"{chunk.key} has one dtype: pass --dtype"
                     )
-            by_rank[chunk.rank].append((chunk, dtypes[chunk.key][0]))
+            dtype, _ = dtypes.get(chunk.key, (default_dtype, ""))
+            by_rank[chunk.rank].append((chunk, dtype))
         sizes = {
             rank: sum(prod(chunk.sizes) * dtype.size for chunk, dtype in group)
             for rank, group in by_rank.items()

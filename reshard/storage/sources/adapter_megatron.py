@@ -2,6 +2,7 @@
 base model, read as PEFT's tensors."""
 
 import re
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from reshard.core.errors import ReshardError
 from reshard.formats import safetensors, torch_dist
 from reshard.formats.small_files import MAX_COPIED_BYTES, read_file, read_json
 from reshard.lora.checkpoint import adapter_keys, find_adapters
+from reshard.lora.names import A, peft_name
 from reshard.lora.parameters import Adapter, Form, adapter_parameters
 from reshard.lora.peft_config import CONFIG, check_plain
 from reshard.lora.scale import Scale, as_number
@@ -62,14 +64,27 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
         ranks = self.given_ranks or self._saved_tp()
         self.adapters: list[Adapter]
         self.form: Form
-        self.adapters, self.form = find_adapters(self.keys, where, self.model, self.base, ranks or 1)
+        found, self.form = find_adapters(self.keys, where, self.model, self.base, ranks or 1)
+        found = self._as_recorded(found)
+        self.adapters = [adapter for adapter in found if adapter.ranks]
         gated = any(a.layer.first.halves == 2 and not a.layer.of_experts for a in self.adapters)
         if ranks is None and gated and self.form.by_rank:
             raise ReshardError(
                 f"{where} has the rows of gate and up in an order that depends on the tensor-parallel size, which it does "
                 f"not say: pass --tp with the size that it was trained with"
             )
-        return adapter_parameters(self.adapters, self.form)
+        return adapter_parameters(found, self.form)
+
+    def _as_recorded(self, adapters: list[Adapter]) -> list[Adapter]:
+        """Return the adapters without the zeros that were written for weights without one."""
+        recorded = (self.manifest() or {}).get("tensors")
+        if recorded is None:
+            return adapters
+        kept = []
+        for adapter in adapters:
+            ranks = {name: rank for name, rank in adapter.ranks.items() if peft_name(name, A) in recorded}
+            kept.append(replace(adapter, ranks=ranks, missing_rank=max(adapter.ranks.values())))
+        return kept
 
     def _saved_tp(self) -> int | None:
         """Return the tensor-parallel size that the checkpoint says it was saved with."""
