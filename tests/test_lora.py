@@ -13,12 +13,14 @@ from reshard import (
     check,
     diff,
     hf_to_mcore,
+    lora_merge,
     lora_to_megatron,
     lora_to_peft,
+    mcore_to_hf,
 )
 from tests import test_swift, warm
 from tests.environments import REPOSITORY, attempt, clean, environment_before_ours
-from tests.oracle import hf_tensors
+from tests.oracle import hf_tensors, same
 from tests.ranks import torchrun
 from tests.test_logits import EP, ETP, PP, TOLERANCE, TP, flags_at
 from tests.test_lora_files import adapter
@@ -68,8 +70,8 @@ def variables() -> dict[str, str]:
     return {key: value for key, value in clean().items() if key != "PYTHONDONTWRITEBYTECODE"} | ours
 
 
-def on_ranks(python, ranks: int, action: str, folder: Path, **arguments) -> torch.Tensor:
-    """The logits that the last stage's first rank says."""
+def on_ranks(python, ranks: int, action: str, folder: Path, **arguments) -> torch.Tensor | None:
+    """The logits that the last stage's first rank says, of an action that has some."""
     folder.mkdir(exist_ok=True)
     (folder / "arguments.json").write_text(json.dumps(arguments))
     result = folder / f"{action}.pt"
@@ -77,7 +79,7 @@ def on_ranks(python, ranks: int, action: str, folder: Path, **arguments) -> torc
     done = attempt(command, env=variables(), cwd=REPOSITORY, timeout=600)
     errors = [line for line in done.stderr.splitlines() if line.startswith("[rank") or "Error" in line]
     assert not done.returncode, "\n".join(errors)[-3000:]
-    return torch.load(result)
+    return torch.load(result) if result.exists() else None
 
 
 def tokens() -> torch.Tensor:
@@ -186,6 +188,128 @@ def test_an_adapter_of_megatron_bridge_gives_its_logits_in_peft_and_comes_back(
     lora_to_peft(tmp_path / "back", tmp_path / "peft-again", hf_config=source)
     first, second = (d / "adapter_model.safetensors" for d in (tmp_path / "peft", tmp_path / "peft-again"))
     assert first.read_bytes() == second.read_bytes()
+
+
+LINEAR = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+OF_MCORE_BRIDGE = [
+    ("qwen3", LINEAR, f"{TP} 2", 2, f"{PP} 2", 2),
+    ("llama", ["linear_qkv", "linear_fc1"], f"{TP} 2 {PP} 2", 4, f"{TP} 2", 2),
+    ("qwen3-moe", LINEAR, f"{PP} 2 {EP} 2 {ETP} 1", 4, f"{TP} 2 {ETP} 1", 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("variant", "targets", "parallel", "ranks", "again", "ranks_again"), OF_MCORE_BRIDGE,
+    ids=lambda value: str(value).replace("-model-parallel-size", "") if isinstance(value, str) else "",
+)  # fmt: skip
+def test_an_adapter_of_mcore_bridge_makes_the_sum_that_it_makes(
+    variant, targets, parallel, ranks, again, ranks_again, trainers, checkpoint, tmp_path
+):
+    """Bit for bit: mcore-bridge's own `merge` on the ranks, against the adapter as PEFT's files and merged here."""
+    source = checkpoint(variant)
+    hf_to_mcore(source, tmp_path / "mcore")
+    settings = {"r": RANK, "lora_alpha": ALPHA}
+
+    def run(action: str, layout: str, ranks: int, directory: Path) -> dict[str, torch.Tensor]:
+        """The published tensors of the sum that mcore-bridge makes."""
+        sums = tmp_path / f"{action}-sums" / "iter_0000005"
+        for folder in (sums, directory):
+            folder.mkdir(parents=True, exist_ok=True)
+        on_ranks(
+            trainers, ranks, "mcore_bridge", tmp_path / f"run-{action}", saves=action == "save", flags=flags_at(tmp_path / "mcore", layout),
+            base=str(tmp_path / "mcore" / "release"), targets=targets, settings=settings, directory=str(directory), merged=str(sums),
+        )  # fmt: skip
+        mcore_to_hf(sums, tmp_path / f"{action}-hf", hf_config=source)
+        return hf_tensors(tmp_path / f"{action}-hf")
+
+    theirs = run("save", parallel, ranks, tmp_path / "theirs" / "iter_0000005")
+    tp, tp_again = (int(text.split(TP)[1].split()[0]) if TP in text else 1 for text in (parallel, again))
+    lora_to_peft(
+        tmp_path / "theirs" / "iter_0000005", tmp_path / "peft", hf_config=source, alpha=ALPHA, tp=tp
+    )
+    lora_merge(source, tmp_path / "peft", tmp_path / "ours")
+    assert same(theirs, hf_tensors(tmp_path / "ours")) == []
+    changed_tensors = same(theirs, hf_tensors(source))
+    assert len(changed_tensors) == sum(
+        ".lora_A." in n for n in load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    )
+    for name, fault in faults(load_file(tmp_path / "peft" / "adapter_model.safetensors")).items():
+        wrong = changed(tmp_path / "peft", tmp_path / name, fault)
+        lora_merge(source, wrong, tmp_path / f"{name}-sum")
+        assert same(theirs, hf_tensors(tmp_path / f"{name}-sum")) != []
+
+    lora_to_megatron(tmp_path / "peft", tmp_path / "back", format="mcore-bridge", tp=tp_again)
+    assert check(tmp_path / "back").ok and diff(tmp_path / "back", tmp_path / "peft").equal
+    assert same(theirs, run("load", again, ranks_again, tmp_path / "back" / "iter_0000000")) == []
+
+
+MODES = {
+    "shared by all experts": {"share_expert_adapters": True},
+    "one for each expert": {"share_expert_adapters": False},
+    "shared, as before": {"share_expert_adapters": True},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_adapters_of_grouped_experts_become_each_experts(mode, trainers, checkpoint, tmp_path):
+    """The matrices of every expert bit for bit, as torch's own reader finds them in what Megatron-Bridge saves."""
+    source = checkpoint("qwen3-moe")
+    hf_to_mcore(source, tmp_path / "mcore")
+    settings = {"dim": RANK, "alpha": ALPHA, "target_modules": ["linear_fc1", "linear_fc2"]} | MODES[mode]
+
+    def run(saves: bool, layout: str, ranks: int, directory: Path, **others) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        on_ranks(
+            trainers, ranks, "grouped", tmp_path / f"run-{saves}", saves=saves, flags=flags_at(tmp_path / "mcore", layout),
+            base=str(tmp_path / "mcore" / "release"), settings=settings | others, directory=str(directory),
+            legacy=saves and mode == "shared, as before",
+        )  # fmt: skip
+
+    theirs = tmp_path / "theirs" / "iter_0000005"
+    before = mode == "shared, as before"  # which they cannot save with experts on several ranks
+    run(True, f"{PP} 2" if before else f"{PP} 2 {EP} 2 {ETP} 1", 2 if before else 4, theirs)
+    (theirs / "run_config.yaml").write_text(f"model:\n  share: 1\npeft:\n  alpha: {ALPHA}\n  dim: {RANK}\n")
+    lora_to_peft(theirs, tmp_path / "peft", hf_config=source)
+    pairs, stored = load_file(tmp_path / "peft" / "adapter_model.safetensors"), read_by_torch(theirs)
+    assert json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["lora_alpha"] == ALPHA
+    wanted = {}
+    for layer in range(4):
+        for expert in range(8):
+            named = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}"
+
+            def matrix(name: str, layer: int = layer, expert: int = expert) -> torch.Tensor:
+                held = stored[f"decoder.layers.mlp.experts.experts.{name}.weight"][layer]
+                return held[expert] if held.dim() == 3 else held
+
+            for fused, names in (("linear_fc1", ("gate_proj", "up_proj")), ("linear_fc2", ("down_proj",))):
+                rows = matrix(f"{fused}.adapter.linear_out").chunk(len(names))
+                for name, part in zip(names, rows, strict=True):
+                    wanted[f"{named}.{name}.lora_A.weight"] = matrix(f"{fused}.adapter.linear_in")
+                    wanted[f"{named}.{name}.lora_B.weight"] = part
+    assert same(wanted, pairs) == []
+    numbers_of = {
+        n: t
+        for n, t in pairs.items()
+        if ".0.mlp.experts.0.down_proj" in n or ".0.mlp.experts.1.down_proj" in n
+    }
+    alike = [torch.equal(*[t for n, t in numbers_of.items() if f"lora_{matrix}" in n]) for matrix in "AB"]
+    assert alike == [mode != "one for each expert"] * 2
+    lora_to_megatron(tmp_path / "peft", tmp_path / "back")
+    run(False, f"{TP} 2 {EP} 4 {ETP} 1", 4, tmp_path / "back" / "iter_0000000", share_expert_adapters=False)
+    assert diff(tmp_path / "back", tmp_path / "peft").equal
+
+
+def read_by_torch(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    import torch.distributed.checkpoint as dcp
+
+    reader = dcp.FileSystemReader(str(directory))
+    entries = reader.read_metadata().state_dict_metadata
+    state = {
+        k: torch.empty(e.size, dtype=e.properties.dtype) for k, e in entries.items() if hasattr(e, "size")
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
 
 
 def test_an_adapter_of_some_layers_in_peft_is_loaded_by_megatron_bridge(trainers, checkpoint, tmp_path):

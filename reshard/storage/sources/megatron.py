@@ -13,7 +13,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import Placement
 from reshard.core.planner import PlanError, Transfer, make_plan
 from reshard.formats import safetensors, torch_dist, torch_zip
-from reshard.lora.checkpoint import is_adapter_only
+from reshard.lora.checkpoint import adapter_keys, is_adapter_only
 from reshard.lora.checkpoint import without_adapters as base_keys
 from reshard.megatron.arguments import check_args, model_of_args
 from reshard.megatron.checkpoint import check_language_model, placement_of_keys, vocab_rows
@@ -107,7 +107,7 @@ class MegatronSource(Source):
         """Return the keys of the checkpoint that are read. Raises ReshardError where they are not
         those of a language model."""
         keys, where = self.checkpoint.keys, self.checkpoint.directory
-        if without_adapters and not is_adapter_only(keys):
+        if not adapter_keys(keys) or (without_adapters and not is_adapter_only(keys)):
             keys = base_keys(keys)
         check_language_model(keys, where)
         return keys
