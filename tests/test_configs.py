@@ -338,7 +338,8 @@ def test_directories_that_are_no_model_are_one_sentence(tmp_path):
     for directory, sentence in (
         (
             lora,
-            r"is a LoRA adapter of Qwen/Qwen3-8B \(adapter_config.json\), not a model: merge it .* merge_and_unload\(\)",
+            r"is a LoRA adapter of Qwen/Qwen3-8B \(adapter_config.json\), not a model: reshard lora-merge adds it"
+            r"|adapter_config.json names Qwen/Qwen3-8B, which is neither a directory here nor a model of the hub",
         ),
         (
             gguf,

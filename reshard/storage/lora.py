@@ -74,6 +74,7 @@ def lora_to_peft(
     ):
         checks, workdir = check_both_ends(src, destination, team, options)
         tensors = tensors_to_store(src, float_dtype(dtype))
+        _name_base(src, hf_config)
         files = PeftFiles(src, tensors)
         job = ConversionJob(src, source, checks, tensors, Quantized(), files, workdir, team, options)
         return carry_out(
@@ -121,6 +122,7 @@ def lora_to_megatron(
     with Team.from_environment() as team, closing(open_adapter(Path(source), _path(hf_config))) as src:
         checks, workdir = check_both_ends(src, destination, team, options)
         tensors = tensors_to_store(src, float_dtype(dtype))
+        _name_base(src, hf_config)
         form = _form(src, format, canonical, tp or 1)
         files = MegatronAdapterFiles(src, tensors, form, iteration)
         src.copies = dict(files.copies)
@@ -198,8 +200,17 @@ def _options(
     return RunOptions(overwrite, resume, sync, workers, dry_run, progress)
 
 
+def _name_base(source: AdapterSource, hf_config: str | Path | None) -> None:
+    """Take the directory or hub id that was given for the model's name, which adapters record."""
+    if hf_config is not None and not Path(hf_config).is_file():
+        source.base_name = str(hf_config)
+
+
 def _path(path: str | Path | None) -> Path | None:
-    return None if path is None else Path(path)
+    """Return a config's file or directory; that of a hub id once it is downloaded."""
+    if path is None or Path(path).exists():
+        return None if path is None else Path(path)
+    return local_directory(str(path), ["config.json"])
 
 
 def _form(source: AdapterSource, format: str, canonical: bool | None, tp: int) -> Form:

@@ -73,7 +73,7 @@ class MegatronAdapterFiles(Destination):
 
     def fields(self, family: str, source: object, quantized: list[str]) -> dict[str, Any]:
         return {"format": self.format, "family": family, "source": printable(source), "iteration": self.directory,
-                "adapter_format": self.form.name}  # fmt: skip
+                "adapter_format": self.form.name, "base_model": self.source.base_name}  # fmt: skip
 
     def small_files(self) -> dict[str, bytes | str]:
         within = f"{self.directory}/"

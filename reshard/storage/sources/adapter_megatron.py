@@ -46,8 +46,7 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
     ) -> None:
         self.given_alpha, self.given_ranks, self.given_model = alpha, swiglu_ranks, model
         super().__init__(path, hf_config)
-        named = str(hf_config) if hf_config is not None and hf_config.is_dir() else None
-        self.base_name = model_named(self.located) or named
+        self.base_name = model_named(self.located) or (self.manifest() or {}).get("base_model")
 
     def _chosen_keys(self, without_adapters: bool) -> dict[str, torch_dist.Key]:
         keys = self.checkpoint.keys

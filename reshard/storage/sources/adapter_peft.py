@@ -1,5 +1,6 @@
 """A PEFT directory: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
 from reshard.storage.sources.adapter import AdapterSource
 from reshard.storage.sources.base import read_config
+from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.versions import FileVersions
 
 
@@ -64,17 +66,28 @@ class PeftSource(AdapterSource):
         return Model.from_hf(read_config(self.config_path), str(self.config_path))
 
     def _config_path(self, hf_config: Path | None) -> Path:
-        directory = hf_config or (Path(self.base_name) if self.base_name else None)
+        directory = hf_config or self._named_directory()
         if directory is not None and directory.is_file():
             return directory
         if directory is None or not (directory / "config.json").is_file():
             named = (
-                f"names {self.base_name}, which is no directory here" if self.base_name else "names no model"
+                f"names {self.base_name}, which is neither a directory here nor a model of the hub"
+                if self.base_name
+                else "names no model"
             )
             raise ReshardError(
                 f"{self.path / CONFIG} {named}: pass --hf-config with the config.json of the model, or its directory"
             )
         return directory / "config.json"
+
+    def _named_directory(self) -> Path | None:
+        """Return the directory of the model that the config names, a path or a hub id."""
+        if self.base_name is None or os.path.isdir(self.base_name):
+            return None if self.base_name is None else Path(self.base_name)
+        try:
+            return local_directory(self.base_name, ["config.json"])
+        except ReshardError:
+            return None
 
     def _adapters(self) -> list[Adapter]:
         """Return the layers that have an adapter, and note their tensors. Raises ReshardError where A and B

@@ -257,8 +257,8 @@ def check_config(path: Path) -> None:
         base = read_json(path / ADAPTER).get("base_model_name_or_path")
         of = f" of {base:.200}" if isinstance(base, str) and base else ""
         raise ReshardError(
-            f"{path} is a LoRA adapter{of} ({ADAPTER}), not a model: merge it into its base first, with peft's "
-            f"merge_and_unload() and save_pretrained(), and name the result"
+            f"{path} is a LoRA adapter{of} ({ADAPTER}), not a model: reshard lora-merge adds it to its "
+            f"model, reshard lora-to-megatron converts it"
         )
     names = sorted(file.name for file in path.glob("*.gguf"))
     if names and not any(path.glob("*.safetensors")):
