@@ -30,8 +30,11 @@ def check_plain(config: Mapping[str, Any], where: object) -> None:
             )
 
 
-def scales_of(config: Mapping[str, Any], ranks: Mapping[str, int], where: object) -> dict[str, Scale]:
-    """Return the scale of each weight, whose ranks the files have, as PEFT takes it from its config.
+def scales_of(
+    config: Mapping[str, Any], ranks: Mapping[str, int], where: object, names: Mapping[str, str]
+) -> dict[str, Scale]:
+    """Return the scale of each weight, whose ranks the files have, as PEFT takes it from its config:
+    by the weight's own name, or the one in `names`.
 
     Raises ReshardError where the config has another rank.
     """
@@ -42,7 +45,7 @@ def scales_of(config: Mapping[str, Any], ranks: Mapping[str, int], where: object
     rslora = bool(config.get("use_rslora"))
     scales = {}
     for weight, held in ranks.items():
-        module = module_of(weight)
+        module = module_of(names.get(weight, weight))
         expected = by_pattern(rank_pattern, module, rank)
         if expected != held:
             raise ReshardError(f"{where} says that {module} has rank {expected}, but its A has rank {held}")

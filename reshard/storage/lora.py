@@ -10,7 +10,7 @@ import xxhash
 from reshard.comm.team import Team
 from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import MAX_ITERATION, check_number
-from reshard.lora.names import A, peft_name
+from reshard.lora.names import A, module_of, peft_name
 from reshard.lora.parameters import FORMATS, Form
 from reshard.megatron.layout import MegatronLayout
 from reshard.storage.convert import (
@@ -76,6 +76,7 @@ def lora_to_peft(
         tensors = tensors_to_store(src, float_dtype(dtype))
         _name_base(src, hf_config)
         files = PeftFiles(src, tensors)
+        src.notices += _notices_for_peft(src)
         job = ConversionJob(src, source, checks, tensors, Quantized(), files, workdir, team, options)
         return carry_out(
             job, {"dtype": dtype, "alpha": alpha}, new_report("lora-to-peft", job, destination, "PEFT")
@@ -198,6 +199,26 @@ def _options(
     allow_many_files()
     worker_count(workers)
     return RunOptions(overwrite, resume, sync, workers, dry_run, progress)
+
+
+def _notices_for_peft(source: AdapterSource) -> list[str]:
+    """Return a notice where PEFT itself would leave something out of a model of transformers 5: it takes the
+    names of experts' layers for those of all layers that end alike."""
+    ends = [
+        {
+            module_of(name).rpartition(".")[2]
+            for a in source.adapters
+            if a.layer.of_experts is of_experts
+            for name in a.ranks
+        }
+        for of_experts in (True, False)
+    ]
+    if not ends[0] & ends[1]:
+        return []
+    return [
+        f"PEFT 0.21 with transformers 5 drops the adapters of dense layers and shared experts ({listed(sorted(ends[0] & ends[1]))}) "
+        "beside those of routed experts: vLLM reads all of them, and reshard lora-merge adds them all"
+    ]
 
 
 def _name_base(source: AdapterSource, hf_config: str | Path | None) -> None:

@@ -179,8 +179,9 @@ def _settings(source: AdapterSource, form: Form) -> tuple[int, float, bool]:
     else:
         alphas = {scale.alpha for scale in scales}
     if len(alphas) > 1 or (form.adapter is not None and len({scale.rslora for scale in scales}) > 1):
+        values = listed([f"{alpha:g}" for alpha in sorted(alphas)], 4)
         raise ReshardError(
-            f"{source.path} has several alphas ({listed(sorted(alphas), 4)}), and {form.name} has one for all layers"
+            f"{source.path} has several alphas ({values}), and {form.name} has one for all layers"
         )
     ranks = {source.scales[name].rank for a in source.adapters if not a.layer.of_experts for name in a.ranks}
     if form.adapter is None and len(ranks) > 1:

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,8 +10,8 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.views import tensor_of
 from reshard.formats import safetensors
 from reshard.formats.small_files import read_json
-from reshard.lora.names import A, B, peft_name
-from reshard.lora.parameters import Adapter, linear_layers
+from reshard.lora.names import PEFT_PREFIX, A, B, peft_name
+from reshard.lora.parameters import Adapter, LinearLayer, linear_layers
 from reshard.lora.peft_config import CONFIG, WEIGHTS, check_plain, scales_of
 from reshard.megatron.parameters import ModelParameters, expand
 from reshard.models.model import Model
@@ -23,6 +23,14 @@ from reshard.storage.sources.adapter import AdapterSource
 from reshard.storage.sources.base import read_config
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.versions import FileVersions
+
+
+class ExpertMatrix(NamedTuple):
+    """The place of an expert's matrix in the one of all experts: the stored `tensor`, and its first `row` there."""
+
+    tensor: str
+    expert: int
+    row: int
 
 
 class PeftSource(AdapterSource):
@@ -57,7 +65,7 @@ class PeftSource(AdapterSource):
             {n: i.shape for n, i in self.tensors.items()}, [], {}, frozenset(), frozenset(), frozenset()
         )
         ranks = {name: rank for adapter in self.adapters for name, rank in adapter.ranks.items()}
-        self.scales = scales_of(self.config, ranks, path / CONFIG)
+        self.scales = scales_of(self.config, ranks, path / CONFIG, self.scale_names)
         self.reader = StripReader(self.tensors, self.files)
 
     def _model(self) -> Model:
@@ -93,45 +101,104 @@ class PeftSource(AdapterSource):
         """Return the layers that have an adapter, and note their tensors. Raises ReshardError where A and B
         do not fit one another or the model, or where tensors are left over."""
         self.tensors: dict[str, TensorInfo] = {}
-        adapters, wrong = [], []
+        self.of_all_experts: dict[str, ExpertMatrix] = {}
+        self.scale_names: dict[str, str] = {}
+        adapters = []
         for layer in linear_layers(self.base):
-            ranks: dict[str, int] = {}
-            for weight in (name for expert in range(len(layer.weights)) for name in layer.published(expert)):
-                name_a, name_b = peft_name(weight, A), peft_name(weight, B)
-                a, b = (self.stored.get(tensor_of(name)) for name in (name_a, name_b))
-                if a is None or b is None:
-                    continue
-                out, columns = self.base.shapes[weight]
-                rank = a.shape[0] if a.shape else 0
-                of_tensor = b.shape[0] if "[" in weight else out
-                if a.shape != (rank, columns) or b.shape != (of_tensor, rank) or rank < 1:
-                    wrong.append(
-                        f"{tensor_of(name_a)} {list(a.shape)} and B {list(b.shape)} for [{out}, {columns}]"
-                    )
-                    continue
-                ranks[weight] = rank
-                self.tensors[name_a] = TensorInfo((rank, columns), a.dtype)
-                self.tensors[name_b] = TensorInfo((out, rank), b.dtype)
+            ranks = self._of_all_experts(layer) if layer.of_experts else {}
+            weights = (name for expert in range(len(layer.weights)) for name in layer.published(expert))
+            for weight in () if ranks else weights:
+                rank = self._pair(weight)
+                if rank is not None:
+                    ranks[weight] = rank
             if ranks:
                 adapters.append(Adapter(layer, ranks))
-        if wrong:
-            raise ReshardError(f"{self.path}: A and B do not fit {self.model.where}: {listed(wrong, 2)}")
-        left = set(self.stored) - {tensor_of(name) for name in self.tensors}
+        used = {tensor_of(name) for name in self.tensors} | {m.tensor for m in self.of_all_experts.values()}
+        left = sorted(set(self.stored) - used)
         if left:
             raise ReshardError(
                 f"{self.path} holds {len(left)} tensors that are no A or B of a linear layer of "
-                f"{self.model.family.name}: {listed(sorted(left), 3)}"
+                f"{self.model.family.name}: {listed(left, 3)}"
             )
         if not adapters:
             raise ReshardError(f"{self.path} holds no adapter")
         return adapters
 
-    def strips(self, name: str) -> list[Strip]:
+    def _pair(self, weight: str) -> int | None:
+        """Note the matrices of a weight and return their rank; None where there are none. Raises ReshardError
+        for such that do not fit it."""
+        name_a, name_b = peft_name(weight, A), peft_name(weight, B)
+        a, b = (self.stored.get(tensor_of(name)) for name in (name_a, name_b))
+        if a is None or b is None:
+            return None
+        out, columns = self.base.shapes[weight]
+        rank = a.shape[0] if a.shape else 0
+        rows = b.shape[0] if "[" in weight and b.shape else out
+        if a.shape != (rank, columns) or b.shape != (rows, rank) or rank < 1:
+            raise ReshardError(
+                f"{self.path}: {tensor_of(name_a)} {list(a.shape)} and B {list(b.shape)} do not fit the weight "
+                f"[{out}, {columns}] of {self.model.where}"
+            )
+        self.tensors[name_a] = TensorInfo((rank, columns), a.dtype)
+        self.tensors[name_b] = TensorInfo((out, rank), b.dtype)
+        return rank
+
+    def _of_all_experts(self, layer: LinearLayer) -> dict[str, int]:
+        """Note the matrices of a layer that has those of all experts in one tensor each, as PEFT has them for
+        a parameter of transformers 5 (``target_parameters``); return the ranks by weight, none where it has not.
+
+        A is ``[experts * rank, in]``; B is ``[out, rank * experts]``, with the experts of one rank side by side.
+        """
+        experts, (out, columns) = len(layer.weights), layer.first.shape
+        module, _, _ = layer.published()[0].rpartition(".experts.")
+        for wrapped in (".base_layer", ""):  # PEFT wraps the module once for each of its parameters
+            name_a, name_b = (f"{PEFT_PREFIX}{module}.experts{wrapped}.lora_{m}.weight" for m in (A, B))
+            a, b = self.stored.get(name_a), self.stored.get(name_b)
+            if a is None or b is None or len(a.shape) != 2 or a.shape[1] != columns or b.shape[:1] != (out,):
+                continue
+            rank = a.shape[0] // experts
+            if a.shape[0] != rank * experts or b.shape != (out, rank * experts):
+                raise ReshardError(
+                    f"{self.path}: {name_a} {list(a.shape)} and B {list(b.shape)} are not of {experts} experts"
+                )
+            ranks = {}
+            parameter = "gate_up_proj" if layer.first.halves == 2 else "down_proj"
+            for expert, weight in enumerate(layer.weights):
+                for part in weight.parts:
+                    rows = part.box.lengths[0]
+                    ranks[part.name] = rank
+                    self.scale_names[part.name] = f"{module}.experts.{parameter}.weight"
+                    own_a, own_b = peft_name(part.name, A), peft_name(part.name, B)
+                    self.tensors[own_a], self.tensors[own_b] = (
+                        TensorInfo((rank, columns), a.dtype), TensorInfo((rows, rank), b.dtype)
+                    )  # fmt: skip
+                    self.of_all_experts[own_a] = ExpertMatrix(name_a, expert, expert * rank)
+                    self.of_all_experts[own_b] = ExpertMatrix(name_b, expert, part.at[0])
+            return ranks
+        return {}
+
+    def strips(self, name: str) -> list[Strip] | None:
+        return None if name in self.of_all_experts else self._strips(name)
+
+    def _strips(self, name: str) -> list[Strip]:
         tensor = self.stored[tensor_of(name)]
         return strips_of_view(name, tensor.shape, self.path / tensor.file, tensor.offset, tensor.dtype.size)
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        return self.reader.read_rows(name, start, stop, self.strips(name))
+        matrix = self.of_all_experts.get(name)
+        if matrix is None:
+            return self.reader.read_rows(name, start, stop, self._strips(name))
+        stored = self.stored[matrix.tensor]
+        first, width = matrix.row + start, stored.shape[1]
+        row_bytes = width * stored.dtype.size
+        data = self.files.read(
+            self.path / stored.file, stored.offset + first * row_bytes, (stop - start) * row_bytes
+        )
+        rows = np.frombuffer(data, stored.dtype.numpy()).reshape(stop - start, width)
+        rank = self.tensors[name].shape[1]
+        if width == rank or matrix.tensor.endswith(f"lora_{A}.weight"):
+            return rows
+        return np.ascontiguousarray(rows.reshape(stop - start, rank, width // rank)[:, :, matrix.expert])
 
     def hf_directory(self) -> Path | None:
         return None
