@@ -253,11 +253,40 @@ def test_inspect_diff_and_check_know_adapters(llama, tmp_path):
     assert inspect(tmp_path / "back").details["adapter_format"] == "bridge" and check(tmp_path / "back").ok
     assert diff(tmp_path / "back", of, hf_config=llama).equal
     other = shutil.copytree(of, tmp_path / "other")
+    config = json.loads((of / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 20}))
+    assert list(diff(of, other, hf_config=llama).fields.values()) == [(2.5, 5.0)]
+    (other / "adapter_config.json").write_text(json.dumps(config))
     tensors = load_file(of / "adapter_model.safetensors")
     name = "base_model.model.model.layers.2.mlp.up_proj.lora_B.weight"
     tensors[name][3, 1] += 1
     save_file(tensors, other / "adapter_model.safetensors", {"format": "pt"})
     assert [d.name for d in diff(of, other, hf_config=llama).differences] == [name]
+
+
+def test_single_experts_at_expert_tensor_parallelism_are_refused(checkpoint, tmp_path):
+    """What Megatron-Bridge computes there is no B @ A."""
+    source = checkpoint("qwen3-moe")
+    lora_to_megatron(
+        adapter(
+            source,
+            tmp_path / "adapter",
+            target_modules=["o_proj"],
+            target_parameters=["mlp.experts.down_proj"],
+        ),
+        tmp_path / "lora",
+        hf_config=source,
+    )
+    path = tmp_path / "lora" / "iter_0000000" / "run_config.yaml"
+    (tmp_path / "lora" / "reshard.json").unlink()
+    lora_to_peft(tmp_path / "lora", tmp_path / "peft")
+    settings = path.read_text().replace("peft:\n", "peft:\n  share_expert_adapters: false\n")
+    path.write_text(settings.replace("model:\n", "model:\n  expert_tensor_parallel_size: 2\n"))
+    with pytest.raises(
+        ReshardError,
+        match="trained at expert tensor parallelism 2, where what Megatron-Bridge computes is no B @ A",
+    ):
+        lora_to_peft(tmp_path / "lora", tmp_path / "refused")
 
 
 @pytest.mark.parametrize("form", ["bridge", "mcore-bridge"])

@@ -68,10 +68,10 @@ def check_supported(keys: Iterable[str], where: object) -> None:
     """Raise ReshardError, naming it, where keys belong to an adapter that is more than pairs of matrices."""
     keys = list(keys)
     for what, pattern in NOT_HELD.items():
-        some = [key for key in keys if pattern.search(key)]
-        if some:
+        matching = [key for key in keys if pattern.search(key)]
+        if matching:
             raise ReshardError(
-                f"{where} has {what} ({listed(some, 2)}), which is not converted: only LoRA's A and B are"
+                f"{where} has {what} ({listed(matching, 2)}), which is not converted: only LoRA's A and B are"
             )
 
 
@@ -96,16 +96,16 @@ def _adapter_of(layer: LinearLayer, keys: Mapping[str, Key], model: Model, form:
             if key is not None:
                 ranks[name] = keys[key].shape[-2]
         return Adapter(layer, ranks) if ranks else None
-    found = {
+    key_by_matrix = {
         m: _key_of(layer, megatron_name(layer.module, m, adapter=form.adapter), keys, model) for m in (A, B)
     }
-    key_a = found[A]
+    key_a = key_by_matrix[A]
     if key_a is None:
         return None
     rank = keys[key_a].shape[-2]
     shared = frozenset(
         matrix
-        for matrix, key in found.items()
+        for matrix, key in key_by_matrix.items()
         if key is not None and _is_shared(layer, keys[key], key, model)
     )
     ranks = {part.name: rank for weight in layer.weights for part in weight.parts}

@@ -22,7 +22,7 @@ FORMATS = ("bridge", "mcore-bridge")
 
 @dataclass(frozen=True)
 class Form:
-    """How a Megatron checkpoint has an adapter.
+    """The form in which a Megatron checkpoint has an adapter.
 
     `canonical`: each published part of a fused layer has a pair of its own, as CanonicalLoRA of
     Megatron-Bridge has them, but for experts. `adapter` is mcore-bridge's name of the adapter, None for
@@ -137,14 +137,12 @@ class _Matrices:
         and the others' are copies."""
         names = list(dict.fromkeys(part.name for part in p.parts))
         ranks = {adapter.ranks.get(name) for name in names}
+        name_of_a, name_of_b = (
+            megatron_name(adapter.layer.module, m, adapter=self.form.adapter) for m in (A, B)
+        )
         if ranks == {None} and adapter.missing_rank is not None:
-            for matrix, shape in (
-                (A, (adapter.missing_rank, p.shape[1])),
-                (B, (p.shape[0], adapter.missing_rank)),
-            ):
-                self._parameter(
-                    p, megatron_name(adapter.layer.module, matrix, adapter=self.form.adapter), shape, []
-                )
+            self._parameter(p, name_of_a, (adapter.missing_rank, p.shape[1]), [])
+            self._parameter(p, name_of_b, (p.shape[0], adapter.missing_rank), [])
             return
         if len(ranks) > 1 or None in ranks:
             raise ReshardError(
@@ -152,25 +150,21 @@ class _Matrices:
             )
         [rank] = ranks
         assert rank is not None
-        module, first = adapter.layer.module, adapter.layer.first
-        expert_of = {A: p, B: p}
-        for matrix in adapter.shared:
-            expert_of[matrix] = first
-        name_a = peft_name(next(iter(dict.fromkeys(part.name for part in expert_of[A].parts))), A)
+        first = adapter.layer.first
+        with_a, with_b = (first if matrix in adapter.shared else p for matrix in (A, B))
+        shape_of_a = (rank, p.shape[1])
+        primary = peft_name(with_a.parts[0].name, A)
         for name in names:
-            self._copy(peft_name(name, A), name_a, (rank, p.shape[1]))
-        if expert_of[A] is p:
-            self._parameter(
-                self._once(p, A, adapter), megatron_name(module, A, adapter=self.form.adapter), (rank, p.shape[1]),
-                [Part(name_a, whole((rank, p.shape[1])), (0, 0))],
-            )  # fmt: skip
-        parts = self._rows_of_b(p, rank)
-        if expert_of[B] is p:
+            self._copy(peft_name(name, A), primary, shape_of_a)
+        if with_a is p:
+            parts = [Part(primary, whole(shape_of_a), (0, 0))]
+            self._parameter(self._once(p, A, adapter), name_of_a, shape_of_a, parts)
+        if with_b is p:
             halves = p.halves if self.form.adapter is None else 1
+            shape_of_b = (p.shape[0], rank)
             self._parameter(
-                self._once(p, B, adapter), megatron_name(module, B, adapter=self.form.adapter), (p.shape[0], rank),
-                parts, halves,
-            )  # fmt: skip
+                self._once(p, B, adapter), name_of_b, shape_of_b, self._rows_of_b(p, rank), halves
+            )
         else:
             for own, shared in zip(p.parts, first.parts, strict=True):
                 shape = (own.box.lengths[0], rank)

@@ -20,7 +20,7 @@ class Scale:
 
     @property
     def factor(self) -> float:
-        """What ``B @ A`` is multiplied by."""
+        """The factor of ``B @ A``."""
         return self.alpha / (sqrt(self.rank) if self.rslora else self.rank)
 
 

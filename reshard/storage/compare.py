@@ -13,6 +13,7 @@ from reshard.models.config_fields import check_ignored
 from reshard.models.model import different_fields
 from reshard.storage.io.files import allow_many_files
 from reshard.storage.run.workers import Progress, run_jobs
+from reshard.storage.sources.adapter import AdapterSource
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.huggingface import HuggingFaceSource
@@ -102,10 +103,10 @@ def diff(
     """
     allow_many_files()
     config = Path(hf_config) if hf_config is not None else None
-    left = open_source(local_directory(str(a)), config)
+    left = open_source(local_directory(str(a)), config, adapters=True)
     try:
         right_directory = local_directory(str(b))
-        right = open_source(right_directory, config or _config_for(right_directory, left))
+        right = open_source(right_directory, config or _config_for(right_directory, left), adapters=True)
     except BaseException:
         left.close()
         raise
@@ -129,6 +130,8 @@ def diff(
                 f"there is nothing to compare: `only` chooses none of the {len(left.tensors)} tensors of {a}"
             )
         result.fields = different_fields(left.model, right.model)
+        if isinstance(left, AdapterSource) and isinstance(right, AdapterSource):
+            _compare_scales(left, right, result)
         sizes = {name: left.tensors[name].size_bytes for name in common}
         with left.unchanged(), right.unchanged():
             outcomes = run_jobs(sizes, lambda name: _compare(name, left, right), workers, progress)
@@ -140,6 +143,20 @@ def diff(
     finally:
         left.close()
         right.close()
+
+
+def _compare_scales(left: AdapterSource, right: AdapterSource, result: Diff) -> None:
+    """Add the first weight whose ``B @ A`` two adapters multiply by different factors, or a notice where one of
+    them does not say its alpha."""
+    try:
+        a, b = left.scales, right.scales
+    except ReshardError as error:
+        result.notices.append(f"the adapters' scales were not compared: {error}")
+        return
+    for name in a:
+        if name in b and a[name].factor != b[name].factor:
+            result.fields[f"scale of {name}"] = a[name].factor, b[name].factor
+            return
 
 
 def _config_for(path: Path, source: Source) -> Path | None:

@@ -224,7 +224,7 @@ def mcore_to_hf(
         Team.from_environment() as team,
         closing(MegatronSource(Path(source), config, family, without_adapters)) as src,
     ):
-        _check_towers(src)
+        check_towers(src)
         return to_hf(
             "mcore-to-hf", src, source, destination, target, shard_bytes, team, options, scheme_name, scheme
         )
@@ -309,7 +309,7 @@ def check_both_ends(
     return checks, workdir
 
 
-def _check_towers(source: MegatronSource) -> None:
+def check_towers(source: MegatronSource) -> None:
     """Raise ReshardError where a larger model is to be written, and only its language model is there."""
     if source.model.wrapped and not source.towers:
         raise ReshardError(

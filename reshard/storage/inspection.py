@@ -51,7 +51,7 @@ def inspect(path: str | Path, *, hf_config: str | Path | None = None) -> Inspect
         why = _unmapped(directory)
         if why:
             return _as_stored(path, directory, why)
-        source = open_source(directory, config)
+        source = open_source(directory, config, adapters=True)
     try:
         check_ignored(source.model)
         own = {name: t for name, t in source.tensors.items() if name not in source.copies}

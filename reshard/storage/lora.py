@@ -17,6 +17,7 @@ from reshard.storage.convert import (
     ConversionReport,
     carry_out,
     check_both_ends,
+    check_towers,
     checked_layout,
     megatron_form,
     new_report,
@@ -79,7 +80,9 @@ def lora_to_peft(
         src.notices += _notices_for_peft(src)
         job = ConversionJob(src, source, checks, tensors, Quantized(), files, workdir, team, options)
         return carry_out(
-            job, {"dtype": dtype, "alpha": alpha}, new_report("lora-to-peft", job, destination, "PEFT")
+            job,
+            {"dtype": dtype, "alpha": alpha, "tp": tp},
+            new_report("lora-to-peft", job, destination, "PEFT"),
         )
 
 
@@ -178,6 +181,8 @@ def lora_merge(
         added = stack.enter_context(
             closing(open_adapter(Path(adapter), None, alpha, saved_tp, base_source.model))
         )
+        if format == "hf" and isinstance(base_source, MegatronSource):
+            check_towers(base_source)
         source = MergedSource(base_source, added, target)
         name = f"{base} + {adapter}"
         if format == "mcore":

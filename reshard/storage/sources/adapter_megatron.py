@@ -15,6 +15,7 @@ from reshard.lora.names import A, peft_name
 from reshard.lora.parameters import Adapter, Form, adapter_parameters
 from reshard.lora.peft_config import CONFIG, check_plain
 from reshard.lora.scale import Scale, as_number
+from reshard.megatron.hybrid import class_of_keys
 from reshard.megatron.parameters import ModelParameters, expand
 from reshard.models.model import Model
 from reshard.storage.sources.adapter import AdapterSource
@@ -58,21 +59,23 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
         return super()._model(family, taken)
 
     def _expanded(self) -> ModelParameters:
-        self.base = expand(self.model)
+        self.model_class = class_of_keys(self.checkpoint.keys)  # of its base, where that is there
+        self.base = expand(self.model, model_class=self.model_class)
         where = self.checkpoint.directory
         ranks = self.given_ranks or self._saved_tp()
         self.adapters: list[Adapter]
         self.form: Form
-        found, self.form = find_adapters(self.keys, where, self.model, self.base, ranks or 1)
-        found = self._as_recorded(found)
-        self.adapters = [adapter for adapter in found if adapter.ranks]
+        layers, self.form = find_adapters(self.keys, where, self.model, self.base, ranks or 1)
+        layers = self._as_recorded(layers)
+        self._check_expert_tensor_parallel(layers)
+        self.adapters = [adapter for adapter in layers if adapter.ranks]
         gated = any(a.layer.first.halves == 2 and not a.layer.of_experts for a in self.adapters)
         if ranks is None and gated and self.form.by_rank:
             raise ReshardError(
                 f"{where} has the rows of gate and up in an order that depends on the tensor-parallel size, which it does "
                 f"not say: pass --tp with the size that it was trained with"
             )
-        return adapter_parameters(found, self.form)
+        return adapter_parameters(layers, self.form)
 
     def _as_recorded(self, adapters: list[Adapter]) -> list[Adapter]:
         """Return the adapters without the zeros that were written for weights without one."""
@@ -84,6 +87,21 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
             ranks = {name: rank for name, rank in adapter.ranks.items() if peft_name(name, A) in recorded}
             kept.append(replace(adapter, ranks=ranks, missing_rank=max(adapter.ranks.values())))
         return kept
+
+    def _check_expert_tensor_parallel(self, adapters: list[Adapter]) -> None:
+        """Raise ReshardError for adapters of single experts that Megatron-Bridge trained at ETP above 1: it
+        multiplies by B before it has summed A's product over the ranks, which is not B @ A."""
+        for directory in (self.checkpoint.directory, self.root):
+            path = directory / RUN_CONFIG
+            if self.form.adapter is not None or not path.is_file():
+                continue
+            etp = _section(path, "model").get("expert_tensor_parallel_size", "")
+            shared = _section(path, "peft").get("share_expert_adapters", "true").lower() == "true"
+            if etp.isdigit() and int(etp) > 1 and not shared and any(a.layer.of_experts for a in adapters):
+                raise ReshardError(
+                    f"{path}: adapters of single experts were trained at expert tensor parallelism {etp}, where what "
+                    f"Megatron-Bridge computes is no B @ A: train them with expert_tensor_parallel_size=1"
+                )
 
     def _saved_tp(self) -> int | None:
         """Return the tensor-parallel size that the checkpoint says it was saved with."""

@@ -28,8 +28,10 @@ def open_source(
     hf_config: Path | None = None,
     family: str | None = None,
     dequantize_to: Dtype | None = None,
+    adapters: bool = False,
 ) -> Source:
-    """Open a directory of either format. Raises ReshardError where it is none."""
+    """Open a directory of either format, with `adapters` also that of a LoRA adapter alone. Raises
+    ReshardError where it is none."""
     left = None if (path / "config.json").is_file() else unfinished(path)
     if left is not None and (not path.exists() or locate(path) is None):
         raise ReshardError(left)
@@ -47,8 +49,10 @@ def open_source(
         try:
             return MegatronSource(path, hf_config, family)
         except AdapterOnlyError:
+            if not adapters:
+                raise
             return MegatronAdapterSource(path, hf_config)
-    if is_peft(path):
+    if adapters and is_peft(path):
         return PeftSource(path, hf_config)
     check_huggingface(path)
     return HuggingFaceSource(path, dequantize_to)
