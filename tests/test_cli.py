@@ -24,7 +24,18 @@ def test_help_is_quick_and_imports_no_torch():
     code = "import sys; import reshard.cli.main as m; m.cli(['--help'], standalone_mode=False); print('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip().endswith("False False") and "hf-to-mcore" in done.stdout
-    for command in ("hf-to-mcore", "mcore-to-hf", "mcore-to-mcore", "inspect", "diff", "check", "demo"):
+    for command in (
+        "hf-to-mcore",
+        "mcore-to-hf",
+        "mcore-to-mcore",
+        "lora-to-peft",
+        "lora-to-megatron",
+        "lora-merge",
+        "inspect",
+        "diff",
+        "check",
+        "demo",
+    ):
         assert run_cli(command, "--help").returncode == 0
 
 
@@ -148,6 +159,12 @@ def megatron(checkpoint, tmp_path_factory):
     (["mcore-to-hf", "{mcore}", "{out}", "--quantize", "fp8", "--dtype", "fp32"], 1, "add --dtype bf16"),
     (["mcore-to-hf", "{mcore}", "{out}", "--family", "llama"], 1, "--family llama contradicts"),
     (["mcore-to-hf", "{mcore}", "{out}", "--family", "quen3"], 1, "--family quen3 contradicts"),
+    (["lora-to-peft", "{src}", "{out}"], 1, "{src} holds no LoRA adapter: give a PEFT directory (adapter_config.json)"),
+    (["lora-to-peft", "{mcore}", "{out}"], 1, "holds no LoRA adapter: no key ends with linear_in.weight"),
+    (["lora-to-peft", "no/such", "{out}"], 1, "no/such is no directory: give a PEFT directory"),
+    (["lora-to-megatron", "{src}", "{out}", "--format", "nemo"], 2, "Invalid value for '--format'"),
+    (["lora-merge", "{src}", "{src}", "{out}"], 1, "{src} holds no LoRA adapter"),
+    (["lora-merge", "{src}", "{mcore}", "{out}", "--tp", "2", "--format", "pt"], 2, "Invalid value for '--format'"),
     (["hf-to-mcore", "", "{out}"], 2, "it is empty; say . for the current directory"),
     (["hf-to-mcore", "{src}", ""], 2, "it is empty"),
     (["mcore-to-hf", "{mcore}", "{out}", "--hf-config", ""], 2, "it is empty"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_lora_files import adapter
 from tests.warm import python_of_trainer
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "reference" / "json.md").read_text(encoding="utf-8")
@@ -37,6 +38,8 @@ def fields_of(document: dict) -> set[str]:
         ("hf-to-mcore", ("hf-to-mcore", "{hf}", "{new}")),
         ("hf-to-mcore", ("mcore-to-hf", "{mcore}", "{new}")),
         ("hf-to-mcore", ("mcore-to-mcore", "{mcore}", "{new}", "--model-class", "hybrid")),
+        ("hf-to-mcore", ("lora-to-peft", "{lora}", "{new}")),
+        ("hf-to-mcore", ("lora-merge", "{hf}", "{lora}", "{new}")),
         ("diff", ("diff", "{hf}", "{other}")),
         ("check", ("check", "{mcore}")),
         ("inspect", ("inspect", "{mcore}")),
@@ -50,5 +53,7 @@ def fields_of(document: dict) -> set[str]:
 def test_every_printed_field_is_in_the_page(converted, tmp_path, heading, arguments):
     (hf, mcore), (other, _) = converted("qwen3-moe")
     places = {"hf": hf, "mcore": mcore, "other": other, "new": tmp_path / "new"}
+    if any("{lora}" in argument for argument in arguments):
+        places["lora"] = adapter(hf, tmp_path / "lora", target_modules=["o_proj"])
     fields = fields_of(printed(*(argument.format(**places) for argument in arguments)))
     assert len(fields) > 4 and fields - documented(heading) == set()

@@ -22,7 +22,9 @@ from reshard import (
     lora_to_peft,
     mcore_to_hf,
 )
+from tests import lora_in_vllm
 from tests.oracle import hf_tensors, same
+from tests.test_engine import run
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # An element of the sum of four products that are added in another order, in float32.
@@ -262,6 +264,26 @@ def test_inspect_diff_and_check_know_adapters(llama, tmp_path):
     tensors[name][3, 1] += 1
     save_file(tensors, other / "adapter_model.safetensors", {"format": "pt"})
     assert [d.name for d in diff(of, other, hf_config=llama).differences] == [name]
+
+
+@pytest.mark.slow
+def test_vllm_reads_every_pair_that_is_written(checkpoint, tmp_path):
+    """Of fused experts too, which become single ones, as vLLM takes them for such a model."""
+    source = checkpoint("qwen3-moe")
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    of = adapter(
+        source,
+        tmp_path / "adapter",
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=experts,
+    )
+    lora_to_megatron(of, tmp_path / "lora", hf_config=source)
+    lora_to_peft(tmp_path / "lora", tmp_path / "peft")
+    # as its model manager expands ``experts``
+    modules = [*LINEAR[:4], *(f"experts.{expert}.{name}" for expert in range(8) for name in LINEAR[4:])]
+    held = run(tmp_path, 1, "lora_in_vllm.loaded", str(tmp_path / "peft"), modules)
+    wanted = lora_in_vllm.read(tmp_path / "peft")
+    assert len(wanted) == 4 * (4 + 8 * 3) and held == wanted
 
 
 def test_single_experts_at_expert_tensor_parallelism_are_refused(checkpoint, tmp_path):

@@ -207,8 +207,13 @@ def _options(
 
 
 def _notices_for_peft(source: AdapterSource) -> list[str]:
-    """Return a notice where PEFT itself would leave something out of a model of transformers 5: it takes the
-    names of experts' layers for those of all layers that end alike."""
+    """Return notices of what readers of PEFT's files make of these: PEFT takes the names of experts' layers in a
+    model of transformers 5 for those of all layers that end alike."""
+    notices = []
+    if len({(scale.rank, scale.alpha) for scale in source.scales.values()}) > 1:
+        notices.append(
+            "layers have different ranks or alphas (rank_pattern, alpha_pattern), which vLLM heeds from 0.33 on"
+        )
     ends = [
         {
             module_of(name).rpartition(".")[2]
@@ -219,10 +224,11 @@ def _notices_for_peft(source: AdapterSource) -> list[str]:
         for of_experts in (True, False)
     ]
     if not ends[0] & ends[1]:
-        return []
+        return notices
     return [
+        *notices,
         f"PEFT 0.21 with transformers 5 drops the adapters of dense layers and shared experts ({listed(sorted(ends[0] & ends[1]))}) "
-        "beside those of routed experts: vLLM reads all of them, and reshard lora-merge adds them all"
+        "beside those of routed experts: vLLM reads all of them, and reshard lora-merge adds them all",
     ]
 
 
