@@ -6,10 +6,9 @@ from typing import Any
 import click
 
 from reshard.cli.layout import layout_options, pop_layout
-from reshard.cli.lora_to_peft import ALPHA, adapter_options
+from reshard.cli.lora_to_peft import ALPHA, SAVED_TP, adapter_options
 from reshard.cli.output import print_report, progress_bar
 from reshard.cli.places import PathOrHubId, resumable
-from reshard.core.limits import MAX_RANKS
 
 
 @click.command("lora-merge")
@@ -24,11 +23,7 @@ from reshard.core.limits import MAX_RANKS
     help="What to write: a Hugging Face directory, or a Megatron checkpoint at the layout below.",
 )
 @ALPHA
-@click.option(
-    "--saved-tp",
-    type=click.IntRange(1, MAX_RANKS),
-    help="Tensor-parallel size with which the adapter was saved, where that matters and it does not say it.",
-)
+@SAVED_TP
 @click.option("--max-shard-size", help="Largest safetensors file, such as 5GB.")
 @click.option(
     "--transformer-impl",

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from reshard.cli.lora_to_peft import adapter_options
+from reshard.cli.lora_to_peft import ALPHA, SAVED_TP, adapter_options
 from reshard.cli.output import print_report, progress_bar
 from reshard.cli.places import PathOrHubId, resumable
 from reshard.core.limits import MAX_ITERATION, MAX_RANKS
@@ -34,6 +34,8 @@ from reshard.core.limits import MAX_ITERATION, MAX_RANKS
 @click.option(
     "--iteration", type=click.IntRange(0, MAX_ITERATION), default=0, help="Number of the iteration to write."
 )
+@ALPHA
+@SAVED_TP
 @adapter_options
 def command(source: str, destination: str, as_json: bool, **options: Any) -> None:
     """Convert SOURCE, a PEFT directory or the checkpoint of another trainer with a LoRA adapter, to a

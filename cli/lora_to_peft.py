@@ -41,18 +41,24 @@ def adapter_options(function: Callable) -> Callable:
 
 
 ALPHA = click.option("--alpha", type=float, help="The adapter's alpha, where the checkpoint does not say it.")
-SAVED_TP = click.option(
-    "--tp",
-    type=click.IntRange(1, MAX_RANKS),
-    help="Tensor-parallel size with which it was saved, where that matters and the checkpoint does not say it.",
-)
+
+
+def _saved_tp(flag: str) -> Callable:
+    return click.option(
+        flag,
+        type=click.IntRange(1, MAX_RANKS),
+        help="Tensor-parallel size with which it was saved, where that matters and the checkpoint does not say it.",
+    )
+
+
+SAVED_TP = _saved_tp("--saved-tp")  # of commands with another --tp
 
 
 @click.command("lora-to-peft")
 @click.argument("source", type=PathOrHubId())
 @click.argument("destination", type=PathOrHubId())
 @ALPHA
-@SAVED_TP
+@_saved_tp("--tp")
 @adapter_options
 def command(source: str, destination: str, as_json: bool, **options: Any) -> None:
     """Convert SOURCE, a Megatron checkpoint with a LoRA adapter of Megatron-Bridge or mcore-bridge at any

@@ -195,12 +195,31 @@ def test_adapters_that_cannot_share_an_a_become_canonical_lora(llama, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if "refused" in path.name] == []
 
 
+def test_an_adapter_goes_from_one_trainer_to_the_other(llama, tmp_path):
+    of = adapter(llama, tmp_path / "adapter")
+    lora_to_megatron(of, tmp_path / "one", hf_config=llama, format="mcore-bridge", tp=4)
+    lora_to_megatron(tmp_path / "one", tmp_path / "two")
+    lora_to_megatron(tmp_path / "two", tmp_path / "three", canonical=True, tp=2)
+    lora_to_megatron(tmp_path / "three", tmp_path / "four", format="mcore-bridge", tp=2)
+    for name in ("one", "two", "three", "four"):
+        assert diff(of, tmp_path / name, hf_config=llama).equal
+        assert check(tmp_path / name).ok
+    with pytest.raises(ReshardError, match="the 96 rows of .*gate_proj.weight cannot be cut into 5 parts"):
+        lora_to_megatron(of, tmp_path / "five", hf_config=llama, format="mcore-bridge", tp=5)
+    unlike = adapter(llama, tmp_path / "unlike", shared=False)
+    lora_to_megatron(unlike, tmp_path / "canonical", hf_config=llama)
+    with pytest.raises(ReshardError, match="but Megatron holds the two as one parameter"):
+        lora_to_megatron(tmp_path / "canonical", tmp_path / "refused", format="mcore-bridge")
+
+
 REFUSED = [
     ({"use_dora": True}, "use_dora is True"),
     ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
     ({"bias": "all"}, "bias is 'all'"),
     ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; only LORA"),
     ({"r": 8}, "says that .*q_proj has rank 8, but its A has rank 4"),
+    ({"rank_pattern": {"(": 2}}, "'\\(' is no regular expression"),
+    ({"rank_pattern": {".*up_proj": 2}}, "up_proj has rank 2, but its A has rank 4"),
     ({"lora_alpha": "ten"}, "lora_alpha is 'ten', not a positive number"),
 ]
 
@@ -227,7 +246,7 @@ def test_tensors_that_are_no_pair_are_refused_by_name(llama, tmp_path):
         ),
         (
             {name: tensors[name][:-1].contiguous()},
-            r"up_proj.lora_A.weight \[4, 64\] and B \[95, 4\] do not fit the weight \[96, 64\]",
+            r"up_proj.lora_A.weight float32 \[4, 64\] and B \[95, 4\] do not fit the weight \[96, 64\]",
         ),
         ({name: None}, "1 tensors that are no A or B of a linear layer of llama: .*2.mlp.up_proj.lora_A"),
     ):
@@ -340,6 +359,10 @@ def test_a_base_with_an_adapter_in_it_is_converted_without_it_on_request(form, l
             ): v
             for k, v in state.items()
         }
+    # of a training run
+    state |= {
+        f"optimizer.state.exp_avg.{name}": value for name, value in state.items() if "linear_fc1" in name
+    }
     both = tmp_path / "both"
     dcp.save(state, storage_writer=dcp.FileSystemWriter(str(both)), no_dist=True)
     with pytest.raises(

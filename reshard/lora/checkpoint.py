@@ -116,7 +116,10 @@ def _key_of(layer: LinearLayer, name: str, keys: Mapping[str, Key], model: Model
     """Return the key of a matrix with this name in a layer, None where there is none."""
     wanted = replace(layer.first, name=name, local_name=name, halves=1)
     for key, stack, _ in possible_keys(wanted, model, keys):
-        if key in keys and len(keys[key].shape) in (len(stack) + 2, len(stack) + 1):
+        dims = len(stack) + 2
+        if key in keys and len(keys[key].shape) in (
+            (dims, max(2, dims - 1)) if layer.of_experts else (dims,)
+        ):
             return key
     return None
 

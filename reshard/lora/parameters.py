@@ -129,6 +129,7 @@ class _Matrices:
         for matrix, shape in ((A, (rank, p.shape[1])), (B, (rows, rank))):
             tensor, parts = peft_name(name, matrix), [Part(peft_name(name, matrix), whole(shape), (0, 0))]
             if matrix == B and p.halves == 2 and self.form.swiglu_ranks > 1:
+                _check_divides(rows, 2 * self.form.swiglu_ranks, name)
                 parts = _halves_by_rank(tensor, rows, rank, self.form.swiglu_ranks)
             self._parameter(p, megatron_name(module, matrix, part), shape, [] if zeros else parts)
 
@@ -179,6 +180,8 @@ class _Matrices:
         """Return where the rows of each published B lie in Megatron's: as those of the base."""
         by_rank = p.halves == 2 and p.expert is None and self.form.adapter is not None
         ranks = self.form.swiglu_ranks if by_rank else 1
+        if ranks > 1:
+            _check_divides(p.shape[0] // 2, ranks, p.parts[0].name)
         rows = p.shape[0] // 2 // ranks
         parts = []
         for piece in p.parts:
@@ -226,6 +229,14 @@ def _halves_by_rank(name: str, rows: int, rank: int, ranks: int) -> list[Part]:
         for i in range(ranks)
         for second in (0, 1)
     ]
+
+
+def _check_divides(rows: int, parts: int, name: str) -> None:
+    """Raise ReshardError where the rows of a published B cannot lie by tensor-parallel rank."""
+    if rows % parts:
+        raise ReshardError(
+            f"--tp: the {rows} rows of {name} cannot be cut into {parts} parts: give another size"
+        )
 
 
 def part_names(layer: LinearLayer) -> list[str]:

@@ -46,6 +46,9 @@ def by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     8
     """
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        except re.error as error:
+            raise ReshardError(f"{pattern[:80]!r} is no regular expression: {error}") from None
     return default

@@ -94,6 +94,8 @@ def lora_to_megatron(
     hf_config: str | Path | None = None,
     canonical: bool | None = None,
     tp: int | None = None,
+    alpha: float | None = None,
+    saved_tp: int | None = None,
     iteration: int = 0,
     dtype: str | None = None,
     overwrite: bool = False,
@@ -103,14 +105,15 @@ def lora_to_megatron(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
-    """Convert a PEFT directory with a LoRA adapter to a Megatron checkpoint that Megatron-Bridge
-    (`format` ``bridge``) or mcore-bridge (``mcore-bridge``) loads at any layout.
+    """Convert a LoRA adapter, a PEFT directory or in another trainer's checkpoint, to a Megatron checkpoint
+    that Megatron-Bridge (`format` ``bridge``) or mcore-bridge (``mcore-bridge``) loads at any layout.
 
     Both fuse q, k and v, and gate and up, and have one A for them. Where an adapter's A's differ, or some
     of these layers have none, it becomes Megatron-Bridge's canonical LoRA, as with `canonical`; False
     refuses it. A layer without an adapter gets one of zeros where the trainer will have one. `tp` is the
     tensor-parallel size at which it will be loaded: the order of rows of gate and up depends on it in
-    mcore-bridge's checkpoints and in those of canonical LoRA. The other options are those of `lora_to_peft`.
+    mcore-bridge's checkpoints and in those of canonical LoRA. `alpha` and `saved_tp` are those of a
+    checkpoint that does not say them, the other options those of `lora_to_peft`.
 
     Raises ReshardError, and leaves no destination, for what the format cannot hold.
     """
@@ -123,17 +126,21 @@ def lora_to_megatron(
     if iteration:
         check_number(iteration, "--iteration", MAX_ITERATION)
     options = _options(overwrite, resume, sync, workers, dry_run, progress)
-    with Team.from_environment() as team, closing(open_adapter(Path(source), _path(hf_config))) as src:
+    with (
+        Team.from_environment() as team,
+        closing(open_adapter(Path(source), _path(hf_config), alpha, saved_tp)) as src,
+    ):
         checks, workdir = check_both_ends(src, destination, team, options)
         tensors = tensors_to_store(src, float_dtype(dtype))
         _name_base(src, hf_config)
         form = _form(src, format, canonical, tp or 1)
         files = MegatronAdapterFiles(src, tensors, form, iteration)
-        src.copies = dict(files.copies)
         settings = {
             "dtype": dtype,
             "form": [form.canonical, form.adapter, form.swiglu_ranks],
             "iteration": iteration,
+            "alpha": alpha,
+            "saved_tp": saved_tp,
         }
         job = ConversionJob(src, source, checks, tensors, Quantized(), files, workdir, team, options)
         report = new_report("lora-to-megatron", job, destination, f"{format}{', canonical' * form.canonical}")

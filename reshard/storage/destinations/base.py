@@ -3,8 +3,10 @@ and all that stands beside the weights. Who writes the tensors' bytes, one proce
 of a trainer, is not said here: the same weights give the same files."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from reshard.storage.io.files import OpenFiles
@@ -17,13 +19,15 @@ from reshard.storage.run.workdir import Workdir
 class Destination(ABC):
     """A checkpoint that is to be written.
 
-    `format` names its format in the manifest, `sizes` are the bytes of the files with weights, and
-    `stored` are the tensors as the manifest lists them (codes of weights and their scales apart).
+    `format` names its format in the manifest, `sizes` are the bytes of the files with weights,
+    `stored` are the tensors as the manifest lists them (codes of weights and their scales apart), and
+    `copies` those that it has no place for besides another that has to be equal.
     """
 
     format: str
     has_slow_files = False
     less_one: frozenset[str] = frozenset()  # tensors of which the files hold the value less 1
+    copies: Mapping[str, str] = MappingProxyType({})
     sizes: dict[str, int]
     stored: dict[str, TensorInfo]
 

@@ -135,7 +135,7 @@ class _Run:
     def _check_copies(self, checksums: dict[str, str]) -> None:
         """Raise ReshardError where tensors that Megatron holds as one parameter differ."""
         job = self.job
-        for copy, primary in job.source.copies.items():
+        for copy, primary in {**job.source.copies, **job.destination.copies}.items():
             copy_checksums, primary_checksums = (
                 [checksums[stored_name] for stored_name in job.quantized.stored_names(name)]
                 for name in (copy, primary)

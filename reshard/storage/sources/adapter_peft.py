@@ -134,9 +134,10 @@ class PeftSource(AdapterSource):
         out, columns = self.base.shapes[weight]
         rank = a.shape[0] if a.shape else 0
         rows = b.shape[0] if "[" in weight and b.shape else out
-        if a.shape != (rank, columns) or b.shape != (rows, rank) or rank < 1:
+        floating = a.dtype.floating and b.dtype.floating
+        if a.shape != (rank, columns) or b.shape != (rows, rank) or rank < 1 or not floating:
             raise ReshardError(
-                f"{self.path}: {tensor_of(name_a)} {list(a.shape)} and B {list(b.shape)} do not fit the weight "
+                f"{self.path}: {tensor_of(name_a)} {a.dtype.name} {list(a.shape)} and B {list(b.shape)} do not fit the weight "
                 f"[{out}, {columns}] of {self.model.where}"
             )
         self.tensors[name_a] = TensorInfo((rank, columns), a.dtype)
@@ -157,7 +158,7 @@ class PeftSource(AdapterSource):
             if a is None or b is None or len(a.shape) != 2 or a.shape[1] != columns or b.shape[:1] != (out,):
                 continue
             rank = a.shape[0] // experts
-            if a.shape[0] != rank * experts or b.shape != (out, rank * experts):
+            if rank < 1 or a.shape[0] != rank * experts or b.shape != (out, rank * experts):
                 raise ReshardError(
                     f"{self.path}: {name_a} {list(a.shape)} and B {list(b.shape)} are not of {experts} experts"
                 )
