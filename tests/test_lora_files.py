@@ -3,6 +3,8 @@ commands on them."""
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -210,6 +212,16 @@ def test_an_adapter_goes_from_one_trainer_to_the_other(llama, tmp_path):
     lora_to_megatron(unlike, tmp_path / "canonical", hf_config=llama)
     with pytest.raises(ReshardError, match="but Megatron holds the two as one parameter"):
         lora_to_megatron(tmp_path / "canonical", tmp_path / "refused", format="mcore-bridge")
+
+
+def test_the_commands_import_no_torch(llama, tmp_path):
+    code = (
+        "import sys, reshard; a, b, c, d, hf = sys.argv[1:]; reshard.lora_to_megatron(a, b, hf_config=hf); reshard.lora_to_peft(b, c);"
+        "reshard.lora_merge(hf, c, d); assert not {'torch', 'peft', 'transformers'} & set(sys.modules)"
+    )
+    names = [adapter(llama, tmp_path / "adapter"), *(tmp_path / name for name in "bcd"), llama]
+    subprocess.run([sys.executable, "-c", code, *map(str, names)], check=True)
+    assert (tmp_path / "d" / "config.json").is_file()
 
 
 REFUSED = [

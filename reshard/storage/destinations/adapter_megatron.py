@@ -29,6 +29,7 @@ _RUN_CONFIG = """peft:
   dim: {rank}
   alpha: {alpha}
   target_modules: {modules}
+  share_expert_adapters: {shared}
 model:
   tensor_model_parallel_size: {tp}
   pipeline_model_parallel_size: 1
@@ -63,6 +64,10 @@ class MegatronAdapterFiles(Destination):
         self.plan = make_plan(Placement.canonical(shapes), Placement.of(shapes, (c.tensor for c in chunks)))
         self.rank_files = RankFiles(self.directory, f"{self.directory}/", chunks, (), tensors)
         self.sizes = self.rank_files.sizes()
+        if form.adapter is None and self._of_experts():
+            source.notices.append(
+                "each expert has an adapter of its own: load them with share_expert_adapters=False"
+            )
 
     @cached_property
     def strips(self) -> dict[str, list[Strip]]:
@@ -101,9 +106,13 @@ class MegatronAdapterFiles(Destination):
         target = "canonical_lora.CanonicalLoRA" if self.form.canonical else "lora.LoRA"
         return _RUN_CONFIG.format(
             target=f"megatron.bridge.peft.{target}", rank=self.rank,
-            alpha=self.alpha, tp=self.form.swiglu_ranks,
+            alpha=self.alpha, tp=self.form.swiglu_ranks, shared=str(not self._of_experts()).lower(),
             modules=json.dumps(sorted(self._bridge_modules())),
         )  # fmt: skip
+
+    def _of_experts(self) -> bool:
+        """Return True where experts have adapters, each its own."""
+        return any(adapter.layer.of_experts for adapter in self.source.adapters)
 
     def _bridge_modules(self) -> set[str]:
         """Return Megatron-Bridge's names of the layers with an adapter, in any of the model's layers."""
@@ -116,9 +125,8 @@ class MegatronAdapterFiles(Destination):
         return names
 
     def _parts(self, adapter: Adapter) -> list[str]:
-        """Return CanonicalLoRA's names of the parts that have a pair; none where the layer has one."""
-        published = adapter.layer.published()
-        if not self.form.canonical or len(published) == 1 or adapter.layer.of_experts:
+        """Return CanonicalLoRA's names of the parts of a layer that it targets one by one."""
+        if not self.form.canonical or len(adapter.layer.published()) == 1:
             return []
         return part_names(adapter.layer)
 
