@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -222,6 +223,65 @@ def test_the_commands_import_no_torch(llama, tmp_path):
     names = [adapter(llama, tmp_path / "adapter"), *(tmp_path / name for name in "bcd"), llama]
     subprocess.run([sys.executable, "-c", code, *map(str, names)], check=True)
     assert (tmp_path / "d" / "config.json").is_file()
+
+
+VALUES = (None, [], {}, "x", -1, 0, 1e999, True, [[]], {"(": 1}, "..", 1 << 70)
+
+
+def mutated(folder: Path, random: Random) -> str:
+    """Change one file of a directory: some bytes, its length, or a value of its JSON; say what."""
+    file = random.choice(
+        sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "reshard.json")
+    )
+    data = bytearray(file.read_bytes())
+    kind = (
+        random.choice(("bytes", "length", "json"))
+        if file.suffix == ".json"
+        else random.choice(("bytes", "length"))
+    )
+    if kind == "json":
+        value = json.loads(data)
+        key = random.choice(sorted(value))
+        value[key] = random.choice(VALUES)
+        file.write_text(json.dumps(value))
+        return f"{file.name}: {key} is {value[key]!r}"
+    if kind == "length":
+        del data[random.randrange(len(data)) :]
+    else:
+        for _ in range(random.choice((1, 8))):
+            data[random.randrange(min(len(data), random.choice((64, 1 << 30))))] = random.randrange(256)
+    file.write_bytes(data)
+    return f"{file.name}: {kind}"
+
+
+def test_mutations_of_every_file_are_answered(checkpoint, tmp_path):
+    """With one sentence, or with a whole destination."""
+    source = checkpoint("qwen3-moe")
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    of = adapter(source, tmp_path / "adapter", target_modules=["q_proj", "o_proj"], target_parameters=experts)
+    lora_to_megatron(of, tmp_path / "bridge", hf_config=source)
+    lora_to_peft(tmp_path / "bridge", tmp_path / "peft")
+    for folder in (tmp_path / "bridge", tmp_path / "peft"):
+        (folder / "reshard.json").unlink()  # which would name any change
+    random, answers = Random(2026), {"refused": 0, "whole": 0}
+    for number in range(90):
+        subject = random.choice([of, tmp_path / "bridge", tmp_path / "peft"])
+        spoiled, out = tmp_path / f"spoiled-{number}", tmp_path / f"out-{number}"
+        shutil.copytree(subject, spoiled)
+        what = mutated(spoiled, random)
+        convert = random.choice(
+            (lora_to_peft, lora_to_megatron, lambda a, b, **options: lora_merge(source, a, b, workers=1))
+        )
+        try:
+            convert(spoiled, out, hf_config=source)
+            answers["whole"] += 1
+        except ReshardError as error:
+            answers["refused"] += 1
+            assert "\n" not in str(error) and not out.exists(), what
+        except Exception as error:
+            raise AssertionError(f"{subject.name}, {what}") from error
+        assert not list(tmp_path.glob(".*partial")), what
+    assert min(answers.values()) > 10
 
 
 REFUSED = [
