@@ -31,10 +31,10 @@ COMMANDS = {
     "demo": "Convert a small model there and back, and prove it with Megatron's own loader.",
 }
 
-# These multiply no matrices: numpy need not start a thread for each core, which is a third of its
-# import.
-WITHOUT_MATRICES = {"hf-to-mcore", "mcore-to-hf", "mcore-to-mcore", "lora-to-peft", "lora-to-megatron", "inspect",
-                    "diff", "check", "memory"}  # fmt: skip
+# These multiply no matrices, or in a worker for each core: numpy need not start a thread for each,
+# which is a third of its import.
+ONE_THREAD = {"hf-to-mcore", "mcore-to-hf", "mcore-to-mcore", "lora-to-peft", "lora-to-megatron", "lora-merge",
+              "inspect", "diff", "check", "memory"}  # fmt: skip
 
 EPILOG = (
     "Exit codes: 0 done (diff: equal; check: intact; parity: within the limits); 1 a difference, a failed "
@@ -52,7 +52,7 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        if name in WITHOUT_MATRICES:
+        if name in ONE_THREAD:
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         return import_module(f"reshard.cli.{name.replace('-', '_')}").command
 

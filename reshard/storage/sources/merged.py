@@ -1,5 +1,6 @@
 """A model with a LoRA adapter added to its weights, read as one source."""
 
+import threading
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,13 @@ from reshard.storage.io.streams import Strip
 from reshard.storage.sources.adapter import AdapterSource
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.verify import SourceChecks
+
+
+class _LastA(threading.local):
+    """The A that a thread has read last, in float32: rows of a weight are asked for a slab at a time."""
+
+    name = ""
+    a = np.empty((0, 0), np.float32)
 
 
 class MergedSource(Source):
@@ -44,6 +52,7 @@ class MergedSource(Source):
         }
         self.notices = list(dict.fromkeys([*base.notices, *adapter.notices]))
         self.files = base.files
+        self.last = _LastA()
 
     def checks(self) -> SourceChecks:
         """Return the checksums of the base's manifest for the weights that stay as they are."""
@@ -56,11 +65,12 @@ class MergedSource(Source):
         scale = self.adapter.scales.get(name)
         if scale is None:
             return self.base.read_rows(name, start, stop)
-        name_a, name_b = peft_name(name, A), peft_name(name, B)
-        a = self.adapter.read_rows(name_a, 0, scale.rank).astype(np.float32)
-        b = self.adapter.read_rows(name_b, start, stop).astype(np.float32)
+        if self.last.name != name:
+            self.last.a = self.adapter.read_rows(peft_name(name, A), 0, scale.rank).astype(np.float32)
+            self.last.name = name
+        b = self.adapter.read_rows(peft_name(name, B), start, stop).astype(np.float32)
         merged = self.base.read_rows(name, start, stop).astype(np.float32)
-        delta = np.matmul(b, a)
+        delta = np.matmul(b, self.last.a)
         delta *= np.float32(scale.factor)
         merged += delta
         rounded = merged.astype(self.tensors[name].dtype.numpy())
