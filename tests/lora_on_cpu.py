@@ -109,6 +109,7 @@ def transformer_engine_model(flags: list[str], base: str):
     )  # fmt: skip
     config = on_cpu.core_transformer_config_from_args(args)
     config.use_cpu_initialization, config.perform_initialization = True, True
+    config.transformer_impl = "transformer_engine"
     model = on_cpu.GPTModel(
         config, on_cpu.get_gpt_decoder_block_spec(config, use_transformer_engine=True), vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings, pre_process=mpu.is_pipeline_first_stage(), post_process=mpu.is_pipeline_last_stage(),

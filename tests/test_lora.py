@@ -197,6 +197,7 @@ LINEAR = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 OF_MCORE_BRIDGE = [
     ("qwen3", LINEAR, f"{TP} 2", 2, f"{PP} 2", 2),
     ("llama", ["linear_qkv", "linear_fc1"], f"{TP} 2 {PP} 2", 4, f"{TP} 2", 2),
+    ("deepseek-v3", LATENT, f"{TP} 2 {EP} 2 {ETP} 1", 2, f"{PP} 2", 2),
     ("qwen3-moe", LINEAR, f"{PP} 2 {EP} 2 {ETP} 1", 4, f"{TP} 2 {ETP} 1", 2),
 ]
 
