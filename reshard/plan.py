@@ -117,7 +117,6 @@ def plan_refit(
     Raises ReshardError where a size does not divide or the engine would lack a tensor, and
     PlanError where the plan cannot be proven.
     """
-    model.check_refittable("its weights go to vLLM by the trainer's own sync, or by reshard.export")
     trainer.check(model)
     engine.check(model)
     ranks_per_stage = _ranks_per_stage(model, trainer, dp, cp)

@@ -403,6 +403,18 @@ def agreement(rank: int, sides: dict, checkpoint: str, engine: dict, change: str
             return replace(placement, tensors={**placement.tensors, name: tensor._replace(parts=parts)})
 
         placing.vllm_placement = changed
+    if change == "turns":  # every second row, but the other one
+
+        def exchanged(*args):
+            placement = plain(*args)
+            gate, up = (
+                f"model.layers.0.mlp.experts.routed_experts.w13_bias[{turn} in 2]" for turn in ("0:1", "1:2")
+            )
+            names = {(gate, 0): (up, 0), (up, 0): (gate, 0)}
+            tensors = [t._replace(id=names.get(t.id, t.id)) for t in placement.tensors.values()]
+            return placement.of(placement.shapes, tensors)
+
+        placing.vllm_placement = exchanged
     if change == "fp8":
         from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 

@@ -2,7 +2,6 @@
 scales."""
 
 import json
-from contextlib import closing
 
 import numpy as np
 import pytest
@@ -14,20 +13,17 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from reshard import (
     MegatronLayout,
     ReshardError,
-    VllmLayout,
     check,
     diff,
     hf_to_mcore,
     inspect,
     mcore_to_hf,
-    plan_refit,
     read_model,
 )
 from reshard.core.dtypes import DTYPES
 from reshard.quantization.mxfp4 import Mxfp4
 from reshard.quantization.scheme import StoredWeight
-from reshard.storage.io.reading import weights_of_megatron
-from reshard.storage.sources.megatron import MegatronSource
+from reshard.trainers.fsdp import FsdpModel
 from tests.oracle import hf_tensors, megatron_tensors, same, stored_tensors
 from tests.ranks import free_port, run_on_ranks
 
@@ -190,16 +186,16 @@ def test_experts_in_codes_are_not_written(published, tmp_path):
     assert not (tmp_path / "back").exists()
 
 
-def test_no_engine_is_refitted_with_it_or_loads_its_megatron_checkpoint_yet(checkpoint, tmp_path):
-    """By vLLM's own model as it is served, by a plan, and where vLLM would load a Megatron checkpoint."""
-    source = checkpoint("gpt-oss", dtype=torch.bfloat16)
-    sentence = "a GptOssForCausalLM is converted, loaded, saved and exported, and not yet brought into an engine's memory"
+def test_an_engine_that_serves_the_codes_is_not_refitted(published, tmp_path):
+    """vLLM packs them for its kernels. It is refitted where it serves the same model in bf16."""
     sides = {"trainer": 1, "engine": 1, "together": True, "folder": str(tmp_path), "port": free_port()}
-    arguments = sides, str(source), [], False, {}, ""
+    arguments = sides, str(published), [], False, {}, ""
     [(said, ready)] = run_on_ranks(1, "of_a_table_without", *arguments, module="refit_on_cpu")
-    assert sentence in said and not ready
-    with pytest.raises(ReshardError, match=sentence):
-        plan_refit(read_model(str(source)), LAYOUT, VllmLayout(tp=2))
-    hf_to_mcore(source, tmp_path / "mcore", LAYOUT)
-    with closing(MegatronSource(tmp_path / "mcore")) as megatron, pytest.raises(ReshardError, match=sentence):
-        weights_of_megatron(megatron)
+    assert "serves from weights that GptOssMxfp4MoEMethod has changed" in said and not ready
+
+
+def test_a_trainer_that_has_the_experts_transposed_is_refused(checkpoint):
+    source = checkpoint("gpt-oss", dtype=torch.bfloat16)
+    trainer = FsdpModel(AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16))
+    with pytest.raises(ReshardError, match="holds the experts of a GptOssForCausalLM transposed"):
+        trainer.publish(read_model(str(source)))

@@ -100,7 +100,7 @@ MOST = (1 << 63) - 1
 
 
 @pytest.mark.parametrize("row", [
-    (0, 0, 0, 6, 8, 0), (0, 5, 7, 1, 1, 0), (1, 0, 0, 1, 5, 0), (2, 0, 0, 1, 1, 0), (0, 2, 0, 4, 8, BF16_IN_BLOCKS, 7, 250, 0, 256, 8, 3),
+    (0, 0, 0, 6, 8, 0), (0, 5, 7, 1, 1, 0), (1, 0, 0, 5, 1, 0), (2, 0, 0, 1, 1, 0), (0, 2, 0, 4, 8, BF16_IN_BLOCKS, 7, 250, 0, 256, 8, 3),
 ])  # fmt: skip
 def test_what_a_trainers_rank_has_may_be_asked_for(row):
     check_pieces(np.array([row]), SIZES, "inference rank 3", "shard {}".format)
@@ -119,7 +119,7 @@ def test_what_a_trainers_rank_has_may_be_asked_for(row):
     ((0, MOST, 0, 1, 1, 0), f"at [{MOST}, 0]"),
     ((0, 1, 0, MOST, 1, 0), f"[{MOST}, 1] elements"),
     ((0, -MOST, 0, MOST, 1, 0), f"at [-{MOST}, 0]"),
-    ((1, 1, 0, 1, 1, 0), "of shard 1, of which this rank has [1, 5]"),
+    ((1, 5, 0, 1, 1, 0), "of shard 1, of which this rank has [5, 1]"),
     ((3, 0, 0, 1, 1, 0), "of shard 3, of which this rank has [0, 8]"),
     ((4, 0, 0, 1, 1, 0), "of shard 4, of which this rank has [0, 0]"),
     ((0, 0, 0, 1, 1, 99), "shard 0 by codec 99"),

@@ -25,6 +25,8 @@ CASES = [
     ("glm4-moe", {}, MegatronLayout(tp=2), dict(tp=2, pp=2)),
     ("minimax-m2", {}, MegatronLayout(tp=2, ep=2, etp=1), dict(tp=4)),
     ("glm-moe-dsa-shared", dict(dtype=torch.bfloat16), MegatronLayout(tp=2, ep=2, etp=1), dict(tp=4)),
+    ("gpt-oss", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), dict(tp=2, pp=2)),
+    ("gpt-oss", {}, MegatronLayout(ep=4, etp=1), dict(tp=2, pp=2, enable_expert_parallel=True)),
     ("qwen3-next", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), dict(tp=2, pp=2)),
     ("qwen3.5", {"wrapped": True}, MegatronLayout(tp=4), dict(tp=4)),
     ("qwen3.5-moe", {"wrapped": True}, MegatronLayout(pp=2, ep=4, etp=1), dict(tp=2, pp=2)),
@@ -69,7 +71,7 @@ def test_every_rank_holds_what_vllms_own_loader_gives_it(case, held):
         )
         assert results["boxes"][2] == "each rank its own boxes"
         # Experts in one tensor are read whole, and vLLM takes them apart.
-        packed = CASES[case][0] == "qwen3.5-moe"
+        packed = CASES[case][0] in ("qwen3.5-moe", "gpt-oss")
         assert results["huggingface"][2].startswith(
             "whole tensors (" if packed else "each rank its own boxes"
         )

@@ -22,7 +22,7 @@ Per dim, with commas between, and ``:`` for the dims that are left out:
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from itertools import combinations
+from itertools import combinations, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -74,11 +74,37 @@ class Selection(NamedTuple):
         starts = range(self.start, size, self.period) if self.period else (self.start,)
         return [(start, self.length) for start in starts]
 
+    def parts_in(self, size: int, start: int, length: int) -> "Iterator[DimPart]":
+        """Yield what it takes of `length` from `start` on of a dim of `size`: one part, or one for
+        each run of which several are taken."""
+        if self.period and self.length == 1:
+            first = max(0, -((self.start - start) // self.period))
+            taken = range(self.start + first * self.period, min(start + length, size), self.period)
+            if taken:
+                yield DimPart(first, len(taken), taken[0] - start, self.period)
+            return
+        before = 0
+        for run, run_length in self.runs(size):
+            low, high = max(run, start), min(run + run_length, start + length)
+            if low < high:
+                yield DimPart(before + low - run, high - low, low - start, 1)
+            before += run_length
+
     def selected(self, size: int) -> int:
         """Return how many it takes of a dim of `size`."""
         if self.length == 0:
             return size
         return len(range(self.start, size, self.period)) * self.length if self.period else self.length
+
+
+class DimPart(NamedTuple):
+    """Part of one dim of a view: its first index and its length there, and in a box of the stored tensor the
+    index of the first, from which on it takes every `step`."""
+
+    first: int
+    length: int
+    at: int
+    step: int
 
 
 class View(NamedTuple):
@@ -241,6 +267,38 @@ def view_parts(views: Iterable[str], shape: tuple[int, ...], rows: Box) -> Itera
                 box = Box((view_row + start - row, column), (stop - start, columns))
                 yield Part(name, box, (start - first, 0))
             view_row += length
+
+
+class StridedPart(NamedTuple):
+    """`box` of a view, whose first element lies at element `offset` of something, and whose neighbors along
+    each dim lie `strides` elements apart."""
+
+    box: Box
+    offset: int
+    strides: tuple[int, ...]
+
+
+def strided_parts(
+    name: str, shape: tuple[int, ...], box: Box, strides: tuple[int, ...]
+) -> Iterator[StridedPart]:
+    """Yield the parts of the view `name` in a box of a stored tensor of this shape, whose elements lie
+    `strides` apart from element 0 on.
+
+    >>> list(strided_parts("w[:, 1:2 in 2].T", (2, 4), Box((0, 0), (2, 4)), (4, 1)))
+    [StridedPart(box=Box(offsets=(0, 0), lengths=(2, 2)), offset=1, strides=(2, 4))]
+    """
+    view = View.parse(name)
+    selections = view.by_dim(len(shape))
+    by_dim = [list(s.parts_in(n, *run)) for s, n, run in zip(selections, shape, zip(*box), strict=True)]
+    for parts in product(*by_dim):
+        offset = sum(part.at * stride for part, stride in zip(parts, strides, strict=True))
+        dims = [
+            (part.first, part.length, part.step * stride)
+            for part, stride, selection in zip(parts, strides, selections, strict=True)
+            if not selection.drops
+        ]
+        first, lengths, apart = zip(*(reversed(dims) if view.transposed else dims), strict=True)
+        yield StridedPart(Box(first, lengths), offset, apart)
 
 
 @cache

@@ -12,7 +12,7 @@ ALIGNMENT = 256  # bytes at which tensors start in a slab or a pinned buffer, as
 
 class Region(NamedTuple):
     """Rows of a live tensor: the first element is `offset` elements after the tensor's first, rows follow
-    every `pitch` elements.
+    every `pitch` elements. A vector has rows of one element.
 
     The address is looked up each time, since trainers move parameters away and back.
     """
@@ -63,11 +63,8 @@ class Finder:
         for _, tensor in self.by_storage.get(view.untyped_storage().data_ptr(), ()):
             first, size = tensor.data_ptr(), tensor.element_size()
             if first <= start < first + tensor.numel() * size and tensor.dtype == view.dtype:
-                return Region(
-                    tensor,
-                    (start - first) // size,
-                    view.stride(0) if view.ndim == 2 else max(1, view.numel()),
-                )
+                pitch = view.stride(0) if view.ndim == 2 else 1
+                return Region(tensor, (start - first) // size, pitch)
         raise ReshardError(
             f"{what} is a copy of the model's parameter, not a view of it, so that a refit "
             f"would read an old state"

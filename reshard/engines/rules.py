@@ -2,6 +2,7 @@
 confirm, or by the trace alone."""
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from reshard.core.boxes import Box, whole
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Part, Placement, as_matrix
+from reshard.core.views import View
 from reshard.device.memory import Region
 from reshard.engines.trace import Trace
 
@@ -33,16 +35,19 @@ def place_by_rules(
     """Return a placement that rules gave, with the regions of its local tensors.
 
     The id of a local tensor is (parameter, local expert or None); an expert's is one matrix of
-    ``[local_experts, rows, columns]``. `tensors` are those that the loader writes into, by
+    ``[local_experts, rows, columns]``. Brackets after the parameter say which rows of it these are:
+    ``w13_weight[0:1 in 2]`` every second one. `tensors` are those that the loader writes into, by
     parameter. Raises ReshardError if one has another shape than the rules say, and if the loader
     puts anything elsewhere.
     """
     regions: dict[Any, Region] = {}
     expected: set[_Write] = set()
     for local in placement.tensors.values():
-        name, expert = local.id
+        view, expert = View.parse(local.id[0]), local.id[1]
+        name, (turn, turns) = view.tensor, _turn_of(view)
         tensor = tensors.get(name)
-        shape = local.shape if expert is None else (local_experts, *local.shape)
+        rows, *row = local.shape
+        shape = (rows * turns, *row) if expert is None else (local_experts, rows * turns, *row)
         has_shape = () if tensor is None else tuple(tensor.shape)
         if expert is None:
             has_shape = as_matrix(has_shape)
@@ -53,13 +58,14 @@ def place_by_rules(
                 else f"shape {list(tensor.shape)}, strides {list(tensor.stride())}"
             )
             raise ReshardError(f"{name} should have shape {list(shape)} in {engine}, which has {has}")
-        width = local.shape[1] if len(local.shape) == 2 else 1
-        start = (expert or 0) * local.shape[0] * width
-        regions[local.id] = Region(tensor, start, width)
+        width = prod(row)
+        region = Region(tensor, ((expert or 0) * rows * turns + turn) * width, turns * width)
+        regions[local.id] = region
         for part in local.parts:
-            offset = start + part.at[0] * width + (part.at[1] if len(part.at) == 2 else 0)
-            expected.add(_Write(name, offset, part.name, part.box))
-    _check_trace(engine, expected, trace, tensors)
+            offset = region.offset + part.at[0] * region.pitch + sum(part.at[1:])
+            several = part.box.lengths[0] > 1 and (row or turns > 1)
+            expected.add(_Write(name, offset, region.pitch if several else 0, part.name, part.box))
+    _check_trace(engine, expected, trace)
     return PlacedTensors(placement, regions)
 
 
@@ -77,16 +83,17 @@ def place_by_trace(
         identity = (copy.parameter, copy.offset, copy.name)
         origin = (0,) * len(copy.box.lengths)
         local_tensors.append(LocalTensor(identity, copy.box.lengths, (Part(copy.name, copy.box, origin),)))
-        regions[identity] = Region(tensors[copy.parameter], copy.offset, copy.pitch or copy.box.lengths[-1])
+        rows, width = (*copy.box.lengths, 1)[:2]
+        pitch = copy.pitch or width
+        regions[identity] = Region(tensors[copy.parameter], copy.offset, pitch)
         if not copy.box.volume:
             continue
-        rows = copy.box.volume // copy.box.lengths[-1]
-        written = _Runs(copy.offset, rows, copy.pitch, copy.box.lengths[-1])
+        written = _Runs(copy.offset, rows, pitch, width)
         runs.setdefault(copy.parameter, []).append(written)
     for fill in trace.fills:
         identity = (fill.parameter, fill.offset, "")
         local_tensors.append(LocalTensor(identity, (fill.elements,), (), (whole((fill.elements,)),)))
-        regions[identity] = Region(tensors[fill.parameter], fill.offset, fill.elements)
+        regions[identity] = Region(tensors[fill.parameter], fill.offset, 1)
         runs.setdefault(fill.parameter, []).append(_Runs(fill.offset, 1, 0, fill.elements))
     wrong = [name for name, written in runs.items() if not _fill_once(written, tensors[name].numel())]
     if wrong:
@@ -117,25 +124,29 @@ def _fill_once(written: Sequence[_Runs], elements: int) -> bool:
     return bool(start[0] == 0 and end[-1] == elements and (start[1:] == end[:-1]).all())
 
 
+def _turn_of(view: View) -> tuple[int, int]:
+    """Return which of how many rows a view takes, in turns: (0, 1) where it is the whole tensor."""
+    if not view.selections:
+        return 0, 1
+    [(start, _, period, _)] = view.selections
+    return start, period
+
+
 class _Write(NamedTuple):
-    """A box of a published tensor, and the parameter and offset of the first element where it
-    goes."""
+    """A box of a published tensor, the parameter and offset of the first element where it goes, and
+    the pitch of its rows there (`TracedCopy`)."""
 
     parameter: str
     offset: int
+    pitch: int
     name: str
     box: Box
 
 
-def _check_trace(
-    engine: str, expected: set[_Write], trace: Trace, tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Raise ReshardError if the trace has other copies than `expected`, or spreads rows."""
-    traced = {_Write(copy.parameter, copy.offset, copy.name, copy.box) for copy in trace.copies}
-    disputed = {write.parameter for write in expected ^ traced}
-    widths = {name: tensor.shape[-1] for name, tensor in tensors.items() if tensor.ndim}
-    spread = {copy.parameter for copy in trace.copies if copy.pitch not in (0, widths.get(copy.parameter))}
-    wrong = sorted(disputed | spread)
+def _check_trace(engine: str, expected: set[_Write], trace: Trace) -> None:
+    """Raise ReshardError if the trace has other copies than `expected`."""
+    traced = {_Write(*copy[:5]) for copy in trace.copies}
+    wrong = sorted({write.parameter for write in expected ^ traced})
     if not wrong:
         return
     by_loader, by_table = (

@@ -8,6 +8,7 @@ published tensor belongs where.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,9 @@ class TracedCopy(NamedTuple):
     """A copy of `box` of the published tensor `name` into `parameter`, whose first element goes to
     element `offset`.
 
-    `pitch` is the distance between rows in elements, 0 for a single row.
+    `pitch` is the distance between rows in elements, 0 for a single row; of a vector that between
+    elements, 0 where they follow one another. A box of which the loader turns or spreads rows has
+    all dims of its tensor, and `strides`: how far apart neighbors along each lie in the parameter.
     """
 
     parameter: str
@@ -29,6 +32,7 @@ class TracedCopy(NamedTuple):
     pitch: int
     name: str
     box: Box
+    strides: tuple[int, ...] = ()
 
 
 class TracedFill(NamedTuple):
@@ -88,6 +92,8 @@ class _Recorder(TorchDispatchMode):
         self.sources = {storage_id(tensor): (name, tuple(tensor.shape)) for name, tensor in tensors.items()}
         self.parameters = parameters
         self.derived: dict[int, tuple[str, torch.Tensor]] = {}
+        self.zeroed: set[int] = set()  # storages of tensors of which the loader has made zeros
+        self.clones: list[torch.Tensor] = []  # kept, since tensors are known by their storages
         self.copies: list[TracedCopy] = []
         self.fills: list[TracedFill] = []
 
@@ -103,6 +109,8 @@ class _Recorder(TorchDispatchMode):
         if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
             self._fill(args[0], args[1] if len(args) > 1 else 0)
             return args[0]
+        if func is torch.ops.aten.clone.default and storage_id(args[0]) in self.sources:
+            return self._clone(args[0])
         out = func(*args, **kwargs) if kwargs else func(*args)
         if isinstance(out, torch.Tensor) and not func.is_view:
             # A new tensor made of a canonical one: a copy of it could not be traced to a box.
@@ -111,6 +119,19 @@ class _Recorder(TorchDispatchMode):
                 if source is not None and storage_id(out) not in self.sources:
                     self.derived[storage_id(out)] = (f"{func} of {source[0]}", out)
         return out
+
+    def _clone(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor with the same elements of a published one. They lie as they do there, since that
+        says which they are, and not as the loader asks."""
+        source = storage_id(tensor)
+        elements = prod(self.sources[source][1])
+        clone = torch.empty(elements, dtype=tensor.dtype, device="meta")
+        clone = clone.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        self.clones.append(clone)
+        self.sources[storage_id(clone)] = self.sources[source]
+        if source in self.zeroed:
+            self.zeroed.add(storage_id(clone))
+        return clone
 
     def _parameter(self, dst: torch.Tensor) -> str:
         name = self.parameters.get(storage_id(dst))
@@ -134,17 +155,20 @@ class _Recorder(TorchDispatchMode):
     def _copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         parameter = self._parameter(dst)
         name, shape = self._published(src, parameter)
-        no_rows = ReshardError(
-            f"{self.engine}'s loader turns or spreads {name} on the way into {parameter}: refit does not "
-            f"support it"
-        )
         if src.shape != dst.shape:
-            raise no_rows
+            raise turned(self.engine, name, parameter)
+        if storage_id(src) in self.zeroed:
+            self._fill(dst, 0)
+            return
         width = shape[-1] if shape else 1
         view = _view(shape, src, dst)
         in_rows = len(view.lengths) == 2
         if view.src_strides != ((width, 1) if in_rows else (1,)) or view.dst_strides[-1] != 1:
-            raise no_rows
+            found = _box_of(shape, src, dst)
+            if found is None:
+                raise turned(self.engine, name, parameter)
+            self.copies.append(TracedCopy(parameter, int(dst.storage_offset()), 0, name, *found))
+            return
         start = int(src.storage_offset())
         offsets: tuple[int, ...] = (start,)
         pitch = 0
@@ -156,6 +180,10 @@ class _Recorder(TorchDispatchMode):
         self.copies.append(TracedCopy(parameter, int(dst.storage_offset()), pitch, name, box))
 
     def _fill(self, dst: torch.Tensor, value: Any) -> None:
+        source = self.sources.get(storage_id(dst))
+        if source is not None and value == 0 and tuple(dst.shape) == source[1]:
+            self.zeroed.add(storage_id(dst))
+            return
         parameter = self._parameter(dst)
         if value != 0 or not dst.is_contiguous():
             raise ReshardError(
@@ -163,6 +191,37 @@ class _Recorder(TorchDispatchMode):
             )
         if dst.numel():
             self.fills.append(TracedFill(parameter, int(dst.storage_offset()), dst.numel()))
+
+
+def turned(engine: str, name: str, parameter: str) -> ReshardError:
+    """Return the error for a copy of elements that are no rows on both sides."""
+    return ReshardError(
+        f"{engine}'s loader turns or spreads {name} on the way into {parameter}: refit does not support it"
+    )
+
+
+def _box_of(
+    shape: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor
+) -> tuple[Box, tuple[int, ...]] | None:
+    """Return the box of a published tensor of `shape` that `src` is, whatever the order of its dims, and the
+    strides of the same dims in `dst`; None where it is no box."""
+    offsets, rest = [], int(src.storage_offset())
+    dims: dict[int, int] = {}
+    for dim, size in enumerate(shape):
+        stride = prod(shape[dim + 1 :])
+        if size != 1:
+            dims[stride] = dim
+        offsets.append(rest // stride)
+        rest %= stride
+    lengths, strides = [1] * len(shape), [0] * len(shape)
+    for length, src_stride, dst_stride in zip(src.shape, src.stride(), dst.stride(), strict=True):
+        if length == 1:
+            continue
+        stored = dims.pop(src_stride, None)
+        if stored is None or offsets[stored] + length > shape[stored]:
+            return None
+        lengths[stored], strides[stored] = length, dst_stride
+    return Box(tuple(offsets), tuple(lengths)), tuple(strides)
 
 
 class _View(NamedTuple):

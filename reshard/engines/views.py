@@ -3,35 +3,42 @@ them, and what a trainer holds are parts of these (`reshard.core.views`)."""
 
 from collections.abc import Iterator, Mapping
 from math import prod
+from types import MappingProxyType
 
 import torch
 
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
 from reshard.core.placement import as_matrix
-from reshard.core.views import tensor_of, tensor_shapes, view_parts, views_by_tensor
-from reshard.engines.trace import Canonical, Trace, TracedCopy
+from reshard.core.views import StridedPart, strided_parts, tensor_of, tensor_shapes, views_by_tensor
+from reshard.engines.trace import Canonical, Trace, TracedCopy, turned
+
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class StoredViews:
-    """Canonical tensors of these `shapes`, some of which are views of stored ones.
+    """Canonical tensors of these `shapes`, some of which are views of stored ones; `packed` has the
+    views that some are which have other names.
 
     `matrices` are the shapes of the canonical tensors as a refit moves them: of more than two dims,
     all after the first are one.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.stored = tensor_shapes(shapes)
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], packed: Mapping[str, str] = _NONE) -> None:
+        self.places = {name: packed.get(name, name) for name in shapes}
+        self.names = {place: name for name, place in self.places.items()}
+        self.stored = tensor_shapes({self.places[name]: shape for name, shape in shapes.items()})
         self.matrices = {name: as_matrix(shape) for name, shape in shapes.items()}
-        self.views = views_by_tensor(shapes)
+        self.views = views_by_tensor(self.names)
 
     def with_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> Canonical:
         """Return shape and dtype of the stored tensors, given the dtypes of the canonical ones."""
-        stored_dtypes = {tensor_of(name): dtype for name, dtype in dtypes.items()}
+        stored_dtypes = {tensor_of(self.places[name]): dtype for name, dtype in dtypes.items()}
         return {name: (shape, stored_dtypes[name]) for name, shape in self.stored.items()}
 
     def of_trace(self, trace: Trace) -> Trace:
-        """Return a trace of copies of stored tensors as one of canonical tensors."""
+        """Return a trace of copies of stored tensors as one of canonical tensors. Raises
+        ReshardError for a copy that is not made of rows of these."""
         return Trace([part for copy in trace.copies for part in self._parts(copy)], trace.fills)
 
     def _parts(self, copy: TracedCopy) -> Iterator[TracedCopy]:
@@ -39,12 +46,31 @@ class StoredViews:
         if len(shape) < 3 and copy.name not in self.views:
             yield copy
             return
-        rows = _rows(copy, shape)
-        pitch = copy.pitch or rows.lengths[1]
-        for part in view_parts(self.views.get(copy.name, [copy.name]), shape, rows):
-            several = part.box.lengths[0] > 1
-            offset = copy.offset + part.at[0] * pitch
-            yield copy._replace(offset=offset, pitch=pitch if several else 0, name=part.name, box=part.box)
+        box, strides = _with_all_dims(copy, shape)
+        for view in self.views.get(copy.name, [copy.name]):
+            name = self.names[view]
+            for part in strided_parts(view, shape, box, strides):
+                yield _in_rows(copy, name, part)
+
+
+def _with_all_dims(copy: TracedCopy, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]]:
+    """Return the box of a copy of a stored tensor of this shape in all of its dims, and how many
+    elements its neighbors lie apart in the parameter. Raises ReshardError where it is no box."""
+    if copy.strides:
+        return copy.box, copy.strides
+    if len(copy.box.lengths) == len(shape):
+        pitch = copy.pitch or copy.box.lengths[-1]
+        return copy.box, (pitch, 1)[-len(shape) :]
+    rows, row = _rows(copy, shape), shape[1:]
+    inner = tuple(prod(row[dim + 1 :]) for dim in range(len(row)))
+    if rows.lengths[1] == prod(row):
+        box = Box((rows.offsets[0], *(0,) * len(row)), (rows.lengths[0], *row))
+    else:  # of the dims after the first only the last is longer than one
+        ones = (1,) * (len(row) - 1)
+        box = Box(
+            (rows.offsets[0], *(0 for _ in ones), rows.offsets[1]), (rows.lengths[0], *ones, rows.lengths[1])
+        )
+    return box, (copy.pitch or rows.lengths[1], *inner)
 
 
 def _rows(copy: TracedCopy, shape: tuple[int, ...]) -> Box:
@@ -62,3 +88,20 @@ def _rows(copy: TracedCopy, shape: tuple[int, ...]) -> Box:
         f"the engine's loader copies {list(copy.box.lengths)} of {copy.name} from {list(copy.box.offsets)} on, which "
         f"are no rows of it: refit does not support it"
     )
+
+
+def _in_rows(copy: TracedCopy, name: str, part: StridedPart) -> TracedCopy:
+    """Return a part of a copy as one of rows of a canonical tensor, or of a vector's elements. Raises
+    ReshardError where it is none."""
+    box, apart = part.box, part.strides
+    if len(box.lengths) > 2:
+        inner = tuple(prod(box.lengths[dim + 1 :]) for dim in range(1, len(box.lengths)))
+        is_row = apart[1:] == inner and (not any(box.offsets[1:]) or prod(box.lengths[1:-1]) == 1)
+        if not is_row or any(box.offsets[1:-1]):
+            raise turned("the engine", copy.name, copy.parameter)
+        box, apart = Box((box.offsets[0], box.offsets[-1]), as_matrix(box.lengths)), (apart[0], 1)
+    if len(box.lengths) == 2 and apart[1] != 1 and box.lengths[1] > 1:
+        raise turned("the engine", copy.name, copy.parameter)
+    contiguous = len(box.lengths) == 1 and apart == (1,)
+    pitch = 0 if contiguous or box.lengths[0] == 1 else apart[0]
+    return TracedCopy(copy.parameter, copy.offset + part.offset, pitch, name, box)

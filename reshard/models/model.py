@@ -204,15 +204,6 @@ class Model:
         """True where all decoder layers are of one kind, so that Megatron stacks them under one key."""
         return len(set(self.kinds)) == 1
 
-    def check_refittable(self, instead: str) -> None:
-        """Raise ReshardError, which ends with what to do `instead`, for a model that no engine is
-        refitted with yet: its experts are nowhere apart, neither in files nor in an engine."""
-        if not self.family.experts_apart:
-            raise ReshardError(
-                f"{self.where}: a {self.family.architecture} is converted, loaded, saved and exported, and not yet brought "
-                f"into an engine's memory: {instead}"
-            )
-
     @property
     def shared_width(self) -> int:
         """The width of the experts that every token goes to, together; 0 where there are none."""

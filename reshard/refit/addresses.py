@@ -94,10 +94,9 @@ class Pieces(NamedTuple):
 
 
 def rows_and_columns(values: tuple[int, ...], fill: int) -> tuple[int, int]:
-    """Return rows and columns of offsets or lengths: a vector is one row."""
-    if len(values) == 2:
-        return values[0], values[1]
-    return fill, values[0] if values else 1
+    """Return rows and columns of offsets or lengths: a vector is one column."""
+    rows, columns = (*values, fill, fill)[:2]
+    return rows, columns
 
 
 def destination_table(memory: np.ndarray, pieces: Pieces) -> np.ndarray:

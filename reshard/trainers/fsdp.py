@@ -98,9 +98,8 @@ class FsdpModel(Trainer):
         regions = []
         for held, tensor in zip(self.held, self._tensors(), strict=True):
             elements = tensor.numel() // held.matrices
-            # Of a vector all, of experts the last dim, else all dims after the first.
-            row = tensor.shape if tensor.ndim < 2 else tensor.shape[2 if held.of_experts else 1 :]
-            pitch = math.prod(row)
+            # Of experts the last dim, else all dims after the first.
+            pitch = math.prod(tensor.shape[2 if held.of_experts else 1 :])
             regions += [Region(tensor, index * elements, pitch) for index in range(held.matrices)]
         return regions
 
@@ -165,7 +164,11 @@ class FsdpModel(Trainer):
 
     def publish(self, model: Model) -> list[LocalTensor]:
         """See `Trainer.publish`."""
-        model.check_refittable("its trainer can publish it with save_pretrained")
+        if not model.family.experts_apart:
+            raise ReshardError(
+                f"{model.where}: transformers holds the experts of a {model.family.architecture} transposed, and a refit "
+                f"copies rows: train it with Megatron, or publish it with save_pretrained"
+            )
         shapes, published_names = expand(model).shapes, model.names_in_memory()
         views = views_by_tensor(shapes)
         tensors = [local for held in self.held for local in _locals(held, shapes, views, published_names)]

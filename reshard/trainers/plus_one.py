@@ -32,9 +32,9 @@ class PlusOne(Trainer):
         }
 
     def _numbers(self, index: int, regions: Sequence[Region]) -> torch.Tensor:
-        """View a local tensor of the trainer's ``[rows, columns]``; a vector is one row."""
+        """View a local tensor of the trainer's ``[rows, columns]``; a vector is one column."""
         tensor, offset, pitch = regions[index]
-        rows, columns = (1, *self.shapes[index])[-2:]
+        rows, columns = (*self.shapes[index], 1)[:2]
         return (
             tensor.detach().view(-1).as_strided((rows, columns), (pitch, 1), tensor.storage_offset() + offset)
         )

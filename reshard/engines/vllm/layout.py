@@ -19,7 +19,7 @@ from reshard.core.errors import ReshardError
 from reshard.core.placement import LocalTensor, Part, Placement, as_matrix
 from reshard.core.splits import split
 from reshard.core.views import View
-from reshard.engines.vllm.names import in_vllm, on_every_stage, vllm_name
+from reshard.engines.vllm.names import added_once, in_vllm, on_every_stage, vllm_name
 from reshard.models.model import Model
 from reshard.models.tables import HEADS, Row
 
@@ -158,7 +158,8 @@ def is_embedding(row: Row) -> bool:
 
 def vllm_placement(model: Model, rank: VllmRank) -> Placement:
     """Return the parameters of a vLLM rank. A local tensor's id is (parameter, local expert or
-    None); an expert's is one matrix of the parameter.
+    None); an expert's is one matrix of the parameter, or those rows of it that brackets after the
+    parameter say.
 
     Raises ReshardError if a size does not divide.
     """
@@ -269,6 +270,8 @@ class _Expansion:
                 (hf, as_matrix(self.model.shape(row.shape))) for (_, hf), row in zip(names, rows, strict=True)
             )
             parameter = draft_prefix + in_vllm(self.model, prefix + name)
+            if self.rank.moe_tp_rank and added_once(self.model, rows[0]):
+                parts, fills = (), (whole(shape),)
             self.tensors.append(LocalTensor((parameter, matrix), shape, parts, fills))
 
     def _arrange(

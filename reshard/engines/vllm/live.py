@@ -70,9 +70,6 @@ class VllmModel(Engine):
         self.guard.watch(model, worker, front)
         self.hf_config = published(config.model_config.hf_config.to_dict(), "vLLM's config")
         self.model = Model.from_hf(self.hf_config, f"vLLM's config of {config.model_config.model}")
-        self.model.check_refittable(
-            "leave its weights to the trainer's own sync, or send it those of reshard.export"
-        )
         self.draft = draft_model(worker)
         drafts_by_mtp = is_mtp(self.draft, self.model)
         if not drafts_by_mtp:
@@ -109,6 +106,12 @@ class VllmModel(Engine):
         parameters = (name for name, _ in self.module.named_parameters())
         check_towers([name for name in parameters if name.startswith(self._towers)], self.vllm_config)
         self.reloads = Reloads(self.served, self.vllm_config, self.guard.ready)
+        if not self.model.family.experts_apart and (self.blocks or self.reloads.round_of):
+            layer = min({*self.blocks, *self.reloads.round_of})
+            raise ReshardError(
+                f"{layer} is quantized while it loads, which a refit of {self.model.family.architecture} does "
+                f"not support: serve it in bf16"
+            )
         self.tensors: dict[str, torch.Tensor] = dict(self.served.named_tensors())
         # What vLLM's loader writes into: of layers that it quantizes after loading, not what they
         # serve from.

@@ -49,17 +49,35 @@ INDEXER = (
 )  # fmt: skip
 
 
+GPT_OSS = (
+    ("self_attn.q_proj.*",                    "attn.qkv_proj.*",                                  "always"),
+    ("self_attn.k_proj.*",                    "attn.qkv_proj.*",                                  "always"),
+    ("self_attn.v_proj.*",                    "attn.qkv_proj.*",                                  "always"),
+    ("self_attn.o_proj.*",                    "attn.o_proj.*",                                    "always"),
+    ("self_attn.sinks",                       "attn.sinks",                                       "always"),
+    ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.routed_experts.w13_weight[0:1 in 2]",  "always"),
+    ("mlp.experts.{expert}.up_proj.weight",   "mlp.experts.routed_experts.w13_weight[1:2 in 2]",  "always"),
+    ("mlp.experts.{expert}.gate_proj.bias",   "mlp.experts.routed_experts.w13_bias[0:1 in 2]",    "always"),
+    ("mlp.experts.{expert}.up_proj.bias",     "mlp.experts.routed_experts.w13_bias[1:2 in 2]",    "always"),
+    ("mlp.experts.{expert}.down_proj.bias",   "mlp.experts.routed_experts.w2_bias",               "always"),
+)  # fmt: skip
+
+
 class VllmFamily(NamedTuple):
     """The names that vLLM has for a family.
 
-    `names` come before `NAMES`. `prefixes` are what published names begin with, and what vLLM's
-    begin with instead, as in its ``WeightsMapper``; the first that fits counts. With
-    `on_every_stage`, embedding and output are not only at a pipeline's ends.
+    `names` come before `NAMES`; brackets at the end say which rows of an expert's matrix in the
+    parameter a row is. `prefixes` are what published names begin with, and what vLLM's begin with
+    instead, as in its ``WeightsMapper``; the first that fits counts. With `on_every_stage`,
+    embedding and output are not only at a pipeline's ends. `added_once` are the published names of
+    what experts add to their outputs: of the ranks that split an expert the first has it, and the
+    others zeros.
     """
 
     names: tuple[tuple[str, str, str], ...] = ()
     prefixes: tuple[tuple[str, str], ...] = ()
     on_every_stage: bool = False
+    added_once: tuple[str, ...] = ()
 
 
 # The prefixes of a language model in a larger one, and of the other parts.
@@ -84,6 +102,12 @@ FAMILIES = {
     "qwen3_5_text": VllmFamily(),
     "qwen3_5_moe_text": VllmFamily(),
     "glm_moe_dsa": VllmFamily((*LATENT_ATTENTION, *INDEXER)),
+    "gpt_oss": VllmFamily(
+        GPT_OSS,
+        prefixes=(("model.embed_tokens.", "model.embedding."),),
+        on_every_stage=True,
+        added_once=("mlp.experts.{expert}.down_proj.bias",),
+    ),
 }
 
 
@@ -95,6 +119,12 @@ def is_known(model: Model) -> bool:
 def on_every_stage(model: Model) -> bool:
     """Tell whether vLLM has embedding and output on every stage of a pipeline."""
     return _family(model.family.name).on_every_stage
+
+
+def added_once(model: Model, row: Row) -> bool:
+    """Tell whether only the first of the ranks that split an expert has a row's tensor, and the
+    others zeros."""
+    return row.hf in _family(model.family.name).added_once
 
 
 def in_vllm(model: Model, published: str) -> str:
@@ -116,7 +146,8 @@ def tower_prefixes(model: Model) -> tuple[str, ...]:
 
 
 def vllm_name(model: Model, row: Row) -> str:
-    """Return the vLLM parameter that a row is part of, without the layer's prefix."""
+    """Return the vLLM parameter that a row is part of, without the layer's prefix. Brackets at its
+    end say which rows of an expert's matrix it is, where these take turns with others."""
     tensor = tensor_of(row.hf)
     for when, name in _names(model.family.name, tensor):
         if model.holds(words_of(when)):

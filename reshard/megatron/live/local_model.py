@@ -54,8 +54,6 @@ class LocalModel:
         self._check_padding(model, make_vocab_size_divisible_by)
         for tensor, region in zip(held, self.trainer.regions, strict=True):
             dtype = dtype_named(str(region.tensor.dtype))
-            if len(tensor.shape) == 1:
-                region = region._replace(pitch=1)  # a column
             for part in tensor.parts:
                 rows, held_less_one = Rows.of(part.local_box), part.name in less_one
                 self.boxes.append(LiveBox(part.name, part.box, region, rows, dtype, held_less_one))

@@ -140,8 +140,8 @@ class ShardSizes(NamedTuple):
 
     @staticmethod
     def of(tensors: Sequence[LocalTensor], dtypes: Sequence[str]) -> "ShardSizes":
-        """Return those of local tensors; a vector is one row, and nothing can be asked of a tensor
-        of more than two dims."""
+        """Return those of local tensors; a vector is one column, and nothing can be asked of a
+        tensor of more than two dims."""
         as_rows = {shape: _rows_and_columns(shape) for shape in {tensor.shape for tensor in tensors}}
         shapes = np.array([as_rows[tensor.shape] for tensor in tensors], np.int64).reshape(-1, 2)
         return ShardSizes(shapes, np.array([DTYPE_NUMBERS[name] for name in dtypes], np.int64))

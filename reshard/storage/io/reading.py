@@ -6,10 +6,10 @@ its table.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.formats import safetensors
+from reshard.megatron.parameters import expand
 from reshard.storage.io.boxes import BoxReader, Rows
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import Strip, TensorInfo
@@ -45,7 +46,8 @@ class TensorSlice(NamedTuple):
 @dataclass
 class Weights:
     """The published tensors of a directory: shapes and dtypes by name, where each lies, a check that
-    its files are those that were opened, and the names of those that the files hold less 1."""
+    its files are those that were opened, the names of those that the files hold less 1, and the
+    views that some are of what published files have under other names."""
 
     tensors: dict[str, TensorInfo]
     strips: Callable[[str], list[Strip]]
@@ -53,6 +55,7 @@ class Weights:
     # around what reads: raises ReshardError where files were changed since they were opened
     unchanged: Callable[[], AbstractContextManager[None]]
     less_one: frozenset[str] = frozenset()
+    packed: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.reader = BoxReader(self.files, self.strips)
@@ -132,12 +135,11 @@ class Weights:
 
 def weights_of_megatron(source: MegatronSource) -> Weights:
     """Return the weights of a Megatron checkpoint by published name, with tied ones. Closing them
-    closes the source. Some may be views of what a file has under the published name. Raises
-    ReshardError where an engine has them in no form that is known."""
-    source.model.check_refittable("convert it with reshard mcore-to-hf, and serve that")
-    return Weights(
-        dict(source.tensors), cache(source.strips), source.files, source.unchanged, source.less_one
-    )
+    closes the source. Some may be views of what a file has under the published name."""
+    model = source.model
+    packed = {} if model.family.experts_apart else expand(model).packed
+    tensors, strips = dict(source.tensors), cache(source.strips)
+    return Weights(tensors, strips, source.files, source.unchanged, source.less_one, packed)
 
 
 def weights_of_huggingface(path: Path) -> Weights:

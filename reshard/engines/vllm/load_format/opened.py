@@ -87,7 +87,8 @@ class OpenedWeights:
 
     def views(self) -> StoredViews:
         """Return how the weights lie in the tensors that vLLM's loader takes."""
-        return StoredViews({name: info.shape for name, info in self.weights.tensors.items()})
+        shapes = {name: info.shape for name, info in self.weights.tensors.items()}
+        return StoredViews(shapes, self.weights.packed)
 
     def stored(self, views: StoredViews) -> Canonical:
         """Return shapes and dtypes of the tensors that vLLM's loader takes, for a trace."""
@@ -97,7 +98,7 @@ class OpenedWeights:
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (published name, full tensor), one after the other."""
         shapes = {name: info.shape for name, info in self.weights.tensors.items()}
-        return stored_tensors(self._stream(), shapes, {})
+        return stored_tensors(self._stream(), shapes, self.weights.packed)
 
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         # What other ranks have, such as their experts, would stay plain, and packed layers have no

@@ -10,15 +10,23 @@ from reshard.engines.trace import Canonical
 from reshard.engines.views import StoredViews
 from reshard.engines.vllm.layout import WITHOUT_PARAMETER, published_tensors
 from reshard.engines.vllm.names import in_vllm
+from reshard.megatron.parameters import expand
 from reshard.models.model import Model
 
 
 def stored_tensors(model: Model, dtype: torch.dtype) -> Canonical:
-    """Return shape and dtype of every tensor that a file of the main model would have, experts each
-    on its own, as vLLM's loader takes them: canonical ones may be views of these."""
+    """Return shape and dtype of every tensor that a file of the main model would have, as vLLM's
+    loader takes them: canonical ones may be views of these. Experts are each on their own, unless no
+    file has them so."""
     canonical = canonical_tensors(model, dtype)
-    views = StoredViews({name: shape for name, (shape, _) in canonical.items()})
+    views = stored_views(model, canonical)
     return views.with_dtypes({name: dtype for name, (_, dtype) in canonical.items()})
+
+
+def stored_views(model: Model, canonical: Canonical) -> StoredViews:
+    """Return how canonical tensors lie in those that vLLM's loader takes."""
+    packed = {} if model.family.experts_apart else expand(model).packed
+    return StoredViews({name: shape for name, (shape, _) in canonical.items()}, packed)
 
 
 def canonical_tensors(model: Model, dtype: torch.dtype, mtp: bool = False) -> Canonical:
@@ -40,9 +48,9 @@ def mtp_names(model: Model) -> Iterator[str]:
 
 
 def expert_layers(model: Model) -> list[ExpertLayer]:
-    """Return the layers with routed experts, without MTP layers."""
+    """Return the layers with routed experts that files have each on its own, without MTP layers."""
     layers: list[ExpertLayer] = []
-    for block in model.blocks():
+    for block in model.blocks() if model.family.experts_apart else ():
         rows = [row for row in block.rows if row.of_experts and row.arrangement not in WITHOUT_PARAMETER]
         if not rows or block.mtp:
             continue

@@ -10,6 +10,7 @@ import torch
 
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import Placement
+from reshard.core.views import tensor_of
 from reshard.engines.rules import PlacedTensors, place_by_rules, place_by_trace
 from reshard.engines.trace import Trace
 from reshard.engines.views import StoredViews
@@ -23,7 +24,7 @@ from reshard.engines.vllm.layout import (
     vllm_placement,
 )
 from reshard.engines.vllm.names import in_vllm, is_known
-from reshard.engines.vllm.weights.canonical import canonical_tensors
+from reshard.engines.vllm.weights.canonical import canonical_tensors, stored_views
 from reshard.engines.vllm.weights.served import DRAFT
 from reshard.models.model import Model
 
@@ -86,7 +87,7 @@ class Placer:
         if not is_known(self.model):
             return self._by_trace(trace)
         placement = vllm_placement(self.model, self.rank)
-        if any(name not in self.tensors for name, _ in placement.tensors):
+        if any(tensor_of(name) not in self.tensors for name, _ in placement.tensors):
             return self._by_trace(trace)
         return self._by_rules(placement, trace)
 
@@ -118,7 +119,7 @@ class Placer:
     def _views(self) -> StoredViews:
         """The canonical tensors as views of those that vLLM's loader takes."""
         canonical = canonical_tensors(self.model, self.dtype, mtp=True)
-        return StoredViews({name: shape for name, (shape, _) in canonical.items()})
+        return stored_views(self.model, canonical)
 
     def _with_padding(self, placement: Placement) -> Placement:
         """Return the placement with the zeros by which vLLM rounds experts up to whole fp8
@@ -126,8 +127,9 @@ class Placer:
         local_tensors = []
         for local in placement.tensors.values():
             name, expert = local.id
-            shape = tuple(self.tensors[name].shape[1:])
-            if expert is not None and name.rpartition(".")[0] in self.padded_layers and shape != local.shape:
-                local = padded(local, shape, 2 if name.endswith("w13_weight") else 1)
+            if expert is not None and name.rpartition(".")[0] in self.padded_layers:
+                shape = tuple(self.tensors[name].shape[1:])
+                if shape != local.shape:
+                    local = padded(local, shape, 2 if name.endswith("w13_weight") else 1)
             local_tensors.append(local)
         return Placement.of(placement.shapes, local_tensors)
