@@ -40,6 +40,7 @@ class Qwen3Moe(Family):
     identifies = {
         "num_experts": True, "multi_latent_attention": False, "qk_layernorm": True, "add_qkv_bias": False,
         "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False, "experimental_attention_variant": False,
+        "spec": False,
     }  # fmt: skip
     megatron = {"qk_layernorm": True}
     window = "everywhere"

@@ -18,6 +18,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
+    OlmoeConfig,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
@@ -69,6 +70,7 @@ MINIMAX = MIXTRAL | dict(
     head_dim=16, rotary_dim=8, num_experts_per_tok=3, use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True,
     scoring_func="sigmoid",
 )  # fmt: skip
+OLMOE = GQA | dict(intermediate_size=48, num_experts=8, num_experts_per_tok=3, norm_topk_prob=False)
 # As wide as its experts, as published: shapes do not tell a matrix from its transposed one. Windows
 # and clamps matter in a few tokens.
 GPT_OSS = GQA | dict(
@@ -131,6 +133,7 @@ VARIANTS = {
         **GLM_MLA | DSA, tie_word_embeddings=False, indexer_rope_interleave=True, index_topk_freq=2, index_skip_topk_offset=1, **rope(GLM_ROPE)
     ),
     "mixtral": MixtralConfig(**MIXTRAL, tie_word_embeddings=False),
+    "olmoe": OlmoeConfig(**OLMOE, tie_word_embeddings=False),
     "gpt-oss": GptOssConfig(**GPT_OSS, tie_word_embeddings=False, **rope(GPT_OSS_YARN)),
 }  # fmt: skip
 if MiniMaxM2Config is not None:
@@ -167,6 +170,7 @@ SERVED = {
     "served-moe-blocks": Qwen3MoeConfig(**MOE | WIDE | dict(hidden_size=384, head_dim=64, moe_intermediate_size=256), tie_word_embeddings=False),
     "served-glm4-moe": Glm4MoeConfig(**GLM | WIDE | dict(head_dim=64), tie_word_embeddings=False),
     "served-mixtral": MixtralConfig(**MIXTRAL | WIDE | dict(head_dim=32), tie_word_embeddings=False),
+    "served-olmoe": OlmoeConfig(**OLMOE | WIDE, tie_word_embeddings=False),
     "served-deepseek-v3": DeepseekV3Config(
         **MLA | dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32),
         tie_word_embeddings=False, **rope(YARN),

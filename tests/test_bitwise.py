@@ -118,6 +118,7 @@ def draw_layout(variant):
         "deepseek-v3",
         "glm4-moe",
         "minimax-m2",
+        "olmoe",
         "glm-moe-dsa-shared",
     ],
 )

@@ -26,6 +26,7 @@ CASES = [
     ("deepseek-v3", dict(tp=2, ep=2, etp=1), dict(tensor_parallel_size=2)),
     ("glm4-moe", dict(tp=2, ep=2, etp=1), dict(tensor_parallel_size=2)),
     ("mixtral", dict(pp=2), dict(tensor_parallel_size=2)),
+    ("olmoe", dict(tp=2, ep=2, etp=1), dict(tensor_parallel_size=2)),
 ]
 
 

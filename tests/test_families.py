@@ -157,7 +157,7 @@ def test_what_a_mapping_file_does_not_say_is_as_the_class_has_it():
     assert families()["glm4_moe"].rows["mtp"] == families()["deepseek_v3"].rows["mtp"] and not Family.refused
 
 
-@pytest.mark.parametrize("variant", ["qwen3-moe", "mixtral", "minimax-m2"])
+@pytest.mark.parametrize("variant", ["qwen3-moe", "mixtral", "minimax-m2", "olmoe"])
 def test_a_state_dict_with_all_experts_of_a_layer_in_one_tensor_is_known_for_what_it_is(
     variant, checkpoint, tmp_path
 ):

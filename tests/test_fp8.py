@@ -253,6 +253,7 @@ QUANTIZED = re.compile(rf"model\.layers\.\d+\.({'|'.join(LINEAR)})\.weight")
         "glm4-moe",
         "mixtral",
         "minimax-m2",
+        "olmoe",
         "deepseek-v32",
         "glm-moe-dsa-shared",
     ],

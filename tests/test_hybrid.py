@@ -199,6 +199,7 @@ PARITY = [
     ("qwen3-moe-mixed", MegatronLayout(tp=2, ep=2, etp=2), dict(pp=2, ep=2, etp=1)),
     ("deepseek-v3", MegatronLayout(tp=2, ep=2, etp=1), dict(tp=2, pp=2, ep=2, etp=1)),
     ("minimax-m2", MegatronLayout(), dict(tp=2)),
+    ("olmoe", MegatronLayout(tp=2), dict(pp=2, ep=2, etp=1)),
 ]
 
 

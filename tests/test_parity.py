@@ -37,6 +37,7 @@ SAME = [
     ("glm4-moe", MegatronLayout(tp=2, ep=2, etp=1), dict(tp=2, pp=2, ep=2, etp=1)),
     ("mixtral", MegatronLayout(pp=2, ep=2, etp=1), dict(ep=4, etp=1)),
     ("minimax-m2", MegatronLayout(tp=2, ep=2, etp=1), dict(tp=4, ep=2, etp=1)),
+    ("olmoe", MegatronLayout(pp=2, ep=2, etp=1), dict(tp=4, ep=2, etp=1)),
     ("gpt-oss", MegatronLayout(pp=2, ep=2, etp=1), dict(tp=2, ep=2, etp=1)),
     ("glm4-moe-lite", MegatronLayout(pp=2), dict(tp=2, ep=2, etp=1)),
     ("deepseek-v32", MegatronLayout(tp=2, ep=2, etp=1), dict(ep=2, etp=1)),

@@ -50,6 +50,8 @@ LAYOUTS = [
         True,
     ),  # twice the query groups, and the key heads
     ("minimax-m2", f"{PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, pp=2), 4, False),
+    ("olmoe", f"{TP} 4 {EP} 2 {ETP} 2", 4, dict(tp=4), 4, True),  # twice the query groups, and the key heads
+    ("olmoe", f"{PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, pp=2, enable_expert_parallel=True), 4, False),
     ("gpt-oss", f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, pp=2), 4, True),
     ("gpt-oss", f"{TP} 4 {EP} 4 {ETP} 1", 4, dict(tp=1), 1, False),
     ("gpt-oss", f"{PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, enable_expert_parallel=True), 2, False),
@@ -313,7 +315,9 @@ def test_what_had_moved_before_a_refit_that_failed_is_found_by_the_next(converte
         assert "give all the same" in said and wrong == []
 
 
-@pytest.mark.parametrize("variant", ["deepseek-v3", "glm4-moe", "minimax-m2", "qwen3-next", "gpt-oss"])
+@pytest.mark.parametrize(
+    "variant", ["deepseek-v3", "glm4-moe", "minimax-m2", "olmoe", "qwen3-next", "gpt-oss"]
+)
 def test_a_family_without_vllm_names_goes_by_the_traced_layout(variant, converted, tmp_path):
     refit(converted(variant), f"{PP} 2", 2, dict(tp=2), 2, False, tmp_path, traced=True)
 

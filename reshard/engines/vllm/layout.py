@@ -19,7 +19,7 @@ from reshard.core.errors import ReshardError
 from reshard.core.placement import LocalTensor, Part, Placement, as_matrix
 from reshard.core.splits import split
 from reshard.core.views import View
-from reshard.engines.vllm.names import added_once, in_vllm, on_every_stage, vllm_name
+from reshard.engines.vllm.names import added_once, in_vllm, is_whole, on_every_stage, vllm_name
 from reshard.models.model import Model
 from reshard.models.tables import HEADS, Row
 
@@ -311,7 +311,7 @@ class _Expansion:
         it."""
         axis_and_dim = ("tp", 0) if row.arrangement in HEADS else row.split_of("transformer_engine")
         replicated = self.rank.sequence_parallel and self.model.family.shared_experts in row.conditions
-        if axis_and_dim is None or replicated:
+        if axis_and_dim is None or replicated or is_whole(self.model, row):
             return whole(shape), 0
         axis, dim = axis_and_dim
         ranks, index = (

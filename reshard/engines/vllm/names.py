@@ -71,13 +71,14 @@ class VllmFamily(NamedTuple):
     instead, as in its ``WeightsMapper``; the first that fits counts. With `on_every_stage`,
     embedding and output are not only at a pipeline's ends. `added_once` are the published names of
     what experts add to their outputs: of the ranks that split an expert the first has it, and the
-    others zeros.
+    others zeros. Of those in `whole` every rank has all, where others of such rows are split.
     """
 
     names: tuple[tuple[str, str, str], ...] = ()
     prefixes: tuple[tuple[str, str], ...] = ()
     on_every_stage: bool = False
     added_once: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
 
 
 # The prefixes of a language model in a larger one, and of the other parts.
@@ -97,6 +98,7 @@ FAMILIES = {
     "glm4_moe": VllmFamily(),
     "mixtral": VllmFamily(BLOCK_SPARSE_MOE, on_every_stage=True),
     "minimax_m2": VllmFamily(BLOCK_SPARSE_MOE),
+    "olmoe": VllmFamily(on_every_stage=True, whole=("self_attn.q_norm.weight", "self_attn.k_norm.weight")),
     "glm4_moe_lite": VllmFamily(LATENT_ATTENTION),
     "qwen3_next": VllmFamily(),
     "qwen3_5_text": VllmFamily(),
@@ -125,6 +127,11 @@ def added_once(model: Model, row: Row) -> bool:
     """Tell whether only the first of the ranks that split an expert has a row's tensor, and the
     others zeros."""
     return row.hf in _family(model.family.name).added_once
+
+
+def is_whole(model: Model, row: Row) -> bool:
+    """Tell whether every rank has all of a row's tensor, though it belongs to heads that are split."""
+    return row.hf in _family(model.family.name).whole
 
 
 def in_vllm(model: Model, published: str) -> str:
