@@ -64,4 +64,5 @@ class Olmoe(Family):
         ("hidden_act", ("silu",), "Megatron's --swiglu is SiLU"),
         ("attention_bias", (False,), "Megatron's add_bias_linear puts a bias on the MLP too"),
         ("clip_qkv", (None,), "Megatron-Core clips no queries, keys and values"),
+        ("sliding_window", (None,), "its layers would attend to a window, which nothing here maps"),
     )

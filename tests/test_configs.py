@@ -91,7 +91,7 @@ OF_FAMILY = {
     "mixtral": {"qkv_bias": True, "use_qk_norm": True, "scoring_func": "sigmoid", "shared_intermediate_size": 512, "rotary_dim": 64},
     "minimax_m2": {"scoring_func": "softmax", "use_qk_norm": False, "qk_norm_type": "per_head", "use_routing_bias": False,
                    "shared_intermediate_size": 512, "attn_type_list": [1, 0], "attention_bias": True, "sliding_window": 4096},
-    "olmoe": {"clip_qkv": 8.0, "use_qk_norm": False, "scoring_func": "sigmoid", "shared_expert_intermediate_size": 512, "attention_bias": True},
+    "olmoe": {"use_qk_norm": False, "scoring_func": "sigmoid", "shared_expert_intermediate_size": 512},
     "gpt_oss": {"use_qk_norm": True, "scoring_func": "sigmoid", "mlp_bias": True, "shared_expert_intermediate_size": 512},
     "glm4_moe_lite": {"scoring_func": "softmax", "index_topk": 2048, "moe_layer_freq": 2},
     "deepseek_v32": {"indexer_rope_interleave": True, "rope_interleave": False, "scoring_func": "softmax"},
@@ -215,7 +215,7 @@ def test_every_field_that_vllms_code_reads_is_mapped_or_known_to_decide(kind):
     directory = Path(find_spec("vllm").origin).parent / "model_executor" / "models"
     family = families()[kind]
     read = fields_read(directory / f"{VLLM_FILES.get(kind, kind)}.py")
-    assert len(read) > 10
+    assert len(read) >= 10
     known = (
         family.fields | DEFAULTS[kind].keys() | family.always.keys() | DECIDES_ELSEWHERE.keys() | VLLM_ONLY
     )
