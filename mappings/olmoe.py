@@ -43,6 +43,7 @@ class Olmoe(Family):
     }  # fmt: skip
     megatron = {"qk_layernorm": True, "spec": ["reshard.megatron.full_width_norm_spec", "layer"]}
     specs = "reshard.megatron.full_width_norm:specs"
+    always = {"use_qk_norm": True}
 
     #    HF parameter                             shape      Megatron parameter                             arrangement  split    when
     layer = (

@@ -189,6 +189,19 @@ class Today:
             self.give(full)
 
 
+class Exported:
+    """`reshard.export` on every rank, into vLLM's own loader: for families of which Megatron holds tensors
+    in another order or dtype than they are published in."""
+
+    def __init__(self, models: list, folder: Path, vllm_model) -> None:
+        self.models, self.folder, self.module = models, folder, vllm_model
+
+    def run(self) -> None:
+        from reshard import export
+
+        self.module.load_weights(export(self.models, self.folder))
+
+
 def relative_error(engine, source) -> float:
     """Of the first quantized tensors that this rank's trainer has whole: the root mean square of
     what they differ from their bf16, relative to it."""
@@ -282,6 +295,9 @@ def main() -> None:
         action="store_true",
         help="unmap the trainer's memory after each refit, as connect does by default",
     )
+    parser.add_argument(
+        "--export", action="store_true", help="as today's way, reshard's export into vLLM's loader"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--today-rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
@@ -362,7 +378,11 @@ def main() -> None:
     result["connect_seconds"] = seconds
     say(json.dumps(seconds))
     module, model = destination.module, destination.model
-    today = Today(source, model, module, llm.llm_engine.model_config if options.quantization else None)
+    today = (
+        Exported(models, folder, module)
+        if options.export
+        else Today(source, model, module, llm.llm_engine.model_config if options.quantization else None)
+    )
     found, served = {}, {}
     ways = {name: link.refit for name, link in links.items()} | {"today": today.run}
     for index, (name, run) in enumerate(ways.items()):
