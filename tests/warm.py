@@ -170,6 +170,9 @@ def stand_in(address: str, arguments: list[str]) -> int:
     the started program."""
     files = [file for file in map(int, os.listdir("/proc/self/fd")) if is_open(file)]
     assert max(files) < FILES, files
+    passed_on = [getattr(signal, name) for name in PASSED_ON]
+    # One that comes while the process is forked waits for the handlers below.
+    signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
     server, pid = ask(address, arguments, files)
     if not pid:
         return 1
@@ -178,8 +181,9 @@ def stand_in(address: str, arguments: list[str]) -> int:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.kill(pid, number)
 
-    for name in PASSED_ON:
-        signal.signal(getattr(signal, name), pass_on)
+    for number in passed_on:
+        signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
     for file in files:  # or nobody would see that the other process closes them
         os.close(file)
     status = how_ended(server)
