@@ -164,10 +164,10 @@ class _Recorder(TorchDispatchMode):
         view = _view(shape, src, dst)
         in_rows = len(view.lengths) == 2
         if view.src_strides != ((width, 1) if in_rows else (1,)) or view.dst_strides[-1] != 1:
-            found = _box_of(shape, src, dst)
-            if found is None:
+            box_and_strides = _box_of(shape, src, dst)
+            if box_and_strides is None:
                 raise turned(self.engine, name, parameter)
-            self.copies.append(TracedCopy(parameter, int(dst.storage_offset()), 0, name, *found))
+            self.copies.append(TracedCopy(parameter, int(dst.storage_offset()), 0, name, *box_and_strides))
             return
         start = int(src.storage_offset())
         offsets: tuple[int, ...] = (start,)
