@@ -1,8 +1,20 @@
-"""Options of a command under headings, for commands with more of them than a screen."""
+"""Options that belong together: of several commands, and under headings in the help of one with more
+of them than a screen."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import click
+
+
+def together(*options: Callable) -> Callable:
+    """Return a decorator that adds these options to a command, in this order."""
+
+    def add(function: Callable) -> Callable:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add
 
 
 def grouped(groups: Mapping[str, Sequence[str]]) -> type[click.Command]:

@@ -1,27 +1,19 @@
 """``reshard hf-to-mcore``."""
 
 import time
-from collections.abc import Callable
-from functools import reduce
 from typing import Any
 
 import click
 
 from reshard.cli.dtypes import DtypeChoice
+from reshard.cli.groups import together
 from reshard.cli.layout import layout_options, pop_layout
-from reshard.cli.output import (
-    ignore_option,
-    json_option,
-    print_note,
-    print_report,
-    progress_bar,
-    workers_option,
-)
+from reshard.cli.output import print_note, print_report, progress_bar, run_options
 from reshard.cli.places import PathOrHubId, check_command, resumable
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE
 
 # Of the commands that write a Megatron checkpoint.
-_OPTIONS: tuple[Callable, ...] = (
+megatron_options = together(
     layout_options,
     click.option(
         "--make-vocab-size-divisible-by",
@@ -64,25 +56,8 @@ _OPTIONS: tuple[Callable, ...] = (
         is_flag=True,
         help="Let a cast make infinities of numbers that are too large, and count them.",
     ),
-    click.option("--overwrite", is_flag=True, help="Replace the destination, once the new one is complete."),
-    click.option("--resume", is_flag=True, help="Go on with an interrupted run."),
-    click.option(
-        "--no-sync",
-        "sync",
-        flag_value=False,
-        default=True,
-        help="Do not wait until the bytes are on the disk.",
-    ),
-    click.option("--dry-run", is_flag=True, help="Only say what would be read and written."),
-    workers_option,
-    ignore_option,
-    json_option,
+    run_options,
 )
-
-
-def megatron_options(function: Callable) -> Callable:
-    """Add the options of a command that writes a Megatron checkpoint."""
-    return reduce(lambda decorated, option: option(decorated), reversed(_OPTIONS), function)
 
 
 @click.command("hf-to-mcore")

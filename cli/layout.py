@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from reshard.cli.groups import together
 from reshard.cli.output import print_note
 
 LAYOUT_NAMES = (
@@ -42,7 +43,8 @@ def _size(*names: str, text: str, default: int | None = None) -> Callable:
     return click.option(*names, type=_SIZE, default=default, show_default=default is not None, help=text)
 
 
-_OPTIONS = (
+# For each of Megatron's parallel sizes.
+layout_options = together(
     _size("--tp", "--tensor-model-parallel-size", "tp", default=1, text="Tensor parallel size."),
     _size("--pp", "--pipeline-model-parallel-size", "pp", default=1, text="Pipeline parallel size."),
     _size(
@@ -80,13 +82,6 @@ _OPTIONS = (
         "--pipeline-model-parallel-layout", help="Megatron's layout string, such as 'Et*3|t*4|t*3L'."
     ),
 )
-
-
-def layout_options(command: Callable) -> Callable:
-    """Add an option for each of Megatron's parallel sizes to a command."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
 
 
 def trainer_option(required: bool = False, names: str = "tp=,pp=,vpp=,ep=,etp=, ...") -> Callable:

@@ -2,42 +2,26 @@
 
 import time
 from collections.abc import Callable
-from functools import reduce
 from typing import Any
 
 import click
 
 from reshard.cli.dtypes import DtypeChoice
-from reshard.cli.output import ignore_option, json_option, print_report, progress_bar, workers_option
+from reshard.cli.groups import together
+from reshard.cli.output import print_report, progress_bar, run_options
 from reshard.cli.places import PathOrHubId, resumable
 from reshard.core.limits import MAX_RANKS
 
-_OPTIONS: tuple[Callable, ...] = (
+# Of every command that converts an adapter.
+adapter_options = together(
     click.option(
         "--hf-config",
         type=PathOrHubId(),
         help="config.json of the base model, or its directory (default: the one that the adapter names).",
     ),
     click.option("--dtype", type=DtypeChoice(["bf16", "fp16", "fp32"]), help="Cast (default: as it is)."),
-    click.option("--overwrite", is_flag=True, help="Replace the destination, once the new one is complete."),
-    click.option("--resume", is_flag=True, help="Go on with an interrupted run."),
-    click.option(
-        "--no-sync",
-        "sync",
-        flag_value=False,
-        default=True,
-        help="Do not wait until the bytes are on the disk.",
-    ),
-    click.option("--dry-run", is_flag=True, help="Only say what would be read and written."),
-    workers_option,
-    ignore_option,
-    json_option,
+    run_options,
 )
-
-
-def adapter_options(function: Callable) -> Callable:
-    """Add the options of a command that converts an adapter."""
-    return reduce(lambda decorated, option: option(decorated), reversed(_OPTIONS), function)
 
 
 ALPHA = click.option("--alpha", type=float, help="The adapter's alpha, where the checkpoint does not say it.")

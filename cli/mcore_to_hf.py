@@ -1,30 +1,28 @@
 """``reshard mcore-to-hf``."""
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import click
 
 from reshard.cli.dtypes import DtypeChoice
-from reshard.cli.output import ignore_option, json_option, print_report, progress_bar, workers_option
+from reshard.cli.groups import together
+from reshard.cli.output import print_report, progress_bar, run_options
 from reshard.cli.places import PathOrHubId, check_command, resumable
 
-_HF_CONFIG = click.option(
-    "--hf-config",
-    type=PathOrHubId(),
-    help="config.json, or a directory with it and the tokenizer (default: the one beside the weights, else "
-    "from the checkpoint's args).",
+# Of every command that converts a Megatron checkpoint.
+source_options = together(
+    click.option(
+        "--hf-config",
+        type=PathOrHubId(),
+        help="config.json, or a directory with it and the tokenizer (default: the one beside the weights, else "
+        "from the checkpoint's args).",
+    ),
+    click.option("--family", help="Family, where the args alone leave it open."),
+    click.option(
+        "--without-adapters", is_flag=True, help="Leave out a LoRA adapter that lies beside the weights."
+    ),
 )
-_WITHOUT_ADAPTERS = click.option(
-    "--without-adapters", is_flag=True, help="Leave out a LoRA adapter that lies beside the weights."
-)
-_FAMILY = click.option("--family", help="Family, where the args alone leave it open.")
-
-
-def source_options(function: Callable) -> Callable:
-    """Add the options of a command that converts a Megatron checkpoint."""
-    return _HF_CONFIG(_FAMILY(_WITHOUT_ADAPTERS(function)))
 
 
 @click.command("mcore-to-hf")
@@ -47,15 +45,7 @@ def source_options(function: Callable) -> Callable:
     is_flag=True,
     help="Let a cast make infinities of numbers that are too large, and count them.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the destination, once the new one is complete.")
-@click.option("--resume", is_flag=True, help="Go on with an interrupted run.")
-@click.option(
-    "--no-sync", "sync", flag_value=False, default=True, help="Do not wait until the bytes are on the disk."
-)
-@click.option("--dry-run", is_flag=True, help="Only say what would be read and written.")
-@workers_option
-@ignore_option
-@json_option
+@run_options
 def command(source: str, destination: str, as_json: bool, quantize: str | None, **options: Any) -> None:
     """Convert SOURCE, a Megatron torch_dist checkpoint of any layout, to a Hugging Face directory at
     DESTINATION."""

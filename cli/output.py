@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from reshard.cli.groups import together
 from reshard.core.limits import MAX_WORKERS
 
 BAR_COLUMNS = 24
@@ -33,6 +34,22 @@ ignore_option = click.option(
     callback=_ignore,
     expose_value=False,
     help="Read a config as if it lacked this field; may be given again.",
+)
+# Of every command that converts.
+run_options = together(
+    click.option("--overwrite", is_flag=True, help="Replace the destination, once the new one is complete."),
+    click.option("--resume", is_flag=True, help="Go on with an interrupted run."),
+    click.option(
+        "--no-sync",
+        "sync",
+        flag_value=False,
+        default=True,
+        help="Do not wait until the bytes are on the disk.",
+    ),
+    click.option("--dry-run", is_flag=True, help="Only say what would be read and written."),
+    workers_option,
+    ignore_option,
+    json_option,
 )
 
 

@@ -98,13 +98,11 @@ def hf_to_mcore(
 
     Raises ReshardError, and leaves no destination, for anything that cannot be converted exactly.
     """
-    allow_many_files()
     layout, target = checked_layout(layout), float_dtype(dtype)
     form = megatron_form(
         transformer_impl, model_class, make_vocab_size_divisible_by, megatron_version, iteration
     )
-    worker_count(workers)
-    options = RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow)
+    options = run_options(overwrite, resume, sync, workers, dry_run, progress, allow_overflow)
     # Codes are dequantized to a dtype that holds them all, so that the cast can count what overflows.
     wide = DTYPES["float32"] if target is not None and target.name == "float16" else target
     with (
@@ -143,14 +141,12 @@ def mcore_to_mcore(
     `hf_config`, `family` and `without_adapters` are those of `mcore_to_hf`, the other options those of `hf_to_mcore`,
     and so is what it raises. Optimizer states are left behind, with a notice.
     """
-    allow_many_files()
     layout, target = checked_layout(layout), float_dtype(dtype)
     form = megatron_form(
         transformer_impl, model_class, make_vocab_size_divisible_by, megatron_version, iteration
     )
     config = Path(hf_config) if hf_config is not None else None
-    worker_count(workers)
-    options = RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow)
+    options = run_options(overwrite, resume, sync, workers, dry_run, progress, allow_overflow)
     with (
         Team.from_environment() as team,
         closing(MegatronSource(Path(source), config, family, without_adapters)) as src,
@@ -205,21 +201,18 @@ def mcore_to_hf(
 
     Without `hf_config` (a ``config.json`` or a directory with one) the config is the one beside the
     weights, else the one that the checkpoint's ``args`` describe. `without_adapters` leaves out a LoRA
-    adapter that lies beside the weights. `quantize` writes linear weights
-    as fp8 with a scale for each 128x128 block (True, or ``fp8``), or, in the format of
-    compressed-tensors, as fp8 with a scale for each output channel (``fp8_per_channel``), as int4
-    with one for 128 or 32 columns of an output channel (``int4_per_group``, ``int4_per_group_32``),
-    or as ``nvfp4``. `max_shard_size` is bytes or text like ``5GB``; None is 5 GB, or less where a
-    model would not fill 16 files, which are written at once, but not less than 1 GB. The other
-    options are those of `hf_to_mcore`, and so is what it raises.
+    adapter that lies beside the weights. `quantize` writes linear weights as fp8 with a scale for each
+    128x128 block (True, or ``fp8``), or, in the format of compressed-tensors, as fp8 with a scale for
+    each output channel (``fp8_per_channel``), as int4 with one for 128 or 32 columns of an output
+    channel (``int4_per_group``, ``int4_per_group_32``), or as ``nvfp4``. `max_shard_size` is bytes or
+    text like ``5GB``; None is 5 GB, or less where a model would not fill 16 files, which are written at
+    once, but not less than 1 GB. The other options are those of `hf_to_mcore`, and so is what it raises.
     """
-    allow_many_files()
     scheme_name, scheme = scheme_named(quantize) or (None, None)
     target = float_dtype(dtype)
     shard_bytes = None if max_shard_size is None else parse_size(max_shard_size)
     config = Path(hf_config) if hf_config is not None else None
-    worker_count(workers)
-    options = RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow)
+    options = run_options(overwrite, resume, sync, workers, dry_run, progress, allow_overflow)
     with (
         Team.from_environment() as team,
         closing(MegatronSource(Path(source), config, family, without_adapters)) as src,
@@ -258,6 +251,22 @@ def to_hf(
     }
     job = ConversionJob(src, source, checks, tensors, quantized, files, workdir, team, options)
     return carry_out(job, settings, new_report(direction, job, destination, "whole tensors"))
+
+
+def run_options(
+    overwrite: bool,
+    resume: bool,
+    sync: bool,
+    workers: int | None,
+    dry_run: bool,
+    progress: Progress | None,
+    allow_overflow: bool = False,
+) -> RunOptions:
+    """Return the options of a run, for which this process may then open many files. Raises ReshardError
+    for a number of workers that cannot be."""
+    allow_many_files()
+    worker_count(workers)
+    return RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow)
 
 
 def checked_layout(layout: MegatronLayout | None) -> MegatronLayout:

@@ -21,6 +21,7 @@ from reshard.storage.convert import (
     checked_layout,
     megatron_form,
     new_report,
+    run_options,
     tensors_to_store,
     to_hf,
     to_mcore,
@@ -29,10 +30,9 @@ from reshard.storage.destinations.adapter_megatron import MegatronAdapterFiles
 from reshard.storage.destinations.adapter_peft import PeftFiles
 from reshard.storage.destinations.huggingface import parse_size
 from reshard.storage.io.casts import float_dtype
-from reshard.storage.io.files import allow_many_files
 from reshard.storage.quantized import Quantized
-from reshard.storage.run.job import ConversionJob, RunOptions
-from reshard.storage.run.workers import Progress, worker_count
+from reshard.storage.run.job import ConversionJob
+from reshard.storage.run.workers import Progress
 from reshard.storage.sources.adapter import AdapterSource
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.hf_hub import local_directory
@@ -68,7 +68,7 @@ def lora_to_peft(
 
     Raises ReshardError, and leaves no destination, for an adapter that is more than LoRA's A and B.
     """
-    options = _options(overwrite, resume, sync, workers, dry_run, progress)
+    options = run_options(overwrite, resume, sync, workers, dry_run, progress)
     with (
         Team.from_environment() as team,
         closing(open_adapter(Path(source), _path(hf_config), alpha, tp)) as src,
@@ -125,7 +125,7 @@ def lora_to_megatron(
         )
     if iteration:
         check_number(iteration, "--iteration", MAX_ITERATION)
-    options = _options(overwrite, resume, sync, workers, dry_run, progress)
+    options = run_options(overwrite, resume, sync, workers, dry_run, progress)
     with (
         Team.from_environment() as team,
         closing(open_adapter(Path(source), _path(hf_config), alpha, saved_tp)) as src,
@@ -178,7 +178,7 @@ def lora_merge(
     """
     if format not in ("hf", "mcore"):
         raise ReshardError(f"--format {format} is not one of hf, mcore")
-    options = _options(overwrite, resume, sync, workers, dry_run, progress)
+    options = run_options(overwrite, resume, sync, workers, dry_run, progress)
     layout, target = checked_layout(layout), float_dtype(dtype)
     shard_bytes = None if max_shard_size is None else parse_size(max_shard_size)
     form = megatron_form(transformer_impl, "gpt", 128, None, None)
@@ -203,14 +203,6 @@ def _open_base(path: str | Path, hf_config: Path | None) -> Source:
     if directory.is_dir() and locate(directory) is not None:
         return MegatronSource(directory, hf_config, without_adapters=True)
     return open_source(directory, hf_config)
-
-
-def _options(
-    overwrite: bool, resume: bool, sync: bool, workers: int | None, dry_run: bool, progress: Progress | None
-) -> RunOptions:
-    allow_many_files()
-    worker_count(workers)
-    return RunOptions(overwrite, resume, sync, workers, dry_run, progress)
 
 
 def _notices_for_peft(source: AdapterSource) -> list[str]:

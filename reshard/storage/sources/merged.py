@@ -1,7 +1,8 @@
 """A model with a LoRA adapter added to its weights, read as one source."""
 
 import threading
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,14 +110,9 @@ class MergedSource(Source):
     def dequantized_names(self) -> list[str]:
         return self.base.dequantized_names()
 
-    def unchanged(self) -> AbstractContextManager[None]:
-        return self._unchanged()
-
     @contextmanager
-    def _unchanged(self) -> Any:
-        with ExitStack() as stack:
-            stack.enter_context(self.base.unchanged())
-            stack.enter_context(self.adapter.unchanged())
+    def unchanged(self) -> Iterator[None]:
+        with self.base.unchanged(), self.adapter.unchanged():
             yield
 
     def close(self) -> None:
