@@ -256,3 +256,32 @@ def test_a_transaction_that_nobody_ends_says_who_is_gone_as_long_as_the_others_l
     gone = "rank 2 of the rollout is gone: the process has ended, or has let go of this connection"
     assert [one.failure() for one in members] == [gone, gone]
     assert caught(lambda: members[1].read("meet/2", 0)) == gone
+
+
+def test_who_has_gathered_has_it_also_where_another_fails_right_afterward():
+    port, said = free_port(), {}
+
+    def run(rank: int) -> None:
+        group = RefitGroup.join(f"127.0.0.1:{port}", rank, 2, timeout=20)
+        group.begin("a save")
+        if rank:
+            send = group.channel.send
+
+            def send_late(*message: object) -> None:
+                send(*message)
+                time.sleep(0.3)
+
+            group.channel.send = send_late  # what it sends next comes after the other has failed
+        said[rank] = group.gather("sizes", str(rank).encode())
+        if rank:
+            said["next"] = caught(lambda: group.gather("names", b""))
+        else:
+            group.fail(ReshardError("the disk is full"))
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert said[0] == said[1] == [b"0", b"1"]
+    assert said["next"].endswith("the disk is full")

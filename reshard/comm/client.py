@@ -131,19 +131,19 @@ class HubClient:
             ended.set()
             thread.join()
 
-    def _wait_for(self, request: Request) -> Message:
+    def _wait_for(self, request: Request, body: bytes = b"") -> Message:
         """Return the answer to a request that waits for others. Raises ReshardError where the
         transaction has failed."""
-        message = self._request(request, self.timeout + GRACE_SECONDS)
+        message = self._request(request, self.timeout + GRACE_SECONDS, body=body)
         if message.head.get("failed") is not None:
             failure = Failure.from_json(message.head["failed"])
             raise TransactionFailedError.of(failure, self.names, self.rank)
         return message
 
-    def _request(self, request: Request, seconds: float, watches: bool = True) -> Message:
+    def _request(self, request: Request, seconds: float, watches: bool = True, body: bytes = b"") -> Message:
         with self._lock:
             number = next(self._requests)
-            self._send(encode(request) | {"transaction": self.transaction_number, "id": number})
+            self._send(encode(request) | {"transaction": self.transaction_number, "id": number}, body)
             return self._answer_to(number, time.monotonic() + seconds, watches)
 
     def _answer_to(self, number: int, deadline: float, watches: bool) -> Message:

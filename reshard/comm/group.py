@@ -21,13 +21,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from reshard.comm.background import in_background
-from reshard.comm.channel import BrokenChannelError, Channel, WrongSecretError, connect
+from reshard.comm.channel import BrokenChannelError, Channel, Message, WrongSecretError, connect
 from reshard.comm.client import GRACE_SECONDS, HubClient
 from reshard.comm.hosts import BACKLOG, family_of, listener_for, parsed
 from reshard.comm.hub import ALIVE_SECONDS, Hub
 from reshard.comm.protocol import (
     Abort,
     Commit,
+    Gather,
     Join,
     Liveness,
     Post,
@@ -259,9 +260,7 @@ class RefitGroup(HubClient):
         chosen = None if ranks is None else [*ranks]
         if chosen == []:
             return []
-        message = self._wait_for(Read(self.timeout, _did_not_reach(key), key, chosen))
-        ends = [0, *itertools.accumulate(message.head["lengths"])]
-        return [message.body[start:end] for start, end in itertools.pairwise(ends)]
+        return _payloads(self._wait_for(Read(self.timeout, _did_not_reach(key), key, chosen)))
 
     def wait(self, key: str, ranks: Iterable[int]) -> None:
         """Wait until these ranks have posted under `key`; raises ReshardError naming those that are
@@ -275,8 +274,13 @@ class RefitGroup(HubClient):
 
     def gather(self, key: str, payload: bytes) -> list[bytes]:
         """Publish, and return what everyone published, by rank."""
-        self.post(key, payload)
-        return self.read_all(key)
+        return _payloads(self._wait_for(Gather(self.timeout, _did_not_reach(key), key), payload))
+
+
+def _payloads(message: Message) -> list[bytes]:
+    """Return the payloads in the answer to a Read or Gather."""
+    ends = [0, *itertools.accumulate(message.head["lengths"])]
+    return [message.body[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _did_not_reach(key: str) -> str:

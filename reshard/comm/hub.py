@@ -20,6 +20,7 @@ from reshard.comm.protocol import (
     Commit,
     Fail,
     Failure,
+    Gather,
     GetValues,
     Join,
     Liveness,
@@ -58,6 +59,7 @@ class Hub(Server):
             Join: self._join,
             Post: self._post,
             Read: self._read,
+            Gather: self._gather,
             WaitForCount: self._wait_for_count,
             Prepare: self._prepare,
             Commit: self._commit,
@@ -260,6 +262,17 @@ class Hub(Server):
     def _read(self, client: Client, message: Message, request: Read) -> None:
         ranks = [*range(self.size)] if request.ranks is None else request.ranks
         self._wait_for_posts(client, message, request, request.key, ranks, None)
+
+    def _gather(self, client: Client, message: Message, request: Gather) -> None:
+        transaction = self._transaction(client, message)
+        wait = self._new_wait(
+            client, message, request.timeout, request.what, request.key, [*range(self.size)]
+        )
+        if self._answer_if_over(transaction, wait) or transaction is None:
+            return
+        wait.missing = transaction.lacking(wait.key, wait.ranks, None) | {wait.rank}
+        transaction.waits.setdefault(wait.key, []).append(wait)
+        self._post(client, message, Post(request.key))  # answers this wait too, where it is the last
 
     def _wait_for_count(self, client: Client, message: Message, request: WaitForCount) -> None:
         self._wait_for_posts(client, message, request, request.key, [request.rank], request.count)

@@ -5,6 +5,7 @@ they travel.
     Join             once, when it connects                 {}, or {size} or {taken_by} of a mistake
     Post             a payload of this transaction          nothing
     Read             payloads of other ranks                {lengths}, and the payloads as body
+    Gather           Post and Read of all ranks in one      {lengths}, and the payloads as body
     WaitForCount     a number that another rank posts       {}
     Prepare          all are there                          Prepared, or {conflict}
     Commit           all have what they need                {}
@@ -65,6 +66,17 @@ class Read(Waiting):
 
     key: str
     ranks: list[int] | None
+
+
+@dataclass(frozen=True)
+class Gather(Waiting):
+    """The body is published under this rank and `key`, and the payloads of all ranks are asked for.
+
+    In one message: once the last member's is there, all have their answer, and one that fails right
+    afterward fails what comes next.
+    """
+
+    key: str
 
 
 @dataclass(frozen=True)
@@ -137,7 +149,7 @@ class GetValues(Request):
 REQUESTS: dict[str, type[Request]] = {
     kind.__name__: kind
     for kind in (
-        Join, Post, Read, WaitForCount, Prepare, Commit, Alive, Liveness, Fail, Abort, SetValue, GetValues,
+        Join, Post, Read, Gather, WaitForCount, Prepare, Commit, Alive, Liveness, Fail, Abort, SetValue, GetValues,
     )
 }  # fmt: skip
 _FITS: dict[Any, Callable[[Any], bool]] = {
