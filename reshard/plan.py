@@ -15,7 +15,7 @@ from reshard.core.gc import gc_paused
 from reshard.core.limits import MAX_RANKS, check_number
 from reshard.core.placement import Placement, local_matrix
 from reshard.core.planner import Transfer, make_plan
-from reshard.engines.vllm.layout import VllmLayout, published_tensors, vllm_placement
+from reshard.engines.layout import EngineLayout, published_tensors
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import ModelParameters, expand, padded_vocab_size
 from reshard.megatron.ranks import LiveShard, Ranks, live_shards
@@ -91,7 +91,7 @@ class Forecast:
 def plan_refit(
     model: Model,
     trainer: MegatronLayout,
-    engine: VllmLayout,
+    engine: EngineLayout,
     *,
     dp: int | None = None,
     cp: int = 1,
@@ -106,7 +106,7 @@ def plan_refit(
     ranks: Iterable[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Forecast:
-    """Plan the refit of a vLLM at layout `engine` from a Megatron trainer at layout `trainer`, rank by rank,
+    """Plan the refit of an engine at layout `engine` from a Megatron trainer at layout `trainer`, rank by rank,
     on simulated GPUs.
 
     `dp` is Megatron's data parallel size (default: the least that EP needs), `cp` its context parallel size.
@@ -157,13 +157,13 @@ def plan_refit(
 
 
 def _placements(
-    model: Model, engine: VllmLayout, planned: list[int], itemsize: int
+    model: Model, engine: EngineLayout, planned: list[int], itemsize: int
 ) -> Iterator[tuple[int, Placement]]:
     """Yield inference ranks with what each holds. Raises ReshardError, after the last of all, for
     tensors that no rank holds."""
     unserved = {name for _, name in published_tensors(model)}
     for rank in planned:
-        placement = vllm_placement(model, engine.rank(model, rank))
+        placement = engine.placement(model, rank)
         unserved.difference_update(placement.shapes)
         _check_bytes(placement, itemsize, rank)
         yield rank, placement

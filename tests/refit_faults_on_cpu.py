@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from reshard.core.errors import ReshardError
+from reshard.engines import placing
 from reshard.engines.vllm.live import VllmModel
-from reshard.engines.vllm.weights import placing
 from reshard.refit import connect, copies
 from reshard.refit.protocol import greeting
 from reshard.trainers.megatron import MegatronModel, unwrapped
@@ -384,7 +384,7 @@ def agreement(rank: int, sides: dict, checkpoint: str, engine: dict, change: str
     start(rank, sides | {"together": True, "engine": sides["trainer"]})
     model, config = engine_of(checkpoint, **engine)
     before = fingerprint(model)
-    plain = placing.vllm_placement
+    plain = placing.place
     if change in ("gate and up", "expert"):
 
         def changed(*args):
@@ -402,7 +402,7 @@ def agreement(rank: int, sides: dict, checkpoint: str, engine: dict, change: str
                 parts = gate._replace(name=gate.name.replace("experts.0", "experts.1")), up
             return replace(placement, tensors={**placement.tensors, name: tensor._replace(parts=parts)})
 
-        placing.vllm_placement = changed
+        placing.place = changed
     if change == "turns":  # every second row, but the other one
 
         def exchanged(*args):
@@ -414,7 +414,7 @@ def agreement(rank: int, sides: dict, checkpoint: str, engine: dict, change: str
             tensors = [t._replace(id=names.get(t.id, t.id)) for t in placement.tensors.values()]
             return placement.of(placement.shapes, tensors)
 
-        placing.vllm_placement = exchanged
+        placing.place = exchanged
     if change == "fp8":
         from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 
@@ -427,5 +427,5 @@ def agreement(rank: int, sides: dict, checkpoint: str, engine: dict, change: str
             if hasattr(getattr(module, "quant_method", None), "unquantized_backend"):
                 module.quant_method.unquantized_backend = UnquantizedMoeBackend.FLASHINFER_CUTLASS
     said = caught(lambda: VllmModel(model, config))
-    placing.vllm_placement = plain
+    placing.place = plain
     return said, fingerprint(model) == before

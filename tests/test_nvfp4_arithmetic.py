@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.core.dtypes import dtype_named
-from reshard.engines.vllm.names import vllm_name
+from reshard.engines.vllm.names import VLLM
 from reshard.models.model import Model
 from reshard.quantization import nvfp4, nvfp4_torch
 from tests.by_compressed_tensors import hard
@@ -114,7 +114,7 @@ def test_weights_that_share_a_global_scale_are_those_that_vllm_fuses(variant, ch
             if row.hf.endswith("proj.weight") or row.hf.endswith("_mqa.weight"):
                 for expert in range(model.num_experts if "{expert}" in row.hf else 1):
                     published = f"{block.published}{row.hf}".format(expert=expert)
-                    groups[block.published, vllm_name(model, row), expert].append(published)
+                    groups[block.published, VLLM.parameter(model, row), expert].append(published)
     names = {name for together in groups.values() for name in together}
     assert {len(together) for together in groups.values()} >= {1, 2}
     for together in groups.values():

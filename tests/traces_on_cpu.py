@@ -3,9 +3,10 @@ one that is shown all of them."""
 
 from functools import partial
 
+from reshard.engines.canonical import canonical_tensors, expert_layers
 from reshard.engines.deduplicated import trace_deduplicated
 from reshard.engines.vllm.live import VllmModel
-from reshard.engines.vllm.weights.canonical import canonical_tensors, expert_layers
+from reshard.engines.vllm.names import VLLM
 from reshard.engines.vllm.weights.stand_ins import layer_fingerprint, trace_model
 from tests import vllm_on_cpu
 
@@ -17,7 +18,7 @@ def traces(rank: int, directory: str, change: str, engine: dict) -> dict:
     module, config = vllm_on_cpu.build(directory, load_format="dummy", **engine)
     model = VllmModel(module, config)
     canonical = canonical_tensors(model.model, config.model_config.dtype)
-    layers, held = expert_layers(model.model), model.rank.experts
+    layers, held = expert_layers(VLLM, model.model), model.rank.experts
     last = module.get_submodule(layers[-1].prefix.removesuffix("."))
     loader = next(m for m in last.modules() if "w13_weight" in m._parameters)
     if change == "kind":

@@ -9,11 +9,14 @@ Read in this order:
    of many layers that are loaded alike.
 4. `rules`: makes a placement of that record, or holds rules of one's own against it.
 5. `accounts`: refuses tensors that a refit neither brings nor leaves alone for a named reason.
-6. `vllm/`: all of this for vLLM.
+6. `names` and `layout`: what an engine calls a model's parameters, and the arithmetic of which boxes
+   its ranks hold; neither needs the engine, or torch. `placing` decides for a live rank.
+7. `canonical`, `stand_ins` and `live`: the published tensors that its loader takes, what it is traced
+   on, and following tensors that it moves.
+8. `vllm/`: all of this for vLLM.
 
-None of these but the last knows an engine by name. Another engine, such as SGLang, is a package
-beside ``vllm/``: a subclass of `Engine` that uses 2 to 5, its own layout, and its way into the
-engine's processes. What its names are is kept there, not in the mapping tables.
+None of these but the last knows an engine by name. Another engine is a package beside ``vllm/``: its
+names, its layout, a subclass of `LiveEngine`, and its way into the engine's processes.
 """
 
 from typing import TYPE_CHECKING

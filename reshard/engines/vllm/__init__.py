@@ -8,9 +8,9 @@ Start
     be refitted (`compat`), and `guard` checks each run of the model.
 
 Connect
-    `live` is the `Engine`. It asks `weights/` what may be written (`supported`), what this rank
-    holds (`placing`, by the rules of `layout` and `names`, held against the trace of vLLM's loader,
-    `stand_ins`), and what becomes of every tensor (`accounts`).
+    `live` is the `Engine`. It asks `weights/` what may be written (`supported`), which rank this is
+    (`rank`; what it holds follows from `layout` and `names`, held against the trace of vLLM's
+    loader, `stand_ins`), and what becomes of every tensor (`accounts`).
 
 Refit
     Plain weights are written where vLLM serves from. `quantized/` has the rest: a slab for what

@@ -1,7 +1,7 @@
 """A live vLLM model as the destination of a refit."""
 
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from typing import Any
 from weakref import WeakMethod
 
@@ -15,24 +15,26 @@ from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
 from reshard.device.cuda import is_mapped
 from reshard.engines.accounts import LEFT_ALONE, Account, account_for, summary
-from reshard.engines.base import Engine
+from reshard.engines.canonical import expert_layers, mtp_names, stored_tensors
 from reshard.engines.deduplicated import ExpertLayer, trace_deduplicated
+from reshard.engines.live import LiveEngine, owners_of
+from reshard.engines.placing import Placer
 from reshard.engines.rules import PlacedTensors
 from reshard.engines.trace import Canonical, Trace
 from reshard.engines.vllm.compat import draft_load_format, draft_model, driver_worker
 from reshard.engines.vllm.guard import VllmGuard, guard_of
-from reshard.engines.vllm.names import tower_prefixes
+from reshard.engines.vllm.layout import drafter_placement
+from reshard.engines.vllm.names import VLLM
 from reshard.engines.vllm.quantized.layers import kernel_of, processing_of
 from reshard.engines.vllm.quantized.recipes import Held
 from reshard.engines.vllm.quantized.reload import Reloads
 from reshard.engines.vllm.weights.accounts import ADAPTERS, other_accounts
 from reshard.engines.vllm.weights.block_scales import find_scales, layers_in_blocks
-from reshard.engines.vllm.weights.canonical import expert_layers, mtp_names, stored_tensors
 from reshard.engines.vllm.weights.drafter import check_drafter, is_mtp, trace_drafter
 from reshard.engines.vllm.weights.kept import KeptTensors
 from reshard.engines.vllm.weights.mla import derive_in_place, deriving_attentions, stale_matrices
-from reshard.engines.vllm.weights.placing import Placer, rank_of
-from reshard.engines.vllm.weights.served import Served
+from reshard.engines.vllm.weights.rank import rank_of
+from reshard.engines.vllm.weights.served import DRAFT, Served
 from reshard.engines.vllm.weights.stand_ins import layer_fingerprint, trace_model
 from reshard.engines.vllm.weights.supported import check_supported, check_towers
 from reshard.models.model import Model
@@ -40,7 +42,7 @@ from reshard.models.published import published
 from reshard.quantization.fp8_blocks import ROUNDINGS
 
 
-class VllmModel(Engine):
+class VllmModel(LiveEngine):
     """One rank of a running vLLM: a model and its ``VllmConfig``; if there are, the `worker` that
     runs it, and the engine of this process that takes the requests (`front`).
 
@@ -51,6 +53,7 @@ class VllmModel(Engine):
     its weights than the loaded one, or if vLLM's loader disagrees with our rules.
     """
 
+    engine = "vLLM"
     guard: VllmGuard
 
     @accepts_renamed_options
@@ -102,7 +105,7 @@ class VllmModel(Engine):
         self.served = Served(self.module, self.draft if with_drafter else None)
         self.blocks = layers_in_blocks(self.served)
         check_supported(self.served, self.vllm_config)
-        self._towers = tower_prefixes(self.model)
+        self._towers = VLLM.tower_prefixes(self.model)
         parameters = (name for name, _ in self.module.named_parameters())
         check_towers([name for name in parameters if name.startswith(self._towers)], self.vllm_config)
         self.reloads = Reloads(self.served, self.vllm_config, self.guard.ready)
@@ -135,9 +138,9 @@ class VllmModel(Engine):
         self._idle_drafter = {
             name: tensor for name, tensor in everything.named_tensors() if name not in self.tensors
         }
-        self._owners = {name: _owner(self._modules, name) for name in self.tensors | self._idle_drafter}
+        self.owners = owners_of(self._modules, self.tensors | self._idle_drafter)
         self._buffers = frozenset(
-            name for name, (module, key) in self._owners.items() if key in module._buffers
+            name for name, (module, key) in self.owners.items() if key in module._buffers
         )
         self.accounts = self._account()
         self._save_kept()
@@ -146,15 +149,16 @@ class VllmModel(Engine):
     def _place_tensors(self) -> PlacedTensors:
         """Return the boxes of the model, and of its drafter if that is brought too."""
         dtype = self.vllm_config.model_config.dtype
-        placer = Placer(self.model, self.rank, self.loaded, {*self.blocks, *self.reloads.round_of}, dtype)
+        padded_layers = {*self.blocks, *self.reloads.round_of}
+        placer = Placer(VLLM, self.model, self.rank, self.loaded, padded_layers, dtype)
         if self._main_trace is None:
             self._main_trace = self._trace_main(dtype)
         placed = placer.main(self._main_trace)
         if self.served.draft is None:
             return placed
-        return placed.joined(
-            placer.drafter(trace_drafter(self.served.draft, self.model, dtype, self.tensors))
-        )
+        drafter_trace = trace_drafter(self.served.draft, self.model, dtype, self.tensors)
+        of_layers = drafter_placement(self.model, self.rank, DRAFT)
+        return placed.joined(placer.partly(of_layers, drafter_trace))
 
     def _trace_main(self, dtype: torch.dtype) -> Trace:
         def trace(canonical: Canonical) -> Trace:
@@ -163,7 +167,7 @@ class VllmModel(Engine):
         def fingerprint(layer: ExpertLayer) -> tuple:
             return layer_fingerprint(self.module, layer)
 
-        stored, layers = stored_tensors(self.model, dtype), expert_layers(self.model)
+        stored, layers = stored_tensors(self.model, dtype), expert_layers(VLLM, self.model)
         return trace_deduplicated(trace, stored, layers, fingerprint, self.rank.experts)
 
     def _parts_of_reloads(self) -> dict[str, list[Held]]:
@@ -207,53 +211,6 @@ class VllmModel(Engine):
         if bool(available) != (self.served.draft is not None):
             self._find_tensors(with_drafter=bool(available))
 
-    # Following what vLLM moves
-
-    def addresses(self) -> list[int]:
-        """Return the current addresses of parameters and buffers."""
-        return list(map(torch.Tensor.data_ptr, self.tensors.values()))
-
-    def refresh_regions(self) -> bool:
-        """Find the tensors that vLLM has replaced or moved; return True if there were any.
-
-        Raises ReshardError if one has no memory, as in sleep, or another shape, dtype or order than
-        at connect.
-        """
-        for name, before in self.tensors.items():
-            module, key = self._owners[name]
-            current = module._parameters.get(key, module._buffers.get(key))
-            if current is not before:
-                self._replace(name, current)
-        addresses = self.addresses()
-        self._check_awake()
-        moved, self._addresses = addresses != self._addresses, addresses
-        if moved:
-            self.attentions = deriving_attentions(self.served)
-            self.accounts = self._account()
-        return moved
-
-    def _replace(self, name: str, current: torch.Tensor | None) -> None:
-        before = self.tensors[name]
-        same = current is not None and all(
-            getattr(current, what) == getattr(before, what) for what in ("shape", "dtype", "device")
-        )
-        if current is None or not same or current.stride() != before.stride():
-            raise ReshardError(
-                f"vLLM's {name} has been replaced by one of another shape, dtype or order "
-                f"since connect: connect again"
-            )
-        self.tensors[name] = current
-        self.regions = {
-            identity: region._replace(tensor=current) if region.tensor is before else region
-            for identity, region in self.regions.items()
-        }
-        self.scales = {
-            identity: scales._replace(region=scales.region._replace(tensor=current))
-            if scales.region.tensor is before
-            else scales
-            for identity, scales in self.scales.items()
-        }
-
     # Sleep
 
     def _has_memory(self) -> bool:
@@ -261,7 +218,8 @@ class VllmModel(Engine):
         first = next(iter(self.tensors.values()))
         return not self.guard.asleep and (first.device.type != "cuda" or is_mapped(first.data_ptr()))
 
-    def _check_awake(self) -> None:
+    def check_memory(self) -> None:
+        """Raise ReshardError if vLLM sleeps."""
         if not self._has_memory():
             raise ReshardError(
                 "this vLLM sleeps, and its weights have no memory: call "
@@ -279,6 +237,11 @@ class VllmModel(Engine):
         """Save what a checkpoint has brought that vLLM has loaded since."""
         self.reloads.keep_inputs()
         self._save_kept()
+
+    def tensors_moved(self) -> None:
+        """Find the matrices that vLLM derives, and the accounts, anew."""
+        self.attentions = deriving_attentions(self.served)
+        self.accounts = self._account()
 
     # A refit
 
@@ -339,9 +302,3 @@ def _layer_of(identity: tuple) -> str:
     """Return the name of the layer that a local tensor's parameter belongs to."""
     layer: str = identity[0].rpartition(".")[0]
     return layer
-
-
-def _owner(modules: Mapping[str, torch.nn.Module], name: str) -> tuple[torch.nn.Module, str]:
-    """Return the module that holds a parameter or buffer, and its name there."""
-    path, _, key = name.rpartition(".")
-    return modules[path], key

@@ -5,12 +5,7 @@ in no list here is the published one. These names are for families that they wer
 engine that serves another one is asked by the trace of its own loader alone.
 """
 
-from functools import cache
-from typing import NamedTuple
-
-from reshard.core.views import tensor_of
-from reshard.models.model import Model
-from reshard.models.tables import Row, words_of
+from reshard.engines.names import OUTER, EngineFamily, EngineNames
 
 # published name, vLLM's parameter, when (as in `reshard.models.tables`); `*` is the rest of the name:
 # weight or bias
@@ -63,24 +58,6 @@ GPT_OSS = (
 )  # fmt: skip
 
 
-class VllmFamily(NamedTuple):
-    """The names that vLLM has for a family.
-
-    `names` come before `NAMES`; brackets at the end say which rows of an expert's matrix in the
-    parameter a row is. `prefixes` are what published names begin with, and what vLLM's begin with
-    instead, as in its ``WeightsMapper``; the first that fits counts. With `on_every_stage`,
-    embedding and output are not only at a pipeline's ends. `added_once` are the published names of
-    what experts add to their outputs: of the ranks that split an expert the first has it, and the
-    others zeros. Of those in `whole` every rank has all, where others of such rows are split.
-    """
-
-    names: tuple[tuple[str, str, str], ...] = ()
-    prefixes: tuple[tuple[str, str], ...] = ()
-    on_every_stage: bool = False
-    added_once: tuple[str, ...] = ()
-    whole: tuple[str, ...] = ()
-
-
 # The prefixes of a language model in a larger one, and of the other parts.
 IN_A_LARGER_ONE = (
     ("model.language_model.", "language_model.model."),
@@ -89,90 +66,27 @@ IN_A_LARGER_ONE = (
 )  # fmt: skip
 
 FAMILIES = {
-    "llama": VllmFamily(),
-    "qwen2": VllmFamily(),
-    "qwen3": VllmFamily(),
-    "qwen3_moe": VllmFamily(on_every_stage=True),
-    "deepseek_v3": VllmFamily(LATENT_ATTENTION),
-    "deepseek_v32": VllmFamily((*LATENT_ATTENTION, *INDEXER)),
-    "glm4_moe": VllmFamily(),
-    "mixtral": VllmFamily(BLOCK_SPARSE_MOE, on_every_stage=True),
-    "minimax_m2": VllmFamily(BLOCK_SPARSE_MOE),
-    "olmoe": VllmFamily(on_every_stage=True, whole=("self_attn.q_norm.weight", "self_attn.k_norm.weight")),
-    "glm4_moe_lite": VllmFamily(LATENT_ATTENTION),
-    "qwen3_next": VllmFamily(),
-    "qwen3_5_text": VllmFamily(),
-    "qwen3_5_moe_text": VllmFamily(),
-    "glm_moe_dsa": VllmFamily((*LATENT_ATTENTION, *INDEXER)),
-    "gpt_oss": VllmFamily(
+    "llama": EngineFamily(),
+    "qwen2": EngineFamily(),
+    "qwen3": EngineFamily(),
+    "qwen3_moe": EngineFamily(on_every_stage=OUTER),
+    "deepseek_v3": EngineFamily(LATENT_ATTENTION),
+    "deepseek_v32": EngineFamily((*LATENT_ATTENTION, *INDEXER)),
+    "glm4_moe": EngineFamily(),
+    "mixtral": EngineFamily(BLOCK_SPARSE_MOE, on_every_stage=OUTER),
+    "minimax_m2": EngineFamily(BLOCK_SPARSE_MOE),
+    "olmoe": EngineFamily(on_every_stage=OUTER, whole=("self_attn.q_norm.weight", "self_attn.k_norm.weight")),
+    "glm4_moe_lite": EngineFamily(LATENT_ATTENTION),
+    "qwen3_next": EngineFamily(),
+    "qwen3_5_text": EngineFamily(),
+    "qwen3_5_moe_text": EngineFamily(),
+    "glm_moe_dsa": EngineFamily((*LATENT_ATTENTION, *INDEXER)),
+    "gpt_oss": EngineFamily(
         GPT_OSS,
         prefixes=(("model.embed_tokens.", "model.embedding."),),
-        on_every_stage=True,
+        on_every_stage=OUTER,
         added_once=("mlp.experts.{expert}.down_proj.bias",),
     ),
 }
 
-
-def is_known(model: Model) -> bool:
-    """Tell whether the names here were checked with the model's family."""
-    return model.family.name in FAMILIES
-
-
-def on_every_stage(model: Model) -> bool:
-    """Tell whether vLLM has embedding and output on every stage of a pipeline."""
-    return _family(model.family.name).on_every_stage
-
-
-def added_once(model: Model, row: Row) -> bool:
-    """Tell whether only the first of the ranks that split an expert has a row's tensor, and the
-    others zeros."""
-    return row.hf in _family(model.family.name).added_once
-
-
-def is_whole(model: Model, row: Row) -> bool:
-    """Tell whether every rank has all of a row's tensor, though it belongs to heads that are split."""
-    return row.hf in _family(model.family.name).whole
-
-
-def in_vllm(model: Model, published: str) -> str:
-    """Return a published name, or what several begin with, under the prefix that it has in
-    vLLM."""
-    for prefix, vllm_prefix in (
-        *_family(model.family.name).prefixes,
-        *(IN_A_LARGER_ONE if model.wrapped else ()),
-    ):
-        if published.startswith(prefix):
-            return vllm_prefix + published.removeprefix(prefix)
-    return published
-
-
-def tower_prefixes(model: Model) -> tuple[str, ...]:
-    """Return what vLLM's names of the tensors begin with that belong to other parts of the model in
-    which this language model is."""
-    return tuple(in_vllm(model, tower) for tower in model.family.towers) if model.wrapped else ()
-
-
-def vllm_name(model: Model, row: Row) -> str:
-    """Return the vLLM parameter that a row is part of, without the layer's prefix. Brackets at its
-    end say which rows of an expert's matrix it is, where these take turns with others."""
-    tensor = tensor_of(row.hf)
-    for when, name in _names(model.family.name, tensor):
-        if model.holds(words_of(when)):
-            return name
-    return tensor
-
-
-def _family(name: str) -> VllmFamily:
-    return FAMILIES.get(name, VllmFamily())
-
-
-@cache
-def _names(family: str, hf: str) -> list[tuple[str, str]]:
-    """Return (when, vLLM's parameter) of each entry that a published name matches."""
-    matches = []
-    for pattern, parameter, when in (*_family(family).names, *NAMES):
-        module, star, _ = pattern.partition("*")
-        if hf == pattern or (star and hf.startswith(module) and "." not in hf.removeprefix(module)):
-            name = parameter.replace("*", hf.removeprefix(module)) if star else parameter
-            matches.append((when, name))
-    return matches
+VLLM = EngineNames("vLLM", NAMES, FAMILIES, IN_A_LARGER_ONE)

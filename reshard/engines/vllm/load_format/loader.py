@@ -25,7 +25,7 @@ with importing("vllm"):
 
 from reshard.core.errors import ReshardError, listed
 from reshard.core.views import tensor_of
-from reshard.engines.vllm.layout import published_tensors
+from reshard.engines.layout import published_tensors
 from reshard.engines.vllm.load_format.boxes import plan_reading, read_boxes
 from reshard.engines.vllm.load_format.opened import OpenedWeights, directory_of, open_weights
 from reshard.engines.vllm.weights.supported import PLAIN_METHODS

@@ -8,12 +8,12 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.core.views import tensor_of
+from reshard.engines.canonical import mtp_names
+from reshard.engines.layout import outer_rows
 from reshard.engines.trace import Trace
 from reshard.engines.views import StoredViews
 from reshard.engines.vllm.compat import draft_load_format
-from reshard.engines.vllm.layout import outer_rows
-from reshard.engines.vllm.names import in_vllm
-from reshard.engines.vllm.weights.canonical import mtp_names
+from reshard.engines.vllm.names import VLLM
 from reshard.engines.vllm.weights.served import DRAFT
 from reshard.engines.vllm.weights.stand_ins import trace_model
 from reshard.models.model import Model
@@ -24,7 +24,7 @@ def is_mtp(draft: torch.nn.Module | None, model: Model) -> bool:
     if draft is None:
         return False
     parameters = {name for name, _ in draft.named_parameters()}
-    return any(in_vllm(model, name) in parameters for name in mtp_names(model))
+    return any(VLLM.prefixed(model, name) in parameters for name in mtp_names(model))
 
 
 def check_drafter(draft: torch.nn.Module | None, config: Any, why: str) -> None:

@@ -1,0 +1,79 @@
+"""What engines have in common whose model is a torch module of this process: its tensors by name, and
+following them when the engine replaces or moves them."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from reshard.core.errors import ReshardError
+from reshard.engines.base import Engine
+
+
+class LiveEngine(Engine):
+    """An engine whose `tensors`, parameters and buffers by name, belong to torch modules; `owners` are
+    these modules, and the tensors' names there."""
+
+    engine: str  # its own name, for errors
+    tensors: dict[str, torch.Tensor]
+    owners: dict[str, tuple[torch.nn.Module, str]]
+
+    def addresses(self) -> list[int]:
+        """Return the current addresses of parameters and buffers."""
+        return list(map(torch.Tensor.data_ptr, self.tensors.values()))
+
+    def refresh_regions(self) -> bool:
+        """Find the tensors that the engine has replaced or moved; return True if there were any.
+
+        Raises ReshardError if one has no memory, as in sleep, or another shape, dtype or order than
+        at connect.
+        """
+        for name, before in self.tensors.items():
+            module, key = self.owners[name]
+            current = module._parameters.get(key, module._buffers.get(key))
+            if current is not before:
+                self._replace(name, current)
+        addresses = self.addresses()
+        self.check_memory()
+        moved, self._addresses = addresses != self._addresses, addresses
+        if moved:
+            self.tensors_moved()
+        return moved
+
+    def check_memory(self) -> None:
+        """Raise ReshardError if the tensors have no memory, as in sleep."""
+
+    def tensors_moved(self) -> None:
+        """Find anew what follows from where the tensors lie."""
+
+    def _replace(self, name: str, current: torch.Tensor | None) -> None:
+        before = self.tensors[name]
+        same = current is not None and all(
+            getattr(current, what) == getattr(before, what) for what in ("shape", "dtype", "device")
+        )
+        if current is None or not same or current.stride() != before.stride():
+            raise ReshardError(
+                f"{self.engine}'s {name} has been replaced by one of another shape, dtype or order "
+                f"since connect: connect again"
+            )
+        self.tensors[name] = current
+        self.regions = {
+            identity: region._replace(tensor=current) if region.tensor is before else region
+            for identity, region in self.regions.items()
+        }
+        self.scales = {
+            identity: scales._replace(region=scales.region._replace(tensor=current))
+            if scales.region.tensor is before
+            else scales
+            for identity, scales in self.scales.items()
+        }
+
+
+def owners_of(
+    modules: Mapping[str, torch.nn.Module], names: Iterable[str]
+) -> dict[str, tuple[torch.nn.Module, str]]:
+    """Return the modules that hold parameters and buffers of these names, and their names there."""
+    owners = {}
+    for name in names:
+        path, _, key = name.rpartition(".")
+        owners[name] = modules[path], key
+    return owners

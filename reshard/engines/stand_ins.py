@@ -1,0 +1,115 @@
+"""Stand-ins without memory for a live model's tensors, on which its own loader is run for a trace
+(`reshard.engines.trace`)."""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from reshard.engines.deduplicated import ExpertLayer
+from reshard.engines.trace import storage_id
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def no_tensors(module: torch.nn.Module) -> Tensors:
+    """Return no tensors, for a module whose engine makes no others than it has."""
+    return {}
+
+
+def unbound(tensor: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
+    """Return the tensor as it is, for an engine whose loaders belong to no module."""
+    return tensor
+
+
+def layer_fingerprint(
+    model: torch.nn.Module,
+    layer: ExpertLayer,
+    experts_of: Callable[[torch.nn.Module], Hashable],
+    templates_of: Callable[[torch.nn.Module], Tensors] = no_tensors,
+) -> tuple:
+    """Return what decides how a layer is loaded: its modules, where their experts lie (`experts_of`),
+    and their parameters' classes, shapes, strides and dtypes; see `stand_ins`."""
+    sizes = tuple(layer.experts), tuple(map(len, layer.experts.values()))
+    try:
+        module = model.get_submodule(layer.prefix.removesuffix("."))
+    except AttributeError:  # another rank's
+        return sizes
+    modules = []
+    for path, child in module.named_modules():
+        templates, tensors = templates_of(child), []
+        for name, live in (*child._parameters.items(), *child._buffers.items()):
+            if live is not None:
+                template = templates.get(name, live)
+                tensors.append((name, template.__class__, template.shape, template.stride(), template.dtype))
+        modules.append((path, child.__class__, experts_of(child), tuple(tensors)))
+    return (*sizes, *modules)
+
+
+@contextmanager
+def stand_ins(
+    model: torch.nn.Module,
+    templates_of: Callable[[torch.nn.Module], Tensors] = no_tensors,
+    plain_of: Callable[[torch.nn.Module], Tensors] = no_tensors,
+    bind: Callable[[torch.Tensor, torch.nn.Module], torch.Tensor] = unbound,
+) -> Iterator[dict[int, str]]:
+    """Replace a model's tensors by stand-ins on the meta device; yields the stand-ins' names by
+    `storage_id`.
+
+    `templates_of` gives a module's tensors as they were made before any processing, as far as they
+    differ from those that it has; `plain_of` the tensors that its loader writes into instead of
+    those whose names begin alike; `bind` gives a stand-in the loader of its module. The model gets
+    its tensors back at the end, also after an error.
+    """
+    names: dict[int, str] = {}
+    saved = [
+        (path, module, dict(module._parameters), dict(module._buffers))
+        for path, module in model.named_modules()
+    ]
+    live_names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    stand_in_of: dict[int, torch.Tensor] = {}
+    keep_alive: list[torch.Tensor] = []  # names are known by the addresses of storages
+    try:
+        for path, module, parameters, buffers in saved:
+            templates, plain = templates_of(module), plain_of(module)
+            for name in [name for name in parameters if name.startswith(tuple(plain))]:
+                del module._parameters[name]  # codes, and what belongs to them
+            for name, unquantized in plain.items():
+                bound = bind(unquantized, module)
+                names[storage_id(bound)] = f"{path}.{name}"
+                module._parameters[name] = bound  # type: ignore[assignment]
+                keep_alive.append(bound)
+            for slots, tensors in ((module._parameters, parameters), (module._buffers, buffers)):
+                for name, tensor in tensors.items():
+                    if name.startswith(tuple(plain)):
+                        continue
+                    # Tensors that an engine derives while it processes have no template. One that it has
+                    # packed into something else has nothing but its template.
+                    template = templates.get(name, tensor)
+                    if template is None:
+                        continue
+                    # One stand-in for all the names of a tensor.
+                    stand_in = stand_in_of.get(id(tensor)) if tensor is not None else None
+                    if stand_in is None:
+                        stand_in = _on_meta(template)
+                        if tensor is not None:
+                            stand_in_of[id(tensor)] = stand_in
+                        stand_in = bind(stand_in, module)
+                        names[storage_id(stand_in)] = live_names.get(id(tensor), f"{path}.{name}")
+                    slots[name] = stand_in  # type: ignore[assignment]
+                    keep_alive.append(stand_in)
+        yield names
+    finally:
+        for _, module, parameters, buffers in saved:
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+def _on_meta(template: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without memory, with the template's layout, class and attributes."""
+    tensor = torch.empty_strided(template.shape, template.stride(), dtype=template.dtype, device="meta")
+    tensor.__class__ = template.__class__
+    tensor.__dict__ = dict(template.__dict__)
+    return tensor

@@ -1,0 +1,41 @@
+"""What a live vLLM model says of its rank."""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from reshard.core.errors import ReshardError
+from reshard.engines.layout import EngineRank
+from reshard.engines.placing import layers_of, outer_of
+from reshard.engines.vllm.compat import tensor_parallel
+from reshard.engines.vllm.layers import experts_of
+from reshard.engines.vllm.layout import WHOLE_SHARED_EXPERTS
+from reshard.engines.vllm.names import VLLM
+from reshard.models.model import Model
+
+
+def rank_of(module: torch.nn.Module, model: Model, tensors: Collection[str], config: Any) -> EngineRank:
+    """Return what a live model says of its rank, given the names of its `tensors` and its
+    ``VllmConfig``.
+
+    Raises ReshardError if it has redundant experts.
+    """
+    tp, tp_rank = tensor_parallel()
+    moe_tp, moe_tp_rank, local_experts = tp, tp_rank, tuple(range(model.num_experts))
+    for name, layer in module.named_modules():
+        experts = experts_of(layer)
+        if experts is None:
+            continue
+        if experts.redundant or experts.total != model.num_experts:
+            raise ReshardError(
+                f"{name} has redundant experts (EPLB), which a refit does not support: set enable_eplb=False"
+            )
+        moe_tp, moe_tp_rank = experts.tp, experts.tp_rank
+        if experts.placed is not None:
+            local_experts = tuple(expert for expert in experts.placed if expert < model.num_experts)
+        break  # all layers have the same
+    # Some of vLLM's models have the output layer on every pipeline stage.
+    layers, outer = layers_of(VLLM, model, tensors), outer_of(VLLM, model, tensors)
+    shards = WHOLE_SHARED_EXPERTS if config.parallel_config.use_sequence_parallel_moe else {}
+    return EngineRank(tp, tp_rank, moe_tp, moe_tp_rank, local_experts, layers, outer, shards)
