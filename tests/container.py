@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-MS_REC, MS_PRIVATE = 1 << 14, 1 << 18
+MS_BIND, MS_REC, MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18
 
 
 def inside(work: Callable[[], Any]) -> Any:
@@ -54,8 +54,15 @@ def allowed() -> bool:
 
 
 def _mount(proc: bool = True) -> None:
-    mount = ctypes.CDLL(None, use_errno=True).mount
-    mounts = [(b"none", b"/", None, MS_REC | MS_PRIVATE), (b"tmpfs", b"/dev/shm", b"tmpfs", 0)]
-    for source, target, kind, flags in [*mounts, *([(b"proc", b"/proc", b"proc", 0)] if proc else [])]:
-        if mount(source, target, kind, ctypes.c_ulong(flags), None):
-            raise OSError(ctypes.get_errno(), f"cannot mount {target.decode()}")
+    mount("none", "/", MS_REC | MS_PRIVATE)
+    mount("tmpfs", "/dev/shm", kind="tmpfs")
+    if proc:
+        mount("proc", "/proc", kind="proc")
+
+
+def mount(source: str, target: str, flags: int = 0, kind: str | None = None) -> None:
+    """Mount something in the mount namespace of this process."""
+    call = ctypes.CDLL(None, use_errno=True).mount
+    words = [word.encode() if word else None for word in (source, target, kind)]
+    if call(*words, ctypes.c_ulong(flags), None):
+        raise OSError(ctypes.get_errno(), f"cannot mount {target}")

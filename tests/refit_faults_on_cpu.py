@@ -12,8 +12,9 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.engines import placing
 from reshard.engines.vllm.live import VllmModel
-from reshard.refit import connect, copies
+from reshard.refit import connect, connecting, copies
 from reshard.refit.protocol import greeting
+from reshard.refit.transports.agent import Agent
 from reshard.trainers.megatron import MegatronModel, unwrapped
 from tests import container
 from tests.ranks import caught
@@ -39,6 +40,8 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
     steps = Steps(sides, rank, 3)
     if what == "protocol" and rank == 2:
         greeting.PROTOCOL = 99
+    if what == "NIXL" and rank == 2:
+        connecting.installed_version = lambda: "0.1"
     is_trainer, is_engine, members = start(rank, sides)
     source = destination = None
     if is_trainer:
@@ -68,7 +71,8 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
         steps.wait("said")
         return ["absent"]
     holder: dict = {}
-    said = [caught(lambda: holder.update(link=connect(members, source, destination)))]
+    how = {"backend": "nixl"} if what == "NIXL" else {}
+    said = [caught(lambda: holder.update(link=connect(members, source, destination, **how)))]
     steps.reach("said")
     if "link" not in holder:
         return said
@@ -166,7 +170,7 @@ def death(
 ):
     """A member dies at a moment of a connection's life. Of every other one: what the call said in
     which that was, after how many seconds, whether the engine is ready, with which version, and how
-    many slabs are left."""
+    many slabs and NIXL agents are left."""
     is_trainer, _, members = start(rank, sides)
     source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
     destination = None
@@ -187,6 +191,7 @@ def death(
         if where == "refit" and call in (
             "posts",
             "copies",
+            "reads",
         ):  # else an engine's rank may hear of it before it has begun
             engines = range(sides["trainer"], steps.size)
             steps.wait("begun", *(other for other in engines if other != victim))
@@ -201,13 +206,23 @@ def death(
             destination.wait = partial(steps.wait_for_the_end_of, victim)
         if destination:
             destination.begun = partial(steps.reach, "begun")
+        if call == "reads":  # a read begins when who has packed the bytes has ended
+            plain = Agent.read
+
+            def read(*args):
+                steps.wait_for_the_end_of(victim)
+                return plain(*args)
+
+            Agent.read = read
         began = time.monotonic()
         said = run("refit", lambda: links[0].refit(version=2, verify=True))
     took = time.monotonic() - began
     if torch.cuda.is_initialized():
         assert torch.ones(1, device="cuda").item() == 1, "this process can go on with its GPU"
     slabs = [file for file in Path("/proc/self/fd").iterdir() if "memfd:reshard" in os.path.realpath(file)]
-    return said, took, (destination.ready, destination.version) if destination else None, len(slabs)
+    agents = [one for link in links for one in link.transports if getattr(one, "agent", None) is not None]
+    state = (destination.ready, destination.version) if destination else None
+    return said, took, state, len(slabs) + len(agents)
 
 
 def dies_at(owner, name: str, last, key: str = "", after: bool = False) -> None:
@@ -239,6 +254,7 @@ def dies_in_torch(last) -> None:
 # How a member dies, by the word for it: what it says and does last.
 DEATHS = {
     "posts": lambda members, engine, key, last: dies_at(members, "post", last, key),
+    "reads": lambda members, engine, last: dies_at(members, "post", last, "packed", after=True),
     "meets": lambda members, engine, last: dies_in_torch(last),
     "comes": lambda members, engine, last: dies_at(members, "prepare", last),
     "between": lambda members, engine, last: dies_at(members, "prepare", last, after=True),

@@ -165,11 +165,17 @@ def start(rank: int, sides: dict) -> tuple[bool, bool, RefitGroup]:
     """Torch's own process group for this rank's side, and the members of both; whether the rank is
     a trainer's, an engine's.
 
-    With `hosts` in `sides` the trainer's ranks run on the first of `two_hosts`, the engine's on the second.
+    With `hosts` in `sides` the trainer's ranks run on the first of `two_hosts`, the engine's on the second;
+    of ranks that are both, each half on one.
     """
     host, secret = sides.get("host", "127.0.0.1"), None
     if "hosts" in sides:
-        two_hosts.enter(sides["hosts"], int(rank >= sides["trainer"]))
+        on_the_first = sides["trainer"] // (2 if sides.get("together") else 1)
+        two_hosts.enter(sides["hosts"], int(rank >= on_the_first))
+        if sides.get("together"):
+            os.environ.update(
+                MASTER_ADDR=two_hosts.ADDRESSES[0], GLOO_SOCKET_IFNAME=f"host{int(rank >= on_the_first)}"
+            )
         host, secret = two_hosts.ADDRESSES[0], "between the two hosts"
     n, m, folder, timeout = sides["trainer"], sides["engine"], sides["folder"], sides.get("timeout", 180)
     if sides.get("together"):

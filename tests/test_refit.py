@@ -179,9 +179,9 @@ def as_forecast(
     )
     assert [r["received_bytes"]["local"] for _, r in reports] == [r.local_bytes for r in found.ranks]
     for (_, report), rank in zip(reports, found.ranks, strict=True):
-        came = (
-            report["received_bytes"]["nccl"] + report["received_bytes"]["cuda_ipc"]
-        )  # one of them: the second on a GPU
+        came = sum(
+            report["received_bytes"][route] for route in ("nccl", "nixl", "cuda_ipc")
+        )  # one of them: the last on a GPU
         if encoded and rank.host_bytes:
             # embedding, output and norms are as they were
             assert 0.5 < came / rank.host_bytes < 0.7
@@ -224,7 +224,8 @@ def test_small_buckets_give_the_same(converted, tmp_path):
     assert all(r["received_bytes"]["nccl"] > 4 * (64 << 10) for r in reports[-1])
 
 
-def test_what_cannot_be_mapped_is_staged_on_the_same_host(converted, tmp_path):
+@pytest.mark.parametrize("backend", ["staged", "nixl"])
+def test_what_cannot_be_mapped_goes_through_slabs_on_the_same_host(backend, converted, tmp_path):
     # Two readers and two slots of 64 KiB: many rounds, and every rank packs and unpacks.
     together = refit(
         converted("qwen3-moe"),
@@ -234,7 +235,7 @@ def test_what_cannot_be_mapped_is_staged_on_the_same_host(converted, tmp_path):
         2,
         True,
         tmp_path,
-        backend="staged",
+        backend=backend,
         bucket_bytes=4 << 16,
     )
     apart = refit(
@@ -245,16 +246,17 @@ def test_what_cannot_be_mapped_is_staged_on_the_same_host(converted, tmp_path):
         2,
         False,
         tmp_path / "apart",
-        backend="staged",
+        backend=backend,
         moving=True,
     )
     for reports in (*together, *apart[-2:]):
         for received in (report["received_bytes"] for report in reports):
-            assert received["staged"] > 1e5 and received["nccl"] == received["cuda_ipc"] == 0
+            assert received[backend] > 1e5 and received["nccl"] == received["cuda_ipc"] == 0
 
 
+@pytest.mark.parametrize("backend", ["staged", "nixl"])
 def test_what_is_staged_is_what_the_trainer_has_now_also_where_its_memory_moves_under_mappings_that_stay(
-    converted, tmp_path
+    backend, converted, tmp_path
 ):
     # Nothing is compared by digests, so that old bytes would pass for new ones.
     refit(
@@ -265,7 +267,7 @@ def test_what_is_staged_is_what_the_trainer_has_now_also_where_its_memory_moves_
         1,
         False,
         tmp_path,
-        backend="staged",
+        backend=backend,
         moving=True,
         keep_mapped=True,
         verify=False,
@@ -387,8 +389,13 @@ def test_layers_that_are_alike_are_traced_by_one_of_them(variant, change, checkp
 @pytest.fixture
 def hosts():
     """Two hosts: network namespaces with a link between them."""
-    program = [sys.executable, str(Path(__file__).parent / "two_hosts.py")]
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    program = [sys.executable, "-m", "tests.two_hosts"]
+    pipes: dict = dict(
+        cwd=Path(__file__).parent.parent,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     with ended(subprocess.Popen(program, text=True, **pipes)) as process:
         assert process.stdin and process.stdout and process.stderr
         said = process.stdout.readline()
@@ -403,10 +410,22 @@ def hosts():
 
 def test_a_trainer_and_an_engine_on_two_hosts(converted, tmp_path, hosts):
     reports = refit(
-        converted("qwen3-moe"), f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2), 2, False, tmp_path, {"hosts": hosts}
-    )
+        converted("qwen3-moe"), f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2), 2, False, tmp_path, {"hosts": hosts}, backend="nccl"
+    )  # fmt: skip
     for received in (report["received_bytes"] for report in reports[-1]):
-        assert received["nccl"] > 0 and received["local"] == received["cuda_ipc"] == 0
+        assert received["nccl"] > 0 and received["local"] == received["cuda_ipc"] == received["nixl"] == 0
+
+
+def test_two_hosts_with_a_trainer_and_an_engine_on_each_read_from_each_other_by_nixl(
+    converted, tmp_path, hosts
+):
+    reports = refit(
+        converted("qwen3-moe"), f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2), 2, True, tmp_path, {"hosts": hosts}, bucket_bytes=4 << 16
+    )  # fmt: skip
+    for of_ranks in reports:
+        for received in (report["received_bytes"] for report in of_ranks):
+            assert received["local"] > 1e5 and received["nixl"] > 1e5
+            assert received["cuda_ipc"] == received["staged"] == received["nccl"] == 0
 
 
 def test_a_host_that_cannot_be_reached_is_named(tmp_path, hosts):

@@ -36,6 +36,7 @@ def fault(converted, folder, what: str, variant: str = "qwen3", timeout: float =
     ("another trainer", "--rotary-base 50000", "the trainer's rotary_base is 50000, but the served model's is 10000"),
     ("dtype", "", "is bfloat16 in the trainer, but float16 in the engine"),
     ("protocol", "", f"has protocol {PROTOCOL}, inference rank 2 has 99"),
+    ("NIXL", "", "inference rank 2 has NIXL 0.1: pip install 'reshard[nixl]' in the same version for both, or use backend='auto'"),
     ("lacks a parameter", "", "the trainer's model lacks 1 parameters that the config of inference rank 1 calls for: model.layers.0.self_attn.o_proj.weight"),
     ("lies elsewhere", "", "is on meta, and a refit reads from cpu: move the whole model there first"),
     ("has an adapter", "", "has 1 parameters that no published tensor fills, since its sharded_state_dict leaves them out: embedding.word_embeddings.adapter"),
@@ -157,6 +158,7 @@ DEATHS = {
     "refit between": "trainer",
     "refit copies": "engine",
     "refit posts packed": "trainer",  # through slabs, where all wait for each other in turn
+    "refit reads": "trainer",  # by NIXL, from who has packed the bytes, and has then ended
     "refit posts digests": "trainer",
     "refit ends": "trainer",
     "refit over": "engine",
@@ -178,8 +180,8 @@ def death(checkpoint, folder, moment: str):
         "port": free_port(),
         "timeout": PATIENCE,
     }
-    if moment.endswith(("packed", "meets")):
-        sides["how"] = {"backend": "staged" if moment.endswith("packed") else "nccl"}
+    backend = {"packed": "staged", "meets": "nccl", "reads": "nixl"}.get(moment.split()[-1])
+    sides["how"] = {"backend": backend or "auto"}
     arguments = sides, flags, checkpoint, {"tp": RANKS}, victim, moment
     return victim, run_on_ranks(2 * RANKS, "death", *arguments, module="refit_faults_on_cpu", may_die=True)
 

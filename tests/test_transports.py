@@ -1,6 +1,7 @@
 """Which transport a pair of ranks gets, and each of them between a trainer and an engine of one
 tensor: no Megatron, no vLLM, a second each."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,14 +13,18 @@ from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.device.memory import Region
 from reshard.engines.base import Engine
 from reshard.refit import RefitGroup, RefitReport, connect
+from reshard.refit.copies import host_bytes
 from reshard.refit.routes import BACKENDS, Pair, Peer
 from reshard.refit.transports import TRANSPORTS, transport_for
+from reshard.refit.transports.agent import Agent, AgentHandle
+from reshard.refit.transports.slots import SlotTransport
 from reshard.trainers.base import Trainer
-from tests.ranks import free_port
+from tests.ranks import caught, free_port
 
 TRAINER = Peer("trainer", "host", "namespaces", 0, 1, "cuda", "GPU 0")
 ENGINE = TRAINER._replace(name="engine", pid=2, gpu="GPU 1")
 EVERYWHERE = {"auto": "nccl", "cuda_ipc": None, "staged": None, "nccl": "nccl"}
+NIXL = {"nixl": "1.5.1", "rdma": True}
 
 
 @pytest.mark.parametrize(("engine", "exported", "expected"), [
@@ -42,6 +47,25 @@ def test_a_pair_gets_the_transport_that_reaches_it(engine, exported, expected):
             assert transport_for(pair, backend).name == name
     assert transport_for(Pair(TRAINER, ENGINE, False, True, mappable=False), "auto").name == "nccl"
     assert transport_for(Pair(TRAINER, TRAINER, True, False), "nccl").name == "cuda_ipc", "within a process"
+
+
+@pytest.mark.parametrize(("trainer", "engine", "expected"), [
+    (NIXL, NIXL | {"host": "another"}, {"auto": "nixl", "nixl": "nixl", "nccl": "nccl"}),
+    (NIXL, NIXL, {"auto": "cuda_ipc", "nixl": "nixl"}),  # of one host
+    (NIXL, NIXL | {"gpu": "GPU 0"}, {"auto": "cuda_ipc", "nixl": "nixl"}),
+    (NIXL, NIXL | {"host": "another", "rdma": False}, {"auto": "nccl", "nixl": "nixl"}),
+    (NIXL, NIXL | {"host": "another", "rdma": False, "device": "cpu"}, {"auto": "nixl"}),
+    (NIXL, NIXL | {"host": "another", "nixl": "1.6.0"}, {"auto": "nccl", "nixl": "trainer has NIXL 1.5.1, engine has NIXL 1.6.0"}),
+    (NIXL, {"host": "another"}, {"auto": "nccl", "nixl": "trainer has NIXL 1.5.1, engine has no NIXL"}),
+])  # fmt: skip
+def test_nixl_carries_what_goes_between_hosts_that_have_the_same(trainer, engine, expected):
+    pair = Pair(TRAINER._replace(**trainer), ENGINE._replace(**engine), same_process=False, exported=True)
+    for backend, name in expected.items():
+        if " " in name:
+            with pytest.raises(ReshardError, match=f"^{name}: pip install"):
+                transport_for(pair, backend)
+        else:
+            assert transport_for(pair, backend).name == name
 
 
 def test_between_cpus_of_a_host_staging_is_used_where_it_is_asked_for():
@@ -68,16 +92,16 @@ CONFIG = {
 class OneShard(Trainer):
     """A trainer's rank with some rows of one tensor."""
 
-    def __init__(self, rank: int) -> None:
-        self.weight, self.first = torch.randn(ROWS, COLUMNS).bfloat16(), ROWS * rank
+    def __init__(self, rank: int, rows: int = ROWS) -> None:
+        self.weight, self.first, self.rows = torch.randn(rows, COLUMNS).bfloat16(), rows * rank, rows
 
     @property
     def regions(self):
         return [Region(self.weight, 0, COLUMNS)]
 
     def publish(self, model):
-        part = Part("weight", Box((self.first, 0), (ROWS, COLUMNS)), (0, 0))
-        return [LocalTensor(0, (ROWS, COLUMNS), (part,))]
+        shape = (self.rows, COLUMNS)
+        return [LocalTensor(0, shape, (Part("weight", Box((self.first, 0), shape), (0, 0)),))]
 
     def check_model(self, model):
         pass
@@ -123,7 +147,7 @@ class OneTensor(Engine):
 
 @pytest.mark.parametrize("keep_mapped", [False, True])
 @pytest.mark.parametrize("in_one_process", [False, True])
-@pytest.mark.parametrize("backend", ["auto", "staged"])
+@pytest.mark.parametrize("backend", ["auto", "staged", "nixl"])
 def test_each_transport_brings_every_byte_also_of_weights_that_have_moved(
     backend, in_one_process, keep_mapped
 ):
@@ -163,6 +187,55 @@ def test_each_transport_brings_every_byte_also_of_weights_that_have_moved(
             else {route: 2 * bytes_of_shard}
         )
         assert {name: size for name, size in report.received_bytes.items() if size} == expected
+
+
+@pytest.mark.parametrize("backend", ["staged", "nixl"])
+def test_a_byte_that_changes_in_a_slab_is_found_by_a_verification(backend, monkeypatch):
+    address, spoiled, plain = f"127.0.0.1:{free_port()}", [], SlotTransport.tell
+
+    def tell(self, step, peers, end):
+        if step == "packed" and peers and not spoiled:
+            spoiled.append(host_bytes(self.slab.address + 5, 1, 1, 1))
+            spoiled[0] ^= 4
+        plain(self, step, peers, end)
+
+    def member(rank: int):
+        members = RefitGroup.join(address, rank, 2, timeout=60)
+        source, destination = (OneShard(0, rows=2 * ROWS), None) if not rank else (None, OneTensor())
+        link = connect(members, source, destination, backend=backend)
+        said = caught(lambda: link.refit(verify=True))
+        state = destination and (destination.ready, destination.weight.clone())
+        link.refit(verify=True)
+        return said, state, (source or destination).weight
+
+    monkeypatch.setattr(SlotTransport, "tell", tell)
+    with ThreadPoolExecutor(2) as pool:
+        (trainer, _, weight), (engine, (ready, torn), served) = pool.map(member, range(2))
+    for said in (trainer, engine):
+        assert "1 tensors did not arrive as they are in the trainer: weight" in said, said
+    assert not ready and (torn != weight).sum() == 1 and torch.equal(served, weight)
+
+
+def test_an_agent_that_waits_for_others_takes_no_core():
+    agent, before = Agent(torch.device("cpu")), time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.1
+    agent.close()
+
+
+def test_a_handle_of_a_slab_is_what_an_agent_says_or_nothing():
+    agent = Agent(torch.device("cpu"))
+    slab = agent.slab(1 << 16, in_gpu=True)  # and there is none
+    found = AgentHandle.decode(slab.handle)
+    assert found is not None and found[:3] == ("DRAM", 0, slab.address) and found.encode() == slab.handle
+    for text in ("", slab.handle[1:], f"{slab.handle}0", slab.handle.replace("DRAM", "FILE"), "/proc/1/fd/3"):
+        assert AgentHandle.decode(text) is None
+    other = Agent(torch.device("cpu"))
+    for metadata in (found.agent[:-9], b"x" * 100):
+        with pytest.raises(ReshardError, match=r"^NIXL cannot reach rank 3 \(.*: use backend='nccl'$"):
+            other.meet(metadata, "rank 3")
+    agent.close()
+    other.close()
 
 
 def test_attributes_of_earlier_reports_are_warned_of_and_work():

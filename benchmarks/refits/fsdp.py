@@ -139,7 +139,7 @@ def main() -> None:
                     "vllm_tp": options.vllm_tp, "quantization": options.quantization, "match_vllm_rounding": options.match_vllm_rounding, "gpu": torch.cuda.get_device_name() if cuda else "none", "connect_seconds": {}}  # fmt: skip
     links = {}
     backends = ("cuda_ipc", "nccl", "staged") if options.quantization else ("cuda_ipc", "nccl")
-    for backend in backends if cuda else ("nccl",):
+    for backend in backends if cuda else ("nccl", "nixl"):
         dist.barrier()
         start = time.perf_counter()
         source, destination = (

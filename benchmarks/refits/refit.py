@@ -6,7 +6,7 @@ run.
 Every process holds a rank of a real Megatron model (Transformer Engine layers, random weights) and a rank of
 a real vLLM (`external_launcher`). Reported: connect, then warm medians of the slowest rank for
 
-- cuda_ipc: pulls from peers' memory; nccl: all bytes through NCCL;
+- cuda_ipc: pulls from peers' memory; nccl: all bytes through NCCL; nixl: all through NIXL, where it is installed;
 - today: every rank gathers every full Hugging Face tensor, layer by layer, and gives it to vLLM's
   `load_weights`;
 - mbridge, where it is installed (`pip install --no-deps mbridge`): its `export_weights` alone, and into
@@ -330,7 +330,7 @@ def main() -> None:
     result: dict = {"model": options.model, "layers": config["num_hidden_layers"], "megatron": str(layout), "gpu": torch.cuda.get_device_name(),
                     "vllm": f"TP{options.vllm_tp}" + (" EP" if options.vllm_ep else ""), "gpus": dist.get_world_size(), "keep_mapped": not options.release}  # fmt: skip
     links, seconds = {}, {}
-    for backend in ("cuda_ipc", "nccl"):
+    for backend in ("cuda_ipc", "nccl", "nixl"):
         torch.cuda.synchronize()
         dist.barrier()
         before, start = used_bytes(), time.perf_counter()

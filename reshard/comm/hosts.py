@@ -59,6 +59,17 @@ def this_host() -> str:
     return boot.read_text(encoding="utf-8").strip() if boot.exists() else socket.gethostname()
 
 
+def has_rdma() -> bool:
+    """Return True where this host has a network device that does RDMA by verbs, and whose port is up. Amazon's
+    EFA has no such reads."""
+    for state in Path("/sys/class/infiniband").glob("*/ports/*/state"):
+        driver = os.path.realpath(state.parents[2] / "device" / "driver")
+        with suppress(OSError):
+            if "ACTIVE" in state.read_text(encoding="utf-8") and Path(driver).name != "efa":
+                return True
+    return False
+
+
 def is_loopback(host: str) -> bool:
     """Return True for an address that only processes of this host reach."""
     if host == "localhost":

@@ -85,6 +85,8 @@ def agreement_of(rank: int, greetings: Sequence[Greeting], devices: Sequence[Dev
             greeting.pid,
             device.device,
             device.gpu,
+            device.nixl,
+            device.rdma,
         )
         for greeting, device in zip(greetings, devices, strict=True)
     ]

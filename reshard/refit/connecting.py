@@ -2,7 +2,7 @@
 needs from whom."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import Thread
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from reshard.comm.group import RefitGroup
+from reshard.comm.hosts import has_rdma
 from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
@@ -30,8 +31,9 @@ from reshard.refit.protocol.greeting import (
     post_config,
 )
 from reshard.refit.receiver import Receiver
-from reshard.refit.routes import check_backend
+from reshard.refit.routes import NIXL, check_backend
 from reshard.refit.sender import Sender
+from reshard.refit.transports.agent import installed_version
 from reshard.trainers.base import Trainer
 
 BUCKET_BYTES = 512 << 20
@@ -55,12 +57,12 @@ def connect(
     Every member calls this. A side may be a function that makes it, so that all members hear of it
     at once where that fails.
 
-    `backend` is ``auto`` (peers' memory within a host, staged where that cannot be mapped, NCCL
-    between hosts), ``cuda_ipc``, ``staged`` or ``nccl``; one that says another than ``auto``
-    decides for all. `bucket_bytes` bounds the memory of all buckets of a rank together; the least
-    that a member gives counts. When a refit returns, engines have unmapped the trainers' memory, so
-    that a trainer may free it; mappings stay where all trainers' ranks give `keep_mapped`, for
-    trainers that never do.
+    `backend` is ``auto`` (peers' memory within a host, staged where that cannot be mapped, NIXL
+    between hosts that have it and RDMA, NCCL between others), ``cuda_ipc``, ``staged``, ``nixl`` or
+    ``nccl``; one that says another than ``auto`` decides for all. `bucket_bytes` bounds the memory of
+    all buckets of a rank together; the least that a member gives counts. When a refit returns, engines
+    have unmapped the trainers' memory, so that a trainer may free it; mappings stay where all trainers'
+    ranks give `keep_mapped`, for trainers that never do.
 
     A field of the engine's config that any member ignores (`reshard.ignored_config_fields`), all do.
 
@@ -80,7 +82,7 @@ def connect(
                 engine: Engine | None = _resolve_side(destination, Engine, "destination", ENGINES)
                 device = _device(trainer, engine)
                 compiling = _compile_ahead(trainer, engine, device)
-                devices = exchange_devices(group, DeviceInfo.of(device))
+                devices = exchange_devices(group, _device_info(device, greetings))
                 check_sides(greetings)
                 agreed = agreement_of(group.rank, greetings, devices)
                 sender = Sender(trainer, group, agreed, device) if trainer is not None else None
@@ -154,6 +156,15 @@ def _compile_ahead(trainer: Trainer | None, engine: Engine | None, device: torch
     roundings = {scales.rounding for scales in engine.scales.values()} if engine is not None else set[str]()
     itemsize, _ = Counter(dtype.itemsize for dtype in held).most_common(1)[0] if held else (BF16.size, 0)
     return compile_ahead(device, {dtype.itemsize for dtype in {*held, *served}}, roundings, itemsize)
+
+
+def _device_info(device: torch.device, greetings: Sequence[Greeting]) -> DeviceInfo:
+    """Return what this member tells of its device, and, where a transport between hosts may be needed, of
+    its NIXL and RDMA."""
+    several_hosts = len({greeting.host for greeting in greetings}) > 1
+    if several_hosts or any(greeting.backend == NIXL for greeting in greetings):
+        return DeviceInfo.of(device, installed_version(), has_rdma())
+    return DeviceInfo.of(device)
 
 
 def _device(trainer: Trainer | None, engine: Engine | None) -> torch.device:

@@ -54,7 +54,7 @@ class Link:
             agreed.backend,
             agreed.bucket_bytes,
             agreed.participants,
-            [peer.pid for peer in agreed.peers],
+            agreed.peers,
             receiver.engine if receiver is not None else None,
         )
         self.transports: list[Transport] = [transport(context) for transport in TRANSPORTS]
@@ -88,10 +88,10 @@ class Link:
             self.agreed.unmapped.update(exchange_unmapped(self.group, unmapped, self.agreed.trainers))
         if self.receiver is not None:
             names = self.group.names
-            for rank in self.receiver.pieces:
+            for rank, route in self.receiver.routes().items():
                 if why := self.agreed.why_apart(rank, self.group.rank):
                     log.warning(
-                        "%s gets the bytes of %s by nccl: %s", names[self.group.rank], names[rank], why
+                        "%s gets the bytes of %s by %s: %s", names[self.group.rank], names[rank], route, why
                     )
 
     def _memory_by(self, transport: Transport, within_process: bool = True) -> dict[int, TrainerMemory]:
@@ -292,7 +292,7 @@ class Link:
             raise ReshardError(f"the exchange broke off ({reason}); {unresponsive or 'no member'} is silent")
 
     def _clean_up(self) -> None:
-        """After a refit that failed: unmap the trainers' memory, and give slabs back, since a link
+        """After a refit that failed: unmap the trainers' memory, and give everything back, since a link
         that failed may not be used again, nor be closed."""
         self.broken = True
         if self.sender is not None:
@@ -304,7 +304,7 @@ class Link:
                 # driver would wait for that.
                 if not any(transport.is_blocking for transport in self.transports):
                     for transport in self.transports:
-                        transport.free()
+                        transport.close()
 
     def _verify(self) -> None:
         """Compare digests of every piece, which both sides take from their own memory by addresses
@@ -342,7 +342,7 @@ class Link:
 
         ``backend``, ``keep_mapped`` and ``bucket_bytes`` are what was agreed on. ``routes`` says
         for each trainer's rank (``from``) the ``route`` (``local``, ``cuda_ipc``, ``staged``,
-        ``nccl``), the ``bytes`` that arrive, those of them that are ``cast`` on their way
+        ``nixl``, ``nccl``), the ``bytes`` that arrive, those of them that are ``cast`` on their way
         (``float32 to bfloat16``), and why memory of the same host is not mapped (``apart``).
         ``quantized`` is what the engine serves quantized, ``parts`` the blocks that are put
         together of several ranks' parts, and ``tensors`` what a refit does to each of the engine's

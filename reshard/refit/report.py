@@ -17,7 +17,7 @@ class RefitReport:
 
     `version` is the one that the engine now has. Seconds are those of waiting for the others, of
     moving bytes, and in all. `received_bytes` are those that came here by route (``local``,
-    ``cuda_ipc``, ``staged``, ``nccl``). `launches` are the kernels of ours that copied them, sent
+    ``cuda_ipc``, ``staged``, ``nixl``, ``nccl``). `launches` are the kernels of ours that copied them, sent
     them off, and made blocks of them; not those of a verification, of torch, or of an engine that
     processes its layers anew.
     """

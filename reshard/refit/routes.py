@@ -8,8 +8,8 @@ from reshard.core.deprecated import warn_renamed
 from reshard.core.errors import ReshardError, listed
 
 # Names of the routes between two ranks: within a process, and of the transports.
-LOCAL, CUDA_IPC, STAGED, NCCL = "local", "cuda_ipc", "staged", "nccl"
-BACKENDS = ("auto", CUDA_IPC, STAGED, NCCL)
+LOCAL, CUDA_IPC, STAGED, NIXL, NCCL = "local", "cuda_ipc", "staged", "nixl", "nccl"
+BACKENDS = ("auto", CUDA_IPC, STAGED, NIXL, NCCL)
 RENAMED_BACKENDS = {"peer": CUDA_IPC, "buckets": NCCL}
 
 
@@ -24,7 +24,11 @@ def check_backend(value: Any, name: str = "backend") -> str:
 
 
 class Peer(NamedTuple):
-    """A member as others see it: its name, process and device; `gpu` is the GPU's UUID, empty on a CPU."""
+    """A member as others see it: its name, process and device; `gpu` is the GPU's UUID, empty on a CPU.
+
+    `nixl` is the version of NIXL there, empty where it has none or no member needs it, and `rdma` says
+    whether its host has RDMA that NIXL uses.
+    """
 
     name: str
     host: str
@@ -33,6 +37,8 @@ class Peer(NamedTuple):
     pid: int
     device: str
     gpu: str
+    nixl: str = ""
+    rdma: bool = False
 
 
 class Pair(NamedTuple):

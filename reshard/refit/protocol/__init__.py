@@ -8,19 +8,19 @@ bounds.
     key              from, to                  record
     connect
     hello            all, all                  greeting.Greeting          who takes part, of which version, with which options
-    device           all, all                  greeting.DeviceInfo        where a side computes, once it is made
+    device           all, all                  greeting.DeviceInfo        where a side computes, once it is made; NIXL and RDMA
     model            engines, all              greeting.one_config        the served model's published config
     held, parts      trainers, engines         held.HeldTensors           what each local tensor holds of the published ones
     pieces/RANK      engines, trainers         requests.PieceRequest      which pieces are wanted, as what
     regions, memory  trainers, engines         memory.TrainerMemory       where the shards lie, and what can be mapped
     asked            trainers, engines         requests.RequestsRead      digests of what was asked for
     unmapped         all, all                  memory.exchange_unmapped   which memory an engine could not map, and why
-    partners, rounds all, all                  buckets                    how many partners each has, and how many buckets each round takes
+    partners/TRANSPORT, rounds  all, all       buckets                    how many partners each has, and how many buckets each round takes
     refit
     sync             trainers, trainers        nothing                    pending parameters are about to be gathered
     (prepare)        all, all                  comm's Prepare             the version, and as note the digest of a trainer's memory
     regions, memory  trainers, engines         memory.TrainerMemory       only where they have moved
-    slab             trainers, engines         slab.SlabLocation          where staged pieces are packed
+    slab/TRANSPORT   trainers, engines         slab.SlabLocation          where pieces are packed (NIXL: at connect, too)
     packed/RANK, taken/RANK  in pairs          a count                    how many rounds of a slab are packed, and taken
     digests/RANK     trainers, engines         verification               of every piece, where verification is asked for
     moved            all, all                  nothing                    all bytes have moved; a verification begins

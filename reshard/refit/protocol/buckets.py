@@ -1,5 +1,5 @@
-"""The number of partners that each member exchanges buckets with (``partners``), and of buckets in
-each round (``rounds``)."""
+"""The number of partners with which each member exchanges bytes by a transport (``partners/TRANSPORT``),
+and of buckets in each round (``rounds``)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,13 +13,14 @@ from reshard.refit.protocol.requests import MOST_ROUNDS
 MOST_BUCKETS = 1 << 20  # of one of the engines' rounds; above all that is of use
 
 
-def exchange_partner_counts(group: RefitGroup, partners: int) -> list[int]:
-    """Tell all members with how many others this one exchanges buckets, and return what each says."""
-    counts = exchange_json(group, "partners", partners)
+def exchange_partner_counts(group: RefitGroup, partners: int, transport: str) -> list[int]:
+    """Tell all members with how many others this one exchanges bytes by a transport, those to which it
+    sends and those from which it gets some; return what each says."""
+    counts = exchange_json(group, f"partners/{transport}", partners)
     for rank, count in enumerate(counts):
-        if not is_number(count, 0, len(counts)):
+        if not is_number(count, 0, 2 * len(counts)):
             raise ReshardError(
-                f"{group.names[rank]} says that it exchanges buckets with {count!r:.40} of {len(counts)} members"
+                f"{group.names[rank]} says that it has {count!r:.40} partners among {len(counts)} members"
             )
     return counts
 

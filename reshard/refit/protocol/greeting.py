@@ -23,7 +23,7 @@ from reshard.refit.protocol.encoding import (
 )
 from reshard.refit.routes import BACKENDS
 
-PROTOCOL = 10  # of members that understand each other
+PROTOCOL = 11  # of members that understand each other
 ROLES = ("trainer", "inference")
 MOST_FIELDS = 1000  # of a config that are ignored
 
@@ -53,16 +53,19 @@ class Greeting:
 @dataclass(frozen=True)
 class DeviceInfo:
     """The device on which a member's sides compute: ``cuda`` or ``cpu``, and the GPU's UUID, empty on a
-    CPU."""
+    CPU; the version of NIXL, empty where there is none, and whether its host has RDMA."""
 
     device: str
     gpu: str
+    nixl: str
+    rdma: bool
 
     @staticmethod
-    def of(device: torch.device) -> "DeviceInfo":
+    def of(device: torch.device, nixl: str = "", rdma: bool = False) -> "DeviceInfo":
         """Return that of a torch device."""
         is_gpu = device.type == "cuda"
-        return DeviceInfo(device.type, str(torch.cuda.get_device_properties(device).uuid) if is_gpu else "")
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if is_gpu else ""
+        return DeviceInfo(device.type, gpu, nixl, rdma)
 
 
 def exchange_greetings(group: RefitGroup, own: Greeting) -> list[Greeting]:
@@ -96,9 +99,10 @@ def exchange_devices(group: RefitGroup, own: DeviceInfo) -> list[DeviceInfo]:
         name = group.names[rank]
         if not isinstance(fields, dict):
             raise ReshardError(f"{name} does not say where it computes")
-        for key in ("device", "gpu"):
+        for key in ("device", "gpu", "nixl"):
             _check_field(name, key, fields, is_word(fields.get(key)))
-        devices.append(DeviceInfo(fields["device"], fields["gpu"]))
+        _check_field(name, "rdma", fields, isinstance(fields.get("rdma"), bool))
+        devices.append(DeviceInfo(**{key: fields[key] for key in DeviceInfo.__dataclass_fields__}))
     return devices
 
 

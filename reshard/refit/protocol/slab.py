@@ -1,4 +1,4 @@
-"""The slab in which a trainer's rank packs staged pieces (``slab``)."""
+"""The slab in which a trainer's rank packs pieces for others to read (``slab/TRANSPORT``)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from reshard.refit.protocol.encoding import MOST_ADDRESS, is_number, pack_json, 
 
 @dataclass(frozen=True)
 class SlabLocation:
-    """A slab that other processes map by `handle`: slots of `limit` bytes, several for each reader
+    """A slab that other processes find by `handle`: slots of `limit` bytes, several for each reader
     one after the other, where each reader's begin as (rank, bytes) in `starts`. `number` tells it
     from an earlier slab with the same handle."""
 

@@ -12,19 +12,20 @@ A new transport is one module with a subclass of `Transport` (`reshard.refit.tra
   `renew` after a refit that failed.
 
 Then add its name to `BACKENDS` in `reshard.refit.routes`, and its class to `TRANSPORTS` here, in order of
-preference. The link, the sides and the verification know no transport by name. `staged.py` is one to copy
-from: it packs into a slab and has one collective at connect. tests/test_refit.py and
+preference. The link, the sides and the verification know no transport by name. `staged.py` and `nixl.py`
+are ones to copy from: they pack into slabs (`slots.py`). tests/test_refit.py and
 tests/test_refit_faults.py take a backend as a parameter: add the new name there.
 """
 
 from reshard.core.errors import ReshardError
-from reshard.refit.routes import Pair, why_apart
+from reshard.refit.routes import Pair
 from reshard.refit.transports.base import Transport
 from reshard.refit.transports.cuda_ipc import CudaIpc
 from reshard.refit.transports.nccl import Nccl
+from reshard.refit.transports.nixl import Nixl
 from reshard.refit.transports.staged import Staged
 
-TRANSPORTS: tuple[type[Transport], ...] = (CudaIpc, Staged, Nccl)
+TRANSPORTS: tuple[type[Transport], ...] = (CudaIpc, Staged, Nixl, Nccl)
 SENT = frozenset(transport.name for transport in TRANSPORTS if transport.sends)
 
 
@@ -44,8 +45,4 @@ def transport_for(pair: Pair, backend: str) -> type[Transport]:
     for transport in candidates:
         if transport.reaches(pair):
             return transport
-    apart = why_apart(pair.trainer, pair.engine)
-    why = f", since {apart}" if apart else ""
-    raise ReshardError(
-        f"{pair.trainer.name} and {pair.engine.name} cannot read each other's memory{why}: use backend='auto', or 'nccl'"
-    )
+    raise ReshardError(candidates[0].refusal(pair))

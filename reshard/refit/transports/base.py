@@ -11,7 +11,7 @@ from reshard.comm.group import RefitGroup
 from reshard.engines.base import Engine
 from reshard.refit.addresses import UNSTAGED
 from reshard.refit.protocol.memory import TrainerMemory
-from reshard.refit.routes import Pair
+from reshard.refit.routes import Pair, Peer, why_apart
 
 
 class Outgoing(NamedTuple):
@@ -81,8 +81,7 @@ class Context(NamedTuple):
     """The surroundings that a transport is made for.
 
     `backend` is what was chosen for all, `bucket_bytes` bounds its memory, `participants` are the
-    ranks that have a side, `processes` the process ids of all members. `engine` is this member's,
-    None where it has none.
+    ranks that have a side, `peers` all members. `engine` is this member's, None where it has none.
     """
 
     group: RefitGroup
@@ -90,12 +89,12 @@ class Context(NamedTuple):
     backend: str
     bucket_bytes: int
     participants: Sequence[int]
-    processes: Sequence[int]
+    peers: Sequence[Peer]
     engine: Engine | None
 
 
 class Transport(ABC):
-    """One way of bytes between ranks: the interface behind which NIXL, say, would be one more module.
+    """One way of bytes between ranks.
 
     In the order in which the link calls them, on every member:
 
@@ -103,7 +102,7 @@ class Transport(ABC):
     - at a refit: `update_addresses` if memory has moved, and `prepare` again where that is not enough;
       `run(UNSTAGED)`, then `run` for each of `numbers` in order, with `join` after each; `release`, `free`;
     - with ``verify=True``: `run` for each of `numbers` once more;
-    - after a failure: `release`, and `renew` at the next refit.
+    - after a failure: `close`, and `renew` at the next refit.
 
     Both ends of a pair see the same pieces in the same order.
     """
@@ -137,6 +136,13 @@ class Transport(ABC):
     def automatic(pair: Pair) -> bool:
         """Return True where it may be chosen for a pair that it reaches without being named."""
         return True
+
+    @staticmethod
+    def refusal(pair: Pair) -> str:
+        """Return why it does not carry the bytes of a pair, and what to do, for who has named it."""
+        apart = why_apart(pair.trainer, pair.engine)
+        why = f", since {apart}" if apart else ""
+        return f"{pair.trainer.name} and {pair.engine.name} cannot read each other's memory{why}: use backend='auto', or 'nccl'"
 
     def carries(self, route: str) -> bool:
         """Return True for a route (`reshard.refit.routes`) whose bytes this transport carries."""
@@ -195,6 +201,7 @@ class Transport(ABC):
         """Give back memory of its own, which nobody has mapped any more; the next refit makes it anew."""
 
     def close(self) -> None:
-        """Give everything back; nobody reads from this member any more."""
+        """Give everything back; nobody reads from this member any more. The next refit, where there is one
+        all the same, makes it anew."""
         self.release()
         self.free()

@@ -164,7 +164,8 @@ class Nccl(Transport):
     def negotiate(self) -> None:
         """Agree with all members on the size of the buckets and their number, and make a
         communicator of those that have a side."""
-        partners = max(exchange_partner_counts(self.group, max(len(self.incoming), len(self.outgoing))))
+        own = max(len(self.incoming), len(self.outgoing))
+        partners = max(exchange_partner_counts(self.group, own, self.name))
         if not partners:
             return
         bucket_bytes = self.context.bucket_bytes
