@@ -16,12 +16,17 @@ from reshard.cli.places import PathOrHubId, check_command, resumable
 @click.argument("source", type=PathOrHubId())
 @click.argument("destination", type=PathOrHubId())
 @source_options
+@click.option(
+    "--without-optimizer",
+    is_flag=True,
+    help="Leave out the optimizer states: the weights alone, as a release.",
+)
 @megatron_options
 def command(source: str, destination: str, as_json: bool, **options: Any) -> None:
-    """Convert the weights of SOURCE, a Megatron torch_dist checkpoint, to another one at
-    DESTINATION: for the other class of models, other layers or another layout.
+    """Convert SOURCE, a Megatron torch_dist checkpoint, to another one at DESTINATION: for the other
+    class of models, other layers or another layout.
 
-    Every bit stays. Optimizer states are left behind, and counted on stderr.
+    Every bit stays. Optimizer states that can be moved go along, and training goes on from there.
     """
     check_command(source, destination, megatron=True)
     from reshard.megatron.layout import MegatronLayout

@@ -73,23 +73,33 @@ class Checkpoint:
     def common(self) -> dict[str, Any]:
         """Return the common state: ``args``, ``iteration`` and the like, as plain data; ``args`` as
         a dict of its attributes."""
-        path = self.directory / "common.pt"
-        if path.is_file():
-            value = torch_zip.stored_object(_reader(path, 0), path.stat().st_size, str(path))
-        elif COMMON_KEY in self.objects:
-            stored = self.objects[COMMON_KEY]
-            value = torch_zip.stored_object(
-                self.reader(stored), stored.length, f"{self.directory / stored.file} ({COMMON_KEY})"
-            )
-            value = value[0] if isinstance(value, list) and value else value
-        else:
+        container = self._common_container()
+        if container is None:
             return {}
+        where = container[2]
+        value = torch_zip.stored_object(*container)
+        value = value[0] if isinstance(value, list) and value else value
         if not isinstance(value, dict):
-            raise ReshardError(f"{path} holds {type(value).__name__}, not a dict")
+            raise ReshardError(f"{where} holds {type(value).__name__}, not a dict")
         args = value.get("args")
         if not isinstance(args, (pickles.Call, dict, type(None))):
-            raise ReshardError(f"{path} has args of type {type(args).__name__}, not a namespace")
+            raise ReshardError(f"{where} has args of type {type(args).__name__}, not a namespace")
         return dict(value) | {"args": args.fields if isinstance(args, pickles.Call) else dict(args or {})}
+
+    def common_storages(self) -> dict[str, bytes]:
+        """Return the bytes of the tensors in the common state, by the names of their storages."""
+        container = self._common_container()
+        return {} if container is None else torch_zip.stored_storages(*container)
+
+    def _common_container(self) -> tuple[Callable[[int, int], bytes], int, str] | None:
+        """Return how to read the container of the common state, its length and its place; None without one."""
+        path = self.directory / "common.pt"
+        if path.is_file():
+            return _reader(path, 0), path.stat().st_size, str(path)
+        if COMMON_KEY not in self.objects:
+            return None
+        stored = self.objects[COMMON_KEY]
+        return self.reader(stored), stored.length, f"{self.directory / stored.file} ({COMMON_KEY})"
 
 
 def _reader(path: Path, start: int) -> Callable[[int, int], bytes]:
@@ -300,11 +310,20 @@ def metadata_bytes(keys: dict[str, Key], objects: dict[str, Stored], checkpoint_
     return pickles.dump(call(METADATA, "Metadata", state=fields))
 
 
-def common_bytes(args: dict[str, Any], iteration: int, content_metadata: dict[str, Any]) -> bytes:
-    """Return ``common.pt``, with `args` as the ``argparse.Namespace`` that Megatron-LM expects."""
+def common_bytes(
+    args: dict[str, Any],
+    iteration: int,
+    content_metadata: dict[str, Any],
+    others: dict[str, Any] | None = None,
+    storages: dict[str, bytes] | None = None,
+) -> bytes:
+    """Return ``common.pt``, with `args` as the ``argparse.Namespace`` that Megatron-LM expects.
+
+    `others` are further entries, as `pickles.writable` gives them, whose tensors have their bytes in `storages`.
+    """
     kept = (bool, int, float, str, list, tuple, Name, pickles.Call, type(None))
     plain = {key: value if isinstance(value, kept) else str(value) for key, value in args.items()}
-    return torch_zip.object_bytes({
+    return torch_zip.object_bytes((others or {}) | {
         "args": call("argparse", "Namespace", state=plain), "iteration": iteration, "checkpoint_version": 3.0,
         "content_metadata": content_metadata,
-    })  # fmt: skip
+    }, storages)  # fmt: skip

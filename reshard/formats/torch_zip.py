@@ -8,8 +8,10 @@ manifest has a stronger one.
 """
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 from reshard.core.dtypes import BY_STORAGE, DTYPES, Dtype
@@ -20,6 +22,7 @@ from reshard.formats.small_files import whole_numbers
 ALIGNMENT = 64
 MAX_DIRECTORY_BYTES = 16 << 20  # of a zip: a tensor's has half a kilobyte
 MAX_PICKLE_BYTES = 64 << 20  # of an object; a tensor's has a few hundred bytes
+MAX_STORAGE_BYTES = 64 << 20  # of an object's tensors, such as the step of an optimizer
 _LOCAL, _CENTRAL, _END, _END64, _LOCATOR = b"PK\3\4", b"PK\1\2", b"PK\5\6", b"PK\6\6", b"PK\6\7"
 _BIG = 0xFFFFFFFF
 
@@ -65,10 +68,10 @@ def tensor_container(dtype: Dtype, shape: tuple[int, ...]) -> Container:
     return _container(pickles.dump(tensor, protocol=2), n * dtype.size)
 
 
-def object_bytes(value: Any) -> bytes:
+def object_bytes(value: Any, storages: Mapping[str, bytes] | None = None) -> bytes:
     """Return the whole file that ``torch.save`` would write for plain data (`pickles.dump` says
-    which)."""
-    container = _container(pickles.dump(value, protocol=2), None)
+    which); tensors in it have their bytes in these storages."""
+    container = _container(pickles.dump(value, protocol=2), None, storages or {})
     return container.head + container.tail
 
 
@@ -77,12 +80,15 @@ def object_bytes(value: Any) -> bytes:
 FORMAT_VERSIONS = range(1, 11)
 
 
-def _container(data_pkl: bytes, data_bytes: int | None) -> Container:
+def _container(
+    data_pkl: bytes, data_bytes: int | None, storages: Mapping[str, bytes] = MappingProxyType({})
+) -> Container:
     records = [
         ("data.pkl", data_pkl),
         (".format_version", b"1"),
         ("byteorder", b"little"),
         ("version", b"3\n"),
+        *((f"data/{name}", data) for name, data in sorted(storages.items())),
     ]
     head, entries = b"", []
     for name, payload in records:
@@ -283,6 +289,18 @@ def stored_tensor(read: Any, size: int, where: str) -> StoredTensor:
 def stored_object(read: Any, size: int, where: str) -> Any:
     """Return the plain data of a container, tensors in it as `pickles.Call` records."""
     return _data_pkl(read, size, where)[0]
+
+
+def stored_storages(read: Any, size: int, where: str) -> dict[str, bytes]:
+    """Return the bytes of the storages of a container's tensors, by name. Raises ReshardError where
+    they are more than plain data has use for."""
+    placed = {n: at for n, at in records(read, size, where).items() if n.startswith("data/")}
+    total = sum(length for _, length in placed.values())
+    if total > MAX_STORAGE_BYTES:
+        raise ReshardError(
+            f"{where} has tensors of {total:,} bytes, more than the {MAX_STORAGE_BYTES:,} of plain data"
+        )
+    return {name.removeprefix("data/"): read(*at) for name, at in placed.items()}
 
 
 def _data_pkl(read: Any, size: int, where: str) -> tuple[Any, dict[str, tuple[int, int]]]:

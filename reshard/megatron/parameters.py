@@ -12,6 +12,8 @@ from reshard.models.model import Block, Model
 from reshard.models.tables import HEADS, Row
 
 TRANSFORMER_IMPLS = ("transformer_engine", "local")
+# Before the canonical name of a tensor: the rows of Megatron's padding of it, which training has written.
+PADDING = "padding."
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,7 @@ class Parameter:
     """One Megatron parameter of one layer (and one expert), whole, as if nothing were split.
 
     `parts` place canonical boxes in it, `halves` is 2 where gate and up are split apart, `padded` is the
-    number of rows after the vocabulary that are zero.
+    number of last rows that are zero.
     """
 
     prefix: str
@@ -72,11 +74,15 @@ def expand(
     transformer_impl: str = "transformer_engine",
     padded_vocab: int | None = None,
     model_class: str = "gpt",
+    kept_padding: int = 0,
 ) -> ModelParameters:
     """Expand a model's table into its parameters, as Megatron's `model_class` (``gpt`` or
-    ``hybrid``) names them. `padded_vocab` is Megatron's number of vocabulary rows (default: no
-    padding)."""
-    expansion = _Expansion(model, transformer_impl, padded_vocab, model_class)
+    ``hybrid``) names them.
+
+    `padded_vocab` is Megatron's number of vocabulary rows (default: no padding). Of the padding, the first
+    `kept_padding` rows are canonical tensors, named by `PADDING`; the others are zero.
+    """
+    expansion = _Expansion(model, transformer_impl, padded_vocab, model_class, kept_padding)
     for block in model.blocks():
         expansion.block(block)
     copies = {name: expansion.primary[megatron] for name, megatron in expansion.copies.items()}
@@ -96,9 +102,15 @@ def expand(
 
 class _Expansion:
     def __init__(
-        self, model: Model, transformer_impl: str, padded_vocab: int | None, model_class: str
+        self,
+        model: Model,
+        transformer_impl: str,
+        padded_vocab: int | None,
+        model_class: str,
+        kept_padding: int,
     ) -> None:
         self.model, self.impl, self.padded_vocab = model, transformer_impl, padded_vocab
+        self.kept_padding = kept_padding
         self.hybrid = model_class == "hybrid"
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.parameters: list[Parameter] = []
@@ -166,7 +178,8 @@ class _Expansion:
         elif len(kinds) == 1 and kinds[0] in ("plain", "vocab", *HEADS):
             parts = [Part(names[0], whole(shapes[0]), (0,) * len(shapes[0]))]
             if kinds == ["vocab"] and self.padded_vocab:
-                padded = self.padded_vocab - length
+                parts += self._kept_padding(names[0], shapes[0])
+                padded = self.padded_vocab - length - self.kept_padding
                 length = self.padded_vocab
         else:
             raise ValueError(
@@ -200,6 +213,14 @@ class _Expansion:
                 row.fp32,
             )
         )
+
+    def _kept_padding(self, name: str, shape: tuple[int, ...]) -> list[Part]:
+        """Return the padding of a vocabulary tensor that is kept, as a canonical tensor after it."""
+        if not self.kept_padding:
+            return []
+        kept = (self.kept_padding, *shape[1:])
+        self.shapes[PADDING + name] = kept
+        return [Part(PADDING + name, whole(kept), (shape[0], *(0,) * len(shape[1:])))]
 
 
 def _query_groups(names: list[str], shapes: list[tuple[int, ...]], groups: int) -> list[Part]:

@@ -88,7 +88,7 @@ def _open(path: Path) -> Source:
     where its manifest names such."""
     try:
         with allow_unmapped_configs():  # bytes are compared, whatever model they make
-            return open_source(path, adapters=True)
+            return open_source(path, adapters=True, states="recorded")
     except ReshardError as error:
         root = _root_of_damaged(path)
         changed, missing = changed_files(root, (read_manifest(root) or {}).get("files", {}))

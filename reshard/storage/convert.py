@@ -15,6 +15,7 @@ from reshard.megatron.flags import version_of
 from reshard.megatron.hybrid import MODEL_CLASSES
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
+from reshard.megatron.training.progress import TrainingState
 from reshard.models.config_fields import check_ignored
 from reshard.storage.destinations.huggingface import HuggingFaceFiles, parse_size
 from reshard.storage.destinations.megatron import MegatronFiles
@@ -23,14 +24,14 @@ from reshard.storage.io.files import allow_many_files
 from reshard.storage.io.streams import SLAB_BYTES, TensorInfo
 from reshard.storage.quantized import Quantized, Scheme, scheme_named
 from reshard.storage.run.conversion import Outcome, run_conversion
-from reshard.storage.run.job import ConversionJob, RunOptions
+from reshard.storage.run.job import ConversionJob, RunOptions, tensors_to_store
 from reshard.storage.run.workdir import Workdir
 from reshard.storage.run.workers import Progress, worker_count, workers_for
 from reshard.storage.sources.adapter import AdapterSource
 from reshard.storage.sources.base import Source, has_tokenizer
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.huggingface import HuggingFaceSource
-from reshard.storage.sources.megatron import MegatronSource
+from reshard.storage.sources.megatron import MegatronSource, States
 from reshard.storage.sources.merged import MergedSource
 from reshard.storage.sources.verify import SourceChecks
 
@@ -120,6 +121,7 @@ def mcore_to_mcore(
     hf_config: str | Path | None = None,
     family: str | None = None,
     without_adapters: bool = False,
+    without_optimizer: bool = False,
     dtype: str | None = None,
     allow_overflow: bool = False,
     transformer_impl: str = "transformer_engine",
@@ -134,12 +136,12 @@ def mcore_to_mcore(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
-    """Convert the weights of a Megatron ``torch_dist`` checkpoint to another one: of a GPTModel to
-    a HybridModel's or the other way round, for other layers, or cut for another layout. Every bit
-    stays, without `dtype`.
+    """Convert a Megatron ``torch_dist`` checkpoint to another one: of a GPTModel to a HybridModel's or the
+    other way round, for other layers or another layout. Every bit stays; `dtype` casts the weights alone.
 
-    `hf_config`, `family` and `without_adapters` are those of `mcore_to_hf`, the other options those of `hf_to_mcore`,
-    and so is what it raises. Optimizer states are left behind, with a notice.
+    Optimizer states that can be moved go along, with schedule, arguments and iteration of the training, unless
+    `without_optimizer`. `hf_config`, `family` and `without_adapters` are those of `mcore_to_hf`, the other options
+    those of `hf_to_mcore`, and so is what it raises.
     """
     layout, target = checked_layout(layout), float_dtype(dtype)
     form = megatron_form(
@@ -147,11 +149,17 @@ def mcore_to_mcore(
     )
     config = Path(hf_config) if hf_config is not None else None
     options = run_options(overwrite, resume, sync, workers, dry_run, progress, allow_overflow)
+    states: States = "none" if without_optimizer else "all"
+    multiple = make_vocab_size_divisible_by * layout.tp
     with (
         Team.from_environment() as team,
-        closing(MegatronSource(Path(source), config, family, without_adapters)) as src,
+        closing(MegatronSource(Path(source), config, family, without_adapters, states, multiple)) as src,
     ):
-        return to_mcore("mcore-to-mcore", src, source, destination, layout, target, form, team, options)
+        training = src.training_state()
+        if training is not None and iteration is None:
+            form["iteration"] = training.resumed_iteration(src.path)
+        places = (src, source, destination, layout)
+        return to_mcore("mcore-to-mcore", *places, target, form, team, options, training)
 
 
 def to_mcore(
@@ -164,12 +172,15 @@ def to_mcore(
     form: dict[str, Any],
     team: Team,
     options: RunOptions,
+    training: TrainingState | None = None,
 ) -> ConversionReport:
-    """Convert an open source to a Megatron checkpoint of this `form` (`megatron_form`)."""
+    """Convert an open source to a Megatron checkpoint of this `form` (`megatron_form`), from which a
+    `training` goes on."""
     checks, workdir = check_both_ends(src, destination, team, options)
     tensors = tensors_to_store(src, target)
-    files = MegatronFiles(src.model, layout, tensors, src.copies, src.hf_files(), **form)
-    settings = form | {"layout": asdict(layout), "dtype": target and target.name}
+    files = MegatronFiles(src.model, layout, tensors, src.copies, src.hf_files(), training=training, **form)
+    states = {} if training is None else {"optimizer": True}  # settings of other runs stay as they were
+    settings = form | {"layout": asdict(layout), "dtype": target and target.name} | states
     job = ConversionJob(src, source, checks, tensors, Quantized(), files, workdir, team, options)
     report = new_report(direction, job, destination, str(layout))
     sentences = caveats(src.model, form["transformer_impl"], form["model_class"])
@@ -325,19 +336,6 @@ def check_towers(source: MegatronSource) -> None:
             f"{source.path} has the language model of {source.model.family.wrapped_in[0]} only: pass --hf-config with the "
             f"Hugging Face directory that it comes from, whose other tensors are carried along"
         )
-
-
-def tensors_to_store(source: Source, target: Dtype | None) -> dict[str, TensorInfo]:
-    """Return the canonical tensors in the dtypes in which they are stored: the `target`, but for
-    those that the family keeps in a wider one."""
-
-    def stored_dtype(name: str, dtype: Dtype) -> Dtype:
-        keeps_precision = target is not None and name in source.mapping.fp32 and target.size < dtype.size
-        return dtype if target is None or keeps_precision else target
-
-    return {
-        name: TensorInfo(info.shape, stored_dtype(name, info.dtype)) for name, info in source.tensors.items()
-    }
 
 
 def new_report(direction: str, job: ConversionJob, destination: str | Path, layout: str) -> ConversionReport:

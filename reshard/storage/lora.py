@@ -22,7 +22,6 @@ from reshard.storage.convert import (
     megatron_form,
     new_report,
     run_options,
-    tensors_to_store,
     to_hf,
     to_mcore,
 )
@@ -31,7 +30,7 @@ from reshard.storage.destinations.adapter_peft import PeftFiles
 from reshard.storage.destinations.huggingface import parse_size
 from reshard.storage.io.casts import float_dtype
 from reshard.storage.quantized import Quantized
-from reshard.storage.run.job import ConversionJob
+from reshard.storage.run.job import ConversionJob, tensors_to_store
 from reshard.storage.run.workers import Progress
 from reshard.storage.sources.adapter import AdapterSource
 from reshard.storage.sources.base import Source

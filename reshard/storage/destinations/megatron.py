@@ -14,7 +14,9 @@ from reshard.megatron.arguments import arguments, checkpoint_args
 from reshard.megatron.checkpoint import chunks_to_write, extra_states_to_write
 from reshard.megatron.flags import FLAGS_FILE, command_line
 from reshard.megatron.layout import MegatronLayout
-from reshard.megatron.parameters import expand, padded_vocab_size
+from reshard.megatron.parameters import PADDING, expand, padded_vocab_size
+from reshard.megatron.training.progress import TrainingState
+from reshard.megatron.training.states import state_chunks
 from reshard.models.model import Model
 from reshard.storage.destinations.base import Destination
 from reshard.storage.destinations.rank_files import RankFiles
@@ -30,7 +32,8 @@ class MegatronFiles(Destination):
 
     `copies` are tensors that are not stored, `beside` the files for its ``hf/``, `model_class` the class of
     Megatron's model that loads it. With `alone` it is
-    the directory of an iteration, which has all of that in itself. Raises ReshardError for a
+    the directory of an iteration, which has all of that in itself. With `training` some tensors are
+    optimizer states, and a run goes on from there. Raises ReshardError for a
     layout, or a version of Megatron-LM, that the model does not go with.
     """
 
@@ -51,13 +54,17 @@ class MegatronFiles(Destination):
         megatron_lm: tuple[int, int],
         model_class: str = "gpt",
         alone: bool = False,
+        training: TrainingState | None = None,
     ) -> None:
         layout.check(model)
         self.model, self.layout, self.stored, self.beside = model, layout, tensors, beside
         self.transformer_impl, self.iteration, self.model_class = transformer_impl, iteration, model_class
         vocab = padded_vocab_size(model.symbols["V"], make_vocab_size_divisible_by, layout.tp)
-        mapping = expand(model, transformer_impl, vocab, model_class)
+        kept = next((t.shape[0] for n, t in tensors.items() if n.startswith(PADDING)), 0)
+        mapping = expand(model, transformer_impl, vocab, model_class, kept)
         chunks = list(chunks_to_write(model, mapping, layout, transformer_impl))
+        chunks += state_chunks(chunks, tensors)
+        self.training = training
         towers = {n: (t.dtype, t.shape) for n, t in tensors.items() if model.is_of_tower(n)}
         self.towers = safetensors.plan_file(towers, f"{HF_FILES}/{TOWERS}") if towers else None
         shapes = {n: t.shape for n, t in tensors.items() if n not in copies and n not in towers}
@@ -100,9 +107,14 @@ class MegatronFiles(Destination):
     def small_files(self) -> dict[str, bytes | str]:
         iteration = self.iteration or 0
         saved = checkpoint_args(self.args, self.layout.world_size(self.model), self.dtype, iteration)
-        content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+        content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+        others: dict[str, Any] = {}
+        storages: dict[str, bytes] = {}
+        if self.training is not None:
+            saved, content = self.training.args_for(saved), content | self.training.content_metadata
+            others, storages = self.training.common_for(self.model, self.layout), self.training.storages
         small: dict[str, bytes | str] = {
-            f"{self.within}common.pt": torch_dist.common_bytes(saved, iteration, content),
+            f"{self.within}common.pt": torch_dist.common_bytes(saved, iteration, content, others, storages),
             f"{self.within}metadata.json": json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}),
             FLAGS_FILE: "\n".join(self.flags) + "\n",
         }  # fmt: skip

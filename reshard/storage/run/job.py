@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.comm.team import Team
+from reshard.core.dtypes import Dtype
 from reshard.storage.destinations.base import Destination
 from reshard.storage.io.streams import Strip, TensorInfo
 from reshard.storage.quantized import Quantized
@@ -105,3 +106,17 @@ class ConversionJob:
         if self.source.mapping.packed and not self.source.experts_packed:
             fields = fields | {"experts_packed": False}
         return fields | ({"ignored_config_fields": sorted(model.ignored)} if model.ignored else {})
+
+
+def tensors_to_store(source: Source, target: Dtype | None) -> dict[str, TensorInfo]:
+    """Return the canonical tensors in the dtypes in which they are stored: the `target`, but for
+    those that the family keeps in a wider one, and optimizer states."""
+
+    def stored_dtype(name: str, dtype: Dtype) -> Dtype:
+        keeps_precision = target is not None and name in source.mapping.fp32 and target.size < dtype.size
+        is_kept = target is None or keeps_precision or name in source.uncast
+        return dtype if is_kept or target is None else target
+
+    return {
+        name: TensorInfo(info.shape, stored_dtype(name, info.dtype)) for name, info in source.tensors.items()
+    }

@@ -59,6 +59,7 @@ class Source(ABC):
     tensors: dict[str, TensorInfo]
     copies: dict[str, str]
     less_one: frozenset[str] = frozenset()  # tensors whose strips have the numbers less 1
+    uncast: frozenset[str] = frozenset()  # tensors that keep their dtype where others are cast
     experts_packed = True  # as files of the family may have them; False where these, or those before, do not
     notices: list[str]
     files: OpenFiles
@@ -116,6 +117,10 @@ class Source(ABC):
                 times.append([name, version.size_bytes, version.mtime_ns, version.ctime_ns])
                 places.append([name, version.inode, os.path.relpath(os.path.realpath(path), top)])
         return [times, self.model.family.name, self.model.config], places
+
+    def leaves_out(self, name: str) -> bool:
+        """Return True for a tensor that the manifest lists and this source is not asked for."""
+        return False
 
     def dequantized_names(self) -> list[str]:
         """Return the names of the weights that are stored as codes and read as the numbers that

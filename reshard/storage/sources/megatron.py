@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,9 +16,17 @@ from reshard.formats import safetensors, torch_dist, torch_zip
 from reshard.lora.checkpoint import adapter_keys, is_adapter_only
 from reshard.lora.checkpoint import without_adapters as base_keys
 from reshard.megatron.arguments import check_args, model_of_args
-from reshard.megatron.checkpoint import check_language_model, placement_of_keys, vocab_rows
+from reshard.megatron.checkpoint import KeyPlacement, check_language_model, placement_of_keys, vocab_rows
 from reshard.megatron.hybrid import class_of_keys, notices
-from reshard.megatron.parameters import ModelParameters, expand
+from reshard.megatron.parameters import PADDING, ModelParameters, expand, padded_vocab_size
+from reshard.megatron.training.progress import TrainingState
+from reshard.megatron.training.states import (
+    STATE,
+    OptimizerStates,
+    check_movable,
+    placement_of_states,
+    states_of,
+)
 from reshard.models.model import Model
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import Strip, StripReader, TensorInfo, strip_of, strips_of_view
@@ -36,10 +44,17 @@ from reshard.storage.sources.paths import (
 )
 from reshard.storage.sources.versions import FileVersions
 
+# Which optimizer states are read.
+States = Literal["none", "all", "recorded"]
+
 
 class MegatronSource(Source):
     """A ``torch_dist`` checkpoint of Megatron-Core, whoever wrote it, by its own directory or one
-    that a trainer has put it in (`reshard.storage.sources.paths`)."""
+    that a trainer has put it in (`reshard.storage.sources.paths`).
+
+    With `states` its optimizer states are tensors too: ``all`` of them, or none but those that its manifest
+    lists (``recorded``). Padding of the vocabulary is then read up to a multiple of `vocab_multiple`.
+    """
 
     kind = "megatron"
 
@@ -49,6 +64,8 @@ class MegatronSource(Source):
         hf_config: Path | None = None,
         family: str | None = None,
         without_adapters: bool = False,
+        states: States = "none",
+        vocab_multiple: int | None = None,
     ) -> None:
         located = locate(path)
         if located is None:
@@ -71,8 +88,10 @@ class MegatronSource(Source):
             self.model, self.config_from = self._model(family, taken)
         self.files = OpenFiles()
         self.model_class = class_of_keys(self.keys)
+        self.states = self._states_to_read(states)
+        self.vocab_multiple = vocab_multiple
         self.mapping = self._expanded()
-        placed = placement_of_keys(self.keys, self.checkpoint.objects, directory, self.model, self.mapping)
+        placed = self._placed()
         manifest = self.manifest()
         recorded = set((manifest or {}).get("tensors", {}))
         self.experts_packed = (manifest or {}).get("experts_packed", True)
@@ -81,7 +100,7 @@ class MegatronSource(Source):
         self.notices += self.model.notices + notices(self.model, self.model_class)
         canonical = {n: s for n, s in self.mapping.shapes.items() if n not in self.mapping.copies}
         try:
-            self.plan = make_plan(placed.placement, Placement.canonical(canonical))
+            self.plan = make_plan(placed.placement, Placement.canonical(canonical | self.state_shapes))
         except PlanError as error:
             raise ReshardError(
                 f"{directory} does not hold every element of the model's tensors: {error}"
@@ -92,12 +111,18 @@ class MegatronSource(Source):
             n: p for n, p in self.mapping.copies.items() if n not in self.mapping.optional or n in recorded
         }
         self.tensors |= {name: self.tensors[primary] for name, primary in self.copies.items()}
-        self.tensors = {name: self.tensors[name] for name in self.mapping.shapes if name in self.tensors}
+        names = (*self.mapping.shapes, *self.state_shapes)
+        self.tensors = {name: self.tensors[name] for name in names if name in self.tensors}
+        self.uncast = frozenset(self.state_shapes)
         self.tower_directory, self.towers = self._towers()
         self.tensors |= {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in self.towers.items()}
+        self._note_large_files()
+        self._open_readers()
+
+    def _open_readers(self) -> None:
+        """Prepare what reads the tensors, and what it remembers of their places."""
         self.paths: dict[str, Path] = {}
         self.known_frames: dict[int, list[tuple[bytes, bytes, torch_zip.StoredTensor]]] = defaultdict(list)
-        self._note_large_files()
         self.less_one = self.mapping.less_one
         self.reader = StripReader(self.tensors, self.files, self.less_one)
         self.held_reader = StripReader(self.tensors, self.files)
@@ -112,10 +137,70 @@ class MegatronSource(Source):
         check_language_model(keys, where)
         return keys
 
+    def _states_to_read(self, wanted: States) -> OptimizerStates | None:
+        """Return the optimizer states that are read. Raises ReshardError where they are wanted, and
+        cannot be moved."""
+        is_recorded = any(name.startswith(STATE) for name in self._recorded())
+        if wanted == "none" or (wanted == "recorded" and not is_recorded):
+            return None
+        states = states_of(self.checkpoint)
+        if states is not None:
+            check_movable(states, self.checkpoint.directory)
+        return states
+
+    def _recorded(self) -> dict[str, Any]:
+        """Return the tensors that the manifest of this iteration lists."""
+        manifest = self.manifest()
+        return {} if manifest is None or not self.is_of(manifest) else manifest["tensors"]
+
+    def is_of(self, manifest: dict[str, Any]) -> bool:
+        """Return True where a manifest is of this iteration, and not of another in the same directory,
+        which training has left behind."""
+        return self.alone or manifest.get("iteration") in (None, self.checkpoint.iteration)
+
     def _expanded(self) -> ModelParameters:
-        """Return the parameters that the keys have to be."""
+        """Return the parameters that the keys have to be. Beside optimizer states, the rows of padding
+        are kept as far as a vocabulary of `vocab_multiple` has them."""
         vocab = vocab_rows(self.keys, self.checkpoint.directory, self.model)
-        return expand(self.model, padded_vocab=vocab, model_class=self.model_class)
+        published, kept, self.cuts_padding = self.model.symbols["V"], 0, False
+        if self.states is not None:
+            listed_rows = [
+                e["shape"][0] for n, e in self._recorded().items() if n.startswith(PADDING) and e["shape"]
+            ]
+            rows = vocab - published
+            own = min([rows, *listed_rows]) if listed_rows or not self._recorded() else 0
+            limit = (
+                padded_vocab_size(published, self.vocab_multiple, 1) - published
+                if self.vocab_multiple
+                else own
+            )
+            kept, self.cuts_padding = min(own, limit), limit < own
+        return expand(self.model, padded_vocab=vocab, model_class=self.model_class, kept_padding=kept)
+
+    def _placed(self) -> KeyPlacement:
+        """Place the weights, and with them the optimizer states that are read."""
+        own = set() if self.states is None else self.states.names()
+        keys = {key: entry for key, entry in self.keys.items() if key not in own}
+        directory, objects = self.checkpoint.directory, self.checkpoint.objects
+        placed = placement_of_keys(keys, objects, directory, self.model, self.mapping)
+        self.state_shapes: dict[str, tuple[int, ...]] = {}
+        if self.states is None:
+            return placed
+        of_states = placement_of_states(self.states, self.checkpoint, self.model, self.mapping)
+        self.state_shapes = dict(of_states.shapes)
+        tensors = dict(placed.placement.tensors) | dict(of_states.tensors)
+        return KeyPlacement(Placement(self.mapping.shapes | self.state_shapes, tensors), placed.notices)
+
+    def leaves_out(self, name: str) -> bool:
+        """Return True for a tensor of the manifest that is not read: a state of the optimizer that was not
+        asked for, or padding that is cut off."""
+        if self.states is None:
+            return name.startswith((STATE, PADDING))
+        return self.cuts_padding and (name.startswith(PADDING) or f".{PADDING}" in name)
+
+    def training_state(self) -> TrainingState | None:
+        """Return what a training goes on from besides the tensors; None where no optimizer states are read."""
+        return None if self.states is None else TrainingState.of(self.checkpoint)
 
     def _model(self, family: str | None, taken: list[str]) -> tuple[Model, str]:
         """Return the model, and where its config stands. Notices of where that was found are added
@@ -172,7 +257,7 @@ class MegatronSource(Source):
             raise ReshardError(
                 f"{self.checkpoint.directory}: {name} lies in chunks of different dtypes: {listed(sorted(dtypes))}"
             )
-        return TensorInfo(self.mapping.shapes[name], DTYPES[dtypes.pop()])
+        return TensorInfo(self.plan.dst.shapes[name], DTYPES[dtypes.pop()])
 
     def _towers(self) -> tuple[Path, dict[str, safetensors.Tensor]]:
         """Return the tensors around the language model, and the directory of their files: the
@@ -283,13 +368,14 @@ class MegatronSource(Source):
 
     def describe(self) -> dict[str, Any]:
         files = {stored.file for key in self.checkpoint.keys.values() for stored in key.chunks.values()}
+        states = states_of(self.checkpoint)
         return {
             "iteration": self.checkpoint.iteration,
             "files": len(files),
             "keys": len(self.checkpoint.keys),
             "model_class": self.model_class,
             "config": self.config_from,
-        }
+        } | ({} if states is None else {"optimizer": states.describe()})
 
     def close(self) -> None:
         self.files.close()

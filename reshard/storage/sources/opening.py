@@ -14,7 +14,7 @@ from reshard.storage.sources.adapter_peft import PeftSource
 from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.huggingface import HuggingFaceSource
-from reshard.storage.sources.megatron import MegatronSource
+from reshard.storage.sources.megatron import MegatronSource, States
 from reshard.storage.sources.paths import ADAPTER, ITERATION, check_config, locate
 
 EXPECTED_ADAPTER = (
@@ -29,9 +29,10 @@ def open_source(
     family: str | None = None,
     dequantize_to: Dtype | None = None,
     adapters: bool = False,
+    states: States = "none",
 ) -> Source:
-    """Open a directory of either format, with `adapters` also that of a LoRA adapter alone. Raises
-    ReshardError where it is none."""
+    """Open a directory of either format, with `adapters` also that of a LoRA adapter alone; `states` are those
+    of `MegatronSource`. Raises ReshardError where it is none."""
     left = None if (path / "config.json").is_file() else unfinished(path)
     if left is not None and (not path.exists() or locate(path) is None):
         raise ReshardError(left)
@@ -47,7 +48,7 @@ def open_source(
         raise ReshardError(f"{path} is not a directory: {EXPECTED}")
     if locate(path) is not None:
         try:
-            return MegatronSource(path, hf_config, family)
+            return MegatronSource(path, hf_config, family, states=states)
         except AdapterOnlyError:
             if not adapters:
                 raise

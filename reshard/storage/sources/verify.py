@@ -30,9 +30,9 @@ def manifest_of(source: Source) -> dict[str, Any] | None:
     """Return the manifest of this source: not one of another iteration in the same directory, which
     training has left behind."""
     manifest = source.manifest()
-    if manifest is None or not isinstance(source, MegatronSource) or source.alone:
+    if manifest is None or not isinstance(source, MegatronSource):
         return manifest
-    return manifest if manifest.get("iteration") in (None, source.checkpoint.iteration) else None
+    return manifest if source.is_of(manifest) else None
 
 
 def stored_tensors(source: Source) -> tuple[dict[str, TensorInfo], Callable[[str, int, int], np.ndarray]]:
@@ -118,7 +118,8 @@ class SourceChecks:
     def __init__(self, source: Source) -> None:
         self.source = source
         manifest = manifest_of(source)
-        self.entries: dict[str, dict[str, Any]] = {} if manifest is None else manifest["tensors"]
+        entries: dict[str, dict[str, Any]] = {} if manifest is None else manifest["tensors"]
+        self.entries = {n: e for n, e in entries.items() if not source.leaves_out(n)}
         if manifest is None:
             return
         root = source.root if isinstance(source, MegatronSource) else source.path

@@ -1,0 +1,164 @@
+"""The optimizer states of a ``torch_dist`` checkpoint: the format that Megatron saved them in, and which parts
+of which parameters they belong to.
+
+| format                       | a tensor of it is                                   | written by          |
+|------------------------------|-----------------------------------------------------|---------------------|
+| ``fully_reshardable``        | one state of one parameter, cut as that is          | the distributed one |
+| ``regular``                  | the same                                            | any other optimizer |
+| ``dp_reshardable``           | a flat buffer of a rank of tensors and stages       | the distributed one |
+| ``dp_zero_gather_scatter``   | all buffers of such a rank, as an object            | earlier versions    |
+| ``fully_sharded_model_space``| flat pieces of the states of one parameter          | earlier versions    |
+
+The first two can be moved: the key is ``optimizer.state.exp_avg.`` and that of the parameter, and so the
+canonical tensors are ``optimizer.state.exp_avg.`` and a published name.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from reshard.core.errors import ReshardError, listed
+from reshard.core.placement import LocalTensor, Part, Placement
+from reshard.formats.torch_dist import Checkpoint, Key
+from reshard.megatron.checkpoint import NOT_WEIGHTS, Chunk, placement_of_keys
+from reshard.megatron.parameters import ModelParameters
+from reshard.models.model import Model
+
+STATE = "optimizer.state."
+REGULAR = "regular"
+MOVABLE = ("fully_reshardable", REGULAR)
+# The optimizers of a chain have their number before the key in checkpoints of Megatron-Core before 0.13.
+_STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class OptimizerStates:
+    """The optimizer states of a checkpoint: their format, and, where that can be moved, the
+    parameters' keys in each kind (``exp_avg``), with the key that the checkpoint has."""
+
+    format: str
+    keys: dict[str, dict[str, str]]
+
+    @property
+    def can_move(self) -> bool:
+        """True where the states follow from the parameters, whatever the layout."""
+        return self.format in MOVABLE
+
+    def names(self) -> set[str]:
+        """Return the checkpoint's keys of states that can be moved."""
+        return {key for keys in self.keys.values() for key in keys.values()}
+
+    def describe(self) -> str:
+        """Return what `inspect` says of them."""
+        if self.can_move:
+            return f"{self.format} ({', '.join(sorted(self.keys))}), moved by mcore-to-mcore"
+        return f"{self.format}, which belongs to the layout that it was saved at"
+
+
+def states_of(checkpoint: Checkpoint) -> OptimizerStates | None:
+    """Return the optimizer states of a checkpoint; None where there are none."""
+    kinds: dict[str, dict[str, str]] = defaultdict(dict)
+    others = []
+    for key in (*checkpoint.keys, *checkpoint.objects):
+        match = _STATE_KEY.fullmatch(key) if key in checkpoint.keys else None
+        if match is not None:
+            other = kinds[match[1]].setdefault(match[2], key)
+            others += [key] if other != key else []
+        elif key.startswith(NOT_WEIGHTS["optimizer state"]):
+            others.append(key)
+    if not kinds and not others:
+        return None
+    named = _format_named(checkpoint)
+    if named is None:
+        named = _format_of_keys(checkpoint.keys, kinds, others)
+    elif named in MOVABLE and others:
+        named = f"{named} with {listed(sorted(others), 1)}"
+    return OptimizerStates(named, dict(kinds))
+
+
+def _format_named(checkpoint: Checkpoint) -> str | None:
+    """Return the format that the checkpoint says it has. None where it says nothing."""
+    content = checkpoint.common().get("content_metadata")
+    named = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+    return f"{named:.80}" if isinstance(named, str) else None
+
+
+def _format_of_keys(keys: Mapping[str, Key], kinds: Mapping[str, dict[str, str]], others: list[str]) -> str:
+    """Return the format of a checkpoint that does not name it: of an optimizer that is not distributed,
+    or of Megatron-Core before 0.13."""
+    if others:
+        return (
+            "dp_zero_gather_scatter"
+            if any(".param_state/" in key for key in others)
+            else "fully_sharded_bucket_space"
+        )
+    is_cut_alike = all(
+        key not in keys or keys[key].shape == keys[stored].shape
+        for of_kind in kinds.values()
+        for key, stored in of_kind.items()
+    )
+    return REGULAR if is_cut_alike else "fully_sharded_model_space"
+
+
+def check_movable(states: OptimizerStates, where: object) -> None:
+    """Raise ReshardError where optimizer states cannot be moved to another layout."""
+    if not states.can_move:
+        raise ReshardError(
+            f"{where} has its optimizer states in the format {states.format}, which belongs to the layout that it was "
+            f"saved at: save it with --dist-ckpt-optim-fully-reshardable, or pass --without-optimizer for the weights alone"
+        )
+
+
+def placement_of_states(
+    states: OptimizerStates, checkpoint: Checkpoint, model: Model, parameters: ModelParameters
+) -> Placement:
+    """Find the states of every parameter that has some, as `placement_of_keys` does the parameters.
+
+    Raises ReshardError for the state of a parameter that the model does not have, or of another shape.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    tensors: dict[Any, LocalTensor] = {}
+    for kind, of_kind in states.keys.items():
+        where, prefix = f"{checkpoint.directory} ({STATE}{kind})", f"{STATE}{kind}."
+        keys = {key: checkpoint.keys[stored] for key, stored in of_kind.items()}
+        placed = placement_of_keys(keys, (), where, model, parameters, complete=False).placement
+        for (key, *rest), tensor in placed.tensors.items():
+            renamed = _of_state(tensor, prefix, (of_kind[key], *rest))
+            tensors[renamed.id] = renamed
+            shapes |= {prefix + part.name: parameters.shapes[part.name] for part in tensor.parts}
+    return Placement(shapes, tensors)
+
+
+def _of_state(tensor: LocalTensor, prefix: str, new_id: Any) -> LocalTensor:
+    """Return a local tensor of a parameter as that of its state."""
+    parts = tuple(Part(prefix + name, box, at) for name, box, at in tensor.parts)
+    return tensor._replace(id=new_id, parts=parts)
+
+
+def state_chunks(chunks: Iterable[Chunk], names: Iterable[str]) -> Iterator[Chunk]:
+    """Yield the chunks of the states with these canonical names, cut as those of the parameters.
+
+    A chunk that is padding only has a state where its key has.
+    """
+    held: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        if name.startswith(STATE):
+            kind, _, parameter = name.removeprefix(STATE).partition(".")
+            held[kind].add(parameter)
+    of_parameters = list(chunks)
+    for kind, parameters in held.items():
+        prefix = f"{STATE}{kind}."
+        own = [all(part.name in parameters for part in c.tensor.parts) for c in of_parameters]
+        keys = {c.key for c, has in zip(of_parameters, own, strict=True) if has and c.tensor.parts}
+        for chunk, has_state in zip(of_parameters, own, strict=True):
+            if has_state and chunk.key in keys:
+                tensor = _of_state(chunk.tensor, prefix, (prefix + chunk.key, chunk.offsets))
+                yield chunk._replace(key=prefix + chunk.key, tensor=tensor)
+
+
+def state_bytes(states: OptimizerStates, keys: Mapping[str, Key]) -> int:
+    """Return the bytes of states that can be moved."""
+    return sum(prod(keys[name].shape) * keys[name].dtype.size for name in states.names())

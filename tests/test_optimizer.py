@@ -1,0 +1,279 @@
+"""Optimizer states that move with a checkpoint: real Megatron-LM trains, saves and resumes."""
+
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from reshard import (
+    MegatronLayout,
+    ReshardError,
+    check,
+    diff,
+    hf_to_mcore,
+    inspect,
+    mcore_to_hf,
+    mcore_to_mcore,
+)
+from reshard.formats import torch_dist
+from tests.checkpoints import make
+from tests.disk import cli
+from tests.oracle import hf_tensors, same, stored_tensors
+from tests.ranks import run_on_ranks
+from tests.test_live_save import unlike_trees
+from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
+
+pytestmark = pytest.mark.skipif(
+    find_spec("megatron.core.dist_checkpointing.gpt_checkpoint_interop") is None,
+    reason="megatron-core before 0.19 has no loader of a GPTModel's optimizer for a HybridModel",
+)
+RESHARDABLE = "--bf16 --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+BEFORE, AFTER = 2, 2  # steps of the training before and after its save
+FORM = {"transformer_impl": "local", "make_vocab_size_divisible_by": 8}
+ITERATION = "iter_0000002"
+EP2 = MegatronLayout(ep=2, etp=1)
+QKV = "optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight"
+
+
+class Runs:
+    """Two trainings, of a model with experts under the distributed optimizer and of a dense one under a
+    plain one, with their checkpoints; a third with flat buffers; and what is made of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for variant in ("qwen3-moe", "qwen3"):
+            make(folder / variant, variant, torch.bfloat16)
+            hf_to_mcore(folder / variant, folder / f"{variant}-mcore", transformer_impl="local")
+        self.of_experts = self.flags("qwen3-moe", f"{EP} 2 {ETP} 1")
+        self.dense = self.flags("qwen3", f"{TP} 2", "--bf16")
+        buffers = [flag for flag in self.of_experts if flag != "--dist-ckpt-optim-fully-reshardable"]
+        runs = [
+            (self.of_experts, self.path("qwen3-moe-mcore"), self.path("moe"), BEFORE, AFTER),
+            (self.dense, self.path("qwen3-mcore"), self.path("dense"), BEFORE, AFTER),
+            (buffers, self.path("qwen3-moe-mcore"), self.path("buffers"), 1, 0),
+        ]  # fmt: skip
+        self.losses = run_on_ranks(2, "train_each", runs, module="optimizer_on_cpu")
+        config = {"hf_config": folder / "qwen3-moe"}
+        self.move("moe", "stages", MegatronLayout(pp=2, vpp=2), **config)
+        self.move("moe", "hybrid", EP2, model_class="hybrid", **config)
+        self.move("hybrid", "back", EP2)
+        self.move("stages", "split", EP2)
+        self.move("dense", "dense-stages", MegatronLayout(pp=2), hf_config=folder / "qwen3")
+        self.move(
+            "dense", "dense-hybrid", MegatronLayout(tp=2), hf_config=folder / "qwen3", model_class="hybrid"
+        )
+        self.move("dense-hybrid", "dense-back", MegatronLayout(tp=2))
+        shutil.copytree(folder / "back", folder / "exchanged")
+        exchange(folder / "exchanged" / ITERATION)
+
+    def path(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def flags(self, variant: str, parallel: str, options: str = RESHARDABLE) -> list[str]:
+        return flags_at(self.folder / f"{variant}-mcore", parallel, options, "--ckpt-format torch_dist")
+
+    def move(self, source: str, destination: str, layout: MegatronLayout, **options):
+        return mcore_to_mcore(self.folder / source, self.folder / destination, layout, **FORM | options)
+
+
+def exchange(directory: Path) -> None:
+    """Exchange the first moments of the attention of two layers, as they lie in the files."""
+    stored = torch_dist.read(directory)
+    places = [
+        (directory / at.file, stored.tensor_at(at).offset, 4 * sizes[1] * sizes[2])
+        for ((layer, *_), sizes), at in sorted(stored.keys[QKV].chunks.items())
+        if layer < 2
+    ]
+    data = [path.read_bytes()[offset : offset + size] for path, offset, size in places]
+    assert len(data) == 2 and data[0] != data[1]
+    for (path, offset, _), other in zip(places, reversed(data), strict=True):
+        with open(path, "r+b") as file:
+            file.seek(offset)
+            file.write(other)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return Runs(tmp_path_factory.mktemp("optimizer"))
+
+
+@pytest.fixture(scope="module")
+def resumed(runs):
+    """For each rank and layout, what Megatron loads of several directories, held against what it loads of the first:
+    the training's own, where it can change the layout."""
+    cases = {
+        "experts": (runs.of_experts, "", ["moe", "back", "split", "exchanged"], AFTER, ""),
+        "hybrid": (runs.of_experts, "*E*E*E*E", ["moe", "hybrid"], AFTER, ""),
+        "stages": (runs.flags("qwen3-moe", f"{PP} 2 {VPP} 2"), "", ["stages"], 0, "stages-saved"),
+        "tensors": (runs.flags("qwen3-moe", f"{TP} 2 {ETP} 2"), "", ["stages"], 0, "tensors-saved"),
+        "dense stages": (runs.flags("qwen3", f"{PP} 2", "--bf16"), "", ["dense", "dense-stages"], 0, ""),
+        "dense": (runs.dense, "", ["dense", "dense-back"], AFTER, ""),
+        "dense hybrid": (runs.dense, "*-*-*-*-", ["dense", "dense-hybrid"], AFTER, ""),
+    }
+    arguments = []
+    for flags, pattern, names, steps, saved in cases.values():
+        paths = [runs.path(name) for name in names]
+        arguments.append((flags, pattern, paths, steps, saved and runs.path(saved)))
+    of_ranks = run_on_ranks(2, "resume", arguments, module="optimizer_on_cpu")
+    return [dict(zip(cases, said, strict=True)) for said in of_ranks]
+
+
+def test_megatron_loads_of_a_moved_checkpoint_what_it_loads_of_the_training_s_own(resumed):
+    """Bit for bit: weights, main parameters and moments, steps, schedule and samples."""
+    for of_rank in resumed:
+        for name, (own, *moved) in of_rank.items():
+            for iteration, differ, count, places, _ in (own, *moved[:2]):
+                assert (iteration, differ, count, places) == (BEFORE, [], own[2], own[3]), name
+                assert count > 60 and places == (2 * BEFORE, 4 * BEFORE)
+
+
+def test_a_resumed_training_has_the_losses_of_an_undisturbed_one(runs, resumed):
+    for of_rank, (of_experts, of_dense, _) in zip(resumed, runs.losses, strict=True):
+        for name, undisturbed in (
+            ("experts", of_experts),
+            ("hybrid", of_experts),
+            ("dense", of_dense),
+            ("dense hybrid", of_dense),
+        ):
+            for *_, losses in of_rank[name][:3]:
+                assert losses == undisturbed[BEFORE:], name
+        assert len({*of_experts, *of_dense}) == 2 * (BEFORE + AFTER)
+
+
+@pytest.mark.parametrize("saved", ["stages-saved", "tensors-saved"])
+def test_megatron_saves_again_what_it_loads_where_experts_have_no_optimizer_of_their_own(
+    saved, runs, resumed
+):
+    """As at EP1, where Megatron does not load its own checkpoint of EP2."""
+    trained = stored_tensors(runs.folder / "moe" / ITERATION)
+    again = stored_tensors(runs.folder / saved / ITERATION)
+    rows = {key: tensor[:1000] for key, tensor in again.items() if len(tensor) == 1008}  # at TP2
+    assert same(trained, again | rows) == []
+
+
+def test_moments_of_two_layers_in_each_other_s_place_are_seen(runs, resumed):
+    differing = [name for of_rank in resumed for name in of_rank["experts"][3][1]]
+    assert len(differing) >= 2 and all(name.endswith(".exp_avg") for name in differing)
+    for of_rank, (undisturbed, *_) in zip(resumed, runs.losses, strict=True):
+        *_, losses = of_rank["experts"][3]
+        assert losses[0] == undisturbed[BEFORE] and losses[1] != undisturbed[BEFORE + 1]
+    result = check(runs.folder / "exchanged")
+    assert not result.ok and all(
+        name.startswith("optimizer.state.exp_avg.model.layers.") for name in result.bad
+    )
+
+
+def test_every_state_lies_where_its_parameter_does(runs):
+    """Read by torch, whole: the same tensors under the same keys, whatever the layout."""
+    trained = stored_tensors(runs.folder / "moe" / ITERATION)
+    assert sum(key.startswith("optimizer.state.") for key in trained) == 36
+    for name in ("stages", "back"):
+        assert same(trained, stored_tensors(runs.folder / name / ITERATION)) == []
+        assert check(runs.folder / name).ok
+    hybrid = stored_tensors(runs.folder / "hybrid" / ITERATION)
+    for kind in ("exp_avg", "exp_avg_sq", "param"):
+        for layer in range(4):
+            for half, weight in enumerate(("self_attention.linear_qkv", "mlp.experts.experts.linear_fc2")):
+                moved = hybrid[f"optimizer.state.{kind}.decoder.layers.{2 * layer + half}.{weight}.weight"]
+                assert torch.equal(
+                    moved, trained[f"optimizer.state.{kind}.decoder.layers.{weight}.weight"][layer]
+                )
+
+
+def test_padding_that_training_has_written_stays_as_far_as_there_is_room(runs, tmp_path):
+    """1008 rows at TP2; 1000 without padding; 1024 where more is padded."""
+    trained = stored_tensors(runs.folder / "dense" / ITERATION)
+    runs.move("dense-hybrid", tmp_path / "wider", MegatronLayout(tp=4), make_vocab_size_divisible_by=256)
+    runs.move(tmp_path / "wider", tmp_path / "narrow", MegatronLayout())
+    assert check(tmp_path / "wider").ok and check(tmp_path / "narrow").ok
+    for key in ("output_layer.weight", "optimizer.state.exp_avg_sq.output_layer.weight"):
+        own = trained[key]
+        assert len(own) == 1008 and own[1000:].abs().min() > 0
+        kept, wider, narrow = (
+            stored_tensors(path / ITERATION)[key]
+            for path in (runs.folder / "dense-hybrid", tmp_path / "wider", tmp_path / "narrow")
+        )
+        assert torch.equal(kept, own) and torch.equal(narrow, own[:1000])
+        assert len(wider) == 1024 and torch.equal(wider[:1008], own) and not wider[1008:].any()
+
+
+def test_weights_alone_are_those_of_the_training(runs, tmp_path):
+    config = {"hf_config": runs.folder / "qwen3-moe"}
+    report = runs.move("moe", tmp_path / "weights", EP2, without_optimizer=True, **config)
+    assert "ignored 36 entries of optimizer state" in report.notices
+    assert (tmp_path / "weights" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert not any(key.startswith("optimizer") for key in stored_tensors(tmp_path / "weights" / "release"))
+    runs.move("back", tmp_path / "again", EP2, without_optimizer=True)
+    assert unlike_trees(tmp_path / "weights", tmp_path / "again") == []
+    mcore_to_hf(runs.folder / "moe", tmp_path / "hf", **config)
+    mcore_to_hf(runs.folder / "stages", tmp_path / "of-moved")
+    assert same(hf_tensors(tmp_path / "hf"), hf_tensors(tmp_path / "of-moved")) == []
+    assert diff(runs.folder / "hybrid", tmp_path / "weights").equal
+
+
+def test_a_cast_leaves_the_states_as_they_are(runs, tmp_path):
+    runs.move("back", tmp_path / "wide", EP2, dtype="fp32", iteration=7)
+    wide = stored_tensors(tmp_path / "wide" / "iter_0000007")
+    trained = stored_tensors(runs.folder / "moe" / ITERATION)
+    states = {key for key in trained if key.startswith("optimizer.state.")}
+    assert {wide[key].dtype for key in wide} == {torch.float32}
+    assert same({key: wide[key] for key in states}, {key: trained[key] for key in states}) == []
+
+
+def test_states_in_flat_buffers_are_refused_by_name(runs, tmp_path):
+    with pytest.raises(ReshardError, match=r"in the format dp_reshardable, .*--dist-ckpt-optim-fully-reshardable, or pass "
+                                           "--without-optimizer"):  # fmt: skip
+        runs.move("buffers", tmp_path / "out", EP2, hf_config=runs.folder / "qwen3-moe")
+    assert (
+        inspect(runs.folder / "buffers")
+        .details["optimizer"]
+        .startswith("dp_reshardable, which belongs to the layout")
+    )
+    done = cli("mcore-to-mcore", runs.folder / "buffers", tmp_path / "weights", "--hf-config", runs.folder / "qwen3-moe",
+               "--without-optimizer")  # fmt: skip
+    assert done.returncode == 0 and "optimizer state" in done.stderr
+
+
+def test_inspect_says_which_states_can_be_moved(runs):
+    of_experts, dense = (inspect(runs.folder / name).details["optimizer"] for name in ("moe", "dense"))
+    assert of_experts == "fully_reshardable (exp_avg, exp_avg_sq, param), moved by mcore-to-mcore"
+    assert dense == "regular (exp_avg, exp_avg_sq, fp32_param), moved by mcore-to-mcore"
+    assert "optimizer" not in inspect(runs.folder / "qwen3-mcore").details
+
+
+@pytest.mark.parametrize(("change", "expected"), [
+    (lambda keys: {f"chained_0.{k}" if k.startswith("optimizer.state.") else k: v for k, v in keys.items()}, None),
+    (lambda keys: keys | {"optimizer.state.exp_avg.decoder.surplus": keys[QKV]}, "decoder.surplus"),
+    (lambda keys: keys | {"optimizer.distributed.dp_group_idx_0.gbuf": keys[QKV]}, "gbuf"),
+    (lambda keys: keys | {f"chained_1.{QKV}": keys[QKV]}, "chained_1"),
+])  # fmt: skip
+def test_keys_of_earlier_versions_and_unknown_ones(change, expected, runs, tmp_path):
+    directory = shutil.copytree(runs.folder / "moe", tmp_path / "moe") / ITERATION
+    stored = torch_dist.read(directory)
+    metadata = torch_dist.metadata_bytes(change(stored.keys), stored.objects, "")
+    (directory / ".metadata").write_bytes(metadata)
+    options = {"hf_config": runs.folder / "qwen3-moe"}
+    if expected is not None:
+        with pytest.raises(ReshardError, match=expected):
+            runs.move(tmp_path / "moe", tmp_path / "out", EP2, **options)
+        return
+    runs.move(tmp_path / "moe", tmp_path / "out", EP2, **options)
+    assert (
+        same(stored_tensors(runs.folder / "moe" / ITERATION), stored_tensors(tmp_path / "out" / ITERATION))
+        == []
+    )
+
+
+def test_a_damaged_state_is_named_before_it_is_moved(runs, tmp_path):
+    shutil.copytree(runs.folder / "exchanged", tmp_path / "source")
+    with pytest.raises(
+        ReshardError, match=r"optimizer\.state\.exp_avg\.\S+ does not have the checksum of reshard\.json"
+    ):
+        runs.move(tmp_path / "source", tmp_path / "out", EP2)
+    assert not (tmp_path / "out").exists()
+    runs.move(tmp_path / "source", tmp_path / "weights", EP2, without_optimizer=True)  # which are whole
+    manifest = json.loads((tmp_path / "source" / "reshard.json").read_text())
+    assert sum(name.startswith("optimizer.state.") for name in manifest["tensors"]) == 3 * 135
