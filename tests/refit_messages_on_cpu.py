@@ -154,22 +154,23 @@ class Spoiler:
         # Some are said again, of the second partner or at the refit.
         self.seed, self.which = (
             rng.random(),
-            rng.choice([1, 2]) if kind in ("pieces", "regions", "memory", "packed") else 1,
+            rng.choice([1, 2]) if kind in ("pieces", "regions", "memory", "slab", "packed") else 1,
         )
         self.said = f"{kind} of rank {self.victim}"
 
     def begin(self) -> None:
         if self.members.rank != self.victim:
             return
-        rng, plain, prepare = random.Random(self.seed), self.members.post, self.members.prepare
+        rng, post, gather = random.Random(self.seed), self.members.post, self.members.gather
+        prepare = self.members.prepare
 
-        def post(key: str, payload: bytes = b"") -> None:
+        def changed(key: str, payload: bytes) -> bytes:
             if key.partition("/")[0] == self.kind:
                 self.seen += 1
             if key.partition("/")[0] == self.kind and self.seen == self.which and "," not in self.said:
                 payload, how = spoil(rng, self.kind, payload)
                 self.said += f", {key}: {how}"
-            plain(key, payload)
+            return payload
 
         def note(version: int | None = None, note: str = "", verify: bool = False) -> int:
             if self.kind == "note":
@@ -177,10 +178,12 @@ class Spoiler:
                 self.said += f": {note!r:.60}"
             return prepare(version, note, verify)
 
-        self.members.post, self.members.prepare = post, note
+        self.members.post = lambda key, payload=b"": post(key, changed(key, payload))
+        self.members.gather = lambda key, payload: gather(key, changed(key, payload))
+        self.members.prepare = note
 
     def end(self) -> None:
-        for name in ("post", "prepare"):
+        for name in ("post", "gather", "prepare"):
             vars(self.members).pop(name, None)
 
 
