@@ -93,7 +93,7 @@ IGNORED = ["_k_scale", "_v_scale"]
         ("served-blocks", "", 1, True, {}),
         ("served-blocks", "", 1, False, {"bucket_bytes": 1 << 19}),
         ("served-moe-blocks", "", 1, True, {}),
-        ("served-moe-blocks", f"{PP} 2 {EP} 2", 4, False, {"backend": "staged", "bucket_bytes": 1 << 19}),
+        ("served-moe-blocks", f"{PP} 2 {EP} 2", 4, False, {"backend": "nixl", "bucket_bytes": 1 << 19}),
         ("served-blocks", f"{TP} 2", 2, True, {"bucket_bytes": 1 << 20}),
     ],
 )
@@ -117,7 +117,7 @@ def test_a_refit_leaves_what_vllm_loads_from_a_checkpoint_in_fp8(
         **options,
     )
     received = [report["received_bytes"] for of_rank in reports for report in of_rank]
-    sent = sum(by_route["staged"] + by_route["nccl"] for by_route in received)
+    sent = sum(by_route["nixl"] + by_route["nccl"] for by_route in received)
     assert (sent > 0) == (not together or ranks > 1)
     assert all(report["launches"] > 0 for of_rank in reports for report in of_rank), (
         "of members that only send, too"
