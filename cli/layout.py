@@ -92,7 +92,7 @@ def trainer_option(required: bool = False, names: str = "tp=,pp=,vpp=,ep=,etp=, 
 
 
 def engine_option(text: str, required: bool = False) -> Callable:
-    """Return the option ``--engine``, which takes vLLM's sizes as one list."""
+    """Return the option ``--engine``, which takes an engine's sizes as one list."""
     return click.option("--engine", required=required, metavar="SIZES", help=text)
 
 
@@ -170,6 +170,25 @@ def vllm_layout(text: str, option: str, numbers: set[str]) -> Any:
             f"{option} ep={experts}: vLLM spreads experts over TP times DP; say ep, or ep=round_robin"
         )
     return VllmLayout(**sizes, expert_parallel=experts is not None, round_robin=experts == "round_robin")
+
+
+def engine_layout(text: str, option: str) -> Any:
+    """Read ``tp=4,ep``, the value of ``--engine``, as a `reshard.VllmLayout`; after ``sglang:`` as a
+    `reshard.SglangLayout`."""
+    engine, colon, sizes = text.partition(":")
+    if not colon:
+        engine, sizes = "vllm", text
+    if engine == "vllm":
+        return vllm_layout(sizes, option, {"tp", "pp", "dp"})
+    if engine != "sglang":
+        raise click.UsageError(f"{option} {text}: {engine!r} is none of vllm, sglang")
+    from reshard.engines.sglang.layout import SglangLayout
+
+    aliases = {f"{name}_size": name for name in ("tp", "pp", "dp", "ep")}
+    values = parse_sizes(sizes, option, {"tp", "pp", "dp", "ep"}, {"ep"}, aliases)
+    if values.get("ep") == "":  # over all of TP
+        values["ep"] = values.get("tp", 1)
+    return SglangLayout(**values)
 
 
 def parse_sizes(

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from reshard.cli.dtypes import DtypeChoice
-from reshard.cli.layout import engine_option, megatron_sizes, trainer_option, vllm_layout
+from reshard.cli.layout import engine_layout, engine_option, megatron_sizes, trainer_option
 from reshard.cli.output import ignore_option, json_option, print_json, print_note, progress_bar, size
 from reshard.cli.places import model_argument
 from reshard.core.limits import MAX_VOCAB_MULTIPLE
@@ -30,7 +30,11 @@ _RATE = _Rate(min=0, min_open=True)
 @click.command("plan")
 @model_argument
 @trainer_option(True, "tp=,pp=,vpp=,ep=,etp=,dp=,cp=, ...")
-@engine_option("vLLM's sizes: tp=,pp=,dp=, and ep or ep=round_robin for expert parallelism.", required=True)
+@engine_option(
+    "vLLM's sizes: tp=,pp=,dp=, and ep or ep=round_robin for expert parallelism. After sglang:, SGLang's: "
+    "tp=,pp=,ep=, and dp= of attention.",
+    required=True,
+)
 @click.option(
     "--colocated/--separate",
     default=None,
@@ -83,10 +87,12 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Plan a refit of vLLM from a Megatron trainer: bytes in, out and local per GPU, least times,
+    """Plan a refit of vLLM or SGLang from a Megatron trainer: bytes in, out and local per GPU, least times,
     memory, planning time.
 
-    Example: reshard plan Qwen/Qwen3-32B --trainer tp=4,pp=2 --engine tp=8
+    Examples: reshard plan Qwen/Qwen3-32B --trainer tp=4,pp=2 --engine tp=8
+
+    reshard plan Qwen/Qwen3-30B-A3B --trainer tp=2,ep=4 --engine sglang:tp=8,ep
     """
     from reshard.megatron.layout import MegatronLayout
     from reshard.models.config_fields import check_ignored
@@ -97,7 +103,7 @@ def command(
     extra = {name: source.pop(name) for name in ("dp", "cp") if name in source}
     for name in ("link_rate", "network_rate", "memory_rate"):
         options[name] *= 1e9
-    layouts = MegatronLayout(**source), vllm_layout(engine, "--engine", {"tp", "pp", "dp"})
+    layouts = MegatronLayout(**source), engine_layout(engine, "--engine")
     options |= {
         "ranks": _numbers(ranks, "--ranks"),
         "itemsize": 4 if dtype == "fp32" else 2,
@@ -117,8 +123,8 @@ def command(
 
 def _show(forecast: Any) -> None:
     click.echo(
-        f"{forecast.model}: Megatron {forecast.trainer} ({forecast.trainer_ranks} ranks) to vLLM "
-        f"{forecast.engine} ({forecast.engine_ranks} ranks) on {'the same' if forecast.colocated else 'other'} GPUs"
+        f"{forecast.model}: Megatron {forecast.trainer} ({forecast.trainer_ranks} ranks) to "
+        f"{forecast.engine_name} {forecast.engine} ({forecast.engine_ranks} ranks) on {'the same' if forecast.colocated else 'other'} GPUs"
     )
     widths = (6, 6, 11, 11, 11, 11, 7, 9, 10)
     heads = ("rank", "GPU", "weights", "local", "host", "network", "peers", "copies", "tables")

@@ -1,4 +1,4 @@
-"""reshard: the same weights in Hugging Face, Megatron-Core and vLLM, moved exactly and fast.
+"""reshard: the same weights in Hugging Face, Megatron-Core, vLLM and SGLang, moved exactly and fast.
 
 The calls of the command line, as a library. Importing the package imports neither torch nor numpy.
 
@@ -13,6 +13,7 @@ from reshard.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from reshard.core.errors import ReshardError
+    from reshard.engines.sglang.layout import SglangLayout
     from reshard.engines.vllm.layout import VllmLayout
     from reshard.megatron.layout import MegatronLayout
     from reshard.megatron.layout import MegatronLayout as Layout
@@ -37,6 +38,7 @@ __getattr__ = lazy(
         "memory": "reshard.memory",
         "MegatronLayout": "reshard.megatron.layout",
         "ReshardError": "reshard.core.errors",
+        "SglangLayout": "reshard.engines.sglang.layout",
         "VllmLayout": "reshard.engines.vllm.layout",
         "check": "reshard.storage.check",
         "diff": "reshard.storage.compare",
@@ -62,6 +64,7 @@ __all__ = [
     "Layout",
     "MegatronLayout",
     "ReshardError",
+    "SglangLayout",
     "VllmLayout",
     "check",
     "diff",

@@ -62,6 +62,7 @@ class Forecast:
 
     model: str
     trainer: str
+    engine_name: str
     engine: str
     trainer_ranks: int
     engine_ranks: int
@@ -140,6 +141,7 @@ def plan_refit(
     return Forecast(
         model=f"{model.family.name} ({model.num_layers} layers)",
         trainer=f"{trainer} {data_parallel}",
+        engine_name=engine.engine,
         engine=str(engine),
         trainer_ranks=trainer_ranks,
         engine_ranks=engine_ranks,

@@ -204,11 +204,11 @@ def make(
     config = json.loads((directory / "config.json").read_text())
     if "first_k_dense_replace" in config:
         # The published configs have these; transformers' own classes neither read nor write them,
-        # vLLM needs them.
+        # engines need them.
         config.pop("num_mtp_layers", None)
         config |= {"num_nextn_predict_layers": int(mtp)}
         config |= (
-            {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+            {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
             if config["model_type"] in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
             else {}
         )

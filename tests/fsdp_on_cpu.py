@@ -16,7 +16,7 @@ from reshard.refit.fp8_blocks import split
 from reshard.trainers import FsdpModel
 from tests import vllm_on_cpu
 from tests.ranks import caught
-from tests.refit_on_cpu import fingerprint, start
+from tests.refit_sides import fingerprint, start
 
 COLWISE = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
 ROWWISE = ("o_proj", "down_proj")

@@ -23,7 +23,7 @@ from tests import megatron_on_cpu
 from tests.disk import scribble
 from tests.oracle import bits, hf_tensors
 from tests.ranks import caught
-from tests.refit_on_cpu import distributed
+from tests.refit_sides import distributed
 
 UNTOUCHED = -77.0
 

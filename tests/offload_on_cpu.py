@@ -15,7 +15,7 @@ from reshard.trainers.megatron import MegatronModel
 from tests import megatron_on_cpu, vllm_on_cpu
 from tests.live_megatron_on_cpu import chunks
 from tests.ranks import caught
-from tests.refit_on_cpu import fingerprint
+from tests.refit_sides import fingerprint
 
 
 class Training:

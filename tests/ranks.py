@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.warm import Forked, python_of_ranks
@@ -24,12 +25,13 @@ CODE = "import sys; from tests.ranks import rank_in; rank_in(*sys.argv[1:])"
 
 
 def run_on_ranks(world_size: int, function: str, *args, module: str = "megatron_on_cpu", options: dict | None = None,
-                 may_die: bool = False, timeout: float = 600):  # fmt: skip
+                 may_die: bool = False, timeout: float = 600, python: str = "", environment: Mapping[str, str] = os.environ):  # fmt: skip
     """Call ``tests.MODULE.FUNCTION(rank, *args)`` on every rank; the results by rank. An error on
     any rank is raised here, with its traceback, the first one first.
 
     The ranks have a gloo group, unless the module makes its own. A rank that `may_die` has None for
     a result. `timeout` is for all of them together; no process is left when this returns or raises.
+    `python` is one with other packages (`warm`), `environment` its own.
     """
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
@@ -39,7 +41,11 @@ def run_on_ranks(world_size: int, function: str, *args, module: str = "megatron_
         processes: list[Forked] = []
         try:
             for rank in range(world_size):
-                processes.append(Forked(python_of_ranks(), "-c", CODE, folder, str(rank)))
+                processes.append(
+                    Forked(
+                        python or python_of_ranks(), "-c", CODE, folder, str(rank), environment=environment
+                    )
+                )
             while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
                 time.sleep(0.02)
                 if not may_die and any(process.exitcode for process in processes):

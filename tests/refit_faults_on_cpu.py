@@ -18,7 +18,8 @@ from reshard.refit.transports.agent import Agent
 from reshard.trainers.megatron import MegatronModel, unwrapped
 from tests import container
 from tests.ranks import caught
-from tests.refit_on_cpu import Steps, engine_of, fingerprint, loaded, start, trainer
+from tests.refit_on_cpu import engine_of, loaded
+from tests.refit_sides import Steps, fingerprint, start, trainer
 
 
 def joining(rank: int, sides: dict) -> str:

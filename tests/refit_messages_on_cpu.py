@@ -20,7 +20,8 @@ from reshard.engines.vllm.live import VllmModel
 from reshard.refit import connect
 from reshard.trainers.megatron import MegatronModel
 from tests.mutations.values import extreme
-from tests.refit_on_cpu import Steps, engine_of, fingerprint, start, trainer
+from tests.refit_on_cpu import engine_of
+from tests.refit_sides import Steps, fingerprint, start, trainer
 
 MEMORY_BYTES = 2 << 30  # that a member may need beside what it has when both sides are built
 BOMB_BYTES = 3 << 30

@@ -13,7 +13,7 @@ from reshard.refit import connect
 from reshard.trainers import FsdpModel
 from tests.fsdp_on_cpu import copy_shards, sharded
 from tests.ranks import caught
-from tests.refit_on_cpu import start
+from tests.refit_sides import start
 
 
 class TransformersEngine(Engine):

@@ -14,7 +14,8 @@ from reshard.refit import connect, copies
 from reshard.refit.tables import DST
 from reshard.trainers.megatron import MegatronModel
 from tests.ranks import caught
-from tests.refit_on_cpu import engine_of, fingerprint, loaded, start, trainer
+from tests.refit_on_cpu import engine_of, loaded
+from tests.refit_sides import fingerprint, start, trainer
 
 
 def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict):

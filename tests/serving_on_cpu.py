@@ -15,7 +15,7 @@ from reshard.storage.io import boxes
 from tests import vllm_on_cpu
 from tests.disk import scribble
 from tests.ranks import caught
-from tests.refit_on_cpu import fingerprint
+from tests.refit_sides import fingerprint
 
 
 class Heard(logging.Handler):

@@ -9,7 +9,8 @@ from reshard.engines.vllm.live import VllmModel
 from reshard.refit import RefitGroup, connect
 from reshard.trainers.megatron import MegatronModel
 from tests.ranks import caught
-from tests.refit_on_cpu import fingerprint, loaded, trainer
+from tests.refit_on_cpu import loaded
+from tests.refit_sides import fingerprint, trainer
 from tests.vllm_on_cpu import build, parallel_state, set_current_vllm_config
 
 GARBAGE = 0x7B

@@ -12,8 +12,8 @@ from reshard import mcore_to_hf
 from reshard.quantization.fp8_blocks import encode_as_vllm
 from reshard.refit.fp8_blocks.items import BF16
 from tests.ranks import free_port, run_on_ranks
+from tests.refits import refit
 from tests.test_logits import EP, ETP, PP, TP, flags_at
-from tests.test_refit import refit
 
 ONLINE = {"quantization": "fp8_per_block"}
 # Matrices that published fp8 checkpoints of these families keep in high precision.

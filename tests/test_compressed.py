@@ -22,9 +22,9 @@ from tests.by_compressed_tensors import (
 from tests.checkpoints import make
 from tests.oracle import hf_tensors, same
 from tests.ranks import run_on_ranks
+from tests.refits import refit
 from tests.test_engine import run
 from tests.test_logits import EP, ETP, PP, TP, flags_at
-from tests.test_refit import refit
 
 
 @pytest.mark.parametrize("offset, length, row", [(48, 80, 0), (64, 48, 0), (64, 64, 8)])

@@ -24,9 +24,9 @@ from reshard.megatron.hybrid import as_gpt_args
 from tests.oracle import bits, hf_tensors, same, stored_tensors
 from tests.parity_runs import run
 from tests.ranks import run_on_ranks
+from tests.refits import PATTERN, refit
 from tests.test_live_save import unlike_trees, with_fp32_bias
 from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
-from tests.test_refit import PATTERN, refit
 from tests.test_wrapped import published
 
 pytestmark = pytest.mark.skipif(

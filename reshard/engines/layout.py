@@ -29,7 +29,7 @@ WITHOUT_PARAMETER = ("copy", "ignored")
 
 
 class Shard(NamedTuple):
-    """How many ranks split a parameter, and which of them this is."""
+    """The number of ranks that split a parameter, and which of them this is."""
 
     ranks: int
     rank: int
@@ -86,7 +86,7 @@ class EngineLayout(Protocol):
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
     def check(self, model: Model) -> None:
         """Raise ReshardError if the engine would not start at these sizes."""

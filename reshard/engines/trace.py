@@ -93,6 +93,8 @@ class _Recorder(TorchDispatchMode):
         self.parameters = parameters
         self.derived: dict[int, tuple[str, torch.Tensor]] = {}
         self.zeroed: set[int] = set()  # storages of tensors of which the loader has made zeros
+        # By storage: published tensors that the loader has put one below the other.
+        self.joined: dict[int, list[torch.Tensor]] = {}
         self.clones: list[torch.Tensor] = []  # kept, since tensors are known by their storages
         self.copies: list[TracedCopy] = []
         self.fills: list[TracedFill] = []
@@ -111,6 +113,8 @@ class _Recorder(TorchDispatchMode):
             return args[0]
         if func is torch.ops.aten.clone.default and storage_id(args[0]) in self.sources:
             return self._clone(args[0])
+        if func is torch.ops.aten.cat.default and self._joins_rows(*args):
+            return self._join(args[0])
         out = func(*args, **kwargs) if kwargs else func(*args)
         if isinstance(out, torch.Tensor) and not func.is_view:
             # A new tensor made of a canonical one: a copy of it could not be traced to a box.
@@ -133,6 +137,39 @@ class _Recorder(TorchDispatchMode):
             self.zeroed.add(storage_id(clone))
         return clone
 
+    def _joins_rows(self, tensors: list[torch.Tensor], dim: int = 0) -> bool:
+        """Tell whether these are whole published matrices to be put one below the other."""
+        return dim == 0 and all(
+            tensor.ndim == 2
+            and storage_id(tensor) in self.sources
+            and tuple(tensor.shape) == self.sources[storage_id(tensor)][1]
+            for tensor in tensors
+        )
+
+    def _join(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        rows = sum(tensor.shape[0] for tensor in tensors)
+        joined = torch.empty((rows, *tensors[0].shape[1:]), dtype=tensors[0].dtype, device="meta")
+        self.joined[storage_id(joined)] = tensors
+        self.clones.append(joined)
+        return joined
+
+    def _copy_joined(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Record a copy of rows, or parts of rows, of joined matrices as one of each of them."""
+        width = self.joined[storage_id(src)][0].shape[1]
+        if src.ndim != 2 or src.shape != dst.shape or src.stride() != (width, 1):
+            raise ReshardError(
+                f"{self.engine}'s loader turns or spreads joined matrices on the way into "
+                f"{self._parameter(dst)}: refit does not support it"
+            )
+        start, column = divmod(int(src.storage_offset()), width)
+        end, first = start + src.shape[0], 0
+        for tensor in self.joined[storage_id(src)]:
+            low, high = max(start, first), min(end, first + tensor.shape[0])
+            if low < high:
+                part = tensor[low - first : high - first, column : column + src.shape[1]]
+                self._copy(dst[low - start : high - start], part)
+            first += tensor.shape[0]
+
     def _parameter(self, dst: torch.Tensor) -> str:
         name = self.parameters.get(storage_id(dst))
         if name is None:
@@ -153,6 +190,9 @@ class _Recorder(TorchDispatchMode):
         return source
 
     def _copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        if storage_id(src) in self.joined:
+            self._copy_joined(dst, src)
+            return
         parameter = self._parameter(dst)
         name, shape = self._published(src, parameter)
         if src.shape != dst.shape:

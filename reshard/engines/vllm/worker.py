@@ -10,58 +10,28 @@ returns when both sides are done.
 """
 
 import logging
-from collections import Counter
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from reshard.comm.group import MOST_MEMBERS, RefitGroup, check_rank
-from reshard.comm.hosts import parsed
+from reshard.comm.group import MOST_MEMBERS
 from reshard.core.deprecated import accepts_renamed_options, warn_renamed
 from reshard.core.errors import ReshardError
-from reshard.core.limits import MOST_BUCKET_BYTES, check_number, check_seconds, check_switch
+from reshard.core.limits import check_number
 from reshard.engines.guard import call_after
 from reshard.engines.vllm.compat import with_plain_weights
 from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.live import VllmModel
-from reshard.models.config_fields import ignore_hint_for
-from reshard.refit.connecting import BUCKET_BYTES, connect
-from reshard.refit.link import Link
-from reshard.refit.routes import check_backend
+from reshard.engines.worker import ConnectOptions, LinkMethods, connect_worker, log_connected
 
 logger = logging.getLogger("vllm.reshard")  # below vLLM's own, which shows it
 # Methods of a worker that make layers or load weights.
 LOADING_METHODS = ("init_device", "load_model", "reload_weights")
 
 
-class ConnectOptions(NamedTuple):
-    """The options with which a worker connects.
-
-    `backend` and `bucket_bytes` are those of `reshard.refit.connect`. `timeout` is for how many
-    seconds members wait for each other, when they connect and in every refit.
-    `match_vllm_rounding` is that of `VllmModel`. `secret` is that of `RefitGroup.join`, the same
-    for all members.
-    """
-
-    backend: str = "auto"
-    bucket_bytes: int = BUCKET_BYTES
-    timeout: float = 60.0
-    match_vllm_rounding: bool = False
-    secret: str | None = None
-
-    def check(self) -> None:
-        """Raise ReshardError for a wrong value."""
-        check_backend(self.backend)
-        check_number(self.bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
-        check_seconds(self.timeout, "timeout")
-        check_switch(self.match_vllm_rounding, "match_vllm_rounding")
-
-
-class RefitExtension:
+class RefitExtension(LinkMethods):
     """Methods of a vLLM worker that connect it to a trainer and take its weights; for
     ``worker_extension_cls``."""
-
-    _reshard_link: Link | None = None
 
     def __new__(cls, *_: Any, **__: Any) -> "RefitExtension":
         """Make the worker, in the process that will load the model.
@@ -113,22 +83,10 @@ class RefitExtension:
         """Connect this worker as member `rank`: for trainers that call each worker by itself; else as
         `reshard_connect`."""
         connecting = ConnectOptions(*options, **named_options)
-        parsed(address)
-        check_rank(rank, size)
-        connecting.check()
-        self.reshard_close()
-        members = RefitGroup.join(address, rank, size, connecting.timeout, connecting.secret)
-        with ignore_hint_for("refit"):
-            self._reshard_link = connect(
-                members,
-                destination=partial(self._reshard_side, connecting.match_vllm_rounding),
-                backend=connecting.backend,
-                bucket_bytes=connecting.bucket_bytes,
-            )
+        side = partial(self._reshard_side, connecting.match_vllm_rounding)
+        self._reshard_link = connect_worker(address, rank, size, connecting, side, self.reshard_close)
         if self.rank == 0:  # type: ignore[attr-defined]
-            routes = [route["route"] for route in self._reshard_link.describe()["routes"]]
-            ways = ", ".join(f"{way} from {n}" for way, n in sorted(Counter(routes).items()))
-            logger.info("connected: weights come by refits, to this rank %s trainer ranks", ways)
+            log_connected(logger, self._reshard_link)
 
     def reshard_join(self, address: str, rank: int, size: int, *options: Any, **named_options: Any) -> None:
         """Do what `reshard_connect_worker` does: its old name."""
@@ -146,34 +104,6 @@ class RefitExtension:
                 return last
         self._reshard_engine = VllmModel.from_worker(self, match_vllm_rounding=match_vllm_rounding)
         return self._reshard_engine
-
-    def reshard_refit(self, version: int | None = None, verify: bool = False) -> dict[str, Any]:
-        """Take the trainer's weights; return the report as a dict."""
-        check_switch(verify, "verify")
-        return self._link().refit(version, verify).to_dict()
-
-    def reshard_release(self) -> None:
-        """Unmap the trainer's memory, together with the trainer's `Link.release`."""
-        self._link().release()
-
-    def reshard_close(self) -> None:
-        """Free what was mapped and staged, and forget the trainer, if one is connected."""
-        link, self._reshard_link = self._reshard_link, None
-        if link is not None:
-            link.close()
-
-    def reshard_version(self) -> int | None:
-        """Return the version of the weights that this worker serves.
-
-        None before the first refit, and if vLLM has discarded the weights or loaded others since.
-        """
-        receiver = self._link().receiver
-        return receiver.engine.version if receiver is not None else None
-
-    def _link(self) -> Link:
-        if self._reshard_link is None:
-            raise ReshardError("this engine is not connected: call reshard_connect first")
-        return self._reshard_link
 
 
 def _watch(worker: Any) -> None:

@@ -1,0 +1,269 @@
+"""Uses of SGLang that are no part of its interface, for SGLang 0.5.16.
+
+Importing this changes nothing in SGLang.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from reshard.core.errors import ReshardError
+from reshard.core.extras import importing
+from reshard.engines.layout import Shard
+
+with importing("sglang"):
+    import torch
+
+TESTED = "0.5.16"  # the version that refits were tested with
+WEIGHTS = "weights"  # the tag of their memory
+# Matrices that an attention with latent keys makes of `kv_b_proj`, and the copy of its weights in fp32
+# that a router makes when it first runs.
+OF_ATTENTION, OF_ROUTER = ("w_kc", "w_vc"), "_weight_fp32"
+# What hooks are put around: a run of the model, a request, and what else writes or frees weights.
+_SCHEDULER = "sglang.srt.managers.scheduler"
+_UPDATER = f"{_SCHEDULER}_components.weight_updater.SchedulerWeightUpdaterManager"
+RUN = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
+REQUEST = f"{_SCHEDULER}.Scheduler._add_request_to_queue"
+RELEASE = f"{_UPDATER}.release_memory_occupation"
+LOAD = f"{_UPDATER}.update_weights_from_disk"
+UPDATES = tuple(f"{_UPDATER}.update_weights_from_{name}" for name in ("distributed", "tensor", "ipc"))
+
+
+def unknown(what: str) -> ReshardError:
+    """Return the error for an SGLang that differs from the tested one; `what` completes "this
+    SGLang"."""
+    try:
+        version = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        version = "of no known version"
+    return ReshardError(f"this SGLang {version} {what}; refits are tested with SGLang {TESTED}: use that one")
+
+
+@contextmanager
+def known(what: str) -> Iterator[None]:
+    """Turn the error for a name that SGLang does not have into a ReshardError with its version; `what`
+    completes "this SGLang"."""
+    try:
+        yield
+    except (AttributeError, ImportError) as error:
+        raise unknown(what) from error
+
+
+class Parallel(NamedTuple):
+    """The places of this process in SGLang's groups."""
+
+    tp: Shard
+    pp: Shard
+    ep: Shard
+    moe_tp: Shard
+
+
+def parallel() -> Parallel:
+    """Return where this process is in SGLang's groups."""
+    with known("does not say its parallel groups as it did"):
+        from sglang.srt.runtime_context import get_parallel
+
+        groups = get_parallel()
+        return Parallel(
+            Shard(groups.tp_size, groups.tp_rank),
+            Shard(groups.pp_size, groups.pp_rank),
+            Shard(groups.moe_ep_size, groups.moe_ep_rank),
+            Shard(groups.moe_tp_size, groups.moe_tp_rank),
+        )
+
+
+def has_redundant_experts() -> bool:
+    """Tell whether experts lie elsewhere than in order, each once, as with EPLB."""
+    with known("does not say where experts lie as it did"):
+        from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+        return get_global_expert_location_metadata() is not None
+
+
+def expert_runner(module: torch.nn.Module) -> str:
+    """Return the kernels that run a layer's experts, which decide the order of their weights:
+    ``triton``."""
+    with known("does not say its kernels of experts as it did"):
+        method: Any = module.quant_method
+        if getattr(method, "_aiter_runner", None) is not None:
+            return "aiter"
+        return str(method.runner.runner_backend.value)
+
+
+def is_moe(module: torch.nn.Module) -> bool:
+    """Tell whether a module holds routed experts."""
+    return hasattr(module, "moe_runner_config") and hasattr(module, "num_local_experts")
+
+
+class Experts(NamedTuple):
+    """The experts of a layer: how many this rank has, which of them is the first, and how many of
+    them are shared ones that every token goes to."""
+
+    local: int
+    first: int
+    fused_shared: int
+
+
+def experts_of(module: torch.nn.Module) -> Experts | None:
+    """Return where a layer's experts lie, or None if it has none."""
+    if not is_moe(module):
+        return None
+    with known("does not say where a layer's experts are as it did"):
+        layer: Any = module
+        local, shared = int(layer.num_local_experts), int(layer.num_fused_shared_experts)
+        return Experts(local, int(layer.moe_ep_rank) * (local - shared), shared)
+
+
+def shard_of(module: torch.nn.Module) -> Shard | None:
+    """Return by how many ranks a linear layer or an embedding is split, None for other modules."""
+    ranks = getattr(module, "tp_size", None)
+    if ranks is None:
+        return None
+    indices = getattr(module, "shard_indices", None)
+    if indices is None:
+        return Shard(ranks, getattr(module, "tp_rank", 0))
+    # An embedding does not say its rank, only where its rows begin.
+    rows = indices.num_elements_padded
+    return Shard(ranks, int(indices.padded_org_vocab_start_index // rows))
+
+
+@contextmanager
+def without_processing(model: torch.nn.Module) -> Iterator[None]:
+    """While it is open, the model's loader does not derive matrices from the weights, of which it has
+    none."""
+    if not hasattr(model, "post_load_weights"):
+        yield
+        return
+    vars(model)["post_load_weights"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del vars(model)["post_load_weights"]
+
+
+def derive(model: torch.nn.Module) -> None:
+    """Let the model derive matrices from its weights, in place."""
+    if hasattr(model, "post_load_weights"):
+        with torch.no_grad():
+            model.post_load_weights()  # type: ignore[operator]
+
+
+def interleaves_gate_and_up() -> bool:
+    """Tell whether rows of gate and up take turns in experts, which SGLang has from 0.5.18 on."""
+    return os.environ.get("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "").lower() in ("1", "true", "yes", "y")
+
+
+def served_model(scheduler: Any) -> tuple[torch.nn.Module, Any]:
+    """Return the model that a scheduler runs, and its ``ServerArgs``."""
+    with known("keeps its model elsewhere"):
+        return scheduler.tp_worker.model_runner.model, scheduler.server_args
+
+
+def rank_in_engine(scheduler: Any) -> int:
+    """Return the rank of a scheduler within its engine.
+
+    Raises ReshardError where SGLang does not call all of an engine's schedulers at once: it hands a
+    call on to the next stage of a pipeline when the stage before has done it, and replicas of a
+    model are called each on its own.
+    """
+    arguments = scheduler.server_args
+    if arguments.pp_size > 1:
+        raise ReshardError(
+            "SGLang calls the stages of a pipeline one after the other, and a refit needs all of them at "
+            "once: start it with --pp-size 1"
+        )
+    if arguments.dp_size > 1 and not arguments.enable_dp_attention:
+        raise ReshardError(
+            "SGLang's replicas of one server (--dp-size without --enable-dp-attention) cannot be called "
+            "together: start a server for each, and connect them as engines of their own"
+        )
+    with known("does not say its rank as it did"):
+        return int(scheduler.ps.tp_rank)
+
+
+def is_asleep(scheduler: Any) -> bool:
+    """Tell whether the memory of the weights has been released."""
+    if scheduler is None:
+        return False
+    with known("does not say what memory it has released"):
+        return WEIGHTS in scheduler.weight_updater.offload_tags
+
+
+def check_idle(scheduler: Any) -> None:
+    """Raise ReshardError while a scheduler has requests under way."""
+    if scheduler is None:
+        return
+    with known("does not say whether it has requests"):
+        _drop_finished(scheduler)
+        is_idle = scheduler.is_fully_idle()
+    if not is_idle:
+        raise ReshardError(
+            "this SGLang has requests under way, whose keys and values are of earlier weights: wait for "
+            "them, or call pause_generation(mode='abort'), before a refit"
+        )
+
+
+def _drop_finished(scheduler: Any) -> None:
+    """Drop a scheduler's last batches if all of their requests have been answered: it would do so in the
+    next turn of its loop, which waits for this call."""
+    batches = [batch for batch in (scheduler.last_batch, scheduler.running_batch) if batch is not None]
+    if not all(request.finished() for batch in batches for request in batch.reqs):
+        return
+    while scheduler.enable_overlap and scheduler.result_queue:
+        scheduler.process_batch_result(*scheduler.result_queue.popleft())
+    scheduler.last_batch = None
+    scheduler.running_batch.filter_batch()
+
+
+def flush_cache(scheduler: Any) -> None:
+    """Forget the keys and values of earlier weights. Raises ReshardError if the scheduler has requests
+    all the same."""
+    if scheduler is None:
+        return
+    with known("flushes its cache in another way"):
+        flushed = scheduler.flush_cache(empty_cache=False)
+    if not flushed:
+        raise ReshardError("this SGLang did not flush its cache of keys and values: refit it once more")
+
+
+def model_of(updater: Any) -> torch.nn.Module:
+    """Return the model whose weights a scheduler's updater writes."""
+    with known("keeps its model elsewhere"):
+        model: torch.nn.Module = updater.tp_worker.model_runner.model
+        return model
+
+
+def keeps_released_weights(updater: Any) -> bool:
+    """Tell whether weights whose memory was released come back with it."""
+    return bool(getattr(updater.scheduler.server_args, "enable_weights_cpu_backup", False))
+
+
+def refuse_request(scheduler: Any, request: Any, why: str) -> None:
+    """Answer a request with an error (503) in place of scheduling it."""
+    with known("refuses requests in another way"):
+        from http import HTTPStatus
+
+        from sglang.srt.managers.io_struct import AbortReq
+
+        reason = {"type": "abort", "status_code": HTTPStatus.SERVICE_UNAVAILABLE, "message": why}
+        abort = AbortReq(finished_reason=reason, rid=request.rid)
+        scheduler.ipc_channels.send_to_tokenizer.send_output(abort, request)
+
+
+def add_to_scheduler(methods: Mapping[str, Any]) -> None:
+    """Give SGLang's scheduler these methods and attributes, by name."""
+    with known("keeps its scheduler elsewhere"):
+        from sglang.srt.managers.scheduler import Scheduler
+
+        for name, method in methods.items():
+            setattr(Scheduler, name, method)
+
+
+def hook_around(target: str, hook: Callable[..., Any]) -> None:
+    """Have SGLang call `hook` with a function and its arguments in place of the function `target`."""
+    with known("has no hooks for plugins"):
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        HookRegistry.register(target, hook, HookType.AROUND)

@@ -1,0 +1,75 @@
+"""The guard of an SGLang model: it checks every run of the model and every request, and follows what
+SGLang does to the weights itself.
+
+SGLang's processes know nothing of it until the first connect: a plugin (`reshard.engines.sglang.plugin`)
+puts the functions below around SGLang's own, and these look for the guard of the model at hand.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from reshard.engines.guard import Guard
+from reshard.engines.sglang import compat
+
+_guards: WeakKeyDictionary[torch.nn.Module, Guard] = WeakKeyDictionary()
+
+
+def guard_of(model: torch.nn.Module, load_format: str) -> Guard:
+    """Return the guard of a model that SGLang started with this ``load_format``."""
+    if model not in _guards:
+        is_dummy = load_format == "dummy"
+        reason = "dummy weights (load_format='dummy')" if is_dummy else ""
+        _guards[model] = Guard("SGLang", not is_dummy, reason)
+    return _guards[model]
+
+
+def check_run(run: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a ``ModelRunner``'s model. Raises ReshardError while its weights are not whole."""
+    guard = _guards.get(runner.model)
+    if guard is not None:
+        guard.check_ready()
+    return run(runner, *args, **kwargs)
+
+
+def check_request(add: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """Schedule a request, or answer it with an error while the weights are not whole: a run that raises
+    would end the engine."""
+    model, _ = compat.served_model(scheduler)
+    guard = _guards.get(model)
+    if guard is None or guard.ready:
+        return add(scheduler, request, *args, **kwargs)
+    compat.refuse_request(scheduler, request, f"this SGLang holds {guard.reason}: refit it before it serves")
+    return None
+
+
+def follow_release(release: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+    """Release memory, and refuse to serve from then on if the weights were lost with it."""
+    result = release(updater, *args, **kwargs)
+    guard = _guards.get(compat.model_of(updater))
+    if (
+        guard is not None
+        and compat.WEIGHTS in updater.offload_tags
+        and not compat.keeps_released_weights(updater)
+    ):
+        guard.lose("no weights since it released their memory")
+    return result
+
+
+def follow_load(load: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+    """Load all weights from a disk, and serve again."""
+    result = load(updater, *args, **kwargs)
+    guard = _guards.get(compat.model_of(updater))
+    if guard is not None and result.success:
+        guard.loaded()
+    return result
+
+
+def follow_update(update: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let others write some weights, which then have no version of ours any more."""
+    guard = _guards.get(compat.model_of(updater))
+    if guard is not None:
+        guard.version = None
+    return update(updater, *args, **kwargs)

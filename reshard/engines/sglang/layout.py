@@ -1,0 +1,108 @@
+"""The placement of a model on each SGLang rank, by arithmetic alone.
+
+SGLang distributes experts over EP ranks within TP, and splits each over the rest of TP. Data parallel
+attention (``enable_dp_attention``) is within TP too: attention and embedding are split over TP / DP
+ranks, everything else over TP.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from reshard.core.errors import ReshardError
+from reshard.core.placement import Placement
+from reshard.engines.layout import (
+    EngineRank,
+    Shard,
+    experts_of_rank,
+    layers_of_stage,
+    outer_of_stage,
+    place,
+)
+from reshard.engines.sglang.names import SGLANG, WITHOUT_DP_ATTENTION
+from reshard.models.model import Model
+
+
+@dataclass(frozen=True)
+class SglangLayout:
+    """SGLang's parallel sizes: its ``tp_size``, ``pp_size``, ``ep_size``, and, with
+    ``enable_dp_attention``, its ``dp_size``."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "dp", "ep"):
+            if getattr(self, name) < 1:
+                raise ReshardError(f"SGLang's {name} is {getattr(self, name)}; sizes start at 1")
+
+    @property
+    def engine(self) -> str:
+        """The engine's name."""
+        return SGLANG.engine
+
+    @property
+    def world_size(self) -> int:
+        """Return how many ranks there are: PP times TP."""
+        return self.pp * self.tp
+
+    def __str__(self) -> str:
+        sizes = (("TP", self.tp), ("PP", self.pp), ("DP-attention", self.dp), ("EP", self.ep))
+        return " ".join(f"{name}{n}" for name, n in sizes if n > 1) or "TP1"
+
+    def check(self, model: Model) -> None:
+        """Raise ReshardError if SGLang would not start at these sizes."""
+        if self.tp % self.dp:
+            raise ReshardError(f"SGLang's dp {self.dp} does not divide its tp {self.tp}")
+        if self.tp % self.ep:
+            raise ReshardError(f"SGLang's ep {self.ep} does not divide its tp {self.tp}")
+        if self.dp > 1 and model.family.name in WITHOUT_DP_ATTENTION:
+            raise ReshardError(
+                f"SGLang's class of {model.family.architecture} has no data parallel attention: use dp=1"
+            )
+        heads = model.symbols["NQ"]
+        if heads % (self.tp // self.dp):
+            divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            raise ReshardError(
+                f"SGLang's tp / dp {self.tp // self.dp} does not divide {heads} attention heads; sizes that "
+                f"do: {divisors}"
+            )
+        if self.pp > model.num_layers:
+            raise ReshardError(f"SGLang's pp {self.pp} is more than the model's {model.num_layers} layers")
+        if self.ep > 1 and (not model.num_experts or model.num_experts % self.ep):
+            raise ReshardError(
+                f"SGLang's ep {self.ep} does not divide the model's {model.num_experts} experts"
+            )
+
+    def rank(self, model: Model, rank: int) -> EngineRank:
+        """Return one rank; TP is the innermost axis, then PP."""
+        tp_rank, pp_rank = rank % self.tp, rank // self.tp
+        base, remainder = divmod(model.num_layers, self.pp)
+        # The remainder goes to the last stages.
+        counts = [base + (stage >= self.pp - remainder) for stage in range(self.pp)]
+        moe_tp = self.tp // self.ep
+        return EngineRank(
+            self.tp,
+            tp_rank,
+            moe_tp,
+            tp_rank % moe_tp,
+            experts_of_rank(model.num_experts, self.ep, tp_rank // moe_tp),
+            layers_of_stage(counts, pp_rank),
+            outer_of_stage(SGLANG, model, pp_rank == 0, pp_rank == self.pp - 1),
+            attention_shards(Shard(self.tp // self.dp, tp_rank % (self.tp // self.dp))),
+        )
+
+    def placement(self, model: Model, rank: int) -> Placement:
+        """Return the parameters of one rank. Raises ReshardError if a size does not divide."""
+        return sglang_placement(model, self.rank(model, rank))
+
+
+def attention_shards(attention: Shard) -> Mapping[str, Shard]:
+    """Return how parameters of some kinds are split, given how attention is."""
+    return {"attention": attention, "embedding": attention}
+
+
+def sglang_placement(model: Model, rank: EngineRank) -> Placement:
+    """Return the parameters of an SGLang rank; see `reshard.engines.layout.place`."""
+    return place(SGLANG, model, rank)

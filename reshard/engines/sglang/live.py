@@ -1,0 +1,160 @@
+"""A live SGLang model as the destination of a refit."""
+
+from typing import Any
+
+from reshard.core.extras import importing
+
+with importing("sglang"):
+    import torch
+
+from reshard.core.errors import ReshardError, listed
+from reshard.core.gc import gc_paused
+from reshard.device.cuda import is_mapped
+from reshard.engines.accounts import DERIVED, LEFT_ALONE, Account, account_for, summary
+from reshard.engines.canonical import expert_layers, stored_tensors
+from reshard.engines.deduplicated import ExpertLayer, trace_deduplicated
+from reshard.engines.layout import WITHOUT_PARAMETER, EngineRank
+from reshard.engines.live import LiveEngine, owners_of
+from reshard.engines.placing import Placer
+from reshard.engines.sglang import compat
+from reshard.engines.sglang.derived import derive_in_place, stale_tensors
+from reshard.engines.sglang.guard import guard_of
+from reshard.engines.sglang.names import SGLANG
+from reshard.engines.sglang.rank import rank_of
+from reshard.engines.sglang.supported import check_supported
+from reshard.engines.stand_ins import layer_fingerprint, stand_ins
+from reshard.engines.trace import Canonical, Trace, trace_load
+from reshard.models.model import Model
+from reshard.models.published import published
+
+NOT_SAVED = Account(LEFT_ALONE, "SGLang computes it from the config, and saves it nowhere")
+OF_THE_ROUTER = Account(DERIVED, "a copy of the router's weights in fp32")
+SCALE_OF_CACHE = Account(
+    LEFT_ALONE, "a scale of the attention's cache, which comes with a checkpoint or is 1"
+)
+
+
+class SglangModel(LiveEngine):
+    """One rank of a running SGLang: a model and its ``ServerArgs``; if there is, the `scheduler` that
+    runs it.
+
+    Raises ReshardError, before anything is changed, if the model serves from another arrangement of
+    its weights than the loaded one, or if SGLang's loader disagrees with our rules.
+    """
+
+    engine = SGLANG.engine
+
+    def __init__(self, model: torch.nn.Module, arguments: Any, scheduler: Any = None) -> None:
+        self.module, self.arguments, self.scheduler = model, arguments, scheduler
+        # Before anything can fail: an engine that cannot be connected must not serve dummy weights
+        # either.
+        self.guard = guard_of(model, str(arguments.load_format))
+        self.hf_config = published(model.config.to_dict(), "SGLang's config")  # type: ignore[union-attr,operator]
+        self.model = Model.from_hf(self.hf_config, f"SGLang's config of {arguments.model_path}")
+        check_supported(model, arguments)
+        self.tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        self.owners = owners_of(dict(model.named_modules()), self.tensors)
+        self.rank: EngineRank = rank_of(model, self.model, self.tensors)
+        self.tp = self.rank.tp
+        with gc_paused():
+            trace = self._trace()
+            self._check_all_taken(trace)
+            placer = Placer(SGLANG, self.model, self.rank, self.tensors, (), self.dtype)
+            self.placement, self.regions = placer.main(trace)
+        self.accounts = self._account()
+        self._addresses = self.addresses()
+
+    @staticmethod
+    def from_scheduler(scheduler: Any) -> "SglangModel":
+        """Return the model of a ``sglang.srt.managers.scheduler.Scheduler`` of this process."""
+        model, arguments = compat.served_model(scheduler)
+        return SglangModel(model, arguments, scheduler)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the model serves in."""
+        return next(tensor.dtype for name, tensor in self.tensors.items() if name.endswith("norm.weight"))
+
+    # Finding tensors
+
+    def _trace(self) -> Trace:
+        def trace(canonical: Canonical) -> Trace:
+            with compat.without_processing(self.module), stand_ins(self.module) as parameters:
+                return trace_load(self.engine, self.module.load_weights, canonical, parameters)  # type: ignore[arg-type]
+
+        def fingerprint(layer: ExpertLayer) -> tuple:
+            return layer_fingerprint(self.module, layer, compat.experts_of)
+
+        stored, layers = stored_tensors(self.model, self.dtype), expert_layers(SGLANG, self.model)
+        return trace_deduplicated(trace, stored, layers, fingerprint, self.rank.experts)
+
+    def _check_all_taken(self, trace: Trace) -> None:
+        """Raise ReshardError for published tensors of this rank's layers that SGLang's class does not
+        take: its loaders pass over names that they do not know, and would serve another model."""
+        taken = {copy.name for copy in trace.copies}
+        missed = []
+        for block in self.model.blocks():
+            if block.mtp or block.layer is None or block.layer not in self.rank.layers:
+                continue
+            for row in block.rows:
+                if row.arrangement not in WITHOUT_PARAMETER:
+                    names = [name for _, name in row.names(block.published, self.rank.experts)]
+                    missed += [name for name in names if name not in taken]
+        if missed:
+            raise ReshardError(
+                f"SGLang's {type(self.module).__name__} does not take {listed(missed, 3)}, and would serve "
+                f"another model: serve this checkpoint with another engine"
+            )
+
+    def _account(self) -> dict[str, Account]:
+        """Return what a refit does to each tensor. Raises ReshardError for tensors that have no
+        account."""
+        written = {id(region.tensor) for region in self.regions.values()}
+        brought = {name: tensor for name, tensor in self.tensors.items() if id(tensor) in written}
+        others: dict[str, Account] = {}
+        for name in self.tensors:
+            module, key = self.owners[name]
+            if key == compat.OF_ROUTER:
+                others[name] = OF_THE_ROUTER
+            elif key in ("k_scale", "v_scale"):
+                others[name] = SCALE_OF_CACHE
+            elif key in module._non_persistent_buffers_set:
+                others[name] = NOT_SAVED
+        return account_for(self.engine, self.tensors, brought, others)
+
+    # Following what SGLang moves
+
+    def check_memory(self) -> None:
+        """Raise ReshardError if SGLang has released the memory of its weights."""
+        first = next(iter(self.tensors.values()))
+        is_lost = first.device.type == "cuda" and not is_mapped(first.data_ptr())
+        if is_lost or compat.is_asleep(self.scheduler):
+            raise ReshardError(
+                "this SGLang sleeps, and its weights have no memory: call "
+                "resume_memory_occupation(tags=['weights']) before a refit"
+            )
+
+    # A refit
+
+    def begin(self) -> None:
+        """Refuse to serve until `end`. Raises ReshardError while requests run."""
+        compat.check_idle(self.scheduler)
+        super().begin()
+
+    def end(self, version: int) -> None:
+        """Serve again, with weights of this version, and without what was cached for others."""
+        compat.flush_cache(self.scheduler)
+        super().end(version)
+
+    def update_derived(self) -> None:
+        """Let SGLang derive matrices from the new weights."""
+        derive_in_place(self.module)
+
+    def stale_derived(self) -> list[str]:
+        """Return the names of matrices that are not what SGLang derives from the weights that it has
+        now."""
+        return stale_tensors(self.module)
+
+    def tensor_accounts(self) -> list[dict[str, Any]]:
+        """Return what a refit does to the tensors, counted; see `Engine.tensor_accounts`."""
+        return summary(self.accounts)

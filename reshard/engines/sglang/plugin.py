@@ -1,0 +1,24 @@
+"""The call that SGLang makes at start-up, in each of its processes, by the entry point in
+``sglang.srt.plugins``.
+
+It gives SGLang's scheduler the methods of `reshard.engines.sglang.worker`, for
+``Engine.collective_rpc``, and puts the guard around its runs and requests. Nothing else changes until
+a trainer connects.
+
+Every SGLang process of an environment with reshard imports this module, so it imports nothing heavy.
+"""
+
+
+def register() -> None:
+    """Register the hooks, and add the scheduler's methods. Raises ReshardError, which SGLang logs, if
+    this SGLang cannot take them."""
+    from reshard.engines.sglang import compat, guard
+    from reshard.engines.sglang.worker import METHODS
+
+    compat.add_to_scheduler(METHODS)
+    compat.hook_around(compat.RUN, guard.check_run)
+    compat.hook_around(compat.REQUEST, guard.check_request)
+    compat.hook_around(compat.RELEASE, guard.follow_release)
+    compat.hook_around(compat.LOAD, guard.follow_load)
+    for update in compat.UPDATES:
+        compat.hook_around(update, guard.follow_update)

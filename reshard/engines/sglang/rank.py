@@ -1,0 +1,45 @@
+"""The rank of a live SGLang model."""
+
+from collections.abc import Collection
+
+import torch
+
+from reshard.core.errors import ReshardError
+from reshard.engines.layout import EngineRank, Shard, experts_of_rank, outer_of_stage
+from reshard.engines.placing import layers_of
+from reshard.engines.sglang import compat
+from reshard.engines.sglang.names import SGLANG
+from reshard.models.model import Model
+
+# The kinds of parameters that may be split otherwise than by TP, by the ends of the names of modules
+# that have one.
+SPLIT_APART = (
+    ("embedding", ("embed_tokens",)),
+    ("output", ("lm_head",)),
+    ("attention", ("self_attn.o_proj",)),
+    ("shared_experts", ("mlp.shared_experts.down_proj",)),
+    ("mlp", ("mlp.down_proj",)),
+)
+
+
+def rank_of(module: torch.nn.Module, model: Model, tensors: Collection[str]) -> EngineRank:
+    """Return what a live model says of its rank, given the names of its `tensors`.
+
+    Raises ReshardError if experts have copies, or lie elsewhere than in order.
+    """
+    groups = compat.parallel()
+    if model.num_experts and compat.has_redundant_experts():
+        raise ReshardError(
+            "this SGLang places experts by their load (EPLB), which a refit does not support: start it "
+            "without --enable-eplb, --init-expert-location and --ep-num-redundant-experts"
+        )
+    shards: dict[str, Shard] = {}
+    for name, child in module.named_modules():
+        for kind, ends in SPLIT_APART:
+            shard = compat.shard_of(child) if name.endswith(ends) else None
+            if shard is not None and kind not in shards:
+                shards[kind] = shard
+    outer = outer_of_stage(SGLANG, model, groups.pp.rank == 0, groups.pp.rank == groups.pp.ranks - 1)
+    experts = experts_of_rank(model.num_experts, groups.ep.ranks, groups.ep.rank)
+    layers = layers_of(SGLANG, model, tensors)
+    return EngineRank(*groups.tp, *groups.moe_tp, experts, layers, outer, shards)

@@ -1,0 +1,67 @@
+"""Which SGLang a refit can write to: one that serves from weights as they were loaded."""
+
+from typing import Any
+
+import torch
+
+from reshard.core.errors import ReshardError
+from reshard.engines.sglang import compat
+
+# Methods that serve from weights as they were loaded.
+PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+
+
+def check_supported(module: torch.nn.Module, arguments: Any) -> None:
+    """Raise ReshardError if SGLang keeps weights in an order, a precision or a place that a refit
+    cannot write, given its ``ServerArgs``."""
+    if getattr(arguments, "weight_cache_mode", None) not in (None, "", "off", "none"):
+        raise ReshardError(
+            "this SGLang's weights belong to another process (--weight-cache-mode), which a refit cannot "
+            "write: start it without that option"
+        )
+    if getattr(arguments, "speculative_algorithm", None) is not None:
+        raise ReshardError(
+            "this SGLang drafts tokens by another model (--speculative-algorithm), which a refit does not "
+            "bring: start it without that option"
+        )
+    if getattr(arguments, "enable_lora", None):
+        raise ReshardError(
+            "this SGLang serves LoRA adapters (--enable-lora), which a refit does not support: start it "
+            "without that option"
+        )
+    if compat.interleaves_gate_and_up():
+        raise ReshardError(
+            "this SGLang interleaves the gate and up rows of experts (SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED), "
+            "which a refit does not support: unset that variable"
+        )
+    for name, child in module.named_modules():
+        if getattr(child, "quant_method", None) is not None:
+            _check_plain(name, child)
+        experts = compat.experts_of(child)
+        if experts is not None:
+            _check_experts(name, child, experts)
+
+
+def _check_plain(name: str, module: torch.nn.Module) -> None:
+    method = type(module.quant_method).__name__
+    if method not in PLAIN_METHODS:
+        raise ReshardError(
+            f"{name} serves from weights that SGLang's {method} has changed, which a refit cannot write: serve "
+            f"in bf16"
+        )
+    if getattr(module, "use_intel_amx_backend", False):
+        raise ReshardError(f"{name} serves from weights that SGLang has packed for the CPU: use a GPU")
+
+
+def _check_experts(name: str, module: torch.nn.Module, experts: compat.Experts) -> None:
+    runner = compat.expert_runner(module)
+    if runner != "triton":
+        raise ReshardError(
+            f"{name} is run by {runner}, which may keep experts in another order than loaded: start SGLang "
+            f"with --moe-runner-backend triton"
+        )
+    if experts.fused_shared:
+        raise ReshardError(
+            f"{name} has shared experts among the routed ones, which a refit does not support: start SGLang "
+            f"with --disable-shared-experts-fusion"
+        )

@@ -1,0 +1,109 @@
+"""The engine's side of a refit in processes of an engine: the methods that its workers get.
+
+An engine's own module has its way into them, and says how a worker makes its side.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from reshard.comm.group import RefitGroup, check_rank
+from reshard.comm.hosts import parsed
+from reshard.core.errors import ReshardError
+from reshard.core.limits import MOST_BUCKET_BYTES, check_number, check_seconds, check_switch
+from reshard.engines.base import Engine
+from reshard.models.config_fields import ignore_hint_for
+from reshard.refit.connecting import BUCKET_BYTES, connect
+from reshard.refit.link import Link
+from reshard.refit.routes import check_backend
+
+
+class ConnectOptions(NamedTuple):
+    """The options with which a worker connects.
+
+    `backend` and `bucket_bytes` are those of `reshard.refit.connect`. `timeout` is for how many
+    seconds members wait for each other, when they connect and in every refit.
+    `match_vllm_rounding` is that of `VllmModel`. `secret` is that of `RefitGroup.join`, the same
+    for all members.
+    """
+
+    backend: str = "auto"
+    bucket_bytes: int = BUCKET_BYTES
+    timeout: float = 60.0
+    match_vllm_rounding: bool = False
+    secret: str | None = None
+
+    def check(self) -> None:
+        """Raise ReshardError for a wrong value."""
+        check_backend(self.backend)
+        check_number(self.bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
+        check_seconds(self.timeout, "timeout")
+        check_switch(self.match_vllm_rounding, "match_vllm_rounding")
+
+
+def connect_worker(
+    address: str,
+    rank: int,
+    size: int,
+    options: ConnectOptions,
+    destination: Callable[[], Engine],
+    close: Callable[[], None],
+) -> Link:
+    """Connect a worker as member `rank` of `size`; its side is made by `destination`.
+
+    `close` gives up the present connection; wrong arguments are refused before that. Raises
+    ReshardError, as on every other member, if the two sides do not hold the same model or a member
+    is missing.
+    """
+    parsed(address)
+    check_rank(rank, size)
+    options.check()
+    close()
+    members = RefitGroup.join(address, rank, size, options.timeout, options.secret)
+    with ignore_hint_for("refit"):
+        return connect(
+            members, destination=destination, backend=options.backend, bucket_bytes=options.bucket_bytes
+        )
+
+
+def log_connected(logger: logging.Logger, link: Link) -> None:
+    """Log how the weights come to a worker."""
+    routes = [route["route"] for route in link.describe()["routes"]]
+    ways = ", ".join(f"{way} from {n}" for way, n in sorted(Counter(routes).items()))
+    logger.info("connected: weights come by refits, to this rank %s trainer ranks", ways)
+
+
+class LinkMethods:
+    """Methods of a worker that has connected, on its `_reshard_link`."""
+
+    _reshard_link: Link | None = None
+
+    def reshard_refit(self, version: int | None = None, verify: bool = False) -> dict[str, Any]:
+        """Take the trainer's weights; return the report as a dict."""
+        check_switch(verify, "verify")
+        return self._reshard_connected().refit(version, verify).to_dict()
+
+    def reshard_release(self) -> None:
+        """Unmap the trainer's memory, together with the trainer's `Link.release`."""
+        self._reshard_connected().release()
+
+    def reshard_close(self) -> None:
+        """Free what was mapped and staged, and forget the trainer, if one is connected."""
+        link, self._reshard_link = self._reshard_link, None
+        if link is not None:
+            link.close()
+
+    def reshard_version(self) -> int | None:
+        """Return the version of the weights that this worker serves.
+
+        None before the first refit, and if the engine has discarded the weights or loaded others
+        since.
+        """
+        receiver = self._reshard_connected().receiver
+        return receiver.engine.version if receiver is not None else None
+
+    def _reshard_connected(self) -> Link:
+        if self._reshard_link is None:
+            raise ReshardError("this engine is not connected: call reshard_connect first")
+        return self._reshard_link

@@ -1,0 +1,127 @@
+"""Refits on the CPU into SGLang's real model classes: as `refit_on_cpu`, for the other engine."""
+
+import torch
+
+from reshard.engines.sglang.derived import derived_tensors
+from reshard.engines.sglang.layout import sglang_placement
+from reshard.engines.sglang.live import SglangModel
+from tests import sglang_on_cpu
+from tests.ranks import caught
+from tests.refit_sides import bits_of, fingerprint, held_by, refit_in_turn
+
+
+def run_routers(model: torch.nn.Module) -> torch.nn.Module:
+    """Run GLM's routers once, as serving does: they keep a copy of their weights in fp32."""
+    for module in model.modules():
+        if hasattr(module, "_weight_fp32"):
+            module(torch.zeros(1, module.weight.shape[1], dtype=module.weight.dtype))
+    return model
+
+
+def held(model: torch.nn.Module) -> dict[str, tuple]:
+    """The fingerprint of a model, with the matrices that it keeps beside its parameters and buffers."""
+    attributes = {
+        f"{path}.{key}": bits_of(getattr(module, key))
+        for path, module in model.named_modules()
+        for key in ("w_kc", "w_vc")
+        if isinstance(getattr(module, key, None), torch.Tensor)
+    }
+    return fingerprint(model) | attributes
+
+
+def built(directory: str, **options) -> tuple[torch.nn.Module, object]:
+    """What `sglang_on_cpu.build` gives, as it is when it has served."""
+    module, arguments = sglang_on_cpu.build(directory, **options)
+    return run_routers(module), arguments
+
+
+def refit_twice(
+    rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict, **options
+):
+    """Refit from each of two Megatron checkpoints in turn; see `refit_sides.refit_in_turn`. With
+    `traced` some rank goes by the trace alone."""
+    traced = options.pop("traced", False)
+
+    def make_engine() -> SglangModel:
+        destination = SglangModel(*built(checkpoints[0][0], load_format="dummy", **engine))
+        by_rules = sglang_placement(destination.model, destination.rank)
+        assert traced or held_by(destination.placement) == held_by(by_rules), (
+            "not by the table, but the trace"
+        )
+        return destination
+
+    def load_by_sglang() -> list[dict[str, tuple]]:
+        return [held(built(hf, **engine)[0]) for hf, _ in checkpoints]
+
+    return refit_in_turn(rank, sides, flags, checkpoints, make_engine, load_by_sglang, look=held, **options)
+
+
+def alone(folder: str) -> None:
+    """Make a group of this process."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/alone", rank=0, world_size=1)
+
+
+def refusals(rank: int, folder: str, directories: dict[str, str]) -> dict[str, str]:
+    """What is said at connect of models that SGLang serves in other ways, by what is changed."""
+    alone(folder)
+
+    def said(variant: str, change=lambda model, arguments: None, **options) -> str:
+        model, arguments = sglang_on_cpu.build(directories[variant], load_format="dummy", **options)
+        change(model, arguments)
+        return caught(lambda: SglangModel(model, arguments))
+
+    def runner(model: torch.nn.Module, _) -> None:
+        from sglang.srt.layers.moe.moe_runner.base import MoeRunnerBackend
+
+        for module in model.modules():
+            if hasattr(module, "moe_runner_config") and hasattr(module, "quant_method"):
+                module.quant_method.runner.runner_backend = MoeRunnerBackend("flashinfer_cutlass")
+
+    def quantized(model: torch.nn.Module, _) -> None:
+        from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+
+        model.model.layers[0].self_attn.qkv_proj.quant_method = object.__new__(Fp8LinearMethod)
+
+    def shared(model: torch.nn.Module, _) -> None:
+        model.model.layers[1].mlp.experts.num_fused_shared_experts = 1
+
+    def drafting(_, arguments) -> None:
+        arguments.speculative_algorithm = "EAGLE"
+
+    def cached(_, arguments) -> None:
+        arguments.weight_cache_mode = "client"
+
+    def gate_and_up(model: torch.nn.Module, _) -> None:
+        loader = model.load_weights
+        swapped = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+        names = lambda name: ".".join(swapped.get(part, part) for part in name.split("."))  # noqa: E731
+        model.load_weights = lambda weights: loader((names(name), tensor) for name, tensor in weights)
+
+    return {
+        "nothing": said("qwen3-moe"),
+        "biases of MLPs": said("llama-bias"),
+        "a dense layer": said("qwen3-moe-mixed"),
+        "runner": said("qwen3-moe", runner),
+        "quantized": said("qwen3", quantized),
+        "shared experts": said("glm4-moe", shared),
+        "drafting": said("qwen3", drafting),
+        "weight cache": said("qwen3", cached),
+        "another loader": said("qwen3", gate_and_up),
+    }
+
+
+def derived(rank: int, folder: str, directories: list[str]) -> list[dict]:
+    """The tensors that an engine derives, which of them a check names before and after a weight that
+    they are made of is changed, and after they are derived anew."""
+    alone(folder)
+    results = []
+    for directory in directories:
+        engine = SglangModel(*built(directory))
+        result = {"all": sorted(derived_tensors(engine.module)), "before": engine.stale_derived()}
+        for name, tensor in engine.module.named_parameters():
+            if name.endswith(("layers.1.self_attn.kv_b_proj.weight", "layers.1.mlp.gate.weight")):
+                tensor.data += 1
+        result["changed"] = engine.stale_derived()
+        result["after"] = engine.stale_derived()
+        results.append(result)
+    return results

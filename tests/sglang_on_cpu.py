@@ -1,0 +1,69 @@
+"""SGLang's real model classes on the CPU: built, loaded and processed by SGLang's own code, from the
+ordinary wheel, with ``.sglang-cpu`` on PYTHONPATH.
+
+Its kernels are not there: no layer is run.
+"""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+os.environ.setdefault("SGLANG_LOGGING_LEVEL", "ERROR")
+
+# Its classes of our families; SGLang would import all of its hundreds.
+MODELS = ("deepseek_v2", "glm4_moe", "llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+DISABLED = "SGLANG_DISABLED_MODEL_ARCHS"
+
+
+def only_our_models() -> None:
+    """Have SGLang's registry pass over the other models' files."""
+    folder = Path(find_spec("sglang").origin).parent / "srt" / "models"  # type: ignore[union-attr,arg-type]
+    others = sorted(path.stem for path in folder.glob("*.py") if path.stem not in MODELS)
+    os.environ[DISABLED] = ",".join(others)
+
+
+only_our_models()
+
+import torch
+from sglang.srt.configs.device_config import DeviceConfig
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed import parallel_state
+from sglang.srt.layers.dp_attention import initialize_dp_attention
+from sglang.srt.layers.moe.utils import initialize_moe_config
+from sglang.srt.model_loader import get_model
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+
+def build(
+    directory: str,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    ep: int = 1,
+    load_format: str = "safetensors",
+    dtype: str = "bfloat16",
+    **options,
+) -> tuple[torch.nn.Module, ServerArgs]:
+    """A model as a rank of SGLang's has it after start-up, and the server's arguments. Needs a torch
+    process group of pp * tp ranks. With `dp` above 1 attention is data parallel, within TP."""
+    arguments = ServerArgs(
+        model_path=directory, load_format=load_format, dtype=dtype, device="cpu", attention_backend="torch_native",
+        moe_runner_backend="triton", tp_size=tp, pp_size=pp, dp_size=dp, ep_size=ep, enable_dp_attention=dp > 1,
+        skip_tokenizer_init=True, disable_cuda_graph=True, disable_shared_experts_fusion=True, **options,
+    )  # fmt: skip
+    set_global_server_args_for_scheduler(arguments)
+    config = ModelConfig.from_server_args(arguments)
+    rank = torch.distributed.get_rank()
+    if parallel_state._WORLD is None:
+        parallel_state.init_distributed_environment(
+            world_size=tp * pp, rank=rank, local_rank=rank, distributed_init_method="env://", backend="gloo"
+        )
+    else:
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tp, ep, pp, attention_data_parallel_size=dp)
+    initialize_dp_attention(arguments, config)
+    initialize_moe_config(arguments)
+    torch.distributed.barrier()
+    load = LoadConfig(load_format=load_format)
+    return get_model(model_config=config, load_config=load, device_config=DeviceConfig("cpu")), arguments
