@@ -31,7 +31,7 @@ SLOWEST_FIRST = (
     "weight_transfer", "compressed", "live_save", "live_load", "hybrid", "refit", "engine", "nvfp4_engine", "members", "fsdp", "parity", "blocks", "logits", "sglang",
     "megatron_saves", "serving", "roll", "swift", "reloads", "verl", "resume", "nemo_rl", "build", "config_rules", "megatron_args", "megatron_parser",
     "trainer_settings", "install", "published",
-    "sleeping", "examples", "compat", "families", "offload", "input_faults", "storage_faults", "processes", "source_changes", "surface", "html",
+    "sleeping", "examples", "compat", "families", "optimizer", "offload", "input_faults", "storage_faults", "processes", "source_changes", "surface", "html",
     "trainers_checkpoints",
 )  # fmt: skip
 # Test files that use these are slow as well, whatever their names.

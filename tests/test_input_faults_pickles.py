@@ -2,6 +2,7 @@
 
 import io
 import pickle
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard import ReshardError, inspect
-from reshard.formats import pickles
+from reshard.formats import pickles, torch_zip
 from tests.mutations.containers import rezip
 from tests.spoiled import bounded, converted, mcore
 from tests.test_faults import refused
@@ -38,6 +39,32 @@ def tower(levels=64):
         + b"".join(get[i] + get[i] + b"\x86q" + bytes([i + 1]) + b"0" for i in range(levels))
         + get[-1]
     )
+
+
+@settings(deadline=None, max_examples=40)
+@given(NESTED, st.sets(TEXT))
+def test_what_was_read_is_written_so_that_torch_reads_it_again(value, members):
+    """As the common state of a training, with the steps and scales that an optimizer has as tensors."""
+    tensors = [torch.tensor(3.5), torch.arange(6).reshape(2, 3)[:, 1:].bfloat16(), torch.tensor([True])]
+    saved = [value, members, frozenset(members), OrderedDict(a=1), torch.float32, torch.Size([2]), tensors]
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    data = buffer.getvalue()
+    read = (lambda at, n: data[at : at + n]), len(data), "x"
+    again = pickles.writable(torch_zip.stored_object(*read), "x")
+    written = torch_zip.object_bytes(again, torch_zip.stored_storages(*read))
+    *plain, loaded = torch.load(io.BytesIO(written), weights_only=False)
+    assert plain == saved[:-1] and repr(plain[0]) == repr(value)
+    assert all(map(torch.equal, loaded, tensors)) and [t.dtype for t in loaded] == [t.dtype for t in tensors]
+
+
+@pytest.mark.parametrize("ops", [tower(24), b"]" * 500 + b"a" * 499], ids=["shared", "nested"])
+def test_what_shares_or_nests_too_many_parts_is_not_written(ops):
+    value = pickles.load(b"\x80\x02" + ops + b".", "here")
+    with pytest.raises(
+        ReshardError, match="here holds more values than a checkpoint has, or nests them deeper"
+    ):
+        pickles.writable(value, "here")
 
 
 BOMBS = {

@@ -19,7 +19,6 @@ from reshard import (
     mcore_to_mcore,
 )
 from reshard.formats import torch_dist
-from tests.checkpoints import make
 from tests.disk import cli
 from tests.oracle import hf_tensors, same, stored_tensors
 from tests.ranks import run_on_ranks
@@ -42,11 +41,10 @@ class Runs:
     """Two trainings, of a model with experts under the distributed optimizer and of a dense one under a
     plain one, with their checkpoints; a third with flat buffers; and what is made of them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        for variant in ("qwen3-moe", "qwen3"):
-            make(folder / variant, variant, torch.bfloat16)
-            hf_to_mcore(folder / variant, folder / f"{variant}-mcore", transformer_impl="local")
+    def __init__(self, folder: Path, sources: dict[str, Path]) -> None:
+        self.folder, self.configs = folder, sources
+        for variant, source in sources.items():
+            hf_to_mcore(source, folder / f"{variant}-mcore", transformer_impl="local")
         self.of_experts = self.flags("qwen3-moe", f"{EP} 2 {ETP} 1")
         self.dense = self.flags("qwen3", f"{TP} 2", "--bf16")
         buffers = [flag for flag in self.of_experts if flag != "--dist-ckpt-optim-fully-reshardable"]
@@ -56,15 +54,13 @@ class Runs:
             (buffers, self.path("qwen3-moe-mcore"), self.path("buffers"), 1, 0),
         ]  # fmt: skip
         self.losses = run_on_ranks(2, "train_each", runs, module="optimizer_on_cpu")
-        config = {"hf_config": folder / "qwen3-moe"}
+        config, dense = ({"hf_config": sources[name]} for name in ("qwen3-moe", "qwen3"))
         self.move("moe", "stages", MegatronLayout(pp=2, vpp=2), **config)
         self.move("moe", "hybrid", EP2, model_class="hybrid", **config)
         self.move("hybrid", "back", EP2)
         self.move("stages", "split", EP2)
-        self.move("dense", "dense-stages", MegatronLayout(pp=2), hf_config=folder / "qwen3")
-        self.move(
-            "dense", "dense-hybrid", MegatronLayout(tp=2), hf_config=folder / "qwen3", model_class="hybrid"
-        )
+        self.move("dense", "dense-stages", MegatronLayout(pp=2), **dense)
+        self.move("dense", "dense-hybrid", MegatronLayout(tp=2), **dense, model_class="hybrid")
         self.move("dense-hybrid", "dense-back", MegatronLayout(tp=2))
         shutil.copytree(folder / "back", folder / "exchanged")
         exchange(folder / "exchanged" / ITERATION)
@@ -96,8 +92,9 @@ def exchange(directory: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return Runs(tmp_path_factory.mktemp("optimizer"))
+def runs(tmp_path_factory, checkpoint):
+    sources = {name: checkpoint(name, dtype=torch.bfloat16) for name in ("qwen3-moe", "qwen3")}
+    return Runs(tmp_path_factory.mktemp("optimizer"), sources)
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +198,7 @@ def test_padding_that_training_has_written_stays_as_far_as_there_is_room(runs, t
 
 
 def test_weights_alone_are_those_of_the_training(runs, tmp_path):
-    config = {"hf_config": runs.folder / "qwen3-moe"}
+    config = {"hf_config": runs.configs["qwen3-moe"]}
     report = runs.move("moe", tmp_path / "weights", EP2, without_optimizer=True, **config)
     assert "ignored 36 entries of optimizer state" in report.notices
     assert (tmp_path / "weights" / "latest_checkpointed_iteration.txt").read_text() == "release"
@@ -226,13 +223,13 @@ def test_a_cast_leaves_the_states_as_they_are(runs, tmp_path):
 def test_states_in_flat_buffers_are_refused_by_name(runs, tmp_path):
     with pytest.raises(ReshardError, match=r"in the format dp_reshardable, .*--dist-ckpt-optim-fully-reshardable, or pass "
                                            "--without-optimizer"):  # fmt: skip
-        runs.move("buffers", tmp_path / "out", EP2, hf_config=runs.folder / "qwen3-moe")
+        runs.move("buffers", tmp_path / "out", EP2, hf_config=runs.configs["qwen3-moe"])
     assert (
         inspect(runs.folder / "buffers")
         .details["optimizer"]
         .startswith("dp_reshardable, which belongs to the layout")
     )
-    done = cli("mcore-to-mcore", runs.folder / "buffers", tmp_path / "weights", "--hf-config", runs.folder / "qwen3-moe",
+    done = cli("mcore-to-mcore", runs.folder / "buffers", tmp_path / "weights", "--hf-config", runs.configs["qwen3-moe"],
                "--without-optimizer")  # fmt: skip
     assert done.returncode == 0 and "optimizer state" in done.stderr
 
@@ -244,27 +241,84 @@ def test_inspect_says_which_states_can_be_moved(runs):
     assert "optimizer" not in inspect(runs.folder / "qwen3-mcore").details
 
 
-@pytest.mark.parametrize(("change", "expected"), [
-    (lambda keys: {f"chained_0.{k}" if k.startswith("optimizer.state.") else k: v for k, v in keys.items()}, None),
-    (lambda keys: keys | {"optimizer.state.exp_avg.decoder.surplus": keys[QKV]}, "decoder.surplus"),
-    (lambda keys: keys | {"optimizer.distributed.dp_group_idx_0.gbuf": keys[QKV]}, "gbuf"),
-    (lambda keys: keys | {f"chained_1.{QKV}": keys[QKV]}, "chained_1"),
-])  # fmt: skip
-def test_keys_of_earlier_versions_and_unknown_ones(change, expected, runs, tmp_path):
-    directory = shutil.copytree(runs.folder / "moe", tmp_path / "moe") / ITERATION
+def rewrite(directory: Path, change) -> None:
+    """Write an iteration's metadata again, with changed keys."""
     stored = torch_dist.read(directory)
-    metadata = torch_dist.metadata_bytes(change(stored.keys), stored.objects, "")
-    (directory / ".metadata").write_bytes(metadata)
-    options = {"hf_config": runs.folder / "qwen3-moe"}
-    if expected is not None:
-        with pytest.raises(ReshardError, match=expected):
-            runs.move(tmp_path / "moe", tmp_path / "out", EP2, **options)
-        return
-    runs.move(tmp_path / "moe", tmp_path / "out", EP2, **options)
-    assert (
-        same(stored_tensors(runs.folder / "moe" / ITERATION), stored_tensors(tmp_path / "out" / ITERATION))
-        == []
+    (directory / ".metadata").write_bytes(torch_dist.metadata_bytes(change(stored.keys), stored.objects, ""))
+
+
+def test_a_layer_that_was_not_trained_has_no_states_on_the_other_side_either(runs, tmp_path):
+    directory = shutil.copytree(runs.folder / "moe", tmp_path / "moe") / ITERATION
+
+    def freeze(keys):
+        for key in (
+            key for key in keys if key.startswith("optimizer.state.") and ".linear_qkv.weight" in key
+        ):
+            keys[key].chunks = {place: at for place, at in keys[key].chunks.items() if place[0][0] != 1}
+        return keys
+
+    rewrite(directory, freeze)
+    config = {"hf_config": runs.configs["qwen3-moe"]}
+    runs.move(tmp_path / "moe", tmp_path / "hybrid", EP2, model_class="hybrid", **config)
+    trained, some = (
+        stored_tensors(path / ITERATION) for path in (runs.folder / "hybrid", tmp_path / "hybrid")
     )
+    frozen = {f"optimizer.state.{kind}.decoder.layers.2.self_attention.linear_qkv.weight"
+              for kind in ("exp_avg", "exp_avg_sq", "param")}  # fmt: skip
+    assert trained.keys() - some.keys() == frozen
+    assert same(some, {key: trained[key] for key in some}) == []
+    runs.move(tmp_path / "moe", tmp_path / "gpt", MegatronLayout(tp=2), **config)
+    chunks = torch_dist.read(tmp_path / "gpt" / ITERATION).keys[QKV].chunks
+    assert {offsets[0] for offsets, _ in chunks} == {0, 2, 3} and len(chunks) == 6
+
+
+def test_an_iteration_that_megatron_does_not_resume_is_refused(runs, tmp_path):
+    shutil.copytree(runs.folder / "back", tmp_path / "source")
+    common = torch.load(tmp_path / "source" / ITERATION / "common.pt", weights_only=False)
+    torch.save(common | {"iteration": 0}, tmp_path / "source" / ITERATION / "common.pt")
+    (tmp_path / "source" / "reshard.json").unlink()
+    with pytest.raises(
+        ReshardError, match="is of iteration 0, from which Megatron does not resume: pass --iteration"
+    ):
+        runs.move(tmp_path / "source", tmp_path / "out", EP2)
+    runs.move(tmp_path / "source", tmp_path / "out", EP2, iteration=2)
+    common.pop("optimizer")
+    torch.save(common | {"iteration": "2"}, tmp_path / "source" / ITERATION / "common.pt")
+    with pytest.raises(
+        ReshardError, match="has no iteration, from which a training could go on: pass --without-optimizer"
+    ):
+        runs.move(tmp_path / "source", tmp_path / "other", EP2)
+
+
+SQUARES = QKV.replace("exp_avg", "exp_avg_sq")
+STRANGE = [
+    (QKV, "optimizer.state.exp_avg.decoder.surplus", r"not have: decoder\.surplus; --without-optimizer takes the weights alone"),
+    (QKV, "optimizer.distributed.dp_group_idx_0.gbuf", r"format fully_reshardable with optimizer\.distributed\.dp_group_idx_0\.gbuf"),
+    (SQUARES, f"chained_1.{QKV}", r"format fully_reshardable with chained_1\."),
+]  # fmt: skip
+
+
+def test_keys_of_earlier_versions_are_read(runs, tmp_path):
+    """With the number of each optimizer of a chain before them."""
+    rewrite(
+        shutil.copytree(runs.folder / "moe", tmp_path / "moe") / ITERATION,
+        lambda keys: {
+            f"chained_0.{k}" if k.startswith("optimizer.state.") else k: v for k, v in keys.items()
+        },
+    )
+    runs.move(tmp_path / "moe", tmp_path / "out", EP2, hf_config=runs.configs["qwen3-moe"])
+    trained, moved = (stored_tensors(path / ITERATION) for path in (runs.folder / "moe", tmp_path / "out"))
+    assert same(trained, moved) == []
+
+
+@pytest.mark.parametrize(("key", "renamed", "expected"), STRANGE, ids=["parameter", "buffer", "twice"])
+def test_states_under_strange_keys_are_refused(key, renamed, expected, runs, tmp_path):
+    rewrite(
+        shutil.copytree(runs.folder / "moe", tmp_path / "moe") / ITERATION,
+        lambda keys: {renamed if k == key else k: v for k, v in keys.items()},
+    )
+    with pytest.raises(ReshardError, match=expected):
+        runs.move(tmp_path / "moe", tmp_path / "out", EP2, hf_config=runs.configs["qwen3-moe"])
 
 
 def test_a_damaged_state_is_named_before_it_is_moved(runs, tmp_path):

@@ -321,7 +321,7 @@ def common_bytes(
 
     `others` are further entries, as `pickles.writable` gives them, whose tensors have their bytes in `storages`.
     """
-    kept = (bool, int, float, str, list, tuple, Name, pickles.Call, type(None))
+    kept = (bool, int, float, str, bytes, list, tuple, dict, Name, pickles.Call, type(None))
     plain = {key: value if isinstance(value, kept) else str(value) for key, value in args.items()}
     return torch_zip.object_bytes((others or {}) | {
         "args": call("argparse", "Namespace", state=plain), "iteration": iteration, "checkpoint_version": 3.0,

@@ -10,7 +10,7 @@ REBUILDS = ("_rebuild_tensor_v2", "_rebuild_tensor_v3")
 # Classes that the reader builds itself.
 CLASSES = {tuple: Name("torch", "Size"), OrderedDict: Name("collections", "OrderedDict")}
 # Parts that several values share are written for each: more than this many are no checkpoint's common state.
-MAX_VALUES = 4_000_000
+MAX_VALUES, MAX_DEPTH, MAX_BITS = 200_000, 100, 2000
 
 
 def writable(value: Any, where: str) -> Any:
@@ -19,51 +19,47 @@ def writable(value: Any, where: str) -> Any:
     Classes that are referred to become names, and the storages of tensors are looked up again, on the CPU.
     Raises ReshardError for what has no such form.
     """
-    return _Copy(where).of(value)
+    return _Copy(where).of(value, 0)
 
 
 class _Copy:
     def __init__(self, where: str) -> None:
         self.where, self.count = where, 0
 
-    def of(self, value: Any) -> Any:
-        """Return the form of one value."""
+    def of(self, value: Any, depth: int) -> Any:
+        """Return the form of a value that lies so deep in others."""
         self.count += 1
-        if self.count > MAX_VALUES:
-            raise ReshardError(f"{self.where} holds more than {MAX_VALUES:,} values, which no checkpoint has")
+        if self.count > MAX_VALUES or depth > MAX_DEPTH:
+            raise ReshardError(f"{self.where} holds more values than a checkpoint has, or nests them deeper")
         kind = type(value)
-        if value is None or kind in (bool, int, float, str, bytes, Name):
+        if value is None or kind in (bool, float, str, bytes, Name):
             return value
-        if kind is OrderedDict:
-            record = call("collections", "OrderedDict")
-            return self._with_items(value) if value else record
-        if kind is dict:
-            return self._with_items(value)
-        if kind is list:
-            return [self.of(each) for each in value]
-        if kind is tuple:
-            return tuple(self.of(each) for each in value)
+        if kind is int and value.bit_length() < MAX_BITS:
+            return value
+        if kind in (list, tuple):
+            return kind(self.of(each, depth + 1) for each in value)
+        if kind is OrderedDict and not value:
+            return call("collections", "OrderedDict")
+        if kind in (dict, OrderedDict):
+            return {self.of(key, depth + 1): self.of(each, depth + 1) for key, each in value.items()}
         if kind in (set, frozenset):
-            return call("builtins", kind.__name__, sorted(map(self.of, value), key=repr))
+            members = [self.of(each, depth + 1) for each in value]
+            return call("builtins", kind.__name__, sorted(members, key=repr))
         if isinstance(value, Call):
-            return self._call(value)
-        if isinstance(value, type):
-            if issubclass(value, Call):
-                return Name(value.module, value.name)
-            if value in CLASSES:
-                return CLASSES[value]
-        raise ReshardError(f"{self.where} holds a {kind.__name__}, which cannot be written again")
+            return self._call(value, depth + 1)
+        if isinstance(value, type) and issubclass(value, Call):
+            return Name(value.module, value.name)
+        if isinstance(value, type) and value in CLASSES:
+            return CLASSES[value]
+        raise ReshardError(f"{self.where} holds a {kind.__name__} that cannot be written again")
 
-    def _with_items(self, value: dict) -> dict:
-        return {self.of(key): self.of(each) for key, each in value.items()}
-
-    def _call(self, value: Call) -> Call:
-        arguments = value.args
-        is_tensor = value.name in REBUILDS and arguments and type(arguments[0]) is tuple
-        if is_tensor and len(arguments[0]) == 5:
+    def _call(self, value: Call, depth: int) -> Call:
+        arguments = list(value.args)
+        if value.name in REBUILDS and arguments and type(arguments[0]) is tuple and len(arguments[0]) == 5:
             kind, storage, key, _, size = arguments[0]
-            pid = (kind, self.of(storage), key, "cpu", size)
-            rest = tuple(self.of(each) for each in arguments[1:])
-            return call(value.module, value.name, Persistent(pid), *rest)
-        state = None if value.state is None else self.of(value.state)
-        return call(value.module, value.name, *(self.of(each) for each in arguments), state=state)
+            arguments[0] = Persistent((kind, self.of(storage, depth), key, "cpu", size))
+            arguments[1:] = [self.of(each, depth) for each in arguments[1:]]
+        else:
+            arguments = [self.of(each, depth) for each in arguments]
+        state = None if value.state is None else self.of(value.state, depth)
+        return call(value.module, value.name, *arguments, state=state)

@@ -30,7 +30,7 @@ from reshard.models.model import Model
 STATE = "optimizer.state."
 REGULAR = "regular"
 MOVABLE = ("fully_reshardable", REGULAR)
-# The optimizers of a chain have their number before the key in checkpoints of Megatron-Core before 0.13.
+# In earlier checkpoints the optimizers of a chain have their number before the key.
 _STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 
 
@@ -124,7 +124,10 @@ def placement_of_states(
     for kind, of_kind in states.keys.items():
         where, prefix = f"{checkpoint.directory} ({STATE}{kind})", f"{STATE}{kind}."
         keys = {key: checkpoint.keys[stored] for key, stored in of_kind.items()}
-        placed = placement_of_keys(keys, (), where, model, parameters, complete=False).placement
+        try:
+            placed = placement_of_keys(keys, (), where, model, parameters, complete=False).placement
+        except ReshardError as error:
+            raise ReshardError(f"{error}; --without-optimizer takes the weights alone") from error
         for (key, *rest), tensor in placed.tensors.items():
             renamed = _of_state(tensor, prefix, (of_kind[key], *rest))
             tensors[renamed.id] = renamed
