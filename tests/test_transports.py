@@ -3,6 +3,7 @@ tensor: no Megatron, no vLLM, a second each."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from reshard.engines.base import Engine
 from reshard.refit import RefitGroup, RefitReport, connect
 from reshard.refit.copies import host_bytes
 from reshard.refit.routes import BACKENDS, Pair, Peer
-from reshard.refit.transports import TRANSPORTS, transport_for
+from reshard.refit.transports import TRANSPORTS, agent, transport_for
 from reshard.refit.transports.agent import Agent, AgentHandle
 from reshard.refit.transports.slots import SlotTransport
 from reshard.trainers.base import Trainer
@@ -216,25 +217,34 @@ def test_a_byte_that_changes_in_a_slab_is_found_by_a_verification(backend, monke
     assert not ready and (torn != weight).sum() == 1 and torch.equal(served, weight)
 
 
+def test_a_nixl_that_cannot_be_imported_is_none_and_the_log_says_why(monkeypatch, caplog):
+    def broken():
+        raise ImportError("detected CUDA 13 but nixl-cu13 is not installed")
+
+    assert agent.installed_version() == metadata.version("nixl")
+    monkeypatch.setattr(agent, "_nixl", broken)
+    assert agent.installed_version.__wrapped__() == ""
+    assert "NIXL is installed, and cannot be used: detected CUDA 13" in caplog.text
+
+
 def test_an_agent_that_waits_for_others_takes_no_core():
-    agent, before = Agent(torch.device("cpu")), time.process_time()
+    waiting, before = Agent(torch.device("cpu")), time.process_time()
     time.sleep(0.5)
     assert time.process_time() - before < 0.1
-    agent.close()
+    waiting.close()
 
 
 def test_a_handle_of_a_slab_is_what_an_agent_says_or_nothing():
-    agent = Agent(torch.device("cpu"))
-    slab = agent.slab(1 << 16, in_gpu=True)  # and there is none
+    one, other = Agent(torch.device("cpu")), Agent(torch.device("cpu"))
+    slab = one.slab(1 << 16, in_gpu=True)  # and there is none
     found = AgentHandle.decode(slab.handle)
     assert found is not None and found[:3] == ("DRAM", 0, slab.address) and found.encode() == slab.handle
     for text in ("", slab.handle[1:], f"{slab.handle}0", slab.handle.replace("DRAM", "FILE"), "/proc/1/fd/3"):
         assert AgentHandle.decode(text) is None
-    other = Agent(torch.device("cpu"))
-    for metadata in (found.agent[:-9], b"x" * 100):
+    for described in (found.agent[:-9], b"x" * 100):
         with pytest.raises(ReshardError, match=r"^NIXL cannot reach rank 3 \(.*: use backend='nccl'$"):
-            other.meet(metadata, "rank 3")
-    agent.close()
+            other.meet(described, "rank 3")
+    one.close()
     other.close()
 
 

@@ -40,7 +40,7 @@ def installed_version() -> str:
     try:
         package, _, _ = _nixl().nixlAgent.__module__.partition(".")  # nixl_cu13, for one
         return metadata.version(package)
-    except (ImportError, OSError, AttributeError) as error:
+    except (ReshardError, ImportError, OSError, AttributeError) as error:
         log.warning("NIXL is installed, and cannot be used: %s", first_line(error))
         return ""
 
