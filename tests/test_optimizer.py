@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from reshard import (
     inspect,
     mcore_to_hf,
     mcore_to_mcore,
+    read_model,
 )
 from reshard.formats import torch_dist
-from tests.disk import cli
+from reshard.megatron.training.progress import TrainingState
+from tests.disk import cli, command, ended, environment, journal, until
 from tests.oracle import hf_tensors, same, stored_tensors
 from tests.ranks import run_on_ranks
 from tests.test_live_save import unlike_trees
@@ -319,6 +322,68 @@ def test_states_under_strange_keys_are_refused(key, renamed, expected, runs, tmp
     )
     with pytest.raises(ReshardError, match=expected):
         runs.move(tmp_path / "moe", tmp_path / "out", EP2, hf_config=runs.configs["qwen3-moe"])
+
+
+def test_an_interrupted_move_goes_on(runs, tmp_path):
+    held, config = tmp_path / "held", runs.configs["qwen3-moe"]
+    options = (
+        "--ep",
+        2,
+        "--etp",
+        1,
+        "--model-class",
+        "hybrid",
+        "--transformer-impl",
+        "local",
+        "--hf-config",
+        config,
+    )
+    line = command(
+        "mcore-to-mcore",
+        runs.path("moe"),
+        tmp_path / "out",
+        *options,
+        "--make-vocab-size-divisible-by",
+        8,
+        "--workers",
+        1,
+    )
+    with ended(
+        subprocess.Popen(line, env=environment("pwrite:*:900:hold", held=held), stderr=subprocess.DEVNULL)
+    ) as process:
+        until(lambda: held.exists() and any(entry[0] == "done" for entry in journal(tmp_path)), process)
+    report = runs.move("moe", tmp_path / "out", EP2, model_class="hybrid", hf_config=config, resume=True)
+    assert 0 < report.resumed_tensors < report.tensors
+    assert unlike_trees(tmp_path / "out", runs.folder / "hybrid") == []
+
+
+APART = [
+    (MegatronLayout(ep=2, etp=1), (0, 14), True),
+    (MegatronLayout(tp=2), (0, 20), False),
+    (MegatronLayout(tp=2, etp=1), (0, 18), False),
+    (MegatronLayout(tp=2, etp=1), (0, 19), True),
+]
+
+
+@pytest.mark.parametrize(("layout", "version", "apart"), APART, ids=str)
+def test_experts_have_an_optimizer_of_their_own_where_megatron_gives_them_one(
+    layout, version, apart, checkpoint
+):
+    """With the groups of parameters that it makes there: norms and biases are not decayed."""
+    model = read_model(str(checkpoint("qwen3-moe", dtype=torch.bfloat16)))
+
+    def optimizer(*decays, experts=False):
+        groups = [{"wd_mult": decay, "is_expert_parallel": experts, "step": 2} for decay in decays]
+        return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
+
+    one, two = optimizer(1.0, 0.0), {0: optimizer(1.0, 0.0), 1: optimizer(1.0, experts=True)}
+    for saved in (one, two):
+        training = TrainingState(2, {}, {}, {"optimizer": saved, "other": 1}, {})
+        common = training.common_for(model, layout, version)
+        assert common == {"optimizer": two if apart else one, "other": 1}
+    strange = TrainingState(2, {}, {}, {"optimizer": dict.fromkeys(range(3), one)}, {})
+    with pytest.raises(ReshardError, match="has 3 optimizers, and not one, or one for the experts beside it"):
+        strange.common_for(model, layout, version)
 
 
 def test_a_damaged_state_is_named_before_it_is_moved(runs, tmp_path):

@@ -21,6 +21,8 @@ _NOT_COMMON = (
     "rerun_state_machine",
     "rng_state",
 )
+# The first version in which expert tensor parallelism alone gives experts an optimizer of their own.
+EXPERTS_APART_BY_TP = (0, 19)
 # Arguments that say how far the training is.
 _OF_TRAINING = (
     "consumed_train_samples",
@@ -80,16 +82,19 @@ class TrainingState:
         kept = {name: self.args[name] for name in _OF_TRAINING if name in self.args}
         return others | args | kept | {"no_save_optim": False, "no_save_rng": True}
 
-    def common_for(self, model: Model, layout: MegatronLayout) -> dict[str, Any]:
-        """Return the common state for a layout. Where their ranks are others than those of the rest, experts
-        have an optimizer of their own, the second of two, as Megatron-Core 0.19 has it.
+    def common_for(
+        self, model: Model, layout: MegatronLayout, megatron_lm: tuple[int, int]
+    ) -> dict[str, Any]:
+        """Return the common state for a layout, and for a version of Megatron-LM. Where their ranks are others than
+        those of the rest, experts have an optimizer of their own, the second of two.
 
         Raises ReshardError where it has other optimizers, and would need these.
         """
         saved = self.common.get("optimizer")
         if not isinstance(saved, dict) or not saved:
             return self.common
-        apart = model.num_experts > 0 and (layout.ep > 1 or layout.expert_tp != layout.tp)
+        has_other_tp = layout.expert_tp != layout.tp and megatron_lm >= EXPERTS_APART_BY_TP
+        apart = model.num_experts > 0 and (layout.ep > 1 or has_other_tp)
         chain = (
             [saved[index] for index in sorted(saved)] if all(type(key) is int for key in saved) else [saved]
         )

@@ -64,7 +64,7 @@ class MegatronFiles(Destination):
         mapping = expand(model, transformer_impl, vocab, model_class, kept)
         chunks = list(chunks_to_write(model, mapping, layout, transformer_impl))
         chunks += state_chunks(chunks, tensors)
-        self.training = training
+        self.training, self.megatron_lm = training, megatron_lm
         towers = {n: (t.dtype, t.shape) for n, t in tensors.items() if model.is_of_tower(n)}
         self.towers = safetensors.plan_file(towers, f"{HF_FILES}/{TOWERS}") if towers else None
         shapes = {n: t.shape for n, t in tensors.items() if n not in copies and n not in towers}
@@ -112,7 +112,8 @@ class MegatronFiles(Destination):
         storages: dict[str, bytes] = {}
         if self.training is not None:
             saved, content = self.training.args_for(saved), content | self.training.content_metadata
-            others, storages = self.training.common_for(self.model, self.layout), self.training.storages
+            others = self.training.common_for(self.model, self.layout, self.megatron_lm)
+            storages = self.training.storages
         small: dict[str, bytes | str] = {
             f"{self.within}common.pt": torch_dist.common_bytes(saved, iteration, content, others, storages),
             f"{self.within}metadata.json": json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}),
