@@ -143,11 +143,12 @@ def _show(forecast: Any) -> None:
         f"trainer's GPUs: weights {size(max(forecast.trainer_bytes))} at most; "
         f"out{partly} {size(min(forecast.out_bytes))} to {size(max(forecast.out_bytes))}"
     )
-    rates = f"{forecast.link_rate / 1e9:g} GB/s within a host and {forecast.network_rate / 1e9:g} GB/s between hosts"
     click.echo(
-        f"wire floor {forecast.wire_seconds * 1e3:.1f} ms at {rates}; memory floor "
-        f"{forecast.memory_seconds * 1e3:.1f} ms at {forecast.memory_rate / 1e9:g} GB/s"
+        f"wire floor {forecast.wire_seconds * 1e3:.1f} ms: within hosts {forecast.link_seconds * 1e3:.1f} ms at "
+        f"{forecast.link_rate / 1e9:g} GB/s, between hosts {forecast.network_seconds * 1e3:.1f} ms at "
+        f"{forecast.network_rate / 1e9:g} GB/s"
     )
+    click.echo(f"memory floor {forecast.memory_seconds * 1e3:.1f} ms at {forecast.memory_rate / 1e9:g} GB/s")
     click.echo(
         "extra memory of a GPU: the tables; where ranks cannot read each other's memory, the buckets (512 "
         "MiB unless told otherwise)"

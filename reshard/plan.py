@@ -56,8 +56,9 @@ class Forecast:
 
     `ranks` are the inference ranks that were planned, `trainer_bytes` the weights of each trainer's rank,
     `out_bytes` what each trainer's rank sends to other GPUs, as far as those ranks were planned. Rates are in
-    bytes per second and direction; `wire_seconds` is the least time that the busiest GPU's links need,
-    `memory_seconds` that of the local copies, each read and written once.
+    bytes per second and direction. `link_seconds` and `network_seconds` are the least times that the busiest
+    GPU's links within its host, and its network, need, `memory_seconds` that of the local copies, each read
+    and written once.
     """
 
     model: str
@@ -74,8 +75,14 @@ class Forecast:
     link_rate: float
     network_rate: float
     memory_rate: float
-    wire_seconds: float
+    link_seconds: float
+    network_seconds: float
     memory_seconds: float
+
+    @property
+    def wire_seconds(self) -> float:
+        """The least time that the wires need: links and network carry their bytes side by side."""
+        return max(self.link_seconds, self.network_seconds)
 
     @property
     def plan_seconds(self) -> float:
@@ -84,7 +91,7 @@ class Forecast:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for ``--json``."""
-        return asdict(self) | {"plan_seconds": self.plan_seconds}
+        return asdict(self) | {"wire_seconds": self.wire_seconds, "plan_seconds": self.plan_seconds}
 
 
 @accepts_renamed_options
@@ -107,8 +114,7 @@ def plan_refit(
     ranks: Iterable[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Forecast:
-    """Plan the refit of an engine at layout `engine` from a Megatron trainer at layout `trainer`, rank by rank,
-    on simulated GPUs.
+    """Plan the refit of an engine from a Megatron trainer at these layouts, rank by rank, on simulated GPUs.
 
     `dp` is Megatron's data parallel size (default: the least that EP needs), `cp` its context parallel size.
     With `colocated` (default: where both sides have as many ranks) inference rank i runs on the GPU of the
@@ -137,10 +143,9 @@ def plan_refit(
         forecasts.append(_plan_rank(rank, gpu, placement, shards, traffic, widths, engine.tp))
         if progress is not None:
             progress(len(forecasts), len(planned))
-    data_parallel = f"DP{ranks_per_stage // (trainer.tp * cp)}" + f" CP{cp}" * (cp > 1)
     return Forecast(
         model=f"{model.family.name} ({model.num_layers} layers)",
-        trainer=f"{trainer} {data_parallel}",
+        trainer=f"{trainer} DP{ranks_per_stage // (trainer.tp * cp)}" + f" CP{cp}" * (cp > 1),
         engine_name=engine.engine,
         engine=str(engine),
         trainer_ranks=trainer_ranks,
@@ -153,7 +158,8 @@ def plan_refit(
         link_rate=link_rate,
         network_rate=network_rate,
         memory_rate=memory_rate,
-        wire_seconds=traffic.seconds(link_rate, network_rate),
+        link_seconds=traffic.busiest_link() / link_rate,
+        network_seconds=traffic.busiest_network() / network_rate,
         memory_seconds=2 * max(rank.local_bytes for rank in forecasts) / memory_rate,
     )
 
@@ -263,11 +269,13 @@ class _Traffic:
         """Return the bytes that each GPU sends to others."""
         return self.links_out + self.network_out
 
-    def seconds(self, link_rate: float, network_rate: float) -> float:
-        """Return the least time that the busiest GPU needs, at rates in bytes per second and direction."""
-        busiest_link = max(self.links_in.max(), self.links_out.max())
-        busiest_network = max(self.network_in.max(), self.network_out.max())
-        return max(float(busiest_link) / link_rate, float(busiest_network) / network_rate)
+    def busiest_link(self) -> float:
+        """Return the most bytes that a GPU sends or receives within its host."""
+        return float(max(self.links_in.max(), self.links_out.max()))
+
+    def busiest_network(self) -> float:
+        """Return the most bytes that a GPU sends to other hosts, or receives from there."""
+        return float(max(self.network_in.max(), self.network_out.max()))
 
 
 class _TrainerShards:

@@ -111,6 +111,8 @@ def test_hosts_are_told_apart():
     assert found.ranks[1].host_bytes == pytest.approx(found.ranks[1].network_bytes, rel=0.01)
     # A trainer's rank feeds two of the other host, which is more than any rank receives from there.
     assert found.wire_seconds == pytest.approx(max(found.out_bytes) / found.network_rate, rel=0.01)
+    assert found.wire_seconds == found.network_seconds > found.link_seconds
+    assert found.link_seconds >= max(r.host_bytes for r in found.ranks) / found.link_rate > 0
 
 
 def test_deepseek_v3_is_planned_from_1024_ranks_to_256():
@@ -190,7 +192,10 @@ def test_the_command_prints_a_row_for_each_rank(qwen):
         lines[0] == "qwen3 (64 layers): Megatron TP4 PP2 DP1 (8 ranks) to vLLM TP8 (8 ranks) on the same GPUs"
     )
     assert [line.split()[0] for line in lines[2:10]] == [str(rank) for rank in range(8)]
-    assert "wire floor 22.1 ms at 370 GB/s within a host" in result.output
+    assert (
+        "wire floor 22.1 ms: within hosts 22.1 ms at 370 GB/s, between hosts 0.0 ms at 50 GB/s"
+        in result.output
+    )
 
 
 def test_the_command_plans_for_sglang_too(qwen):
