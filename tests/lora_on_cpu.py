@@ -181,10 +181,10 @@ def grouped(saves, flags, base, settings, directory, legacy=False) -> None:
     load_adapter([model], directory)
 
 
-def main(action: str, result: str, arguments: str) -> None:
+def main(action: str, result: str, arguments: str, actions: dict | None = None) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    output = globals()[action](**json.loads(Path(arguments).read_text()))
+    output = (actions or globals())[action](**json.loads(Path(arguments).read_text()))
     if output is not None and mpu.get_tensor_model_parallel_rank() == 0:
         torch.save(output, result)
     torch.distributed.barrier()

@@ -15,7 +15,8 @@ from reshard.engines.vllm.live import VllmModel
 from reshard.refit import connect, connecting, copies
 from reshard.refit.protocol import greeting
 from reshard.refit.transports.agent import Agent
-from reshard.trainers.megatron import MegatronModel, unwrapped
+from reshard.trainers.megatron import MegatronModel
+from reshard.trainers.shards import unwrapped
 from tests import container
 from tests.ranks import caught
 from tests.refit_on_cpu import engine_of, loaded

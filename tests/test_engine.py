@@ -111,6 +111,27 @@ def test_an_engine_that_serves_lora_adapters_is_refitted_below_them(converted, t
     assert len(outcome["adapters"]) == 1 and "left alone" in outcome["adapters"][0]
 
 
+def test_a_trainers_adapter_is_served_by_name_as_vllm_serves_its_files_and_as_peft_computes_it(
+    converted, tmp_path
+):
+    outcome = run(tmp_path, 1, "lora_serving_on_cpu.serve_policy", converted("qwen3")[0][0], str(tmp_path))
+    assert "connect with adapter='NAME'" in outcome["plain"] and "dummy weights" in outcome["before"]
+    for of_refit, of_files, of_base, of_other, mixed in outcome["served"]:
+        assert of_refit == of_files, "equal to the last bit"
+        assert of_refit != of_base != of_other != of_refit
+        assert mixed == [of_refit[0], of_other[1], of_refit[2]], "two adapters in one batch"
+    assert outcome["served"][0][0] != outcome["served"][1][0], "the second refit brought another adapter"
+    assert outcome["served"][0][2] == outcome["served"][1][2]
+    assert max(*outcome["distances"], outcome["mended"]) < 1e-4
+    assert outcome["request"]["lora_name"] == "policy@2" and outcome["by worker"] == outcome["served"][1][0]
+    assert "no longer holds version 9" in outcome["stale"] and "give it another id" in outcome["taken"]
+
+    running = outcome["running"]
+    assert running["running"] == running["before"] != running["after"], "it ends with what it began with"
+    assert "version 2 of adapter 'policy' still serves 1 unfinished" in running["refused"]
+    assert "cannot be served" in outcome["lost"] and outcome["weights"] == 2
+
+
 @pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(),
     reason="vLLM's build for the CPU has int8 experts where that knows bf16 in AVX512",

@@ -63,7 +63,8 @@ def trainers(tmp_path_factory):
     """The Python of an environment with Megatron-Bridge and mcore-bridge, which finds this one's packages
     behind its own, and has imported what takes long."""
     python = environment_before_ours(tmp_path_factory.mktemp("lora") / "venv", PACKAGES)
-    return warm.python("tests.lora_imports", environment=variables(), executable=str(python))
+    modules = "tests.lora_imports", "tests.vllm_on_cpu", "tests.refit_sides"
+    return warm.python(*modules, environment=variables(), executable=str(python))
 
 
 def variables() -> dict[str, str]:
@@ -72,12 +73,12 @@ def variables() -> dict[str, str]:
     return {key: value for key, value in clean().items() if key != "PYTHONDONTWRITEBYTECODE"} | ours
 
 
-def on_ranks(python, ranks: int, action: str, folder: Path, **arguments) -> torch.Tensor | None:
-    """The logits that the last stage's first rank says, of an action that has some."""
+def on_ranks(python, ranks: int, action: str, folder: Path, module="tests.lora_on_cpu", **arguments):
+    """What the last stage's first rank gives for an action, such as logits; None of an action that gives nothing."""
     folder.mkdir(exist_ok=True)
     (folder / "arguments.json").write_text(json.dumps(arguments))
     result = folder / f"{action}.pt"
-    command = [*torchrun(ranks, python), "-m", "tests.lora_on_cpu", action, result, folder / "arguments.json"]
+    command = [*torchrun(ranks, python), "-m", module, action, result, folder / "arguments.json"]
     done = attempt(command, env=variables(), cwd=REPOSITORY, timeout=600)
     errors = [line for line in done.stderr.splitlines() if line.startswith("[rank") or "Error" in line]
     assert not done.returncode, "\n".join(errors)[-3000:]
@@ -314,6 +315,44 @@ def read_by_torch(directory: Path) -> dict[str, torch.Tensor]:
     }
     dcp.load(state, storage_reader=reader, no_dist=True)
     return state
+
+
+# Variant, whose adapters, the trainer's layout on how many ranks, vLLM's options on as many, and which faults are tried.
+IN_MEMORY = [
+    ("qwen3", "bridge", f"{TP} 2", {"tp": 2}, 2, ["exchanged", "stale", "doubled", "alpha"]),
+    ("qwen3", "mcore-bridge", f"{PP} 2", {"tp": 2}, 2, []),
+    ("qwen3-moe", "bridge", f"{TP} 2 {EP} 2 {ETP} 1", {"tp": 2, "enable_expert_parallel": True}, 2, []),
+]
+NAMED = {
+    "exchanged": "layers.1.self_attn.k_proj.lora_B.weight, base_model.model.model.layers.1.self_attn.v_proj.lora_B",
+    "stale": "layers.0.self_attn.q_proj.lora_A",
+    "doubled": "layers.3.mlp.down_proj.lora_B",
+    "alpha": "multiplies by 5 now, and by 2.5 when it was connected",
+}
+
+
+@pytest.mark.parametrize(
+    ("variant", "kind", "parallel", "engine", "ranks", "faults"),
+    IN_MEMORY,
+    ids=lambda v: v if isinstance(v, str) and " " not in v else "",
+)
+def test_a_refit_leaves_in_vllms_slots_what_vllm_loads_of_the_adapters_files(
+    variant, kind, parallel, engine, ranks, faults, trainers, weights, tmp_path
+):
+    """The adapter is in a trainer's modules, in DDP and in fp32; vLLM holds it in bf16, times its scale."""
+    folder = weights(variant)
+    outcome = on_ranks(
+        trainers, ranks, "refitted", tmp_path / "run", module="tests.lora_live_on_cpu", kind=kind, flags=flags_at(folder / "mcore", parallel),
+        base=str(folder / "mcore"), hf=str(folder / "hf"), settings={"dim": RANK, "alpha": ALPHA, "target_modules": LINEAR},
+        options={"max_loras": 3, "max_lora_rank": 8} | engine, files=str(tmp_path), faults=faults,
+    )  # fmt: skip
+    assert outcome["different"] == [[], []] and outcome["filled"] == 4 * 2 * 7
+    assert outcome["control"] and all("qkv_proj.lora_b" in name for name in outcome["control"])
+    assert "dummy weights" in outcome["before"]
+    assert outcome["names"] == ["policy@1", "policy@2"] and outcome["version"] == 2
+    assert outcome["again"] == 1, "the weights below go once"
+    for name, (said, served) in outcome["faults"].items():
+        assert NAMED[name] in said and served == "policy@2", "the version before serves on"
 
 
 def test_an_adapter_of_some_layers_in_peft_is_loaded_by_megatron_bridge(trainers, checkpoint, tmp_path):

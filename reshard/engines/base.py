@@ -24,9 +24,13 @@ from collections.abc import Mapping, Set
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
+
+from reshard.core.errors import ReshardError
 from reshard.core.placement import Placement
 from reshard.device.memory import Region
 from reshard.engines.guard import Guard
+from reshard.lora.scale import Scale
 
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
@@ -67,6 +71,8 @@ class Engine:
     optional: frozenset[str] = frozenset()
     # Seconds that ranks wait for each other when they process a round together.
     timeout: float = 60.0
+    # True for an adapter: `take_scales` is called before anything is planned.
+    takes_scales: bool = False
 
     _addresses: list[int] | None = None
 
@@ -75,6 +81,11 @@ class Engine:
         """True once every parameter has been written by one complete refit, or loaded by the engine
         itself."""
         return self.guard.ready
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which this rank computes."""
+        return next(iter(self.regions.values())).tensor.device
 
     @property
     def version(self) -> int | None:
@@ -110,6 +121,21 @@ class Engine:
         raise NotImplementedError(
             f"{type(self).__name__} has optional names, and does not say what it is without them"
         )
+
+    def adapter(self, name: str) -> "Engine":
+        """Return the LoRA adapter that the engine serves by this name, as a destination of its own.
+
+        Raises ReshardError if the engine serves none.
+        """
+        raise ReshardError(f"{type(self).__name__} serves no LoRA adapters that a refit can bring")
+
+    def take_scales(self, scales: Mapping[str, Scale]) -> None:
+        """Make the `placement` of an adapter for these published weights: each has a rank, and a scale
+        by which the engine multiplies.
+
+        Raises ReshardError if the engine cannot serve it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is no adapter")
 
     def process_round(self, index: int) -> None:
         """Quantize the local tensors staged in this round into the tensors that the engine serves

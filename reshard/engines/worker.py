@@ -14,7 +14,7 @@ from reshard.core.errors import ReshardError
 from reshard.core.limits import MOST_BUCKET_BYTES, check_number, check_seconds, check_switch
 from reshard.engines.base import Engine
 from reshard.models.config_fields import ignore_hint_for
-from reshard.refit.connecting import BUCKET_BYTES, connect
+from reshard.refit.connecting import BUCKET_BYTES, AdapterLink, connect
 from reshard.refit.link import Link
 from reshard.refit.routes import check_backend
 
@@ -25,7 +25,7 @@ class ConnectOptions(NamedTuple):
     `backend` and `bucket_bytes` are those of `reshard.refit.connect`. `timeout` is for how many
     seconds members wait for each other, when they connect and in every refit.
     `match_vllm_rounding` is that of `VllmModel`. `secret` is that of `RefitGroup.join`, the same
-    for all members.
+    for all members. `adapter` is that of `reshard.refit.connect`.
     """
 
     backend: str = "auto"
@@ -33,6 +33,7 @@ class ConnectOptions(NamedTuple):
     timeout: float = 60.0
     match_vllm_rounding: bool = False
     secret: str | None = None
+    adapter: str | None = None
 
     def check(self) -> None:
         """Raise ReshardError for a wrong value."""
@@ -49,7 +50,7 @@ def connect_worker(
     options: ConnectOptions,
     destination: Callable[[], Engine],
     close: Callable[[], None],
-) -> Link:
+) -> Link | AdapterLink:
     """Connect a worker as member `rank` of `size`; its side is made by `destination`.
 
     `close` gives up the present connection; wrong arguments are refused before that. Raises
@@ -63,11 +64,15 @@ def connect_worker(
     members = RefitGroup.join(address, rank, size, options.timeout, options.secret)
     with ignore_hint_for("refit"):
         return connect(
-            members, destination=destination, backend=options.backend, bucket_bytes=options.bucket_bytes
+            members,
+            destination=destination,
+            backend=options.backend,
+            bucket_bytes=options.bucket_bytes,
+            adapter=options.adapter,
         )
 
 
-def log_connected(logger: logging.Logger, link: Link) -> None:
+def log_connected(logger: logging.Logger, link: Link | AdapterLink) -> None:
     """Log how the weights come to a worker."""
     routes = [route["route"] for route in link.describe()["routes"]]
     ways = ", ".join(f"{way} from {n}" for way, n in sorted(Counter(routes).items()))
@@ -77,7 +82,7 @@ def log_connected(logger: logging.Logger, link: Link) -> None:
 class LinkMethods:
     """Methods of a worker that has connected, on its `_reshard_link`."""
 
-    _reshard_link: Link | None = None
+    _reshard_link: Link | AdapterLink | None = None
 
     def reshard_refit(self, version: int | None = None, verify: bool = False) -> dict[str, Any]:
         """Take the trainer's weights; return the report as a dict."""
@@ -103,7 +108,7 @@ class LinkMethods:
         receiver = self._reshard_connected().receiver
         return receiver.engine.version if receiver is not None else None
 
-    def _reshard_connected(self) -> Link:
+    def _reshard_connected(self) -> Link | AdapterLink:
         if self._reshard_link is None:
             raise ReshardError("this engine is not connected: call reshard_connect first")
         return self._reshard_link

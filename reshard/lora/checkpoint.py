@@ -13,7 +13,7 @@ from reshard.megatron.parameters import ModelParameters
 from reshard.models.model import Model
 
 # What adapters put into the names of the weights that they wrap.
-_WRAPPED = re.compile(r"\.(?:base_layer|to_wrap)\.")
+WRAPPED = re.compile(r"\.(?:base_layer|to_wrap)\.")
 # Keys of adapters that are more than B @ A, and what they are.
 NOT_HELD = {
     "DoRA": re.compile(r"\.adapter\.(?:.*\.)?weight_magnitude$|\.lora_magnitude_vector\b"),
@@ -38,7 +38,7 @@ def is_adapter_only(keys: Mapping[str, Key]) -> bool:
 def without_adapters(keys: Mapping[str, Key]) -> dict[str, Key]:
     """Return the keys of the base model alone, under the names that they have without an adapter."""
     own = set(adapter_keys(keys))
-    return {_WRAPPED.sub(".", key): entry for key, entry in keys.items() if key not in own}
+    return {WRAPPED.sub(".", key): entry for key, entry in keys.items() if key not in own}
 
 
 def find_adapters(

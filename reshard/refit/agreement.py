@@ -106,6 +106,12 @@ def check_sides(greetings: Sequence[Greeting]) -> None:
     for role in ("trainer", "inference"):
         if not any(role in greeting.roles for greeting in greetings):
             raise ReshardError(f"none of the {len(greetings)} members brings the {role} side of the refit")
+    adapters = {greeting.adapter: greeting.name for greeting in greetings if greeting.roles}
+    if len(adapters) > 1:
+        (one, name), (other, other_name), *_ = adapters.items()
+        raise ReshardError(
+            f"{name} connects with adapter={one!r}, {other_name} with {other!r}: give all the same, or none"
+        )
     chosen = {greeting.backend: greeting.name for greeting in greetings if greeting.backend != "auto"}
     if len(chosen) > 1:
         (backend, name), (other_backend, other_name), *_ = chosen.items()

@@ -1,11 +1,13 @@
 """Connecting: all members tell each other what they hold, and every inference rank plans what it
 needs from whom."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple, overload
 
 import torch
 
@@ -21,7 +23,7 @@ from reshard.models.model import Model
 from reshard.refit.agreement import Agreement, agreement_of, check_sides
 from reshard.refit.fp8_blocks.items import BF16
 from reshard.refit.link import Link
-from reshard.refit.protocol.encoding import readable
+from reshard.refit.protocol.encoding import is_word, readable
 from reshard.refit.protocol.greeting import (
     DeviceInfo,
     Greeting,
@@ -31,6 +33,7 @@ from reshard.refit.protocol.greeting import (
     post_config,
 )
 from reshard.refit.receiver import Receiver
+from reshard.refit.report import RefitReport
 from reshard.refit.routes import NIXL, check_backend
 from reshard.refit.sender import Sender
 from reshard.refit.transports.agent import installed_version
@@ -39,6 +42,110 @@ from reshard.trainers.base import Trainer
 BUCKET_BYTES = 512 << 20
 TRAINERS = "reshard.trainers.MegatronModel(models), or another Trainer"
 ENGINES = "reshard.engines.VllmModel.from_llm(llm), or .from_worker(worker)"
+
+
+class AdapterLink:
+    """A connection that `connect` makes with `adapter`.
+
+    `weights` and `adapters` are the connections of both. The weights are refitted before the first adapter,
+    and again where an engine has lost them or loaded others, and are verified then.
+    """
+
+    def __init__(self, weights: Link, adapters: Link) -> None:
+        self.weights, self.adapters = weights, adapters
+        self._losses: int | None = None  # of the engine's weights, when they were last refitted
+
+    @property
+    def group(self) -> RefitGroup:
+        """See `Link`."""
+        return self.adapters.group
+
+    @property
+    def sender(self) -> Sender | None:
+        """This member's side of the adapter's connection, if it is a trainer's rank."""
+        return self.adapters.sender
+
+    @property
+    def receiver(self) -> Receiver | None:
+        """This member's side of the adapter's connection, if it is an engine's rank."""
+        return self.adapters.receiver
+
+    @property
+    def refits(self) -> int:
+        """The number of refits of the adapter that were begun."""
+        return self.adapters.refits
+
+    @property
+    def version(self) -> int | None:
+        """The version of the adapter that the last refit brought; None before."""
+        return self.adapters.version
+
+    def refit(self, version: int | None = None, verify: bool = False) -> RefitReport:
+        """Move the adapter, after the weights below it where an engine does not have the trainer's; return
+        the adapter's report. For the rest see `Link.refit`.
+
+        Where it fails, an engine goes on serving the version before, if it has two slots for the adapter.
+        """
+        if self._weights_are_wanted():
+            version = self.weights.refit(version, verify=True).version
+            if self.weights.receiver is not None:
+                self._losses = self.weights.receiver.engine.guard.losses
+        return self.adapters.refit(version, verify)
+
+    def _weights_are_wanted(self) -> bool:
+        """Return True, on all members, where an engine's rank does not have the trainer's weights."""
+        with self.group.transaction("the look at the weights below the adapter"):
+            self.group.post("weights", json.dumps(self._lacks_weights()).encode())
+            answers = self.group.read_all("weights", self.weights.agreed.engines)
+            self.group.commit()
+        return any(payload != b"false" for payload in answers)
+
+    def _lacks_weights(self) -> bool:
+        if self.weights.receiver is None:
+            return False
+        guard = self.weights.receiver.engine.guard
+        return not guard.ready or guard.version is None or guard.losses != self._losses
+
+    def release(self) -> None:
+        """See `Link.release`; of both connections."""
+        self.weights.release()
+        self.adapters.release()
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `Link.describe` says of the adapter's connection, and with ``weights`` that of the
+        weights below it."""
+        return self.adapters.describe() | {"weights": self.weights.describe()}
+
+    def close(self) -> None:
+        """See `Link.close`; of both connections."""
+        self.adapters.close()
+        self.weights.close()
+
+
+@overload
+def connect(
+    group: RefitGroup,
+    source: "Trainer | Callable[[], Trainer] | None" = None,
+    destination: "Engine | Callable[[], Engine] | None" = None,
+    *,
+    backend: str = "auto",
+    bucket_bytes: int = BUCKET_BYTES,
+    keep_mapped: bool = False,
+    adapter: None = None,
+) -> Link: ...
+
+
+@overload
+def connect(
+    group: RefitGroup,
+    source: "Trainer | Callable[[], Trainer] | None" = None,
+    destination: "Engine | Callable[[], Engine] | None" = None,
+    *,
+    backend: str = "auto",
+    bucket_bytes: int = BUCKET_BYTES,
+    keep_mapped: bool = False,
+    adapter: str | None,
+) -> Link | AdapterLink: ...
 
 
 @accepts_renamed_options
@@ -50,7 +157,8 @@ def connect(
     backend: str = "auto",
     bucket_bytes: int = BUCKET_BYTES,
     keep_mapped: bool = False,
-) -> Link:
+    adapter: str | None = None,
+) -> Link | AdapterLink:
     """Connect a trainer's ranks (`source`) and an inference engine's (`destination`); a process may
     be both, or neither.
 
@@ -64,16 +172,55 @@ def connect(
     have unmapped the trainers' memory, so that a trainer may free it; mappings stay where all trainers'
     ranks give `keep_mapped`, for trainers that never do.
 
+    With `adapter` the trainer has LoRA adapters, and the engine serves them by this name: the first refit
+    of the link brings the weights below them, and each the adapter (`AdapterLink`). All members give the
+    same name.
+
     A field of the engine's config that any member ignores (`reshard.ignored_config_fields`), all do.
 
     Raises ReshardError on every member, before a byte moves, where the two sides do not hold the
     same model, where the engine's loader disagrees with our rules, or where a member does not come.
     """
+    options = Options(backend, bucket_bytes, keep_mapped, "" if adapter is None else adapter)
+    if adapter is None:
+        return _connect(group, source, destination, options)
+    of_trainer: list[Trainer] = []
+
+    def below_adapter() -> Trainer | None:
+        """Return the trainer's side without its adapter, which is kept for its own connection."""
+        trainer: Trainer | None = _resolve_side(source, Trainer, "source", TRAINERS)
+        if trainer is not None:
+            of_trainer.append(trainer.adapter())
+        return trainer
+
+    weights = _connect(group, below_adapter if source is not None else None, destination, options)
+    engine = weights.receiver.engine if weights.receiver is not None else None
+    try:
+        own_adapter = partial(engine.adapter, adapter) if engine is not None else None
+        adapters = _connect(group, next(iter(of_trainer), None), own_adapter, options)
+    except BaseException:
+        with suppress(ReshardError):
+            weights.close()
+        raise
+    return AdapterLink(weights, adapters)
+
+
+class Options(NamedTuple):
+    """The options of `connect` that members tell each other; `adapter` is empty for weights alone."""
+
+    backend: str
+    bucket_bytes: int
+    keep_mapped: bool
+    adapter: str
+
+
+def _connect(group: RefitGroup, source: Any, destination: Any, options: Options) -> Link:
+    """Connect two sides, each given as `connect` takes it."""
     link: Link | None = None
     compiling: Thread | None = None
     try:
         with group.transaction("connect"), gc_paused():
-            own = _greeting(group.rank, source, destination, backend, bucket_bytes, keep_mapped)
+            own = _greeting(group.rank, source, destination, options)
             greetings = exchange_greetings(group, own)
             # A trainer's process ignores fields by its own code; an engine's can only hear of them.
             fields = {field for greeting in greetings for field in greeting.ignored}
@@ -103,17 +250,19 @@ def connect(
     return link
 
 
-def _greeting(
-    rank: int, source: Any, destination: Any, backend: str, bucket_bytes: int, keep_mapped: bool
-) -> Greeting:
+def _greeting(rank: int, source: Any, destination: Any, options: Options) -> Greeting:
     """Return what a member tells the others first. Raises ReshardError for an option that cannot be."""
-    backend = check_backend(backend)
-    check_number(bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
-    check_switch(keep_mapped, "keep_mapped")
+    backend = check_backend(options.backend)
+    check_number(options.bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
+    check_switch(options.keep_mapped, "keep_mapped")
+    check_adapter_name(options.adapter)
     sides = (("trainer", source), ("inference", destination))
     roles = [role for role, side in sides if side is not None]
     name = f"{' and '.join(roles) or 'idle'} rank {rank}"
-    return Greeting(name, roles, backend, bucket_bytes, keep_mapped or source is None, sorted(ignored()))
+    keep_mapped = options.keep_mapped or source is None
+    return Greeting(
+        name, roles, backend, options.bucket_bytes, keep_mapped, sorted(ignored()), options.adapter
+    )
 
 
 def _exchange_requests(
@@ -172,5 +321,13 @@ def _device(trainer: Trainer | None, engine: Engine | None) -> torch.device:
     if trainer is not None and trainer.device is not None:
         return trainer.device
     if engine is not None:
-        return next(iter(engine.regions.values())).tensor.device
+        return engine.device
     return torch.device("cpu")
+
+
+def check_adapter_name(name: str) -> None:
+    """Raise ReshardError for a name of an adapter that cannot be; empty stands for none."""
+    if not is_word(name) or "@" in name or name != name.strip():
+        raise ReshardError(
+            f"adapter is {name!r:.80}, which is no name: give the one that requests ask vLLM for, without '@'"
+        )

@@ -31,6 +31,7 @@ from reshard.refit.protocol.encoding import DIGEST_BYTES, digest, readable
 from reshard.refit.protocol.held import HeldTensors, ShardSizes, names_held, unpack_held
 from reshard.refit.protocol.memory import TrainerMemory, check_regions
 from reshard.refit.protocol.requests import PieceRequest, RequestsRead
+from reshard.refit.protocol.scales import read_scales
 from reshard.refit.routes import CUDA_IPC, LOCAL
 from reshard.refit.tables import CODEC
 from reshard.refit.transports import SENT, TRANSPORTS
@@ -64,6 +65,8 @@ class Receiver:
             for rank in self.agreed.trainers
         }
         names = self.group.names
+        if self.engine.takes_scales:
+            self.engine.take_scales(read_scales(self.group, self.agreed.trainers))
         if self.engine.optional:
             offered = {
                 name for rank, (header, _) in messages.items() for name in names_held(header, names[rank])

@@ -33,6 +33,7 @@ from reshard.refit.protocol.encoding import digest
 from reshard.refit.protocol.held import ShardSizes, pack_held
 from reshard.refit.protocol.memory import TrainerMemory
 from reshard.refit.protocol.requests import PieceRequest, RequestsRead, check_pieces
+from reshard.refit.protocol.scales import SCALES, encode_scales
 from reshard.refit.routes import CUDA_IPC
 from reshard.refit.transports import SENT
 from reshard.refit.transports.base import Outgoing
@@ -74,6 +75,9 @@ class Sender:
         self.held_digest = digest(header, parts)
         self.group.post("held", header)
         self.group.post("parts", parts)
+        scales = self.source.scales()
+        if scales is not None:
+            self.group.post(SCALES, encode_scales(scales))
 
     def _held(self, model: Model) -> list[LocalTensor]:
         """Return what the trainer's rank holds, in rows and columns."""

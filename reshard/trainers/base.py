@@ -8,6 +8,7 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.core.placement import LocalTensor
 from reshard.device.memory import Region
+from reshard.lora.scale import Scale
 from reshard.models.model import Model
 
 
@@ -53,6 +54,19 @@ class Trainer(ABC):
         """Return a trainer whose local tensors have the numbers of the published ones: this one, or
         one with copies of what this one holds in another form."""
         return self
+
+    def adapter(self) -> "Trainer":
+        """Return the LoRA adapter of this trainer's model as a source of its own; from then on this one
+        publishes the weights without it.
+
+        Raises ReshardError where the model has none, or one that is not refitted.
+        """
+        raise ReshardError(f"{type(self).__name__} has no LoRA adapter that a refit can take")
+
+    def scales(self) -> dict[str, Scale] | None:
+        """Return, of an adapter that has been published, the scale of each published weight that has
+        one on this rank; None of anything else than an adapter."""
+        return None
 
     def addresses(self) -> list[int]:
         """Return the parameters' addresses now: one for each tensor that a region looks into."""

@@ -21,10 +21,15 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Part, as_matrix
 from reshard.core.views import tensor_shapes, view_parts, views_by_tensor
 from reshard.device.memory import Region
+from reshard.lora.checkpoint import WRAPPED, check_supported
+from reshard.lora.names import PEFT_PREFIX, A, parse_key, peft_name
+from reshard.lora.scale import Scale
+from reshard.megatron.checkpoint import ADAPTER
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model, different_fields
 from reshard.models.published import published
 from reshard.trainers.base import Trainer
+from reshard.trainers.scales import WHERE, Factors, alpha_of, check_frozen, without_adapter_error
 
 # What wrappers put into a parameter's name: activation checkpointing, torch.compile.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -79,8 +84,20 @@ class FsdpModel(Trainer):
         self.config = config
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()
-        self.held = [held for held in _local_parameters(model) if all(held.box.lengths)]
+        self.model, self.without = model, False  # True: the adapter is another connection's
+        named = [held._replace(name=_without_peft(held.name)) for held in _local_parameters(model)]
+        self.adapter_names = {held.name for held in named if ADAPTER.search(held.name)}
+        self.held = [held for held in named if all(held.box.lengths) and self._publishes(held.name)]
         self._names = [held.name for held in self.held for _ in range(held.matrices)]
+
+    def _publishes(self, name: str) -> bool:
+        """Return True for a parameter that this source publishes: any but an adapter's."""
+        return name not in self.adapter_names
+
+    def adapter(self) -> "FsdpAdapter":
+        """See `Trainer.adapter`: that of PEFT's modules."""
+        self.without = True
+        return FsdpAdapter(self.model)
 
     def _reshard(self) -> None:
         """Shard all parameters: some modules, by default the outermost, keep them whole after a forward."""
@@ -164,6 +181,8 @@ class FsdpModel(Trainer):
 
     def publish(self, model: Model) -> list[LocalTensor]:
         """See `Trainer.publish`."""
+        if self.adapter_names and not self.without:
+            raise without_adapter_error("the trainer's model", self.adapter_names)
         if not model.family.experts_apart:
             raise ReshardError(
                 f"{model.where}: transformers holds the experts of a {model.family.architecture} transposed, and a refit "
@@ -179,6 +198,80 @@ class FsdpModel(Trainer):
                 f"have: {listed(unknown)}"
             )
         return [local._replace(id=index) for index, local in enumerate(tensors) if local is not None]
+
+
+class FsdpAdapter(FsdpModel):
+    """The LoRA adapter of one rank of a transformers model that PEFT has put it on, under ``fully_shard`` or
+    not.
+
+    Raises ReshardError for an adapter that is more than pairs of matrices, for adapters of all experts in one
+    tensor, and where parameters of the base are trained too.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        check_supported(self.adapter_names, WHERE)
+        check_frozen([model])
+        self._factors = Factors([model])
+        self._scales: dict[str, Scale] = {}
+
+    def _publishes(self, name: str) -> bool:
+        return name in self.adapter_names
+
+    @property
+    def device(self) -> torch.device | None:
+        """See `Trainer.device`; that of the base where this rank has no part of the adapter."""
+        return super().device or next((p.device for p in self.model.parameters()), None)
+
+    def addresses(self) -> list[int]:
+        """See `Trainer.addresses`; called before every refit, so that a scale that has changed is seen."""
+        self._factors.check()
+        return super().addresses()
+
+    def check_model(self, model: Model) -> None:
+        """Nothing: the connection of the base has compared the models."""
+
+    def scales(self) -> dict[str, Scale]:
+        """See `Trainer.scales`."""
+        return self._scales
+
+    def publish(self, model: Model) -> list[LocalTensor]:
+        """See `Trainer.publish`."""
+        shapes, published_names = expand(model).shapes, model.names_in_memory()
+        alphas = {
+            _without_peft(name): alpha
+            for name, module in self.model.named_modules()
+            if (alpha := alpha_of(module)) is not None
+        }
+        tensors, unknown = [], []
+        for index, held in enumerate(self.held):
+            module, matrix = _matrix_of(held.name)
+            weight = published_names.get(f"{module}.weight", f"{module}.weight")
+            shape = shapes.get(weight, ())
+            rank, *size = held.shape if matrix == A else held.shape[::-1]
+            if len(shape) != 2 or not matrix or size != [shape[matrix == A]]:
+                unknown.append(held.name)
+                continue
+            self._scales[weight] = Scale(rank, *alphas[module])
+            part = Part(peft_name(weight, matrix), held.box, (0, 0))
+            tensors.append(LocalTensor(index, held.box.lengths, (part,)))
+        if unknown:
+            raise ReshardError(
+                f"{WHERE} holds {len(unknown)} matrices of no linear layer that {model.family.name} has by itself: "
+                f"{listed(unknown)}"
+            )
+        return tensors
+
+
+def _without_peft(name: str) -> str:
+    """Return a parameter's or module's name without what PEFT puts into that of a layer below an adapter."""
+    return WRAPPED.sub(".", name.removeprefix(PEFT_PREFIX))
+
+
+def _matrix_of(name: str) -> tuple[str, str]:
+    """Return the module and the matrix of a parameter of an adapter; no matrix where it is none."""
+    key = parse_key(name)
+    return (key.module, key.matrix) if key is not None and not key.part else (name, "")
 
 
 def _local_parameters(model: torch.nn.Module) -> Iterator[LocalParameter]:

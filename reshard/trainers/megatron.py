@@ -1,26 +1,17 @@
-"""A live Megatron-Core model as the source of a refit.
-
-The model itself says what it holds: its ``sharded_state_dict`` gives every parameter's checkpoint key, its
-place in the global tensor and a view of the live memory, whatever the pipeline layout, the experts' kind or
-the layers' implementation. Nothing is copied and no collective runs.
-"""
+"""A live Megatron-Core model as the source of a refit."""
 
 import math
-import operator
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from reshard.core.dtypes import dtype_named
-from reshard.core.errors import ReshardError, first_line, listed
+from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor
-from reshard.device.memory import Finder, Region, check_memory
-from reshard.formats.torch_dist import Key, Stored
+from reshard.lora.checkpoint import WRAPPED
 from reshard.megatron.arguments import megatron_args
-from reshard.megatron.checkpoint import EMBEDDING, OUTPUT, placement_of_keys
+from reshard.megatron.checkpoint import ADAPTER, EMBEDDING, OUTPUT, placement_of_keys
 from reshard.megatron.hybrid import as_gpt_args, class_of_models, pattern_of
 from reshard.megatron.parameters import expand
 from reshard.models.config_fields import ignored
@@ -28,25 +19,14 @@ from reshard.models.field_tables import ROPE_FIELDS
 from reshard.models.model import Model
 from reshard.models.numerics_args import NUMERICS_ARGS, disagreements
 from reshard.models.rope import inverse_frequencies
+from reshard.trainers.adapters import MegatronAdapter
 from reshard.trainers.base import Trainer
 from reshard.trainers.plus_one import PlusOne
-
-# Where a checkpoint's chunk would name its file.
-IN_MEMORY = Stored("", 0, 0)
-
-
-class Shard(NamedTuple):
-    """One rank's shard of a global tensor, under its checkpoint key; `offsets` and `sizes` count the stacked
-    dims in."""
-
-    key: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    dtype: str
+from reshard.trainers.scales import without_adapter_error
+from reshard.trainers.shards import ShardedModel
 
 
-class MegatronModel(Trainer):
+class MegatronModel(ShardedModel):
     """The weights of one rank of a trainer.
 
     `models` is what Megatron's ``get_model`` returns: one chunk for each virtual stage, wrapped (DDP,
@@ -62,132 +42,21 @@ class MegatronModel(Trainer):
         models: Sequence[torch.nn.Module] | torch.nn.Module,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        from reshard.megatron.compat import gathers_at_forward
-
-        chunks = chunks_of(models)
-        self.models = [unwrapped(chunk) for chunk in chunks]
-        self.gathering = [
-            layer for chunk in chunks for layer in layers_of(chunk) if _overlaps_param_gather(layer)
-        ]
-        if not self.gathering and any(map(gathers_at_forward, self.models)):
-            raise ReshardError(
-                "the trainer's DDP gathers parameters at the next forward (overlap_param_gather), and was taken off the chunks that "
-                "are given here: give them in it, as get_model returned them"
-            )
-        if not isinstance(metadata, Mapping | None):
-            raise ReshardError(f"metadata is {metadata!r:.80}, not a dictionary for sharded_state_dict")
-        check_memory(self.models)
-        self.config = self.models[0].config
-        if getattr(self.config, "moe_mlp_glu_interleave_size", None):
-            raise ReshardError(
-                "moe_mlp_glu_interleave_size mixes gate and up rows, which is not supported: unset it"
-            )
         self._as_published: PlusOne | None = None
-        self.shards: list[Shard] = []
-        self._regions: list[Region] = []
-        self.objects: set[str] = set()
-        self._read(dict(metadata) if metadata else None)
-        self._tensors = list({id(region.tensor): region.tensor for region in self._regions}.values())
-        self._places = _places(self.models, self._tensors)
+        self.adapter_keys: set[str] = set()
+        self.without = False  # the adapters are another connection's
+        super().__init__(models, metadata)
 
-    def _read(self, metadata: dict[str, Any] | None) -> None:
-        from megatron.core.dist_checkpointing.dict_utils import nested_values
-        from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
+    def _published_key(self, key: str) -> str | None:
+        if ADAPTER.search(key):
+            self.adapter_keys.add(key)
+            return None
+        return WRAPPED.sub(".", key)
 
-        seen: dict[tuple, int] = {}
-        elements: Counter[int] = Counter()  # that shards have, by the tensor's identity
-        for model in self.models:
-            named = [*model.named_parameters(), *model.named_buffers()]
-            quantized = [
-                n
-                for n, t in named
-                if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.dtype.itemsize < 2
-            ]
-            if [n for n in quantized if "_extra_state" not in n]:
-                raise ReshardError(f"quantized parameters cannot be refitted from: {listed(quantized, 3)}")
-            state = model.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
-            apply_factories(state)
-            # Not before: asked for its state, a router makes its expert_bias float32 again, which is a new
-            # tensor.
-            finder = Finder([*model.named_parameters(), *model.named_buffers()])
-            for entry in nested_values(state):
-                if isinstance(entry, ShardedObject):
-                    self.objects.add(entry.key)
-                if not isinstance(entry, ShardedTensor):
-                    continue
-                prepended = entry.prepend_axis_num
-                sizes = (*(1,) * prepended, *entry.local_shape)
-                shard = Shard(
-                    entry.key, tuple(entry.global_shape), tuple(entry.global_offset), sizes, str(entry.dtype)
-                )
-                region = finder.region(entry.data, entry.key)
-                elements[id(region.tensor)] += entry.data.numel()
-                if shard[:4] in seen:
-                    continue  # a tied output layer, or the embedding that an MTP stage shares
-                seen[shard[:4]] = len(self.shards)
-                self.shards.append(shard)
-                self._regions.append(region)
-        self._left_out = [
-            name
-            for model in self.models
-            for name, parameter in model.named_parameters()
-            if elements[id(parameter)] < parameter.numel()
-        ]
-
-    @property
-    def regions(self) -> list[Region]:
-        """See `Trainer.regions`: of the model's own parameters and buffers, as they are now."""
-        now = self._now()
-        if not all(map(operator.is_, now, self._tensors)):
-            self._look_into(now)
-        return self._regions
-
-    @property
-    def has_pending_sync(self) -> bool:
-        """With ``overlap_param_gather`` a rank has what the others have stepped only from the next
-        forward on."""
-        return bool(self.gathering)
-
-    def sync_params(self) -> None:
-        """See `Trainer.sync_params`: gather now, as Megatron-LM does before it saves."""
-        for chunk in self.gathering:
-            check_memory([chunk])
-            try:
-                with torch.no_grad():
-                    chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
-            except RuntimeError as error:
-                raise ReshardError(
-                    f"the trainer's parameters could not be gathered after its last step ({first_line(error)})"
-                ) from error
-
-    def addresses(self) -> list[int]:
-        """See `Trainer.addresses`; called before every refit, so that the tensors' places are kept at
-        hand."""
-        try:
-            return list(map(torch.Tensor.data_ptr, self._now()))
-        except TypeError:  # no tensor
-            return [region.tensor.data_ptr() for region in self.regions]
-
-    def _now(self) -> list[Any]:
-        """Return what the model has now in the places of `_tensors`; None where it has nothing."""
-        return list(map(dict.get, *self._places))
-
-    def _look_into(self, now: list[Any]) -> None:
-        """Look into these tensors from now on. Raises ReshardError where one differs in form from
-        the one that it replaces."""
-        others = {id(before): tensor for before, tensor in zip(self._tensors, now, strict=True)}
-        for index, region in enumerate(self._regions):
-            if _layout_of(others[id(region.tensor)]) != _layout_of(region.tensor):
-                raise ReshardError(
-                    f"the trainer's {self.name_of(index)} is gone, or has another shape, dtype or order than it had: make a "
-                    f"MegatronModel of it anew, and connect again"
-                )
-        self._regions[:] = [region._replace(tensor=others[id(region.tensor)]) for region in self._regions]
-        self._tensors = now
-
-    def name_of(self, index: int) -> str:
-        """Return the checkpoint key of a region."""
-        return self.shards[index].key
+    def adapter(self) -> MegatronAdapter:
+        """See `Trainer.adapter`: that of Megatron-Bridge's or mcore-bridge's modules."""
+        self.without = True
+        return MegatronAdapter(self.chunks, self.metadata)
 
     def publish(self, model: Model) -> list[LocalTensor]:
         """See `Trainer.publish`; each shard goes by its checkpoint key.
@@ -200,11 +69,9 @@ class MegatronModel(Trainer):
                 f"the trainer's model has {len(self._left_out)} parameters that no published tensor fills, since its "
                 f"sharded_state_dict leaves them out: {listed(self._left_out)}"
             )
-        keys: dict[str, Key] = {}
-        for shard in self.shards:
-            key = keys.setdefault(shard.key, Key(dtype_named(shard.dtype), shard.shape))
-            key.chunks[shard.offsets, shard.sizes] = IN_MEMORY
-        where = "the trainer's model"
+        keys, where = self._keys(), "the trainer's model"
+        if self.adapter_keys and not self.without:
+            raise without_adapter_error(where, self.adapter_keys)
         vocabulary = next((keys[name].shape[0] for name in (EMBEDDING, OUTPUT) if name in keys), None)
         if vocabulary is not None and vocabulary < model.symbols["V"]:
             raise ReshardError(
@@ -257,25 +124,6 @@ class MegatronModel(Trainer):
                     f"{wanted.get('moe_router_dtype')}"
                 )
             _check_rotary(chunk, model)
-
-
-def _places(
-    models: Sequence[torch.nn.Module], tensors: Sequence[torch.Tensor]
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return, for each of these tensors, the dict of its module that holds it, and its name there:
-    a trainer that moves its model as a module (``to``, ``cpu``) makes new buffers."""
-    places: dict[int, tuple[dict[str, Any], str]] = {}
-    for module in (module for model in models for module in model.modules()):
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                places.setdefault(id(tensor), (held, name))  # of what modules share the first
-    of_tensors = [places[id(tensor)] for tensor in tensors]
-    return [held for held, _ in of_tensors], [name for _, name in of_tensors]
-
-
-def _layout_of(tensor: Any) -> tuple | None:
-    """Return what has to stay for a tensor's region to hold; None for anything else than a tensor."""
-    return (tensor.shape, tensor.stride(), tensor.dtype) if isinstance(tensor, torch.Tensor) else None
 
 
 def _settings(model: torch.nn.Module) -> dict[str, Any]:
@@ -349,37 +197,3 @@ def _frequencies(module: torch.nn.Module) -> list[float] | None:
         )
     factor = getattr(module, "seq_len_interpolation_factor", None) or 1
     return [angle / factor for angle in plain.tolist()]
-
-
-def chunks_of(models: Any) -> list[torch.nn.Module]:
-    """Return a trainer's chunks as a list. Raises ReshardError where these are no modules, or none."""
-    chunks = [models] if isinstance(models, torch.nn.Module) else models
-    if isinstance(chunks, Sequence) and not chunks:
-        raise ReshardError("the trainer's list of models is empty")
-    if isinstance(chunks, Sequence) and all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
-        return list(chunks)
-    raise ReshardError(f"models is a {type(models).__name__}: give the list of chunks that the trainer holds")
-
-
-def layers_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield a chunk, and what each wrapper has inside."""
-    while isinstance(model, torch.nn.Module):
-        yield model
-        model = getattr(model, "module", None)  # type: ignore[assignment]
-
-
-def _overlaps_param_gather(layer: torch.nn.Module) -> bool:
-    return bool(getattr(getattr(layer, "ddp_config", None), "overlap_param_gather", False))
-
-
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the Megatron-Core model inside DDP, Float16Module and the like. Raises ReshardError
-    where there is none."""
-    while not hasattr(model, "sharded_state_dict") or hasattr(model, "module"):
-        inner = getattr(model, "module", None)
-        if not isinstance(inner, torch.nn.Module):
-            raise ReshardError(
-                f"{type(model).__name__} is no Megatron-Core model: it has no sharded_state_dict"
-            )
-        model = inner
-    return model

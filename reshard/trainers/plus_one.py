@@ -60,6 +60,10 @@ class PlusOne(Trainer):
         """See `Trainer.check_model`."""
         self.trainer.check_model(model)
 
+    def adapter(self) -> Trainer:
+        """See `Trainer.adapter`."""
+        return self.trainer.adapter()
+
     def name_of(self, index: int) -> str:
         """See `Trainer.name_of`."""
         return self.trainer.name_of(index)

@@ -21,6 +21,7 @@ from reshard.engines.live import LiveEngine, owners_of
 from reshard.engines.placing import Placer
 from reshard.engines.rules import PlacedTensors
 from reshard.engines.trace import Canonical, Trace
+from reshard.engines.vllm.adapters.live import VllmAdapter
 from reshard.engines.vllm.compat import draft_load_format, draft_model, driver_worker
 from reshard.engines.vllm.guard import VllmGuard, guard_of
 from reshard.engines.vllm.layout import drafter_placement
@@ -79,6 +80,7 @@ class VllmModel(LiveEngine):
             check_drafter(self.draft, config, "no trainer has the weights of a drafter of this kind")
         self.optional = frozenset(mtp_names(self.model)) if drafts_by_mtp else frozenset()
         self._main_trace: Trace | None = None
+        self._adapters: dict[str, VllmAdapter] = {}
         self._kept = KeptTensors(self.guard)
         self._find_tensors(with_drafter=drafts_by_mtp)
         self.guard.when_loaded.append(WeakMethod(self._loaded_again))
@@ -96,6 +98,13 @@ class VllmModel(LiveEngine):
         """Return the model of an ``LLM``, or of an ``LLMEngine``, whose worker runs in this process
         (``external_launcher``, or without multiprocessing)."""
         return VllmModel.from_worker(driver_worker(llm), getattr(llm, "llm_engine", llm), match_vllm_rounding)
+
+    def adapter(self, name: str) -> VllmAdapter:
+        """Return the adapter that this vLLM serves by a name, the same as before; see
+        `Engine.adapter`."""
+        if name not in self._adapters:
+            self._adapters[name] = VllmAdapter(self, name)
+        return self._adapters[name]
 
     # Finding tensors
 

@@ -19,6 +19,7 @@ from reshard.core.deprecated import accepts_renamed_options, warn_renamed
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_number
 from reshard.engines.guard import call_after
+from reshard.engines.vllm.adapters.live import VllmAdapter
 from reshard.engines.vllm.compat import with_plain_weights
 from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.live import VllmModel
@@ -104,6 +105,20 @@ class RefitExtension(LinkMethods):
                 return last
         self._reshard_engine = VllmModel.from_worker(self, match_vllm_rounding=match_vllm_rounding)
         return self._reshard_engine
+
+    def reshard_adapter(self) -> dict[str, Any]:
+        """Return the arguments of the ``LoRARequest`` for the newest version of the adapter, where this
+        engine is connected with one.
+
+        Raises ReshardError if none may be served.
+        """
+        receiver = self._reshard_connected().receiver
+        if receiver is None or not isinstance(receiver.engine, VllmAdapter):
+            raise ReshardError(
+                "this engine is connected without an adapter: give reshard_connect adapter='NAME'"
+            )
+        request = receiver.engine.request()
+        return {name: getattr(request, name) for name in ("lora_name", "lora_int_id", "lora_path")}
 
 
 def _watch(worker: Any) -> None:

@@ -20,7 +20,7 @@ import torch
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import check_switch
 from reshard.device.staging import HostMemory
-from reshard.trainers.megatron import chunks_of, layers_of
+from reshard.trainers.shards import chunks_of, layers_of
 
 PARAMS, GRADS, STATES = "params", "grads", "optimizer"
 

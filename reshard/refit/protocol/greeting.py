@@ -32,7 +32,8 @@ MOST_FIELDS = 1000  # of a config that are ignored
 class Greeting:
     """The first message of a member: its name and version, its roles and options, and the process that it is.
 
-    `ignored` are the fields of the engine's config that it ignores. `protocol` and `name` are what
+    `ignored` are the fields of the engine's config that it ignores, `adapter` the name of the adapter
+    that is refitted, empty for weights alone. `protocol` and `name` are what
     all versions send.
     """
 
@@ -42,6 +43,7 @@ class Greeting:
     bucket_bytes: int
     keep_mapped: bool
     ignored: list[str]
+    adapter: str = ""
     protocol: int = field(default_factory=lambda: PROTOCOL)
     reshard: str = field(default=__version__)
     host: str = field(default_factory=this_host)
@@ -122,7 +124,7 @@ def _checked_greeting(fields: dict[str, Any]) -> Greeting:
         "bucket_bytes": is_number(fields.get("bucket_bytes"), 1, MOST_BUCKET_BYTES),
         "keep_mapped": isinstance(fields.get("keep_mapped"), bool),
         **{key: is_number(fields.get(key), 0, MOST_ADDRESS) for key in ("user", "pid")},
-        **{key: is_word(fields.get(key)) for key in ("host", "namespaces")},
+        **{key: is_word(fields.get(key)) for key in ("host", "namespaces", "adapter")},
     }  # fmt: skip
     for key, holds in valid.items():
         _check_field(name, key, fields, holds)

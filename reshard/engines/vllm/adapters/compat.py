@@ -1,0 +1,129 @@
+"""Uses of vLLM's LoRA that are no part of its interface, for vLLM 0.26: its manager of adapters, the
+buffers in which its layers hold them, and its requests."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Any, NamedTuple
+
+from reshard.core.errors import ReshardError
+from reshard.core.extras import importing
+from reshard.engines.vllm.compat import known
+
+with importing("vllm"):
+    import torch
+
+
+LORA_ARGUMENT = 4  # of `LLMEngine.add_request`, where it is given by position
+
+
+class Buffers(NamedTuple):
+    """The memory of one slice of a layer's adapters: A ``[slots, experts, rank, in]``, B ``[slots, experts,
+    out, rank]``; 1 for the experts of a layer that has none. `enabled` says by slot whether experts have an
+    adapter, None for other layers."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    enabled: torch.Tensor | None = None
+
+
+def manager_of(model: torch.nn.Module) -> Any:
+    """Return vLLM's manager of a model's adapters. Raises ReshardError where it serves none."""
+    manager = getattr(model, "lora_manager", None)
+    if manager is None:
+        raise ReshardError(
+            "this vLLM serves no adapters: start it with enable_lora=True, and max_lora_rank no smaller than the rank"
+        )
+    return manager
+
+
+def check_config(manager: Any) -> None:
+    """Raise ReshardError for a setting of vLLM's LoRA that refits do not know."""
+    for field in ("fully_sharded_loras", "enable_moe_shared_loras", "enable_mixed_moe_lora_format"):
+        if getattr(manager.lora_config, field, False):
+            raise ReshardError(
+                f"vLLM's {field} arranges adapters in a way that is not refitted: start it without"
+            )
+
+
+def buffers_of(layer: str, wrapper: Any) -> dict[str, list[Buffers]]:
+    """Return the buffers of a layer that vLLM has wrapped, by slice, for each of its parameters; none of
+    an embedding.
+
+    Raises ReshardError for a wrapper that refits do not know.
+    """
+    with known("keeps adapters elsewhere"):
+        if hasattr(wrapper, "w13_lora_a_stacked"):
+            if type(wrapper).__name__ != "FusedMoEWithLoRA":
+                raise ReshardError(
+                    f"vLLM has the adapters of {layer} in one tensor for gate and up ({type(wrapper).__name__}), which is "
+                    f"not refitted yet"
+                )
+            w13 = zip(wrapper.w13_lora_a_stacked, wrapper.w13_lora_b_stacked, strict=True)
+            w2 = zip(wrapper.w2_lora_a_stacked, wrapper.w2_lora_b_stacked, strict=True)
+            return {
+                "w13_weight": [Buffers(a, b, wrapper.adapter_enabled) for a, b in w13],
+                "w2_weight": [Buffers(a, b, wrapper.adapter_enabled) for a, b in w2],
+            }
+        if not isinstance(wrapper.lora_a_stacked, tuple):
+            return {}
+        pairs = zip(wrapper.lora_a_stacked, wrapper.lora_b_stacked, strict=True)
+        return {"weight": [Buffers(a, b) for a, b in pairs]}
+
+
+def free_slots(manager: Any) -> list[int]:
+    """Return the slots in which no adapter is."""
+    return [slot for slot, identity in enumerate(manager.lora_index_to_id) if identity is None]
+
+
+def reserve(manager: Any, slot: int, identity: int) -> None:
+    """Have tokens with this adapter id served from a slot, which vLLM then gives to no other adapter."""
+    with known("keeps its adapters' slots elsewhere"):
+        manager.lora_index_to_id[slot] = identity
+        if identity not in manager._active_adapters:
+            manager._active_adapters[identity] = None
+            manager._active_adapters.pin(identity)
+
+
+def worker_manager_of(worker: Any) -> Any:
+    """Return what loads adapters for the requests of a worker; None where there is no worker."""
+    return getattr(getattr(worker, "model_runner", None), "lora_manager", None)
+
+
+def request_for(name: str, identity: int) -> Any:
+    """Return vLLM's request for an adapter that no path has."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name=name, lora_int_id=identity, lora_path="in memory (reshard)")
+
+
+def renumbered(mapping: Any, ids: dict[int, int]) -> Any:
+    """Return vLLM's mapping of tokens to adapters with these ids in place of others."""
+    if mapping is None or not ids:
+        return mapping
+    return replace(
+        mapping,
+        index_mapping=tuple(ids.get(one, one) for one in mapping.index_mapping),
+        prompt_mapping=tuple(ids.get(one, one) for one in mapping.prompt_mapping),
+    )
+
+
+def with_request(add_request: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return an engine's method that takes a request, with the request's adapter changed first."""
+
+    @wraps(add_request)
+    def added(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("lora_request") is not None:
+            kwargs["lora_request"] = change(kwargs["lora_request"])
+        elif len(args) > LORA_ARGUMENT and args[LORA_ARGUMENT] is not None:
+            args = (*args[:LORA_ARGUMENT], change(args[LORA_ARGUMENT]), *args[LORA_ARGUMENT + 1 :])
+        return add_request(*args, **kwargs)
+
+    return added
+
+
+def running_adapters(front: Any) -> Sequence[str]:
+    """Return the names of the adapters of an engine's unfinished requests; none where it is in another
+    process."""
+    states = getattr(getattr(front, "output_processor", None), "request_states", {})
+    return [state.lora_name for state in states.values() if getattr(state, "lora_name", None)]

@@ -1,0 +1,227 @@
+"""The LoRA adapter of a live Megatron model as the source of a refit: the modules of Megatron-Bridge or of
+mcore-bridge, in whatever layout the trainer has.
+
+The matrices are published under PEFT's names. Where Megatron has one A for several published layers (queries,
+keys and values; gate and up), each of them is published, from the same memory.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from reshard.core.errors import ReshardError, listed
+from reshard.core.placement import LocalTensor
+from reshard.device.memory import Region
+from reshard.lora.checkpoint import check_supported, find_adapters
+from reshard.lora.names import peft_name
+from reshard.lora.parameters import Adapter, adapter_parameters
+from reshard.lora.scale import Scale
+from reshard.megatron.checkpoint import ADAPTER, placement_of_keys
+from reshard.megatron.hybrid import class_of_models
+from reshard.megatron.parameters import Parameter, expand
+from reshard.models.model import Model
+from reshard.trainers.scales import WHERE, Alpha, Factors, alpha_of, check_frozen
+from reshard.trainers.shards import ShardedModel
+
+# What tells the name of a live module from that in a checkpoint's keys.
+_SPELLINGS = (
+    (re.compile(r"\.experts\.(?:local_experts\.\d+|experts)\."), ".experts."),
+    (re.compile(r"\.mtp_model_layer\."), ".transformer_layer."),
+)
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+
+
+class Matrix(NamedTuple):
+    """A matrix that a shard holds: the shard's index, the elements before the matrix, and its columns."""
+
+    shard: int
+    before: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Published:
+    """The adapter of a `model` in published names: its local tensors, the matrix of each, and the scale of
+    each published weight."""
+
+    model: Model
+    held: list[LocalTensor]
+    matrices: list[Matrix]
+    scales: dict[str, Scale]
+
+
+class MegatronAdapter(ShardedModel):
+    """The LoRA adapter of one rank of a trainer, from the modules of Megatron-Bridge (``LoRA``,
+    ``CanonicalLoRA``) or mcore-bridge; a rank may have none of its layers.
+
+    Raises ReshardError for an adapter that is more than pairs of matrices (DoRA, ``modules_to_save``),
+    and where parameters of the base are trained too.
+    """
+
+    def __init__(self, models: Sequence[torch.nn.Module], metadata: Any = None) -> None:
+        super().__init__(models, metadata)
+        check_supported((shard.key for shard in self.shards), WHERE)
+        check_frozen(self.models)
+        self._published: Published | None = None
+        self._factors = Factors(self.models)
+
+    def _published_key(self, key: str) -> str | None:
+        return key if ADAPTER.search(key) else None
+
+    @property
+    def device(self) -> torch.device | None:
+        """See `Trainer.device`; that of the base where this rank has no adapter."""
+        return next((parameter.device for model in self.models for parameter in model.parameters()), None)
+
+    @property
+    def regions(self) -> list[Region]:
+        """See `Trainer.regions`: a region for each published matrix, of which several may be in the same
+        memory."""
+        shards = super().regions
+        return [
+            shards[matrix.shard]._replace(
+                offset=shards[matrix.shard].offset + self._rows_before(shards[matrix.shard], matrix),
+                pitch=self._pitch(shards[matrix.shard], matrix),
+            )
+            for matrix in (self._published.matrices if self._published is not None else ())
+        ]
+
+    def _rows_before(self, region: Region, matrix: Matrix) -> int:
+        """Return the elements from a shard's first to a matrix's: whole matrices lie a pitch apart."""
+        if len(self._matrix_shape(matrix.shard)) < 3:
+            return 0
+        rows, columns = self._matrix_shape(matrix.shard)[-2:]
+        return matrix.before // (rows * columns) * region.pitch
+
+    def _pitch(self, region: Region, matrix: Matrix) -> int:
+        return region.pitch if len(self._matrix_shape(matrix.shard)) < 3 else matrix.columns
+
+    def _matrix_shape(self, shard: int) -> tuple[int, ...]:
+        """Return the sizes of a shard without the leading dims of one element, three where it has several
+        experts."""
+        sizes = self.shards[shard].sizes
+        while len(sizes) > 2 and sizes[0] == 1:
+            sizes = sizes[1:]
+        return sizes
+
+    def addresses(self) -> list[int]:
+        """See `Trainer.addresses`; called before every refit, so that a scale that has changed is seen."""
+        self._factors.check()
+        return super().addresses()
+
+    def name_of(self, index: int) -> str:
+        """Return the checkpoint key of a region's matrix."""
+        matrices = self._published.matrices if self._published is not None else []
+        return self.shards[matrices[index].shard].key
+
+    def check_model(self, model: Model) -> None:
+        """Nothing: the connection of the base has compared the models."""
+
+    def as_published(self, model: Model) -> "MegatronAdapter":
+        """See `Trainer.as_published`; the regions are those of the matrices of `model` from then on."""
+        if self._published is None or self._published.model != model:
+            self._published = self._publish(model)
+        return self
+
+    def publish(self, model: Model) -> list[LocalTensor]:
+        """See `Trainer.publish`."""
+        self.as_published(model)
+        assert self._published is not None
+        return self._published.held
+
+    def scales(self) -> dict[str, Scale]:
+        """See `Trainer.scales`."""
+        return self._published.scales if self._published is not None else {}
+
+    def _publish(self, model: Model) -> Published:
+        if self._left_out:
+            raise ReshardError(
+                f"{WHERE} has {len(self._left_out)} parameters that the model's sharded_state_dict leaves out: "
+                f"{listed(self._left_out)}"
+            )
+        keys = self._keys()
+        if not keys:
+            return Published(model, [], [], {})
+        base = expand(model, model_class=class_of_models(self.models))
+        config: Any = self.config
+        adapters, form = find_adapters(keys, WHERE, model, base, config.tensor_model_parallel_size)
+        parameters = adapter_parameters(adapters, form)
+        placed = placement_of_keys(keys, self.objects, WHERE, model, parameters, complete=False)
+        index_of = {(shard.key, shard.offsets, shard.sizes): index for index, shard in enumerate(self.shards)}
+        copies: dict[str, list[str]] = defaultdict(list)
+        for name, primary in parameters.copies.items():
+            copies[primary].append(name)
+        held: list[LocalTensor] = []
+        matrices: list[Matrix] = []
+        for tensor in placed.placement.tensors.values():
+            *chunk, before = tensor.id
+            matrix = Matrix(index_of[tuple(chunk)], before, tensor.shape[-1])
+            for same in _with_copies(tensor, copies):
+                held.append(same._replace(id=len(held)))
+                matrices.append(matrix)
+        names = {part.name for tensor in held for part in tensor.parts}
+        alphas = _alphas(self.models)
+        scales = {
+            weight: _scale(alphas, adapter, rank)
+            for adapter in adapters
+            for weight, rank in adapter.ranks.items()
+            if peft_name(weight, "B") in names
+        }
+        return Published(model, held, matrices, scales)
+
+
+def _with_copies(tensor: LocalTensor, copies: dict[str, list[str]]) -> Iterator[LocalTensor]:
+    """Yield a local tensor, and it once more for each published tensor that is a copy of its parts'."""
+    yield tensor
+    most = max((len(copies.get(part.name, ())) for part in tensor.parts), default=0)
+    for number in range(most):
+        parts = tuple(
+            part._replace(name=copies[part.name][number])
+            for part in tensor.parts
+            if number < len(copies.get(part.name, ()))
+        )
+        yield tensor._replace(parts=parts)
+
+
+def _alphas(models: Sequence[torch.nn.Module]) -> dict[str, Alpha]:
+    """Return what each adapter module of a rank multiplies by, by the name of the layer in a checkpoint's keys
+    with the layer's number."""
+    alphas = {}
+    for model in models:
+        for name, module in model.named_modules():
+            alpha = alpha_of(module)
+            if alpha is not None:
+                alphas[_spelled(model, name.partition(".adapter")[0])] = alpha
+    return alphas
+
+
+def _spelled(model: torch.nn.Module, name: str) -> str:
+    """Return a live layer's name with the number of its transformer layer in the whole model, as keys spell
+    it."""
+    match = _LAYER.match(name)
+    if match is not None:
+        layer: Any = model.get_submodule(match[0].rstrip("."))
+        name = f"decoder.layers.{layer.layer_number - 1}.{name[match.end() :]}"
+    for pattern, spelling in _SPELLINGS:
+        name = pattern.sub(spelling, name)
+    return name
+
+
+def _scale(alphas: dict[str, Alpha], adapter: Adapter, rank: int) -> Scale:
+    """Return the scale of an adapter. Raises ReshardError where no module of the model has it."""
+    kinds = set(alphas.values())
+    if len(kinds) == 1:
+        [alpha] = kinds
+        return Scale(rank, *alpha)
+    p: Parameter = adapter.layer.first
+    name = f"{p.prefix}{p.layer}." if p.prefix == "decoder.layers." else p.prefix
+    name += adapter.layer.module
+    for pattern, spelling in _SPELLINGS:
+        name = pattern.sub(spelling, name)
+    if name not in alphas:
+        raise ReshardError(f"{WHERE} has no module that says the alpha of {name}")
+    return Scale(rank, *alphas[name])

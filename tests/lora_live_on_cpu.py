@@ -1,0 +1,291 @@
+"""Real Megatron models with the real LoRA modules of Megatron-Bridge, and vLLM's real model classes with its own
+wrappers for adapters, in the same processes on a CPU: started by torchrun in an environment with both.
+
+The adapter is made of PEFT's tensors, which are cut by hand into what each rank's modules hold.
+"""
+
+import json
+import zlib
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import tests.lora_imports  # noqa: F401
+from tests import vllm_on_cpu  # before vLLM, whose platform it says
+
+# isort: split
+import megatron.core.parallel_state as mpu
+import torch
+from safetensors.torch import save_file
+from vllm.config import set_current_vllm_config
+from vllm.lora import lora_model, lora_weights, model_manager
+from vllm.lora.request import LoRARequest
+from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+from reshard.engines.vllm.adapters import live
+from reshard.engines.vllm.live import VllmModel
+from reshard.refit import RefitGroup, connect
+from reshard.trainers.megatron import MegatronModel
+from reshard.trainers.shards import unwrapped
+from tests import lora_on_cpu, refit_sides
+from tests.ranks import caught
+
+for module in (lora_model, lora_weights, model_manager):
+    module.PIN_MEMORY = False  # which takes a GPU
+PREFIX = "base_model.model."
+FUSED = {
+    "linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "linear_proj": ("self_attn.o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+
+
+def sizes_of(config: dict) -> dict[str, tuple[int, int]]:
+    """Rows and columns of the published layers, by the last part of their names."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    inner = config.get("moe_intermediate_size") or inner
+    head = config.get("head_dim") or hidden // config["num_attention_heads"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    return {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden), "o_proj": (hidden, queries),
+            "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}  # fmt: skip
+
+
+def experts_in(config: dict) -> int:
+    return config.get("num_local_experts") or config.get("num_experts") or 0
+
+
+def modules_of(config: dict, targets: list[str]) -> dict[str, list[str]]:
+    """The published layers that each of Megatron's has, by its name."""
+    experts, modules = experts_in(config), {}
+    for layer in range(config["num_hidden_layers"]):
+        for target in targets:
+            attention = target in ("linear_qkv", "linear_proj")
+            places = [""] if attention else [f"mlp.experts.{e}." for e in range(experts)] or ["mlp."]
+            for place in places:
+                names = [f"model.layers.{layer}.{place}{name}" for name in FUSED[target]]
+                modules[f"{layer}.{place}{target}"] = names
+    return modules
+
+
+def numbers(name: str, shape: tuple[int, ...], version: int) -> torch.Tensor:
+    seed = zlib.crc32(f"{name} {version}".encode())
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.1
+
+
+def peft_tensors(config: dict, targets: list[str], rank: int, version: int) -> dict[str, torch.Tensor]:
+    """An adapter under PEFT's names, with one A for all that Megatron has in one layer."""
+    sizes, tensors = sizes_of(config), {}
+    for names in modules_of(config, targets).values():
+        for name in names:
+            rows, columns = sizes[name.rpartition(".")[2]]
+            tensors[f"{PREFIX}{name}.lora_A.weight"] = numbers(names[0], (rank, columns), version)
+            tensors[f"{PREFIX}{name}.lora_B.weight"] = numbers(name, (rows, rank), version)
+    return tensors
+
+
+def save_peft(tensors: dict[str, torch.Tensor], folder: Path, rank: int, alpha: float) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
+    described = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": targets,
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    return str(folder)
+
+
+def put_in(models: list, config: dict, tensors: dict[str, torch.Tensor]) -> int:
+    """Copy PEFT's tensors into the modules of this rank; how many modules there are."""
+    count = 0
+    for model in models:
+        for path, module in model.named_modules():
+            of_mcore_bridge = hasattr(module, "lora_A")
+            if not of_mcore_bridge and not hasattr(module, "linear_in"):
+                continue
+            count += 1
+            layer = model.get_submodule(".".join(path.split(".")[:3])).layer_number - 1
+            target = path.removesuffix(".adapter").rpartition(".")[2]
+            place, tp, tp_rank = (
+                "",
+                mpu.get_tensor_model_parallel_world_size(),
+                mpu.get_tensor_model_parallel_rank(),
+            )
+            if "local_experts" in path:
+                local = int(path.split("local_experts.")[1].split(".")[0])
+                experts = experts_in(config) // mpu.get_expert_model_parallel_world_size()
+                place = f"mlp.experts.{mpu.get_expert_model_parallel_rank() * experts + local}."
+                tp, tp_rank = 1, 0  # as expert tensor parallelism is
+            elif target in ("linear_fc1", "linear_fc2"):
+                place = "mlp."
+            names = [f"{PREFIX}model.layers.{layer}.{place}{name}" for name in FUSED[target]]
+            a = tensors[f"{names[0]}.lora_A.weight"]
+            parts = [tensors[f"{name}.lora_B.weight"] for name in names]
+            by_rows = target in ("linear_proj", "linear_fc2")
+            if by_rows:
+                a = a.chunk(tp, 1)[tp_rank]
+            elif not of_mcore_bridge:
+                a = a.chunk(tp)[tp_rank]
+            if target == "linear_qkv":
+                groups = config["num_key_value_heads"]
+                by_group = torch.cat([part.reshape(groups, -1, part.shape[1]) for part in parts], 1)
+                b = by_group.reshape(-1, by_group.shape[-1]).chunk(tp)[tp_rank]
+            elif by_rows and of_mcore_bridge:
+                [b] = parts
+            else:
+                b = torch.cat([part.chunk(tp)[tp_rank] for part in parts])
+            pair = (module.lora_A["default"], module.lora_B["default"]) if of_mcore_bridge else (module.linear_in, module.linear_out)  # fmt: skip
+            with torch.no_grad():
+                pair[0].weight.copy_(a)
+                pair[1].weight.copy_(b)
+    return count
+
+
+def trainer(kind: str, flags: list[str], base: str, settings: dict) -> list:
+    """A trainer's chunks with adapters: Megatron-Bridge's in DDP, or mcore-bridge's."""
+    if kind == "bridge":
+        models = lora_on_cpu.with_adapters(flags, base, "lora", settings)
+        return [refit_sides.distributed(model, use_distributed_optimizer=False) for model in models]
+    model = lora_on_cpu.transformer_engine_model(flags, f"{base}/release")
+    model.requires_grad_(False)
+    rank, alpha = settings["dim"], settings["alpha"]
+    lora_on_cpu.wrap(model, settings["target_modules"], r=rank, lora_alpha=alpha)
+    return [model]
+
+
+def engine_with_adapters(hf: str, **options):
+    """vLLM's model with its layers wrapped, its config, and what loads adapters for a worker's requests."""
+    vllm_on_cpu.choose_triton()
+    module, config = vllm_on_cpu.build(hf, enable_lora=True, load_format="dummy", **options)
+    runner = SimpleNamespace()
+    with set_current_vllm_config(config):
+        module = LoRAModelRunnerMixin.load_lora_model(runner, module, config, torch.device("cpu"))
+    return module, config, runner.lora_manager
+
+
+def slot_bits(module, slot: int) -> dict[str, tuple]:
+    """The bits of everything that vLLM holds of adapters in a slot, by the layer's name."""
+    found = {}
+    for name, layer in module.lora_manager.modules.items():
+        for key, held in vars(layer).items():
+            if key.endswith("_stacked") and isinstance(held, tuple):
+                found |= {f"{name}.{key}.{i}": refit_sides.bits_of(t[slot]) for i, t in enumerate(held)}
+        if hasattr(layer, "adapter_enabled"):
+            found[f"{name}.enabled"] = int(layer.adapter_enabled[slot])
+    return found
+
+
+def loaded_by_vllm(module, loader, name: str, number: int, directory: str) -> dict[str, tuple]:
+    """What vLLM's own loading of a directory puts into a slot."""
+    assert loader.add_adapter(LoRARequest(name, number, directory))
+    found = slot_bits(module, module.lora_manager.lora_index_to_id.index(number))
+    loader.remove_adapter(number)
+    return found
+
+
+def refitted(kind, flags, base, hf, settings, options, files, faults=()):
+    """What differs between a slot after each of two refits and what vLLM loads of PEFT's files of the same
+    adapter; what is said of faults, by name."""
+    config = json.loads((Path(hf) / "config.json").read_text())
+    targets, rank, alpha = settings["target_modules"], settings["dim"], settings["alpha"]
+    chunks = trainer(kind, flags, base, settings)
+    models = [unwrapped(chunk) for chunk in chunks]
+    module, vllm_config, loader = engine_with_adapters(hf, **options)
+    engine = VllmModel(module, vllm_config)
+    versions = [peft_tensors(config, targets, rank, version) for version in range(2)]
+    directories = [
+        save_peft(tensors, Path(files) / f"peft{i}-{torch.distributed.get_rank()}", rank, alpha)
+        for i, tensors in enumerate(versions)
+    ]
+    link = connect(RefitGroup.of_process_group(), MegatronModel(chunks), engine, adapter="policy")
+    slots = engine.adapter("policy").slots
+    result = {"before": caught(slots.request), "different": [], "names": []}
+    for version, (tensors, directory) in enumerate(zip(versions, directories, strict=True)):
+        assert put_in(models, config, tensors)
+        report = link.refit(verify=True)
+        held = slot_bits(module, slots.current)
+        theirs = loaded_by_vllm(module, loader, f"theirs{version}", 1 + version, directory)
+        result["different"].append([name for name in theirs if held.get(name) != theirs[name]])
+        result["names"].append(slots.request().lora_name)
+        result["filled"] = sum(bits != refit_sides.bits_of(torch.zeros(bits[0], dtype=torch.bfloat16))
+                               for bits in held.values() if isinstance(bits, tuple))  # fmt: skip
+    result |= {
+        "count": len(theirs),
+        "version": link.version,
+        "report": report.to_dict(),
+        "base": engine.version,
+    }
+    result["again"] = link.weights.refits
+    exchanged = dict(versions[1])
+    for name in [name for name in exchanged if "k_proj.lora_B" in name]:
+        other = name.replace("k_proj", "v_proj")
+        exchanged[name], exchanged[other] = exchanged[other].clone(), exchanged[name].clone()
+    wrong = save_peft(exchanged, Path(files) / f"wrong-{torch.distributed.get_rank()}", rank, alpha)
+    theirs = loaded_by_vllm(module, loader, "exchanged", 5, wrong)
+    result["control"] = [name for name in theirs if held[name] != theirs[name]]
+    result["faults"] = {name: FAULTS[name](link, engine, models) for name in faults}
+    result["served"] = slots.request().lora_name
+    return result
+
+
+def fault(link, engine, change) -> list[str]:
+    """What a verified refit says while the engine makes a mistake, and the name of what it serves then."""
+    plain = live.VllmAdapter.process_round
+
+    def wrong(self, index: int) -> None:
+        plain(self, index)
+        change(self)
+
+    live.VllmAdapter.process_round = wrong
+    try:
+        return [caught(partial(link.refit, verify=True)), engine.adapter("policy").request().lora_name]
+    finally:
+        live.VllmAdapter.process_round = plain
+
+
+def exchange_keys_and_values(adapter) -> None:
+    stages = [stage for stage in adapter._stages if stage.layer.endswith("layers.1.self_attn.qkv_proj")]
+    _, (_, keys), (_, values) = [stage.slot(adapter._writing) for stage in stages]
+    kept = keys.clone()
+    keys.copy_(values)
+    values.copy_(kept)
+
+
+def leave_stale(adapter) -> None:
+    stage = adapter._stages[0]
+    a, _ = stage.slot(adapter._writing)
+    a.copy_(a + 1)
+
+
+def double(adapter) -> None:
+    stage = adapter._stages[-1]
+    stage.slot(adapter._writing)[1].mul_(2)
+
+
+def alpha_changed(link, engine, models) -> list[str]:
+    module = next(m for model in models for m in model.modules() if hasattr(m, "linear_in"))
+    module.alpha *= 2
+    try:
+        return [caught(link.refit), engine.adapter("policy").request().lora_name]
+    finally:
+        module.alpha /= 2
+
+
+FAULTS = {
+    "exchanged": lambda link, engine, _: fault(link, engine, exchange_keys_and_values),
+    "stale": lambda link, engine, _: fault(link, engine, leave_stale),
+    "doubled": lambda link, engine, _: fault(link, engine, double),
+    "alpha": alpha_changed,
+}
+
+
+def main() -> None:
+    lora_on_cpu.main(*__import__("sys").argv[1:], actions=globals())
+
+
+if __name__ == "__main__":
+    main()
