@@ -189,6 +189,50 @@ def live(plugin: str, hf: str, other: str, *options: str) -> dict:
     return outcome
 
 
+def adapters(plugin: str, hf: str, *options: str) -> dict:
+    """What is in the slot of vLLM's adapters after ms-swift's own sync of an adapter, and after the trainer's
+    that ms-swift makes, of the same and of another; and what the rollout asks for."""
+    how = ["--tuner_type", "lora", "--vllm_enable_lora", "true", "--lora_rank", "8", "--lora_alpha", "20"]
+    trainer = prepared(hf, plugin, [*how, *options])
+    base = import_module("swift.megatron.trainers.grpo_trainer").MegatronGRPOTrainer
+
+    def train(seed: int) -> None:
+        for chunk in trainer.unwrapped_models:
+            for key, parameter in chunk.named_parameters():
+                if ".lora_" in key:
+                    numbers = torch.Generator().manual_seed(
+                        seed + len(key)
+                    )  # alike on ranks that hold the same
+                    parameter.data.copy_(torch.randn(parameter.shape, generator=numbers) * 0.1)
+
+    def slot() -> dict[str, str]:
+        return {
+            f"{key} {kind} {index}": hashlib.sha256(held[0].contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+            for key, layer in trainer.engine.inner_model.lora_manager.modules.items()
+            for kind in ("lora_a_stacked", "lora_b_stacked")
+            for index, held in enumerate(getattr(layer, kind))
+            if isinstance(getattr(layer, kind), tuple)
+        }  # fmt: skip
+
+    outcome: dict = {"theirs": [], "ours": [], "asked": []}
+    for seed in range(2):
+        train(seed)
+        base._move_adapter_to_vllm(trainer)
+        outcome["theirs"].append(slot())
+        trainer.engine.engine.remove_lora(111)
+    for seed in range(2):
+        train(seed)
+        trainer._step = seed
+        spoil(trainer)
+        trainer._move_model_to_vllm()
+        outcome["ours"].append(slot())
+        outcome["asked"].append(trainer.engine._get_grpo_lora_request().lora_name)
+    outcome["weights"] = trainer._reshard_connection.link.weights.refits
+    trainer._reshard_engine.guard.lose("no weights since it slept (level 2)")
+    outcome["lost"] = caught(trainer.engine._get_grpo_lora_request)
+    return outcome
+
+
 def broken() -> None:
     """In the place of a link's digests, which are compared when all bytes have moved."""
     from reshard import ReshardError

@@ -118,7 +118,7 @@ def test_wrong_options_are_refused_and_change_nothing(ranks):
             "verify of swift.use is 'yes'; it is true or false",
             "timeout of swift.use is 0; it is a number of seconds above 0",
             "timeout of swift.use is '60'; it is a number of seconds above 0",
-            "backend of swift.use 'ipc' is not one of auto, cuda_ipc, staged, nccl",
+            "backend of swift.use 'ipc' is not one of auto, cuda_ipc, staged, nixl, nccl",
         ]
         assert outcome["still"] == outcome["options"]
 
@@ -147,12 +147,20 @@ def test_what_a_refit_does_not_cover_goes_by_ms_swifts_own_sync_with_a_line_in_t
             "ms-swift's own weight sync is used: the parameters are quantized (fp8_param_gather)"
         ]
         assert outcome["reasons"] == {
-            "none": "", "tuner_type": "the model has adapters (tuner_type lora)",
+            "none": "", "tuner_type": "the model has adapters that are merged (tuner_type lora without vllm_enable_lora)",
             "fp8_param_gather": "the parameters are quantized (fp8_param_gather)",
             "fp4_param_gather": "the parameters are quantized (fp4_param_gather)",
             "use_megatron_fsdp": "the parameters are sharded by Megatron's FSDP (use_megatron_fsdp)",
             "is_multimodal": "the model is multimodal", "vllm_mode": "vLLM runs in a server (vllm_mode)",
         }  # fmt: skip
+
+
+def test_an_adapter_is_in_vllms_slot_as_ms_swifts_own_sync_leaves_it(swift, plugin, tmp_path):
+    path = checkpoint(tmp_path, "served-qwen3")
+    for outcome in said_by(swift, tmp_path, 2, "adapters", plugin, path, *LAYOUTS["served-qwen3"]):
+        assert outcome["ours"] == outcome["theirs"] and outcome["ours"][0] != outcome["ours"][1]
+        assert outcome["asked"] == ["swift_lora@0", "swift_lora@1"]
+        assert outcome["weights"] == 1 and "no weights since it slept" in outcome["lost"]
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

@@ -10,7 +10,7 @@ from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds, check_switch
 from reshard.engines.base import Engine
 from reshard.integrations.calls import Calls
-from reshard.refit.connecting import connect
+from reshard.refit.connecting import AdapterLink, connect
 from reshard.refit.link import Link, RefitReport
 from reshard.refit.routes import check_backend
 from reshard.trainers.base import Trainer
@@ -44,7 +44,7 @@ class Connection:
 
     def __init__(self, options: SyncOptions) -> None:
         self.options = options
-        self.link: Link | None = None
+        self.link: Link | AdapterLink | None = None
 
     @contextmanager
     def dropped_on_failure(self) -> Iterator[None]:
@@ -61,11 +61,12 @@ class Connection:
         source: Trainer | Callable[[], Trainer],
         destination: Engine | Callable[[], Engine] | None = None,
         calls: Calls | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Connect, while `calls` of engines are under way; see `reshard.refit.connect`."""
 
-        def part() -> Link:
-            return connect(members, source, destination, backend=self.options.backend)
+        def part() -> Link | AdapterLink:
+            return connect(members, source, destination, backend=self.options.backend, adapter=adapter)
 
         self.link = part() if calls is None else calls.alongside(members, part)
 

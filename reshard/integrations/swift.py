@@ -4,9 +4,9 @@
 ms-swift trains in the ranks that torchrun starts, and vLLM serves in the same processes. `use` puts
 a subclass of its trainer in the trainer's place, whose sync reads the shards of the models where
 they are and writes them to where vLLM serves them from. All else is ms-swift's, also when the
-engine sleeps and wakes and what is offloaded. What a refit does not cover (LoRA adapters, fp8 and
-fp4 parameters, Megatron's FSDP, multimodal models, a vLLM server) takes ms-swift's own sync, and
-the log says so.
+engine sleeps and wakes and what is offloaded. With ``vllm_enable_lora`` the weights go once, and the
+adapter at each sync. What a refit does not cover (merged adapters, fp8 and fp4 parameters,
+Megatron's FSDP, multimodal models, a vLLM server) takes ms-swift's own sync, and the log says so.
 """
 
 import logging
@@ -18,6 +18,7 @@ from reshard.core.extras import importing_beside
 with importing_beside("ms-swift", "mcore_bridge", "megatron", "swift"):
     from swift.megatron import trainers
     from swift.megatron.trainers import MegatronGRPOTrainer
+    from swift.rlhf_trainers.utils import VLLM_LORA_NAME
 
 import torch
 
@@ -56,6 +57,23 @@ class ReshardGRPOTrainer(MegatronGRPOTrainer):
 
     reshard_options = SyncOptions()
     _reshard_connection: Connection | None = None
+    _reshard_engine: VllmModel
+
+    def _move_model_to_vllm(self) -> None:
+        """Refit the adapter that this process's engine serves, if a refit covers it; else do what
+        ms-swift does.
+
+        Raises ReshardError on every rank if one fails; the next sync connects again.
+        """
+        if self.args.tuner_type != "lora" or left_to_swift(self):
+            super()._move_model_to_vllm()
+            return
+        self._refit(VLLM_LORA_NAME)
+        # A rollout asks for it by this, and is refused where no adapter may be served.
+        adapter = self._reshard_engine.adapter(VLLM_LORA_NAME)
+        self.engine._get_grpo_lora_request = lambda given=None: given or adapter.request()
+        self.base_sync_done = True
+        self._reset_vllm_cache()
 
     def _export_and_load_weights(self) -> None:
         """Refit the engine of this process; or do what ms-swift does, if a refit does not cover it.
@@ -67,6 +85,10 @@ class ReshardGRPOTrainer(MegatronGRPOTrainer):
             log.warning("ms-swift's own weight sync is used: %s", why)
             super()._export_and_load_weights()
             return
+        self._refit(None)
+
+    def _refit(self, adapter: str | None) -> None:
+        """Refit the engine of this process, with the adapter that it serves by a name."""
         if self._reshard_connection is None:
             self._reshard_connection = Connection(self.reshard_options)
         connection = self._reshard_connection
@@ -76,9 +98,15 @@ class ReshardGRPOTrainer(MegatronGRPOTrainer):
                 connection.connect(
                     RefitGroup.of_process_group(timeout=connection.options.timeout),
                     lambda: SwiftModel(self.wrapped_models),
-                    lambda: VllmModel.from_llm(self.engine.engine),
+                    self._engine_side,
+                    adapter=adapter,
                 )
             connection.refit(self._step)
+
+    def _engine_side(self) -> VllmModel:
+        """Return the engine of this process."""
+        self._reshard_engine = VllmModel.from_llm(self.engine.engine)
+        return self._reshard_engine
 
 
 class SwiftModel(MegatronModel):
@@ -119,8 +147,10 @@ def left_to_swift(trainer: Any) -> str:
     args, config = trainer.args, trainer.config
     if trainer.vllm_mode != "colocate":
         return "vLLM runs in a server (vllm_mode)"
-    if args.tuner_type != "full":
-        return f"the model has adapters (tuner_type {args.tuner_type})"
+    if args.tuner_type != "full" and not (args.tuner_type == "lora" and args.vllm_enable_lora):
+        return (
+            f"the model has adapters that are merged (tuner_type {args.tuner_type} without vllm_enable_lora)"
+        )
     if getattr(config, "is_multimodal", False):
         return "the model is multimodal"
     if getattr(args, "use_megatron_fsdp", False):
