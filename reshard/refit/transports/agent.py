@@ -132,7 +132,8 @@ class Agent:
             memory, device, address = VRAM, self.device.index or 0, cuda_memory(size, self.device)
             self.on_gpu.append(address)
         else:
-            self.on_host.append(torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda"))
+            # Zeros, so that its pages are there before the first refit.
+            self.on_host.append(torch.zeros(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda"))
             address = self.on_host[-1].data_ptr()
         registered = self.nixl.nixlRegDList(self.kinds[memory], [(address, size, device, "")])
         with nixl_errors(f"registering {size:,} bytes with NIXL"), self._current():
