@@ -215,7 +215,8 @@ def test_weights_alone_are_those_of_the_training(runs, tmp_path):
 
 
 def test_a_cast_leaves_the_states_as_they_are(runs, tmp_path):
-    runs.move("back", tmp_path / "wide", EP2, dtype="fp32", iteration=7)
+    report = runs.move("back", tmp_path / "wide", EP2, dtype="fp32", iteration=7)
+    assert "optimizer states go along: exp_avg, exp_avg_sq, param" in report.notices
     wide = stored_tensors(tmp_path / "wide" / "iter_0000007")
     trained = stored_tensors(runs.folder / "moe" / ITERATION)
     states = {key for key in trained if key.startswith("optimizer.state.")}

@@ -97,7 +97,7 @@ class MegatronSource(Source):
         self.experts_packed = (manifest or {}).get("experts_packed", True)
         # what this tool wrote holds weights and empty states only
         self.notices = taken + (placed.notices if manifest is None else [])
-        self.notices += self.model.notices + notices(self.model, self.model_class)
+        self.notices += self.model.notices + notices(self.model, self.model_class) + self._state_notices()
         canonical = {n: s for n, s in self.mapping.shapes.items() if n not in self.mapping.copies}
         try:
             self.plan = make_plan(placed.placement, Placement.canonical(canonical | self.state_shapes))
@@ -147,6 +147,14 @@ class MegatronSource(Source):
         if states is not None:
             check_movable(states, self.checkpoint.directory)
         return states
+
+    def _state_notices(self) -> list[str]:
+        """Return a notice of the optimizer states that are read."""
+        return (
+            []
+            if self.states is None
+            else [f"optimizer states go along: {', '.join(sorted(self.states.keys))}"]
+        )
 
     def _recorded(self) -> dict[str, Any]:
         """Return the tensors that the manifest of this iteration lists."""
