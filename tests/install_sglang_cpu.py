@@ -1,5 +1,5 @@
 """Install SGLang into ``.sglang-cpu``, without its kernels: with that on PYTHONPATH before the ordinary
-environment's packages, its model classes can be built and loaded without a GPU, but not run.
+environment's packages, its model classes can be built and loaded without a GPU, and dense models served.
 
     python tests/install_sglang_cpu.py       # the versions of tests/sglang-cpu.txt
 

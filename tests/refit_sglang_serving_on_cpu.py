@@ -26,7 +26,7 @@ def engine(directory: str, **options):
     only_our_models()
     return sglang.Engine(
         model_path=directory, device="cpu", dtype="float32", attention_backend="torch_native", sampling_backend="pytorch",
-        grammar_backend="none", skip_tokenizer_init=True, disable_cuda_graph=True, disable_overlap_schedule=True,
+        grammar_backend="none", skip_tokenizer_init=True, disable_cuda_graph=True,
         max_total_tokens=1024, context_length=128, log_level="error", **options,
     )  # fmt: skip
 
@@ -62,7 +62,8 @@ def serve(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str,
 
 
 def train(steps: Steps, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]]) -> list[str]:
-    """Refit from each checkpoint, then while the engine sleeps, and once more."""
+    """Refit from each checkpoint, then while the engine has a request and while it sleeps, and once
+    more."""
     chunks, load = trainer(flags, checkpoints[0][1], wide=True)
     steps.meet("started")
     members = RefitGroup.join(f"127.0.0.1:{sides['port']}", 0, 2, timeout=60)
@@ -73,8 +74,9 @@ def train(steps: Steps, sides: dict, flags: list[str], checkpoints: list[tuple[s
             load(mcore)
         steps.meet(f"before {step}")
         link.refit(step, verify=True)
-    steps.meet("asleep")
-    said.append(caught(link.refit))
+    for state in ("busy", "asleep"):
+        steps.meet(state)
+        said.append(caught(link.refit))
     steps.meet("awake")
     link.refit(9)
     steps.meet("end")
@@ -98,6 +100,12 @@ def drive(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict
         results["served"].append(answers(dummy))
     results["version"] = said_by(lambda: call(dummy, "reshard_check_version", version=1))
     results["other version"] = said_by(lambda: call(dummy, "reshard_check_version", version=7))
+    sampling = {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True}
+    stream = dummy.generate(input_ids=PROMPTS[0], sampling_params=sampling, stream=True)
+    next(stream)  # the request runs
+    steps.meet("busy")
+    results["busy"] = said_by(lambda: call(dummy, "reshard_refit", version=7))
+    results["goes on"] = [len(part["output_ids"]) for part in stream][-1], answers(dummy)
     dummy.release_memory_occupation(tags=["kv_cache", "weights"])
     steps.meet("asleep")
     results["asleep"] = said_by(lambda: call(dummy, "reshard_refit", version=8))

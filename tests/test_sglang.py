@@ -109,8 +109,14 @@ def test_a_running_sglang_refuses_requests_until_its_weights_are_whole(served):
     assert engine["other version"] == "this SGLang serves weights of version 1, not 7"
 
 
+def test_a_refit_under_a_request_is_refused_and_the_request_goes_on(served):
+    [busy, _], engine = served
+    assert "this SGLang has requests under way" in engine["busy"] and "requests under way" in busy
+    assert engine["goes on"][1] == engine["served"][1]
+
+
 def test_a_sleeping_sglang_is_refused_and_a_woken_one_refitted(served):
-    [trainer], engine = served
-    assert "this SGLang sleeps, and its weights have no memory" in engine["asleep"] and "sleeps" in trainer
+    [_, asleep], engine = served
+    assert "this SGLang sleeps, and its weights have no memory" in engine["asleep"] and "sleeps" in asleep
     assert engine["woken"].startswith("this SGLang holds no weights since it released their memory")
     assert engine["mended"] == engine["served"][1]

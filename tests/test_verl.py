@@ -70,7 +70,7 @@ def test_the_lines_of_config_put_ours_in_the_place_of_verls(outcome):
         "checkpoint_engine.engine_kwargs.reshard has ['verfy']: it takes verify, timeout and backend",
         "checkpoint_engine.engine_kwargs.reshard.verify is 1; it is true or false",
         "checkpoint_engine.engine_kwargs.reshard.timeout is 0; it is a number of seconds above 0",
-        "checkpoint_engine.engine_kwargs.reshard.backend 'bucket' is not one of auto, cuda_ipc, staged, nccl",
+        "checkpoint_engine.engine_kwargs.reshard.backend 'bucket' is not one of auto, cuda_ipc, staged, nixl, nccl",
     ]
 
 

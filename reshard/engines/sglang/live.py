@@ -136,10 +136,9 @@ class SglangModel(LiveEngine):
 
     # A refit
 
-    def begin(self) -> None:
-        """Refuse to serve until `end`. Raises ReshardError while requests run."""
+    def check_idle(self) -> None:
+        """Raise ReshardError while requests run: their keys and values are of earlier weights."""
         compat.check_idle(self.scheduler)
-        super().begin()
 
     def end(self, version: int) -> None:
         """Serve again, with weights of this version, and without what was cached for others."""
