@@ -13,6 +13,9 @@ from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.layout import vllm_placement
 from reshard.engines.vllm.live import VllmModel
 from reshard.engines.vllm.quantized import layers, reload
+from reshard.lora.parameters import linear_layers
+from reshard.lora.scale import Scale
+from reshard.megatron.parameters import expand
 from reshard.refit import connect
 from reshard.trainers.megatron import MegatronModel
 from tests import vllm_on_cpu
@@ -79,7 +82,8 @@ def refit_as_held(rank: int, *arguments):
 def below_adapters(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict):
     """What an engine holds that vLLM has wrapped for LoRA adapters, after a refit, by the names
     that its layers had before; what one holds that has loaded the checkpoint; how many layers are
-    wrapped; and whether all wrappers are where they were."""
+    wrapped; whether all wrappers are where they were; what is said of adapters of all linear layers,
+    and of all but one; and whether each has a place."""
     _, _, members = start(rank, sides)
     vllm_on_cpu.choose_triton()
     how = engine | {"enable_lora": True, "max_lora_rank": 8}
@@ -92,8 +96,15 @@ def below_adapters(rank: int, sides: dict, flags: list[str], checkpoint: tuple[s
     link.refit(verify=True)
     held = {name: bits_of(tensor) for name, tensor in named.items()}
     layers_with = [name for name in destination.accounts if name.endswith("(LoRA)")]
+    linear = [weight for layer in linear_layers(expand(destination.model)) for weight in layer.weights]
+    scales = {part.name: Scale(4, 8) for weight in linear for part in weight.parts}
+    adapter = destination.adapter("policy")
+    told = [caught(lambda: adapter.take_scales(scales))]
+    scales = {name: scale for name, scale in scales.items() if "kv_b_proj" not in name}
+    told.append(caught(lambda: adapter.take_scales(scales)))
+    covered = all(name in adapter.targets or ".mlp.gate." in name or "layers.4." in name for name in scales)
     same = wrapped == [(name, id(one)) for name, one in module.named_modules()]
-    return held, loaded(checkpoint[0], **how), len(layers_with), same
+    return held, loaded(checkpoint[0], **how), len(layers_with), same, told, covered
 
 
 def connecting(

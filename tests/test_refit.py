@@ -96,8 +96,12 @@ def test_layers_that_are_wrapped_for_adapters_are_refitted_where_they_are(
     sides = {"trainer": 1, "engine": 1, "together": True, "folder": str(tmp_path), "port": free_port()}
     checkpoint = converted(variant)[0]
     arguments = sides, flags_at(Path(checkpoint[1]), ""), checkpoint, engine
-    [(held, loaded, wrapped, same)] = run_on_ranks(1, "below_adapters", *arguments, module="refit_on_cpu")
+    results = run_on_ranks(1, "below_adapters", *arguments, module="refit_on_cpu")
+    [(held, loaded, wrapped, same, (all_layers, without_absorbed), covered)] = results
     assert held == loaded and wrapped >= 16 and same
+    assert without_absorbed == "no error" and covered, "each linear layer has its place in vLLM's buffers"
+    absorbed = "kv_b_proj.weight and 3 more without its adapter, so that this would have no effect"
+    assert absorbed in all_layers if variant == "deepseek-v3" else all_layers == "no error"
 
 
 def test_small_buckets_give_the_same(converted, tmp_path):

@@ -1,7 +1,7 @@
 """An adapter of a live vLLM as the destination of a refit."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,10 +16,12 @@ from reshard.engines.vllm.adapters.compat import Buffers, check_config, manager_
 from reshard.engines.vllm.adapters.slots import slots_of
 from reshard.engines.vllm.adapters.targets import Target, find_targets
 from reshard.engines.vllm.guard import VllmGuard
+from reshard.engines.vllm.weights.mla import absorbing_attentions
 from reshard.engines.vllm.weights.served import Served
 from reshard.lora.names import A, B, peft_name
 from reshard.lora.scale import Scale
 
+ABSORBED = "kv_b_proj"
 ROUND = 0  # in which everything passes through memory of its own
 
 
@@ -127,6 +129,17 @@ class VllmAdapter(Engine):
         if unserved:
             raise ReshardError(
                 f"the trainer has adapters of {len(unserved)} layers that this vLLM serves none for: {listed(unserved, 3)}"
+            )
+        attentions = absorbing_attentions(self.base.served)
+        absorbed = sorted(
+            weight
+            for weight, target in self.targets.items()
+            if weight in scales and _is_absorbed(target.layer, attentions)
+        )
+        if absorbed:
+            raise ReshardError(
+                f"vLLM multiplies by matrices that it makes of {listed(absorbed, 1)} without its adapter, so that this would "
+                f"have no effect: train without adapters of that layer"
             )
         highest = max((scale.rank for scale in scales.values()), default=0)
         if highest > self.most_rank:
@@ -238,3 +251,9 @@ class VllmAdapter(Engine):
         how = f"into slots of adapter {self.name!r}"
         first = next(iter(self.regions), "")
         return [{"what": "brought", "how": how, "tensors": len(self.regions), "first": first}]
+
+
+def _is_absorbed(layer: str, attentions: Iterable[str]) -> bool:
+    """Tell whether a layer is the one of latent attention of which these `attentions` make matrices."""
+    parent, _, name = layer.rpartition(".")
+    return name == ABSORBED and any(f"{attention}.".startswith(f"{parent}.") for attention in attentions)

@@ -36,6 +36,16 @@ def deriving_attentions(model: Served) -> dict[str, DerivingAttention]:
     return attentions
 
 
+def absorbing_attentions(model: Served) -> list[str]:
+    """Return the names of the MLA layers that multiply by matrices made of ``kv_b_proj``'s weights,
+    views of them or not."""
+    return [
+        name
+        for name, module in model.named_modules
+        if getattr(module, "kv_b_proj", None) is not None and _derived_tensors(module)
+    ]
+
+
 def derive_in_place(attention: DerivingAttention) -> None:
     """Let vLLM derive the matrices again, and keep them where they are: CUDA graphs hold their
     addresses, and vLLM 0.24 and 0.25 put new ones in their places.
