@@ -10,6 +10,7 @@ import time
 import torch
 
 from reshard.engines.sglang.calls import call
+from reshard.parity import LiveSglang, parity
 from reshard.refit import RefitGroup, connect
 from reshard.trainers.megatron import MegatronModel
 from tests.ranks import caught
@@ -41,6 +42,13 @@ def answers(served) -> list:
         [[one[0] for one in output["meta_info"]["input_token_logprobs"][1:]], list(output["output_ids"])]
         for output in outputs
     ]
+
+
+def settle(served) -> None:
+    """Wait until SGLang has no trace of requests that it has answered: what it then would be asked to do
+    with its memory or weights would end it."""
+    while not served.flush_cache().success:
+        time.sleep(0.1)
 
 
 def said_by(action) -> str:
@@ -106,6 +114,7 @@ def drive(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict
     steps.meet("busy")
     results["busy"] = said_by(lambda: call(dummy, "reshard_refit", version=7))
     results["goes on"] = [len(part["output_ids"]) for part in stream][-1], answers(dummy)
+    settle(dummy)
     dummy.release_memory_occupation(tags=["kv_cache", "weights"])
     steps.meet("asleep")
     results["asleep"] = said_by(lambda: call(dummy, "reshard_refit", version=8))
@@ -123,9 +132,9 @@ def drive(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict
     )
     results["loaded"] = [answers(loading)]
     for hf, _ in checkpoints[1:]:
-        while not loading.flush_cache().success:  # or the update would end the engine
-            time.sleep(0.1)
+        settle(loading)
         loading.update_weights_from_disk(hf)
         results["loaded"].append(answers(loading))
+    results["parity"] = [parity(LiveSglang(loading), hf, PROMPTS).ok for hf, _ in checkpoints]
     loading.shutdown()
     return results

@@ -96,6 +96,11 @@ def test_a_running_sglang_serves_what_it_would_have_loaded(served):
     assert engine["served"][0] != engine["served"][1] and engine["before"] not in engine["served"]
 
 
+def test_a_running_sglang_scores_as_transformers_does(served):
+    _, engine = served
+    assert engine["parity"] == [False, True]  # the checkpoint before, and the one that it has loaded last
+
+
 def test_a_running_sglang_refuses_requests_until_its_weights_are_whole(served):
     _, engine = served
     assert engine["no plugin"].startswith(

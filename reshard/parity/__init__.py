@@ -2,7 +2,7 @@
 
 gate.py        parity(): both systems, the figures, the limits
 comparison.py  runs both systems, and the runs that measure their rounding
-systems/       transformers, Megatron-Core, vLLM
+systems/       transformers, Megatron-Core, vLLM, SGLang
 prompts.py     token ids, random or read from a file
 metrics.py     the figures of two systems' scores
 noise.py       their difference in units of rounding, from runs in fp32
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from reshard.parity.report import ParityReport
     from reshard.parity.routing import Routing
     from reshard.parity.systems.outputs import scores_of_outputs
+    from reshard.parity.systems.sglang import LiveSglang
     from reshard.parity.systems.vllm import LiveVllm
 
 __getattr__ = lazy(
@@ -44,10 +45,25 @@ __getattr__ = lazy(
         "ParityReport": "reshard.parity.report",
         "random_prompts": "reshard.parity.prompts",
         "Routing": "reshard.parity.routing",
+        "LiveSglang": "reshard.parity.systems.sglang",
         "LiveVllm": "reshard.parity.systems.vllm",
         "scores_of_outputs": "reshard.parity.systems.outputs",
     },
     extra="parity",
 )
-__all__ = ["Limits", "LiveVllm", "Metrics", "ParityReport", "Routing", "Scores", "Verdict", "check_rollout", "compare_scores", "metrics_of",
-           "parity", "random_prompts", "scores_of_outputs"]  # fmt: skip
+__all__ = [
+    "Limits",
+    "LiveSglang",
+    "LiveVllm",
+    "Metrics",
+    "ParityReport",
+    "Routing",
+    "Scores",
+    "Verdict",
+    "check_rollout",
+    "compare_scores",
+    "metrics_of",
+    "parity",
+    "random_prompts",
+    "scores_of_outputs",
+]

@@ -52,7 +52,7 @@ def parity(
     checkpoints, which Megatron-Core runs at `layout` (under torchrun where that has several ranks).
     With ``vllm:`` before it vLLM serves it at `engine` (default: TP over all processes): a Hugging
     Face directory as vLLM loads it, a Megatron checkpoint by a refit from Megatron-Core. Either may
-    also be a `reshard.parity.LiveVllm`.
+    also be a `reshard.parity.LiveVllm` or a `reshard.parity.LiveSglang`.
 
     - `prompts` are token ids, or how many random ones to make, of `lengths` in turn; `batch_size`
       of them go together, padded, or `packed` into one sequence. With `reach` one more stands at
