@@ -5,6 +5,7 @@ The adapter is made of PEFT's tensors, which are cut by hand into what each rank
 """
 
 import json
+import re
 import zlib
 from functools import partial
 from pathlib import Path
@@ -73,14 +74,16 @@ def numbers(name: str, shape: tuple[int, ...], version: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.1
 
 
-def peft_tensors(config: dict, targets: list[str], rank: int, version: int) -> dict[str, torch.Tensor]:
-    """An adapter under PEFT's names, with one A for all that Megatron has in one layer."""
+def peft_tensors(config: dict, targets: list[str], rank: int, version: int, shared: bool = False) -> dict:
+    """An adapter under PEFT's names, with one A for all that Megatron has in one layer; all experts of a layer
+    with the same where they are `shared`."""
     sizes, tensors = sizes_of(config), {}
     for names in modules_of(config, targets).values():
         for name in names:
             rows, columns = sizes[name.rpartition(".")[2]]
-            tensors[f"{PREFIX}{name}.lora_A.weight"] = numbers(names[0], (rank, columns), version)
-            tensors[f"{PREFIX}{name}.lora_B.weight"] = numbers(name, (rows, rank), version)
+            of_a, of_b = (re.sub(r"experts\.\d+", "experts", n) if shared else n for n in (names[0], name))
+            tensors[f"{PREFIX}{name}.lora_A.weight"] = numbers(of_a, (rank, columns), version)
+            tensors[f"{PREFIX}{name}.lora_B.weight"] = numbers(of_b, (rows, rank), version)
     return tensors
 
 
@@ -104,54 +107,67 @@ def put_in(models: list, config: dict, tensors: dict[str, torch.Tensor]) -> int:
     count = 0
     for model in models:
         for path, module in model.named_modules():
-            of_mcore_bridge = hasattr(module, "lora_A")
-            if not of_mcore_bridge and not hasattr(module, "linear_in"):
+            if not hasattr(module, "lora_A") and not hasattr(module, "linear_in"):
                 continue
             count += 1
-            layer = model.get_submodule(".".join(path.split(".")[:3])).layer_number - 1
-            target = path.removesuffix(".adapter").rpartition(".")[2]
-            place, tp, tp_rank = (
-                "",
-                mpu.get_tensor_model_parallel_world_size(),
-                mpu.get_tensor_model_parallel_rank(),
-            )
-            if "local_experts" in path:
-                local = int(path.split("local_experts.")[1].split(".")[0])
-                experts = experts_in(config) // mpu.get_expert_model_parallel_world_size()
-                place = f"mlp.experts.{mpu.get_expert_model_parallel_rank() * experts + local}."
-                tp, tp_rank = 1, 0  # as expert tensor parallelism is
-            elif target in ("linear_fc1", "linear_fc2"):
-                place = "mlp."
-            names = [f"{PREFIX}model.layers.{layer}.{place}{name}" for name in FUSED[target]]
-            a = tensors[f"{names[0]}.lora_A.weight"]
-            parts = [tensors[f"{name}.lora_B.weight"] for name in names]
-            by_rows = target in ("linear_proj", "linear_fc2")
-            if by_rows:
-                a = a.chunk(tp, 1)[tp_rank]
-            elif not of_mcore_bridge:
-                a = a.chunk(tp)[tp_rank]
-            if target == "linear_qkv":
-                groups = config["num_key_value_heads"]
-                by_group = torch.cat([part.reshape(groups, -1, part.shape[1]) for part in parts], 1)
-                b = by_group.reshape(-1, by_group.shape[-1]).chunk(tp)[tp_rank]
-            elif by_rows and of_mcore_bridge:
-                [b] = parts
-            else:
-                b = torch.cat([part.chunk(tp)[tp_rank] for part in parts])
-            pair = (module.lora_A["default"], module.lora_B["default"]) if of_mcore_bridge else (module.linear_in, module.linear_out)  # fmt: skip
+            a, b = matrices_of(model, path, module, config, tensors)
+            pair = (module.linear_in, module.linear_out) if hasattr(module, "linear_in") else (module.lora_A["default"], module.lora_B["default"])  # fmt: skip
             with torch.no_grad():
                 pair[0].weight.copy_(a)
                 pair[1].weight.copy_(b)
     return count
 
 
+def matrices_of(
+    model, path: str, module, config: dict, tensors: dict[str, torch.Tensor]
+) -> list[torch.Tensor]:
+    """What a module of this rank holds of A and B; of grouped experts, one behind the other."""
+    layer = model.get_submodule(".".join(path.split(".")[:3])).layer_number - 1
+    target, prefix = path.removesuffix(".adapter").rpartition(".")[2], f"{PREFIX}model.layers.{layer}."
+    split = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    whole = hasattr(module, "lora_A")  # mcore-bridge's, which splits what the layer itself splits
+    if ".experts." not in path:
+        prefix += "mlp." if target in ("linear_fc1", "linear_fc2") else ""
+        return cut([tensors, prefix, target, config], *split, whole)
+    count = experts_in(config) // mpu.get_expert_model_parallel_world_size()
+    first = mpu.get_expert_model_parallel_rank() * count
+    every = [
+        cut([tensors, f"{prefix}mlp.experts.{first + e}.", target, config], 1, 0, whole) for e in range(count)
+    ]
+    if "local_experts" in path:
+        return every[int(path.split("local_experts.")[1].split(".")[0])]
+    if module.linear_in.weight.ndim == 2:  # which all experts share
+        return every[0]
+    return [torch.stack(pair) for pair in zip(*every, strict=True)]
+
+
+def cut(of_layer: list, tp: int, tp_rank: int, whole: bool) -> list[torch.Tensor]:
+    """The A and B of one of Megatron's layers on a tensor parallel rank."""
+    tensors, prefix, target, config = of_layer
+    names = [prefix + name for name in FUSED[target]]
+    a, parts = tensors[f"{names[0]}.lora_A.weight"], [tensors[f"{name}.lora_B.weight"] for name in names]
+    by_rows = target in ("linear_proj", "linear_fc2")
+    if by_rows or not whole:
+        a = a.chunk(tp, 1 if by_rows else 0)[tp_rank]
+    if target == "linear_qkv":
+        groups = config["num_key_value_heads"]
+        by_group = torch.cat([part.reshape(groups, -1, part.shape[1]) for part in parts], 1)
+        return [a, by_group.reshape(-1, by_group.shape[-1]).chunk(tp)[tp_rank]]
+    if by_rows and whole:
+        return [a, parts[0]]
+    return [a, torch.cat([part.chunk(tp)[tp_rank] for part in parts])]
+
+
 def trainer(kind: str, flags: list[str], base: str, settings: dict) -> list:
-    """A trainer's chunks with adapters: Megatron-Bridge's in DDP, or mcore-bridge's."""
+    """A trainer's chunks with adapters: Megatron-Bridge's in DDP, or with grouped experts, or mcore-bridge's."""
     if kind == "bridge":
         models = lora_on_cpu.with_adapters(flags, base, "lora", settings)
         return [refit_sides.distributed(model, use_distributed_optimizer=False) for model in models]
     model = lora_on_cpu.transformer_engine_model(flags, f"{base}/release")
     model.requires_grad_(False)
+    if kind in ("grouped", "shared"):
+        lora_on_cpu.LoRA(**settings, share_expert_adapters=kind == "shared")(model, training=False)
+        return [model]
     rank, alpha = settings["dim"], settings["alpha"]
     lora_on_cpu.wrap(model, settings["target_modules"], r=rank, lora_alpha=alpha)
     return [model]
@@ -196,7 +212,7 @@ def refitted(kind, flags, base, hf, settings, options, files, faults=()):
     models = [unwrapped(chunk) for chunk in chunks]
     module, vllm_config, loader = engine_with_adapters(hf, **options)
     engine = VllmModel(module, vllm_config)
-    versions = [peft_tensors(config, targets, rank, version) for version in range(2)]
+    versions = [peft_tensors(config, targets, rank, version, kind == "shared") for version in range(2)]
     directories = [
         save_peft(tensors, Path(files) / f"peft{i}-{torch.distributed.get_rank()}", rank, alpha)
         for i, tensors in enumerate(versions)

@@ -322,6 +322,8 @@ IN_MEMORY = [
     ("qwen3", "bridge", f"{TP} 2", {"tp": 2}, 2, ["exchanged", "stale", "doubled", "alpha"]),
     ("qwen3", "mcore-bridge", f"{PP} 2", {"tp": 2}, 2, []),
     ("qwen3-moe", "bridge", f"{TP} 2 {EP} 2 {ETP} 1", {"tp": 2, "enable_expert_parallel": True}, 2, []),
+    ("qwen3-moe", "grouped", f"{EP} 2 {ETP} 1", {"tp": 2}, 2, []),
+    ("qwen3-moe", "shared", f"{EP} 2 {ETP} 1", {"tp": 2}, 2, []),
 ]
 NAMED = {
     "exchanged": "layers.1.self_attn.k_proj.lora_B.weight, base_model.model.model.layers.1.self_attn.v_proj.lora_B",
@@ -341,9 +343,12 @@ def test_a_refit_leaves_in_vllms_slots_what_vllm_loads_of_the_adapters_files(
 ):
     """The adapter is in a trainer's modules, in DDP and in fp32; vLLM holds it in bf16, times its scale."""
     folder = weights(variant)
+    base = folder / "mcore"
+    if kind in ("grouped", "shared"):  # whose states only layers of Transformer Engine have
+        hf_to_mcore(folder / "hf", base := tmp_path / "mcore")
     outcome = on_ranks(
-        trainers, ranks, "refitted", tmp_path / "run", module="tests.lora_live_on_cpu", kind=kind, flags=flags_at(folder / "mcore", parallel),
-        base=str(folder / "mcore"), hf=str(folder / "hf"), settings={"dim": RANK, "alpha": ALPHA, "target_modules": LINEAR},
+        trainers, ranks, "refitted", tmp_path / "run", module="tests.lora_live_on_cpu", kind=kind, flags=flags_at(base, parallel),
+        base=str(base), hf=str(folder / "hf"), settings={"dim": RANK, "alpha": ALPHA, "target_modules": LINEAR},
         options={"max_loras": 3, "max_lora_rank": 8} | engine, files=str(tmp_path), faults=faults,
     )  # fmt: skip
     assert outcome["different"] == [[], []] and outcome["filled"] == 4 * 2 * 7
