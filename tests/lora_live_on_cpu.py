@@ -125,6 +125,10 @@ def matrices_of(
     layer = model.get_submodule(".".join(path.split(".")[:3])).layer_number - 1
     target, prefix = path.removesuffix(".adapter").rpartition(".")[2], f"{PREFIX}model.layers.{layer}."
     split = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    if ".adapter.adapter_" in path:  # CanonicalLoRA's, of one published layer
+        prefix += "self_attn." if target[8:] in "qkv" else "mlp."
+        name = f"{prefix}{target[8:]}_proj.lora_"
+        return [tensors[f"{name}{matrix}.weight"].chunk(split[0])[split[1]] for matrix in "AB"]
     whole = hasattr(module, "lora_A")  # mcore-bridge's, which splits what the layer itself splits
     if ".experts." not in path:
         prefix += "mlp." if target in ("linear_fc1", "linear_fc2") else ""
@@ -160,8 +164,18 @@ def cut(of_layer: list, tp: int, tp_rank: int, whole: bool) -> list[torch.Tensor
 
 def trainer(kind: str, flags: list[str], base: str, settings: dict) -> list:
     """A trainer's chunks with adapters: Megatron-Bridge's in DDP, or with grouped experts, or mcore-bridge's."""
-    if kind == "bridge":
-        models = lora_on_cpu.with_adapters(flags, base, "lora", settings)
+    if kind in ("bridge", "canonical"):
+        parts = [
+            "linear_q",
+            "linear_k",
+            "linear_v",
+            "linear_proj",
+            "linear_fc1_gate",
+            "linear_fc1_up",
+            "linear_fc2",
+        ]
+        settings = settings if kind == "bridge" else settings | {"target_modules": parts}
+        models = lora_on_cpu.with_adapters(flags, base, {"bridge": "lora"}.get(kind, kind), settings)
         return [refit_sides.distributed(model, use_distributed_optimizer=False) for model in models]
     model = lora_on_cpu.transformer_engine_model(flags, f"{base}/release")
     model.requires_grad_(False)

@@ -322,6 +322,7 @@ IN_MEMORY = [
     ("qwen3", "bridge", f"{TP} 2", {"tp": 2}, 2, ["exchanged", "stale", "doubled", "alpha"]),
     ("qwen3", "mcore-bridge", f"{PP} 2", {"tp": 2}, 2, []),
     ("qwen3-moe", "bridge", f"{TP} 2 {EP} 2 {ETP} 1", {"tp": 2, "enable_expert_parallel": True}, 2, []),
+    ("qwen3", "canonical", f"{TP} 2", {"tp": 2}, 2, []),
     ("qwen3-moe", "grouped", f"{EP} 2 {ETP} 1", {"tp": 2}, 2, []),
     ("qwen3-moe", "shared", f"{EP} 2 {ETP} 1", {"tp": 2}, 2, []),
 ]
