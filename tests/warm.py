@@ -51,10 +51,9 @@ OF_RANKS = (
 )  # fmt: skip
 # On ranks of SGLang's classes, and of the trainers that refit them.
 OF_SGLANG = (
-    "tests.entry_points",
-    "tests.refit_sglang_on_cpu",
-    "megatron.core.dist_checkpointing.gpt_checkpoint_interop",
-)
+    "tests.entry_points", "tests.refit_sglang_on_cpu", "sglang.srt.models.registry", "sglang.srt.managers.scheduler", "sglang.srt.entrypoints.engine",
+    "sglang.srt.managers.data_parallel_controller", "megatron.core.dist_checkpointing.gpt_checkpoint_interop",
+)  # fmt: skip
 servers: list = []  # with their standard inputs, at whose end they end
 
 
