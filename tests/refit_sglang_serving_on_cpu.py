@@ -6,6 +6,7 @@ Without its kernels SGLang runs dense models by torch alone.
 
 import os
 import time
+from pathlib import Path
 
 import torch
 
@@ -94,6 +95,7 @@ def train(steps: Steps, sides: dict, flags: list[str], checkpoints: list[tuple[s
 def drive(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict:
     """What an engine that starts with dummy weights answers in each state, and what one answers that has
     loaded each checkpoint."""
+    shared = set(Path("/dev/shm").glob("sglang_*"))
     results: dict = {"served": []}
     dummy = engine(checkpoints[0][0], load_format="dummy")
     results["before"] = answers(dummy)
@@ -137,4 +139,6 @@ def drive(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict
         results["loaded"].append(answers(loading))
     results["parity"] = [parity(LiveSglang(loading), hf, PROMPTS).ok for hf, _ in checkpoints]
     loading.shutdown()
+    for left in set(Path("/dev/shm").glob("sglang_*")) - shared:  # by SGLang, when it ends
+        left.unlink(missing_ok=True)
     return results
