@@ -1,5 +1,7 @@
 """Refits on the CPU into SGLang's real model classes: as `refit_on_cpu`, for the other engine."""
 
+import json
+
 import torch
 
 from reshard.engines.sglang.derived import derived_tensors
@@ -61,6 +63,10 @@ def alone(folder: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/alone", rank=0, world_size=1)
 
 
+# Of each layer's eight experts, the first two exchanged.
+OTHER_ORDER = json.dumps({"physical_to_logical_map": [[1, 0, *range(2, 8)]] * 4})
+
+
 def refusals(rank: int, folder: str, directories: dict[str, str]) -> dict[str, str]:
     """What is said at connect of models that SGLang serves in other ways, by what is changed."""
     alone(folder)
@@ -91,6 +97,9 @@ def refusals(rank: int, folder: str, directories: dict[str, str]) -> dict[str, s
     def cached(_, arguments) -> None:
         arguments.weight_cache_mode = "client"
 
+    def balanced(_, arguments) -> None:
+        arguments.enable_eplb = True
+
     def gate_and_up(model: torch.nn.Module, _) -> None:
         loader = model.load_weights
         swapped = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
@@ -106,6 +115,9 @@ def refusals(rank: int, folder: str, directories: dict[str, str]) -> dict[str, s
         "shared experts": said("glm4-moe", shared),
         "drafting": said("qwen3", drafting),
         "weight cache": said("qwen3", cached),
+        "experts by load": said("qwen3-moe", balanced),
+        "another copy of experts": said("qwen3-moe", ep_num_redundant_experts=2),
+        "another order of experts": said("qwen3-moe", init_expert_location=OTHER_ORDER),
         "another loader": said("qwen3", gate_and_up),
     }
 

@@ -29,6 +29,7 @@ from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
+from sglang.srt.eplb import expert_location
 from sglang.srt.layers.dp_attention import initialize_dp_attention
 from sglang.srt.layers.moe.utils import initialize_moe_config
 from sglang.srt.model_loader import get_model
@@ -64,6 +65,10 @@ def build(
     parallel_state.initialize_model_parallel(tp, ep, pp, attention_data_parallel_size=dp)
     initialize_dp_attention(arguments, config)
     initialize_moe_config(arguments)
+    located = expert_location.compute_initial_expert_location_metadata(
+        arguments, config, parallel_state.get_moe_expert_parallel_rank()
+    )
+    expert_location.set_global_expert_location_metadata(located, allow_overwrite=True)
     torch.distributed.barrier()
     load = LoadConfig(load_format=load_format)
     return get_model(model_config=config, load_config=load, device_config=DeviceConfig("cpu")), arguments

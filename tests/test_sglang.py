@@ -56,6 +56,9 @@ REFUSALS = {
     "shared experts": "start SGLang with --disable-shared-experts-fusion",
     "drafting": "drafts tokens by another model (--speculative-algorithm)",
     "weight cache": "(--weight-cache-mode), which a refit cannot write",
+    "experts by load": "start it without --enable-eplb, --init-expert-location and --ep-num-redundant-experts",
+    "another copy of experts": "places experts by their load (EPLB)",
+    "another order of experts": "places experts by their load (EPLB)",
     "another loader": "SGLang's loader and the mapping table disagree on model.layers.0.mlp.gate_up_proj.weight",
 }
 

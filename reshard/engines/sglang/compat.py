@@ -74,12 +74,17 @@ def parallel() -> Parallel:
         )
 
 
-def has_redundant_experts() -> bool:
-    """Tell whether experts lie elsewhere than in order, each once, as with EPLB."""
+def moves_experts(arguments: Any) -> bool:
+    """Tell whether experts lie elsewhere than in order, each once, or may later, as with EPLB; given
+    the ``ServerArgs``."""
     with known("does not say where experts lie as it did"):
         from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
-        return get_global_expert_location_metadata() is not None
+        located = get_global_expert_location_metadata()
+        if arguments.enable_eplb or located is None:
+            return bool(arguments.enable_eplb)
+        of_layers = located.physical_to_logical_map_cpu
+        return not all(torch.equal(of_layer, torch.arange(len(of_layer))) for of_layer in of_layers)
 
 
 def expert_runner(module: torch.nn.Module) -> str:

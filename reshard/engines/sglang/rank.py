@@ -4,7 +4,6 @@ from collections.abc import Collection
 
 import torch
 
-from reshard.core.errors import ReshardError
 from reshard.engines.layout import EngineRank, Shard, experts_of_rank, outer_of_stage
 from reshard.engines.placing import layers_of
 from reshard.engines.sglang import compat
@@ -25,14 +24,9 @@ SPLIT_APART = (
 def rank_of(module: torch.nn.Module, model: Model, tensors: Collection[str]) -> EngineRank:
     """Return what a live model says of its rank, given the names of its `tensors`.
 
-    Raises ReshardError if experts have copies, or lie elsewhere than in order.
+    Experts lie in order (`check_supported`).
     """
     groups = compat.parallel()
-    if model.num_experts and compat.has_redundant_experts():
-        raise ReshardError(
-            "this SGLang places experts by their load (EPLB), which a refit does not support: start it "
-            "without --enable-eplb, --init-expert-location and --ep-num-redundant-experts"
-        )
     shards: dict[str, Shard] = {}
     for name, child in module.named_modules():
         for kind, ends in SPLIT_APART:

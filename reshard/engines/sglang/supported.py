@@ -29,6 +29,11 @@ def check_supported(module: torch.nn.Module, arguments: Any) -> None:
             "this SGLang serves LoRA adapters (--enable-lora), which a refit does not support: start it "
             "without that option"
         )
+    if compat.moves_experts(arguments):
+        raise ReshardError(
+            "this SGLang places experts by their load (EPLB), which a refit does not support: start it "
+            "without --enable-eplb, --init-expert-location and --ep-num-redundant-experts"
+        )
     if compat.interleaves_gate_and_up():
         raise ReshardError(
             "this SGLang interleaves the gate and up rows of experts (SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED), "
