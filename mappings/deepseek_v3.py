@@ -56,7 +56,7 @@ class DeepseekV3(Family):
         "multi_latent_attention": True, "group_query_attention": False, "qk_layernorm": True, "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True, "moe_router_load_balancing_type": "seq_aux_loss",
     }  # fmt: skip
-    hf = {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    hf = {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
     no_effect = ("ignore_index", "use_unified_vision_chunk", "video_placeholder")  # of Kimi-K2.5's images
     first_dense = "first_k_dense_replace"
     shared_experts = "n_shared_experts"

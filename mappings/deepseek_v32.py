@@ -57,7 +57,7 @@ class DeepseekV32(Family):
         "experimental_attention_variant": "dsa", "dsa_indexer_k_norm_epsilon": 1e-06, "dsa_indexer_rope_interleaved": False,
         "dsa_indexer_rotate_activation": False,
     }  # fmt: skip
-    hf = {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # fmt: skip
+    hf = {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}  # fmt: skip
     first_dense = "first_k_dense_replace"
     mlp_types = "mlp_layer_types"
     shared_experts = "n_shared_experts"

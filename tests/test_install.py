@@ -257,6 +257,8 @@ def test_an_installation_without_dependencies_names_the_line_that_installs_them(
 def test_vllm_says_which_package_its_loader_lacks_and_keeps_the_refit_extension(missing):
     """The real vLLM's plugin, in a process that has imported vLLM and cannot import the package."""
     program = f"""import logging, sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "reshard"]:
+    del sys.modules[name]
 sys.modules[{missing!r}] = None
 logging.basicConfig(stream=sys.stdout, format="%(message)s", force=True)
 from reshard.engines.vllm.plugin import register

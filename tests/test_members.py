@@ -121,7 +121,7 @@ def test_connect_and_the_environment_take_old_names_of_options(monkeypatch):
     members = RefitGroup.join(f"127.0.0.1:{free_port()}", 0, 1, timeout=20)
     with pytest.warns(DeprecationWarning, match="executor= is now backend="):
         sentence = caught(lambda: connect(members, executor="nvlink"))
-    assert "backend 'nvlink' is not one of auto, cuda_ipc, staged, nccl" in sentence
+    assert "backend 'nvlink' is not one of auto, cuda_ipc, staged, nixl, nccl" in sentence
     with pytest.raises(TypeError, match="executor is now backend: give backend only"):
         connect(members, executor="peer", backend="cuda_ipc")
     monkeypatch.setenv("RESHARD_EXECUTOR", "staged")
@@ -133,7 +133,7 @@ def test_connect_and_the_environment_take_old_names_of_options(monkeypatch):
     ({"source": [1]}, "source is a list: give reshard.trainers.MegatronModel(models)"),
     ({"destination": 1}, "destination is a int: give reshard.engines.VllmModel.from_llm(llm)"),
     ({"bucket_bytes": "1GB"}, "bucket_bytes is '1GB'; it is a whole number between 1 and "),
-    ({"backend": "nvlink"}, "backend 'nvlink' is not one of auto, cuda_ipc, staged, nccl"),
+    ({"backend": "nvlink"}, "backend 'nvlink' is not one of auto, cuda_ipc, staged, nixl, nccl"),
     ({"destination": lambda: VllmModel.from_llm(None)}, "this LLM's workers run in other processes"),
 ])  # fmt: skip
 def test_a_mistake_at_connect_is_told_to_all_at_once(given, sentence):

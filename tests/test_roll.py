@@ -109,7 +109,7 @@ def test_options_that_are_none_are_refused(outcome):
         "RESHARD_VERIFY is 'yes': set it to 0 or 1 in actor_train.system_envs",
         "RESHARD_TIMEOUT in actor_train.system_envs is 0.0; it is a number of seconds above 0",
         "RESHARD_TIMEOUT in actor_train.system_envs is 'soon'; it is a number of seconds above 0",
-        "RESHARD_BACKEND in actor_train.system_envs 'ring' is not one of auto, cuda_ipc, staged, nccl",
+        "RESHARD_BACKEND in actor_train.system_envs 'ring' is not one of auto, cuda_ipc, staged, nixl, nccl",
     ]
 
 

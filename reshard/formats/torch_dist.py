@@ -78,7 +78,8 @@ class Checkpoint:
             return {}
         where = container[2]
         value = torch_zip.stored_object(*container)
-        value = value[0] if isinstance(value, list) and value else value
+        if isinstance(value, list) and value and not (self.directory / "common.pt").is_file():
+            value = value[0]  # what DCP stores of one rank
         if not isinstance(value, dict):
             raise ReshardError(f"{where} holds {type(value).__name__}, not a dict")
         args = value.get("args")
