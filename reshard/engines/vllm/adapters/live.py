@@ -4,9 +4,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from reshard.core.extras import importing
+
+with importing("vllm"):
+    import torch
+
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError, listed
-from reshard.core.extras import importing
 from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.device.memory import Region
 from reshard.engines.base import Engine
@@ -19,9 +23,6 @@ from reshard.engines.vllm.weights.mla import absorbing_attentions
 from reshard.engines.vllm.weights.served import Served
 from reshard.lora.names import A, B, peft_name
 from reshard.lora.scale import Scale
-
-with importing("vllm"):
-    import torch
 
 ABSORBED = "kv_b_proj"
 ROUND = 0  # in which everything passes through memory of its own

@@ -8,16 +8,17 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from reshard.core.extras import importing
+
+with importing("vllm"):
+    import torch
+
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
-from reshard.core.extras import importing
 from reshard.core.placement import Part, Placement
 from reshard.core.views import tensor_of
 from reshard.device.memory import Region
 from reshard.engines.vllm.adapters.compat import Buffers, buffers_of
-
-with importing("vllm"):
-    import torch
 
 
 class Target(NamedTuple):
