@@ -264,15 +264,11 @@ class Hub(Server):
         self._wait_for_posts(client, message, request, request.key, ranks, None)
 
     def _gather(self, client: Client, message: Message, request: Gather) -> None:
-        transaction = self._transaction(client, message)
-        wait = self._new_wait(
-            client, message, request.timeout, request.what, request.key, [*range(self.size)]
+        # It waits for its own post too, which answers it where that is the last.
+        self._wait_for_posts(
+            client, message, request, request.key, [*range(self.size)], None, posts_itself=True
         )
-        if self._answer_if_over(transaction, wait) or transaction is None:
-            return
-        wait.missing = transaction.lacking(wait.key, wait.ranks, None) | {wait.rank}
-        transaction.waits.setdefault(wait.key, []).append(wait)
-        self._post(client, message, Post(request.key))  # answers this wait too, where it is the last
+        self._post(client, message, Post(request.key))
 
     def _wait_for_count(self, client: Client, message: Message, request: WaitForCount) -> None:
         self._wait_for_posts(client, message, request, request.key, [request.rank], request.count)
@@ -285,6 +281,7 @@ class Hub(Server):
         key: str,
         ranks: list[int],
         count: int | None,
+        posts_itself: bool = False,
     ) -> None:
         transaction = self._transaction(client, message)
         wait = self._new_wait(client, message, request.timeout, request.what, key, ranks)
@@ -294,7 +291,7 @@ class Hub(Server):
         if count is not None and self._fails_without_numbers(transaction, key, ranks):
             self._answer_if_over(transaction, wait)
             return
-        wait.missing = transaction.lacking(key, ranks, count)
+        wait.missing = transaction.lacking(key, ranks, count) | ({wait.rank} if posts_itself else set())
         if not wait.missing:
             self._answer_posts(transaction, wait)
             return

@@ -69,3 +69,8 @@ class Finder:
             f"{what} is a copy of the model's parameter, not a view of it, so that a refit "
             f"would read an old state"
         )
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True where two tensors of one shape and dtype have the same bits."""
+    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))

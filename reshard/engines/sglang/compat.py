@@ -6,17 +6,16 @@ Importing this changes nothing in SGLang.
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib import metadata
 from typing import Any, NamedTuple
 
 from reshard.core.errors import ReshardError
 from reshard.core.extras import importing
 from reshard.engines.layout import Shard
+from reshard.engines.tested import TestedEngine
 
 with importing("sglang"):
     import torch
 
-TESTED = "0.5.16"  # the version that refits were tested with
 WEIGHTS = "weights"  # the tag of their memory
 # Matrices that an attention with latent keys makes of `kv_b_proj`, and the copy of its weights in fp32
 # that a router makes when it first runs.
@@ -29,26 +28,8 @@ REQUEST = f"{_SCHEDULER}.Scheduler._add_request_to_queue"
 RELEASE = f"{_UPDATER}.release_memory_occupation"
 LOAD = f"{_UPDATER}.update_weights_from_disk"
 UPDATES = tuple(f"{_UPDATER}.update_weights_from_{name}" for name in ("distributed", "tensor", "ipc"))
-
-
-def unknown(what: str) -> ReshardError:
-    """Return the error for an SGLang that differs from the tested one; `what` completes "this
-    SGLang"."""
-    try:
-        version = metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        version = "of no known version"
-    return ReshardError(f"this SGLang {version} {what}; refits are tested with SGLang {TESTED}: use that one")
-
-
-@contextmanager
-def known(what: str) -> Iterator[None]:
-    """Turn the error for a name that SGLang does not have into a ReshardError with its version; `what`
-    completes "this SGLang"."""
-    try:
-        yield
-    except (AttributeError, ImportError) as error:
-        raise unknown(what) from error
+_TESTED = TestedEngine("SGLang", "sglang", "0.5.16: use that one")
+unknown, known = _TESTED.unknown, _TESTED.known
 
 
 class Parallel(NamedTuple):
@@ -81,9 +62,9 @@ def moves_experts(arguments: Any) -> bool:
         from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
         located = get_global_expert_location_metadata()
-        if arguments.enable_eplb or located is None:
-            return bool(arguments.enable_eplb)
-        of_layers = located.physical_to_logical_map_cpu
+        if arguments.enable_eplb:
+            return True
+        of_layers = () if located is None else located.physical_to_logical_map_cpu
         return not all(torch.equal(of_layer, torch.arange(len(of_layer))) for of_layer in of_layers)
 
 

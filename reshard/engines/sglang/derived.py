@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from reshard.core.errors import ReshardError
+from reshard.device.memory import same_bits
 from reshard.engines.sglang import compat
 from reshard.engines.sglang.compat import OF_ATTENTION, OF_ROUTER
 
@@ -46,8 +47,3 @@ def stale_tensors(model: torch.nn.Module) -> list[str]:
     derive_in_place(model)
     after = derived_tensors(model)
     return [name for name, tensor in before.items() if not same_bits(tensor, after[name])]
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors of one shape and dtype have the same bits."""
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

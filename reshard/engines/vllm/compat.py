@@ -10,39 +10,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
 from reshard.core.errors import ReshardError
 from reshard.core.extras import importing
+from reshard.engines.tested import TestedEngine
 
 with importing("vllm"):
     import torch.distributed as dist
 
 OLDEST, NEWEST = "0.24", "0.33"  # versions that refits were tested with
-
-
-def unknown(what: str) -> ReshardError:
-    """Return the error for a vLLM that differs from the tested ones; `what` completes "this
-    vLLM"."""
-    try:
-        version = metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        version = "of no known version"
-    return ReshardError(
-        f"this vLLM {version} {what}; refits are tested with vLLM {OLDEST} to {NEWEST}: use one of those"
-    )
-
-
-@contextmanager
-def known(what: str) -> Iterator[None]:
-    """Turn the error for a name that vLLM does not have into a ReshardError with its version;
-    `what` completes "this vLLM"."""
-    try:
-        yield
-    except (AttributeError, ImportError) as error:
-        raise unknown(what) from error
+_TESTED = TestedEngine("vLLM", "vllm", f"{OLDEST} to {NEWEST}: use one of those")
+unknown, known = _TESTED.unknown, _TESTED.known
 
 
 def driver_worker(llm: Any) -> Any:

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from reshard.core.errors import ReshardError, first_line, listed
-from reshard.device.memory import ALIGNMENT
+from reshard.device.memory import ALIGNMENT, same_bits
 from reshard.engines.vllm.compat import tensor_parallel_group
 from reshard.engines.vllm.layers import experts_of
 from reshard.engines.vllm.quantized.compressed import CompressedQuantizer
@@ -289,11 +289,6 @@ def _put(name: str, served: torch.Tensor, processed: torch.Tensor) -> None:
                 )
             served, processed = served.narrow(dim, 0, 1), first
     served.copy_(processed)
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors are equal bit for bit."""
-    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 class Processed(NamedTuple):

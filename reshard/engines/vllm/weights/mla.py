@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm.quantized.reload import same_bits
+from reshard.device.memory import same_bits
 from reshard.engines.vllm.weights.served import Served
 
 # What the names of derived matrices begin with.

@@ -1,0 +1,37 @@
+"""Engines of versions that refits were not tested with, and their errors."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from typing import NamedTuple
+
+from reshard.core.errors import ReshardError
+
+
+class TestedEngine(NamedTuple):
+    """An engine that is used by names which are no part of its interface: its name for people, its
+    package, and the versions that refits were tested with (``0.24 to 0.33: use one of those``)."""
+
+    name: str
+    package: str
+    versions: str
+
+    def unknown(self, what: str) -> ReshardError:
+        """Return the error for an engine that differs from the tested ones; `what` completes "this
+        vLLM"."""
+        try:
+            version = metadata.version(self.package)
+        except metadata.PackageNotFoundError:
+            version = "of no known version"
+        return ReshardError(
+            f"this {self.name} {version} {what}; refits are tested with {self.name} {self.versions}"
+        )
+
+    @contextmanager
+    def known(self, what: str) -> Iterator[None]:
+        """Turn the error for a name that the engine does not have into a ReshardError with its version;
+        `what` completes "this vLLM"."""
+        try:
+            yield
+        except (AttributeError, ImportError) as error:
+            raise self.unknown(what) from error
