@@ -73,8 +73,7 @@ def arguments(rank: int) -> tuple[dict, dict]:
     from megatron.core.transformer import MLATransformerConfig
     from megatron.training.arguments import add_megatron_arguments
 
-    parser = argparse.ArgumentParser()
-    add_megatron_arguments(parser)
+    parser = add_megatron_arguments(argparse.ArgumentParser())
     titles = {"transformer configuration", "network size", "moe", "mla", "experimental_attention_variant", "heterogeneous architecture",
               "experimental", "training"}  # fmt: skip
     listed = [

@@ -44,14 +44,14 @@ OF_ENGINES = (
 WITH_RAY = ("tests.without_ray", *OF_ENGINES, "tests.with_ray")  # in an environment that has Ray
 OF_RANKS = (
     "tests.entry_points", "tests.no_spinning", "tests.megatron_on_cpu", "tests.parity_on_cpu", "tests.refit_faults_on_cpu", "tests.live_megatron_on_cpu", "tests.fsdp_on_cpu",
-    "tests.disk", "tests.docstrings", "reshard.parity.systems.megatron", "reshard.engines.vllm.load_format.loader", "vllm.distributed.weight_transfer",
+    "tests.disk", "tests.command_line", "reshard.parity.systems.megatron", "reshard.engines.vllm.load_format.loader", "vllm.distributed.weight_transfer",
     "vllm.plugins.lora_resolvers.filesystem_resolver", "vllm.plugins.lora_resolvers.hf_hub_resolver", "vllm.v1.attention.backends.triton_attn",
     "vllm.v1.attention.backends.mla.triton_mla", "megatron.core.dist_checkpointing.gpt_checkpoint_interop", "transformers.generation.utils",
     "vllm.v1.executor", "vllm.v1.worker.lora_model_runner_mixin", "vllm.third_party.deep_gemm", "torch.utils.serialization", "bokeh.plotting", *QUANTIZED,
 )  # fmt: skip
 # On ranks of SGLang's classes, and of the trainers that refit them.
 OF_SGLANG = (
-    "tests.entry_points", "tests.refit_sglang_on_cpu", "sglang.srt.models.registry", "sglang.srt.managers.scheduler", "sglang.srt.entrypoints.engine",
+    "tests.entry_points", "tests.command_line", "tests.refit_sglang_on_cpu", "sglang.srt.models.registry", "sglang.srt.managers.scheduler", "sglang.srt.entrypoints.engine",
     "sglang.srt.managers.data_parallel_controller", "megatron.core.dist_checkpointing.gpt_checkpoint_interop",
 )  # fmt: skip
 servers: list = []  # with their standard inputs, at whose end they end
