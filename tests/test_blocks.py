@@ -22,6 +22,7 @@ from reshard.refit.fp8_blocks.items import BF16, PLACES, cut, items_of, quantize
 from reshard.refit.fp8_blocks.packed import digest_requantized, digest_served, places_of_requests
 from reshard.refit.tables import (
     CODEC,
+    CODES,
     DST,
     ELEMENT_BYTES,
     ITEM_BLOCKS,
@@ -312,7 +313,7 @@ def test_the_kernel_makes_what_the_host_makes():
 
 
 def interpret() -> None:
-    from reshard.refit.kernels import quantize_items
+    from reshard.refit.kernels import compare_items, quantize_items
 
     # The interpreter does not round fp8 as GPUs do: these are numbers that become codes without.
     rng = np.random.default_rng(0)
@@ -335,14 +336,9 @@ def interpret() -> None:
         table, into, held = pieces_of(values, cuts, shift, sources)
         places, codes, scales = places_for((rows, columns))
         block_items = cut(table, into, np.zeros(len(cuts), np.int64), places, blocks)
-        quantize_items(
-            torch.from_numpy(block_items.items),
-            torch.from_numpy(block_items.fragments),
-            rounding,
-            not shift,
-            blocks,
-            size_of(block_items.fragments[:, ELEMENT_BYTES]),
-        )
+        how = rounding, not shift, blocks, size_of(block_items.fragments[:, ELEMENT_BYTES])
+        tables = torch.from_numpy(block_items.items), torch.from_numpy(block_items.fragments)
+        quantize_items(*tables, *how)
         expected, expected_scales = encode_as_vllm(values, rounding, divide=False)
         encoded = codes[:, :columns].view(FP8.numpy()).astype(np.float32)
         assert np.array_equal(scales, expected_scales) and np.array_equal(
@@ -350,6 +346,13 @@ def interpret() -> None:
         )
         assert np.array_equal(np.signbit(encoded), np.signbit(expected.astype(np.float32)))
         assert (codes[:, columns:] == 0xEE).all() and len(held) == len(cuts)
+        assert not compare_items(*tables, *how).any()
+        codes[150, 9] ^= 1
+        scales[0, 1] *= 2
+        differing = {tuple(at) for at in np.argwhere(compare_items(*tables, *how).numpy())}
+        of_code, of_scale = codes.ctypes.data + 128 * codes.strides[0], codes.ctypes.data + 128
+        wanted = {of_code, of_scale if blocks == 1 else codes.ctypes.data}
+        assert {int(block_items.items[index, CODES]) for (index,) in differing} == wanted
         print(rounding, "equal")
 
 

@@ -11,6 +11,7 @@ that they are made of, since a trainer's rank may not have all of a block.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,7 @@ def codec_between(source: str, destination: str, rounding: str | None = None) ->
     return None
 
 
+@cache
 def block_codec(rounding: str, source: str = "bfloat16") -> int:
     """Return the number of the codec from bf16, or fp32, to blocks of fp8. Raises ValueError for an
     unknown rounding."""

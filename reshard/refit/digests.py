@@ -42,25 +42,41 @@ TILE_BYTES = 1 << 20
 
 class Digests:
     """An int64 for each row of a table of copies, of its source as its codec encodes it; `columns`
-    are the elements in a row.
-
-    On a GPU digests are enqueued, and `result` waits for them.
+    are the elements in a row. The tiles stay on the GPU, for who takes the same digests again.
     """
 
     def __init__(self, table: np.ndarray, columns: np.ndarray, device: torch.device) -> None:
-        self.sums = torch.zeros(len(table), dtype=torch.int64, device=device)
-        for (word, unit, codec), tiles in word_tiles(table, columns).items():
+        self.rows, self.device = len(table), device
+        self.sums: torch.Tensor | None = None  # of what was begun, and not asked for yet
+        self.tiles: list[tuple[tuple[int, int, int], torch.Tensor | np.ndarray]] = []
+        for kind, tiles in word_tiles(table, columns).items():
             if device.type == "cpu":
-                _add_on_host(tiles, self.sums.numpy().view(np.uint64), word, unit, codec)
+                self.tiles.append((kind, tiles))
                 continue
-            from reshard.refit.kernels import compile_digest, digest_tiles
+            from reshard.refit.kernels import compile_digest
 
+            word, unit, codec = kind
             compile_digest(word, unit, device, codec)
-            digest_tiles(torch.from_numpy(tiles).to(device), self.sums, word, unit, codec)
+            self.tiles.append((kind, torch.from_numpy(tiles).to(device)))
+
+    def begin(self) -> None:
+        """Take the digests; on a GPU, enqueue it on the current stream."""
+        self.sums = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
+        for (word, unit, codec), tiles in self.tiles:
+            if isinstance(tiles, torch.Tensor):
+                from reshard.refit.kernels import digest_tiles
+
+                digest_tiles(tiles, self.sums, word, unit, codec)
+            else:
+                _add_on_host(tiles, self.sums.numpy().view(np.uint64), word, unit, codec)
 
     def result(self) -> np.ndarray:
-        """Return the digests ``[rows of the table]``."""
+        """Return the digests ``[rows of the table]`` that were begun; of now, where none were."""
+        if self.sums is None:
+            self.begin()
+        assert self.sums is not None
         sums: np.ndarray = self.sums.cpu().numpy()
+        self.sums = None
         return sums
 
 

@@ -172,11 +172,13 @@ def _gather(fragments, count, block, SIZE: tl.constexpr, ALIGNED: tl.constexpr):
 def _quantize(
     items,
     fragments,
+    wrong,
     POWER: tl.constexpr,
     TWICE: tl.constexpr,
     ALIGNED: tl.constexpr,
     ITEM_BLOCKS: tl.constexpr,
     SIZE: tl.constexpr,
+    COMPARE: tl.constexpr,
 ):
     item = items + (tl.program_id(0) // ITEM_BLOCKS).to(tl.int64) * ITEM
     block = (tl.program_id(0) % ITEM_BLOCKS) * EDGE
@@ -193,11 +195,23 @@ def _quantize(
         )
         if ALIGNED:
             where = tl.multiple_of(tl.max_contiguous(where, [1, 16]), [1, 16])
-        if (n_rows == EDGE) & (n_columns >= block + EDGE):
-            tl.store(where, codes)
+        scale_at = tl.load(item + SCALES).to(tl.pointer_type(tl.float32)) + block // EDGE
+        inside = (r < n_rows) & (c < n_columns)
+        if COMPARE:
+            served = tl.load(where, mask=inside, other=0.0)
+            unlike = served.to(tl.uint8, bitcast=True) != codes.to(tl.uint8, bitcast=True)
+            count = tl.sum((unlike & inside).to(tl.int32))
+            count += (tl.load(scale_at).to(tl.int32, bitcast=True) != scale.to(tl.int32, bitcast=True)).to(
+                tl.int32
+            )
+            if count > 0:
+                tl.atomic_add(wrong + tl.program_id(0) // ITEM_BLOCKS, count)
         else:
-            tl.store(where, codes, mask=(r < n_rows) & (c < n_columns))
-        tl.store(tl.load(item + SCALES).to(tl.pointer_type(tl.float32)) + block // EDGE, scale)
+            if (n_rows == EDGE) & (n_columns >= block + EDGE):
+                tl.store(where, codes)
+            else:
+                tl.store(where, codes, mask=inside)
+            tl.store(scale_at, scale)
 
 
 def quantize_items(
@@ -214,8 +228,26 @@ def quantize_items(
     `aligned` says that all addresses, pitches and columns are multiples of 16 bytes; `size` is the
     bytes of an element of the source: 2 (bf16), 4 (fp32), or 0 where fragments differ.
     """
-    how = rounding != "fp32", rounding == "twice", aligned, blocks, size
-    _quantize[(len(items) * blocks,)](items, fragments, *how, num_warps=8)
+    how = rounding != "fp32", rounding == "twice", aligned, blocks, size, False
+    _quantize[(len(items) * blocks,)](items, fragments, items, *how, num_warps=8)
+
+
+def compare_items(
+    items: torch.Tensor,
+    fragments: torch.Tensor,
+    rounding: str,
+    aligned: bool,
+    blocks: int = ITEM_BLOCKS,
+    size: int = 2,
+) -> torch.Tensor:
+    """Return a mask of the items of which codes or scales have other bits than `quantize_items` would
+    write; it takes the same."""
+    wrong = torch.zeros(len(items), dtype=torch.int32, device=items.device)
+    how = rounding != "fp32", rounding == "twice", aligned, blocks, size, True
+    if len(items):
+        with expected_compilation():
+            _quantize[(len(items) * blocks,)](items, fragments, wrong, *how, num_warps=8)
+    return wrong != 0
 
 
 @triton.jit

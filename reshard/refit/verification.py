@@ -24,7 +24,7 @@ from reshard.refit.addresses import (
 )
 from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.digests import Digests
-from reshard.refit.fp8_blocks.check import requantized
+from reshard.refit.fp8_blocks.check import BlockCheck
 from reshard.refit.fp8_blocks.items import BlockItems, places_of
 from reshard.refit.fp8_blocks.packed import cut_into_blocks, digest_requantized, digest_served
 from reshard.refit.receiver import Receiver
@@ -37,29 +37,48 @@ class SentDigests:
 
     def __init__(self, sender: Sender) -> None:
         self.sender = sender
-        self.pending: dict[int, tuple[Digests, np.ndarray]] = {}
+        self.made_for: bytes = b""  # the addresses and routes that `pieces` are of
+        self.pieces: dict[int, Digests] = {}
+        self.blocks: dict[int, np.ndarray] = {}
 
     def begin(self) -> None:
         """Begin the digest of every piece. Blocks that travel as blocks count as what they become."""
         sender = self.sender
-        memory = region_addresses(sender.source.regions)
-        for rank, route in sender.routes().items():
-            request = sender.requests[rank]
-            as_blocks = BLOCKWISE[as_sent(request)[:, REQUEST_CODEC]] & (route in SENT)
-            pieces = request[~as_blocks]
-            of_pieces = Digests(
-                source_table(memory, as_fragments(pieces)), pieces[:, COLUMN_COUNT], sender.device
-            )
-            outgoing = sender.sent(memory, request[as_blocks])
-            blocks = cut_into_blocks(outgoing.table, outgoing.destinations, outgoing.places)
-            self.pending[rank] = of_pieces, digest_requantized(blocks, outgoing.places, sender.device)
+        memory, routes = region_addresses(sender.source.regions), sender.routes()
+        made_for = memory.tobytes() + repr(routes).encode()
+        if made_for != self.made_for:
+            self.pieces = {rank: self._of_pieces(rank, route, memory) for rank, route in routes.items()}
+            self.made_for = made_for
+        for digests in self.pieces.values():
+            digests.begin()
+        self.blocks = {rank: self._of_blocks(rank, route, memory) for rank, route in routes.items()}
 
     def post(self) -> None:
         """Publish the digests once they are computed."""
-        for rank, (pieces, blocks) in self.pending.items():
-            payload = np.concatenate([pieces.result(), blocks]).tobytes()
+        for rank, pieces in self.pieces.items():
+            payload = np.concatenate([pieces.result(), self.blocks[rank]]).tobytes()
             self.sender.group.post(f"digests/{rank}", payload)
-        self.pending = {}
+
+    def _of_pieces(self, rank: int, route: str, memory: np.ndarray) -> Digests:
+        request = self.sender.requests[rank]
+        pieces = request[~_as_blocks(request, route)]
+        table = source_table(memory, as_fragments(pieces))
+        return Digests(table, pieces[:, COLUMN_COUNT], self.sender.device)
+
+    def _of_blocks(self, rank: int, route: str, memory: np.ndarray) -> np.ndarray:
+        request = self.sender.requests[rank]
+        as_blocks = _as_blocks(request, route)
+        if not as_blocks.any():
+            return np.zeros(0, np.int64)
+        outgoing = self.sender.sent(memory, request[as_blocks])
+        blocks = cut_into_blocks(outgoing.table, outgoing.destinations, outgoing.places)
+        return digest_requantized(blocks, outgoing.places, self.sender.device)
+
+
+def _as_blocks(request: np.ndarray, route: str) -> np.ndarray:
+    """Return a mask over the pieces that an inference rank asks for: those that travel as blocks."""
+    mask: np.ndarray = BLOCKWISE[as_sent(request)[:, REQUEST_CODEC]] & (route in SENT)
+    return mask
 
 
 class ReceivedDigests:
@@ -71,21 +90,43 @@ class ReceivedDigests:
 
     def __init__(self, receiver: Receiver) -> None:
         self.receiver = receiver
-        self.pending: dict[int, tuple[Digests, np.ndarray]] = {}
+        self.made_for: bytes = b""  # the addresses and routes that `plain` and `blocks` are of
+        self.plain: dict[int, Digests] = {}
+        self.blocks: dict[int, BlockItems] = {}  # that arrive as such
+        self.of_blocks: dict[int, np.ndarray] = {}
         self.in_rounds: dict[int, np.ndarray] = {}
         self.mismatches: list[int] = []  # indices of local tensors that differ from what arrived in a round
+        self.checked_for: bytes = b""  # the addresses and routes that `check` is of
+        self.check: BlockCheck | None = None
 
     def begin(self) -> None:
         """Begin the digest of every piece that lies here as the trainer has it, or has encoded it."""
         receiver = self.receiver
-        memory = region_addresses(receiver.engine.regions.values())
+        memory, routes = region_addresses(receiver.engine.regions.values()), receiver.routes()
         # A verification that failed may have left some.
-        self.pending, self.in_rounds, self.mismatches = {}, {}, []
-        for rank, pieces in receiver.pieces.items():
-            plain = ~self._made_here(rank) & ~self._as_blocks(rank)
-            table = reading_destination(destination_table(memory, pieces))[plain]
-            of_pieces = Digests(table, pieces.requests[plain, COLUMN_COUNT], receiver.device)
-            self.pending[rank] = of_pieces, digest_served(self._blocks(rank, memory), receiver.device)
+        self.in_rounds, self.mismatches = {}, []
+        made_for = memory.tobytes() + places_of(receiver.engine).tobytes() + repr(routes).encode()
+        if made_for != self.made_for:
+            self.plain = {rank: self._of_plain(rank, memory) for rank in receiver.pieces}
+            self.blocks = {rank: self._arriving_blocks(rank, memory) for rank in receiver.pieces}
+            self.made_for = made_for
+        for digests in self.plain.values():
+            digests.begin()
+        self.of_blocks = {
+            rank: digest_served(blocks, receiver.device) for rank, blocks in self.blocks.items()
+        }
+
+    def _of_plain(self, rank: int, memory: np.ndarray) -> Digests:
+        pieces = self.receiver.pieces[rank]
+        plain = ~self._made_here(rank) & ~self._as_blocks(rank)
+        table = reading_destination(destination_table(memory, pieces))[plain]
+        return Digests(table, pieces.requests[plain, COLUMN_COUNT], self.receiver.device)
+
+    def _arriving_blocks(self, rank: int, memory: np.ndarray) -> BlockItems:
+        """Return the blocks that arrive as such from a trainer's rank."""
+        pieces = self.receiver.pieces[rank].where(self._as_blocks(rank))
+        table, places = destination_table(memory, pieces), places_of(self.receiver.engine)
+        return cut_into_blocks(table, pieces.destinations, places)
 
     def add_round(self, number: int) -> None:
         """Take the digests of what arrived in a round, and note the local tensors that differ from
@@ -110,41 +151,13 @@ class ReceivedDigests:
         Raises ReshardError, naming the tensors, where one differs.
         """
         receiver = self.receiver
-        names = receiver.group.names
-        tensors_sent = [
-            pieces.destinations[self._as_blocks(rank) | receiver.slab.through[rank], 0]
-            for rank, pieces in receiver.pieces.items()
-        ]
-        pulled = {rank: receiver.pieces[rank].where(~receiver.slab.through[rank]) for rank in shards}
-        again = requantized(
-            receiver.engine,
-            pulled,
-            shards,
-            np.concatenate([*tensors_sent, np.zeros(0, np.int64)]),
-            receiver.device,
-        )
-        mismatches = [*again.unlike, *self.mismatches]
+        check = self._block_check(shards)
+        check.begin()
+        mismatches = [*check.mismatches(), *self.mismatches]
         wrong_names: set[str] = set()
-        for rank, (of_pieces, of_blocks) in self.pending.items():
-            pieces, in_rounds, as_blocks = receiver.pieces[rank], self._in_rounds(rank), self._as_blocks(rank)
-            payload = receiver.group.read(f"digests/{receiver.group.rank}", rank)
-            plain_count = int((~as_blocks).sum())
-            sent = decode_digests(payload, plain_count + len(of_blocks), names[rank])
-            received = np.zeros(len(as_blocks), np.int64)
-            made = self._made_here(rank) & ~in_rounds
-            received[~made & ~in_rounds & ~as_blocks] = of_pieces.result()
-            if made.any():
-                received[made] = again.digests[rank][made[~receiver.slab.through[rank]]]
-            if in_rounds.any():
-                received[in_rounds] = self.in_rounds[rank][in_rounds]
-            wrong = np.isin(pieces.destinations[:, 0], mismatches)
-            wrong[~as_blocks] |= received[~as_blocks] != sent[:plain_count]
-            blocks = self._blocks(rank, region_addresses(receiver.engine.regions.values()))
-            wrong |= as_blocks & np.isin(
-                pieces.destinations[:, 0], blocks.tensors[of_blocks != sent[plain_count:]]
-            )
+        for rank, pieces in receiver.pieces.items():
+            wrong = np.isin(pieces.destinations[:, 0], mismatches) | self._differing(rank, check)
             wrong_names.update(pieces.names[index] for index in np.flatnonzero(wrong))
-        self.pending = {}
         if wrong_names:
             raise ReshardError(
                 f"{len(wrong_names)} tensors did not arrive as they are in the trainer: "
@@ -154,6 +167,49 @@ class ReceivedDigests:
             raise ReshardError(
                 f"{len(stale)} tensors are not what the engine derives from the weights that arrived: {listed(sorted(stale))}"
             )
+
+    def _block_check(self, shards: Mapping[int, np.ndarray]) -> BlockCheck:
+        """Return the check of the blocks that this rank made of the trainer's mapped memory."""
+        checked_for = self.made_for + b"".join(shards[rank].tobytes() for rank in sorted(shards))
+        if self.check is None or checked_for != self.checked_for:
+            receiver = self.receiver
+            sent = [
+                pieces.destinations[self._as_blocks(rank) | receiver.slab.through[rank], 0]
+                for rank, pieces in receiver.pieces.items()
+            ]
+            made = {rank: receiver.pieces[rank].where(self._pulled_blocks(rank)) for rank in shards}
+            elsewhere = np.concatenate([*sent, np.zeros(0, np.int64)])
+            self.check = BlockCheck(receiver.engine, made, shards, elsewhere, receiver.device)
+            self.checked_for = checked_for
+        return self.check
+
+    def _differing(self, rank: int, check: BlockCheck) -> np.ndarray:
+        """Return a mask over a trainer's rank's pieces: those whose digests, or whose blocks' digests,
+        are others there and here."""
+        receiver, pieces = self.receiver, self.receiver.pieces[rank]
+        in_rounds, as_blocks = self._in_rounds(rank), self._as_blocks(rank)
+        payload = receiver.group.read(f"digests/{receiver.group.rank}", rank)
+        plain_count, of_blocks = int((~as_blocks).sum()), self.of_blocks[rank]
+        sent = decode_digests(payload, plain_count + len(of_blocks), receiver.group.names[rank])
+        received = np.zeros(len(as_blocks), np.int64)
+        received[~self._made_here(rank) & ~as_blocks] = self.plain[rank].result()
+        if rank in check.digests:
+            received[self._pulled_blocks(rank)] = check.digests[rank].result()
+        if in_rounds.any():
+            received[in_rounds] = self.in_rounds[rank][in_rounds]
+        wrong = np.zeros(len(as_blocks), bool)
+        wrong[~as_blocks] = received[~as_blocks] != sent[:plain_count]
+        if as_blocks.any():
+            tensors = self.blocks[rank].tensors[of_blocks != sent[plain_count:]]
+            wrong |= as_blocks & np.isin(pieces.destinations[:, 0], tensors)
+        return wrong
+
+    def _pulled_blocks(self, rank: int) -> np.ndarray:
+        """Return a mask over a trainer's rank's pieces: those from which this engine makes blocks where
+        they lie."""
+        blockwise = BLOCKWISE[self.receiver.pieces[rank].requests[:, REQUEST_CODEC]]
+        mask: np.ndarray = blockwise & ~self._as_blocks(rank) & ~self._in_rounds(rank)
+        return mask
 
     def _in_rounds(self, rank: int) -> np.ndarray:
         """Return a mask over a trainer's rank's pieces: those that arrive in a round and become
@@ -172,13 +228,6 @@ class ReceivedDigests:
         blockwise = BLOCKWISE[self.receiver.pieces[rank].requests[:, REQUEST_CODEC]]
         mask: np.ndarray = blockwise & ~self.receiver.slab.through[rank] & is_sent
         return mask
-
-    def _blocks(self, rank: int, memory: np.ndarray) -> BlockItems:
-        """Return the blocks that arrive as such from a trainer's rank."""
-        pieces = self.receiver.pieces[rank].where(self._as_blocks(rank))
-        return cut_into_blocks(
-            destination_table(memory, pieces), pieces.destinations, places_of(self.receiver.engine)
-        )
 
 
 def decode_digests(payload: bytes, count: int, who: str) -> np.ndarray:

@@ -7,6 +7,7 @@ engine serves from, with no copy in between. An *item* is a strip of up to 8 blo
 other, with its fragments.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from reshard.core.dtypes import DTYPES
 from reshard.engines.base import Engine
 from reshard.quantization.fp8_blocks import BLOCK, encode_as_vllm
+from reshard.refit.addresses import region_addresses
 from reshard.refit.codecs import BEFORE_BLOCKS, CODECS, SOURCE_SIZES, block_codec
 from reshard.refit.copies import host_bytes
 from reshard.refit.tables import (
@@ -54,12 +56,16 @@ def places_of(engine: Engine) -> np.ndarray:
     """Return where the engine's quantized local tensors lie now, by their index among its regions,
     as columns `PLACES`; zeros for the others."""
     matrix = np.zeros((len(engine.regions), PLACES), np.int64)
-    for index, (identity, codes) in enumerate(engine.regions.items()):
-        scales = engine.scales.get(identity)
-        if scales is not None:
-            shape = engine.placement.tensors[identity].shape
-            where = codes.address, scales.region.address, codes.pitch, scales.region.pitch
-            matrix[index] = (*where, *shape, block_codec(scales.rounding))
+    indices = [index for index, identity in enumerate(engine.regions) if identity in engine.scales]
+    quantized = [identity for identity in engine.regions if identity in engine.scales]
+    if not quantized:
+        return matrix
+    codes = region_addresses(engine.regions[identity] for identity in quantized)
+    scales = region_addresses(engine.scales[identity].region for identity in quantized)
+    matrix[indices, PLACE] = np.stack([codes[:, 0], scales[:, 0]], 1)
+    matrix[indices, PITCH] = np.stack([codes[:, 1], scales[:, 1]], 1)
+    matrix[indices, SHAPE] = [engine.placement.tensors[identity].shape for identity in quantized]
+    matrix[indices, ENCODING] = [block_codec(engine.scales[identity].rounding) for identity in quantized]
     return matrix
 
 
@@ -84,6 +90,12 @@ def items_of(
     """
     items = cut(table, destinations, owners, places, ITEM_BLOCKS)
     return items if _all_reached(items) else cut(table, destinations, owners, places, 1)
+
+
+def take_kernel_of_pieces(table: np.ndarray, padding: np.ndarray, rounding: str) -> None:
+    """Give the rows of a table that are `padding`, zeros of whatever width, the codec that the others
+    have, for which there is a kernel already."""
+    table[padding, CODEC] = table[~padding, CODEC].max(initial=block_codec(rounding))
 
 
 def _all_reached(blocks: BlockItems) -> bool:
@@ -157,6 +169,7 @@ class BlockTable:
         self.items: torch.Tensor | np.ndarray = items
         self.fragments: torch.Tensor | np.ndarray = fragments.copy()
         self.owners: torch.Tensor | np.ndarray = blocks.owners
+        self.tensors = blocks.tensors[order]
         if device.type == "cpu":
             return
         from reshard.refit.kernels import compile_quantize
@@ -183,6 +196,19 @@ class BlockTable:
         elif isinstance(self.items, np.ndarray) and isinstance(self.fragments, np.ndarray):
             quantize_on_host(self.items, self.fragments, self.rounding)
 
+    def mismatches(self) -> list[int]:
+        """Return the indices of the local tensors that have a block with other bits than `run` would
+        write. Nothing is written."""
+        if isinstance(self.items, torch.Tensor) and isinstance(self.fragments, torch.Tensor):
+            from reshard.refit.kernels import compare_items
+
+            how = self.rounding, self.aligned, self.blocks, self.size
+            wrong = compare_items(self.items, self.fragments, *how).cpu().numpy()
+        else:
+            assert isinstance(self.items, np.ndarray) and isinstance(self.fragments, np.ndarray)
+            wrong = compare_on_host(self.items, self.fragments, self.rounding)
+        return [int(index) for index in np.unique(self.tensors[wrong])]
+
 
 def size_of(sizes: np.ndarray) -> int:
     """Return the bytes that the elements of all fragments have, for which there is a kernel of its
@@ -193,6 +219,26 @@ def size_of(sizes: np.ndarray) -> int:
 
 def quantize_on_host(items: np.ndarray, fragments: np.ndarray, rounding: str) -> None:
     """Make the blocks of items within this process's memory."""
+    for served, made in _on_host(items, fragments, rounding):
+        for place, values in zip(served, made, strict=True):
+            place[...] = values
+
+
+def compare_on_host(items: np.ndarray, fragments: np.ndarray, rounding: str) -> np.ndarray:
+    """Return a mask of the items within this process's memory of which codes or scales are others
+    than `quantize_on_host` would make."""
+    same = [
+        all(np.array_equal(place, values) for place, values in zip(served, made, strict=True))
+        for served, made in _on_host(items, fragments, rounding)
+    ]
+    return ~np.array(same, bool)
+
+
+def _on_host(
+    items: np.ndarray, fragments: np.ndarray, rounding: str
+) -> Iterator[tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]]:
+    """Yield for each item the bytes of its codes and scales where they are served from, and those that
+    its fragments make."""
     for codes, codes_pitch, scales, height, length, first, count in items.tolist():
         values = np.zeros((height, length), BF16.numpy())
         for source, pitch, top, left, high, wide, size in fragments[first : first + count].tolist():
@@ -201,5 +247,5 @@ def quantize_on_host(items: np.ndarray, fragments: np.ndarray, rounding: str) ->
                 fragment = TO_BF16.encode(fragment)
             values[top : top + high, left : left + wide] = fragment.view(BF16.numpy())
         new_codes, new_scales = encode_as_vllm(values, rounding)
-        host_bytes(codes, height, length, codes_pitch)[...] = new_codes.view(np.uint8)
-        host_bytes(scales, 1, new_scales.size * 4, 0)[...] = new_scales.view(np.uint8).reshape(1, -1)
+        served = host_bytes(codes, height, length, codes_pitch), host_bytes(scales, 1, new_scales.size * 4, 0)
+        yield served, (new_codes.view(np.uint8), new_scales.view(np.uint8).reshape(1, -1))

@@ -33,7 +33,6 @@ from reshard.refit.addresses import (
 )
 from reshard.refit.codecs import BEFORE_BLOCKS, BLOCKWISE, by_rounding
 from reshard.refit.fp8_blocks.items import BF16, ENCODING, BlockTable, items_of, places_of
-from reshard.refit.fp8_blocks.packed import cut_into_blocks, digest_requantized, digest_served
 from reshard.refit.tables import (
     CODEC,
     DST,
@@ -261,11 +260,7 @@ class SplitBlocksSlab:
     def mismatches(self, number: int) -> list[int]:
         """Return the indices of the local tensors whose blocks are not what the parts in the slab
         make."""
-        places = places_of(self.engine)
-        table, destinations = self._sources(number, places)
-        blocks = cut_into_blocks(table, destinations, places)
-        wrong = digest_requantized(blocks, places, self.device) != digest_served(blocks, self.device)
-        return [int(index) for index in np.unique(blocks.tensors[wrong])]
+        return [index for table in self._tables(number) for index in table.mismatches()]
 
     def _tables(self, number: int) -> list[BlockTable]:
         places = places_of(self.engine)

@@ -14,9 +14,15 @@ import torch
 
 from reshard.core.errors import ReshardError, rewrite_message
 from reshard.refit.addresses import SHARD, UNSTAGED, fills_of, staged_rounds_of, with_sources
-from reshard.refit.codecs import BLOCKWISE, block_codec, by_rounding
+from reshard.refit.codecs import BLOCKWISE, by_rounding
 from reshard.refit.copies import CopyTable
-from reshard.refit.fp8_blocks.items import FIRST_FRAGMENT, BlockTable, items_of, places_of
+from reshard.refit.fp8_blocks.items import (
+    FIRST_FRAGMENT,
+    BlockTable,
+    items_of,
+    places_of,
+    take_kernel_of_pieces,
+)
 from reshard.refit.fp8_blocks.packed import Placed, cut_into_blocks, padding_outside
 from reshard.refit.protocol.memory import TrainerMemory
 from reshard.refit.routes import CUDA_IPC, LOCAL, Pair
@@ -162,9 +168,7 @@ class CudaIpc(Transport):
         tables = []
         for rounding, mask in by_rounding(copies.table[:, CODEC]):
             chosen = copies.where(mask)
-            padding = chosen.ranks == PADDING
-            # Zeros of the same width as all else, for which there is a kernel already.
-            chosen.table[padding, CODEC] = chosen.table[~padding, CODEC].max(initial=block_codec(rounding))
+            take_kernel_of_pieces(chosen.table, chosen.ranks == PADDING, rounding)
             owners = np.stack([chosen.owners, chosen.ranks], 1)
             strips = items_of(chosen.table, chosen.destinations, owners, places)
             order = interleaved(strips.owners[strips.items[:, FIRST_FRAGMENT], 1])

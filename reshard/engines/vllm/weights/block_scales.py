@@ -67,5 +67,5 @@ def find_scales(
         rounding = power_of_two if blocks[layer].powers_of_two else "fp32"
         scales[identity] = Scales(Region(tensor, (expert or 0) * rows * columns, columns), rounding)
     for rounding in {entry.rounding for entry in scales.values()}:
-        check_blocks(rounding, next(iter(tensors.values())).device)
+        check_blocks(rounding, next(iter(tensors.values())).device, match_vllm_rounding)
     return scales
