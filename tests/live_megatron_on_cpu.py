@@ -226,6 +226,15 @@ def save_each(rank: int, flags: list[str], hf: str, mcore: str, folder: str, ddp
     return [report.to_dict() for report in reports], exported, lying[2]
 
 
+def export_beside(rank: int, flags: list[str], hf: str, mcore: str, folder: str):
+    """What a language model exports that is a part of `hf`, and what is said of a save of it."""
+    models, wrapped, args = chunks(flags)
+    by_megatron(models, args, mcore)
+    options = {"make_vocab_size_divisible_by": 8}
+    exported = {name: bits(tensor) for name, tensor in reshard.export(wrapped, hf, **options)}
+    return exported, caught(lambda: reshard.save(wrapped, folder, hf, **options))
+
+
 class Heard(logging.Handler):
     """What is logged."""
 

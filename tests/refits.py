@@ -45,6 +45,7 @@ ENGINES = {
 
 # What vLLM keeps beside packed codes, which no weights change.
 ALIKE = ("_shape", "_zero_point", "g_idx", "_sort_indices")
+TOWERS = ("visual.", "vision_tower.", "mm_projector.")  # which both checkpoints share
 
 
 def refit(
@@ -98,7 +99,7 @@ def refit(
                 if not n.endswith(ALIKE)
                 and "scale" not in n
                 and "cache" not in n
-                and not n.startswith("visual.")
+                and not n.startswith(TOWERS)
             ]
         )
     assert checked == engines

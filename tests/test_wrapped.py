@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
 from tests.checkpoints import NEXT, make
+from tests.oracle import bits, hf_tensors, stored_tensors
 from tests.oracle import same as same_bits
-from tests.oracle import stored_tensors
-from tests.parity_runs import parity_command
+from tests.parity_runs import ranks_of, run, with_a_fault
 from tests.ranks import free_port, run_on_ranks
 from tests.refits import refit
 from tests.test_logits import EP, ETP, PP, TP, flags_at
@@ -83,44 +83,62 @@ def published(directory, moe: bool, dtype: torch.dtype = torch.bfloat16, seed: i
     return directory
 
 
-def qwen3_vl(directory, seed: int = 0, tied: bool = False):
-    """A small Qwen3-VL, dense, as transformers saves it."""
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+# As transformers' own config of it has them, but for `norm_topk_prob`, which vLLM reads.
+EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1], "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def qwen3_vl(directory, moe: bool, seed: int = 0, tied: bool = False):
+    """A small Qwen3-VL as it is published: experts in one tensor, transposed."""
+    import transformers
 
     torch.manual_seed(seed)
     text = {
         "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 256,
+        "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 256, **(EXPERTS if moe else {}),
         "rope_parameters": {
             "rope_theta": 5e6, "rope_type": "default", "mrope_interleaved": True, "mrope_section": [4, 2, 2],
         },
     }  # fmt: skip
-    vision = VISION | {"deepstack_visual_indexes": [0]}
-    config = Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied)
-    model = Qwen3VLForConditionalGeneration(config)
+    name = "Qwen3VLMoe" if moe else "Qwen3VL"
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text, vision_config=VISION | {"deepstack_visual_indexes": [0]}, tie_word_embeddings=tied
+    )
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.to(torch.bfloat16).save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    transposed = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".experts." in name}
+    save_file(tensors | transposed, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
 def kimi_k25(directory, seed: int = 0):
-    """A small Kimi-K2.5: a DeepSeek-V3 behind another prefix, beside a tower and a projector of
-    which only the names matter here."""
+    """A small Kimi-K2.5: a DeepSeek-V3 behind another prefix, beside the tower and the projector
+    that vLLM's class reads."""
     inner = make(directory / "inner", "deepseek-v3", torch.bfloat16, seed=seed)
     tensors = load_file(inner / "model.safetensors")
+    block, shapes = "vision_tower.encoder.blocks.0.", {"vision_tower.patch_embed.pos_emb.weight": (4, 4, 32)}
+    for module, *shape in (
+        ("vision_tower.patch_embed.proj", 32, 3, 14, 14), (f"{block}norm0", 32), (f"{block}norm1", 32), (f"{block}wqkv", 96, 32),
+        (f"{block}wo", 32, 32), (f"{block}mlp.fc0", 48, 32), (f"{block}mlp.fc1", 32, 48), ("vision_tower.encoder.final_layernorm", 32),
+        ("mm_projector.pre_norm", 32), ("mm_projector.proj.0", 128, 128), ("mm_projector.proj.2", 64, 128),
+    ):  # fmt: skip
+        shapes |= {f"{module}.weight": tuple(shape), f"{module}.bias": (shape[0],)}
     whole = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
-    whole |= {
-        "vision_tower.patch_embed.proj.weight": torch.randn(32, 3, 2, 2).bfloat16(),
-        "mm_projector.linear_1.weight": torch.randn(64, 32).bfloat16(),
-    }
+    whole |= {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
     save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((inner / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    vision = {
+        "model_type": "kimi_k25_vision", "init_pos_emb_height": 4, "init_pos_emb_width": 4, "num_attention_heads": 4,
+        "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "mm_hidden_size": 32, "text_hidden_size": 64,
+    }  # fmt: skip
     outer = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "dtype": "bfloat16", "text_config": config,
-             "vision_config": {"model_type": "kimi_k25_vision"}, "media_placeholder_token_id": 7, "use_unified_vision_chunk": True,
-             "ignore_index": -100}  # fmt: skip
+             "vision_config": vision, "media_placeholder_token_id": 7, "use_unified_vision_chunk": True, "ignore_index": -100}  # fmt: skip
     (directory / "config.json").write_text(json.dumps(outer))
     return directory
 
@@ -256,66 +274,127 @@ def test_a_norm_that_megatron_cannot_hold_less_one_is_refused_by_name_and_held_i
     assert same(source, tmp_path / "back")
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("moe", [False, True], ids=["dense-tied", "moe"])
 def test_the_language_model_of_qwen3_vl_comes_back_with_its_tower_and_says_what_transformers_says(
-    tied, tmp_path
+    moe, tmp_path
 ):
-    source = qwen3_vl(tmp_path / "hf", tied=tied)
-    hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(tp=2, pp=2), transformer_impl="local")
+    source = qwen3_vl(tmp_path / "hf", moe, tied=not moe)
+    layout = MegatronLayout(tp=2, pp=2, ep=2, etp=1) if moe else MegatronLayout(tp=2, pp=2)
+    hf_to_mcore(source, tmp_path / "mcore", layout, transformer_impl="local")
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     assert same(source, tmp_path / "back")
-    assert inspect(tmp_path / "mcore").family == "qwen3"
-    done = parity_command(source, tmp_path / "mcore", "--random", 2, "--lengths", 8, "--dtype", "fp32")
-    assert done.returncode == 0, done.stderr
+    assert inspect(tmp_path / "mcore").family == ("qwen3_vl_moe_text" if moe else "qwen3")
+    sizes = {"tp": 2, "ep": 2, "etp": 1} if moe else {"tp": 2, "pp": 2}
+    report = run(source, tmp_path / "mcore", sizes, lengths=(8,))
+    assert report["ok"], report["exceeded"]
+    # The control: another matrix in one layer, which is found in a model that has more than the language model.
+    matrix = f"{INNER}2.mlp.experts.down_proj" if moe else f"{INNER}2.mlp.down_proj.weight"
+    wrong = with_a_fault(source, tmp_path / "wrong", matrix, 1.5)
+    arguments = str(wrong), str(tmp_path / "mcore"), sizes
+    (sentence, place, names), *_ = run_on_ranks(ranks_of(sizes), "find", *arguments, module="parity_on_cpu")
+    assert place == ("the experts of layer 2" if moe else "the MLP of layer 2"), sentence
+    assert names and all(name.startswith(f"{INNER}2.mlp.") and "down_proj" in name for name in names)
 
 
-@pytest.fixture(scope="module", params=["dense", "moe", "qwen3-vl"])
+def test_experts_that_transformers_has_saved_as_in_memory_are_those_of_the_published_transposed_ones(
+    tmp_path,
+):
+    source = qwen3_vl(tmp_path / "hf", moe=True)
+    published = load_file(source / "model.safetensors")
+    experts = {name for name in published if ".experts." in name}
+
+    def directory(name: str, change) -> Path:
+        tensors = {n: change(n, t).contiguous() if n in experts else t for n, t in published.items()}
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+        (tmp_path / name / "config.json").write_bytes((source / "config.json").read_bytes())
+        return tmp_path / name
+
+    assert diff(source, directory("saved", lambda _, tensor: tensor.mT)).equal
+    # Controls: gate and up exchanged, and one of the two tensors transposed.
+    swapped = directory("swapped", lambda n, t: t.mT.roll(48, 1) if n.endswith("gate_up_proj") else t.mT)
+    assert not diff(source, swapped).equal
+    with pytest.raises(ReshardError, match=r"down_proj has shape \[8, 64, 48\], expected \[8, 48, 64\]"):
+        diff(source, directory("mixed", lambda n, t: t if n.endswith("gate_up_proj") else t.mT))
+
+
+TOWERS = ("model.visual.", "vision_tower.", "mm_projector.")
+MADE = {
+    "dense": lambda folder, seed: published(folder, False, seed=seed, mtp=False),
+    "moe": lambda folder, seed: published(folder, True, seed=seed, mtp=False),
+    "qwen3-vl": lambda folder, seed: qwen3_vl(folder, False, seed),
+    "qwen3-vl-moe": lambda folder, seed: qwen3_vl(folder, True, seed),
+    "kimi-k2.5": kimi_k25,
+}
+
+
+@pytest.fixture(scope="module")
 def pair(request, tmp_path_factory):
-    """Two directories without MTP that share a vision tower, each with its Megatron checkpoint."""
+    """Two directories without MTP that share their towers, each with its Megatron checkpoint."""
     pairs: list[tuple[str, str]] = []
     for seed in (0, 1):
         folder = tmp_path_factory.mktemp("pair")
-        if request.param == "qwen3-vl":
-            source = qwen3_vl(folder / "hf", seed)
-        else:
-            source = published(folder / "hf", request.param == "moe", seed=seed, mtp=False)
-        file = source / "model.safetensors"
+        file = MADE[request.param](folder / "hf", seed) / "model.safetensors"
         if pairs:
             first = load_file(f"{pairs[0][0]}/model.safetensors")
-            tower = {name: tensor for name, tensor in first.items() if name.startswith("model.visual.")}
+            tower = {name: tensor for name, tensor in first.items() if name.startswith(TOWERS)}
             save_file(load_file(file) | tower, file, metadata={"format": "pt"})
         hf_to_mcore(folder / "hf", folder / "mcore", transformer_impl="local")
         pairs.append((str(folder / "hf"), str(folder / "mcore")))
     return pairs
 
 
-@pytest.mark.parametrize(("parallel", "trainers", "engine", "engines", "together"), [
-    (f"{TP} 2", 2, {"tp": 2}, 2, True), (f"{TP} 2 {PP} 2", 4, {"tp": 4}, 4, False),
-], ids=str)  # fmt: skip
+# What is in one tensor comes from ranks that share its experts.
+@pytest.mark.parametrize(("pair", "parallel", "trainers", "engine", "engines", "together"), [
+    ("dense", f"{TP} 2", 2, {"tp": 2}, 2, True),
+    ("moe", f"{TP} 2 {PP} 2", 4, {"tp": 4}, 4, False),
+    ("moe", f"{EP} 2 {ETP} 1", 2, {"tp": 2, "enable_expert_parallel": True}, 2, False),
+    # vLLM quantizes the tower too.
+    ("qwen3-vl", f"{TP} 2 {PP} 2", 4, {"tp": 2, "quantization": "fp8_per_tensor"}, 2, False),
+    ("qwen3-vl-moe", f"{TP} 2 {EP} 2 {ETP} 1", 2, {"tp": 2, "enable_expert_parallel": True}, 2, True),
+    ("kimi-k2.5", f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, {"tp": 2}, 2, False),
+], ids=str, indirect=["pair"])  # fmt: skip
 def test_a_refit_leaves_what_vllms_own_loader_makes_of_it_beside_its_tower(
     parallel, trainers, engine, engines, together, pair, tmp_path
 ):
     refit(pair, parallel, trainers, engine | {"load_format": "safetensors"}, engines, together, tmp_path)
 
 
+@pytest.mark.parametrize("pair", ["qwen3-vl-moe", "kimi-k2.5"], indirect=True)
+def test_a_live_language_model_is_loaded_and_exported_beside_its_tower_and_not_saved_without_it(
+    pair, tmp_path
+):
+    [(hf, mcore), (other, _)] = pair
+    flags, laid_out = flags_at(Path(mcore), f"{TP} 2 {EP} 2 {ETP} 1"), tmp_path / "laid-out"
+    hf_to_mcore(hf, laid_out, MegatronLayout(pp=2, ep=4, etp=1))
+    arguments = flags, [hf, str(laid_out)], mcore, other
+    for (from_hf, from_ours, from_other), _, tensors in run_on_ranks(
+        2, "load_each", *arguments, module="live_megatron_on_cpu"
+    ):
+        assert from_hf == from_ours == [] and len(from_other) > 0.8 * tensors
+    published = {
+        name: bits(tensor) for name, tensor in hf_tensors(Path(hf)).items() if not name.startswith(TOWERS)
+    }
+    published |= {name: None for name in published if name.endswith("e_score_correction_bias")}  # fp32 here
+    arguments = flags, hf, mcore, str(tmp_path / "saved")
+    for exported, said in run_on_ranks(2, "export_beside", *arguments, module="live_megatron_on_cpu"):
+        assert exported | {n: None for n, b in published.items() if b is None} == published
+        assert "of which the trainer has the language model only" in said
+    assert not (tmp_path / "saved").exists()
+
+
 @pytest.mark.parametrize("pair", ["moe"], indirect=True)
-def test_experts_in_one_tensor_are_refitted_whole_from_ranks_that_share_them(pair, tmp_path):
-    engine = {"tp": 2, "enable_expert_parallel": True, "load_format": "safetensors"}
-    refit(pair, f"{EP} 2 {ETP} 1", 2, engine, 2, False, tmp_path)
-
-
 def test_without_the_one_that_megatron_leaves_out_a_refit_brings_other_norms(pair, tmp_path):
     sides = {"trainer": 1, "engine": 1, "together": True, "folder": str(tmp_path), "port": free_port()}
     arguments = (sides, flags_at(Path(pair[0][1]), ""), pair, {"load_format": "safetensors"})
     [(held, expected, *_)] = run_on_ranks(1, "refit_as_held", *arguments, module="refit_on_cpu")
     differing = {name for name in expected[0] if held[0][name] != expected[0][name]}
-    if "Qwen3VL" in Path(pair[0][0], "config.json").read_text():
-        assert not differing, "it holds none less 1"
-        return
     assert differing and all(name.endswith("linear_attn.norm.weight") for name in differing)
 
 
+@pytest.mark.parametrize("pair", ["moe", "kimi-k2.5"], indirect=True)
 def test_a_tower_of_dummy_weights_is_refused(pair, tmp_path):
     sides = {"trainer": 1, "engine": 1, "together": True, "folder": str(tmp_path), "port": free_port()}
-    with pytest.raises(AssertionError, match="visual.* beside the language model are dummy weights"):
+    said = "(visual|mm_projector).* beside the language model are dummy weights .*language_model_only=True"
+    with pytest.raises(AssertionError, match=said):
         run_on_ranks(1, "refit_twice", sides, flags_at(Path(pair[0][1]), ""), pair, {}, module="refit_on_cpu")

@@ -45,7 +45,8 @@ class ModelParameters:
     `copies` maps a canonical name to the name that has the same bytes; `ignored` and `optional` are
     canonical names that may be present; `fp32` are those that are never cast down, `less_one` those
     of which Megatron holds the value less 1. `packed` has the parts of tensors that files may hold
-    in place of canonical ones, and `packed_codes` those of quantized files, where they are others.
+    in place of canonical ones, `packed_otherwise` those of files in which these tensors have other
+    shapes, and `packed_codes` those of quantized files, where they are others.
     `model_class` is the class of Megatron's model, ``gpt`` or ``hybrid``.
     """
 
@@ -59,6 +60,7 @@ class ModelParameters:
     packed: dict[str, str] = field(default_factory=dict)
     model_class: str = "gpt"
     packed_codes: dict[str, str] = field(default_factory=dict)
+    packed_otherwise: dict[str, str] = field(default_factory=dict)
 
     def stored_shapes(self, places: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the published tensors, each whole, where canonical ones have these
@@ -97,6 +99,7 @@ def expand(
         expansion.packed,
         model_class,
         expansion.packed_codes,
+        expansion.packed_otherwise,
     )
 
 
@@ -122,6 +125,7 @@ class _Expansion:
         self.less_one: set[str] = set()
         self.packed: dict[str, str] = {}
         self.packed_codes: dict[str, str] = {}
+        self.packed_otherwise: dict[str, str] = {}
 
     def block(self, block: Block) -> None:
         groups: dict[str, list[Row]] = defaultdict(list)
@@ -139,6 +143,7 @@ class _Expansion:
                 self.optional.add(name)
             self.packed |= self._places(block, row, self.model.family.packed)
             self.packed_codes |= self._places(block, row, self.model.family.packed_codes)
+            self.packed_otherwise |= self._places(block, row, self.model.family.packed_otherwise)
         for megatron, rows in groups.items():
             shapes = [self.model.shape(row.shape) for row in rows]
             for named in zip(*(row.names(block.published, experts) for row in rows), strict=True):

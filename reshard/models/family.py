@@ -88,7 +88,8 @@ class Family:
     - `always`: fields that transformers' class does not have, and what they are for every model of
       the family; at another value they are refused.
     - `packed`: (name of a row, the part of a tensor of all experts that published files may have in
-      its place). Both are read; this is what is written. `packed_codes`: the same of files with
+      its place). Both are read; this is what is written. `packed_otherwise`: the same of files in
+      which these tensors have other shapes; they are read. `packed_codes`: the same of files with
       quantized experts, where these are other tensors. `experts_apart`: False where no file ever
       has the experts apart, and the names of the rows are ours.
     - `wrapped_in`: architecture and ``model_type`` of a model that has this one as its language
@@ -145,6 +146,7 @@ class Family:
     no_effect: tuple[str, ...] = ()
     always: dict[str, Any] = {}
     packed: tuple[tuple[str, str], ...] = ()
+    packed_otherwise: tuple[tuple[str, str], ...] = ()
     packed_codes: tuple[tuple[str, str], ...] = ()
     experts_apart = True
     wrapped_in = ("", "")

@@ -72,7 +72,7 @@ def _problems(family: Any) -> Iterator[str]:
             yield f"equal, {row[0]}: no row of config has a field {unknown[0]!r}"
     if not family.experts_apart and not family.packed:
         yield "experts_apart: experts that are in no file apart need places in packed"
-    for table in ("packed", "packed_codes"):
+    for table in ("packed", "packed_otherwise", "packed_codes"):
         for row in getattr(family, table):
             if row[0] not in {each[0] for each in family.layer}:
                 yield f"{table}, {row[0]}: no row of layer has this name"

@@ -114,7 +114,8 @@ def compared_outputs(model: Model) -> list[ModuleOutput]:
             points.append(ModuleOutput(f"the {name} of layer {layer}", f"{path}.{module}", prefix))
         points.append(ModuleOutput(f"the output of layer {layer}", path, path + "."))
     points.append(ModuleOutput(norm, before_last, before_last + "."))
-    return [*points, ModuleOutput(head, at_last, (at_first if model.tied else at_last) + ".")]
+    points.append(ModuleOutput(head, at_last, (at_first if model.tied else at_last) + "."))
+    return [point._replace(prefix=model.published_name(point.prefix)) for point in points]
 
 
 def find_divergence(
@@ -237,7 +238,7 @@ def _states_of_hf(
     system: HuggingFace, points: Sequence[ModuleOutput], tokens: torch.Tensor, positions: Sequence[int] | None
 ) -> States:
     states: States = {}
-    modules = {point.module: system.module.get_submodule(point.module) for point in points}
+    modules = {point.module: system.submodule(point.module) for point in points}
     with hooked(modules, lambda name, _, __, out: states.__setitem__(name, _copied(out))), torch.no_grad():
         system.logits(tokens, positions=positions)
     return states

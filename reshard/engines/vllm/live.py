@@ -112,12 +112,13 @@ class VllmModel(LiveEngine):
         """Find what this rank holds and where; `with_drafter` if a refit is to bring the drafter
         too."""
         self.served = Served(self.module, self.draft if with_drafter else None)
-        self.blocks = layers_in_blocks(self.served)
         check_supported(self.served, self.vllm_config)
         self._towers = VLLM.tower_prefixes(self.model)
+        language_model = self.served.without(self._towers)  # of a tower no layer is processed again
+        self.blocks = layers_in_blocks(language_model)
         parameters = (name for name, _ in self.module.named_parameters())
         check_towers([name for name in parameters if name.startswith(self._towers)], self.vllm_config)
-        self.reloads = Reloads(self.served, self.vllm_config, self.guard.ready)
+        self.reloads = Reloads(language_model, self.vllm_config, self.guard.ready)
         if not self.model.family.experts_apart and (self.blocks or self.reloads.round_of):
             layer = min({*self.blocks, *self.reloads.round_of})
             raise ReshardError(

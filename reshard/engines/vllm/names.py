@@ -70,6 +70,7 @@ FAMILIES = {
     "qwen2": EngineFamily(),
     "qwen3": EngineFamily(),
     "qwen3_moe": EngineFamily(on_every_stage=OUTER),
+    "qwen3_vl_moe_text": EngineFamily(on_every_stage=OUTER),
     "deepseek_v3": EngineFamily(LATENT_ATTENTION),
     "deepseek_v32": EngineFamily((*LATENT_ATTENTION, *INDEXER)),
     "glm4_moe": EngineFamily(),

@@ -64,6 +64,13 @@ class HuggingFace(ForwardSystem):
         whole = self.model.wrapped and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         return AutoModelForImageTextToText if whole else AutoModelForCausalLM
 
+    def submodule(self, name: str) -> torch.nn.Module:
+        """Return a module of the language model, by its name in a model that is nothing else."""
+        try:
+            return self.module.get_submodule(name)
+        except AttributeError:
+            return self.module.get_submodule(self.model.published_name(name))
+
     def _compressed(self) -> bool:
         """Return True if compressed-tensors quantized the weights; its config has transformers
         quantize activations too."""
@@ -94,10 +101,7 @@ class HuggingFace(ForwardSystem):
             return {}
         [published] = {row.hf for row in family.rows["layer"] if row.megatron == ROUTER}
         module = dict(family.in_memory).get(published, published).removesuffix(".weight")
-        return {
-            layer: self.module.get_submodule(f"{family.layers}{layer}.{module}")
-            for layer in self.model.moe_layers
-        }
+        return {layer: self.submodule(f"{family.layers}{layer}.{module}") for layer in self.model.moe_layers}
 
     def choices(self, router: Any, inputs: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logits, _, experts = output

@@ -13,7 +13,7 @@ import numpy as np
 from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.core.scratch import Scratch
-from reshard.core.views import tensor_of
+from reshard.core.views import tensor_of, tensor_shapes
 from reshard.formats import safetensors
 from reshard.formats.small_files import read_json
 from reshard.megatron.parameters import expand
@@ -181,7 +181,14 @@ class HuggingFaceSource(Source):
         if any(tensor_of(place) in self.codes for place in mapping.packed_codes.values()):
             return coded
         packed = any(tensor_of(place) in self.stored for place in mapping.packed.values())
+        if packed and mapping.packed_otherwise and self._fit(mapping.packed_otherwise):
+            return mapping.packed_otherwise
         return mapping.packed if packed or not self.model.family.experts_apart else {}
+
+    def _fit(self, places: dict[str, str]) -> bool:
+        """Tell whether the files' tensors have the shapes that these parts of them make up."""
+        shapes = tensor_shapes({place: self.mapping.shapes[name] for name, place in places.items()})
+        return all(name in self.stored and self.stored[name].shape == s for name, s in shapes.items())
 
     def _tensor_of(self, name: str) -> str:
         """Return the tensor of the files that a canonical tensor is, or lies in."""

@@ -33,6 +33,12 @@ class Served:
         self.named_modules += [(name, module) for name, module in named if module not in known]
         self.adapters |= {prefix + name: wrapper for name, wrapper in adapters.items()}
 
+    def without(self, prefixes: tuple[str, ...]) -> "Served":
+        """Return the same without the modules whose names begin with one of these."""
+        others = Served(self.main, self.draft)
+        others.named_modules = [named for named in self.named_modules if not named[0].startswith(prefixes)]
+        return others
+
     def modules(self) -> list[torch.nn.Module]:
         """Return every module once."""
         return [module for _, module in self.named_modules]

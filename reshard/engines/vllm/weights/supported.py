@@ -34,8 +34,8 @@ def check_towers(towers: Collection[str], config: Any) -> None:
     if towers and config.load_config.load_format == "dummy":
         raise ReshardError(
             f"{min(towers)} and {len(towers) - 1} tensors beside the language model are dummy weights "
-            f"(load_format='dummy'), and no refit brings them: load a checkpoint, or serve text alone "
-            f"(limit_mm_per_prompt={{'image': 0, 'video': 0}})"
+            f"(load_format='dummy'), and no refit brings them: load a checkpoint, or serve text alone, where vLLM "
+            f"builds the model so (language_model_only=True)"
         )
 
 
