@@ -12,8 +12,8 @@ from reshard.megatron.checkpoint import ADAPTER, EMBEDDING, possible_keys
 from reshard.megatron.parameters import ModelParameters
 from reshard.models.model import Model
 
-# What adapters put into the names of the weights that they wrap.
-WRAPPED = re.compile(r"\.(?:base_layer|to_wrap)\.")
+# What adapters put into the names of the weights that they wrap, once for each of them.
+WRAPPED = re.compile(r"\.(?:(?:base_layer|to_wrap)\.)+")
 # Keys of adapters that are more than B @ A, and what they are.
 NOT_HELD = {
     "DoRA": re.compile(r"\.adapter\.(?:.*\.)?weight_magnitude$|\.lora_magnitude_vector\b"),

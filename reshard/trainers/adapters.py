@@ -17,7 +17,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor
 from reshard.device.memory import Region
 from reshard.lora.checkpoint import check_supported, find_adapters
-from reshard.lora.names import peft_name
+from reshard.lora.names import PEFT_PREFIX, peft_name
 from reshard.lora.parameters import Adapter, adapter_parameters
 from reshard.lora.scale import Scale
 from reshard.megatron.checkpoint import ADAPTER, placement_of_keys
@@ -202,6 +202,7 @@ def _alphas(models: Sequence[torch.nn.Module]) -> dict[str, Alpha]:
 def _spelled(model: torch.nn.Module, name: str) -> str:
     """Return a live layer's name with the number of its transformer layer in the whole model, as keys spell
     it."""
+    name = name.removeprefix(PEFT_PREFIX)
     match = _LAYER.match(name)
     if match is not None:
         layer: Any = model.get_submodule(match[0].rstrip("."))

@@ -2,6 +2,7 @@
 trained."""
 
 from collections.abc import Iterable, Iterator
+from math import sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -33,34 +34,49 @@ def alpha_of(module: Any) -> Alpha | None:
     alpha, rank, factor = float(module.lora_alpha[name]), module.r[name], module.scaling[name]
     for rslora in (False, True):
         if Scale(rank, alpha, rslora).factor == factor:
-            return Alpha(alpha, rslora)
+            return Alpha(_of_held_rank(alpha, rank, module, name, rslora), rslora)
     raise ReshardError(
         f"{WHERE} multiplies by {factor:g} at rank {rank} and alpha {alpha:g}, which is neither alpha / rank nor "
         f"alpha / sqrt(rank): a scale that was set by hand is not refitted"
     )
 
 
+def _of_held_rank(alpha: float, rank: int, module: Any, name: str, rslora: bool) -> float:
+    """Return the numerator that gives a module's factor over the rank that its A has: ROLL's experts have fewer
+    rows than the rank that they divide by. PEFT's A of all experts in one tensor has those of each."""
+    matrix = module.lora_A[name]
+    weight = getattr(matrix, "weight", None)
+    held = (weight if weight is not None else matrix.weight0).shape[-2] // getattr(module, "num_experts", 1)
+    return alpha if held == rank else Scale(rank, alpha, rslora).factor * (sqrt(held) if rslora else held)
+
+
 class Factors:
     """The factors of the adapter modules of these models, as they are now."""
 
     def __init__(self, models: Iterable[torch.nn.Module]) -> None:
-        modules = [module for model in models for module in model.modules() if alpha_of(module)]
-        self._factors = [(module, _factor_of(module)) for module in modules]
+        modules: list[Any] = [module for model in models for module in model.modules() if alpha_of(module)]
+        # Hundreds are checked before every refit: what leads to a factor is found once.
+        self._bridge = [(m, m.alpha / m.dim) for m in modules if hasattr(m, "linear_in")]
+        self._peft = [
+            (m.scaling, name, m.scaling[name])
+            for m in modules
+            if not hasattr(m, "linear_in")
+            for name in [next(iter(m.lora_A))]
+        ]
 
     def check(self) -> None:
         """Raise ReshardError where one has changed since."""
-        for module, factor in self._factors:
-            if _factor_of(module) != factor:
-                raise ReshardError(
-                    f"{WHERE} multiplies by {_factor_of(module):g} now, and by {factor:g} when it was connected: connect "
-                    f"again"
-                )
+        for module, factor in self._bridge:
+            _check_factor(module.alpha / module.dim, factor)
+        for scaling, name, factor in self._peft:
+            _check_factor(scaling[name], factor)
 
 
-def _factor_of(module: Any) -> float:
-    if hasattr(module, "linear_in"):
-        return float(module.alpha / module.dim)
-    return float(module.scaling[next(iter(module.lora_A))])
+def _check_factor(now: float, then: float) -> None:
+    if now != then:
+        raise ReshardError(
+            f"{WHERE} multiplies by {now:g} now, and by {then:g} when it was connected: connect again"
+        )
 
 
 def check_frozen(models: Iterable[torch.nn.Module]) -> None:
