@@ -7,7 +7,6 @@ The adapter is made of PEFT's tensors, which are cut by hand into what each rank
 import json
 import re
 import zlib
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,17 +17,21 @@ from tests import vllm_on_cpu  # before vLLM, whose platform it says
 import megatron.core.parallel_state as mpu
 import torch
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from vllm.config import set_current_vllm_config
 from vllm.lora import lora_model, lora_weights, model_manager
 from vllm.lora.request import LoRARequest
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-from reshard.engines.vllm.adapters import live
 from reshard.engines.vllm.live import VllmModel
 from reshard.refit import RefitGroup, connect
+from reshard.trainers.fsdp import FsdpModel
 from reshard.trainers.megatron import MegatronModel
 from reshard.trainers.shards import unwrapped
 from tests import lora_on_cpu, refit_sides
+from tests.lora_faults import FAULTS
 from tests.ranks import caught
 
 for module in (lora_model, lora_weights, model_manager):
@@ -102,9 +105,38 @@ def save_peft(tensors: dict[str, torch.Tensor], folder: Path, rank: int, alpha: 
     return str(folder)
 
 
+def in_one_tensor(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same adapter with that of all experts of a layer in one tensor, as PEFT has it of experts in one tensor:
+    A expert by expert, B's columns rank by rank."""
+    fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    layers = dict.fromkeys(name.partition(".experts.")[0] for name in tensors if ".experts." in name)
+    for layer in layers:
+        count = 1 + max(int(n.split(".")[-4]) for n in tensors if n.startswith(f"{layer}.experts."))
+        for within, parts in (("base_layer.", ("gate_proj", "up_proj")), ("", ("down_proj",))):
+            pairs = [
+                [torch.cat([tensors[f"{layer}.experts.{e}.{part}.lora_{m}.weight"] for part in parts[: 1 + (m == "B")]])
+                 for m in "AB"]
+                for e in range(count)
+            ]  # fmt: skip
+            fused[f"{layer}.experts.{within}lora_A.weight"] = torch.cat([a for a, _ in pairs])
+            b = torch.stack([b for _, b in pairs], 2).flatten(1)
+            fused[f"{layer}.experts.{within}lora_B.weight"] = b
+    return fused
+
+
 def put_in(models: list, config: dict, tensors: dict[str, torch.Tensor]) -> int:
     """Copy PEFT's tensors into the modules of this rank; how many modules there are."""
     count = 0
+    if hasattr(models[0], "peft_config"):  # whose own names these are
+        tensors = in_one_tensor(tensors)
+        for name, parameter in models[0].named_parameters():
+            if ".lora_" in name:
+                count += 1
+                whole = tensors[name.replace(".default.", ".")]
+                if isinstance(parameter, DTensor):
+                    whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+                parameter.data.copy_(whole)
+        return count
     for model in models:
         for path, module in model.named_modules():
             if not hasattr(module, "lora_A") and not hasattr(module, "linear_in"):
@@ -162,6 +194,25 @@ def cut(of_layer: list, tp: int, tp_rank: int, whole: bool) -> list[torch.Tensor
     return [a, torch.cat([part.chunk(tp)[tp_rank] for part in parts])]
 
 
+def sharded_peft(hf: str, settings: dict):
+    """transformers' model with PEFT's adapters, those of all experts in one tensor, under FSDP2."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    mpu.initialize_model_parallel()
+    plain = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.bfloat16)
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    rank, alpha = settings["dim"], settings["alpha"]
+    model = get_peft_model(
+        plain, LoraConfig(r=rank, lora_alpha=alpha, target_modules=attention, target_parameters=experts)
+    )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    return model
+
+
 def trainer(kind: str, flags: list[str], base: str, settings: dict) -> list:
     """A trainer's chunks with adapters: Megatron-Bridge's in DDP, or with grouped experts, or mcore-bridge's."""
     if kind in ("bridge", "canonical"):
@@ -187,9 +238,14 @@ def trainer(kind: str, flags: list[str], base: str, settings: dict) -> list:
     return [model]
 
 
-def engine_with_adapters(hf: str, **options):
-    """vLLM's model with its layers wrapped, its config, and what loads adapters for a worker's requests."""
+def engine_with_adapters(hf: str, packed: bool = False, **options):
+    """vLLM's model with its layers wrapped, its config, and what loads adapters for a worker's requests; with one
+    adapter for gate and up of all experts where they are `packed`, as in classes that say so."""
     vllm_on_cpu.choose_triton()
+    if packed:
+        from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+
+        Qwen3MoeForCausalLM.is_3d_moe_weight = True  # until this process ends
     module, config = vllm_on_cpu.build(hf, enable_lora=True, load_format="dummy", **options)
     runner = SimpleNamespace()
     with set_current_vllm_config(config):
@@ -222,16 +278,22 @@ def refitted(kind, flags, base, hf, settings, options, files, faults=()):
     adapter; what is said of faults, by name."""
     config = json.loads((Path(hf) / "config.json").read_text())
     targets, rank, alpha = settings["target_modules"], settings["dim"], settings["alpha"]
-    chunks = trainer(kind, flags, base, settings)
-    models = [unwrapped(chunk) for chunk in chunks]
+    if kind == "peft":
+        models = [sharded_peft(hf, settings)]
+        source = FsdpModel(models[0])
+    else:
+        chunks = trainer(kind, flags, base, settings)
+        models = [unwrapped(chunk) for chunk in chunks]
+        source = MegatronModel(chunks)
     module, vllm_config, loader = engine_with_adapters(hf, **options)
     engine = VllmModel(module, vllm_config)
     versions = [peft_tensors(config, targets, rank, version, kind == "shared") for version in range(2)]
+    as_loaded = in_one_tensor if options.get("packed") else dict
     directories = [
-        save_peft(tensors, Path(files) / f"peft{i}-{torch.distributed.get_rank()}", rank, alpha)
+        save_peft(as_loaded(tensors), Path(files) / f"peft{i}-{torch.distributed.get_rank()}", rank, alpha)
         for i, tensors in enumerate(versions)
     ]
-    link = connect(RefitGroup.of_process_group(), MegatronModel(chunks), engine, adapter="policy")
+    link = connect(RefitGroup.of_process_group(), source, engine, adapter="policy")
     slots = engine.adapter("policy").slots
     result = {"before": caught(slots.request), "different": [], "names": []}
     for version, (tensors, directory) in enumerate(zip(versions, directories, strict=True)):
@@ -254,63 +316,19 @@ def refitted(kind, flags, base, hf, settings, options, files, faults=()):
     for name in [name for name in exchanged if "k_proj.lora_B" in name]:
         other = name.replace("k_proj", "v_proj")
         exchanged[name], exchanged[other] = exchanged[other].clone(), exchanged[name].clone()
-    wrong = save_peft(exchanged, Path(files) / f"wrong-{torch.distributed.get_rank()}", rank, alpha)
+    wrong = save_peft(
+        as_loaded(exchanged), Path(files) / f"wrong-{torch.distributed.get_rank()}", rank, alpha
+    )
     theirs = loaded_by_vllm(module, loader, "exchanged", 5, wrong)
     result["control"] = [name for name in theirs if held[name] != theirs[name]]
+    every: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, result["different"])
+    result["different"] = [
+        [name for of_rank in of_version for name in of_rank] for of_version in zip(*every, strict=True)
+    ]
     result["faults"] = {name: FAULTS[name](link, engine, models) for name in faults}
     result["served"] = slots.request().lora_name
     return result
-
-
-def fault(link, engine, change) -> list[str]:
-    """What a verified refit says while the engine makes a mistake, and the name of what it serves then."""
-    plain = live.VllmAdapter.process_round
-
-    def wrong(self, index: int) -> None:
-        plain(self, index)
-        change(self)
-
-    live.VllmAdapter.process_round = wrong
-    try:
-        return [caught(partial(link.refit, verify=True)), engine.adapter("policy").request().lora_name]
-    finally:
-        live.VllmAdapter.process_round = plain
-
-
-def exchange_keys_and_values(adapter) -> None:
-    stages = [stage for stage in adapter._stages if stage.layer.endswith("layers.1.self_attn.qkv_proj")]
-    _, (_, keys), (_, values) = [stage.slot(adapter._writing) for stage in stages]
-    kept = keys.clone()
-    keys.copy_(values)
-    values.copy_(kept)
-
-
-def leave_stale(adapter) -> None:
-    stage = adapter._stages[0]
-    a, _ = stage.slot(adapter._writing)
-    a.copy_(a + 1)
-
-
-def double(adapter) -> None:
-    stage = adapter._stages[-1]
-    stage.slot(adapter._writing)[1].mul_(2)
-
-
-def alpha_changed(link, engine, models) -> list[str]:
-    module = next(m for model in models for m in model.modules() if hasattr(m, "linear_in"))
-    module.alpha *= 2
-    try:
-        return [caught(link.refit), engine.adapter("policy").request().lora_name]
-    finally:
-        module.alpha /= 2
-
-
-FAULTS = {
-    "exchanged": lambda link, engine, _: fault(link, engine, exchange_keys_and_values),
-    "stale": lambda link, engine, _: fault(link, engine, leave_stale),
-    "doubled": lambda link, engine, _: fault(link, engine, double),
-    "alpha": alpha_changed,
-}
 
 
 def main() -> None:

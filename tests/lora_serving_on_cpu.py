@@ -143,4 +143,51 @@ def serve_policy(hf: str, folder: str) -> dict:
     link.refit()
     results["mended"] = distance(model, answers(llm, policy))
     results["weights"] = link.weights.refits
+    results["closed"] = closed(llm, hf, link, destination, model, policy)
+    return results
+
+
+def closed(llm, hf: str, link, destination, model, policy) -> dict:
+    """How many of vLLM's slots are kept while a link is there, when it was closed while it served a request, and
+    after a connect that failed; what is said when others have them; and what is served after another connect."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    from reshard.refit import RefitGroup, connect
+    from reshard.trainers.fsdp import FsdpModel
+
+    front, adapter = llm.llm_engine, destination.adapter("policy")
+    manager = destination.module.lora_manager
+
+    def taken() -> list[int]:
+        """Slots that vLLM may not give to others, and slots in use."""
+        used = sum(one is not None for one in manager.lora_index_to_id)
+        return [len(manager._active_adapters.pinned_items), used]
+
+    def again():
+        return connect(RefitGroup.of_process_group(), FsdpModel(model), destination, adapter="policy")
+
+    sampling = SamplingParams(max_tokens=4, temperature=0, logprobs=0, detokenize=False)
+    served, results = answers(llm, policy)[0][0], {"taken": [taken()]}
+    front.add_request("last", {"prompt_token_ids": PROMPTS[0]}, sampling, lora_request=policy)
+    front.step()
+    link.close()
+    results["taken"].append(taken())
+    while front.has_unfinished_requests():
+        outputs = front.step()
+    results["done"] = [list(outputs[-1].outputs[0].token_ids), served, answers(llm, policy)[0][0]]
+    others = [LoRARequest(f"other{index}", 31 + index, adapter_of(hf)) for index in range(3)]
+    results["others"] = len({str(one[0]) for one in zip(answers(llm, others), strict=True)})
+    results["then"] = caught(partial(answers, llm, policy))
+    results["full"] = caught(again)
+    for other in others:
+        front.remove_lora(other.lora_int_id)
+    adapter.most_rank, most = 1, adapter.most_rank
+    results["failed"] = caught(again)
+    adapter.most_rank = most
+    results["taken"].append(taken())
+    link = again()
+    link.refit()
+    results["again"] = distance(model, answers(llm, policy))
+    results["taken"].append(taken())
     return results

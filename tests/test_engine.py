@@ -131,6 +131,17 @@ def test_a_trainers_adapter_is_served_by_name_as_vllm_serves_its_files_and_as_pe
     assert "version 2 of adapter 'policy' still serves 1 unfinished" in running["refused"]
     assert "cannot be served" in outcome["lost"] and outcome["weights"] == 2
 
+    closed = outcome["closed"]
+    assert closed["taken"] == [[2, 2], [0, 1], [0, 0], [2, 2]], (
+        "what is free goes to others when they need it"
+    )
+    assert closed["done"] == [closed["done"][0]] * 3 and closed["others"] == 3
+    assert (
+        "cannot be served" in closed["then"]
+        and "all 3 slots of this vLLM have other adapters" in closed["full"]
+    )
+    assert "has rank 4, and this vLLM holds ranks up to 1" in closed["failed"] and closed["again"] < 1e-4
+
 
 @pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(),

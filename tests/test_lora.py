@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from reshard import (
+    ReshardError,
     check,
     diff,
     hf_to_mcore,
@@ -320,17 +321,19 @@ def read_by_torch(directory: Path) -> dict[str, torch.Tensor]:
 # Variant, whose adapters, the trainer's layout on how many ranks, vLLM's options on as many, and which faults are tried.
 IN_MEMORY = [
     ("qwen3", "bridge", f"{TP} 2", {"tp": 2}, 2, ["exchanged", "stale", "doubled", "alpha"]),
-    ("qwen3", "mcore-bridge", f"{PP} 2", {"tp": 2}, 2, []),
+    ("qwen3", "mcore-bridge", f"{PP} 2", {"tp": 2, "fully_sharded_loras": True}, 2, []),
     ("qwen3-moe", "bridge", f"{TP} 2 {EP} 2 {ETP} 1", {"tp": 2, "enable_expert_parallel": True}, 2, []),
-    ("qwen3", "canonical", f"{TP} 2", {"tp": 2}, 2, []),
-    ("qwen3-moe", "grouped", f"{EP} 2 {ETP} 1", {"tp": 2}, 2, []),
-    ("qwen3-moe", "shared", f"{EP} 2 {ETP} 1", {"tp": 2}, 2, []),
+    ("qwen3", "canonical", f"{TP} 2", {"tp": 2, "quantization": "fp8_per_block"}, 2, []),
+    ("qwen3-moe", "grouped", f"{EP} 2 {ETP} 1", {"tp": 2, "packed": True}, 2, ["apart"]),
+    ("qwen3-moe", "peft", "", {"tp": 2}, 2, []),
+    ("qwen3-moe", "shared", f"{EP} 2 {ETP} 1", {"tp": 2, "fully_sharded_loras": True}, 2, []),
 ]
 NAMED = {
     "exchanged": "layers.1.self_attn.k_proj.lora_B.weight, base_model.model.model.layers.1.self_attn.v_proj.lora_B",
     "stale": "layers.0.self_attn.q_proj.lora_A",
     "doubled": "layers.3.mlp.down_proj.lora_B",
     "alpha": "multiplies by 5 now, and by 2.5 when it was connected",
+    "apart": "gate and up have different A in 1 layers (model.layers.0.mlp.experts), for which this vLLM has one",
 }
 
 
@@ -347,18 +350,43 @@ def test_a_refit_leaves_in_vllms_slots_what_vllm_loads_of_the_adapters_files(
     base = folder / "mcore"
     if kind in ("grouped", "shared"):  # whose states only layers of Transformer Engine have
         hf_to_mcore(folder / "hf", base := tmp_path / "mcore")
+    rank = 8 if kind == "mcore-bridge" else RANK  # fully sharded, on both ranks or on the first alone
     outcome = on_ranks(
         trainers, ranks, "refitted", tmp_path / "run", module="tests.lora_live_on_cpu", kind=kind, flags=flags_at(base, parallel),
-        base=str(base), hf=str(folder / "hf"), settings={"dim": RANK, "alpha": ALPHA, "target_modules": LINEAR},
+        base=str(base), hf=str(folder / "hf"), settings={"dim": rank, "alpha": ALPHA, "target_modules": LINEAR},
         options={"max_loras": 3, "max_lora_rank": 8} | engine, files=str(tmp_path), faults=faults,
     )  # fmt: skip
-    assert outcome["different"] == [[], []] and outcome["filled"] == 4 * 2 * 7
+    packed = "packed" in engine
+    assert outcome["different"] == [[], []] and outcome["filled"] == 4 * 2 * (6 if packed else 7)
     assert outcome["control"] and all("qkv_proj.lora_b" in name for name in outcome["control"])
     assert "dummy weights" in outcome["before"]
     assert outcome["names"] == ["policy@1", "policy@2"] and outcome["version"] == 2
     assert outcome["again"] == 1, "the weights below go once"
     for name, (said, served) in outcome["faults"].items():
         assert NAMED[name] in said and served == "policy@2", "the version before serves on"
+
+
+def test_rows_of_gate_and_up_in_turn_have_no_place_and_are_named():
+    """As gpt-oss has them in vLLM; one above the other they have one."""
+    from reshard.core.boxes import Box
+    from reshard.core.placement import Part
+    from reshard.engines.vllm.adapters.compat import Buffers
+    from reshard.engines.vllm.adapters.targets import _of_layer
+
+    buffers = Buffers(torch.zeros(2, 1, 8, 6), torch.zeros(2, 1, 4, 8))
+
+    def places(order: str) -> dict:
+        rows = {"gate": 0, "up": 0}
+        parts = []
+        for start, name in enumerate({"g": "gate", "u": "up"}[letter] for letter in order):
+            parts.append((6 * start, Part(name, Box((rows[name], 0), (1, 6)), (start, 0))))
+            rows[name] += 1
+        return _of_layer("experts", [buffers], parts, dict.fromkeys(rows, (2, 6)), 0)
+
+    gate, up = places("gguu").values()
+    assert [(one.part, one.at, one.rows) for one in (gate, up)] == [(0, 0, (0, 2)), (1, 2, (0, 2))]
+    with pytest.raises(ReshardError, match="rows of gate and up in turn in experts"):
+        places("gugu")
 
 
 def test_an_adapter_of_some_layers_in_peft_is_loaded_by_megatron_bridge(trainers, checkpoint, tmp_path):

@@ -141,6 +141,9 @@ class Engine:
         """
         raise NotImplementedError(f"{type(self).__name__} is no adapter")
 
+    def disconnect(self) -> None:
+        """Give back what `take_scales` took; called when the link closes, or could not be made."""
+
     def process_round(self, index: int) -> None:
         """Quantize the local tensors staged in this round into the tensors that the engine serves
         from.

@@ -217,6 +217,7 @@ class Options(NamedTuple):
 def _connect(group: RefitGroup, source: Any, destination: Any, options: Options) -> Link:
     """Connect two sides, each given as `connect` takes it."""
     link: Link | None = None
+    receiver: Receiver | None = None
     compiling: Thread | None = None
     try:
         with group.transaction("connect"), gc_paused():
@@ -243,9 +244,11 @@ def _connect(group: RefitGroup, source: Any, destination: Any, options: Options)
     except BaseException:
         if compiling is not None:
             compiling.join()
-        if link is not None:
-            with suppress(ReshardError):
+        with suppress(ReshardError):
+            if link is not None:
                 link.close()
+            elif receiver is not None:
+                receiver.close()
         raise
     return link
 

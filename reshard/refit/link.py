@@ -383,9 +383,12 @@ class Link:
         return routes
 
     def close(self) -> None:
-        """Unmap the peers' memory, and free what was staged."""
+        """Unmap the peers' memory, and free what was staged. vLLM gets the slots of an adapter back, which it
+        serves until it needs them for others."""
         for transport in self.transports:
             transport.close()
+        if self.receiver is not None:
+            self.receiver.close()
 
 
 def _checked(version: Any) -> int | None:

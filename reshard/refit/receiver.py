@@ -56,6 +56,7 @@ class Receiver:
         self.request_digests: dict[int, bytes] = {}
         self.memory_digests: dict[int, bytes] = {}
         self.slab = SplitBlocksSlab(engine, device)
+        self._is_taken = False  # the engine has taken scales for this connection
 
     def plan(self, where: str) -> None:
         """Plan which pieces this rank needs of which trainer's rank, and post the requests; `where`
@@ -66,7 +67,9 @@ class Receiver:
         }
         names = self.group.names
         if self.engine.takes_scales:
-            self.engine.take_scales(read_scales(self.group, self.agreed.trainers))
+            scales = read_scales(self.group, self.agreed.trainers)
+            self._is_taken = True
+            self.engine.take_scales(scales)
         if self.engine.optional:
             offered = {
                 name for rank, (header, _) in messages.items() for name in names_held(header, names[rank])
@@ -119,6 +122,12 @@ class Receiver:
             return pieces
         first_round = max(self.engine.staged_rounds.values(), default=UNSTAGED) + 1
         return split_pieces(pieces, places_of(self.engine)[:, SHAPE], first_round)
+
+    def close(self) -> None:
+        """Let the engine give back what it took for this connection."""
+        if self._is_taken:
+            self._is_taken = False
+            self.engine.disconnect()
 
     def read_answers(self) -> None:
         """Read what the trainer's ranks were asked for as they read it, and where their memory is.

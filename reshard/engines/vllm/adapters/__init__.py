@@ -1,7 +1,7 @@
 """The LoRA adapters that vLLM serves beside its weights (``enable_lora``), as the destination of a refit.
 
 `live` is the `Engine`: it finds in `targets` which rows and columns of which adapter a rank multiplies by,
-from what its weights are, takes them into memory of its own, and writes them into one of vLLM's slots.
+from what its weights are, takes them into memory of its own (`stages`), and writes them into one of vLLM's slots.
 `slots` keeps the slots, their versions, and which requests they serve. Names of vLLM that are no part of
 its interface are in `compat`.
 """

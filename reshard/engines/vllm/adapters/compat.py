@@ -19,7 +19,8 @@ LORA_ARGUMENT = 4  # of `LLMEngine.add_request`, where it is given by position
 
 class Buffers(NamedTuple):
     """The memory of one slice of a layer's adapters: A ``[slots, experts, rank, in]``, B ``[slots, experts,
-    out, rank]``; 1 for the experts of a layer that has none. `enabled` says by slot whether experts have an
+    out, rank]``; 1 for the experts of a layer that has none. With ``fully_sharded_loras`` A has this rank's
+    share of the largest rank's rows, or B of the output's. `enabled` says by slot whether experts have an
     adapter, None for other layers."""
 
     a: torch.Tensor
@@ -39,7 +40,7 @@ def manager_of(model: torch.nn.Module) -> Any:
 
 def check_config(manager: Any) -> None:
     """Raise ReshardError for a setting of vLLM's LoRA that refits do not know."""
-    for field in ("fully_sharded_loras", "enable_moe_shared_loras", "enable_mixed_moe_lora_format"):
+    for field in ("enable_moe_shared_loras", "enable_mixed_moe_lora_format"):
         if getattr(manager.lora_config, field, False):
             raise ReshardError(
                 f"vLLM's {field} arranges adapters in a way that is not refitted: start it without"
@@ -54,10 +55,9 @@ def buffers_of(layer: str, wrapper: Any) -> dict[str, list[Buffers]]:
     """
     with known("keeps adapters elsewhere"):
         if hasattr(wrapper, "w13_lora_a_stacked"):
-            if type(wrapper).__name__ != "FusedMoEWithLoRA":
+            if type(wrapper).__name__ not in ("FusedMoEWithLoRA", "FusedMoE3DWithLoRA"):
                 raise ReshardError(
-                    f"vLLM has the adapters of {layer} in one tensor for gate and up ({type(wrapper).__name__}), which is "
-                    f"not refitted yet"
+                    f"vLLM has adapters of {layer} that are not known ({type(wrapper).__name__})"
                 )
             w13 = zip(wrapper.w13_lora_a_stacked, wrapper.w13_lora_b_stacked, strict=True)
             w2 = zip(wrapper.w2_lora_a_stacked, wrapper.w2_lora_b_stacked, strict=True)
@@ -71,6 +71,12 @@ def buffers_of(layer: str, wrapper: Any) -> dict[str, list[Buffers]]:
         return {"weight": [Buffers(a, b) for a, b in pairs]}
 
 
+def rank_of(wrapper: Any) -> int:
+    """Return the tensor parallel rank by which a wrapped layer's adapters are split."""
+    with known("splits adapters otherwise"):
+        return int(wrapper.tp_rank)
+
+
 def free_slots(manager: Any) -> list[int]:
     """Return the slots in which no adapter is."""
     return [slot for slot, identity in enumerate(manager.lora_index_to_id) if identity is None]
@@ -82,7 +88,25 @@ def reserve(manager: Any, slot: int, identity: int) -> None:
         manager.lora_index_to_id[slot] = identity
         if identity not in manager._active_adapters:
             manager._active_adapters[identity] = None
-            manager._active_adapters.pin(identity)
+        manager._active_adapters.pin(identity)
+
+
+def release(manager: Any, identity: int) -> None:
+    """Let vLLM take the slot of an adapter id for another adapter, once it needs one."""
+    with known("keeps its adapters' slots elsewhere"):
+        manager._active_adapters.pinned_items.discard(identity)
+
+
+def touch(manager: Any, identity: int) -> None:
+    """Let vLLM take the slots of other ids first, as of an adapter that it has just used."""
+    with known("keeps its adapters' slots elsewhere"):
+        manager._active_adapters.touch(identity)
+
+
+def free(manager: Any, identity: int) -> None:
+    """Give the slot of an adapter id back, as vLLM does when an adapter is removed."""
+    with known("keeps its adapters' slots elsewhere"):
+        manager.deactivate_adapter(identity)
 
 
 def worker_manager_of(worker: Any) -> Any:

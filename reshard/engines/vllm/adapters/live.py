@@ -1,8 +1,8 @@
 """An adapter of a live vLLM as the destination of a refit."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from reshard.core.extras import importing
 
@@ -15,8 +15,9 @@ from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.device.memory import Region
 from reshard.engines.base import Engine
 from reshard.engines.guard import Guard
-from reshard.engines.vllm.adapters.compat import Buffers, check_config, manager_of
+from reshard.engines.vllm.adapters.compat import check_config, manager_of
 from reshard.engines.vllm.adapters.slots import slots_of
+from reshard.engines.vllm.adapters.stages import Slice, Stage, Stages
 from reshard.engines.vllm.adapters.targets import Target, find_targets
 from reshard.engines.vllm.guard import VllmGuard
 from reshard.engines.vllm.weights.mla import absorbing_attentions
@@ -26,26 +27,6 @@ from reshard.lora.scale import Scale
 
 ABSORBED = "kv_b_proj"
 ROUND = 0  # in which everything passes through memory of its own
-
-
-class Stage(NamedTuple):
-    """Memory for one slice of a layer as it arrives, before it is written into a slot: A ``[experts, rank, in]``
-    and B ``[experts, out, rank]``, and the factor of B."""
-
-    layer: str
-    buffers: Buffers
-    a: torch.Tensor
-    b: torch.Tensor
-    factor: float
-
-    def slot(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where A and B are in a slot, without the rows and columns of higher ranks."""
-        rank = self.a.shape[1]
-        return self.buffers.a[slot, :, :rank], self.buffers.b[slot, :, :, :rank]
-
-    def scaled(self) -> torch.Tensor:
-        """Return B times the scale, rounded as vLLM rounds it."""
-        return self.b if self.factor == 1 else self.b * self.factor
 
 
 class AdaptedModel(Protocol):
@@ -88,13 +69,14 @@ class VllmAdapter(Engine):
         self.dtype: torch.dtype = manager.lora_config.lora_dtype
         self.slots = slots_of(name, manager, self._unfit)
         self.slots.watch(base.worker, base.front)
-        self.targets = find_targets(base.placement, base.regions, base.served.adapters)
+        self.targets, self._reasons = find_targets(base.placement, base.regions, base.served.adapters)
         self.guard = Guard("vLLM", False, f"no version of adapter {name!r}")
         self.placement, self.regions = Placement({}), {}
-        self._stages: list[Stage] = []
+        self._stages = Stages([], self.dtype, self.device)
         self._writing: int | None = None
         self._clean: set[int] = set()  # slots with zeros wherever no stage is written
         self._losses = base.guard.losses
+        self._links = 0
 
     @property
     def device(self) -> torch.device:
@@ -125,8 +107,13 @@ class VllmAdapter(Engine):
     def take_scales(self, scales: Mapping[str, Scale]) -> None:
         """See `Engine.take_scales`.
 
-        Raises ReshardError for adapters of weights for which vLLM holds none, and of too high a rank.
+        Raises ReshardError for adapters of weights for which vLLM holds none, and of too high a rank, and
+        where other adapters have all of vLLM's slots.
         """
+        self._links += 1
+        self.slots.take()
+        for reason in (self._reasons[weight] for weight in scales if weight in self._reasons):
+            raise ReshardError(reason)
         own_weights = {part.name for tensor in self.base.placement.tensors.values() for part in tensor.parts}
         unserved = sorted(weight for weight in scales if weight in own_weights and weight not in self.targets)
         if unserved:
@@ -150,48 +137,51 @@ class VllmAdapter(Engine):
                 f"the trainer's adapter has rank {highest}, and this vLLM holds ranks up to {self.most_rank}: start it with "
                 f"max_lora_rank={highest} or more"
             )
-        stages: dict[tuple[int, int], dict[str, Target]] = defaultdict(dict)
+        self._take_slices(list(self._slices(scales)))
+
+    def _slices(self, scales: Mapping[str, Scale]) -> Iterator[Slice]:
+        """Yield the slices of layers in which these weights are.
+
+        Raises ReshardError where experts differ in rank or scale.
+        """
+        targets: dict[tuple[int, int], dict[str, Target]] = defaultdict(dict)
         for weight, target in self.targets.items():
             if weight in scales:
-                stages[id(target.buffers.a), id(target.buffers.b)][weight] = target
+                targets[id(target.buffers.a), id(target.buffers.b)][weight] = target
+        for of_slice in targets.values():
+            kinds = {(scales[weight].rank, scales[weight].factor) for weight in of_slice}
+            layer, buffers = next((target.layer, target.buffers) for target in of_slice.values())
+            if len(kinds) > 1:
+                raise ReshardError(
+                    f"the trainer's adapters of the experts in {layer} differ in rank or scale, which vLLM cannot hold"
+                )
+            [(rank, factor)] = kinds
+            yield Slice(layer, buffers, of_slice, rank, factor)
+
+    def _take_slices(self, slices: Sequence[Slice]) -> None:
+        """Make the memory of these slices, the placement, and the regions."""
+        self._stages = Stages(slices, self.dtype, self.device)
+        self._stages.prepare(list(self.slots.id_of))
+        self.regions, self._clean = {}, set()
         shapes: dict[str, tuple[int, ...]] = {}
         tensors: list[LocalTensor] = []
-        self.regions, self._stages, self._clean = {}, [], set()
-        for of_stage in stages.values():
-            self._stages.append(self._stage(of_stage, scales, shapes, tensors))
+        for stage in self._stages.all:
+            for weight, target in stage.slice.targets.items():
+                for matrix, shape, box, region in _matrices(stage, target):
+                    name = peft_name(weight, matrix)
+                    shapes[name] = shape
+                    if all(box.lengths):
+                        tensors.append(LocalTensor(name, box.lengths, (Part(name, box, (0, 0)),)))
+                        self.regions[name] = region
         self.placement = Placement.of(shapes, tensors)
         self.staged_rounds = dict.fromkeys(self.regions, ROUND)
 
-    def _stage(
-        self,
-        targets: Mapping[str, Target],
-        scales: Mapping[str, Scale],
-        shapes: dict[str, tuple[int, ...]],
-        tensors: list[LocalTensor],
-    ) -> Stage:
-        """Return the memory for one slice of a layer, and add its matrices to the placement and regions."""
-        kinds = {(scales[weight].rank, scales[weight].factor) for weight in targets}
-        layer, buffers = next((target.layer, target.buffers) for target in targets.values())
-        if len(kinds) > 1:
-            raise ReshardError(
-                f"the trainer's adapters of the experts in {layer} differ in rank or scale, which vLLM cannot hold"
-            )
-        [(rank, factor)] = kinds
-        experts, rows, columns = buffers.a.shape[1], buffers.b.shape[2], buffers.a.shape[3]
-        a = torch.zeros(experts, rank, columns, dtype=self.dtype, device=buffers.a.device)
-        b = torch.zeros(experts, rows, rank, dtype=self.dtype, device=buffers.b.device)
-        for weight, target in targets.items():
-            (row, column), (out_size, in_size) = target.box.offsets, target.shape
-            for matrix, memory, shape, box in (
-                (A, a, (rank, in_size), Box((0, column), (rank, columns))),
-                (B, b, (out_size, rank), Box((row, 0), (rows, rank))),
-            ):
-                name = peft_name(weight, matrix)
-                shapes[name] = shape
-                tensors.append(LocalTensor(name, box.lengths, (Part(name, box, (0, 0)),)))
-                pitch = box.lengths[1]
-                self.regions[name] = Region(memory, target.expert * box.lengths[0] * pitch, pitch)
-        return Stage(layer, buffers, a, b, factor)
+    def disconnect(self) -> None:
+        """See `Engine.disconnect`: let vLLM have its slots back, unless another link has them."""
+        self._links = max(0, self._links - 1)
+        if not self._links:
+            self.slots.release()
+            self._take_slices([])
 
     # A refit
 
@@ -208,6 +198,7 @@ class VllmAdapter(Engine):
         if self.base.guard.losses != self._losses:
             self.slots.forget()
             self._clean.clear()
+            self._stages.prepare(list(self.slots.id_of))
         self._writing = self.slots.begin(self.base.front)
         if self.slots.current is None:
             self.guard.invalidate(f"no version of adapter {self.name!r}")
@@ -217,12 +208,7 @@ class VllmAdapter(Engine):
         assert self._writing is not None
         if self._writing not in self._clean:
             self._clear(self._writing)
-        for stage in self._stages:
-            a, b = stage.slot(self._writing)
-            a.copy_(stage.a)
-            b.copy_(stage.scaled())
-            if stage.buffers.enabled is not None:
-                stage.buffers.enabled[self._writing] = 1
+        self._stages.write(self._writing)
 
     def _clear(self, slot: int) -> None:
         """Fill a slot of all layers with zeros."""
@@ -233,13 +219,16 @@ class VllmAdapter(Engine):
     def mismatches(self, index: int) -> list[Any]:
         """See `Engine.mismatches`."""
         assert self._writing is not None
-        wrong = set()
-        for stage in self._stages:
-            for memory, held, arrived in zip(
-                (stage.a, stage.b), stage.slot(self._writing), (stage.a, stage.scaled()), strict=True
-            ):
-                if not torch.equal(held, arrived):
-                    wrong.add(id(memory))
+        self._stages.scale()
+        pairs = [
+            (memory, held)
+            for stage in self._stages.all
+            for memory, held in zip((stage.a, stage.b), stage.slot(self._writing), strict=True)
+        ]
+        if not pairs:
+            return []
+        differ = torch.stack([(memory != held).any() for memory, held in pairs]).tolist()  # one wait for all
+        wrong = {id(memory) for (memory, _), differs in zip(pairs, differ, strict=True) if differs}
         return [identity for identity, region in self.regions.items() if id(region.tensor) in wrong]
 
     def end(self, version: int) -> None:
@@ -254,6 +243,19 @@ class VllmAdapter(Engine):
         how = f"into slots of adapter {self.name!r}"
         first = next(iter(self.regions), "")
         return [{"what": "brought", "how": how, "tensors": len(self.regions), "first": first}]
+
+
+def _matrices(stage: Stage, target: Target) -> Iterator[tuple[str, tuple[int, int], Box, Region]]:
+    """Yield A and B of a weight: the shape of the whole, the box of it that is here, and where that arrives."""
+    (out_size, in_size), rank = target.shape, stage.slice.rank
+    column, columns = target.box.offsets[1], target.box.lengths[1]
+    first, count = target.rows_of_a(rank)
+    memory = (stage.a, *stage.others)[target.part]
+    of_expert = target.expert * count * columns
+    yield A, (rank, in_size), Box((first, column), (count, columns)), Region(memory, of_expert, columns)
+    row, rows = target.rows
+    of_expert = (target.expert * stage.b.shape[1] + target.at) * rank
+    yield B, (out_size, rank), Box((row, 0), (rows, rank)), Region(stage.b, of_expert, rank)
 
 
 def _is_absorbed(layer: str, attentions: Iterable[str]) -> bool:

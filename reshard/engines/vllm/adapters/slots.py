@@ -11,11 +11,14 @@ from zlib import crc32
 
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.adapters.compat import (
+    free,
     free_slots,
+    release,
     renumbered,
     request_for,
     reserve,
     running_adapters,
+    touch,
     with_request,
     worker_manager_of,
 )
@@ -37,24 +40,64 @@ class AdapterSlots:
     """The slots of the adapter `name`, given vLLM's `manager` of adapters.
 
     `unfit` says why the engine must not serve it, or nothing. Requests for the adapter by its name go to
-    its newest version; those by `request` to the one that was the newest then.
-
-    Raises ReshardError where other adapters have all slots.
+    its newest version; those by `request` to the one that was the newest then. Between `take` and `release`
+    it keeps its slots; after that it is served until vLLM needs them for other adapters, or is asked to
+    remove it.
     """
 
     def __init__(self, name: str, manager: Any, unfit: Callable[[], str]) -> None:
         self.name, self.manager, self.unfit = name, manager, unfit
-        free = free_slots(manager)[-MOST_SLOTS:]
-        if not free:
-            raise ReshardError(
-                f"all {len(manager.lora_index_to_id)} slots of this vLLM have other adapters: start it with a larger max_loras"
-            )
-        first = crc32(name.encode()) >> 2 | 1 << 29  # far from the ids that people give
-        self.id_of = {slot: first + index for index, slot in enumerate(free)}
+        self.id_of: dict[int, int] = {}
+        self._keeps = False  # its slots
         self.versions: dict[int, int] = {}  # by slot, of whole adapters
         self.current: int | None = None
+        # Trainers that ask for an adapter by a number look for that among the ids that vLLM lists, and would ask
+        # for the model alone where it is missing: it is there before the first version, and requests are refused.
+        self.named_id = int(name) if name.isascii() and name.isdecimal() else None
         self._watched: list[Any] = []  # what serves requests from the slots already
+
+    def take(self) -> None:
+        """Take slots that no adapter has.
+
+        Raises ReshardError where other adapters have all.
+        """
+        self._forget_evicted()
+        first = crc32(self.name.encode()) >> 2 | 1 << 29  # far from the ids that people give
+        ids = [first + index for index in range(MOST_SLOTS) if first + index not in self.id_of.values()]
+        self.id_of |= dict(zip(reversed(free_slots(self.manager)), ids, strict=False))
+        if not self.id_of:
+            raise ReshardError(
+                f"all {len(self.manager.lora_index_to_id)} slots of this vLLM have other adapters: start it with a larger max_loras"
+            )
+        self._keeps = True
         self._reserve()
+
+    def release(self) -> None:
+        """Let vLLM have the slots once it needs them; those without a whole version at once."""
+        self._keeps = False
+        for slot, identity in list(self.id_of.items()):
+            if slot in self.versions:
+                release(self.manager, identity)
+            else:
+                free(self.manager, self.id_of.pop(slot))
+
+    def _forget_evicted(self) -> None:
+        """Hold no version any more in slots that vLLM has given to other adapters."""
+        for slot, identity in list(self.id_of.items()):
+            if self.manager.lora_index_to_id[slot] != identity:
+                del self.id_of[slot]
+                self.versions.pop(slot, None)
+                self.current = None if self.current == slot else self.current
+
+    def _remove(self, identity: int) -> bool:
+        """Remove the adapter, unless it keeps its slots; return whether it was removed."""
+        if self._keeps:
+            return False
+        held = [slot for slot, own in self.id_of.items() if identity in (own, self.named_id)]
+        for slot in held:
+            free(self.manager, self.id_of[slot])
+        self._forget_evicted()
+        return bool(held)
 
     def _reserve(self) -> None:
         for slot, identity in self.id_of.items():
@@ -101,6 +144,7 @@ class AdapterSlots:
         return self._request(self._newest())
 
     def _newest(self) -> int:
+        self._forget_evicted()
         reason = self.unfit() or ("no version of it" if self.current is None else "")
         if reason:
             raise ReshardError(
@@ -120,23 +164,35 @@ class AdapterSlots:
 
         Raises ReshardError for this adapter's where it may not be served, or its version is gone.
         """
+        self._forget_evicted()
         name, _, version = request.lora_name.partition("@")
         if name != self.name:
-            if request.lora_int_id in self.id_of.values():
+            if self._owns(request.lora_int_id):
                 raise ReshardError(
                     f"adapter {request.lora_name!r} has the id of {self.name!r}, which a trainer refits: give it another id"
                 )
             return None
+        slots = [slot for slot, held in self.versions.items() if str(held) == version]
+        if slots and not self.unfit():
+            return slots[0]
         newest = self._newest()
         if not version:
             return newest
-        for slot, held in self.versions.items():
-            if str(held) == version:
-                return slot
         raise ReshardError(
             f"this vLLM no longer holds version {version} of adapter {self.name!r}, but "
             f"{' and '.join(str(held) for held in sorted(self.versions.values()))}: send the request again"
         )
+
+    def _owns(self, identity: int) -> bool:
+        """Return True for an id by which this adapter is asked for."""
+        return identity == self.named_id or identity in self.id_of.values()
+
+    def _listed(self) -> set[int]:
+        """Return the ids under which vLLM lists this adapter."""
+        self._forget_evicted()
+        if self.named_id is not None:
+            return {self.named_id} if self._keeps or self.versions else set()
+        return {self.id_of[slot] for slot in self.versions}
 
     def as_served(self, request: Any) -> Any:
         """Return a request for an adapter as the slots serve it: another adapter's as it is."""
@@ -161,13 +217,16 @@ class AdapterSlots:
         def set_active_adapters(requests: set[Any], mapping: Any) -> None:
             served = {request: self.as_served(request) for request in requests}
             ids = {one.lora_int_id: other.lora_int_id for one, other in served.items()}
+            for identity in set(self.id_of.values()) & set(ids.values()):
+                touch(self.manager, identity)
             activate(set(served.values()), renumbered(mapping, ids))
 
         def remove_all_adapters() -> None:
             remove_all()
-            self._reserve()
+            if self._keeps:
+                self._reserve()
 
         loader.set_active_adapters, loader.remove_all_adapters = set_active_adapters, remove_all_adapters
         loader.add_adapter = lambda request: True if self.slot_of(request) is not None else add(request)
-        loader.remove_adapter = lambda one: False if one in self.id_of.values() else remove(one)
-        loader.list_adapters = lambda: listed() | {self.id_of[slot] for slot in self.versions}
+        loader.remove_adapter = lambda one: self._remove(one) if self._owns(one) else remove(one)
+        loader.list_adapters = lambda: listed() | self._listed()

@@ -1,7 +1,8 @@
 """Where the adapter of each published weight goes on a rank of vLLM: from the weight's own place there.
 
 A row-parallel weight's columns are those of A, a column-parallel weight's rows those of B; heads that
-several ranks repeat, and experts, are where the weights are.
+several ranks repeat, and experts, are where the weights are. What vLLM splits besides
+(``fully_sharded_loras``), it splits evenly.
 """
 
 from collections import defaultdict
@@ -18,28 +19,40 @@ from reshard.core.errors import ReshardError
 from reshard.core.placement import Part, Placement
 from reshard.core.views import tensor_of
 from reshard.device.memory import Region
-from reshard.engines.vllm.adapters.compat import Buffers, buffers_of
+from reshard.engines.vllm.adapters.compat import Buffers, buffers_of, rank_of
 
 
 class Target(NamedTuple):
     """The place of one published weight's adapter: `box` is what the rank has of the weight, of `shape`,
-    `expert` the index in the first dim of the buffers of a slot."""
+    `expert` the index in the first dim of the buffers of a slot.
+
+    Several weights may have one A: `part` counts them. The rows ``[first, first + count)`` of a weight's B
+    (`rows`) lie from row `at` on in the buffer; A has those of its rows that are among `ranks`, likewise.
+    """
 
     layer: str
     buffers: Buffers
     expert: int
+    part: int
     box: Box
     shape: tuple[int, ...]
+    rows: tuple[int, int]
+    at: int
+    ranks: tuple[int, int]
+
+    def rows_of_a(self, rank: int) -> tuple[int, int]:
+        """Return the first row of an A of this rank that is here, and how many are."""
+        first = min(self.ranks[0], rank)
+        return first, min(sum(self.ranks), rank) - first
 
 
 def find_targets(
     placement: Placement, regions: Mapping[Any, Region], wrappers: Mapping[str, torch.nn.Module]
-) -> dict[str, Target]:
+) -> tuple[dict[str, Target], dict[str, str]]:
     """Return the place of each published weight's adapter on this rank, for those in layers that vLLM has
-    wrapped, whose `wrappers` are given by the layers' names. The weights' own places are their
+    wrapped, whose `wrappers` are given by the layers' names; and why there is none, by the weights of
+    layers whose buffers are not of the shapes that they call for. The weights' own places are their
     `placement` and `regions`.
-
-    Raises ReshardError where a wrapper's buffers are not of the shapes that the weights call for.
     """
     parts_of: dict[tuple[str, str], list[tuple[int, Part]]] = defaultdict(list)
     for identity, tensor in placement.tensors.items():
@@ -52,12 +65,17 @@ def find_targets(
             if len(part.box.lengths) == 2:
                 start = region.offset + part.at[0] * region.pitch + part.at[1]
                 parts_of[wrapped, key].append((start, part))
-    targets = {}
+    targets: dict[str, Target] = {}
+    reasons: dict[str, str] = {}
     for (layer, key), parts in parts_of.items():
-        slices = buffers_of(layer, wrappers[layer]).get(key)
-        if slices is not None:
-            targets.update(_of_layer(layer, slices, parts, placement.shapes))
-    return targets
+        try:
+            slices = buffers_of(layer, wrappers[layer]).get(key)
+            if slices is not None:
+                tp_rank = rank_of(wrappers[layer])
+                targets.update(_of_layer(layer, slices, parts, placement.shapes, tp_rank))
+        except ReshardError as error:
+            reasons.update(dict.fromkeys((part.name for _, part in parts), str(error)))
+    return targets, reasons
 
 
 def _wrapped_around(layer: str, wrappers: Mapping[str, torch.nn.Module]) -> str | None:
@@ -73,27 +91,61 @@ def _of_layer(
     slices: list[Buffers],
     parts: list[tuple[int, Part]],
     shapes: Mapping[str, tuple[int, ...]],
+    tp_rank: int,
 ) -> dict[str, Target]:
     boxes: dict[str, list[Box]] = defaultdict(list)
+    last = ""
     for _, part in sorted(parts, key=lambda start_and_part: start_and_part[0]):
+        if part.name in boxes and part.name != last:
+            raise ReshardError(
+                f"vLLM has rows of {part.name} and {last} in turn in {layer}, whose adapters are not refitted"
+            )
         boxes[part.name].append(part.box)
+        last = part.name
     experts = slices[0].a.shape[1]
-    if len(boxes) != experts * len(slices):
+    together = len(boxes) // (experts * len(slices))  # weights with one A
+    if not together or len(boxes) != experts * len(slices) * together:
         raise ReshardError(
             f"vLLM holds adapters of {layer} for {experts * len(slices)} weights, and this rank has {len(boxes)} published "
             f"ones in it, which is not refitted"
         )
+    joined = [(name, _joined(name, pieces)) for name, pieces in boxes.items()]
     targets = {}
-    for index, (name, pieces) in enumerate(boxes.items()):
-        expert, buffers = index // len(slices), slices[index % len(slices)]
-        box = _joined(name, pieces)
-        has = buffers.b.shape[2], buffers.a.shape[3]
-        if has != box.lengths:
-            raise ReshardError(
-                f"vLLM's adapters of {layer} are for {list(has)} of {name}, of which this rank has {list(box.lengths)}"
-            )
-        targets[name] = Target(layer, buffers, expert, box, shapes[name])
+    for start in range(0, len(joined), together):
+        group = joined[start : start + together]
+        expert, buffers = divmod(start // together, len(slices))
+        for index, (name, rows, at) in enumerate(_rows_in(layer, slices[buffers], group, tp_rank)):
+            share = slices[buffers].a.shape[2]
+            box, ranks = group[index][1], (tp_rank * share, share)
+            if share == slices[buffers].b.shape[3]:  # the largest rank: not split
+                ranks = 0, share
+            targets[name] = Target(layer, slices[buffers], expert, index, box, shapes[name], rows, at, ranks)
     return targets
+
+
+def _rows_in(
+    layer: str, buffers: Buffers, group: list[tuple[str, Box]], tp_rank: int
+) -> list[tuple[str, tuple[int, int], int]]:
+    """Return, for the weights of a slice and what this rank has of them, which rows of its B are in the buffer,
+    and from which row of that on.
+
+    Raises ReshardError where the buffer has another shape than the weights call for.
+    """
+    has, total = buffers.b.shape[2], sum(box.lengths[0] for _, box in group)
+    (name, box), split = group[0], total // has if has else 0
+    fits = all(box.lengths[1] == buffers.a.shape[3] for _, box in group)
+    if not fits or not split or split * has != total or (split > 1 and len(group) > 1):
+        raise ReshardError(
+            f"vLLM's adapters of {layer} are for {[has, buffers.a.shape[3]]} of {name}, of which this rank has "
+            f"{[total, box.lengths[1]]}"
+        )
+    if split > 1:
+        return [(name, (box.offsets[0] + tp_rank * has, has), 0)]
+    rows, at = [], 0
+    for name, box in group:
+        rows.append((name, (box.offsets[0], box.lengths[0]), at))
+        at += box.lengths[0]
+    return rows
 
 
 def _joined(name: str, boxes: list[Box]) -> Box:

@@ -1,0 +1,151 @@
+"""The memory in which an adapter's matrices arrive at a rank of vLLM, and the copies from there into its
+slots: in one pass for all layers, since there are hundreds of small matrices."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
+from math import prod
+from typing import NamedTuple
+
+from reshard.core.extras import importing
+
+with importing("vllm"):
+    import torch
+
+from reshard.core.errors import ReshardError, listed
+from reshard.device.memory import ALIGNMENT
+from reshard.engines.vllm.adapters.compat import Buffers
+from reshard.engines.vllm.adapters.targets import Target
+from reshard.refit.copies import CopyTable
+from reshard.refit.tables import table_of, tiles_of
+
+
+class Slice(NamedTuple):
+    """One slice of a layer whose adapter arrives: the published weights in it with their targets, the rank of
+    their adapters, and the factor of B."""
+
+    layer: str
+    buffers: Buffers
+    targets: Mapping[str, Target]
+    rank: int
+    factor: float
+
+    @property
+    def shape_of_a(self) -> tuple[int, int, int]:
+        """The shape of A: ``[experts, rows of A that are here, in]``."""
+        target = next(iter(self.targets.values()))
+        return self.buffers.a.shape[1], target.rows_of_a(self.rank)[1], self.buffers.a.shape[3]
+
+    @property
+    def shape_of_b(self) -> tuple[int, int, int]:
+        """The shape of B: ``[experts, out, rank]``."""
+        return self.buffers.a.shape[1], self.buffers.b.shape[2], self.rank
+
+    @property
+    def parts(self) -> int:
+        """The number of weights that have one A here."""
+        return 1 + max(target.part for target in self.targets.values())
+
+
+class Stage(NamedTuple):
+    """Memory for one slice of a layer as it arrives, before it is written into a slot: A and B. Several weights
+    with one A in vLLM bring one each, which have to be equal: those after the first are `others`."""
+
+    slice: Slice
+    a: torch.Tensor
+    b: torch.Tensor
+    others: list[torch.Tensor]
+
+    @property
+    def layer(self) -> str:
+        """The name of the layer."""
+        return self.slice.layer
+
+    def slot(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where A and B are in a slot, without the rows and columns of higher ranks."""
+        buffers = self.slice.buffers
+        return buffers.a[slot, :, : self.a.shape[1]], buffers.b[slot, :, :, : self.slice.rank]
+
+
+class Stages:
+    """The memory for all slices of a rank, one tensor of `dtype` for A and B of all of them; those whose B have
+    one factor lie together, so that one multiplication scales them."""
+
+    def __init__(self, slices: Sequence[Slice], dtype: torch.dtype, device: torch.device) -> None:
+        self.device = device
+        ordered = sorted(slices, key=lambda one: one.factor)
+        shapes = [one.shape_of_a for one in ordered] + [one.shape_of_b for one in ordered]
+        align = ALIGNMENT // dtype.itemsize
+        ends = list(accumulate(prod(shape) + -prod(shape) % align for shape in shapes))
+        self.memory = torch.zeros(ends[-1] if ends else 0, dtype=dtype, device=device)
+        views = [
+            self.memory[start : start + prod(shape)].view(shape)
+            for start, shape in zip([0, *ends], shapes, strict=False)
+        ]
+        self.all = [
+            Stage(one, a, b, [torch.zeros_like(a) for _ in range(1, one.parts)])
+            for one, a, b in zip(ordered, views[: len(ordered)], views[len(ordered) :], strict=True)
+        ]
+        # By the factor, all B that have it.
+        self._scaled: list[tuple[torch.Tensor, float]] = []
+        bounds = zip(ordered, ends[len(ordered) - 1 :], ends[len(ordered) :], strict=False)
+        for factor, of_factor in groupby(bounds, key=lambda bound: bound[0].factor):
+            entries = list(of_factor)
+            if factor != 1:
+                self._scaled.append((self.memory[entries[0][1] : entries[-1][2]], factor))
+        self._one = torch.ones(1, dtype=torch.int32, device=device)  # what says that experts have one
+        self._tables: dict[int, CopyTable] = {}
+
+    def prepare(self, slots: Sequence[int]) -> None:
+        """Make the tables of copies into these slots from where vLLM has its buffers now."""
+        self._tables = {slot: self._table(slot) for slot in slots}
+
+    def _table(self, slot: int) -> CopyTable:
+        copies = [copy for stage in self.all for copy in self._copies(stage, slot)]
+        return CopyTable(tiles_of(table_of(copies))[0], self.device)
+
+    def _copies(self, stage: Stage, slot: int) -> Iterator[tuple[int, ...]]:
+        """Yield the copies of a stage into a slot, as `table_of` takes them."""
+        size = stage.a.element_size()
+        a, b = stage.slot(slot)
+        experts, rows_of_a, columns = stage.a.shape
+        if not a[0].is_contiguous() or (b.stride(0), b.stride(2)) != (b.shape[1] * b.stride(1), 1):
+            raise ReshardError(f"vLLM's adapters of {stage.layer} have rows that do not follow each other")
+        if rows_of_a:
+            width = rows_of_a * columns * size
+            yield stage.a.data_ptr(), a.data_ptr(), experts, width, width, a.stride(0) * size
+        width = stage.slice.rank * size
+        yield stage.b.data_ptr(), b.data_ptr(), experts * b.shape[1], width, width, b.stride(1) * size
+        enabled = stage.slice.buffers.enabled
+        if enabled is not None:
+            four = self._one.element_size()
+            yield self._one.data_ptr(), enabled[slot].data_ptr(), 1, four, four, four
+
+    def write(self, slot: int) -> None:
+        """Write what has arrived into a slot, B times its scale, rounded as vLLM rounds it. What is in the memory
+        then is what the slot has.
+
+        Raises ReshardError, with the slot as it was, where weights have several A for which vLLM has one.
+        """
+        self._check_common()
+        self.scale()
+        self._tables[slot].run()
+
+    def _check_common(self) -> None:
+        """Raise ReshardError where weights that have one A in vLLM have brought different ones."""
+        pairs = [(stage, other) for stage in self.all for other in stage.others]
+        if not pairs:
+            return
+        differ = torch.stack(
+            [(stage.a != other).any() for stage, other in pairs]
+        ).tolist()  # one wait for all
+        layers = [stage.layer for (stage, _), differs in zip(pairs, differ, strict=True) if differs]
+        if layers:
+            raise ReshardError(
+                f"the trainer's adapters of gate and up have different A in {len(layers)} layers ({listed(layers, 2)}), for "
+                f"which this vLLM has one: train one A for both"
+            )
+
+    def scale(self) -> None:
+        """Multiply every B that has arrived by its factor."""
+        for memory, factor in self._scaled:
+            memory.mul_(factor)
