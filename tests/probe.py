@@ -22,12 +22,57 @@ class Probed:
         for parameter in self.get_model().parameters():
             parameter.data.zero_()
 
+    def adapter(self, name: str, folder: str = "") -> list:
+        return adapter_in_slot(self, name, folder)
+
     def ready(self) -> list:
         """Return whether it would serve, and which version it has."""
         from reshard.engines.vllm.guard import guard_of
 
         guard = guard_of(self.get_model(), self.vllm_config)
         return [guard.ready, guard.version]
+
+
+def with_adapter(folder: str) -> Any:
+    """A transformers model with PEFT's adapter on its linear layers."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return get_peft_model(plain, LoraConfig(r=4, lora_alpha=10, target_modules=layers))
+
+
+def train_adapter(model: Any, seed: int, folder: str) -> None:
+    """Give an adapter other numbers, and let PEFT save it."""
+    numbers = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=numbers) * 0.1)
+    model.save_pretrained(folder)
+
+
+def adapter_in_slot(worker: Any, name: str, folder: str = "") -> list:
+    """Digests of what a worker's vLLM has in the slot of an adapter that is refitted, or after its own loading of
+    a directory; and the ids of adapters that it lists."""
+    from vllm.lora.request import LoRARequest
+
+    manager = worker.get_model().lora_manager
+    if folder:
+        worker.add_lora(LoRARequest("theirs", 77, folder))
+        slot = manager.lora_index_to_id.index(77)
+    else:
+        slot = manager.reshard_slots[name].current
+    digests = {
+        f"{key} {kind} {index}": hashlib.sha256(held[slot].contiguous().view(torch.uint8).numpy()).hexdigest()
+        for key, layer in manager.modules.items()
+        for kind in ("lora_a_stacked", "lora_b_stacked")
+        for index, held in enumerate(getattr(layer, kind))
+        if isinstance(getattr(layer, kind), tuple)
+    }
+    listed = sorted(worker.list_loras())
+    worker.remove_lora(77)
+    return [digests, listed]
 
 
 def caught(function: Callable[[], Any]) -> str:

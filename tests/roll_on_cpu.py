@@ -23,7 +23,7 @@ from roll.third_party.vllm.worker import WorkerBase
 from reshard.integrations import roll as ours
 from reshard.integrations.roll_worker import RollExtension
 from reshard.megatron.arguments import megatron_args
-from tests.probe import Probed, after, alone, caught
+from tests.probe import Probed, after, alone, caught, train_adapter, with_adapter
 
 REAL = importlib.util.find_spec("roll").origin is not None  # the stand-ins are a namespace
 TRAINERS, ENGINES = 2, 2
@@ -46,9 +46,12 @@ class Probe(Probed, RollExtension):
         """A directory through ROLL's own way into vLLM's loader, in two parts."""
         from safetensors.torch import load_file
 
+        from reshard.engines.vllm.weights.served import without_adapters
+
         named = sorted(load_file(Path(folder) / "model.safetensors").items())
-        for part in (named[::2], named[1::2]):
-            self.load_weights(part)
+        with without_adapters(self.get_model()):
+            for part in (named[::2], named[1::2]):
+                self.load_weights(part)
 
     def fall_asleep(self) -> None:
         """As ROLL's ``offload_states`` leaves it; on a CPU there is no sleep, so that waking is only
@@ -71,7 +74,7 @@ class Probe(Probed, RollExtension):
 class Engine(ours.InferWorker):
     """A worker of the rollout, with a vLLM for the CPU where ROLL would start one for a GPU."""
 
-    async def start(self, folder: str, extension: str) -> None:
+    async def start(self, folder: str, extension: str, **options) -> None:
         from roll.distributed.strategy.vllm_strategy import VllmStrategy
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -81,7 +84,7 @@ class Engine(ours.InferWorker):
         self.strategy = VllmStrategy(self)
         self.strategy.model = AsyncLLM.from_engine_args(AsyncEngineArgs(
             folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=64, max_num_batched_tokens=64, max_num_seqs=8,
-            kv_cache_memory_bytes=1 << 24, disable_log_stats=True, worker_extension_cls=extension,
+            kv_cache_memory_bytes=1 << 24, disable_log_stats=True, worker_extension_cls=extension, **options,
         ))  # fmt: skip
         await self.strategy.model.collective_rpc("custom_init_worker")
 
@@ -146,16 +149,32 @@ class Trainer(ours.ActorWorker):
     def updaters(self) -> list[str]:
         return [type(one).__name__ for one in self.strategy.weight_updaters.values()]
 
-    def adapters(self, infer_cluster) -> str:
+    def set_up_adapters(self, infer_cluster, lora: list[str], name: str) -> str:
         """What stands where a sync is asked for, after ROLL's call with a config that has adapters."""
         plain, self.worker_config = (
             self.worker_config,
-            config("actor_train", "megatron_train", TRAINERS, {}, lora=["q_proj"]),
+            config("actor_train", "megatron_train", TRAINERS, {}, lora=lora),
         )
         self.strategy.worker_config = self.worker_config
-        self.setup_model_update(infer_cluster=infer_cluster, model_update_name="adapters")
+        self.setup_model_update(infer_cluster=infer_cluster, model_update_name=name)
         self.worker_config = self.strategy.worker_config = plain
-        return type(self.strategy.weight_updaters.pop("adapters")).__name__
+        updater = self.strategy.weight_updaters[name]
+        return f"{type(updater).__name__} {getattr(updater, 'adapter', None)}"
+
+    def sync_adapter(self, folder: str, seed: int, saved: str) -> None:
+        """Another adapter, and a sync. It is PEFT's: ROLL's own is made of Transformer Engine's layers."""
+        from reshard.trainers.fsdp import FsdpModel
+
+        updater = self.strategy.weight_updaters["adapters"]
+        if seed == 0:
+            self.adapted = with_adapter(folder)
+            updater.source = FsdpModel(self.adapted)
+        train_adapter(self.adapted, seed, f"{saved} of rank {self.rank}")
+        self.strategy.model_update("adapters")
+
+    def drop_adapters(self) -> None:
+        for name in ("adapters", "left"):
+            del self.strategy.weight_updaters[name]
 
     def meet_anew(self) -> None:
         [updater] = self.strategy.weight_updaters.values()
@@ -226,7 +245,11 @@ def main() -> None:
     store = f"file://{Path.cwd() / 'store'}"
     outcome: dict = {"real": REAL}
     starting = [one.start.remote(folders[0], store) for one in trains.workers]
-    starting += [one.start.remote(folders[0], "tests.roll_on_cpu.Probe") for one in serves.workers]
+    with_adapters = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
+    starting += [
+        one.start.remote(folders[0], "tests.roll_on_cpu.Probe", **options)
+        for one, options in zip(serves.workers, ({}, with_adapters), strict=True)
+    ]
     ray.get(starting)
 
     def ask(method: str, *arguments) -> list:
@@ -241,7 +264,6 @@ def main() -> None:
 
     group = ModelUpdateGroup(trains, serves, None)
     outcome["updaters"] = ray.get([one.updaters.remote() for one in trains.workers])
-    outcome["adapters"] = ray.get([one.adapters.remote(serves) for one in trains.workers])
     outcome["dummy"], outcome["before"] = ask("digests"), ask("ready")
     outcome["syncs"] = []
     for folder in (*folders, folders[0]):
@@ -264,10 +286,35 @@ def main() -> None:
     ask("wipe")
     outcome["mended"] = [caught(lambda: group.model_update(0)), ask("digests"), ask("ready")]
     outcome["no model"] = no_model(trains, group)
+    outcome["adapters"] = adapters(trains, serves, folders[0])
     outcome["died"] = died(trains, serves, group)
     outcome["no line"] = no_line(trains, folders[0])
     ray.shutdown()
     print("SAID " + json.dumps(outcome))
+
+
+def adapters(trains, serves, folder: str) -> dict:
+    """Syncs of an adapter into the second engine, which serves some, beside its own loading of PEFT's files; and
+    what stands where a sync is asked for, with a rollout that serves some and one that does not."""
+    saved = str(Path.cwd() / "adapter")
+    ways = {}
+    for name, lora in (("adapters", ["q_proj"]), ("left", None)):
+        rollout = SimpleNamespace(
+            workers=serves.workers[1:], worker_config=config("actor_infer", "vllm", 1, {}, lora=lora)
+        )
+        asked = [one.set_up_adapters.remote(rollout, ["q_proj"], name) for one in trains.workers]
+        ways[name] = ray.get(asked)
+
+    def in_slot(of: str = "") -> list:
+        [results] = ray.get(serves.workers[1].reshard_call.remote("adapter", "1", of))
+        return results
+
+    syncs = []
+    for seed in range(2):
+        ray.get([one.sync_adapter.remote(folder, seed, saved) for one in trains.workers])
+        syncs.append([in_slot(), in_slot(f"{saved} of rank 0")])
+    ray.get([one.drop_adapters.remote() for one in trains.workers])
+    return {"ways": ways, "syncs": syncs}
 
 
 def wrong_options() -> list[str]:

@@ -93,11 +93,20 @@ def test_a_rank_that_has_nothing_to_give_is_not_waited_for(outcome):
 
 def test_what_a_refit_does_not_cover_is_left_to_roll(outcome):
     assert outcome["left"] == [
-        "", "the model has LoRA adapters", "the rollout is quantized (quantization)",
+        "", "lora_target is set for one of actor_train and actor_infer", "the rollout is quantized (quantization)",
         "the rollout's strategy is sglang, not vllm", "the trainer's strategy is fsdp2_train, not megatron_train",
         "the model takes more than text",
     ]  # fmt: skip
-    assert outcome["adapters"] == ["MegatronWeightUpdater"] * 2
+    assert outcome["adapters"]["ways"]["left"] == ["MegatronWeightUpdater None"] * 2
+
+
+def test_an_adapter_is_refitted_as_vllm_loads_its_files(outcome):
+    """And vLLM lists it by the number by which ROLL then asks for it."""
+    assert outcome["adapters"]["ways"]["adapters"] == ["Refit 1"] * 2
+    for [ours, listed], [theirs, _] in outcome["adapters"]["syncs"]:
+        assert ours == theirs and listed == [1]
+    first, second = (ours for [ours, _], _ in outcome["adapters"]["syncs"])
+    assert all(first[name] != second[name] for name in first)
 
 
 def test_a_rollout_that_drafts_tokens_is_refitted(outcome):

@@ -103,6 +103,20 @@ def test_verls_adapter_refits_a_real_vllm_at_every_sync_and_after_one_that_faile
     assert len({str(one[4]) for one in (first, second, mended)}) == 3, "other weights say other words"
 
 
+def test_an_adapter_is_refitted_and_served_as_verl_asks_for_it(outcome):
+    """In the one slot that verl gives vLLM, as vLLM's own loading leaves PEFT's files there."""
+    assert outcome["adapters"] == [
+        [None, ""], ["123", ""], [None, "the model has LoRA adapters that are merged (model.lora.merge)"],
+    ]  # fmt: skip
+    (slot, listed, _), (_, _, without) = outcome["live"]["loaded"]
+    assert listed == [77]
+    first, second = outcome["live"]["adapters"]
+    assert first[:4] == ["no error", "", slot, [123]]
+    assert second[:2] == ["no error", ""] and second[3] == [123]
+    assert all(second[2][name] != slot[name] for name in slot)
+    assert len({str(tokens) for tokens in (first[4], second[4], without)}) == 3
+
+
 def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for(outcome):
     kind, sentence, seconds = outcome["live"]["died together"]
     assert kind == "ReshardError" and sentence.startswith(

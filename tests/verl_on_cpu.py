@@ -8,9 +8,10 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from reshard.core.errors import ReshardError
-from tests.probe import alone, caught
+from tests.probe import adapter_in_slot, alone, caught, train_adapter, with_adapter
 
 SECRET = "between these two processes"
 os.environ |= {"VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia"}
@@ -54,7 +55,7 @@ def main() -> None:
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", overrides=lines)
     # As an actor does it; this is what imports our module.
-    omega_conf_to_dataclass(config.actor_rollout_ref.model)
+    model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
     outcome["after"] = [
         name(EngineRegistry.get_engine_cls("language_model", "megatron")),
         name(get_rollout_class("vllm")),
@@ -65,6 +66,7 @@ def main() -> None:
     from reshard.integrations import verl
     from reshard.integrations.verl_worker import VerlExtension
 
+    outcome["adapters"] = adapters(verl, model)
     outcome["options"] = verl.options_of(rollout)._asdict()
     outcome["wrong options"] = []
     for given in ({"verfy": True}, {"verify": 1}, {"timeout": 0}, {"backend": "bucket"}):
@@ -93,6 +95,16 @@ def main() -> None:
     print("SAID " + json.dumps(outcome, default=str))
 
 
+def adapters(verl, model) -> list:
+    """By settings of LoRA: the adapter's name in vLLM, and why verl's own way is taken."""
+    results = []
+    for lora in ({}, {"rank": 8}, {"rank": 8, "merge": True}):
+        model.lora.update({"rank": 0, "merge": False} | lora)
+        engine = SimpleNamespace(peft_cls=object() if lora else None, model_config=model)
+        results.append([verl.adapter_of(model), verl.left_to_verl(engine)])
+    return results
+
+
 def meetings(kind) -> list:
     """Two syncs of two ranks of an actor and two workers, and one after a worker was replaced, as
     verl's manager calls them."""
@@ -114,13 +126,13 @@ def meetings(kind) -> list:
 class Server:
     """What verl's server of vLLM offers its adapter, with a real vLLM."""
 
-    def start(self, folder: str) -> None:
+    def start(self, folder: str, **options) -> None:
         # The worker in this process: those of its own would import vLLM anew.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
 
         self.llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, max_num_batched_tokens=64, max_num_seqs=8, enforce_eager=True,
-                       kv_cache_memory_bytes=1 << 24, worker_extension_cls="reshard.integrations.verl_worker.VerlExtension")  # fmt: skip
+                       kv_cache_memory_bytes=1 << 24, worker_extension_cls="reshard.integrations.verl_worker.VerlExtension", **options)  # fmt: skip
         self.told: list = []
         self.waits, self.dies = "", ""
 
@@ -146,13 +158,26 @@ class Server:
     def set_global_steps(self, steps: int) -> None:
         self.told.append(steps)
 
-    def serves(self) -> tuple:
-        """The version that the worker has, what it was told, and tokens."""
+    def in_slot(self, folder: str = "") -> list:
+        """What vLLM has of verl's adapter and answers as verl asks; or what it has loaded of a directory itself."""
+        from vllm.lora.request import LoRARequest
+
+        [[digests, listed]] = self.llm.collective_rpc(adapter_in_slot, args=("123", folder))
+        # As verl's server asks, where vLLM lists it.
+        request = LoRARequest("123", 123, "simon_lora_path") if 123 in listed else None
+        return [digests, listed, [] if folder else self.tokens(request)]
+
+    def tokens(self, adapter) -> list[int]:
         from vllm import SamplingParams
 
         greedy = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
-        [output] = self.llm.generate([{"prompt_token_ids": list(range(5, 25))}], greedy, use_tqdm=False)
-        return self.llm.collective_rpc("reshard_version"), self.told, list(output.outputs[0].token_ids)
+        prompt = [{"prompt_token_ids": list(range(5, 25))}]
+        [output] = self.llm.generate(prompt, greedy, use_tqdm=False, lora_request=adapter)
+        return list(output.outputs[0].token_ids)
+
+    def serves(self) -> tuple:
+        """The version that the worker has, what it was told, and tokens."""
+        return self.llm.collective_rpc("reshard_version"), self.told, self.tokens(None)
 
 
 class Actor:
@@ -204,6 +229,23 @@ class Actor:
         options = {"global_steps": steps, "peft_config": None, "base_sync_done": True}
         return await ended(self.adapter.update_weights(self.shards, **options))
 
+    def train_adapter(self, folder: str, seed: int, saved: str) -> None:
+        """Other numbers in an adapter, and its files. It is PEFT's: Megatron-Bridge's is not in this environment."""
+        from reshard.integrations.verl import Shards
+        from reshard.trainers.fsdp import FsdpModel
+
+        if not hasattr(self, "adapted"):
+            self.adapted = with_adapter(folder)
+            self.adapted_shards = Shards(FsdpModel(self.adapted), "123")
+            # All meet anew, at another server.
+            self.adapter._connection.link = self.adapter.server_handle = None
+        train_adapter(self.adapted, seed, saved)
+
+    async def sync_adapter(self, steps: int) -> list:
+        """verl's call; what it raises."""
+        options = {"global_steps": steps, "peft_config": None, "base_sync_done": True}
+        return await ended(self.adapter.update_weights(self.adapted_shards, **options))
+
     async def send(self, address: str) -> list:
         """As verl's actor does where it has GPUs of its own: with the adapter that another process has."""
         from reshard.integrations.verl import ReshardCheckpointEngine
@@ -236,9 +278,9 @@ def live(folder: str, config) -> dict:
 
     from reshard.integrations.meeting import meeting_place
 
-    def served():
+    def served(**options):
         server = ray.remote(Server).options(name="vllm_server_0_0", num_cpus=0).remote()
-        ray.get(server.start.remote(folder))
+        ray.get(server.start.remote(folder, **options))
         return server
 
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = 1
@@ -257,7 +299,16 @@ def live(folder: str, config) -> dict:
     ray.get(server.die_at.remote("reshard_connect"))
     results["died together"] = ray.get(actor.sync.remote(7, new=True))
     ray.kill(server)  # which gives its name back
-    server = served()
+    server = served(enable_lora=True, max_loras=1, max_lora_rank=8)
+    saved, results["adapters"] = str(Path.cwd() / "adapter"), []
+    ray.get(actor.train_adapter.remote(folder, 0, saved))
+    theirs = ray.get(server.in_slot.remote(saved))
+    for steps in range(2):
+        ray.get(actor.train_adapter.remote(folder, steps, saved))
+        outcome = ray.get(actor.sync_adapter.remote(steps))
+        served_then = ray.get(server.in_slot.remote()) if outcome[0] == "no error" else []
+        results["adapters"].append([*outcome[:2], *served_then])
+    results["loaded"] = [theirs, ray.get(server.serves.remote())]
     ray.get(server.die_at.remote("reshard_connect"))
     address = meeting_place()
     results["died elsewhere"] = ray.get([actor.send.remote(address), beside.receive.remote(address)])

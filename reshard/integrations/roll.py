@@ -3,8 +3,8 @@
 
 `ActorWorker` and its like train as ROLL's workers do, with `Refit` in the place of ROLL's updater
 of weights. `InferWorker` lets the first of them call vLLM's workers, which get
-`reshard.integrations.roll_worker.RollExtension`. What a refit does not cover (LoRA adapters,
-quantized rollouts, other strategies) takes ROLL's own way, and the log says so.
+`reshard.integrations.roll_worker.RollExtension`. What a refit does not cover (quantized
+rollouts, other strategies) takes ROLL's own way, and the log says so.
 """
 
 import logging
@@ -36,6 +36,8 @@ TRAINING = {
     "AgenticActorWorker": "roll.pipeline.agentic.agentic_actor_worker.ActorWorker",
     "AgenticActorPGWorker": "roll.pipeline.agentic.agentic_actor_pg_worker.ActorWorker",
 }
+# ROLL asks for the first adapter that vLLM lists, by its id as a name: a number.
+ADAPTER_NAME = "1"
 log = logging.getLogger("reshard.roll")
 
 
@@ -54,8 +56,9 @@ class Refitting:
             super().setup_model_update(infer_cluster=infer_cluster, model_update_name=model_update_name)  # type: ignore[misc]
             return
         # ROLL's strategy asks the updater of this name for a sync, with the parameters on the GPU.
+        adapter = ADAPTER_NAME if self.worker_config.model_args.lora_target is not None else None
         self.strategy.weight_updaters[model_update_name] = Refit(
-            self.strategy.models_unwrapped, infer_cluster, self._reshard_meeting_place
+            self.strategy.models_unwrapped, infer_cluster, self._reshard_meeting_place, adapter
         )
 
     def _reshard_meeting_place(self) -> str:
@@ -72,8 +75,8 @@ def left_to_roll(worker: Any, infer_cluster: Any) -> str:
         return f"the trainer's strategy is {trains.strategy_args.strategy_name}, not megatron_train"
     if serves.strategy_args.strategy_name != "vllm":
         return f"the rollout's strategy is {serves.strategy_args.strategy_name}, not vllm"
-    if trains.model_args.lora_target is not None:
-        return "the model has LoRA adapters"
+    if (trains.model_args.lora_target is None) != (serves.model_args.lora_target is None):
+        return "lora_target is set for one of actor_train and actor_infer"
     if getattr(worker.strategy, "is_multimodal", False):
         return "the model takes more than text"
     if engine.get("quantization"):
@@ -88,12 +91,18 @@ class Refit:
     the rollout.
 
     `models` are Megatron's chunks, `infer_cluster` is ROLL's cluster of the rollout,
-    `meeting_place` gives an address with a free port. All meet there at the first sync, and anew
-    after one that failed.
+    `meeting_place` gives an address with a free port, `adapter` names the models' LoRA adapter in
+    vLLM. All meet there at the first sync, and anew after one that failed.
     """
 
-    def __init__(self, models: Sequence[Any], infer_cluster: Any, meeting_place: Callable[[], str]) -> None:
-        self.models, self.meeting_place = models, meeting_place
+    def __init__(
+        self,
+        models: Sequence[Any],
+        infer_cluster: Any,
+        meeting_place: Callable[[], str],
+        adapter: str | None = None,
+    ) -> None:
+        self.models, self.meeting_place, self.adapter = models, meeting_place, adapter
         self.workers = list(infer_cluster.workers)
         self.ranks_each = int(infer_cluster.worker_config.num_gpus_per_worker)
         self.options = options()
@@ -141,10 +150,11 @@ class Refit:
         size = trainers + self.ranks_each * len(self.workers)
         first_ranks = range(trainers, size, self.ranks_each)
         calls = self._call(
-            "reshard_meet", [(address, first_rank, size, timeout, secret) for first_rank in first_ranks]
+            "reshard_meet",
+            [(address, first_rank, size, timeout, secret, self.adapter) for first_rank in first_ranks],
         )
         members = RefitGroup.join(address, rank, size, timeout, secret)
-        self.connection.connect(members, self._source, calls=calls)
+        self.connection.connect(members, self._source, calls=calls, adapter=self.adapter)
 
     def _source(self) -> MegatronModel:
         """Return the trainer's side, made while all are connecting, so that they hear if that fails

@@ -9,7 +9,7 @@ verl imports this module in the actor (``model.external_lib``) and in the rollou
 - for separate placement the checkpoint engine ``reshard``, by which they meet.
 
 vLLM's workers get `reshard.integrations.verl_worker.VerlExtension`. What a refit does not cover
-(LoRA adapters, QAT, disaggregated prefill) takes verl's own way, and the log says so.
+(LoRA that is merged, QAT, disaggregated prefill) takes verl's own way, and the log says so.
 """
 
 import asyncio
@@ -29,6 +29,7 @@ with importing_beside("verl", "ray", "torch", "verl"):
     from verl.workers.engine.megatron import MegatronEngineWithLMHead
     from verl.workers.rollout import base as rollouts
     from verl.workers.rollout.vllm_rollout import ServerAdapter
+    from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_NAME
 
 from reshard.comm.group import RefitGroup
 from reshard.comm.secret import new_secret
@@ -46,9 +47,10 @@ log = logging.getLogger("reshard.verl")
 
 class Shards(NamedTuple):
     """In the place of verl's iterator over full tensors: this rank's model, whose shards are read
-    where they are."""
+    where they are, and the name of its LoRA adapter in vLLM, None where it has none."""
 
     source: MegatronModel
+    adapter: str | None = None
 
 
 class Meeting(NamedTuple):
@@ -64,7 +66,7 @@ class Meeting(NamedTuple):
     secret: str
     is_new: bool
 
-    def arguments(self, timeout: float) -> dict[str, Any]:
+    def arguments(self, timeout: float, adapter: str | None) -> dict[str, Any]:
         """Return the arguments of `RefitExtension.reshard_connect`."""
         address, first_rank, size, secret, _ = self
         return {
@@ -73,6 +75,7 @@ class Meeting(NamedTuple):
             "size": size,
             "timeout": timeout,
             "secret": secret,
+            "adapter": adapter,
         }
 
 
@@ -83,23 +86,30 @@ class ReshardMegatronEngine(MegatronEngineWithLMHead):
     def get_per_tensor_param(self, base_sync_done: bool = False, **kwargs: Any) -> tuple[Any, dict | None]:
         """Return the live shards, in the GPU's memory; or what verl exports, if a refit does not
         cover it."""
-        why = _left_to_verl(self)
+        why = left_to_verl(self)
         if why:
             log.warning("verl's own weight sync is used: %s", why)
             return super().get_per_tensor_param(base_sync_done=base_sync_done, **kwargs)
         load_megatron_model_to_gpu(self.module, load_grad=False)
         if getattr(self, "_reshard_source", None) is None:
             self._reshard_source = MegatronModel(self.module)
-        return Shards(self._reshard_source), None
+        # Without verl's config of the adapter, so that it asks for one sync: a refit knows what goes when.
+        return Shards(self._reshard_source, adapter_of(self.model_config)), None
 
 
-def _left_to_verl(engine: Any) -> str:
+def left_to_verl(engine: Any) -> str:
     """Return why an engine's weights are not refitted; empty if they are."""
-    if engine.peft_cls is not None:
-        return "the model has LoRA adapters"
+    if engine.peft_cls is not None and adapter_of(engine.model_config) is None:
+        return "the model has LoRA adapters that are merged (model.lora.merge)"
     if getattr(engine, "_qat_enabled", False):
         return "the model is trained quantized (QAT)"
     return ""
+
+
+def adapter_of(model_config: Any) -> str | None:
+    """Return the name by which verl asks vLLM for a model's LoRA adapter; None where vLLM serves none."""
+    lora = getattr(model_config, "lora", None) or {}
+    return VLLM_LORA_NAME if lora.get("rank", 0) > 0 and not lora.get("merge", False) else None
 
 
 class ReshardServerAdapter(ServerAdapter):
@@ -124,7 +134,7 @@ class ReshardServerAdapter(ServerAdapter):
             raise ReshardError("a refit does not know disaggregated prefill: unset rollout.disaggregation")
         options = options_of(self.config)
         if isinstance(weights, Shards):
-            await self._refit_from(weights.source, global_steps, options)
+            await self._refit_from(weights, global_steps, options)
         else:
             await self._refit_at(weights, global_steps, options)
         if self._has_server:
@@ -132,7 +142,7 @@ class ReshardServerAdapter(ServerAdapter):
             if global_steps is not None:
                 await self._within(options, self.server_handle.set_global_steps.remote(global_steps))
 
-    async def _refit_from(self, source: MegatronModel, version: int | None, options: SyncOptions) -> None:
+    async def _refit_from(self, weights: Shards, version: int | None, options: SyncOptions) -> None:
         """Refit from this process, which is a rank of the trainer, and perhaps the one that talks
         to its replica's server."""
         if self._connection is None:
@@ -144,9 +154,10 @@ class ReshardServerAdapter(ServerAdapter):
                 rank, size, first_rank = dist.get_rank(), self._members(), self._first_rank()
                 address, secret = _of_first_rank(lambda: [meeting_place(), new_secret()])
                 meeting = Meeting(address, first_rank, size, secret, True)
-                calls = await self._call("reshard_connect", kwargs=meeting.arguments(timeout))
+                arguments = meeting.arguments(timeout, weights.adapter)
+                calls = await self._call("reshard_connect", kwargs=arguments)
                 members = RefitGroup.join(address, rank, size, timeout, secret)
-                connection.connect(members, source, calls=calls)
+                connection.connect(members, weights.source, calls=calls, adapter=weights.adapter)
             calls = await self._call("reshard_refit", args=(version, options.verify))
             connection.refit(version, calls=calls)
 
@@ -154,7 +165,7 @@ class ReshardServerAdapter(ServerAdapter):
         """Refit from a trainer that this replica meets; this process is no member."""
         try:
             if meeting.is_new:
-                arguments = meeting.arguments(options.timeout)
+                arguments = meeting.arguments(options.timeout, adapter_of(self.model_config))
                 await self._within(options, self._execute_method("reshard_connect", kwargs=arguments))
             await self._within(options, self._execute_method("reshard_refit", args=(version, options.verify)))
         except ray.exceptions.RayError as error:
@@ -291,7 +302,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         if not isinstance(weights, Shards):
             raise ReshardError(
                 "the checkpoint engine reshard sends a live Megatron model: set "
-                "actor_rollout_ref.model.external_lib=reshard.integrations.verl, without LoRA and QAT"
+                "actor_rollout_ref.model.external_lib=reshard.integrations.verl, without merged LoRA and QAT"
             )
         connection, topology = self.connection, self.topology
         try:
@@ -304,7 +315,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
                         connection.options.timeout,
                         topology["secret"],
                     )
-                    connection.connect(members, weights.source)
+                    connection.connect(members, weights.source, adapter=weights.adapter)
                 connection.refit(global_steps)
         except BaseException:
             self.is_new = True
