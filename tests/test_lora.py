@@ -64,7 +64,13 @@ def trainers(tmp_path_factory):
     """The Python of an environment with Megatron-Bridge and mcore-bridge, which finds this one's packages
     behind its own, and has imported what takes long."""
     python = environment_before_ours(tmp_path_factory.mktemp("lora") / "venv", PACKAGES)
-    modules = "tests.lora_imports", "tests.vllm_on_cpu", "tests.refit_sides"
+    modules = (
+        "tests.lora_imports",
+        "tests.command_line",
+        "tests.torchrun_methods",
+        "tests.vllm_on_cpu",
+        "tests.refit_sides",
+    )
     return warm.python(*modules, environment=variables(), executable=str(python))
 
 

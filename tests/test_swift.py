@@ -45,7 +45,13 @@ def swift(tmp_path_factory):
     """The Python of an environment with ms-swift, which finds this one's packages behind its own,
     and has imported what takes long."""
     python = environment_before_ours(tmp_path_factory.mktemp("swift") / "venv", PACKAGES)
-    return warm.python("tests.swift_imports", environment=variables(), executable=str(python))
+    return warm.python(
+        "tests.swift_imports",
+        "tests.command_line",
+        "tests.torchrun_methods",
+        environment=variables(),
+        executable=str(python),
+    )
 
 
 @pytest.fixture(scope="module")
