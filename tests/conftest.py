@@ -28,11 +28,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # A name also stands for files whose names go on after it (`refit` for test_refit_faults.py), so
 # that a file that is split keeps its place.
 SLOWEST_FIRST = (
-    "weight_transfer", "compressed", "live_save", "live_load", "hybrid", "refit", "engine", "nvfp4_engine", "members", "fsdp", "parity", "blocks", "logits", "sglang",
+    "lora", "weight_transfer", "compressed", "live_save", "live_load", "hybrid", "refit", "engine", "nvfp4_engine", "members", "fsdp", "parity", "blocks", "logits", "sglang",
     "megatron_saves", "serving", "roll", "swift", "reloads", "verl", "resume", "nemo_rl", "build", "config_rules", "megatron_args", "megatron_parser",
-    "trainer_settings", "install", "published",
+    "trainer_settings", "install", "published", "bitwise",
     "sleeping", "examples", "compat", "families", "optimizer", "offload", "input_faults", "storage_faults", "processes", "source_changes", "surface", "html",
-    "trainers_checkpoints",
+    "cli", "site", "trainers_checkpoints", "lora_files",
 )  # fmt: skip
 # Test files that use these are slow as well, whatever their names.
 STARTS_PROCESSES = ("run_on_ranks", "tests.warm", "tests.vllm_server", "tests.environments")
