@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.warm import Forked, python_of_ranks
+from tests.warm import Forked, python_of_ranks, wait_for_any
 
 # How long the others may go on where a rank has failed: they wait for it, some for very long, and
 # it has said why.
@@ -46,8 +46,9 @@ def run_on_ranks(world_size: int, function: str, *args, module: str = "megatron_
                         python or python_of_ranks(), "-c", CODE, folder, str(rank), environment=environment
                     )
                 )
-            while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-                time.sleep(0.02)
+            while running := [process for process in processes if process.is_alive()]:
+                if not wait_for_any(running, deadline - time.monotonic()):
+                    break
                 if not may_die and any(process.exitcode for process in processes):
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
             late = {rank for rank, process in enumerate(processes) if process.is_alive()}

@@ -131,6 +131,28 @@ def wrap_for_adapters(model: torch.nn.Module, config) -> torch.nn.Module:
         return LoRAModelRunnerMixin.load_lora_model(SimpleNamespace(), model, config, torch.device("cpu"))
 
 
+made_groups: tuple[int, ...] = ()  # for which sizes, in this process
+
+
+def make_groups(rank: int, *sizes: int) -> None:
+    """Make vLLM's process groups, in its current config: once for all models of these sizes (tensor, pipeline
+    and data parallel, whether there are experts, and whether they are spread)."""
+    global made_groups
+    if parallel_state.model_parallel_is_initialized() and made_groups == (rank, *sizes):
+        return
+    if parallel_state._WORLD is None:
+        parallel_state.init_distributed_environment(
+            torch.distributed.get_world_size(), rank, "env://", rank, "gloo"
+        )
+    else:
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(*sizes[:2])
+    # torch waits for nobody after it has made a group: a rank that has ended its own would fail
+    # one that is still connecting
+    torch.distributed.barrier()
+    made_groups = rank, *sizes
+
+
 def build(
     directory: str,
     tp: int = 1,
@@ -152,16 +174,8 @@ def build(
     ).create_engine_config()  # fmt: skip
     with contextlib.ExitStack() as stack:
         stack.enter_context(set_current_vllm_config(config))
-        if parallel_state._WORLD is None:
-            parallel_state.init_distributed_environment(
-                torch.distributed.get_world_size(), rank, "env://", rank, "gloo"
-            )
-        else:
-            parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(tp, pp)
-        # torch waits for nobody after it has made a group: a rank that has ended its own would fail
-        # one that is still connecting
-        torch.distributed.barrier()
+        experts = config.model_config.is_moe, config.parallel_config.enable_expert_parallel
+        make_groups(rank, tp, pp, dp, *experts)
         workspace.init_workspace_manager(torch.device("cpu"))  # as the worker does
         model = get_model_loader(config.load_config).load_model(
             vllm_config=config, model_config=config.model_config

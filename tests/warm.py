@@ -166,6 +166,14 @@ class Forked:
                 os.kill(self.pid, signal.SIGKILL)
 
 
+def wait_for_any(processes: list[Forked], timeout: float) -> list[Forked]:
+    """Wait until one of these processes ends; return those that have, none after `timeout` seconds."""
+    import select
+
+    select.select([process.connection for process in processes], [], [], max(timeout, 0))
+    return [process for process in processes if not process.is_alive()]
+
+
 def ask(
     address: str, arguments: list[str], files: list[int], environment: Mapping[str, str] = os.environ
 ) -> tuple[socket.socket, int]:
@@ -249,6 +257,7 @@ class Server:
                 import_module(module)
         gc.enable()
         gc.freeze()  # a collection would touch, and so copy, all that memory
+        gc.set_threshold(10_000, 10, 10)  # processes that end soon need few
         drop_exit_functions_of_imports()
         into_huge_pages()
         for file in held:
