@@ -37,9 +37,8 @@ megatron_options = together(
     click.option(
         "--model-class",
         type=click.Choice(["gpt", "hybrid"]),
-        default="gpt",
-        show_default=True,
-        help="Which class will load it: GPTModel, or HybridModel, which replaces it.",
+        help="Which class will load it: GPTModel (default), or HybridModel, which replaces it (default of models with "
+        "Mamba layers, which it alone has).",
     ),
     click.option(
         "--megatron-version",

@@ -43,7 +43,7 @@ class Glm4Moe(Family):
     # MiniMax-M2's are the same without shared experts.
     identifies = {
         "num_experts": True, "multi_latent_attention": False, "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True, "moe_shared_expert_intermediate_size": True,
+        "moe_router_enable_expert_bias": True, "moe_shared_expert_intermediate_size": True, "squared_relu": False,
     }  # fmt: skip
     megatron = {
         "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_load_balancing_type": "seq_aux_loss",

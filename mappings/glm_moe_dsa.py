@@ -128,9 +128,9 @@ class GlmMoeDsa(Family):
             for kind, full in zip(kinds, indexer_layers(config, where), strict=True)
         )
 
-    def mtp_kind(self, kinds):
+    def mtp_kinds(self, kinds):
         """It always has an indexer, in Megatron and in vLLM."""
-        return kinds[-1] if "indexer" in kinds[-1] else f"{kinds[-1]} indexer"
+        return (kinds[-1] if "indexer" in kinds[-1] else f"{kinds[-1]} indexer",)
 
     def derived_args(self, config):
         return super().derived_args(config) | sharing_args(config)

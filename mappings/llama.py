@@ -38,6 +38,7 @@ class Llama(Family):
         "multi_latent_attention": False,
         "qk_layernorm": False,
         "add_qkv_bias": False,
+        "squared_relu": False,
     }
 
     #    HF parameter                       shape      Megatron parameter                             arrangement  split   when

@@ -18,6 +18,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
+    NemotronHConfig,
     OlmoeConfig,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
@@ -69,6 +70,12 @@ MIXTRAL = GQA | dict(num_local_experts=8, num_experts_per_tok=2)
 MINIMAX = MIXTRAL | dict(
     head_dim=16, rotary_dim=8, num_experts_per_tok=3, use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True,
     scoring_func="sigmoid",
+)  # fmt: skip
+# Of widths that are all different; a pipeline of two stages has Mamba layers on both.
+NEMOTRON = {name: value for name, value in GQA.items() if name != "num_hidden_layers"} | dict(
+    head_dim=16, layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "mlp", "moe"], mamba_num_heads=8,
+    mamba_head_dim=12, n_groups=4, ssm_state_size=10, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=48,
+    moe_shared_expert_intermediate_size=40, routed_scaling_factor=2.5, n_shared_experts=1,
 )  # fmt: skip
 OLMOE = GQA | dict(intermediate_size=48, num_experts=8, num_experts_per_tok=3, norm_topk_prob=False)
 # As wide as its experts, as published: shapes do not tell a matrix from its transposed one. Windows
@@ -133,6 +140,8 @@ VARIANTS = {
         **GLM_MLA | DSA, tie_word_embeddings=False, indexer_rope_interleave=True, index_topk_freq=2, index_skip_topk_offset=1, **rope(GLM_ROPE)
     ),
     "mixtral": MixtralConfig(**MIXTRAL, tie_word_embeddings=False),
+    "nemotron-h-moe": NemotronHConfig(**NEMOTRON, tie_word_embeddings=False),
+    "nemotron-h-moe-latent": NemotronHConfig(**NEMOTRON, moe_latent_size=24, tie_word_embeddings=False),
     "olmoe": OlmoeConfig(**OLMOE, tie_word_embeddings=False),
     "gpt-oss": GptOssConfig(**GPT_OSS, tie_word_embeddings=False, **rope(GPT_OSS_YARN)),
 }  # fmt: skip
@@ -202,6 +211,13 @@ def make(
     model = model.to(dtype)
     model.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
+    if "layers_block_type" in config:  # vLLM reads what most published configs have
+        config["hybrid_override_pattern"] = model.config.hybrid_override_pattern
+        config["num_hidden_layers"] = len(config.pop("layers_block_type"))
+        config["num_nextn_predict_layers"] = int(mtp)
+        (directory / "config.json").write_text(json.dumps(config, indent=2))
+        if mtp:
+            _add_single_mtp(directory, model, dtype)
     if "first_k_dense_replace" in config:
         # The published configs have these; transformers' own classes neither read nor write them,
         # engines need them.
@@ -245,6 +261,26 @@ def _add_mtp(directory: Path, model, dtype: torch.dtype) -> None:
     tensors[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _add_single_mtp(directory: Path, model, dtype: torch.dtype) -> None:
+    """A multi-token-prediction layer of an attention and a layer of experts, each like the last of its kind."""
+    from safetensors.torch import load_file, save_file
+
+    tensors, hidden = load_file(directory / "model.safetensors"), model.config.hidden_size
+    for part, letter in enumerate("*E"):
+        like = f"backbone.layers.{model.config.hybrid_override_pattern.rindex(letter)}."
+        for name in sorted(name for name in tensors if name.startswith(like)):
+            tensor = torch.randn(tensors[name].shape).mul(0.05).to(tensors[name].dtype)
+            tensors[f"mtp.layers.{part}." + name.removeprefix(like)] = tensor
+    for name, shape in (
+        ("0.enorm", [hidden]),
+        ("0.hnorm", [hidden]),
+        ("0.eh_proj", [hidden, 2 * hidden]),
+        ("1.final_layernorm", [hidden]),
+    ):
+        tensors[f"mtp.layers.{name}.weight"] = torch.randn(shape).mul(0.05).to(dtype)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def hf_logits(directory: Path, tokens: torch.Tensor, latent_epsilon: float | None = None) -> torch.Tensor:

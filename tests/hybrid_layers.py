@@ -1,15 +1,23 @@
 """HybridModels of Megatron-Core's local layers, for which it has no specs: those of a GPTModel's
 layers, cut in two."""
 
+from contextlib import nullcontext
 from copy import copy
+from types import SimpleNamespace
 
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.ssm import mamba_mixer
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from reshard.megatron import mamba
 from reshard.megatron.gated_delta import ZeroCenteredNorm
 
 
@@ -24,11 +32,23 @@ def model(config, args, vp_stage, mtp_spec, layers, options):
     mlps = [_half(of[-1], "pre_mlp_layernorm", "mlp", "mlp_bda") for of in (dense, full)]
     submodules = HybridStackSubmodules(
         attention_layer=attention, mla_layer=attention, dsa_layer=attention, gdn_layer=linear, mlp_layer=mlps[0], moe_layer=mlps[1],
-        mtp_block_spec=mtp_spec,
+        mtp_block_spec=mtp_spec, mamba_layer=mamba_layer(),
     )  # fmt: skip
     stack = ModuleSpec(module=HybridStack, submodules=submodules)
     return HybridModel(
         config, stack, hybrid_layer_pattern=args.hybrid_layer_pattern, vp_stage=vp_stage, **options
+    )
+
+
+def mamba_layer() -> ModuleSpec:
+    """The spec of a Mamba layer, with what it lacks without a GPU put into Megatron's module."""
+    mamba_mixer.HAVE_MAMBA_SSM, mamba_mixer.ExtendedRMSNorm = True, mamba.GroupNorm
+    mamba_mixer.mamba_split_conv1d_scan_combined = mamba.split_conv1d_scan
+    mamba_mixer.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=nullcontext)
+    mixer = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear))
+    keys = {"norm.": "mixer.in_proj.layer_norm_"}
+    return ModuleSpec(
+        MambaLayer, submodules=MambaLayerSubmodules(WrappedTorchNorm, mixer, get_bias_dropout_add, keys)
     )
 
 

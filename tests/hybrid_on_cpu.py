@@ -123,6 +123,37 @@ def load_and_save_live(
     return differ[1:], differ[0], len(expected), exported
 
 
+def mamba(
+    rank: int,
+    flags: list[str],
+    ours: str,
+    others: list[str],
+    theirs: str,
+    hf: str,
+    folder: str,
+    tokens: torch.Tensor,
+):
+    """Load a checkpoint with Mamba layers, and others, by Megatron's code, and save it by that; then load
+    the Hugging Face directory live, save and export it. The logits of each checkpoint, the names whose
+    live weights are not those of the first, how many there are, and what is exported."""
+    models, args = megatron_on_cpu.build(flags)
+    logits = []
+    for directory in (*others, ours):
+        spoil(models)
+        megatron_on_cpu.load(models, args, directory)
+        logits.append(megatron_on_cpu.logits(models, tokens))
+    megatron_on_cpu.save(models, theirs, {"args": args})
+    expected = megatron_on_cpu.weights(models)
+    spoil(models)
+    reshard.load(models, hf)
+    differ = unlike(megatron_on_cpu.weights(models), expected)
+    options = {"make_vocab_size_divisible_by": 8}
+    reshard.save(models, f"{folder}/hf", hf, format="hf", **options)
+    reshard.save(models, f"{folder}/mcore", hf, **options)
+    exported = [(name, bits(tensor)) for name, tensor in reshard.export(models, hf, **options)]
+    return logits, differ, len(expected), exported
+
+
 def save_untrained(rank: int, flags: list[str], pattern: str, directory: str) -> None:
     """Save a HybridModel with Megatron's own random weights."""
     models, args = megatron_on_cpu.build(as_hybrid(flags, pattern))

@@ -66,6 +66,8 @@ def megatron_tensors(
         hf_tensors(directory) if tensors is None else tensors,
         json.loads((directory / "config.json").read_text()),
     )
+    if "hybrid_override_pattern" in config:
+        return mamba_tensors(hf, config, padded_vocab)
     layers, latent = config["num_hidden_layers"], "kv_lora_rank" in config
     experts = (
         config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
@@ -245,6 +247,85 @@ def megatron_tensors(
             ("shared_head.norm", "final_layernorm"),
         ):
             result[f"mtp.layers.0.{to}.weight"] = hf[f"{prefix}{name}.weight"]
+    return result
+
+
+def mamba_tensors(hf: dict[str, torch.Tensor], config: dict, padded_vocab: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of a HybridModel with Mamba layers, of which each published layer is one."""
+    inner, state = (
+        config["mamba_num_heads"] * config["mamba_head_dim"],
+        config["n_groups"] * config["ssm_state_size"],
+    )
+    heads, groups, dim = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+
+    def layer(letter: str, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        norm = held.pop("norm.weight")
+        mixer = {name.removeprefix("mixer."): tensor for name, tensor in held.items()}
+        if letter == "M":
+            sections = mixer.pop("in_proj.weight").split(
+                [inner, inner, state, state, config["mamba_num_heads"]]
+            )
+            out = {
+                f"in_proj.weight.{name}": t
+                for name, t in zip(("z", "x", "B", "C", "dt"), sections, strict=True)
+            }
+            for kind in ("weight", "bias"):
+                sections = mixer.pop(f"conv1d.{kind}").split([inner, state, state])
+                out |= {f"conv1d.{kind}.{name}": t for name, t in zip("xBC", sections, strict=True)}
+            return {
+                f"mixer.{name}": t for name, t in (out | mixer | {"in_proj.layer_norm_weight": norm}).items()
+            }
+        if letter == "*":
+            rows = [mixer[f"{x}_proj.weight"].reshape(groups, -1, dim, config["hidden_size"]) for x in "qkv"]
+            fused = torch.cat(rows, dim=1).reshape((heads + 2 * groups) * dim, -1)
+            out = {
+                "linear_qkv.layer_norm_weight": norm,
+                "linear_qkv.weight": fused,
+                "linear_proj.weight": mixer["o_proj.weight"],
+            }
+            return {f"self_attention.{name}": t for name, t in out.items()}
+        if letter == "-":
+            return {"mlp.linear_fc1.layer_norm_weight": norm, "mlp.linear_fc1.weight": mixer["up_proj.weight"],
+                    "mlp.linear_fc2.weight": mixer["down_proj.weight"]}  # fmt: skip
+        out = {
+            "router.weight": mixer["gate.weight"],
+            "router.expert_bias": mixer["gate.e_score_correction_bias"],
+        }
+        for ours, theirs in (("up", "linear_fc1"), ("down", "linear_fc2")):
+            experts = [mixer[f"experts.{e}.{ours}_proj.weight"] for e in range(config["n_routed_experts"])]
+            out[f"experts.experts.{theirs}.weight"] = torch.stack(experts)
+            out[f"shared_experts.{theirs}.weight"] = mixer[f"shared_experts.{ours}_proj.weight"]
+        for name in ("fc1_latent_proj.weight", "fc2_latent_proj.weight"):
+            out |= {name: mixer[name]} if name in mixer else {}
+        return {f"mlp.{name}": t for name, t in out.items()} | {"pre_mlp_layernorm.weight": norm}
+
+    result = {"decoder.final_norm.weight": hf["backbone.norm_f.weight"]}
+    for name, key in (("backbone.embeddings", "embedding.word_embeddings"), ("lm_head", "output_layer")):
+        tensor = hf[f"{name}.weight"]
+        result[f"{key}.weight"] = torch.cat(
+            [tensor, tensor.new_zeros(padded_vocab - len(tensor), tensor.shape[1])]
+        )
+    if "mtp.layers.0.enorm.weight" in hf:
+        for name, to in (
+            ("0.enorm", "enorm"),
+            ("0.hnorm", "hnorm"),
+            ("0.eh_proj", "eh_proj"),
+            ("1.final_layernorm", "final_layernorm"),
+        ):
+            result[f"mtp.layers.0.{to}.weight"] = hf[f"mtp.layers.{name}.weight"]
+        for i, letter in enumerate("*E"):
+            named = (
+                name for name in hf if name.startswith((f"mtp.layers.{i}.norm.", f"mtp.layers.{i}.mixer."))
+            )
+            held = {name.removeprefix(f"mtp.layers.{i}."): hf[name] for name in named}
+            result |= {
+                f"mtp.layers.0.mtp_model_layer.layers.{i}.{name}": t
+                for name, t in layer(letter, held).items()
+            }
+    for i, letter in enumerate(config["hybrid_override_pattern"]):
+        prefix = f"backbone.layers.{i}."
+        held = {name.removeprefix(prefix): t for name, t in hf.items() if name.startswith(prefix)}
+        result |= {f"decoder.layers.{i}.{name}": t for name, t in layer(letter, held).items()}
     return result
 
 

@@ -72,6 +72,21 @@ def refit_twice(
     return refit_in_turn(rank, sides, flags, checkpoints, make_engine, load_by_vllm, **options)
 
 
+def rows_exchanged(rank: int, sides: dict, directory: str, exchanges: list[tuple[str, str]]) -> list[str]:
+    """What is said of a vLLM into which rows of the family's table that were exchanged are to go."""
+    start(rank, sides)
+    module, config = engine_of(directory, load_format="dummy")
+    family = VllmModel(module, config).model.family
+    rows = family.rows["layer"]
+    said = []
+    for names in exchanges:
+        one, other = (next(row for row in rows if row.megatron == name) for name in names)
+        hf = {one: other.hf, other: one.hf}
+        family.rows["layer"] = tuple(replace(row, hf=hf.get(row, row.hf)) for row in rows)
+        said.append(caught(lambda: VllmModel(module, config)))
+    return said
+
+
 def refit_as_held(rank: int, *arguments):
     """`refit_twice` from a trainer whose numbers are taken to be the published ones, as a negative
     control."""

@@ -138,9 +138,9 @@ def as_forecast(
     pattern = values.pop(PATTERN, None)
     sizes: dict = {SIZES[flag]: int(n) for flag, n in values.items()}
     if pattern is not None and "|" in pattern:
-        sizes["pipeline_model_parallel_layout"] = (
-            "E" + pattern.translate({ord("*"): "t", ord("-"): None}) + "L"
-        )
+        # A Mamba layer stands alone; of an attention and an MLP the former stands for both.
+        letters = dict.fromkeys(map(ord, "ME*-"), "t") if "M" in pattern else {ord("*"): "t", ord("-"): None}
+        sizes["pipeline_model_parallel_layout"] = "E" + pattern.translate(letters) + "L"
     model = read_model(checkpoint)
     layout = MegatronLayout(**sizes)
     dp = trainers // (layout.tp * layout.pp)

@@ -53,7 +53,8 @@ def test_a_published_config_is_accepted_with_a_note_at_most(name):
         for names, kind in NOTED.items()
     }
     assert not set(model.notices) - noted and not model.ignored
-    assert model.num_layers == CONFIGS[name].get("text_config", CONFIGS[name])["num_hidden_layers"]
+    config = CONFIGS[name].get("text_config", CONFIGS[name])
+    assert model.num_layers == (config.get("num_hidden_layers") or len(config["layers_block_type"]))
 
 
 @pytest.mark.parametrize("name", NOT_SUPPORTED)
@@ -94,6 +95,7 @@ OF_FAMILY = {
     "minimax_m2": {"scoring_func": "softmax", "use_qk_norm": False, "qk_norm_type": "per_head", "use_routing_bias": False,
                    "shared_intermediate_size": 512, "attn_type_list": [1, 0], "attention_bias": True, "sliding_window": 4096},
     "olmoe": {"use_qk_norm": False, "scoring_func": "sigmoid", "shared_expert_intermediate_size": 512},
+    "nemotron_h": {"use_qk_norm": True, "sliding_window": 4096, "shared_expert_intermediate_size": 512},
     "gpt_oss": {"use_qk_norm": True, "scoring_func": "sigmoid", "mlp_bias": True, "shared_expert_intermediate_size": 512},
     "glm4_moe_lite": {"scoring_func": "softmax", "index_topk": 2048, "moe_layer_freq": 2},
     "deepseek_v32": {"indexer_rope_interleave": True, "rope_interleave": False, "scoring_func": "softmax"},
@@ -112,10 +114,11 @@ def test_fields_that_decide_something_are_refused_and_all_are_named_at_once(name
     for field, value in changes.items():
         with pytest.raises(ReshardError, match=rf"{field} = .* may make another model of the same weights"):
             Model.from_hf(config | {field: value})
+    activation = "hidden_act" if "hidden_act" in family.fields else "mlp_hidden_act"
     with pytest.raises(ReshardError) as error:
-        Model.from_hf(config | changes | {"hidden_act": "gelu"})
+        Model.from_hf(config | changes | {activation: "gelu"})
     assert all(f"{field} = " in str(error.value) for field in changes), error.value
-    assert "hidden_act = gelu cannot be held by Megatron" in str(error.value)
+    assert f"{activation} = gelu cannot be held by Megatron" in str(error.value)
     [names] = re.findall(r"reshard.ignored_config_fields\((.*)\) goes on without them", str(error.value))
     assert {json.loads(quoted) for quoted in names.split(", ")} == set(changes)
     with ignored_config_fields(*changes):
@@ -165,6 +168,14 @@ READ_WITHOUT_EFFECT = {
     "router_aux_loss_coef",
     "router_jitter_noise",
     "_attn_implementation",
+    # of kernels, and of how weights are made
+    "chunk_size",
+    "use_mamba_kernels",
+    "num_logits_to_keep",
+    "rescale_prenorm_residual",
+    "time_step_floor",
+    "time_step_max",
+    "time_step_min",  # a caveat of the family's
     # of the larger model that this one is in
     "image_token_id",
     "video_token_id",
@@ -172,7 +183,7 @@ READ_WITHOUT_EFFECT = {
 VLLM_FILES = {"deepseek_v3": "deepseek_v2", "deepseek_v32": "deepseek_v2", "glm_moe_dsa": "deepseek_v2", "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5",
               "qwen3_vl_moe_text": "qwen3_moe"}  # fmt: skip
 # vLLM's own: of other models in the same file, of drafts, or no field.
-VLLM_ONLY = {"get_text_config", "target_layer_count", "moe_router_dtype", "indexer_rope_interleave", "index_topk_freq",
+VLLM_ONLY = {"get_text_config", "get_nemotron_h_config_for_layer", "target_layer_count", "moe_router_dtype", "indexer_rope_interleave", "index_topk_freq",
              "index_topk_pattern", "index_skip_topk_offset", "max_model_len", "quant_config", "intermediate_size"}  # fmt: skip
 
 
@@ -206,8 +217,12 @@ def test_every_field_that_transformers_code_reads_is_mapped_or_held_to_its_defau
         read -= {"get_text_config", *larger.to_dict(), *larger.vision_config.to_dict()} - family.fields
     assert len(read) > 10
     assert {name for name in read if family.has_no_effect(name)} <= READ_WITHOUT_EFFECT
+    methods = {"get_text_config"}
     assert (
-        not {name for name in read if not family.has_no_effect(name)} - family.fields - DEFAULTS[kind].keys()
+        not {name for name in read if not family.has_no_effect(name)}
+        - family.fields
+        - DEFAULTS[kind].keys()
+        - methods
     )
 
 

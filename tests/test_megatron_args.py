@@ -148,5 +148,5 @@ def test_layers_that_share_an_indexer_are_those_of_glm_5_2():
     assert by_types.kinds == by_frequency.kinds and args == megatron_args(by_frequency)
     assert (args["dsa_indexer_topk_freq"], args["dsa_indexer_skip_topk_offset"]) == (4, 3)
     with_indexer = [layer for layer, kind in enumerate(by_types.kinds) if "indexer" in kind]
-    assert with_indexer == [0, 1, *range(2, 78, 4)] and "indexer" in by_types.mtp_kind
+    assert with_indexer == [0, 1, *range(2, 78, 4)] and "indexer" in by_types.mtp_kinds[0]
     assert not {"dsa_indexer_topk_freq"} & megatron_args(model("glm-moe-dsa")).keys()

@@ -263,6 +263,8 @@ PUBLISHED |= {
     # The language model, without the tower.
     "Qwen3-VL-30B-A3B-Instruct": (_CONFIGS["Qwen3-VL-30B-A3B-Instruct"], 30.53, MegatronLayout(tp=4, ep=8, etp=1)),
     "Kimi-K2.5": (_CONFIGS["Kimi-K2.5"], 1026.4, PUBLISHED["Kimi-K2"][2]),
+    "Nemotron-Nano-9B-v2": (_CONFIGS["NVIDIA-Nemotron-Nano-9B-v2"], 8.89, MegatronLayout(tp=4, pp=2)),
+    "Nemotron-3-Nano-30B-A3B": (_CONFIGS["NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"], 31.6, MegatronLayout(tp=2, pp=4, ep=8, etp=1)),
     "gpt-oss-20b": (_CONFIGS["gpt-oss-20b"], 20.9, MegatronLayout(tp=2, ep=8, etp=1)),
     "gpt-oss-120b": (_CONFIGS["gpt-oss-120b"], 116.8, MegatronLayout(tp=8, pp=4, ep=8, etp=1)),
     "gpt-oss-20b in bf16": (
@@ -281,6 +283,10 @@ CAVEATS = {
     **{
         name: ["transformers norms compressed keys with 1e-06, Megatron and vLLM with 1e-05"]
         for name in ("GLM-4.7-Flash", "GLM-5", "GLM-5.2-FP8")
+    },
+    **{
+        name: ["transformers raises time steps below 0.001 to that, Megatron and vLLM do not"]
+        for name in ("Nemotron-Nano-9B-v2", "Nemotron-3-Nano-30B-A3B")
     },
 }  # fmt: skip
 

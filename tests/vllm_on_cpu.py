@@ -69,6 +69,7 @@ from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.layers.attention import mla_attention
+from vllm.model_executor.layers.fused_moe import config as experts_config
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.v1.worker import workspace
@@ -96,6 +97,15 @@ linear_kernels.TritonFp8BlockScaledMMKernel.is_supported = classmethod(
 linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.OOT] = [linear_kernels.TritonFp8BlockScaledMMKernel]
 TritonExperts._supports_current_device = staticmethod(lambda: True)
 
+
+class WithUngatedExperts(Host):
+    """A device that has experts without a gate, as a GPU has."""
+
+    def is_xpu(self):
+        return True
+
+
+experts_config.current_platform = WithUngatedExperts()
 
 # The prefill kernels need a GPU to be imported; no attention is run here.
 mla_attention.get_mla_prefill_backend = lambda config: type(

@@ -248,12 +248,12 @@ def views_by_tensor(names: Iterable[str]) -> dict[str, list[str]]:
 
 def view_parts(views: Iterable[str], shape: tuple[int, ...], rows: Box) -> Iterator[Part]:
     """Yield the parts of `rows`, a box of a stored tensor of this shape as a matrix ``[first dim,
-    all others]``, that are of each of its `views`: the box of the view, as a matrix too, and where
-    it lies in `rows`.
+    all others]`` or of a vector, that are of each of its `views`: the box of the view, of as many dims,
+    and where it lies in `rows`.
 
     Raises ReshardError for a view of parts of rows.
     """
-    width, (first, column), (count, columns) = prod(shape[1:]), *rows
+    width, (first, *column), (count, *columns) = prod(shape[1:]), *rows
     for name in views:
         view, view_row = View.parse(name), 0
         if view.transposed:
@@ -264,8 +264,8 @@ def view_parts(views: Iterable[str], shape: tuple[int, ...], rows: Box) -> Itera
             row, length = piece.start // width, piece.length // width
             start, stop = max(row, first), min(row + length, first + count)
             if start < stop:
-                box = Box((view_row + start - row, column), (stop - start, columns))
-                yield Part(name, box, (start - first, 0))
+                box = Box((view_row + start - row, *column), (stop - start, *columns))
+                yield Part(name, box, (start - first, *(0 for _ in column)))
             view_row += length
 
 

@@ -45,7 +45,8 @@ def account_for(
     accounts: dict[str, Account] = {}
     unknown = list(unfilled)
     for name, tensor in tensors.items():
-        if name in others:
+        is_view = name not in brought and memory.owner_of(tensor)
+        if name in others and not (is_view and others[name].what == LEFT_ALONE):
             accounts[name] = others[name]
         elif name in brought:
             accounts[name] = FROM_TRAINER

@@ -7,7 +7,7 @@ keep their storage, offset and strides on the meta device, so a copy tells which
 published tensor belongs where.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -56,17 +56,24 @@ Canonical = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], Any]
 
 
-def trace_load(engine: str, load: Load, canonical: Canonical, parameters: Mapping[int, str]) -> Trace:
+def trace_load(
+    engine: str,
+    load: Load,
+    canonical: Canonical,
+    parameters: Mapping[int, str],
+    computed: Collection[str] = (),
+) -> Trace:
     """Return what `load` would copy and fill, given canonical tensors (shape, dtype) without bytes.
 
-    `parameters` are the names of the stand-ins that the loader writes into, by `storage_id`;
+    `parameters` are the names of the stand-ins that the loader writes into, by `storage_id`. Of what
+    it has copied into those named in `computed` it may compute something in place, which is not recorded.
     `engine` names the engine in errors. Raises ReshardError, naming the parameter, if the loader
     computes something instead of copying, and if it fails.
     """
     tensors = {
         name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in canonical.items()
     }
-    with torch.no_grad(), _Recorder(engine, tensors, parameters) as recorder:
+    with torch.no_grad(), _Recorder(engine, tensors, parameters, computed) as recorder:
         try:
             load(iter(tensors.items()))
         except ReshardError:
@@ -86,8 +93,16 @@ def storage_id(tensor: torch.Tensor) -> int:
 class _Recorder(TorchDispatchMode):
     """Records the copies of canonical `tensors` into `parameters`, which are names by storage."""
 
-    def __init__(self, engine: str, tensors: dict[str, torch.Tensor], parameters: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        engine: str,
+        tensors: dict[str, torch.Tensor],
+        parameters: Mapping[int, str],
+        computed: Collection[str],
+    ) -> None:
         super().__init__()
+        self.computed = computed
+        self.of_itself: dict[int, tuple[str, torch.Tensor]] = {}  # by storage: made of a parameter
         self.engine = engine
         self.sources = {storage_id(tensor): (name, tuple(tensor.shape)) for name, tensor in tensors.items()}
         self.parameters = parameters
@@ -119,10 +134,18 @@ class _Recorder(TorchDispatchMode):
         if isinstance(out, torch.Tensor) and not func.is_view:
             # A new tensor made of a canonical one: a copy of it could not be traced to a box.
             for arg in args:
+                self._note_parameter(arg, out)
                 source = self.sources.get(storage_id(arg)) if isinstance(arg, torch.Tensor) else None
                 if source is not None and storage_id(out) not in self.sources:
                     self.derived[storage_id(out)] = (f"{func} of {source[0]}", out)
         return out
+
+    def _note_parameter(self, arg: Any, out: torch.Tensor) -> None:
+        """Note a tensor that is made of a parameter that the loader may compute in place."""
+        storage = storage_id(arg) if isinstance(arg, torch.Tensor) else 0
+        name = self.of_itself.get(storage, (self.parameters.get(storage), arg))[0]
+        if name is not None and name in self.computed:
+            self.of_itself[storage_id(out)] = (name, out)
 
     def _clone(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor with the same elements of a published one. They lie as they do there, since that
@@ -194,6 +217,8 @@ class _Recorder(TorchDispatchMode):
             self._copy_joined(dst, src)
             return
         parameter = self._parameter(dst)
+        if self.of_itself.get(storage_id(src), ("", src))[0] == parameter:
+            return
         name, shape = self._published(src, parameter)
         if src.shape != dst.shape:
             raise turned(self.engine, name, parameter)

@@ -9,7 +9,14 @@ from typing import Any
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.formats.pickles import Name
-from reshard.megatron.hybrid import as_gpt_args, as_hybrid_args, layer_pattern, notices
+from reshard.megatron.hybrid import (
+    as_gpt_args,
+    as_hybrid_args,
+    class_of,
+    layer_pattern,
+    letters_of,
+    notices,
+)
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.config_fields import ignore_hint, ignored
 from reshard.models.family import Family, families
@@ -29,8 +36,6 @@ LEFT_OUT = {
     "moe_router_group_topk": 1,
     "moe_router_topk_scaling_factor": 1.0,
 }
-# Arguments of models that no family here has.
-OF_OTHER_FAMILIES = ("squared_relu", "moe_latent_size")
 # Tokens of a training sequence, at most: a run chooses them, not the model.
 TRAINING_LENGTH = 4096
 ADVICE = "pass --hf-config with the model's config.json"
@@ -60,6 +65,9 @@ def megatron_args(model: Model) -> dict[str, Any]:
         args = {
             arg: value for arg, value in args.items() if arg != "num_experts" and not arg.startswith("moe_")
         }
+    if family.layer_letters:
+        args.pop("moe_layer_freq", None)
+        args["hybrid_layer_pattern"] = "".join(letters_of(model, kind) for kind in model.kinds)
     args.pop("mtp_num_layers", None)
     if model.mtp_layers:
         args["mtp_num_layers"] = model.mtp_layers
@@ -73,10 +81,10 @@ def arguments(
     make_vocab_size_divisible_by: int,
     dtype: Dtype,
     transformer_impl: str,
-    model_class: str = "gpt",
+    model_class: str | None = None,
 ) -> dict[str, Any]:
-    """Return all arguments that describe a model in a layout, in Megatron's `model_class`.
-    `padded_vocab` is Megatron's number of vocabulary rows."""
+    """Return all arguments that describe a model in a layout, in Megatron's `model_class`
+    (`reshard.megatron.hybrid.class_of`). `padded_vocab` is Megatron's number of vocabulary rows."""
     args = megatron_args(model) | layout.megatron_args()
     args |= {
         "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
@@ -93,7 +101,7 @@ def arguments(
         args["moe_grouped_gemm"] = False
         if args.get("activation_func_clamp_value"):
             args["bias_gelu_fusion"] = False  # which clamps before it adds the bias that these layers pass on
-    if model_class == "hybrid":
+    if class_of(model, model_class) == "hybrid":
         args = as_hybrid_args(args, layer_pattern(model, layout.stages(model)), transformer_impl)
     return args
 
@@ -118,9 +126,10 @@ def checkpoint_args(args: dict[str, Any], world_size: int, dtype: Dtype, iterati
     }
 
 
-def caveats(model: Model, transformer_impl: str, model_class: str = "gpt") -> list[str]:
+def caveats(model: Model, transformer_impl: str, model_class: str | None = None) -> list[str]:
     """Return a sentence for each thing that Megatron-Core 0.19 computes differently with the same weights, or
     that its command line cannot say."""
+    model_class = class_of(model, model_class)
     args, sentences = megatron_args(model), notices(model, model_class)
     if model_class == "hybrid" and "spec" in args:
         sentences.append(
@@ -202,7 +211,7 @@ def hf_config_of_args(family: Family, args: dict[str, Any], where: str) -> dict[
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.name,
-        "hidden_act": "silu",
+        **({"hidden_act": "silu"} if "hidden_act" in family.fields else {}),
         **family.hf,
     }
     if args.get("add_bias_linear"):  # which sets add_qkv_bias too
@@ -221,7 +230,8 @@ def hf_config_of_args(family: Family, args: dict[str, Any], where: str) -> dict[
             value = NUMERICS_ARGS.get(arg)
         if value is not None or row.relation == "not" or (row.default is None and not row.needed):
             config[row.field] = not value if row.relation == "not" else value
-    config |= hf_rope(args)
+    if args.get("position_embedding_type") != "none":
+        config |= hf_rope(args)
     if family.partial_rotary is not None:
         percent = args.get("rotary_percent")
         config |= family.share_as_fields(1.0 if percent is None else percent, config)
@@ -251,9 +261,6 @@ def mismatched_args(family: Family, args: dict[str, Any]) -> list[str]:
 def family_of_args(args: dict[str, Any], where: str) -> Family:
     """Return the one family whose models have such arguments. Raises ReshardError, naming them,
     where there is none or more than one."""
-    strange = [name for name in OF_OTHER_FAMILIES if args.get(name)]
-    if strange:
-        raise ReshardError(f"{where}: no family here has {listed(strange)}; {ADVICE}")
     identified = [family for family in families().values() if family.identifies]
     fitting = [family for family in identified if not mismatched_args(family, args)]
     if len(fitting) == 1:

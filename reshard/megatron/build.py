@@ -20,7 +20,7 @@ with importing("megatron"):
 from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.megatron.compat import unknown, without_deprecation_of_gpt_model
-from reshard.megatron.hybrid import as_hybrid_args, check_model_class, layer_pattern
+from reshard.megatron.hybrid import as_hybrid_args, check_model_class, class_of, layer_pattern
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS, padded_vocab_size
 from reshard.megatron.specs import layer_specs
@@ -39,12 +39,13 @@ def transformer_config(
     layout: MegatronLayout,
     *,
     transformer_impl: str = "transformer_engine",
-    model_class: str = "gpt",
+    model_class: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
     **overrides: Any,
 ) -> Any:
     """Return Megatron's ``TransformerConfig`` (``MLATransformerConfig`` for DeepSeek-V3) of a model
-    in a layout, for a GPTModel (``gpt``) or a HybridModel (``hybrid``); no process group is needed.
+    in a layout, for a GPTModel (``gpt``) or a HybridModel (``hybrid``; the default for models with Mamba
+    layers, which no GPTModel has); no process group is needed.
 
     Dropout is 0. `overrides` are fields of the config, such as ``sequence_parallel=True``, which Megatron
     demands for training experts with TP. Raises ReshardError where a size does not divide or a field does not
@@ -59,6 +60,7 @@ def transformer_config(
     if dtype not in DTYPES:
         raise ReshardError(f"dtype is {dtype!r:.80}, not one of {listed(DTYPES)}")
     layout.check(model)
+    model_class = class_of(model, model_class)
     args = megatron_args(model) | layout.megatron_args()
     if model_class == "hybrid":
         args = as_hybrid_args(args, layer_pattern(model, layout.stages(model)), transformer_impl)
@@ -90,7 +92,7 @@ def _config_values(
     values: dict[str, Any] = {
         "num_moe_experts": args.get("num_experts"),
         "activation_func": _activation(args),
-        "gated_linear_unit": True,
+        "gated_linear_unit": not args.get("squared_relu", False),
         "add_qkv_bias": args["add_qkv_bias"] or args["add_bias_linear"],
         "transformer_impl": transformer_impl,
         "hidden_dropout": 0.0,
@@ -110,7 +112,8 @@ def _config_values(
         }
         if not torch.cuda.is_available():
             values |= {"use_cpu_initialization": True, "masked_softmax_fusion": False}
-            if args.get("experimental_attention_variant") == "gated_delta_net":
+            # A HybridModel's arguments do not say it: its pattern does.
+            if model.family.megatron.get("experimental_attention_variant") == "gated_delta_net":
                 values["deterministic_mode"] = True  # in torch: the other kernels are Triton's
     return values
 
@@ -122,7 +125,11 @@ def _hybrid_values(layout: MegatronLayout) -> dict[str, Any]:
 
 
 def _activation(args: dict[str, Any]) -> Any:
-    """Return the activation of the gated half of an MLP."""
+    """Return the activation of an MLP, or of its gated half."""
+    if args.get("squared_relu"):
+        from megatron.core.activations import squared_relu
+
+        return squared_relu
     if not args.get("quick_geglu"):
         return torch.nn.functional.silu
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
@@ -180,14 +187,14 @@ def build_megatron(
     layout: MegatronLayout,
     *,
     transformer_impl: str = "transformer_engine",
-    model_class: str = "gpt",
+    model_class: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
     make_vocab_size_divisible_by: int = 128,
     parallel_output: bool = True,
     **overrides: Any,
 ) -> list[torch.nn.Module]:
-    """Build this rank's chunks of a ``GPTModel`` or, with `model_class` ``hybrid``, of a
-    ``HybridModel``, one for each virtual stage, with Megatron's own random weights; bare, as
+    """Build this rank's chunks of a ``GPTModel`` or, with `model_class` ``hybrid`` and for models with Mamba
+    layers, of a ``HybridModel``, one for each virtual stage, with Megatron's own random weights; bare, as
     Float16Module and DDP take them.
 
     Megatron's parallel state must be initialized (`initialize_parallel`).
@@ -197,6 +204,7 @@ def build_megatron(
     """
     from megatron.core import parallel_state
 
+    model_class = class_of(model, model_class)
     check_model_class(model, model_class)
     args = megatron_args(model)
     config = transformer_config(
@@ -219,8 +227,8 @@ def build_megatron(
             parallel_output=parallel_output,
             share_embeddings_and_output_weights=not args["untie_embeddings_and_output_weights"],
             position_embedding_type=args["position_embedding_type"],
-            rotary_percent=args["rotary_percent"],
-            rotary_base=args["rotary_base"],
+            rotary_percent=args.get("rotary_percent", 1.0),
+            rotary_base=args.get("rotary_base", 10000),
             seq_len_interpolation_factor=args.get("rotary_seq_len_interpolation_factor"),
             vp_stage=vp_stage,
         )
@@ -315,6 +323,7 @@ def without_gpu() -> Iterator[None]:
     from reshard.megatron.compat import (
         windows_without_gpu,
         without_linear_attention_kernels,
+        without_mamba_kernels,
         without_random_states,
         without_transformer_engine,
     )
@@ -327,6 +336,7 @@ def without_gpu() -> Iterator[None]:
             without_random_states(),
             without_transformer_engine(),
             without_linear_attention_kernels(),
+            without_mamba_kernels(),
             windows_without_gpu(),
         ):
             yield

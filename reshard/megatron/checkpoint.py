@@ -21,7 +21,6 @@ from reshard.core.boxes import Box, whole
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Placement
 from reshard.formats.torch_dist import Key
-from reshard.megatron.hybrid import check_no_mamba
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import ModelParameters, Parameter, parts_inside
 from reshard.megatron.ranks import Ranks, cuts
@@ -54,7 +53,14 @@ NORMS = {
     "hnorm",
     "out_norm",
 }
-WITHOUT_STATE = {"embedding.word_embeddings", "output_layer", "mlp.router", "self_attention.conv1d"}
+WITHOUT_STATE = {
+    "embedding.word_embeddings",
+    "output_layer",
+    "mlp.router",
+    "self_attention.conv1d",
+    "mixer.conv1d",
+    "mixer.norm",
+}
 
 
 class AdapterOnlyError(ReshardError):
@@ -181,7 +187,6 @@ def check_language_model(keys: Keys, where: object) -> None:
             f"{where} is in the format 'fsdp_dtensor' of Megatron's FSDP ({sharded[0]}), which is not read: save it "
             f"with --ckpt-format torch_dist"
         )
-    check_no_mamba(keys, where)
     head = keys.get(OUTPUT)
     value_heads = [key for key in keys if VALUE_HEAD.search(key)]
     if value_heads or (head is not None and head.shape[:1] == (1,)):

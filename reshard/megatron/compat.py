@@ -127,6 +127,25 @@ def without_linear_attention_kernels() -> Iterator[None]:
         common.HAVE_FLA, common.l2norm = before
 
 
+@contextmanager
+def without_mamba_kernels() -> Iterator[None]:
+    """Let Mamba layers be built and run in torch, where mamba-ssm's kernels cannot."""
+    mixers: Any = import_module("megatron.core.ssm.mamba_mixer")
+    names = ("HAVE_MAMBA_SSM", "ExtendedRMSNorm", "mamba_split_conv1d_scan_combined")
+    if not all(hasattr(mixers, name) for name in names):
+        raise unknown("keeps the kernels of Mamba layers elsewhere, so that they do not run without a GPU")
+    from reshard.megatron.mamba import GroupNorm, split_conv1d_scan
+
+    before = [getattr(mixers, name) for name in names]
+    for name, value in zip(names, (True, GroupNorm, split_conv1d_scan), strict=True):
+        setattr(mixers, name, value)
+    try:
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(mixers, name, value)
+
+
 def _unit_length(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """Return vectors of the last dim at length 1, as flash-linear-attention's ``l2norm`` does."""
     return (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + eps)).to(x.dtype)

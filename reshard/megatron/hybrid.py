@@ -17,11 +17,11 @@ pattern with a letter for each of them: decoder layer 3 is layers 6 and 7.
 | MTP layers            | ``mtp_num_layers``                        | parts of the pattern after ``/``          |
 | pipeline stages       | sizes, or a layout string                 | parts of the pattern between ``|``        |
 
-Only patterns in which attention and MLP alternate are decoder layers that are published: all others
-are refused.
+Patterns in which attention and MLP alternate are decoder layers that a GPTModel has too. Those with
+Mamba layers (``M``) are of models that no GPTModel is, of which every letter is a decoder layer
+(`Family.layer_letters`). All others are refused.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -35,6 +35,8 @@ FINAL_NORM = "decoder.final_norm.weight"
 ATTENTION = {"*": "attention", "+": "latent attention", "D": "sparse attention", "G": "linear attention"}
 MLP = {"-": "a dense MLP", "E": "experts"}
 MAMBA, STAGE, MTP = "M", "|", "/"
+# The layers in an MTP layer of models with Mamba layers.
+MTP_OF_MAMBA = "*E"
 # Arguments with a pattern, of which the second is the older name.
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 # Modules of Megatron-Core and of reshard with specs of the layers of a HybridModel.
@@ -61,7 +63,6 @@ OF_HYBRID = (
     "moe_layer_freq",
     "linear_attention_freq",
 )
-_MAMBA_KEY = re.compile(r"decoder\.layers\.\d+\.mixer\.")
 
 
 def class_of_keys(keys: Iterable[str]) -> str:
@@ -80,20 +81,29 @@ def pattern_of(model: Any) -> str | None:
     return next((pattern for pattern in patterns if isinstance(pattern, str)), None)
 
 
-def check_no_mamba(keys: Iterable[str], where: object) -> None:
-    """Raise ReshardError, naming one, where a checkpoint has Mamba layers."""
-    key = next((key for key in keys if _MAMBA_KEY.match(key)), None)
-    if key is not None:
-        raise ReshardError(f"{where} has Mamba layers ({key}), which no family here has")
+def class_of(model: Model, model_class: str | None = None) -> str:
+    """Return the class that a model is built and written as: the one that was asked for, else
+    ``gpt`` where a GPTModel has such layers, and ``hybrid`` where none has.
 
-
-def check_model_class(model: Model, model_class: str) -> None:
-    """Raise ReshardError for an unknown class, and where Megatron-Core's HybridModel computes
-    something else than the model."""
+    Raises ReshardError for an unknown class, and for one that has no such layers.
+    """
+    only_hybrid = bool(model.family.layer_letters)
+    if model_class is None:
+        return "hybrid" if only_hybrid else "gpt"
     if model_class not in MODEL_CLASSES:
         raise ReshardError(
             f"model_class is {model_class!r:.80}, which is not one of {', '.join(MODEL_CLASSES)}"
         )
+    if model_class == "gpt" and only_hybrid:
+        raise ReshardError(
+            f"{model.where}: Megatron-Core's GPTModel has no Mamba layers: leave --model-class (model_class=) out, "
+            f"or say hybrid"
+        )
+    return model_class
+
+
+def check_model_class(model: Model, model_class: str) -> None:
+    """Raise ReshardError where Megatron-Core's HybridModel computes something else than the model."""
     if model_class == "hybrid" and _is_scaled(model):
         raise ReshardError(
             f"{model.where}: Megatron-Core's HybridModel has no llama3 scaling of rotary embeddings: build a GPTModel"
@@ -115,21 +125,27 @@ def _is_scaled(model: Model) -> bool:
     return bool(model.rope()["rope_type"] == "llama3")
 
 
+def letters_of(model: Model, kind: str) -> str:
+    """Return the letters of a decoder layer of this kind."""
+    family = model.family
+    if family.layer_letters:
+        return family.layer_letters[kind]
+    sparse = family.megatron.get("experimental_attention_variant") == "dsa"
+    attention = "D" if sparse else "+" if family.latent else "*"
+    return ("G" if "linear" in kind.split() else attention) + ("E" if has_experts(kind) else "-")
+
+
 def layer_pattern(model: Model, stages: list[list[Stage]]) -> str:
     """Return the pattern of the HybridModel that a model is, with these stages as ``[pp
     rank][virtual stage]``."""
-    family = model.family
-    sparse = family.megatron.get("experimental_attention_variant") == "dsa"
-    attention = "D" if sparse else "+" if family.latent else "*"
-
-    def letters(kind: str) -> str:
-        return ("G" if "linear" in kind.split() else attention) + ("E" if has_experts(kind) else "-")
-
     virtual = [[rank[index] for rank in stages] for index in range(len(stages[0]))]
     segments = (
-        "".join(letters(model.kinds[layer]) for layer in stage.layers) for ranks in virtual for stage in ranks
+        "".join(letters_of(model, model.kinds[layer]) for layer in stage.layers)
+        for ranks in virtual
+        for stage in ranks
     )
-    return STAGE.join(segments) + (MTP + letters(model.mtp_kind)) * model.mtp_layers
+    mtp = MTP + "".join(letters_of(model, kind) for kind in model.mtp_kinds)
+    return STAGE.join(segments) + mtp * model.mtp_layers
 
 
 def as_hybrid_args(args: Mapping[str, Any], pattern: str, transformer_impl: str) -> dict[str, Any]:
@@ -167,11 +183,12 @@ def stages_of_pattern(pattern: str, pp: int) -> dict[str, Any]:
         segments = [decoder[i : i + each] for i in range(0, len(decoder), each)]
     if len(segments) % pp:
         raise ReshardError(f"the pattern {_short(pattern)} has no {pp} stages: pass layout=")
-    if any(len(segment) % 2 for segment in segments):
+    letters = 1 if MAMBA in decoder else 2  # of a decoder layer
+    if any(len(segment) % letters for segment in segments):
         raise ReshardError(
             f"in the pattern {_short(pattern)} a pipeline stage ends between an attention and its MLP: pass layout="
         )
-    counts = [len(segment) // 2 for segment in segments]
+    counts = [len(segment) // letters for segment in segments]
     if len(set(counts)) == 1:
         return {"vpp": len(counts) // pp}
     rows = ["t" * count for count in counts]
@@ -179,14 +196,16 @@ def stages_of_pattern(pattern: str, pp: int) -> dict[str, Any]:
     return {"pipeline_model_parallel_layout": STAGE.join(rows)}
 
 
-def hybrid_name(prefix: str, layer: int | None, name: str) -> tuple[str, str]:
+def hybrid_name(prefix: str, layer: int | None, name: str, halves: bool = True) -> tuple[str, str]:
     """Return prefix and name in a HybridModel of a parameter that a GPTModel has as
-    ``{prefix}{layer}.{name}``.
+    ``{prefix}{layer}.{name}``; without `halves` a decoder layer is one of the HybridModel's.
 
     >>> hybrid_name("decoder.layers.", 3, "mlp.linear_fc1.weight")
     ('decoder.layers.7.', 'mlp.linear_fc1.weight')
     """
     of_mlp = int(name.startswith(("mlp.", "pre_mlp_layernorm.")))
+    if prefix == "decoder.layers." and not halves:
+        return f"{prefix}{layer}.", name
     if prefix == "decoder.layers.":
         return f"{prefix}{2 * (layer or 0) + of_mlp}.", name
     if prefix.endswith(".transformer_layer."):
@@ -195,7 +214,8 @@ def hybrid_name(prefix: str, layer: int | None, name: str) -> tuple[str, str]:
 
 
 def pairs(pattern: str, where: object) -> list[str]:
-    """Return the letters of each decoder layer of a pattern without stages and MTP layers.
+    """Return the letters of each decoder layer, an attention and an MLP, of a pattern without stages
+    and MTP layers.
 
     Raises ReshardError where attention and MLP do not alternate.
 
@@ -203,14 +223,6 @@ def pairs(pattern: str, where: object) -> list[str]:
     ['*-', '*E']
     """
     layers = [pattern[i : i + 2] for i in range(0, len(pattern), 2)]
-    if "[" in pattern:
-        raise ReshardError(
-            f"{where}: the pattern {_short(pattern)} groups layers in brackets, which is not read: train without them"
-        )
-    if MAMBA in pattern:
-        raise ReshardError(
-            f"{where}: the pattern {_short(pattern)} has Mamba layers (M), which no family here has"
-        )
     if not layers or not all(len(pair) == 2 and pair[0] in ATTENTION and pair[1] in MLP for pair in layers):
         raise ReshardError(
             f"{where}: in the pattern {_short(pattern)} attention ({' '.join(ATTENTION)}) and MLP ({' '.join(MLP)}) do not "
@@ -221,7 +233,8 @@ def pairs(pattern: str, where: object) -> list[str]:
 
 def as_gpt_args(args: Mapping[str, Any], where: object) -> dict[str, Any]:
     """Return the arguments of the GPTModel that computes what a HybridModel with these does; those
-    of a GPTModel as they are.
+    of a GPTModel as they are. With Mamba layers, which no GPTModel has, the pattern stays among them, without
+    stages and MTP layers.
 
     Raises ReshardError where there is none.
     """
@@ -235,15 +248,27 @@ def as_gpt_args(args: Mapping[str, Any], where: object) -> dict[str, Any]:
     mtp_layers = len(mtp)
     if not mtp and args.get("mtp_hybrid_override_pattern"):
         mtp, mtp_layers = [args["mtp_hybrid_override_pattern"]], int(args.get("mtp_num_layers") or 0)
-    layers = pairs(decoder.replace(STAGE, ""), where)
-    if any(len(pairs(inside, where)) != 1 for inside in set(mtp)):
-        raise ReshardError(
-            f"{where}: an MTP layer of the pattern {_short(pattern)} is not one attention and one MLP"
-        )
     gpt = {name: value for name, value in args.items() if name not in OF_HYBRID}
     spec = args.get("spec")
     if isinstance(spec, (list, tuple)) and spec and f"{spec[0]}.".startswith(SPECS):
         del gpt["spec"]
+    if "[" in pattern:
+        raise ReshardError(
+            f"{where}: the pattern {_short(pattern)} groups layers in brackets, which is not read: train without them"
+        )
+    decoder = decoder.replace(STAGE, "")
+    if MAMBA in decoder:
+        if set(mtp) - {MTP_OF_MAMBA}:
+            raise ReshardError(
+                f"{where}: an MTP layer of the pattern {_short(pattern)} is not {MTP_OF_MAMBA}, as in all published models"
+            )
+        gpt |= {"num_layers": len(decoder), "hybrid_layer_pattern": decoder}
+        return gpt | ({"mtp_num_layers": mtp_layers} if mtp else {})
+    layers = pairs(decoder, where)
+    if any(len(pairs(inside, where)) != 1 for inside in set(mtp)):
+        raise ReshardError(
+            f"{where}: an MTP layer of the pattern {_short(pattern)} is not one attention and one MLP"
+        )
     gpt |= {"num_layers": len(layers)} | _kinds_as_args(layers)
     if mtp:
         gpt["mtp_num_layers"] = mtp_layers

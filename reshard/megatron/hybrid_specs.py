@@ -1,6 +1,7 @@
-"""The spec of a HybridModel that computes what a GPTModel does: each of its layers is one half of a
-GPTModel's."""
+"""The spec of a HybridModel: of one that computes what a GPTModel does each layer is one half of a
+GPTModel's; of one with Mamba layers they are Megatron's own, or local ones."""
 
+from copy import copy
 from typing import Any
 
 from megatron.core.models.hybrid import hybrid_block
@@ -10,7 +11,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from reshard.megatron.gated_delta import ZeroCenteredNorm
 from reshard.megatron.hybrid import MTP, STAGE, pairs
-from reshard.megatron.specs import layer_specs
+from reshard.megatron.specs import layer_specs, standard_specs
 from reshard.models.family import Family
 
 # Letters of a pattern, and where a stack has the spec of their layers.
@@ -31,6 +32,8 @@ def stack_spec(family: Family, config: Any, pattern: str, transformer_impl: str)
 
     `config` is that of the whole GPTModel, without pipeline stages; `pattern` is the HybridModel's.
     """
+    if family.layer_letters:
+        return _single_layers(family, config, transformer_impl)
     decoder, mtp = layer_specs(family, config, transformer_impl, None)
     layers = pairs(pattern.split(MTP)[0].replace(STAGE, ""), "the model")
     submodules: dict[str, Any] = {}
@@ -41,6 +44,27 @@ def stack_spec(family: Family, config: Any, pattern: str, transformer_impl: str)
     return ModuleSpec(
         module=stack, submodules=hybrid_block.HybridStackSubmodules(**submodules, mtp_block_spec=mtp)
     )
+
+
+def _single_layers(family: Family, config: Any, transformer_impl: str) -> ModuleSpec:
+    """Return the spec of a stack of layers each of which a pattern has a letter of its own for."""
+    if transformer_impl == "transformer_engine":
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+        return hybrid_stack_spec
+    from reshard.megatron.mamba import local_mamba_layer
+
+    dense, experts = copy(config), copy(config)
+    dense.num_moe_experts, experts.moe_layer_freq = None, 1
+    layers = {
+        name: standard_specs(of_kind, "local", None)[1]
+        for name, of_kind in (("mlp_layer", dense), ("moe_layer", experts))
+    }
+    submodules = {name: _half(layer, layer.module, MLP) for name, layer in layers.items()}
+    submodules["attention_layer"] = _half(layers["mlp_layer"], TransformerLayer, ATTENTION)
+    submodules["mamba_layer"] = local_mamba_layer()
+    submodules["mtp_block_spec"] = layer_specs(family, experts, "local", None)[1]
+    return ModuleSpec(LocalHybridStack, submodules=hybrid_block.HybridStackSubmodules(**submodules))
 
 
 def _half(layer: ModuleSpec, module: Any, names: tuple[str, ...]) -> ModuleSpec:

@@ -149,13 +149,13 @@ class MegatronLayout:
             fits = [n for n in divisors(s["NQ"]) if s.get("NKV", n) % n == 0 or n % s.get("NKV", n) == 0]
             heads = f"{s['NQ']} attention heads" + (f" in {s['NKV']} query groups" if "NKV" in s else "")
             raise ReshardError(f"--tp {self.tp} does not divide {heads}; sizes that do: {numbers(fits)}")
-        for symbol, name in (("NK", "linear_num_key_heads"), ("NV", "linear_num_value_heads")):
+        for symbol in ("NK", "NV", "NM", "NG"):
             if s.get(symbol, self.tp) % self.tp:
-                possible = numbers(divisors(s[symbol]))
+                name, possible = model.family.symbols[symbol], numbers(divisors(s[symbol]))
                 raise ReshardError(
                     f"--tp {self.tp} does not divide {name} {s[symbol]}; sizes that do: {possible}"
                 )
-        dense = [("F", "intermediate_size")] if len(model.moe_layers) < model.num_layers else []
+        dense = [("F", "intermediate_size")] if any("dense" in kind.split() for kind in model.kinds) else []
         sizes = [(f"--tp {self.tp}", self.tp, s[symbol], name) for symbol, name in dense]
         if model.num_experts:
             sizes.append((f"--etp {self.expert_tp}", self.expert_tp, s["FE"], model.family.symbols["FE"]))

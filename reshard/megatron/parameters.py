@@ -75,15 +75,16 @@ def expand(
     model: Model,
     transformer_impl: str = "transformer_engine",
     padded_vocab: int | None = None,
-    model_class: str = "gpt",
+    model_class: str | None = None,
     kept_padding: int = 0,
 ) -> ModelParameters:
     """Expand a model's table into its parameters, as Megatron's `model_class` (``gpt`` or
-    ``hybrid``) names them.
+    ``hybrid``; default: `hybrid.class_of`) names them.
 
     `padded_vocab` is Megatron's number of vocabulary rows (default: no padding). Of the padding, the first
     `kept_padding` rows are canonical tensors, named by `PADDING`; the others are zero.
     """
+    model_class = hybrid.class_of(model, model_class)
     expansion = _Expansion(model, transformer_impl, padded_vocab, model_class, kept_padding)
     for block in model.blocks():
         expansion.block(block)
@@ -200,7 +201,8 @@ class _Expansion:
         split, prefix = row.split_of(self.impl), block.megatron
         if self.hybrid:
             (prefix, megatron), (_, local) = (
-                hybrid.hybrid_name(block.megatron, block.layer, name) for name in (megatron, local)
+                hybrid.hybrid_name(block.megatron, block.layer, name, not self.model.family.layer_letters)
+                for name in (megatron, local)
             )
         self.parameters.append(
             Parameter(

@@ -75,7 +75,11 @@ class Sizes:
 
 
 def layer_tensors(model: Model, kind: str, z: Sizes) -> list[Saved]:
-    """Return the rows of a decoder layer of kind ``dense`` or ``moe``."""
+    """Return the rows of a decoder layer of this kind: of attention and an MLP or experts, or of one of
+    them where each is a layer of its own."""
+    if model.family.layer_letters:
+        words = {"full": _attention, "dense": _mlp, "moe": _experts}
+        return words[kind](model, z) if kind in words else []
     return _attention(model, z) + (_experts(model, z) if has_experts(kind) else _mlp(model, z))
 
 
@@ -140,12 +144,18 @@ def _norms_each_head(model: Model) -> bool:
     return all(row.shape == "D" for row in norms)
 
 
+def _products(model: Model) -> int:
+    """Return the widths that the first product of an MLP or an expert has: 2 of gate and up, 1 without a
+    gate."""
+    return 1 if megatron_args(model).get("squared_relu") else 2
+
+
 def _mlp(model: Model, z: Sizes) -> list[Saved]:
     hidden, wide, linear = model.symbols["H"] / z.sequence, model.symbols["F"] / z.tp, _linear(z)
     return [
         Saved("MLP norm, in", hidden, 2),
         Saved("MLP norm, out", hidden, linear, ("mlp",)),
-        Saved("gate and up", 2 * wide, 2, ("mlp",)),
+        Saved("gate and up", _products(model) * wide, 2, ("mlp",)),
         Saved("activation", wide, linear, ("mlp",)),
     ]
 
@@ -159,7 +169,7 @@ def _experts(model: Model, z: Sizes) -> list[Saved]:
         Saved("MLP norm, out", hidden / z.sequence, 2, ("layernorm",)),
         Saved("router", ROUTER * s["E"] / z.tp, 2, ("moe",)),
         Saved("experts, in", share * hidden, linear, ("moe",), True),
-        Saved("experts, gate and up", 2 * share * wide, 2, ("moe",), True),
+        Saved("experts, gate and up", _products(model) * share * wide, 2, ("moe",), True),
         Saved("experts, activation", share * wide, linear, ("moe", "moe_act"), True),
     ]
     if z.probs_after_experts:
@@ -172,7 +182,7 @@ def _experts(model: Model, z: Sizes) -> list[Saved]:
         if z.fp8:
             rows.append(Saved("shared experts, in", hidden / z.sequence, 1, drop))
         rows += [
-            Saved("shared experts, gate and up", 2 * shared, 2, drop),
+            Saved("shared experts, gate and up", _products(model) * shared, 2, drop),
             Saved("shared experts, activation", shared, linear, drop),
         ]
     return rows
@@ -213,7 +223,7 @@ def chunk_bytes(setup: TrainingSetup, chunk: Stage, imbalance: float) -> Chunk:
     """
     z, tokens, r = Sizes.of(setup, imbalance), setup.tokens, setup.recompute
     kinds = [setup.model.kinds[layer] for layer in chunk.layers]
-    mtp = [setup.model.mtp_kind] * setup.model.mtp_layers if chunk.mtp else []
+    mtp = [*setup.model.mtp_kinds] * setup.model.mtp_layers if chunk.mtp else []
     tensors: dict[str, float] = {}
 
     def keep(name: str, amount: float) -> None:

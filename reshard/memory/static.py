@@ -170,7 +170,8 @@ def chunk_weights(setup: TrainingSetup, chunk: Stage) -> tuple[list[tuple[Weight
         if layout.pp > 1 and (model.tied or model.mtp_layers):
             tied.append(embedding)
     if chunk.mtp:
-        for weight in (*block("mtp", model.mtp_kind), *block("layer", model.mtp_kind)):
+        layers = (weight for kind in model.mtp_kinds for weight in block("layer", kind))
+        for weight in (*block("mtp", model.mtp_kinds[-1]), *layers):
             held.append((weight, model.mtp_layers))
     if chunk.output:
         held += [(weight, 1) for weight in outside if weight.name.startswith("output_layer.")]

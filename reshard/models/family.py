@@ -9,6 +9,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.models.config_fields import MAPPED, WINDOW, whole_number
 from reshard.models.config_rows import ConfigRow, Equality, Refusal
 from reshard.models.field_tables import NO_EFFECT, NO_EFFECT_ENDS
+from reshard.models.layer_kinds import PATTERN_FIELDS, kinds_by_pattern, pattern_fields
 from reshard.models.numerics_args import same_value
 from reshard.models.rope import megatron_rope, rope_of
 from reshard.models.table_checks import check_family
@@ -71,8 +72,13 @@ class Family:
       `mlp_types`: the field with ``dense`` or ``sparse`` for each layer, which says the same to
       transformers. `shared_experts`: the field with the number of experts that every token goes to,
       each as wide as a routed one.
+    - `layer_letters`: by kind of layer (its `kind_words`), the letter of such a layer in the pattern of
+      Megatron's HybridModel, for a family whose layers are each one layer of that, so that no
+      GPTModel has them; its configs have the kinds in `PATTERN_FIELDS` of `reshard.models.layer_kinds`.
+      Empty where a layer is an attention and an MLP, as in a GPTModel.
     - `in_memory`: the names, within a layer, of parameters that a transformers model has under
-      other names than its checkpoint.
+      other names than its checkpoint. `in_memory_prefix`: what published names begin with, and what
+      instead in a transformers model.
     - `rotary`: the symbol of a head's dims that turn; `partial_rotary`: which share of them does
       where the config does not say, None where it is all and nothing else is mapped; `rope_theta`:
       the base where it does not say; `rope_types`: the rotary embeddings that Megatron has for it.
@@ -98,9 +104,9 @@ class Family:
       carried from disk to disk unchanged.
     - `mtp_prefixes`: what the names of an MTP layer's own tensors, and of those of the decoder
       layer in it, begin with; ``{layers}`` stands for `layers`, ``{layer}`` counts on from the
-      decoder layers, ``{index}`` from 0.
+      decoder layers, ``{index}`` from 0, and ``{part}`` the decoder layers in one MTP layer.
     - `layers`, `ends`, `outputs`: where the modules are whose outputs transformers and Megatron
-      both have.
+      both have; ``|`` between those of Megatron's of which a layer has one.
     """
 
     name: str
@@ -134,7 +140,9 @@ class Family:
     first_dense = ""
     mlp_types = ""
     shared_experts = ""
+    layer_letters: dict[str, str] = {}
     in_memory: tuple[tuple[str, str], ...] = ()
+    in_memory_prefix = ("", "")
     rotary = "D"
     partial_rotary: float | None = None
     rope_theta = 10000.0
@@ -160,7 +168,7 @@ class Family:
         ("the final norm",   "model.norm",         "decoder.final_layernorm"),
         ("the output layer", "lm_head",            "output_layer"),
     )  # fmt: skip
-    outputs = (
+    outputs: tuple[tuple[str, str, str], ...] = (
         ("input norm", "input_layernorm",          "input_layernorm"),
         ("attention",  "self_attn",                "self_attention"),
         ("MLP norm",   "post_attention_layernorm", "pre_mlp_layernorm"),
@@ -169,6 +177,8 @@ class Family:
 
     def __init__(self) -> None:
         """Read the tables. Raises ValueError, naming file and row, where one does not follow the columns."""
+        if self.layer_letters:
+            self.kind_words = tuple(self.layer_letters)
         check_family(self, type(self).__module__)
         self.config_rows = tuple(map(ConfigRow.of, self.config))
         self.refusals: tuple[Refusal | Equality, ...] = (
@@ -194,6 +204,7 @@ class Family:
             *MAPPED,
             *self.reads,
             *(WINDOW if self.window else ()),
+            *(PATTERN_FIELDS if self.layer_letters else ()),
             *filter(None, (self.first_dense, self.mlp_types, self.shared_experts)),
         }
         return frozenset(rules | rows | refused | set(self.symbols.values()))
@@ -216,9 +227,15 @@ class Family:
         kind = str(rope.get("rope_type", "")).removeprefix("deepseek_")
         return config | ({"rope_parameters": rope | {"rope_type": kind}} if self.latent and kind else {})
 
+    def implied_fields(self, config: dict[str, Any], where: str) -> dict[str, Any]:
+        """Return fields with the values that others of a config imply; they count where it lacks them."""
+        return {"num_hidden_layers": len(kinds_by_pattern(config, where))} if self.layer_letters else {}
+
     def layer_kinds(self, config: dict[str, Any], where: str) -> tuple[str, ...]:
         """Return the kind of each decoder layer: some of `kind_words`, with spaces between. Raises
         ReshardError where a field does not say which."""
+        if self.layer_letters:
+            return kinds_by_pattern(config, where)
         layers = int(config["num_hidden_layers"])
         if not self.first_dense:
             return ("moe" if self.has_experts else "dense",) * layers
@@ -240,10 +257,10 @@ class Family:
         """Return `mlp_types` of a model whose first layers are dense."""
         return ["dense"] * min(first, layers) + ["sparse"] * max(layers - first, 0)
 
-    def mtp_kind(self, kinds: tuple[str, ...]) -> str:
-        """Return the kind of the decoder layer in a multi-token-prediction layer, after decoder
+    def mtp_kinds(self, kinds: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the kinds of the decoder layers in a multi-token-prediction layer, after decoder
         layers of these kinds."""
-        return kinds[-1]
+        return kinds[-1:]
 
     def kinds_as_fields(self, pattern: list[int]) -> dict[str, Any]:
         """Return the config fields for a pattern with 1 for each layer with experts and 0 for each
@@ -284,6 +301,12 @@ class Family:
         """Return the config fields for the share of a head's dims that turn."""
         return {"partial_rotary_factor": share}
 
+    def name_in_memory(self, published: str) -> str:
+        """Return the name in a transformers model of what has this published name, but for those of
+        `in_memory`."""
+        prefix, in_memory = self.in_memory_prefix
+        return in_memory + published.removeprefix(prefix) if published.startswith(prefix) else published
+
     def published_module(self, module: str) -> str:
         """Return the published name of a module of a layer, which a transformers model may have
         under another."""
@@ -295,8 +318,10 @@ class Family:
     # Megatron's arguments
 
     def rope_args(self, config: dict[str, Any], where: str) -> dict[str, Any]:
-        """Return Megatron's rotary arguments. Raises ReshardError, naming the field, where Megatron
-        has no setting for it."""
+        """Return Megatron's rotary arguments, of attention without positions none. Raises ReshardError,
+        naming the field, where Megatron has no setting for it."""
+        if self.megatron["position_embedding_type"] == "none":
+            return {}
         rope = self.rope(config, where)
         share = rope["partial_rotary_factor"]
         if share != 1.0 and self.partial_rotary is None:
@@ -318,9 +343,9 @@ class Family:
         return {"kv_channels": config["v_head_dim"]} if self.latent else {}
 
     def args_as_fields(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Return the config fields for arguments of `derived_args` that say something of the model:
-        its inverse."""
-        return {}
+        """Return the config fields for arguments of `derived_args`, or for a pattern, that say something of
+        the model."""
+        return pattern_fields(args) if self.layer_letters else {}
 
     def caveats(self, config: dict[str, Any], transformer_impl: str) -> list[str]:
         """Return a sentence for each thing that Megatron computes differently for this family alone."""

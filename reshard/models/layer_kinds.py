@@ -93,3 +93,53 @@ def window_fields(args: dict[str, Any]) -> dict[str, Any]:
     windows = window_pattern(args.get("window_attn_skip_freq"), layers)
     names = ("full_attention", "sliding_attention")
     return {"layer_types": [names[windowed] for windowed in windows], "sliding_window": window[0] + 1}
+
+
+# Words of `layers_block_type`, as published and as transformers 5 writes them, and letters of
+# `hybrid_override_pattern`.
+PATTERN_FIELDS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+BLOCK_TYPES = {
+    "mamba": "mamba", "attention": "full", "mlp": "dense", "moe": "moe",
+    "linear_attention": "mamba", "full_attention": "full", "M": "mamba", "*": "full", "-": "dense", "E": "moe",
+}  # fmt: skip
+
+
+def kinds_by_pattern(config: dict[str, Any], where: str) -> tuple[str, ...]:
+    """Return ``mamba``, ``full`` (attention), ``dense`` (an MLP) or ``moe`` for each layer: by
+    `layers_block_type`, which `layer_types` is too, or by the letters of `hybrid_override_pattern`.
+
+    Raises ReshardError where they do not say which, or say two things.
+    """
+    given = {name: config[name] for name in PATTERN_FIELDS if config.get(name) is not None}
+    kinds = {}
+    for name, entries in given.items():
+        is_of_type = isinstance(entries, str if name == "hybrid_override_pattern" else list)
+        if not is_of_type or not entries or any(entry not in BLOCK_TYPES for entry in entries):
+            raise ReshardError(f"{where}: {name} {entries!r:.80} does not say of which kind each layer is")
+        kinds[name] = tuple(BLOCK_TYPES[entry] for entry in entries)
+    if not kinds:
+        raise ReshardError(
+            f"{where} has neither {PATTERN_FIELDS[0]} nor {PATTERN_FIELDS[-1]}, which say of which kind each layer is"
+        )
+    first, *others = kinds
+    layers = config.get("num_hidden_layers")
+    for other in others:
+        if kinds[other] != kinds[first]:
+            raise ReshardError(
+                f"{where}: {first} and {other} say two things of the layers: correct the one that is wrong"
+            )
+    if layers is not None and layers != len(kinds[first]):
+        raise ReshardError(
+            f"{where}: {first} is of {len(kinds[first])} layers, but num_hidden_layers is {layers!r:.20}: correct the "
+            f"one that is wrong"
+        )
+    if "mamba" not in kinds[first]:
+        raise ReshardError(
+            f"{where}: {first} has no Mamba layer, without which Megatron's pattern is another family's"
+        )
+    return kinds[first]
+
+
+def pattern_fields(args: dict[str, Any]) -> dict[str, Any]:
+    """Return the config field for the pattern of a HybridModel's args."""
+    return {"hybrid_override_pattern": args["hybrid_layer_pattern"]}

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from reshard.core.errors import ReshardError, listed
+from reshard.core.views import tensor_of
 from reshard.models.config_defaults import DEFAULTS
 from reshard.models.config_fields import (
     ignored_fields,
@@ -83,7 +84,8 @@ class Model:
         wrapped = is_wrapped(family, config)
         if wrapped:
             config = _language_model(config, where)
-        full = dict(config)
+        full = family.implied_fields(config, where)
+        full |= {name: value for name, value in config.items() if value is not None or name not in full}
         for row in family.config_rows:
             name = row.field
             if row.argument in NUMERICS_ARGS:
@@ -195,9 +197,9 @@ class Model:
         return tuple(layer for layer, kind in enumerate(self.kinds) if has_experts(kind))
 
     @cached_property
-    def mtp_kind(self) -> str:
-        """The kind of the decoder layer in each MTP layer."""
-        return self.family.mtp_kind(self.kinds)
+    def mtp_kinds(self) -> tuple[str, ...]:
+        """The kinds of the decoder layers in each MTP layer: of most families one."""
+        return self.family.mtp_kinds(self.kinds)
 
     @cached_property
     def uniform(self) -> bool:
@@ -260,16 +262,16 @@ class Model:
         """Return what the published names of a decoder layer begin with."""
         return self.published_name(f"{self.family.layers}{layer}.")
 
-    def mtp_prefixes(self, index: int) -> tuple[str, str]:
-        """Return what the published names of an MTP layer's own tensors, and of those of the
+    def mtp_prefixes(self, index: int) -> tuple[str, ...]:
+        """Return what the published names of an MTP layer's own tensors, and of those of each
         decoder layer in it, begin with."""
-        own, inside = (
-            self.published_name(
-                prefix.format(layers=self.family.layers, layer=self.num_layers + index, index=index)
-            )
-            for prefix in self.family.mtp_prefixes
+        numbers = {"layers": self.family.layers, "layer": self.num_layers + index, "index": index}
+        own, inside = self.family.mtp_prefixes
+        prefixes = (own, *(inside for _ in self.mtp_kinds))
+        return tuple(
+            self.published_name(prefix.format(part=max(place - 1, 0), **numbers))
+            for place, prefix in enumerate(prefixes)
         )
-        return own, inside
 
     @cached_property
     def _rows(self) -> dict[tuple[str, str], list[Row]]:
@@ -282,21 +284,22 @@ class Model:
         for layer, kind in enumerate(self.kinds):
             yield Block(self.layer_prefix(layer), "decoder.layers.", layer, False, self.rows("layer", kind))
         for index in range(self.mtp_layers):
-            (own, inside), prefix = self.mtp_prefixes(index), f"mtp.layers.{index}."
-            yield Block(own, prefix, index, True, self.rows("mtp", self.mtp_kind))
-            yield Block(inside, f"{prefix}transformer_layer.", index, True, self.rows("layer", self.mtp_kind))
+            (own, *inside), prefix = self.mtp_prefixes(index), f"mtp.layers.{index}."
+            yield Block(own, prefix, index, True, self.rows("mtp", self.mtp_kinds[-1]))
+            for published, kind in zip(inside, self.mtp_kinds, strict=True):
+                yield Block(published, f"{prefix}transformer_layer.", index, True, self.rows("layer", kind))
 
     def names_in_memory(self) -> dict[str, str]:
         """Return the published names of parameters that a transformers model has under other names, by
-        those."""
-        renamed = dict(self.family.in_memory)
+        those; of parts of a tensor its name."""
+        renamed, family = dict(self.family.in_memory), self.family
         return {
-            in_memory: published
+            tensor_of(family.name_in_memory(in_memory)): tensor_of(published)
             for block in self.blocks()
             for row in block.rows
-            if row.hf in renamed
+            if row.hf in renamed or any(family.in_memory_prefix)
             for (_, in_memory), (_, published) in zip(
-                replace(row, hf=renamed[row.hf]).names(block.published, range(self.num_experts)),
+                replace(row, hf=renamed.get(row.hf, row.hf)).names(block.published, range(self.num_experts)),
                 row.names(block.published, range(self.num_experts)),
                 strict=True,
             )

@@ -28,6 +28,7 @@ NUMERICS_ARGS: dict[str, Any] = {
     "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "experimental_attention_variant": None,
     "linear_attention_freq": None, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_num_value_heads": 32,
     "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+    "mamba_num_heads": None, "mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_state_dim": 128,
     # an indexer's choice of tokens; its Hadamard rotation leaves the scores as they are
     "dsa_indexer_n_heads": None, "dsa_indexer_head_dim": None, "dsa_indexer_topk": None, "dsa_indexer_topk_freq": 1,
     "dsa_indexer_skip_topk_offset": 0, "dsa_indexer_rope_interleaved": False, "dsa_indexer_scoring_relu": True,
@@ -159,6 +160,12 @@ def _without_effect(args: Mapping[str, Any]) -> set[str]:
     if args.get("spec"):
         skipped.add("spec")  # of layers whose weights have shapes of their own
     skipped |= set(_NOT_MLA if mla else _MLA)
+    pattern = args.get("hybrid_layer_pattern") or ""
+    skipped |= {name for name in NUMERICS_ARGS if name.startswith("mamba_") and "M" not in pattern}
+    if pattern:
+        skipped |= {"moe_layer_freq", *(() if "-" in pattern else ("ffn_hidden_size",))}
+    if args.get("position_embedding_type") == "none":
+        skipped |= {name for name in NUMERICS_ARGS if name.startswith("rotary_")}
     if args.get("experimental_attention_variant") != "gated_delta_net":
         skipped |= set(_LINEAR) - {"linear_attention_freq"}
     if args.get("experimental_attention_variant") != "dsa":

@@ -105,15 +105,16 @@ def describe_divergence(divergence: Divergence | None) -> str:
 def compared_outputs(model: Model) -> list[ModuleOutput]:
     """Return the outputs that are compared, in the order of the computation."""
     (embedding, at_first, _), (norm, before_last, _), (head, at_last, _) = model.family.ends
-    points = [ModuleOutput(embedding, at_first, at_first + ".")]
+    in_memory = model.family.name_in_memory
+    points = [ModuleOutput(embedding, in_memory(at_first), at_first + ".")]
     for layer, kind in enumerate(model.kinds):
         path = f"{model.family.layers}{layer}"
         for place, module, _ in model.family.outputs:
             name = "experts" if place == "MLP" and has_experts(kind) else place
             prefix = f"{path}.{model.family.published_module(module)}."
-            points.append(ModuleOutput(f"the {name} of layer {layer}", f"{path}.{module}", prefix))
-        points.append(ModuleOutput(f"the output of layer {layer}", path, path + "."))
-    points.append(ModuleOutput(norm, before_last, before_last + "."))
+            points.append(ModuleOutput(f"the {name} of layer {layer}", in_memory(f"{path}.{module}"), prefix))
+        points.append(ModuleOutput(f"the output of layer {layer}", in_memory(path), path + "."))
+    points.append(ModuleOutput(norm, in_memory(before_last), before_last + "."))
     points.append(ModuleOutput(head, at_last, (at_first if model.tied else at_last) + "."))
     return [point._replace(prefix=model.published_name(point.prefix)) for point in points]
 
@@ -255,16 +256,19 @@ def _states_of_megatron(system: Megatron, tokens: torch.Tensor, positions: Seque
     for chunk in system.models:
         model: Any = chunk
         if model.pre_process:
-            modules[embedding] = model.get_submodule(its_embedding)
+            modules[family.name_in_memory(embedding)] = model.get_submodule(its_embedding)
         for layer in model.decoder.layers:
-            path = f"{family.layers}{system.decoder_layer(layer)}"
+            path = family.name_in_memory(f"{family.layers}{system.decoder_layer(layer)}")
             modules[path] = layer  # of a HybridModel's two halves the second
-            for _, module, its_module in family.outputs:
-                output = getattr(layer, its_module)
-                if not isinstance(output, IdentityOp):
+            for _, module, its_modules in family.outputs:
+                outputs = (getattr(layer, name, None) for name in its_modules.split("|"))
+                output = next(
+                    (one for one in outputs if one is not None and not isinstance(one, IdentityOp)), None
+                )
+                if output is not None:
                     modules[f"{path}.{module}"] = output
         its_norm = "final_norm" if system.model_class == "hybrid" else "final_layernorm"
-        modules[norm] = getattr(model.decoder, its_norm, None)
+        modules[family.name_in_memory(norm)] = getattr(model.decoder, its_norm, None)
     compared = {name: module for name, module in modules.items() if module is not None}
     with (
         hooked(compared, lambda name, _, __, out: states.__setitem__(name, _with_bias(out).transpose(0, 1))),

@@ -12,7 +12,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE, check_number
 from reshard.megatron.arguments import caveats
 from reshard.megatron.flags import version_of
-from reshard.megatron.hybrid import MODEL_CLASSES
+from reshard.megatron.hybrid import MODEL_CLASSES, class_of
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
 from reshard.megatron.training.progress import TrainingState
@@ -73,7 +73,7 @@ def hf_to_mcore(
     dtype: str | None = None,
     allow_overflow: bool = False,
     transformer_impl: str = "transformer_engine",
-    model_class: str = "gpt",
+    model_class: str | None = None,
     make_vocab_size_divisible_by: int = 128,
     megatron_version: str | None = None,
     iteration: int | None = None,
@@ -91,11 +91,11 @@ def hf_to_mcore(
     `layout` decides how the tensors are cut into chunks and files, `dtype` (``bf16``, ``fp16``,
     ``fp32``) casts, `iteration` writes a numbered iteration where None writes a release.
     `model_class` is the class of Megatron's model that loads it, ``gpt`` (GPTModel) or ``hybrid``
-    (HybridModel). The flags file is for Megatron-LM `megatron_version` (``0.14``; default: the
-    newest that is known); the weights are the same for all. Finite numbers that a cast would make
-    infinite are refused unless `allow_overflow`, and then counted in the report's notices. With
-    `sync` all bytes are on the disk before the destination appears. Under torchrun, the processes
-    share the work. `progress(done, total)` is called with bytes.
+    (HybridModel; the default where no GPTModel has such layers). The flags file is for Megatron-LM
+    `megatron_version` (``0.14``; default: the newest that is known); the weights are the same for all.
+    Finite numbers that a cast would make infinite are refused unless `allow_overflow`, and then counted
+    in the report's notices. With `sync` all bytes are on the disk before the destination appears. Under
+    torchrun, the processes share the work. `progress(done, total)` is called with bytes.
 
     Raises ReshardError, and leaves no destination, for anything that cannot be converted exactly.
     """
@@ -125,7 +125,7 @@ def mcore_to_mcore(
     dtype: str | None = None,
     allow_overflow: bool = False,
     transformer_impl: str = "transformer_engine",
-    model_class: str = "gpt",
+    model_class: str | None = None,
     make_vocab_size_divisible_by: int = 128,
     megatron_version: str | None = None,
     iteration: int | None = None,
@@ -176,6 +176,7 @@ def to_mcore(
 ) -> ConversionReport:
     """Convert an open source to a Megatron checkpoint of this `form` (`megatron_form`), from which a
     `training` goes on."""
+    form = form | {"model_class": class_of(src.model, form["model_class"])}
     checks, workdir = check_both_ends(src, destination, team, options)
     tensors = tensors_to_store(src, target)
     files = MegatronFiles(src.model, layout, tensors, src.copies, src.hf_files(), training=training, **form)
@@ -291,7 +292,7 @@ def checked_layout(layout: MegatronLayout | None) -> MegatronLayout:
 
 def megatron_form(
     transformer_impl: str,
-    model_class: str,
+    model_class: str | None,
     make_vocab_size_divisible_by: int,
     megatron_version: str | None,
     iteration: int | None,
@@ -300,7 +301,7 @@ def megatron_form(
     them. Raises ReshardError for a value that cannot be."""
     if transformer_impl not in TRANSFORMER_IMPLS:
         raise ReshardError(f"--transformer-impl {transformer_impl} is not one of {listed(TRANSFORMER_IMPLS)}")
-    if model_class not in MODEL_CLASSES:
+    if model_class not in (None, *MODEL_CLASSES):
         raise ReshardError(f"--model-class {model_class} is not one of {listed(MODEL_CLASSES)}")
     check_number(make_vocab_size_divisible_by, "--make-vocab-size-divisible-by", MAX_VOCAB_MULTIPLE)
     if iteration is not None:

@@ -116,12 +116,12 @@ def _locals(
 
 
 def _rows(held: LocalParameter) -> Box:
-    """Return the box of a parameter as one of a matrix. Raises ReshardError where it is split along
+    """Return the box of a parameter as one of a matrix or a vector. Raises ReshardError where it is split along
     a dim after the second."""
     offsets, lengths = held.box
     if len(lengths) > 2 and lengths[1:] != held.shape[1:]:
         raise ReshardError(f"the trainer's {held.name} is split along another dim than the first")
-    return held.box if len(lengths) == 2 else Box((offsets[0], 0), as_matrix(lengths))
+    return held.box if len(lengths) < 3 else Box((offsets[0], 0), as_matrix(lengths))
 
 
 def _check_shape(held: LocalParameter, shape: tuple[int, ...]) -> None:

@@ -20,7 +20,7 @@ from reshard.trainers.base import Trainer
 # What wrappers put into a parameter's name: activation checkpointing, torch.compile.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 # Experts of a layer in one tensor, and the published names of the rows of one expert, from top to bottom.
-FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 
 
 class LocalParameter(NamedTuple):

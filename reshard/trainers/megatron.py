@@ -137,6 +137,7 @@ def _settings(model: torch.nn.Module) -> dict[str, Any]:
             "silu",
             "swish",
         )
+        settings["squared_relu"] = getattr(function, "__name__", "") == "squared_relu"
     if hasattr(config, "num_moe_experts"):
         settings["num_experts"] = config.num_moe_experts
     if isinstance(getattr(model, "share_embeddings_and_output_weights", None), bool):

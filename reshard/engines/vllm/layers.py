@@ -51,6 +51,12 @@ def has_cache(module: Any) -> bool:
     return hasattr(module, "kv_cache_dtype")
 
 
+def decays_of(module: Any) -> Any:
+    """Return the parameter ``A`` of a Mamba-2 layer, which vLLM's loader computes; None for other modules."""
+    is_mamba = type(module).__name__ == "MambaMixer2"
+    return module.A if is_mamba and hasattr(module.A, "weight_loader") else None
+
+
 def plain_method(method: Any) -> Any:
     """Return the method that a layer's weights were loaded for. Another one may run them, for LoRA
     adapters, or to exchange tokens among experts' ranks."""

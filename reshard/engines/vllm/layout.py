@@ -19,6 +19,7 @@ from reshard.engines.layout import (
     place,
 )
 from reshard.engines.vllm.names import VLLM
+from reshard.megatron.stages import divisors, numbers
 from reshard.models.model import Model
 from reshard.models.tables import Row
 
@@ -65,9 +66,15 @@ class VllmLayout:
         """Raise ReshardError if vLLM would not start at these sizes."""
         heads = model.symbols["NQ"]
         if heads % self.tp:
-            divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            possible = numbers(divisors(heads))
             raise ReshardError(
-                f"vLLM's tp {self.tp} does not divide {heads} attention heads; sizes that do: {divisors}"
+                f"vLLM's tp {self.tp} does not divide {heads} attention heads; sizes that do: {possible}"
+            )
+        groups = model.symbols.get("NG", self.tp)  # of Mamba layers
+        if groups % self.tp:
+            raise ReshardError(
+                f"vLLM's tp {self.tp} does not divide {model.family.symbols['NG']} {groups}; sizes that do: "
+                f"{numbers(divisors(groups))}"
             )
         if self.pp > model.num_layers:
             raise ReshardError(f"vLLM's pp {self.pp} is more than the model's {model.num_layers} layers")

@@ -33,6 +33,7 @@ from reshard.engines.vllm.weights.accounts import ADAPTERS, other_accounts
 from reshard.engines.vllm.weights.block_scales import find_scales, layers_in_blocks
 from reshard.engines.vllm.weights.drafter import check_drafter, is_mtp, trace_drafter
 from reshard.engines.vllm.weights.kept import KeptTensors
+from reshard.engines.vllm.weights.mamba import Decay, decays, load_decay, stale_decay
 from reshard.engines.vllm.weights.mla import derive_in_place, deriving_attentions, stale_matrices
 from reshard.engines.vllm.weights.rank import rank_of
 from reshard.engines.vllm.weights.served import DRAFT, Served
@@ -82,6 +83,7 @@ class VllmModel(LiveEngine):
         self._main_trace: Trace | None = None
         self._adapters: dict[str, VllmAdapter] = {}
         self._kept = KeptTensors(self.guard)
+        self.decays: dict[str, Decay] = {}
         self._find_tensors(with_drafter=drafts_by_mtp)
         self.guard.when_loaded.append(WeakMethod(self._loaded_again))
 
@@ -128,7 +130,9 @@ class VllmModel(LiveEngine):
         self.tensors: dict[str, torch.Tensor] = dict(self.served.named_tensors())
         # What vLLM's loader writes into: of layers that it quantizes after loading, not what they
         # serve from.
+        self.decays = decays(self.served, self.decays)
         self.loaded = self.tensors | self.reloads.loaded
+        self.loaded |= {name: decay.log for name, decay in self.decays.items()}
         self.rank = rank_of(self.module, self.model, self.tensors, self.vllm_config)
         self.tp = self.rank.tp
         with gc_paused():
@@ -172,7 +176,7 @@ class VllmModel(LiveEngine):
 
     def _trace_main(self, dtype: torch.dtype) -> Trace:
         def trace(canonical: Canonical) -> Trace:
-            return trace_model(self.module, canonical)
+            return trace_model(self.module, canonical, self.decays)
 
         def fingerprint(layer: ExpertLayer) -> tuple:
             return layer_fingerprint(self.module, layer)
@@ -202,7 +206,7 @@ class VllmModel(LiveEngine):
         written = {id(region.tensor) for region in regions}
         brought = {name: tensor for name, tensor in self.tensors.items() if id(tensor) in written}
         others = other_accounts(
-            self._modules, self.tensors, self.reloads.round_of, self.attentions, self._towers
+            self._modules, self.tensors, self.reloads.round_of, self.attentions, self.decays, self._towers
         )
         # Of layers that vLLM processes after loading, a refit fills what they are loaded into.
         unfilled = [name for name, tensor in self.reloads.loaded.items() if id(tensor) not in written]
@@ -249,8 +253,9 @@ class VllmModel(LiveEngine):
         self._save_kept()
 
     def tensors_moved(self) -> None:
-        """Find the matrices that vLLM derives, and the accounts, anew."""
+        """Find what vLLM derives, and the accounts, anew."""
         self.attentions = deriving_attentions(self.served)
+        self.decays = decays(self.served, self.decays)
         self.accounts = self._account()
 
     # A refit
@@ -277,15 +282,18 @@ class VllmModel(LiveEngine):
         self._kept.restore(self.tensors | self._idle_drafter, self._buffers)
         for attention in self.attentions.values():
             derive_in_place(attention)
+        for decay in self.decays.values():
+            load_decay(decay, self.tp)
 
     def stale_derived(self) -> list[str]:
-        """Return the names of matrices that are not what vLLM derives from the weights that it has
+        """Return the names of tensors that are not what vLLM derives from the weights that it has
         now."""
-        return [
+        matrices = [
             f"{name}.{key}"
             for name, attention in self.attentions.items()
             for key in stale_matrices(attention)
         ]
+        return matrices + [name for name, decay in self.decays.items() if stale_decay(decay, self.tp)]
 
     # For logs
 

@@ -58,6 +58,14 @@ GPT_OSS = (
 )  # fmt: skip
 
 
+SINGLE_LAYERS = (
+    ("mixer.q_proj.*",                          "mixer.qkv_proj.*",                        "always"),
+    ("mixer.k_proj.*",                          "mixer.qkv_proj.*",                        "always"),
+    ("mixer.v_proj.*",                          "mixer.qkv_proj.*",                        "always"),
+    ("mixer.A_log",                             "mixer.A",                                 "always"),
+    ("mixer.experts.{expert}.up_proj.weight",   "mixer.experts.routed_experts.w13_weight", "always"),
+    ("mixer.experts.{expert}.down_proj.weight", "mixer.experts.routed_experts.w2_weight",  "always"),
+)  # fmt: skip
 # The prefixes of a language model in a larger one, and of the other parts.
 IN_A_LARGER_ONE = (
     ("model.language_model.", "language_model.model."),
@@ -81,6 +89,11 @@ FAMILIES = {
     "qwen3_next": EngineFamily(),
     "qwen3_5_text": EngineFamily(),
     "qwen3_5_moe_text": EngineFamily(),
+    "nemotron_h": EngineFamily(
+        SINGLE_LAYERS,
+        prefixes=(("backbone.embeddings.", "model.embed_tokens."), ("backbone.", "model.")),
+        on_every_stage=OUTER,
+    ),
     "glm_moe_dsa": EngineFamily((*LATENT_ATTENTION, *INDEXER)),
     "gpt_oss": EngineFamily(
         GPT_OSS,

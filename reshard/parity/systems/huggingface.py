@@ -101,7 +101,10 @@ class HuggingFace(ForwardSystem):
             return {}
         [published] = {row.hf for row in family.rows["layer"] if row.megatron == ROUTER}
         module = dict(family.in_memory).get(published, published).removesuffix(".weight")
-        return {layer: self.submodule(f"{family.layers}{layer}.{module}") for layer in self.model.moe_layers}
+        return {
+            layer: self.submodule(family.name_in_memory(f"{family.layers}{layer}.{module}"))
+            for layer in self.model.moe_layers
+        }
 
     def choices(self, router: Any, inputs: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logits, _, experts = output

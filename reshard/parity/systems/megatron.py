@@ -185,13 +185,16 @@ class Megatron(ForwardSystem):
     def routers(self) -> dict[int, torch.nn.Module]:
         layers: list[Any] = [layer for chunk in self.models for layer in chunk.decoder.layers]  # type: ignore[union-attr, operator]
         return {
-            self.decoder_layer(layer): layer.mlp.router for layer in layers if hasattr(layer.mlp, "router")
+            self.decoder_layer(layer): layer.mlp.router
+            for layer in layers
+            if hasattr(getattr(layer, "mlp", None), "router")
         }
 
     def decoder_layer(self, layer: Any) -> int:
         """Return the number of the published decoder layer that one of Megatron's layers is, or is half
         of."""
-        return (layer.layer_number - 1) // (2 if self.model_class == "hybrid" else 1)
+        halves = self.model_class == "hybrid" and not self.model.family.layer_letters
+        return (layer.layer_number - 1) // (2 if halves else 1)
 
     def choices(self, router: Any, inputs: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         length, batch = inputs[0].shape[:2]

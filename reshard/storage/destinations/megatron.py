@@ -52,7 +52,7 @@ class MegatronFiles(Destination):
         make_vocab_size_divisible_by: int,
         iteration: int | None,
         megatron_lm: tuple[int, int],
-        model_class: str = "gpt",
+        model_class: str,
         alone: bool = False,
         training: TrainingState | None = None,
     ) -> None:

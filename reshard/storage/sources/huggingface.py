@@ -51,7 +51,7 @@ class HuggingFaceSource(Source):
         unread = sorted(p.name for p in path.glob("*.safetensors") if p.name not in self.paths)
         if unread:
             self.notices.append(f"not read, as transformers and vLLM do not: {listed(unread, 3)}")
-        prefix, _ = self.model.mtp_prefixes(0)
+        prefix = self.model.mtp_prefixes(0)[0]
         if self.model.mtp_layers and not any(name.startswith(prefix) for name in self.stored):
             self.notices.append(
                 f"config.json announces {self.model.mtp_layers} MTP layers, but the files "

@@ -11,6 +11,7 @@ from reshard.engines.vllm.weights.mla import DERIVED_PREFIX
 
 PROCESSED = Account(DERIVED, "vLLM's own processing makes it of the weights that a refit brings to its layer")
 ABSORBED = Account(DERIVED, "vLLM's own processing makes it of kv_b_proj")
+COMPUTED = Account(DERIVED, "vLLM's own loader makes it of A_log")
 ADAPTERS = Account(LEFT_ALONE, "the adapters of a layer, which hold what vLLM has loaded into them")
 OF_TOWER = Account(LEFT_ALONE, "of another part than the language model, as it was loaded")
 NOT_SAVED = Account(LEFT_ALONE, "vLLM computes it from the config, and saves it nowhere")
@@ -31,14 +32,15 @@ def other_accounts(
     tensors: Collection[str],
     reloaded: Collection[str],
     attentions: Collection[str],
+    decays: Collection[str],
     towers: tuple[str, ...] = (),
 ) -> dict[str, Account]:
     """Return the accounts of those `tensors`, named parameters and buffers, that a refit does not
     write.
 
     Of the modules named in `reloaded` vLLM's processing makes all parameters anew, of those in
-    `attentions` the matrices that are made of ``kv_b_proj``. What begins with one of `towers` is of
-    other parts than the language model.
+    `attentions` the matrices that are made of ``kv_b_proj``; its loader makes those named in `decays`.
+    What begins with one of `towers` is of other parts than the language model.
     """
     accounts: dict[str, Account] = {}
     for name in tensors:
@@ -48,6 +50,8 @@ def other_accounts(
             accounts[name] = PROCESSED
         elif layer in attentions and key.startswith(DERIVED_PREFIX):
             accounts[name] = ABSORBED
+        elif name in decays:
+            accounts[name] = COMPUTED
         elif name.startswith(towers):
             accounts[name] = OF_TOWER
         elif key in module._non_persistent_buffers_set:

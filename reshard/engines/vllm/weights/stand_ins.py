@@ -1,6 +1,8 @@
 """The trace of vLLM's loader: its ``load_weights`` run on stand-ins for its parameters
 (`reshard.engines.trace`)."""
 
+from collections.abc import Collection
+
 import torch
 
 from reshard.engines import stand_ins
@@ -12,16 +14,16 @@ from reshard.engines.vllm.quantized.processing import bound_to, loading_template
 from reshard.engines.vllm.weights.served import without_adapters
 
 
-def trace_model(model: torch.nn.Module, canonical: Canonical) -> Trace:
+def trace_model(model: torch.nn.Module, canonical: Canonical, computed: Collection[str] = ()) -> Trace:
     """Return what ``model.load_weights`` would copy and fill, given canonical tensors (shape,
-    dtype) without bytes.
+    dtype) without bytes; `computed` as for `reshard.engines.trace.trace_load`.
 
     Raises ReshardError, naming the parameter, if it computes something instead of copying, and if
     it fails.
     """
     in_place = stand_ins.stand_ins(model, loading_templates, plain_templates, bound_to)
     with without_adapters(model), in_place as parameters:
-        return trace_load("vLLM", model.load_weights, canonical, parameters)  # type: ignore[arg-type]
+        return trace_load("vLLM", model.load_weights, canonical, parameters, computed)  # type: ignore[arg-type]
 
 
 def layer_fingerprint(model: torch.nn.Module, layer: ExpertLayer) -> tuple:
