@@ -30,8 +30,11 @@ PASSED_ON = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SI
 FILES = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 # Modules that vLLM imports for any quantized config.
 QUANTIZED = (
-    "vllm.model_executor.layers.quantization.auto_awq", "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
-    "vllm.model_executor.layers.quantization.quark.quark", "vllm.models.deepseek_v4.quant_config",
+    *(f"vllm.model_executor.layers.quantization.{name}" for name in (
+        "auto_awq", "auto_gptq", "bitsandbytes", "compressed_tensors.compressed_tensors", "experts_int8", "fbgemm_fp8", "fp_quant", "humming",
+        "inc", "modelopt", "moe_wna16", "online.base", "online.fp8", "quark.quark", "torchao",
+    )),
+    "vllm.models.deepseek_v4.quant_config",
 )  # fmt: skip
 # Modules that take long to import, in processes of an engine, and on ranks (ranks.py), in commands of
 # a trainer or in pytest's workers.
