@@ -65,12 +65,10 @@ def trainers(tmp_path_factory):
     behind its own, and has imported what takes long."""
     python = environment_before_ours(tmp_path_factory.mktemp("lora") / "venv", PACKAGES)
     modules = (
-        "tests.lora_imports",
-        "tests.command_line",
-        "tests.torchrun_methods",
-        "tests.vllm_on_cpu",
-        "tests.refit_sides",
-    )
+        "tests.lora_imports", "tests.command_line", "tests.torchrun_methods", "swift.model.models.qwen",  # vLLM's plugin of ms-swift
+        "tests.vllm_on_cpu", "tests.refit_sides", "reshard.engines.vllm.live", "vllm.v1.worker.lora_model_runner_mixin",
+        "torch.utils.serialization", "torch.distributed.run",
+    )  # fmt: skip
     return warm.python(*modules, environment=variables(), executable=str(python))
 
 
