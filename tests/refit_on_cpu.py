@@ -72,11 +72,13 @@ def refit_twice(
     return refit_in_turn(rank, sides, flags, checkpoints, make_engine, load_by_vllm, **options)
 
 
-def rows_exchanged(rank: int, sides: dict, directory: str, exchanges: list[tuple[str, str]]) -> list[str]:
-    """What is said of a vLLM into which rows of the family's table that were exchanged are to go."""
+def rows_exchanged(rank: int, sides: dict, directory: str, exchanges: list[tuple[str, str]]):
+    """What becomes of the tensors of a vLLM, and what is said of one into which rows of the family's table
+    that were exchanged are to go."""
     start(rank, sides)
     module, config = engine_of(directory, load_format="dummy")
-    family = VllmModel(module, config).model.family
+    destination = VllmModel(module, config)
+    family = destination.model.family
     rows = family.rows["layer"]
     said = []
     for names in exchanges:
@@ -84,7 +86,7 @@ def rows_exchanged(rank: int, sides: dict, directory: str, exchanges: list[tuple
         hf = {one: other.hf, other: one.hf}
         family.rows["layer"] = tuple(replace(row, hf=hf.get(row, row.hf)) for row in rows)
         said.append(caught(lambda: VllmModel(module, config)))
-    return said
+    return {name: account.what for name, account in destination.accounts.items()}, said
 
 
 def refit_as_held(rank: int, *arguments):
