@@ -12,26 +12,9 @@ from unittest.mock import MagicMock
 
 import megatron
 import torch
-import transformer_engine.common
 
+import tests.no_kernels  # noqa: F401
 
-class NoKernels(types.ModuleType):
-    """In the place of Transformer Engine's compiled part."""
-
-    def __getattr__(self, key: str):
-        if key.startswith("__"):
-            raise AttributeError(key)
-        return vars(self).setdefault(key, MagicMock(name=key))
-
-    @staticmethod
-    def get_cudnn_version() -> int:
-        return 91000
-
-
-transformer_engine.common.load_framework_extension = lambda name: None
-kernels = NoKernels("transformer_engine_torch")
-kernels.get_cudnn_version = NoKernels.get_cudnn_version
-sys.modules["transformer_engine_torch"] = kernels
 import_module("transformer_engine.pytorch")
 bridge = types.ModuleType("megatron.bridge")
 bridge.__path__ = [str(path) for path in (Path(p) / "bridge" for p in megatron.__path__) if path.is_dir()]

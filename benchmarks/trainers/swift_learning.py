@@ -1,7 +1,7 @@
 """GRPO of a trained model by ms-swift's Megatron with its own weight sync and with a refit: does
 the reward rise alike?
 
-    python -m benchmarks.trainers.swift_learning OUT [--steps 150] [--limit 500] [--after SECONDS] [--options OPTIONS OF MS-SWIFT]
+    python -m benchmarks.trainers.swift_learning OUT [--steps 150] [--limit 500] [--after SECONDS] [--lora RANK] [--options OPTIONS OF MS-SWIFT]
 
 SmolLM2-135M-Instruct (tests/trained.py) is asked for sums of two numbers up to 20; an answer whose
 last number is the sum is worth 1. Three runs with the same seeds go side by side, each on one GPU:
@@ -9,6 +9,11 @@ last number is the sum is worth 1. Three runs with the same seeds go side by sid
 overwrites vLLM's weights, refits, overwrites them again, and lets ms-swift's own sync fill them.
 Attention, matrix products and sums are deterministic, so that runs differ only by what their syncs
 leave.
+
+With `--lora` an adapter of this rank on all linear layers is trained, which vLLM serves beside the
+weights. Two runs go side by side: `stock-lora` with ms-swift's own sync of the adapter, and
+`refit-lora`. vLLM's kernels for adapters do not repeat themselves to the last bit, so that its
+answers, and with them the two trainings, may part.
 
 Written under OUT: each run's log and ms-swift's own figures of each step, what vLLM serves after
 every sync, as digests, and `curves.json`: each run's reward by step. Printed: these rewards in tens
@@ -30,6 +35,7 @@ from benchmarks.trainers.grpo import by_phase, noted
 from benchmarks.trainers.swift_grpo import RUNS, arguments, started
 
 PROMPTS, ANSWERS = 64, 4
+LORA_RUNS = ("refit-lora", "stock-lora")
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 # A cache of its own size, since the three engines see each other's memory; CUDA graphs without
@@ -66,10 +72,18 @@ def rewards(out: Path, run: str) -> list[float]:
     return [step["reward"] for step in steps if "reward" in step]
 
 
-def tell(out: Path) -> None:
+def with_adapter(rank: int) -> dict:
+    """Return the options of ms-swift for an adapter of this rank that vLLM serves."""
+    return {
+        "tuner_type": "lora", "vllm_enable_lora": "true", "lora_rank": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear",
+        "lr": 1e-4,
+    }  # fmt: skip
+
+
+def tell(out: Path, runs: tuple[str, ...]) -> None:
     """Print the rewards in tens of steps, and what was equal; write the curves."""
-    curves = {run: rewards(out, run) for run in RUNS}
-    digests = {run: [(sync["way"], sync["weights"]) for sync in noted(out, run).get("0", [])] for run in RUNS}
+    curves = {run: rewards(out, run) for run in runs}
+    digests = {run: [(sync["way"], sync["weights"]) for sync in noted(out, run).get("0", [])] for run in runs}
     (out / "curves.json").write_text(json.dumps({"rewards": curves, "served": digests}), encoding="utf-8")
     for run, curve in curves.items():
         phases: dict[str, list[float]] = {}
@@ -78,18 +92,20 @@ def tell(out: Path) -> None:
         print(f"{run}, seconds: " + ", ".join(f"{name} {median(each):.2f}" for name, each in phases.items()))
         tens = [curve[at : at + 10] for at in range(0, len(curve), 10)]
         print(f"{run}: {len(curve)} steps, reward " + " ".join(f"{sum(ten) / len(ten):.3f}" for ten in tens))
-    refits, stocks = (
-        [weights for way, weights in digests["both"] if way == kind] for kind in ("refit", "stock")
-    )
-    equal = sum(a == b for a, b in zip(refits, stocks))
-    print(
-        f"both: equal after {equal} of {len(refits)} syncs, {len(set(refits))} of them different from one another"
-    )
-    pairs = list(zip(digests["refit"], digests["stock"]))
+    if "both" in runs:
+        refits, stocks = (
+            [weights for way, weights in digests["both"] if way == kind] for kind in ("refit", "stock")
+        )
+        equal = sum(a == b for a, b in zip(refits, stocks))
+        print(
+            f"both: equal after {equal} of {len(refits)} syncs, {len(set(refits))} of them different from one another"
+        )
+    refit, stock = runs[-2:]
+    pairs = list(zip(digests[refit], digests[stock]))
     print(
         f"refit and stock: the same weights after {sum(a[1] == b[1] for a, b in pairs)} of {len(pairs)} syncs"
     )
-    both = list(zip(curves["refit"], curves["stock"]))
+    both = list(zip(curves[refit], curves[stock]))
     print(f"refit and stock: the same reward in {sum(a == b for a, b in both)} of {len(both)} steps")
 
 
@@ -101,6 +117,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--limit", type=float, default=500.0, help="seconds that a run may take")
     parser.add_argument("--after", type=float, default=0.0, help="seconds between the starts of two runs")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train an adapter of this rank")
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[])
     chosen = parser.parse_args()
     out = chosen.out.resolve()
@@ -111,19 +128,22 @@ def main() -> int:
         make(out / "model")
     os.environ.update(DETERMINISTIC)
 
+    runs = LORA_RUNS if chosen.lora else RUNS
     gpus = len(
         subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.splitlines()
     )
 
     def run(number: int) -> int:
         time.sleep(number * chosen.after)
-        line = [*arguments(out, RUNS[number], *sums(chosen.steps)), *chosen.options]
-        return started(out, RUNS[number], line, chosen.limit, number % gpus)
+        rows, options = sums(chosen.steps)
+        options |= with_adapter(chosen.lora) if chosen.lora else {}
+        line = [*arguments(out, runs[number], rows, options), *chosen.options]
+        return started(out, runs[number], line, chosen.limit, number % gpus)
 
-    with ThreadPoolExecutor(len(RUNS)) as pool:
-        codes = list(pool.map(run, range(len(RUNS))))
-    print("exit codes: " + ", ".join(f"{name} {code}" for name, code in zip(RUNS, codes)), flush=True)
-    tell(out)
+    with ThreadPoolExecutor(len(runs)) as pool:
+        codes = list(pool.map(run, range(len(runs))))
+    print("exit codes: " + ", ".join(f"{name} {code}" for name, code in zip(runs, codes)), flush=True)
+    tell(out, runs)
     return int(any(codes))
 
 

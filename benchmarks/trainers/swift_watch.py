@@ -46,8 +46,13 @@ class Watched(MegatronGRPOTrainer):
         phase(way)
         began = time.perf_counter()
         sync()
-        note(torch.distributed.get_rank(), self.engine.inner_model, way, began)
+        note(torch.distributed.get_rank(), self.served(), way, began)
         torch.cuda.empty_cache()  # what the digests took
+
+    def served(self) -> torch.nn.Module:
+        """What is noted of the engine."""
+        module: torch.nn.Module = self.engine.inner_model
+        return module
 
     def _colocate_rollout(self, *args: Any) -> Any:
         phase("generate")
@@ -85,6 +90,39 @@ class Both(Refit):
         self.timed("stock", lambda: MegatronGRPOTrainer._export_and_load_weights(self))
 
 
+class AdapterSynced(Watched):
+    """With LoRA that vLLM serves beside the weights: a sync is of the adapter, and at first of both."""
+
+    def _move_model_to_vllm(self) -> None:
+        self.timed("refit" if isinstance(self, ReshardGRPOTrainer) else "stock", super()._move_model_to_vllm)
+        phase("offload, wake cache")
+
+    def _export_and_load_weights(self) -> None:
+        """As it is, without notes: a part of the first sync."""
+        super(Watched, self)._export_and_load_weights()
+
+    def served(self) -> torch.nn.Module:
+        """What vLLM has in the slot that serves the adapter."""
+        manager = self.engine.inner_model.lora_manager
+        wanted = self.engine._get_grpo_lora_request()
+        slot = manager.lora_index_to_id.index(wanted.lora_int_id)
+        return torch.nn.ParameterDict(
+            {
+                f"{name.replace('.', '/')}/{kind}/{index}": torch.nn.Parameter(
+                    held[slot], requires_grad=False
+                )
+                for name, layer in manager.modules.items()
+                for kind in ("lora_a_stacked", "lora_b_stacked")
+                for index, held in enumerate(getattr(layer, kind))
+                if isinstance(getattr(layer, kind), tuple)
+            }
+        )
+
+
+class AdapterRefit(AdapterSynced, ReshardGRPOTrainer):
+    """The adapter's refit in the place of ms-swift's sync."""
+
+
 class Steps(MegatronCallback):
     """Notes the end of each step."""
 
@@ -113,6 +151,9 @@ class Repeats(ORM):
 def use(run: str) -> None:
     """Have ms-swift make this trainer, and know the rewards `repeats` and `sums` and what to report
     to as `steps`."""
-    trainers.MegatronGRPOTrainer = {"stock": Watched, "refit": Refit, "both": Both}[run]
+    kinds = {
+        "stock": Watched, "refit": Refit, "both": Both, "stock-lora": AdapterSynced, "refit-lora": AdapterRefit,
+    }  # fmt: skip
+    trainers.MegatronGRPOTrainer = kinds[run]
     orms["repeats"], orms["sums"] = Repeats, Sums
     megatron_callbacks_map["steps"] = Steps
