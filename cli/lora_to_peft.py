@@ -43,6 +43,13 @@ SAVED_TP = _saved_tp("--saved-tp")  # of commands with another --tp
 @click.argument("destination", type=PathOrHubId())
 @ALPHA
 @_saved_tp("--tp")
+@click.option(
+    "--experts",
+    type=click.Choice(["apart", "together"]),
+    default="apart",
+    show_default=True,
+    help="Adapters of experts one by one, as vLLM takes them, or those of a layer in one tensor, as PEFT has them.",
+)
 @adapter_options
 def command(source: str, destination: str, as_json: bool, **options: Any) -> None:
     """Convert SOURCE, a Megatron checkpoint with a LoRA adapter of Megatron-Bridge or mcore-bridge at any

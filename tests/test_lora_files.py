@@ -114,39 +114,6 @@ def test_a_merge_is_that_of_peft(dtype, checkpoint, tmp_path):
     assert any(not torch.equal(ours[name], tensor) for name, tensor in hf_tensors(source).items())
 
 
-def test_adapters_of_all_experts_in_one_tensor_become_each_experts(checkpoint, tmp_path):
-    """As PEFT has them for transformers 5, which holds all experts in one parameter: merged as PEFT merges
-    them, and the same through Megatron."""
-    source = checkpoint("qwen3-moe")
-    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    of = adapter(
-        source,
-        tmp_path / "adapter",
-        target_modules=["o_proj"],
-        target_parameters=experts,
-        alpha_pattern={r".*\.down_proj": 3},
-    )
-    assert any("experts.base_layer.lora_A" in name for name in load_file(of / "adapter_model.safetensors"))
-    lora_merge(source, of, tmp_path / "merged")
-    whole = PeftModel.from_pretrained(model_of(source), of).merge_and_unload()
-    whole.save_pretrained(tmp_path / "theirs")
-    ours, theirs, base = (hf_tensors(tmp_path / name) for name in ("merged", "theirs", source))
-    assert ours.keys() == theirs.keys() == base.keys()
-    assert all(torch.allclose(theirs[name], value, rtol=0, atol=1e-6) for name, value in ours.items())
-    assert sum(
-        not torch.allclose(base[name], value, rtol=0, atol=1e-3) for name, value in ours.items()
-    ) == 4 * (1 + 8 * 3)
-    with pytest.raises(ReshardError, match=r"several alphas \(3, 10\), and bridge has one for all layers"):
-        lora_to_megatron(of, tmp_path / "back")
-    config = json.loads((of / "adapter_config.json").read_text()) | {"alpha_pattern": {}}
-    (of / "adapter_config.json").write_text(json.dumps(config))
-    lora_to_megatron(of, tmp_path / "back")
-    lora_to_peft(tmp_path / "back", tmp_path / "apart")
-    lora_merge(source, of, tmp_path / "same")
-    lora_merge(source, tmp_path / "apart", tmp_path / "again")
-    assert same(hf_tensors(tmp_path / "same"), hf_tensors(tmp_path / "again")) == []
-
-
 def test_a_merge_into_megatron_and_from_it_is_the_same(llama, tmp_path):
     of = adapter(
         llama,

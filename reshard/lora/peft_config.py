@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from reshard.core.errors import ReshardError
@@ -63,19 +64,24 @@ def _patterns(config: Mapping[str, Any], name: str, where: object) -> Mapping[st
 
 
 def written_config(
-    scales: Mapping[str, Scale], linear_weights: Iterable[str], base: str | None
+    scales: Mapping[str, Scale],
+    linear_weights: Iterable[str],
+    base: str | None,
+    parameters: Mapping[str, Scale] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the config of an adapter with these scales, by weight, of a model with these
-    `linear_weights` that is called `base`. Raises ReshardError where some are rsLoRA's and some not."""
-    kinds = {scale.rslora for scale in scales.values()}
+    `linear_weights` that is called `base`; those of whole `parameters` by their names. Raises
+    ReshardError where some are rsLoRA's and some not."""
+    by_name = {module_of(weight): scale for weight, scale in scales.items()} | dict(parameters)
+    kinds = {scale.rslora for scale in by_name.values()}
     if len(kinds) > 1:
         raise ReshardError(
             "some layers of the adapter have rsLoRA's scale and others have not, which PEFT cannot hold"
         )
-    rank = int(most_common(scale.rank for scale in scales.values()))
-    alpha = most_common(scale.alpha for scale in scales.values())
-    modules = {module_of(weight): scale for weight, scale in scales.items()}
-    return {
+    rank = int(most_common(scale.rank for scale in by_name.values()))
+    alpha = most_common(scale.alpha for scale in by_name.values())
+    modules = map(module_of, scales)
+    config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -90,11 +96,12 @@ def written_config(
         "use_rslora": kinds.pop(),
         "modules_to_save": None,
         "target_modules": target_modules(modules, {module_of(weight) for weight in linear_weights}),
-        "rank_pattern": {module: scale.rank for module, scale in modules.items() if scale.rank != rank},
+        "rank_pattern": {name: scale.rank for name, scale in by_name.items() if scale.rank != rank},
         "alpha_pattern": {
-            module: _shortest(scale.alpha) for module, scale in modules.items() if scale.alpha != alpha
+            name: _shortest(scale.alpha) for name, scale in by_name.items() if scale.alpha != alpha
         },
     }
+    return config | ({"target_parameters": sorted(parameters)} if parameters else {})
 
 
 def target_modules(modules: Iterable[str], linear: Iterable[str]) -> list[str]:

@@ -33,6 +33,7 @@ from reshard.storage.quantized import Quantized
 from reshard.storage.run.job import ConversionJob, tensors_to_store
 from reshard.storage.run.workers import Progress
 from reshard.storage.sources.adapter import AdapterSource
+from reshard.storage.sources.adapter_fused import FusedExpertsSource
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.megatron import MegatronSource
@@ -40,6 +41,7 @@ from reshard.storage.sources.merged import MergedSource
 from reshard.storage.sources.opening import open_adapter, open_source
 from reshard.storage.sources.paths import locate
 
+EXPERTS = ("apart", "together")
 ADAPTER_NAME = "default"  # PEFT's and ms-swift's, of the only adapter
 
 
@@ -50,6 +52,7 @@ def lora_to_peft(
     hf_config: str | Path | None = None,
     alpha: float | None = None,
     tp: int | None = None,
+    experts: str = "apart",
     dtype: str | None = None,
     overwrite: bool = False,
     resume: bool = False,
@@ -63,24 +66,29 @@ def lora_to_peft(
 
     `hf_config` is the config of the base model, or its directory; `alpha` the adapter's, where the
     checkpoint does not say it; `tp` the tensor-parallel size with which mcore-bridge saved it, where
-    its arguments do not say that. The other options are those of `hf_to_mcore`.
+    its arguments do not say that. Adapters of experts are written one by one (`experts` ``apart``), or
+    ``together``: those of all experts of a layer in one tensor, as PEFT trains them in transformers 5
+    (``target_parameters``). The other options are those of `hf_to_mcore`.
 
     Raises ReshardError, and leaves no destination, for an adapter that is more than LoRA's A and B.
     """
+    if experts not in EXPERTS:
+        raise ReshardError(f"--experts {experts} is not one of {listed(EXPERTS)}")
     options = run_options(overwrite, resume, sync, workers, dry_run, progress)
     with (
         Team.from_environment() as team,
         closing(open_adapter(Path(source), _path(hf_config), alpha, tp)) as src,
     ):
         checks, workdir = check_both_ends(src, destination, team, options)
-        tensors = tensors_to_store(src, float_dtype(dtype))
         _name_base(src, hf_config)
-        files = PeftFiles(src, tensors)
-        src.notices += _notices_for_peft(src)
-        job = ConversionJob(src, source, checks, tensors, Quantized(), files, workdir, team, options)
+        written = FusedExpertsSource(src) if experts == "together" else src
+        tensors = tensors_to_store(written, float_dtype(dtype))
+        files = PeftFiles(written, tensors)
+        src.notices += _notices_for_peft(written)
+        job = ConversionJob(written, source, checks, tensors, Quantized(), files, workdir, team, options)
         return carry_out(
             job,
-            {"dtype": dtype, "alpha": alpha, "tp": tp},
+            {"dtype": dtype, "alpha": alpha, "tp": tp, "experts": experts},
             new_report("lora-to-peft", job, destination, "PEFT"),
         )
 
@@ -221,7 +229,7 @@ def _notices_for_peft(source: AdapterSource) -> list[str]:
         }
         for of_experts in (True, False)
     ]
-    if not ends[0] & ends[1]:
+    if source.parameters or not ends[0] & ends[1]:
         return notices
     return [
         *notices,

@@ -6,6 +6,7 @@ from typing import Any
 
 from reshard.core.dtypes import Dtype
 from reshard.formats import safetensors
+from reshard.lora.names import A, peft_name
 from reshard.lora.peft_config import CONFIG, WEIGHTS, written_config
 from reshard.storage.destinations.huggingface import HuggingFaceFiles
 from reshard.storage.io.streams import TensorInfo
@@ -19,7 +20,8 @@ class PeftFiles(HuggingFaceFiles):
     format = "peft"
 
     def __init__(self, source: AdapterSource, tensors: dict[str, TensorInfo]) -> None:
-        self.config = written_config(source.scales, _linear_weights(source), source.base_name)
+        scales = {w: scale for w, scale in source.scales.items() if peft_name(w, A) in tensors}
+        self.config = written_config(scales, _linear_weights(source), source.base_name, source.parameters)
         super().__init__(source.model, frozenset(), tensors, Quantized(), None, {})
 
     def _plan_files(self, tensors: dict[str, tuple[Dtype, tuple[int, ...]]]) -> list[safetensors.NewFile]:

@@ -1,7 +1,8 @@
 """What a source of a LoRA adapter has besides the matrices: the layers, and their scales."""
 
 from abc import ABC
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from reshard.core.errors import ReshardError
@@ -16,12 +17,15 @@ class AdapterSource(Source, ABC):
 
     `base` is the expanded table of the model that it belongs to, `adapters` are its layers, and
     `scales` the ranks and alphas by published weight. `base_name` is the model's name, where it is said.
+    `parameters` are the scales of parameters, by name, that PEFT has one adapter for as a whole: those
+    with all experts of a layer.
     """
 
     base: ModelParameters
     adapters: list[Adapter]
     scales: dict[str, Scale]
     base_name: str | None = None
+    parameters: Mapping[str, Scale] = MappingProxyType({})
 
     def described_adapter(self) -> dict[str, Any]:
         """Return what `inspect` shows of any adapter."""

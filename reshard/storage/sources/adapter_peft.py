@@ -189,17 +189,28 @@ class PeftSource(AdapterSource):
         matrix = self.of_all_experts.get(name)
         if matrix is None:
             return self.reader.read_rows(name, start, stop, self._strips(name))
-        stored = self.stored[matrix.tensor]
-        first, width = matrix.row + start, stored.shape[1]
-        row_bytes = width * stored.dtype.size
-        data = self.files.read(
-            self.path / stored.file, stored.offset + first * row_bytes, (stop - start) * row_bytes
-        )
-        rows = np.frombuffer(data, stored.dtype.numpy()).reshape(stop - start, width)
-        rank = self.tensors[name].shape[1]
+        rows = self._rows(matrix.tensor, matrix.row + start, matrix.row + stop)
+        rank, width = self.tensors[name].shape[1], rows.shape[1]
         if width == rank or matrix.tensor.endswith(f"lora_{A}.weight"):
             return rows
         return np.ascontiguousarray(rows.reshape(stop - start, rank, width // rank)[:, :, matrix.expert])
+
+    def stored_tensors(self) -> dict[str, TensorInfo]:
+        """Return the tensors of the file: those of all experts as they are stored."""
+        apart = {name: info for name, info in self.tensors.items() if name not in self.of_all_experts}
+        together = {matrix.tensor: self.stored[matrix.tensor] for matrix in self.of_all_experts.values()}
+        return apart | {name: TensorInfo(stored.shape, stored.dtype) for name, stored in together.items()}
+
+    def read_stored_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Read rows of a tensor of `stored_tensors`."""
+        return self.read_rows(name, start, stop) if name in self.tensors else self._rows(name, start, stop)
+
+    def _rows(self, tensor: str, start: int, stop: int) -> np.ndarray:
+        stored = self.stored[tensor]
+        row_bytes = stored.shape[1] * stored.dtype.size
+        offset = stored.offset + start * row_bytes
+        data = self.files.read(self.path / stored.file, offset, (stop - start) * row_bytes)
+        return np.frombuffer(data, stored.dtype.numpy()).reshape(stop - start, stored.shape[1])
 
     def hf_directory(self) -> Path | None:
         return None

@@ -36,9 +36,9 @@ def manifest_of(source: Source) -> dict[str, Any] | None:
 
 
 def stored_tensors(source: Source) -> tuple[dict[str, TensorInfo], Callable[[str, int, int], np.ndarray]]:
-    """Return the tensors as a manifest lists them, and how to read them: codes and scales as they
-    are stored."""
-    if isinstance(source, HuggingFaceSource):
+    """Return the tensors as a manifest lists them, and how to read them: codes and scales, and adapters of
+    all experts, as they are stored."""
+    if isinstance(source, HuggingFaceSource | PeftSource):
         return source.stored_tensors(), source.read_stored_rows
     return source.tensors, source.read_rows
 

@@ -1,0 +1,138 @@
+"""A LoRA adapter with the matrices of all experts of a layer in one, as PEFT has them for transformers 5."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from reshard.core.errors import ReshardError
+from reshard.lora.names import PEFT_PREFIX, A, B, peft_name
+from reshard.lora.parameters import Adapter
+from reshard.lora.scale import Scale
+from reshard.storage.io.streams import Strip, TensorInfo
+from reshard.storage.sources.adapter import AdapterSource
+
+
+class FusedMatrix(NamedTuple):
+    """A matrix of all experts: by expert the names of its parts, which lie one above the other."""
+
+    matrix: str
+    parts: list[list[str]]
+
+
+class FusedExpertsSource(AdapterSource):
+    """The tensors of an `adapter`, with A ``[experts * rank, in]`` and B ``[out, rank * experts]`` of the layers
+    with experts: A expert by expert, B with the experts of one rank side by side.
+
+    Raises ReshardError where experts, or gate and up, differ in what PEFT has once: rank, alpha or A.
+    """
+
+    kind = "fused experts"
+
+    def __init__(self, adapter: AdapterSource) -> None:
+        self.adapter, self.path, self.model, self.mapping = (
+            adapter, adapter.path, adapter.model, adapter.mapping,
+        )  # fmt: skip
+        self.base, self.adapters, self.scales, self.base_name = (
+            adapter.base, adapter.adapters, adapter.scales, adapter.base_name,
+        )  # fmt: skip
+        self.notices, self.copies, self.files, self.versions = (
+            adapter.notices, {}, adapter.files, adapter.versions,
+        )  # fmt: skip
+        self.parameters: dict[str, Scale] = {}
+        self.fused: dict[str, FusedMatrix] = {}
+        self.tensors = dict(adapter.tensors)
+        of_experts = [one for one in self.adapters if one.layer.of_experts]
+        modules = [self._module(one) for one in of_experts]
+        for one, module in zip(of_experts, modules, strict=True):
+            # PEFT wraps the module once for each of its parameters, gate and up first.
+            within = ".base_layer" if one.layer.first.halves == 2 and modules.count(module) > 1 else ""
+            self._fuse(one, module, within)
+
+    @staticmethod
+    def _module(adapter: Adapter) -> str:
+        return f"{adapter.layer.published()[0].rpartition('.experts.')[0]}.experts"
+
+    def _fuse(self, adapter: Adapter, module: str, within: str) -> None:
+        layer = adapter.layer
+        weights = [layer.published(expert) for expert in range(len(layer.weights))]
+        scales = {self.scales.get(name) for of_expert in weights for name in of_expert}
+        if len(scales) > 1 or None in scales:
+            raise ReshardError(
+                f"--experts together: the experts in {module} differ in rank or alpha, or some have no adapter"
+            )
+        [scale] = scales
+        assert scale is not None
+        parameter = "gate_up_proj" if layer.first.halves == 2 else "down_proj"
+        self.parameters[f"{module}.{parameter}"] = scale
+        for of_expert in weights:
+            self._check_common(of_expert)
+        (out, columns), experts = layer.first.shape, len(weights)
+        dtype = self.adapter.tensors[peft_name(weights[0][0], A)].dtype
+        shapes = {A: (experts * scale.rank, columns), B: (out, scale.rank * experts)}
+        for matrix, shape in shapes.items():
+            name = f"{PEFT_PREFIX}{module}{within}.lora_{matrix}.weight"
+            parts = [[peft_name(part, matrix) for part in of_expert] for of_expert in weights]
+            for of_expert in parts:
+                for part in of_expert:
+                    del self.tensors[part]
+            self.fused[name] = FusedMatrix(matrix, parts)
+            self.tensors[name] = TensorInfo(shape, dtype)
+
+    def _check_common(self, weights: list[str]) -> None:
+        """Raise ReshardError where an expert's weights have different A."""
+        first, *others = (self._whole(peft_name(weight, A)) for weight in weights)
+        for weight, other in zip(weights[1:], others, strict=True):
+            if not np.array_equal(first.view(np.uint8), other.view(np.uint8)):
+                raise ReshardError(
+                    f"--experts together: {weights[0]} and {weight} have different A, and PEFT has one for both"
+                )
+
+    def _whole(self, name: str) -> np.ndarray:
+        return np.array(self.adapter.read_rows(name, 0, self.adapter.tensors[name].shape[0]))
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        fused = self.fused.get(name)
+        if fused is None:
+            return self.adapter.read_rows(name, start, stop)
+        if fused.matrix == B:
+            by_expert = [self._stacked(parts, start, stop) for parts in fused.parts]
+            return np.stack(by_expert, 2).reshape(stop - start, -1)
+        return self._stacked([parts[0] for parts in fused.parts], start, stop)
+
+    def _stacked(self, names: list[str], start: int, stop: int) -> np.ndarray:
+        """Return rows `start` .. `stop` of tensors that lie one above the other."""
+        pieces, before = [], 0
+        for name in names:
+            rows = self.adapter.tensors[name].shape[0]
+            first, last = max(start - before, 0), min(stop - before, rows)
+            if first < last:
+                pieces.append(np.array(self.adapter.read_rows(name, first, last)))
+            before += rows
+        return np.concatenate(pieces)
+
+    def strips(self, name: str) -> list[Strip] | None:
+        return None if name in self.fused else self.adapter.strips(name)
+
+    def hf_directory(self) -> Path | None:
+        return self.adapter.hf_directory()
+
+    def hf_files(self) -> dict[str, Path]:
+        return self.adapter.hf_files()
+
+    def read_files(self) -> list[Path]:
+        return self.adapter.read_files()
+
+    def identity(self) -> tuple[list[Any], list[Any]]:
+        contents, places = self.adapter.identity()
+        return [*contents, self.kind], places
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        with self.adapter.unchanged():
+            yield
+
+    def close(self) -> None:
+        self.adapter.close()
