@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from reshard.cli.groups import grouped
-from reshard.cli.layout import LAYOUT_NAMES, layout_options, pop_layout, trainer_option, vllm_layout
+from reshard.cli.layout import LAYOUT_NAMES, engine_layout, layout_options, pop_layout, trainer_option
 from reshard.cli.memory_options import GROUPS, memory_options
 from reshard.cli.output import ignore_option, json_option, print_json, print_note
 from reshard.cli.places import model_argument
@@ -113,7 +113,7 @@ def _engine(options: dict[str, Any]) -> Any:
         return None
     names = [name.strip() for name in options["trainer_offload"].split(",")]
     return EngineSetup(
-        vllm_layout(options["engine"], "--engine", {"tp", "pp", "dp"}), options["utilization"], options["colocated"],
+        engine_layout(options["engine"], "--engine"), options["utilization"], options["colocated"],
         () if names == ["none"] else tuple(names),
     )  # fmt: skip
 

@@ -162,14 +162,17 @@ _GPU = (
     _size("--show", "count", default=10, show_default=True, help="Layouts that --fit shows."),
 )
 _ENGINE = (
-    engine_option("vLLM's sizes: tp=,pp=,dp=, and ep. Adds the phases of an RL step."),
+    engine_option(
+        "vLLM's sizes: tp=,pp=,dp=, and ep; after sglang: those of SGLang. Adds the phases of an RL step."
+    ),
     click.option(
         "--gpu-memory-utilization",
+        "--mem-fraction-static",
         "utilization",
         type=float,
         default=0.9,
         show_default=True,
-        help="vLLM's share.",
+        help="The engine's share.",
     ),
     click.option(
         "--colocated/--separate", default=None, help="The engine on the trainer's GPUs, or on others."

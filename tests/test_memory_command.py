@@ -157,7 +157,9 @@ def test_what_fits_is_what_the_estimate_says_fits(configs):
     assert run(configs("DeepSeek-V3"), "--gpus", "8", "--gpu-memory", "H100", "--fit").exit_code == 1
 
 
-def test_the_phases_of_a_step(configs):
+# An engine's sizes, and the GiB of the rest of it, at most: vLLM's are in its share, SGLang's beside it.
+@pytest.mark.parametrize(("engine", "rest"), [("tp=2", 8), ("sglang:tp=2", 1), ("sglang:tp=4,dp=2", 1)])
+def test_the_phases_of_a_step(engine, rest, configs):
     line = [
         "--tp",
         "2",
@@ -170,7 +172,7 @@ def test_the_phases_of_a_step(configs):
         "--gpu-memory",
         "H200",
         "--engine",
-        "tp=2",
+        engine,
         "--json",
     ]
     phases = {
@@ -178,9 +180,13 @@ def test_the_phases_of_a_step(configs):
         for phase in map(as_dict, json.loads(run(configs("Qwen3-30B-A3B"), *line).stdout)["phases"])
     }
     # 48 layers, keys and values of 2 heads of 128 on a rank, 2 bytes: 49152 bytes a token; the
-    # weights are 28.4 GiB
+    # weights are 28.4 GiB, with experts over four ranks 14.9
     low, high = phases["generate"]["kv_tokens"]
-    assert (0.9 * 139.8 - 28.5 - 8) * GIB / 49152 < low < high < (0.9 * 139.8 - 28.4) * GIB / 49152
+    weights = 14.9 if "tp=4" in engine else 28.4
+    assert (0.9 * 139.8 - weights - 0.1 - rest) * GIB / 49152 < low < high
+    assert high < (0.9 * 139.8 - weights + 0.1) * GIB / 49152
+    # SGLang's graphs and activations come on top of its share.
+    assert ("engine: weights, keys and values" in phases["generate"]["parts"]) == engine.startswith("sglang:")
     assert phases["train"]["parts"]["trainer's weights"] == phases["sync"]["parts"]["trainer's weights"]
     assert sum(phases["logprob"]["parts"].values()) < sum(phases["train"]["parts"].values())
 

@@ -74,7 +74,8 @@ def kind_of(model: Model, row: Row) -> str:
 
 
 class EngineLayout(Protocol):
-    """The parallel sizes of an engine: `tp`, its tensor parallel size, and others that are its own."""
+    """The parallel sizes of an engine: `tp` and `pp`, its tensor and pipeline parallel sizes, and others
+    that are its own. Ranks of a pipeline stage follow one another."""
 
     @property
     def engine(self) -> str:
@@ -85,11 +86,23 @@ class EngineLayout(Protocol):
         """The tensor parallel size, which tells replicas apart."""
 
     @property
+    def pp(self) -> int:
+        """The number of pipeline stages."""
+
+    @property
     def world_size(self) -> int:
         """The number of ranks."""
 
+    @property
+    def share_holds_all(self) -> bool:
+        """True if the share of a GPU's memory that the engine is started with is for all that it holds;
+        False if it is for weights, keys and values alone."""
+
     def check(self, model: Model) -> None:
         """Raise ReshardError if the engine would not start at these sizes."""
+
+    def rank(self, model: Model, rank: int) -> EngineRank:
+        """Return one rank. Raises ReshardError if a size does not divide."""
 
     def placement(self, model: Model, rank: int) -> Placement:
         """Return the parameters of one rank. Raises ReshardError if a size does not divide."""

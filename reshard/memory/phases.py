@@ -1,7 +1,7 @@
-"""The memory that a trainer and a vLLM hold in each phase of an RL step, on the same GPUs or on others.
+"""The memory that a trainer and an engine hold in each phase of an RL step, on the same GPUs or on others.
 
-What an engine takes besides weights and keys and values is measured by vLLM itself when it starts, so it is a
-band here; so is what a sleeping engine leaves on the GPU.
+What an engine takes besides weights and keys and values it measures itself when it starts, so it is a band
+here; so is what a sleeping engine leaves on the GPU.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from reshard.core.errors import ReshardError, listed
-from reshard.engines.vllm.layout import VllmLayout, vllm_placement
+from reshard.engines.layout import EngineLayout, EngineRank, Shard
 from reshard.memory.activations import Sizes, layer_tensors
 from reshard.memory.options import GIB, TrainingSetup
 from reshard.memory.outside import CONTEXT, Band
@@ -17,12 +17,12 @@ from reshard.memory.report import MemoryReport, StageMemory
 from reshard.models.model import Model
 
 MOVABLE = ("weights", "grads", "optimizer")
-# Left by a sleeping vLLM: its context, communicators and CUDA graphs. Up to 25 GiB were reported.
+# Left by a sleeping engine: its context, communicators and CUDA graphs. Up to 25 GiB were reported.
 RESIDUE = Band(1 * GIB, 4 * GIB)
-# Of CUDA graphs and kernels of a running vLLM.
+# Of CUDA graphs and kernels of a running engine.
 GRAPHS = Band(int(0.3 * GIB), int(2.5 * GIB))
-# What a running vLLM takes that it did not foresee when it took its share of the GPU. Measured on
-# an H200: 0.8 GiB when it had started, 3.1 when it had generated.
+# What a running engine takes that it did not foresee when it took its share of the GPU. Measured with
+# vLLM on an H200: 0.8 GiB when it had started, 3.1 when it had generated.
 BEYOND = Band(int(0.5 * GIB), int(3.5 * GIB))
 NOTHING = Band(0, 0)
 # A refit's staging, and its table of copies.
@@ -31,14 +31,15 @@ REFIT = Band(64 << 10, 64 << 20)
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """A vLLM beside the trainer. `utilization` is its ``gpu_memory_utilization``; `colocated` None
-    means on the trainer's GPUs where it has no more ranks. `offload` is what of the trainer is in
-    host memory while the engine generates, and for gradients and optimizer whenever nothing is
-    trained. `kv_width` is the bytes of an element of its cache, `batched_tokens` its
-    ``max_num_batched_tokens``.
+    """An engine beside the trainer. `utilization` is the share of a GPU that it is started with, vLLM's
+    ``gpu_memory_utilization`` or SGLang's ``mem_fraction_static``; `colocated` None means on the
+    trainer's GPUs where it has no more ranks. `offload` is what of the trainer is in host memory
+    while the engine generates, and for gradients and optimizer whenever nothing is trained.
+    `kv_width` is the bytes of an element of its cache, `batched_tokens` the most that it runs at
+    once: ``max_num_batched_tokens``, ``chunked_prefill_size``.
     """
 
-    layout: VllmLayout
+    layout: EngineLayout
     utilization: float = 0.9
     colocated: bool | None = None
     offload: tuple[str, ...] = MOVABLE
@@ -77,10 +78,8 @@ def phases_of(setup: TrainingSetup, report: MemoryReport, engine: EngineSetup) -
         raise ReshardError(
             f"the engine's {layout.world_size} ranks do not fit on the trainer's {setup.ranks} GPUs: --separate"
         )
-    claim = int(engine.utilization * report.gpu_bytes)
     weights, bytes_per_token = _engine_bytes(setup.model, engine)
-    tokens = _kv_tokens(setup.model, engine, claim - weights, bytes_per_token)
-    serving = {"engine: weights, keys and values, all else": claim}
+    serving, beyond, tokens = _serving(setup.model, engine, report.gpu_bytes, weights, bytes_per_token)
 
     stage = max(report.stages, key=lambda each: each.static)
     buffers = {"Transformer Engine's buffers": stage.engine_buffers} if stage.engine_buffers else {}
@@ -92,14 +91,14 @@ def phases_of(setup: TrainingSetup, report: MemoryReport, engine: EngineSetup) -
     forward = resident | {"one layer's forward, logits": _forward(setup)}
     if colocated:
         phases = [
-            _phase("generate", "both", serving | kept | buffers, outside + BEYOND, tokens),
+            _phase("generate", "both", serving | kept | buffers, outside + beyond, tokens),
             _phase("sync", gpus, resident | {"engine: weights": weights}, outside + asleep + REFIT),
         ]
     else:
         phases = [
-            _phase("generate", "engine's", serving, BEYOND, tokens),
+            _phase("generate", "engine's", serving, beyond, tokens),
             _phase("sync", gpus, resident, outside + asleep + REFIT),
-            _phase("sync", "engine's", serving, REFIT + BEYOND),
+            _phase("sync", "engine's", serving, REFIT + beyond),
         ]
     return [
         *phases,
@@ -113,11 +112,24 @@ def _phase(name: str, gpus: str, parts: dict[str, int], more: Band, kv_tokens: B
     return Phase(name, gpus, parts, Band(total + more.low, total + more.high), kv_tokens)
 
 
-def _kv_tokens(model: Model, engine: EngineSetup, room: int, bytes_per_token: int) -> Band:
-    """Return how many tokens of keys and values fit into `room` bytes beside what a running engine needs."""
-    needed = _profiled(model, engine) + GRAPHS + CONTEXT
-    low, high = max(0, room - needed.high), max(0, room - needed.low)
-    return Band(low // bytes_per_token, high // bytes_per_token)
+def _serving(
+    model: Model, engine: EngineSetup, gpu_bytes: int, weights: int, bytes_per_token: int
+) -> tuple[dict[str, int], Band, Band]:
+    """Return what a running engine holds, what it takes beyond that, and how many tokens of keys and
+    values fit for it."""
+    needed = _profiled(model, engine) + GRAPHS
+    if engine.layout.share_holds_all:
+        claim = int(engine.utilization * gpu_bytes)
+        held, beyond, needed = "weights, keys and values, all else", BEYOND, needed + CONTEXT
+        rooms = [claim - weights - size for size in (needed.high, needed.low)]
+    else:  # a share of what is free before it loads its weights
+        claim = int(engine.utilization * (gpu_bytes - CONTEXT.low))
+        held, beyond = "weights, keys and values", needed + CONTEXT
+        rooms = [
+            int(engine.utilization * (gpu_bytes - size)) - weights for size in (CONTEXT.high, CONTEXT.low)
+        ]
+    low, high = (max(0, room) // bytes_per_token for room in rooms)
+    return {f"engine: {held}": claim}, beyond, Band(low, high)
 
 
 def _not_offloaded(stage: StageMemory, engine: EngineSetup) -> dict[str, int]:
@@ -147,25 +159,30 @@ def _engine_bytes(model: Model, engine: EngineSetup) -> tuple[int, int]:
     s, layout = model.symbols, engine.layout
     weights = per_token = 0
     for stage in range(layout.pp):
-        rank = layout.rank(model, stage * layout.tp)
-        placement = vllm_placement(model, rank)
+        first = stage * layout.tp
+        rank, placement = layout.rank(model, first), layout.placement(model, first)
         weights = max(weights, 2 * sum(prod(tensor.shape) for tensor in placement.tensors.values()))
         if model.family.latent:
             each = s["RKV"] + s["DR"]
         else:
-            each = 2 * max(s["NKV"] // layout.tp, 1) * s["D"]
+            each = 2 * max(s["NKV"] // _attention(rank).ranks, 1) * s["D"]
         per_token = max(per_token, len(rank.layers) * each * engine.kv_width)
     return weights, per_token
 
 
+def _attention(rank: EngineRank) -> Shard:
+    """Return by how many ranks attention is split."""
+    return rank.shards.get("attention", Shard(rank.tp, rank.tp_rank))
+
+
 def _profiled(model: Model, engine: EngineSetup) -> Band:
-    """Return the memory of a forward of as many tokens as vLLM batches: a few hidden vectors, the
+    """Return the memory of a forward of as many tokens as the engine batches: a few hidden vectors, the
     widest product's, and logits of a batch of sequences."""
-    s, t = model.symbols, engine.layout.tp
-    width = 3 * s.get("F", 0) / t if len(model.moe_layers) < model.num_layers else 0.0
+    s, rank = model.symbols, engine.layout.rank(model, 0)
+    width = 3 * s.get("F", 0) / rank.tp if len(model.moe_layers) < model.num_layers else 0.0
     if model.num_experts:
         k = int(model.value_of("moe_router_topk"))
-        width = max(width, k * (s["H"] + 3 * s["FE"] / (1 if engine.layout.expert_parallel else t)))
+        width = max(width, k * (s["H"] + 3 * s["FE"] / min(rank.moe_tp, rank.tp)))
     tokens = 2 * engine.batched_tokens * (4 * s["H"] + width)
     logits = 256 * s["V"] * 4
     return Band(int(tokens / 2 + logits), int(1.5 * tokens + 4 * logits))

@@ -18,7 +18,7 @@ from reshard.engines.layout import (
     outer_of_stage,
     place,
 )
-from reshard.engines.sglang.names import SGLANG, WITHOUT_DP_ATTENTION
+from reshard.engines.sglang.names import SGLANG, WITHOUT_DP_ATTENTION, WITHOUT_TP
 from reshard.models.model import Model
 
 
@@ -47,6 +47,11 @@ class SglangLayout:
         """Return how many ranks there are: PP times TP."""
         return self.pp * self.tp
 
+    @property
+    def share_holds_all(self) -> bool:
+        """False: ``mem_fraction_static`` is for weights, keys and values."""
+        return False
+
     def __str__(self) -> str:
         sizes = (("TP", self.tp), ("PP", self.pp), ("DP-attention", self.dp), ("EP", self.ep))
         return " ".join(f"{name}{n}" for name, n in sizes if n > 1) or "TP1"
@@ -60,6 +65,10 @@ class SglangLayout:
         if self.dp > 1 and model.family.name in WITHOUT_DP_ATTENTION:
             raise ReshardError(
                 f"SGLang's class of {model.family.architecture} has no data parallel attention: use dp=1"
+            )
+        if self.tp > 1 and model.family.name in WITHOUT_TP:
+            raise ReshardError(
+                f"SGLang's class of {model.family.architecture} norms all heads together on each rank: use tp=1"
             )
         heads = model.symbols["NQ"]
         if heads % (self.tp // self.dp):

@@ -12,6 +12,12 @@ NAMES = (
     ("mlp.up_proj.*",                         "mlp.gate_up_proj.*",                "always"),
     ("mlp.shared_experts.gate_proj.*",        "mlp.shared_experts.gate_up_proj.*", "always"),
     ("mlp.shared_experts.up_proj.*",          "mlp.shared_experts.gate_up_proj.*", "always"),
+    ("mlp.shared_expert.gate_proj.*",         "mlp.shared_expert.gate_up_proj.*",  "always"),
+    ("mlp.shared_expert.up_proj.*",           "mlp.shared_expert.gate_up_proj.*",  "always"),
+    ("linear_attn.in_proj_qkv.*",             "linear_attn.in_proj_qkvz.*",        "always"),
+    ("linear_attn.in_proj_z.*",               "linear_attn.in_proj_qkvz.*",        "always"),
+    ("linear_attn.in_proj_b.*",               "linear_attn.in_proj_ba.*",          "always"),
+    ("linear_attn.in_proj_a.*",               "linear_attn.in_proj_ba.*",          "always"),
     ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.w13_weight",            "always"),
     ("mlp.experts.{expert}.up_proj.weight",   "mlp.experts.w13_weight",            "always"),
     ("mlp.experts.{expert}.down_proj.weight", "mlp.experts.w2_weight",             "always"),
@@ -26,6 +32,33 @@ LATENT_ATTENTION = (
     ("self_attn.q_a_proj.*",           "self_attn.fused_qkv_a_proj_with_mqa.*", "q_lora_rank"),
     ("self_attn.kv_a_proj_with_mqa.*", "self_attn.fused_qkv_a_proj_with_mqa.*", "q_lora_rank"),
 )  # fmt: skip
+# As SGLang has it on a GPU, where the rotary embedding takes neighbors for pairs.
+INDEXER = (
+    ("self_attn.indexer.wk.weight",           "self_attn.indexer.wk_weights_proj.weight", "always"),
+    ("self_attn.indexer.weights_proj.weight", "self_attn.indexer.wk_weights_proj.weight", "always"),
+)  # fmt: skip
+# Attention lies in the layer itself, beside linear attention in others.
+ATTENTION_IN_LAYER = (
+    ("self_attn.q_proj.*", "qkv_proj.*", "always"),
+    ("self_attn.k_proj.*", "qkv_proj.*", "always"),
+    ("self_attn.v_proj.*", "qkv_proj.*", "always"),
+    ("self_attn.o_proj.*", "o_proj.*",   "always"),
+    ("self_attn.q_norm.*", "q_norm.*",   "always"),
+    ("self_attn.k_norm.*", "k_norm.*",   "always"),
+)  # fmt: skip
+GPT_OSS = (
+    ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.w13_weight[0:1 in 2]",      "always"),
+    ("mlp.experts.{expert}.up_proj.weight",   "mlp.experts.w13_weight[1:2 in 2]",      "always"),
+    ("mlp.experts.{expert}.gate_proj.bias",   "mlp.experts.w13_weight_bias[0:1 in 2]", "always"),
+    ("mlp.experts.{expert}.up_proj.bias",     "mlp.experts.w13_weight_bias[1:2 in 2]", "always"),
+    ("mlp.experts.{expert}.down_proj.bias",   "mlp.experts.w2_weight_bias",            "always"),
+)  # fmt: skip
+
+# The prefixes of a language model in a larger one, and of the other parts.
+IN_A_LARGER_ONE = (
+    ("model.language_model.", "model."),
+    ("model.visual.",         "visual."),
+)  # fmt: skip
 
 FAMILIES = {
     "llama": EngineFamily(),
@@ -35,8 +68,21 @@ FAMILIES = {
     "deepseek_v3": EngineFamily(LATENT_ATTENTION),
     "glm4_moe": EngineFamily(on_every_stage=("output",)),
     "mixtral": EngineFamily(BLOCK_SPARSE_MOE, on_every_stage=("output",)),
+    "minimax_m2": EngineFamily(BLOCK_SPARSE_MOE),
+    "olmoe": EngineFamily(),
+    "gpt_oss": EngineFamily(
+        GPT_OSS, on_every_stage=("output",), added_once=("mlp.experts.{expert}.down_proj.bias",)
+    ),
+    "qwen3_next": EngineFamily(ATTENTION_IN_LAYER),
+    "qwen3_5_text": EngineFamily(ATTENTION_IN_LAYER),
+    "qwen3_5_moe_text": EngineFamily(ATTENTION_IN_LAYER),
+    "glm4_moe_lite": EngineFamily(LATENT_ATTENTION),
+    "deepseek_v32": EngineFamily(LATENT_ATTENTION),
+    "glm_moe_dsa": EngineFamily((*LATENT_ATTENTION, *INDEXER)),
 }
 # Families whose classes split attention by TP alone, and cannot have attention that is data parallel.
-WITHOUT_DP_ATTENTION = ("llama", "qwen2", "mixtral")
+WITHOUT_DP_ATTENTION = ("llama", "qwen2", "mixtral", "olmoe")
+# Families whose classes norm all heads together on each rank, and so cannot split them.
+WITHOUT_TP = ("olmoe",)
 
-SGLANG = EngineNames("SGLang", NAMES, FAMILIES)
+SGLANG = EngineNames("SGLang", NAMES, FAMILIES, IN_A_LARGER_ONE)

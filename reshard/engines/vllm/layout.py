@@ -55,6 +55,11 @@ class VllmLayout:
         """Return how many ranks there are: DP times PP times TP."""
         return self.dp * self.pp * self.tp
 
+    @property
+    def share_holds_all(self) -> bool:
+        """True: ``gpu_memory_utilization`` is for all that vLLM holds."""
+        return True
+
     def __str__(self) -> str:
         experts = " EP" + " round-robin" * self.round_robin if self.expert_parallel else ""
         sizes = " ".join(
