@@ -177,6 +177,12 @@ SERVED = {
         **WIDE | dict(hidden_size=256, intermediate_size=256, num_key_value_heads=4), head_dim=64, tie_word_embeddings=False
     ),
     "served-moe-blocks": Qwen3MoeConfig(**MOE | WIDE | dict(hidden_size=384, head_dim=64, moe_intermediate_size=256), tie_word_embeddings=False),
+    "olmoe-mha": OlmoeConfig(**OLMOE | dict(num_key_value_heads=8), tie_word_embeddings=False),  # as it is published
+    "served-mla-blocks": DeepseekV3Config(
+        **MLA | dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=4, intermediate_size=256, moe_intermediate_size=128,
+                     q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32),
+        tie_word_embeddings=False, **rope(YARN),
+    ),
     "served-glm4-moe": Glm4MoeConfig(**GLM | WIDE | dict(head_dim=64), tie_word_embeddings=False),
     "served-mixtral": MixtralConfig(**MIXTRAL | WIDE | dict(head_dim=32), tie_word_embeddings=False),
     "served-olmoe": OlmoeConfig(**OLMOE | WIDE, tie_word_embeddings=False),
@@ -222,6 +228,8 @@ def make(
         # The published configs have these; transformers' own classes neither read nor write them,
         # engines need them.
         config.pop("num_mtp_layers", None)
+        if "index_topk" in config:  # of transformers' own, which older ones refuse
+            config.pop("layer_types", None)
         config |= {"num_nextn_predict_layers": int(mtp)}
         config |= (
             {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}

@@ -21,14 +21,18 @@ def run_routers(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def held(model: torch.nn.Module) -> dict[str, tuple]:
-    """The fingerprint of a model, with the matrices that it keeps beside its parameters and buffers."""
+    """The fingerprint of a model, with the matrices that it keeps beside its parameters and buffers, and
+    without indexers that it makes and never runs, which nothing loads."""
     attributes = {
         f"{path}.{key}": bits_of(getattr(module, key))
         for path, module in model.named_modules()
         for key in ("w_kc", "w_vc")
         if isinstance(getattr(module, key, None), torch.Tensor)
     }
-    return fingerprint(model) | attributes
+    idle = tuple(f"{path}.indexer." for path, one in model.named_modules() if getattr(one, "skip_topk", None))
+    return {
+        name: bits for name, bits in (fingerprint(model) | attributes).items() if not name.startswith(idle)
+    }
 
 
 def built(directory: str, **options) -> tuple[torch.nn.Module, object]:
@@ -41,11 +45,12 @@ def refit_twice(
     rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict, **options
 ):
     """Refit from each of two Megatron checkpoints in turn; see `refit_sides.refit_in_turn`. With
-    `traced` some rank goes by the trace alone."""
-    traced = options.pop("traced", False)
+    `traced` some rank goes by the trace alone; `published` are the directories that SGLang's own loader
+    is to load, if not those."""
+    traced, published = options.pop("traced", False), options.pop("published", None)
 
     def make_engine() -> SglangModel:
-        destination = SglangModel(*built(checkpoints[0][0], load_format="dummy", **engine))
+        destination = SglangModel(*built(checkpoints[0][0], **{"load_format": "dummy"} | engine))
         by_rules = sglang_placement(destination.model, destination.rank)
         assert traced or held_by(destination.placement) == held_by(by_rules), (
             "not by the table, but the trace"
@@ -53,7 +58,7 @@ def refit_twice(
         return destination
 
     def load_by_sglang() -> list[dict[str, tuple]]:
-        return [held(built(hf, **engine)[0]) for hf, _ in checkpoints]
+        return [held(built(hf, **engine)[0]) for hf in published or [hf for hf, _ in checkpoints]]
 
     return refit_in_turn(rank, sides, flags, checkpoints, make_engine, load_by_sglang, look=held, **options)
 
@@ -72,7 +77,8 @@ def refusals(rank: int, folder: str, directories: dict[str, str]) -> dict[str, s
     alone(folder)
 
     def said(variant: str, change=lambda model, arguments: None, **options) -> str:
-        model, arguments = sglang_on_cpu.build(directories[variant], load_format="dummy", **options)
+        options = {"load_format": "dummy"} | options
+        model, arguments = sglang_on_cpu.build(directories[variant], **options)
         change(model, arguments)
         return caught(lambda: SglangModel(model, arguments))
 
@@ -84,9 +90,9 @@ def refusals(rank: int, folder: str, directories: dict[str, str]) -> dict[str, s
                 module.quant_method.runner.runner_backend = MoeRunnerBackend("flashinfer_cutlass")
 
     def quantized(model: torch.nn.Module, _) -> None:
-        from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+        from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8LinearMethod
 
-        model.model.layers[0].self_attn.qkv_proj.quant_method = object.__new__(Fp8LinearMethod)
+        model.model.layers[0].self_attn.qkv_proj.quant_method = object.__new__(W8A8Fp8LinearMethod)
 
     def shared(model: torch.nn.Module, _) -> None:
         model.model.layers[1].mlp.experts.num_fused_shared_experts = 1
@@ -118,6 +124,7 @@ def refusals(rank: int, folder: str, directories: dict[str, str]) -> dict[str, s
         "experts by load": said("qwen3-moe", balanced),
         "another copy of experts": said("qwen3-moe", ep_num_redundant_experts=2),
         "another order of experts": said("qwen3-moe", init_expert_location=OTHER_ORDER),
+        "a tower": said("kimi-k2.5"),
         "another loader": said("qwen3", gate_and_up),
     }
 

@@ -39,7 +39,7 @@ ENGINES = {
         "refit_sglang_on_cpu",
         warm.python_of_sglang,
         install_sglang_cpu.environment_of_engine,
-        lambda engine: SglangLayout(**engine),
+        lambda engine: SglangLayout(**{name: engine.get(name, 1) for name in ("tp", "pp", "dp", "ep")}),
     ),
 }
 
@@ -88,9 +88,8 @@ def refit(
         checked += 1
         assert not moved
         for now, loaded in zip(held, expected, strict=True):
-            assert {
-                name for name in loaded if now.get(name) != loaded[name]
-            } == set() and now.keys() == loaded.keys()
+            wrong = {name: (now.get(name), loaded[name]) for name in loaded if now.get(name) != loaded[name]}
+            assert wrong == {} and now.keys() == loaded.keys(), wrong
         # The second refit must have brought other weights: nearly all of them differ between the checkpoints.
         assert sum(held[0][name] != held[1][name] for name in held[0]) > 0.6 * len(
             [

@@ -4,14 +4,35 @@ ordinary wheel, with ``.sglang-cpu`` on PYTHONPATH.
 Its kernels are not there: no layer is run.
 """
 
+import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault("SGLANG_LOGGING_LEVEL", "ERROR")
 
 # Its classes of our families; SGLang would import all of its hundreds.
-MODELS = ("deepseek_v2", "glm4_moe", "llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+MODELS = (
+    "deepseek_nextn",
+    "deepseek_v2",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt_oss",
+    "kimi_k25",
+    "llama",
+    "minimax_m2",
+    "mixtral",
+    "olmoe",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_5",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)
 DISABLED = "SGLANG_DISABLED_MODEL_ARCHS"
 
 
@@ -30,10 +51,24 @@ from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.eplb import expert_location
+from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang.srt.layers.dp_attention import initialize_dp_attention
 from sglang.srt.layers.moe.utils import initialize_moe_config
+from sglang.srt.layers.rotary_embedding import factory as rotary
 from sglang.srt.model_loader import get_model
+from sglang.srt.models.deepseek_common import deepseek_weight_loader
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+# Its defaults for sparse attention are those of a GPU's generation.
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+# On a GPU an indexer's two small matrices are one, and positions are embedded without scaling too.
+dsa_indexer._is_cuda, dsa_indexer.deep_gemm = True, SimpleNamespace(get_num_sms=lambda: 132)
+_scaled = rotary.get_rope_cpu
+rotary.get_rope_cpu = lambda *arguments: (
+    _scaled(*arguments) if arguments[5] else rotary.get_rope(*arguments[:8])
+)
+# Latent attention in fp8 derives plain matrices from its blocks, as on a GPU.
+deepseek_weight_loader._is_cuda = True
 
 
 def build(
@@ -44,14 +79,17 @@ def build(
     ep: int = 1,
     load_format: str = "safetensors",
     dtype: str = "bfloat16",
+    hf_overrides: dict | None = None,
+    attention_backend: str = "torch_native",
     **options,
 ) -> tuple[torch.nn.Module, ServerArgs]:
     """A model as a rank of SGLang's has it after start-up, and the server's arguments. Needs a torch
     process group of pp * tp ranks. With `dp` above 1 attention is data parallel, within TP."""
     arguments = ServerArgs(
-        model_path=directory, load_format=load_format, dtype=dtype, device="cpu", attention_backend="torch_native",
+        model_path=directory, load_format=load_format, dtype=dtype, device="cpu", attention_backend=attention_backend,
         moe_runner_backend="triton", tp_size=tp, pp_size=pp, dp_size=dp, ep_size=ep, enable_dp_attention=dp > 1,
-        skip_tokenizer_init=True, disable_cuda_graph=True, disable_shared_experts_fusion=True, **options,
+        skip_tokenizer_init=True, disable_cuda_graph=True, disable_shared_experts_fusion=True,
+        json_model_override_args=json.dumps(hf_overrides or {}), **options,
     )  # fmt: skip
     set_global_server_args_for_scheduler(arguments)
     config = ModelConfig.from_server_args(arguments)

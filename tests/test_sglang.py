@@ -8,20 +8,29 @@ import pytest
 from tests import install_sglang_cpu, warm
 from tests.ranks import free_port, run_on_ranks
 from tests.refits import refit
+from tests.test_blocks_engine import published
 from tests.test_logits import EP, ETP, PP, TP, flags_at
+from tests.test_wrapped import kimi_k25
+
+# What published configs have, and transformers' class does not; and SGLang without a kernel for GPUs.
+WITHOUT_FLA = {"hf_overrides": {"full_attention_interval": 4}, "disable_radix_cache": True}
 
 # variant, Megatron's layout on how many ranks, SGLang's on how many, in the same processes
 LAYOUTS = [
-    ("llama", f"{TP} 2", 2, dict(tp=2), 2, True),
     ("llama-rope-tied", f"{PP} 2", 2, dict(tp=2), 2, False),
     ("qwen2", f"{TP} 2", 2, dict(tp=4), 4, False),  # twice the key heads
     ("qwen3", f"{TP} 2", 2, dict(tp=2, dp=2), 2, True),
     ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2, ep=2), 2, True),
-    ("qwen3-moe", f"{EP} 2 {ETP} 1", 2, dict(tp=4, ep=2, dp=2), 4, False),
-    ("mixtral", f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2, pp=2), 4, False),
+    ("mixtral", "", 1, {}, 1, True),
     ("deepseek-v3", f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2, ep=2, dp=2), 2, True),
-    ("deepseek-v3", f"{PP} 2", 2, dict(tp=2, pp=2), 4, False),
     ("glm4-moe", f"{PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, pp=2, ep=2), 4, True),
+    ("minimax-m2", f"{EP} 2 {ETP} 1", 2, dict(tp=2, dp=2), 2, True),
+    ("gpt-oss", f"{TP} 2 {ETP} 1", 2, dict(tp=2, attention_backend="triton"), 2, True),
+    ("qwen3-next", f"{EP} 2 {ETP} 1", 2, dict(tp=2) | WITHOUT_FLA, 2, True),
+    ("glm4-moe-lite", "", 1, {}, 1, True),
+    ("deepseek-v32", "", 1, {}, 1, True),
+    ("glm-moe-dsa-shared", f"{EP} 2 {ETP} 1", 2, dict(tp=2, ep=2), 2, True),
+    ("olmoe-mha", "", 1, {}, 1, True),
 ]
 
 
@@ -35,6 +44,26 @@ def test_a_refit_leaves_what_sglangs_own_loader_makes_of_the_export(
 
 def test_the_last_stage_of_a_tied_model_has_its_embedding_as_the_output(converted, tmp_path):
     refit(converted("qwen3-tied"), f"{PP} 2", 2, dict(pp=2), 2, True, tmp_path, into="SGLang", traced=True)
+
+
+# Experts, in one process and in two; latent attention, which derives matrices from its blocks.
+BLOCKS = [
+    ("served-moe-blocks", f"{EP} 2", 2, dict(tp=2, ep=2, dp=2), 2, True),
+    ("served-mla-blocks", "", 1, {}, 1, False),
+]
+
+
+@pytest.mark.parametrize(("variant", "parallel", "trainers", "engine", "engines", "together"), BLOCKS)
+def test_a_refit_into_fp8_blocks_leaves_what_sglang_loads_from_a_checkpoint_in_fp8(
+    variant, parallel, trainers, engine, engines, together, converted, tmp_path
+):
+    checkpoints = converted(variant)
+    loaded, overrides = published(checkpoints, tmp_path)
+    reports = refit(
+        checkpoints, parallel, trainers, engine | overrides, engines, together, tmp_path / "run",
+        into="SGLang", published=loaded, ignored=["k_scale", "v_scale"],
+    )  # fmt: skip
+    assert all(report["launches"] > 0 for of_rank in reports for report in of_rank)
 
 
 def on_a_rank(function: str, *arguments):
@@ -52,20 +81,23 @@ REFUSALS = {
     "a dense layer": "SGLang's Qwen3MoeForCausalLM does not take model.layers.1.mlp.gate_proj.weight",
     "runner": "is run by flashinfer_cutlass, which may keep experts in another order than loaded: start SGLang "
     "with --moe-runner-backend triton",
-    "quantized": "serves from weights that SGLang's Fp8LinearMethod has changed",
+    "quantized": "serves from weights that SGLang's W8A8Fp8LinearMethod has changed",
     "shared experts": "start SGLang with --disable-shared-experts-fusion",
     "drafting": "drafts tokens by another model (--speculative-algorithm)",
     "weight cache": "(--weight-cache-mode), which a refit cannot write",
     "experts by load": "start it without --enable-eplb, --init-expert-location and --ep-num-redundant-experts",
     "another copy of experts": "places experts by their load (EPLB)",
     "another order of experts": "places experts by their load (EPLB)",
+    "a tower": "tensors beside the language model are dummy weights (load_format='dummy')",
     "another loader": "SGLang's loader and the mapping table disagree on model.layers.0.mlp.gate_up_proj.weight",
 }
 
 
 def test_what_would_serve_another_model_is_refused_by_name(converted, tmp_path):
     variants = ("qwen3", "qwen3-moe", "qwen3-moe-mixed", "llama-bias", "glm4-moe")
-    said = on_a_rank("refusals", str(tmp_path), {name: converted(name)[0][0] for name in variants})
+    directories = {name: converted(name)[0][0] for name in variants}
+    directories["kimi-k2.5"] = str(kimi_k25(tmp_path / "kimi"))
+    said = on_a_rank("refusals", str(tmp_path), directories)
     assert said.keys() == REFUSALS.keys()
     assert [name for name, sentence in REFUSALS.items() if sentence not in said[name]] == [], said
 
@@ -84,7 +116,7 @@ def served(converted, tmp_path_factory):
     """What a real SGLang says before, between and after refits; and its trainer."""
     folder = tmp_path_factory.mktemp("served")
     checkpoints = converted("qwen3")
-    sides = {"folder": str(folder), "port": free_port()}
+    sides = {"folder": str(folder), "port": free_port(), "http": free_port(), "again": free_port()}
     flags = flags_at(Path(checkpoints[0][1]), "")
     trainer, engine = run_on_ranks(
         2, "serve", sides, flags, checkpoints, module="refit_sglang_serving_on_cpu",
@@ -102,6 +134,14 @@ def test_a_running_sglang_serves_what_it_would_have_loaded(served):
 def test_a_running_sglang_scores_as_transformers_does(served):
     _, engine = served
     assert engine["parity"] == [False, True]  # the checkpoint before, and the one that it has loaded last
+
+
+def test_a_server_is_refitted_by_its_own_routes(served):
+    _, engine = served
+    answers, version = engine["by http"]
+    assert answers == engine["loaded"][1] != engine["loaded"][0] and version == "5"
+    assert "this engine is not connected: call reshard_connect first" in engine["no group"]
+    assert "400" in engine["options"] and "bucket_bytes" in engine["options"]
 
 
 def test_a_running_sglang_refuses_requests_until_its_weights_are_whole(served):

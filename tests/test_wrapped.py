@@ -79,6 +79,7 @@ def published(directory, moe: bool, dtype: torch.dtype = torch.bfloat16, seed: i
     fields = json.loads((directory / "config.json").read_text())
     fields["text_config"] |= PUBLISHED_ONLY | {"mtp_num_hidden_layers": int(mtp)}
     fields["text_config"]["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+    fields["vision_config"] |= {"deepstack_visual_indexes": []}
     (directory / "config.json").write_text(json.dumps(fields))
     return directory
 
@@ -136,6 +137,7 @@ def kimi_k25(directory, seed: int = 0):
     vision = {
         "model_type": "kimi_k25_vision", "init_pos_emb_height": 4, "init_pos_emb_width": 4, "num_attention_heads": 4,
         "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "mm_hidden_size": 32, "text_hidden_size": 64,
+        "vt_hidden_size": 32, "vt_num_attention_heads": 4, "vt_num_hidden_layers": 1, "vt_intermediate_size": 48,
     }  # fmt: skip
     outer = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "dtype": "bfloat16", "text_config": config,
              "vision_config": vision, "media_placeholder_token_id": 7, "use_unified_vision_chunk": True, "ignore_index": -100}  # fmt: skip
@@ -381,6 +383,12 @@ def test_a_live_language_model_is_loaded_and_exported_beside_its_tower_and_not_s
         assert exported | {n: None for n, b in published.items() if b is None} == published
         assert "of which the trainer has the language model only" in said
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("pair", ["moe", "qwen3-vl", "kimi-k2.5"], indirect=True)
+def test_a_refit_leaves_what_sglangs_own_loader_makes_of_it_beside_its_tower(pair, tmp_path):
+    engine = {"load_format": "safetensors", "disable_radix_cache": True}
+    refit(pair, "", 1, engine, 1, True, tmp_path, into="SGLang")
 
 
 @pytest.mark.parametrize("pair", ["moe"], indirect=True)

@@ -65,10 +65,10 @@ def trace_load(
 ) -> Trace:
     """Return what `load` would copy and fill, given canonical tensors (shape, dtype) without bytes.
 
-    `parameters` are the names of the stand-ins that the loader writes into, by `storage_id`. Of what
-    it has copied into those named in `computed` it may compute something in place, which is not recorded.
-    `engine` names the engine in errors. Raises ReshardError, naming the parameter, if the loader
-    computes something instead of copying, and if it fails.
+    `parameters` are the names of the stand-ins that the loader writes into, by `storage_id`. Into
+    those named in `computed`, which the engine makes anew after a refit, it may compute something, which
+    is not recorded. `engine` names the engine in errors. Raises ReshardError, naming the parameter, if
+    the loader computes something instead of copying, and if it fails.
     """
     tensors = {
         name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in canonical.items()
@@ -130,6 +130,8 @@ class _Recorder(TorchDispatchMode):
             return self._clone(args[0])
         if func is torch.ops.aten.cat.default and self._joins_rows(*args):
             return self._join(args[0])
+        if func._schema.is_mutable:
+            self._check_written(func, args, kwargs or {})
         out = func(*args, **kwargs) if kwargs else func(*args)
         if isinstance(out, torch.Tensor) and not func.is_view:
             # A new tensor made of a canonical one: a copy of it could not be traced to a box.
@@ -146,6 +148,18 @@ class _Recorder(TorchDispatchMode):
         name = self.of_itself.get(storage, (self.parameters.get(storage), arg))[0]
         if name is not None and name in self.computed:
             self.of_itself[storage_id(out)] = (name, out)
+
+    def _check_written(self, func: Any, args: tuple, kwargs: dict) -> None:
+        """Raise ReshardError where an operation that is no copy writes into a parameter."""
+        for number, argument in enumerate(func._schema.arguments):
+            written = kwargs.get(argument.name, args[number] if number < len(args) else None)
+            if argument.is_write and isinstance(written, torch.Tensor):
+                name = self.parameters.get(storage_id(written))
+                if name is not None and name not in self.computed:
+                    raise ReshardError(
+                        f"{self.engine}'s loader computes {name} by {func}, which is no plain copy: refit does "
+                        f"not support it"
+                    )
 
     def _clone(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor with the same elements of a published one. They lie as they do there, since that

@@ -10,29 +10,25 @@ engines, by vLLM's own protocol; all ranks meet the engines' workers at the addr
 own shards. The engine's side is `reshard.integrations.weight_transfer_worker`.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from http.client import HTTPException
 from inspect import signature
 from typing import Any, Protocol
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import torch.distributed as dist
 
 from reshard.comm.background import in_background
 from reshard.comm.group import MOST_MEMBERS, RefitGroup, check_rank
+from reshard.comm.http import RefusedError, call_route
 from reshard.comm.secret import given_secret, new_secret
 from reshard.core.deprecated import accepts_renamed_options
-from reshard.core.errors import ReshardError, first_line
+from reshard.core.errors import ReshardError
 from reshard.core.limits import check_number, check_seconds
 from reshard.integrations.calls import Calls
 from reshard.refit.connecting import BUCKET_BYTES, connect
 from reshard.refit.link import RefitReport
 from reshard.trainers.base import Trainer
 
-MOST_ANSWER = 1 << 20  # bytes
 DEV_MODE = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "reshard"}\''
 
 
@@ -107,23 +103,12 @@ class HttpClient:
     def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> Any:
         """Return a route's answer. Raises ReshardError, with the server's text, if it refuses or
         does not answer."""
-        data = None if body is None else json.dumps(body).encode()
-        request = Request(f"{self.url}/{route}", data, {"Content-Type": "application/json"}, method=method)
         try:
-            with urlopen(request, timeout=self.timeout) as response:
-                answer = response.read(MOST_ANSWER + 1)
-        except HTTPError as error:
-            text = error.read(MOST_ANSWER).decode(errors="replace").strip()
-            hint = f": {DEV_MODE}" if error.code == 404 else f": {text[:300]}"
-            raise ReshardError(f"{self.url} answers /{route} with {error.code}{hint}") from error
-        except (HTTPException, OSError) as error:
-            raise ReshardError(f"{self.url} does not answer /{route} ({first_line(error)})") from error
-        try:
-            if len(answer) > MOST_ANSWER:
-                raise ValueError(f"more than {MOST_ANSWER:,} bytes")
-            return json.loads(answer or b"{}")
-        except (ValueError, RecursionError) as error:
-            raise ReshardError(f"{self.url} answers /{route} with something else than JSON") from error
+            return call_route(self.url, route, body, timeout=self.timeout, method=method)
+        except RefusedError as error:
+            if error.code != 404:
+                raise
+            raise ReshardError(f"{self.url} answers /{route} with 404: {DEV_MODE}") from error
 
 
 class LlmClient:

@@ -1,9 +1,14 @@
 """Calls of the methods that the plugin gives to SGLang's schedulers, from the process that has the
-``sglang.Engine``."""
+``sglang.Engine``, or by the address of a running server."""
 
+import json
 from typing import Any
 
+from reshard.comm.hosts import parsed
+from reshard.comm.http import call_route
 from reshard.core.errors import ReshardError
+from reshard.core.limits import check_seconds
+from reshard.engines.sglang.group import GROUP, VERIFIED
 
 MISSING = "has no attribute 'reshard_"
 
@@ -26,3 +31,46 @@ def call(engine: Any, method: str, **options: Any) -> None:
                 "plugin did not load"
             ) from error
         raise ReshardError(message) from error
+
+
+def connect_server(
+    url: str, address: str, first_rank: int, size: int, timeout: float = 60.0, **options: Any
+) -> None:
+    """Connect a running server, ``http://HOST:PORT``, to a trainer, while the trainer's ranks connect; the
+    arguments are those of `reshard.engines.sglang.worker.SchedulerMethods.reshard_connect`.
+
+    Raises ReshardError with what that raises.
+    """
+    host, port = parsed(address)
+    check_seconds(timeout, "timeout")
+    body = {
+        "master_address": f"[{host}]" if ":" in host else host,
+        "master_port": port,
+        "rank_offset": first_rank,
+        "world_size": size,
+        "group_name": GROUP,
+        "backend": json.dumps({"timeout": timeout, **options}),
+    }
+    call_route(url, "init_weights_update_group", body, timeout=2 * timeout)
+
+
+def refit_server(url: str, version: int, verify: bool = False, timeout: float = 120.0) -> None:
+    """Have a connected server take the trainer's weights, while the trainer's ranks refit; SGLang tells
+    the version as its ``weight_version``. `timeout` is in seconds.
+
+    Raises ReshardError with what `SchedulerMethods.reshard_refit` raises.
+    """
+    body: dict[str, Any] = {
+        "names": [],
+        "dtypes": [],
+        "shapes": [],
+        "group_name": GROUP,
+        "weight_version": str(version),
+        "load_format": VERIFIED if verify else None,
+    }
+    call_route(url, "update_weights_from_distributed", body, timeout=timeout)
+
+
+def close_server(url: str) -> None:
+    """Have a server forget its trainer."""
+    call_route(url, "destroy_weights_update_group", {"group_name": GROUP})

@@ -3,6 +3,7 @@
 Importing this changes nothing in SGLang.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,9 +18,10 @@ with importing("sglang"):
     import torch
 
 WEIGHTS = "weights"  # the tag of their memory
-# Matrices that an attention with latent keys makes of `kv_b_proj`, and the copy of its weights in fp32
-# that a router makes when it first runs.
-OF_ATTENTION, OF_ROUTER = ("w_kc", "w_vc"), "_weight_fp32"
+# What an attention with latent keys makes of `kv_b_proj`; the copy of its weights in fp32 that a router
+# makes when it first runs; and the weights of a norm that adds 1 to them, with that 1.
+OF_ATTENTION = ("w_kc", "w_vc", "w_scale", "w_scale_k", "w_scale_v")
+OF_ROUTER, OF_NORM = "_weight_fp32", "gemma_weight"
 # What hooks are put around: a run of the model, a request, and what else writes or frees weights.
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _UPDATER = f"{_SCHEDULER}_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -27,7 +29,14 @@ RUN = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 REQUEST = f"{_SCHEDULER}.Scheduler._add_request_to_queue"
 RELEASE = f"{_UPDATER}.release_memory_occupation"
 LOAD = f"{_UPDATER}.update_weights_from_disk"
-UPDATES = tuple(f"{_UPDATER}.update_weights_from_{name}" for name in ("distributed", "tensor", "ipc"))
+UPDATES = tuple(f"{_UPDATER}.update_weights_from_{name}" for name in ("tensor", "ipc"))
+# Their way to weights that come over a group of processes, and the names of their answers.
+CONNECT = f"{_UPDATER}.init_weights_update_group"
+UPDATE = f"{_UPDATER}.update_weights_from_distributed"
+CLOSE = f"{_UPDATER}.destroy_weights_update_group"
+CONNECTED = "InitWeightsUpdateGroupReqOutput"
+UPDATED = "UpdateWeightsFromDistributedReqOutput"
+DESTROYED = "DestroyWeightsUpdateGroupReqOutput"
 _TESTED = TestedEngine("SGLang", "sglang", "0.5.16: use that one")
 unknown, known = _TESTED.unknown, _TESTED.known
 
@@ -78,9 +87,53 @@ def expert_runner(module: torch.nn.Module) -> str:
         return str(method.runner.runner_backend.value)
 
 
+def idle_indexers(model: torch.nn.Module) -> tuple[str, ...]:
+    """Return what the names of those indexers begin with whose layers take the tokens that another
+    layer's has chosen: SGLang makes them, and never runs them."""
+    modules = model.named_modules()
+    return tuple(f"{path}.indexer." for path, module in modules if getattr(module, "skip_topk", None))
+
+
 def is_moe(module: torch.nn.Module) -> bool:
     """Tell whether a module holds routed experts."""
     return hasattr(module, "moe_runner_config") and hasattr(module, "num_local_experts")
+
+
+# Methods that serve from fp8 blocks, and the kernels of linear layers that read them as they were loaded.
+BLOCK_METHODS = ("Fp8LinearMethod", "Fp8MoEMethod")
+BLOCK_KERNELS = (
+    "triton_w8a8_block_fp8_linear",
+    "cutlass_w8a8_block_fp8_linear_with_fallback",
+    "deepgemm_w8a8_block_fp8_linear_with_fallback",
+    "flashinfer_gemm_w8a8_block_fp8_linear_with_fallback",
+    "flashinfer_deepgemm_w8a8_block_fp8_linear_with_fallback",
+)
+
+
+def block_kernel(module: torch.nn.Module) -> str | None:
+    """Return the kernel that multiplies by a layer's fp8 blocks of 128x128, with scales in fp32 or, after
+    DeepGEMM's preparation, packed; None for a layer that serves from something else."""
+    method: Any = module.quant_method
+    if type(method).__name__ not in BLOCK_METHODS:
+        return None
+    with known("does not say how fp8 is served as it did"):
+        is_plain = method.quant_config.is_checkpoint_fp8_serialized and not method.use_mxfp8
+        if not is_plain or list(method.weight_block_size or []) != [128, 128]:
+            return None
+        if is_moe(module):
+            return None if method.is_fp4_expert else expert_runner(module)
+        kernel = str(method.w8a8_block_fp8_linear.__name__)
+        return kernel if kernel in BLOCK_KERNELS and not method.use_marlin else None
+
+
+def packs_scales(module: torch.nn.Module) -> bool:
+    """Tell whether DeepGEMM's preparation has packed the scales of a layer's blocks."""
+    return any(getattr(parameter, "format_ue8m0", False) for parameter in module.parameters(recurse=False))
+
+
+def is_cache(module: torch.nn.Module) -> bool:
+    """Tell whether a module's method is that of a quantized cache of keys and values."""
+    return type(module.quant_method).__name__.endswith("KVCacheMethod")
 
 
 class Experts(NamedTuple):
@@ -119,14 +172,14 @@ def shard_of(module: torch.nn.Module) -> Shard | None:
 def without_processing(model: torch.nn.Module) -> Iterator[None]:
     """While it is open, the model's loader does not derive matrices from the weights, of which it has
     none."""
-    if not hasattr(model, "post_load_weights"):
-        yield
-        return
-    vars(model)["post_load_weights"] = lambda *_, **__: None
+    deriving = [module for module in model.modules() if hasattr(module, "post_load_weights")]
+    for module in deriving:
+        vars(module)["post_load_weights"] = lambda *_, **__: None
     try:
         yield
     finally:
-        del vars(model)["post_load_weights"]
+        for module in deriving:
+            del vars(module)["post_load_weights"]
 
 
 def derive(model: torch.nn.Module) -> None:
@@ -134,6 +187,17 @@ def derive(model: torch.nn.Module) -> None:
     if hasattr(model, "post_load_weights"):
         with torch.no_grad():
             model.post_load_weights()  # type: ignore[operator]
+
+
+def published_config(arguments: Any) -> dict[str, Any]:
+    """Return the config that an engine was started with, as it was published: SGLang's classes change
+    theirs."""
+    with known("reads its config in another way"):
+        from transformers import PretrainedConfig
+
+        config, _ = PretrainedConfig.get_config_dict(arguments.model_path, revision=arguments.revision)
+        overrides: dict[str, Any] = json.loads(arguments.json_model_override_args or "{}")
+    return config | overrides
 
 
 def interleaves_gate_and_up() -> bool:
@@ -236,6 +300,14 @@ def refuse_request(scheduler: Any, request: Any, why: str) -> None:
         reason = {"type": "abort", "status_code": HTTPStatus.SERVICE_UNAVAILABLE, "message": why}
         abort = AbortReq(finished_reason=reason, rid=request.rid)
         scheduler.ipc_channels.send_to_tokenizer.send_output(abort, request)
+
+
+def answer(kind: str, success: bool, message: str) -> Any:
+    """Return an answer to a request that changes weights, of this class."""
+    with known("answers requests in another way"):
+        from sglang.srt.managers import io_struct
+
+        return getattr(io_struct, kind)(success=success, message=message)
 
 
 def add_to_scheduler(methods: Mapping[str, Any]) -> None:

@@ -1,5 +1,5 @@
 """Tensors that SGLang makes of weights and keeps beside them: the matrices that latent attention (MLA)
-splits ``kv_b_proj`` into, and copies of a router's weights in fp32."""
+splits ``kv_b_proj`` into, copies of a router's weights in fp32, and a norm's weights with 1 added."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.device.memory import same_bits
 from reshard.engines.sglang import compat
-from reshard.engines.sglang.compat import OF_ATTENTION, OF_ROUTER
+from reshard.engines.sglang.compat import OF_ATTENTION, OF_NORM, OF_ROUTER
 
 
 def derived_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -18,7 +18,7 @@ def derived_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _of_modules(model: torch.nn.Module) -> Iterator[tuple[str, object]]:
     for path, module in model.named_modules():
-        keys = OF_ATTENTION if hasattr(module, "kv_b_proj") else (OF_ROUTER,)
+        keys = OF_ATTENTION if hasattr(module, "kv_b_proj") else (OF_ROUTER, OF_NORM)
         for key in keys:
             yield f"{path}.{key}", getattr(module, key, None)
 
@@ -35,6 +35,9 @@ def derive_in_place(model: torch.nn.Module) -> None:
             copy = getattr(module, OF_ROUTER, None)
             if isinstance(copy, torch.Tensor):
                 copy.copy_(module.weight)  # type: ignore[arg-type]
+            plus_one = getattr(module, OF_NORM, None)
+            if isinstance(plus_one, torch.Tensor):
+                torch.add(module.weight, 1.0, out=plus_one)  # type: ignore[arg-type]
     after = derived_tensors(model)
     moved = [name for name, tensor in before.items() if after[name].data_ptr() != tensor.data_ptr()]
     if moved:

@@ -1,5 +1,6 @@
 """A live SGLang model as the destination of a refit."""
 
+from functools import partial
 from typing import Any
 
 from reshard.core.extras import importing
@@ -9,19 +10,22 @@ with importing("sglang"):
 
 from reshard.core.errors import ReshardError, listed
 from reshard.core.gc import gc_paused
+from reshard.core.views import tensor_of
 from reshard.device.cuda import is_mapped
 from reshard.engines.accounts import DERIVED, LEFT_ALONE, Account, account_for, summary
-from reshard.engines.canonical import expert_layers, stored_tensors
+from reshard.engines.blocks import counted, find_scales, in_words
+from reshard.engines.canonical import canonical_tensors, expert_layers, stored_tensors, stored_views
 from reshard.engines.deduplicated import ExpertLayer, trace_deduplicated
 from reshard.engines.layout import WITHOUT_PARAMETER, EngineRank
 from reshard.engines.live import LiveEngine, owners_of
 from reshard.engines.placing import Placer
 from reshard.engines.sglang import compat
+from reshard.engines.sglang.blocks import layers_in_blocks, plain_matrices
 from reshard.engines.sglang.derived import derive_in_place, stale_tensors
 from reshard.engines.sglang.guard import guard_of
 from reshard.engines.sglang.names import SGLANG
 from reshard.engines.sglang.rank import rank_of
-from reshard.engines.sglang.supported import check_supported
+from reshard.engines.sglang.supported import check_supported, check_towers
 from reshard.engines.stand_ins import layer_fingerprint, stand_ins
 from reshard.engines.trace import Canonical, Trace, trace_load
 from reshard.models.model import Model
@@ -29,9 +33,12 @@ from reshard.models.published import published
 
 NOT_SAVED = Account(LEFT_ALONE, "SGLang computes it from the config, and saves it nowhere")
 OF_THE_ROUTER = Account(DERIVED, "a copy of the router's weights in fp32")
+WITH_ONE = Account(DERIVED, "a norm's weights, with 1 added")
 SCALE_OF_CACHE = Account(
     LEFT_ALONE, "a scale of the attention's cache, which comes with a checkpoint or is 1"
 )
+IDLE = Account(LEFT_ALONE, "of an indexer whose layer takes what another layer's has chosen")
+OF_TOWER = Account(LEFT_ALONE, "of another part than the language model, as it was loaded")
 
 
 class SglangModel(LiveEngine):
@@ -49,9 +56,11 @@ class SglangModel(LiveEngine):
         # Before anything can fail: an engine that cannot be connected must not serve dummy weights
         # either.
         self.guard = guard_of(model, str(arguments.load_format))
-        self.hf_config = published(model.config.to_dict(), "SGLang's config")  # type: ignore[union-attr,operator]
+        self.hf_config = published(compat.published_config(arguments), "SGLang's config")
         self.model = Model.from_hf(self.hf_config, f"SGLang's config of {arguments.model_path}")
         check_supported(model, arguments)
+        self._towers = SGLANG.tower_prefixes(self.model)
+        check_towers(model, self._towers, arguments)
         self.tensors = dict([*model.named_parameters(), *model.named_buffers()])
         self.owners = owners_of(dict(model.named_modules()), self.tensors)
         self.rank: EngineRank = rank_of(model, self.model, self.tensors)
@@ -60,7 +69,10 @@ class SglangModel(LiveEngine):
             trace = self._trace()
             self._check_all_taken(trace)
             placer = Placer(SGLANG, self.model, self.rank, self.tensors, (), self.dtype)
-            self.placement, self.regions = placer.main(trace)
+            placed = placer.main(trace)
+        self.placement, self.regions = placed
+        self.blocks = layers_in_blocks(model)
+        self.scales = find_scales(placed, self.blocks, self.tensors)
         self.accounts = self._account()
         self._addresses = self.addresses()
 
@@ -73,14 +85,19 @@ class SglangModel(LiveEngine):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that the model serves in."""
-        return next(tensor.dtype for name, tensor in self.tensors.items() if name.endswith("norm.weight"))
+        return next(
+            tensor.dtype for name, tensor in self.tensors.items() if name.endswith("layernorm.weight")
+        )
 
     # Finding tensors
 
     def _trace(self) -> Trace:
         def trace(canonical: Canonical) -> Trace:
-            with compat.without_processing(self.module), stand_ins(self.module) as parameters:
-                return trace_load(self.engine, self.module.load_weights, canonical, parameters)  # type: ignore[arg-type]
+            plain = stand_ins(self.module, partial(plain_matrices, dtype=self.dtype))
+            with compat.without_processing(self.module), plain as parameters:
+                load: Any = self.module.load_weights
+                with_one = {name for name in self.tensors if name.endswith(f".{compat.OF_NORM}")}
+                return trace_load(self.engine, load, canonical, parameters, with_one)
 
         def fingerprint(layer: ExpertLayer) -> tuple:
             return layer_fingerprint(self.module, layer, compat.experts_of)
@@ -92,14 +109,16 @@ class SglangModel(LiveEngine):
         """Raise ReshardError for published tensors of this rank's layers that SGLang's class does not
         take: its loaders pass over names that they do not know, and would serve another model."""
         taken = {copy.name for copy in trace.copies}
+        views = stored_views(self.model, canonical_tensors(self.model, self.dtype))
         missed = []
+        added_once = SGLANG.family(self.model).added_once if self.rank.moe_tp_rank else ()
         for block in self.model.blocks():
             if block.mtp or block.layer is None or block.layer not in self.rank.layers:
                 continue
             for row in block.rows:
-                if row.arrangement not in WITHOUT_PARAMETER:
+                if row.arrangement not in WITHOUT_PARAMETER and row.hf not in added_once:
                     names = [name for _, name in row.names(block.published, self.rank.experts)]
-                    missed += [name for name in names if name not in taken]
+                    missed += [name for name in names if tensor_of(views.places[name]) not in taken]
         if missed:
             raise ReshardError(
                 f"SGLang's {type(self.module).__name__} does not take {listed(missed, 3)}, and would serve "
@@ -109,13 +128,21 @@ class SglangModel(LiveEngine):
     def _account(self) -> dict[str, Account]:
         """Return what a refit does to each tensor. Raises ReshardError for tensors that have no
         account."""
-        written = {id(region.tensor) for region in self.regions.values()}
+        regions = [*self.regions.values(), *(scales.region for scales in self.scales.values())]
+        written = {id(region.tensor) for region in regions}
         brought = {name: tensor for name, tensor in self.tensors.items() if id(tensor) in written}
         others: dict[str, Account] = {}
+        idle = compat.idle_indexers(self.module)
         for name in self.tensors:
             module, key = self.owners[name]
             if key == compat.OF_ROUTER:
                 others[name] = OF_THE_ROUTER
+            elif key == compat.OF_NORM:
+                others[name] = WITH_ONE
+            elif name.startswith(idle):
+                others[name] = IDLE
+            elif name.startswith(self._towers):
+                others[name] = OF_TOWER
             elif key in ("k_scale", "v_scale"):
                 others[name] = SCALE_OF_CACHE
             elif key in module._non_persistent_buffers_set:
@@ -153,6 +180,14 @@ class SglangModel(LiveEngine):
         """Return the names of matrices that are not what SGLang derives from the weights that it has
         now."""
         return stale_tensors(self.module)
+
+    def quantized_layers(self) -> list[dict[str, Any]]:
+        """Return how many layers serve from fp8 blocks; see `Engine.quantized_layers`."""
+        layers = {}
+        for (name, _), scales in self.scales.items():
+            layer = name.rpartition(".")[0]
+            layers[layer] = in_words(scales.rounding), self.blocks[layer].kernel
+        return counted(layers)
 
     def tensor_accounts(self) -> list[dict[str, Any]]:
         """Return what a refit does to the tensors, counted; see `Engine.tensor_accounts`."""

@@ -2,8 +2,8 @@
 ``sglang.srt.plugins``.
 
 It gives SGLang's scheduler the methods of `reshard.engines.sglang.worker`, for
-``Engine.collective_rpc``, and puts the guard around its runs and requests. Nothing else changes until
-a trainer connects.
+``Engine.collective_rpc``, and its routes for weights a group of ours (`reshard.engines.sglang.group`), and
+puts the guard around its runs and requests. Nothing else changes until a trainer connects.
 
 Every SGLang process of an environment with reshard imports this module, so it imports nothing heavy.
 """
@@ -12,7 +12,7 @@ Every SGLang process of an environment with reshard imports this module, so it i
 def register() -> None:
     """Register the hooks, and add the scheduler's methods. Raises ReshardError, which SGLang logs, if
     this SGLang cannot take them."""
-    from reshard.engines.sglang import compat, guard
+    from reshard.engines.sglang import compat, group, guard
     from reshard.engines.sglang.worker import METHODS
 
     compat.add_to_scheduler(METHODS)
@@ -20,5 +20,8 @@ def register() -> None:
     compat.hook_around(compat.REQUEST, guard.check_request)
     compat.hook_around(compat.RELEASE, guard.follow_release)
     compat.hook_around(compat.LOAD, guard.follow_load)
+    compat.hook_around(compat.CONNECT, group.connect_group)
+    compat.hook_around(compat.UPDATE, group.refit_group)
+    compat.hook_around(compat.CLOSE, group.close_group)
     for update in compat.UPDATES:
         compat.hook_around(update, guard.follow_update)

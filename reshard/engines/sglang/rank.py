@@ -15,8 +15,8 @@ from reshard.models.model import Model
 SPLIT_APART = (
     ("embedding", ("embed_tokens",)),
     ("output", ("lm_head",)),
-    ("attention", ("self_attn.o_proj",)),
-    ("shared_experts", ("mlp.shared_experts.down_proj",)),
+    ("attention", (".o_proj", "linear_attn.out_proj")),
+    ("shared_experts", ("mlp.shared_experts.down_proj", "mlp.shared_expert.down_proj")),
     ("mlp", ("mlp.down_proj",)),
 )
 

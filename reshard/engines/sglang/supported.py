@@ -41,18 +41,42 @@ def check_supported(module: torch.nn.Module, arguments: Any) -> None:
         )
     for name, child in module.named_modules():
         if getattr(child, "quant_method", None) is not None:
-            _check_plain(name, child)
+            _check_method(name, child, arguments)
         experts = compat.experts_of(child)
         if experts is not None:
             _check_experts(name, child, experts)
 
 
-def _check_plain(name: str, module: torch.nn.Module) -> None:
+def check_towers(module: torch.nn.Module, prefixes: tuple[str, ...], arguments: Any) -> None:
+    """Raise ReshardError if tensors of other parts of the model, whose names begin with `prefixes`, are
+    dummy weights: no trainer has them."""
+    towers = [name for name, _ in module.named_parameters() if name.startswith(prefixes)] if prefixes else []
+    if towers and arguments.load_format == "dummy":
+        raise ReshardError(
+            f"{towers[0]} and {len(towers) - 1} tensors beside the language model are dummy weights "
+            f"(load_format='dummy'), and no refit brings them: load a checkpoint"
+        )
+
+
+def _check_method(name: str, module: torch.nn.Module, arguments: Any) -> None:
     method = type(module.quant_method).__name__
-    if method not in PLAIN_METHODS:
+    if compat.is_cache(module):
+        # Dummy weights make scales up.
+        if str(arguments.kv_cache_dtype).startswith("fp8") and arguments.load_format == "dummy":
+            raise ReshardError(
+                f"{name} scales its fp8 keys and values by numbers that load_format='dummy' has made up, and "
+                f"that no trainer has: load the checkpoint once, or start SGLang with --kv-cache-dtype auto"
+            )
+        return
+    if method not in PLAIN_METHODS and compat.block_kernel(module) is None:
         raise ReshardError(
             f"{name} serves from weights that SGLang's {method} has changed, which a refit cannot write: serve "
-            f"in bf16"
+            f"in bf16, or from fp8 blocks of 128x128"
+        )
+    if compat.packs_scales(module):
+        raise ReshardError(
+            f"{name} serves from scales that SGLang has packed for DeepGEMM, which a refit cannot write: start "
+            f"it with --fp8-gemm-backend triton and --moe-runner-backend triton"
         )
     if getattr(module, "use_intel_amx_backend", False):
         raise ReshardError(f"{name} serves from weights that SGLang has packed for the CPU: use a GPU")

@@ -1,6 +1,5 @@
 """A live vLLM model as the destination of a refit."""
 
-from collections import Counter
 from collections.abc import Set
 from typing import Any
 from weakref import WeakMethod
@@ -15,6 +14,7 @@ from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
 from reshard.device.cuda import is_mapped
 from reshard.engines.accounts import LEFT_ALONE, Account, account_for, summary
+from reshard.engines.blocks import counted, in_words
 from reshard.engines.canonical import expert_layers, mtp_names, stored_tensors
 from reshard.engines.deduplicated import ExpertLayer, trace_deduplicated
 from reshard.engines.live import LiveEngine, owners_of
@@ -41,7 +41,6 @@ from reshard.engines.vllm.weights.stand_ins import layer_fingerprint, trace_mode
 from reshard.engines.vllm.weights.supported import check_supported, check_towers
 from reshard.models.model import Model
 from reshard.models.published import published
-from reshard.quantization.fp8_blocks import ROUNDINGS
 
 
 class VllmModel(LiveEngine):
@@ -303,13 +302,11 @@ class VllmModel(LiveEngine):
         layers: dict[str, tuple[str, str]] = {}
         for identity, scales in self.scales.items():
             layer = _layer_of(identity)
-            how = f"blocks of 128x128 in fp8, {ROUNDINGS[scales.rounding]}, while they are copied"
-            layers[layer] = how, self.blocks[layer].kernel
+            layers[layer] = in_words(scales.rounding), self.blocks[layer].kernel
         for layer in self.reloads.round_of:
             module = self._modules[layer]
             layers[layer] = f"{processing_of(module)} of vLLM, by a slab", kernel_of(module)
-        counts = Counter(layers.values())
-        return [{"how": how, "kernel": kernel, "layers": n} for (how, kernel), n in sorted(counts.items())]
+        return counted(layers)
 
     def tensor_accounts(self) -> list[dict[str, Any]]:
         """Return what a refit does to the tensors, counted; see `Engine.tensor_accounts`."""

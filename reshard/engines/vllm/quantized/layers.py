@@ -5,6 +5,7 @@ loaded, and which kernel serves it; for vLLM 0.24 to 0.33, as is `reshard.engine
 from typing import Any, NamedTuple
 
 from reshard.core.extras import importing
+from reshard.engines.blocks import Blocks, scale_names
 from reshard.engines.vllm.compat import known
 from reshard.engines.vllm.quantized.processing import loading_templates
 
@@ -26,16 +27,6 @@ BLOCK_METHODS = (
 )
 
 
-class Blocks(NamedTuple):
-    """A layer that serves from fp8 blocks: `scales` are the names of scales by those of parameters,
-    `kernel` multiplies with them, and `powers_of_two` tells whether vLLM makes the scales powers of
-    two after loading."""
-
-    scales: dict[str, str]
-    kernel: str
-    powers_of_two: bool
-
-
 def blocks_of(module: torch.nn.Module, method: Any) -> Blocks | None:
     """Return how a layer serves from fp8 blocks in the order in which they are loaded; None if it
     does not."""
@@ -44,9 +35,8 @@ def blocks_of(module: torch.nn.Module, method: Any) -> Blocks | None:
     )
     if type(method).__name__ not in BLOCK_METHODS or block != [128, 128]:
         return None
-    names = [name for name in ("weight", "w13_weight", "w2_weight") if hasattr(module, name)]
-    scales = {name: f"{name}_scale_inv" for name in names if hasattr(module, f"{name}_scale_inv")}
-    if not scales or len(scales) != len(names):
+    scales = scale_names(module)
+    if not scales:
         return None
     backend = getattr(getattr(method, "fp8_backend", None), "name", None)
     if backend is not None:

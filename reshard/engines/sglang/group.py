@@ -1,0 +1,82 @@
+"""The way into a running server by HTTP: SGLang's own routes for weights, with a group that is reshard's.
+
+    POST /init_weights_update_group        connect, as ``Scheduler.reshard_connect``
+    POST /update_weights_from_distributed  take the weights, as ``Scheduler.reshard_refit``
+    POST /destroy_weights_update_group     forget the trainer
+
+The plugin puts the functions below around SGLang's own, which get what is of other groups. A server without
+the plugin refuses these calls: it has no such group. `reshard.engines.sglang.calls` makes them.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from reshard.core.errors import ReshardError
+from reshard.engines.sglang import compat
+from reshard.engines.sglang.guard import follow_update
+
+GROUP = "reshard"
+VERIFIED = "verify"  # as a load format: compare every bit
+
+
+def connect_group(connect: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """Connect to a trainer for a group of ours. The backend of the request holds the options of
+    `reshard.engines.worker.ConnectOptions`, as JSON."""
+    if request.group_name != GROUP:
+        return connect(updater, request)
+
+    def connected() -> None:
+        updater.scheduler.reshard_connect(
+            f"{request.master_address}:{request.master_port}",
+            request.rank_offset,
+            request.world_size,
+            **_options(request.backend),
+        )
+
+    return _answer(compat.CONNECTED, connected, "connected")
+
+
+def refit_group(update: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """Take the trainer's weights for a group of ours. The version is the request's."""
+    if request.group_name != GROUP:
+        return follow_update(update, updater, request)
+
+    def refitted() -> None:
+        version = request.weight_version
+        if version is not None and not version.isdecimal():
+            raise ReshardError(f"weight_version is {version!r:.80}, not a whole number")
+        verify = request.load_format == VERIFIED
+        updater.scheduler.reshard_refit(None if version is None else int(version), verify)
+
+    return _answer(compat.UPDATED, refitted, "refitted")
+
+
+def close_group(close: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """Forget the trainer of a group of ours."""
+    if request.group_name != GROUP:
+        return close(updater, request)
+    return _answer(compat.DESTROYED, lambda: updater.scheduler.reshard_close(), "closed")
+
+
+def _answer(kind: str, action: Callable[[], None], done: str) -> Any:
+    """Return SGLang's answer to a request: `done`, or what the action raises, of which the server must
+    not end."""
+    try:
+        action()
+    except Exception as error:
+        return compat.answer(kind, False, str(error) or type(error).__name__)
+    return compat.answer(kind, True, done)
+
+
+def _options(text: str) -> dict[str, Any]:
+    """Read the options of a connection. Raises ReshardError for anything but a JSON object."""
+    try:
+        options = json.loads(text)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise ReshardError(
+            f"the backend of the group {GROUP!r} is {text!r:.80}, not options as JSON, such as {{}}"
+        )
+    return options
