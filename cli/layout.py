@@ -157,13 +157,23 @@ def megatron_sizes(text: str, extra: Collection[str] = ()) -> dict[str, Any]:
     return sizes | ({"pipeline_model_parallel_layout": string} if old else {})
 
 
-def vllm_layout(text: str, option: str, numbers: set[str]) -> Any:
-    """Read ``tp=4,ep``, the value of ``--engine``, as a `reshard.VllmLayout`."""
+def engine_layout(text: str, option: str, names: Collection[str] = ("tp", "pp", "dp")) -> Any:
+    """Read ``tp=4,ep``, the value of ``--engine``, as a `reshard.VllmLayout`; after ``sglang:`` as a
+    `reshard.SglangLayout`. `names` are the sizes that may be given, besides ``ep``."""
+    engine, colon, sizes = text.partition(":")
+    if not colon:
+        engine, sizes = "vllm", text
+    if engine not in _ENGINES:
+        raise click.UsageError(f"{option} {text}: {engine!r} is none of {', '.join(_ENGINES)}")
+    return _ENGINES[engine](sizes, option, {*names})
+
+
+def _vllm_layout(text: str, option: str, names: set[str]) -> Any:
     from reshard.engines.vllm.layout import VllmLayout
 
     aliases = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp", "data_parallel_size": "dp"}
-    aliases = {name: short for name, short in aliases.items() if short in numbers}
-    sizes = parse_sizes(text, option, numbers, {"ep"}, aliases)
+    aliases = {name: short for name, short in aliases.items() if short in names}
+    sizes = parse_sizes(text, option, names, {"ep"}, aliases)
     experts = sizes.pop("ep", None)
     if experts not in (None, "", "linear", "round_robin"):
         raise click.UsageError(
@@ -172,23 +182,18 @@ def vllm_layout(text: str, option: str, numbers: set[str]) -> Any:
     return VllmLayout(**sizes, expert_parallel=experts is not None, round_robin=experts == "round_robin")
 
 
-def engine_layout(text: str, option: str) -> Any:
-    """Read ``tp=4,ep``, the value of ``--engine``, as a `reshard.VllmLayout`; after ``sglang:`` as a
-    `reshard.SglangLayout`."""
-    engine, colon, sizes = text.partition(":")
-    if not colon:
-        engine, sizes = "vllm", text
-    if engine == "vllm":
-        return vllm_layout(sizes, option, {"tp", "pp", "dp"})
-    if engine != "sglang":
-        raise click.UsageError(f"{option} {text}: {engine!r} is none of vllm, sglang")
+def _sglang_layout(text: str, option: str, names: set[str]) -> Any:
     from reshard.engines.sglang.layout import SglangLayout
 
-    aliases = {f"{name}_size": name for name in ("tp", "pp", "dp", "ep")}
-    values = parse_sizes(sizes, option, {"tp", "pp", "dp", "ep"}, {"ep"}, aliases)
+    names = {*names, "ep"}
+    aliases = {f"{name}_size": name for name in names}
+    values = parse_sizes(text, option, names, {"ep"}, aliases)
     if values.get("ep") == "":  # over all of TP
         values["ep"] = values.get("tp", 1)
     return SglangLayout(**values)
+
+
+_ENGINES = {"vllm": _vllm_layout, "sglang": _sglang_layout}
 
 
 def parse_sizes(

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from reshard.cli.dtypes import DtypeChoice
-from reshard.cli.layout import engine_option, layout_options, pop_layout, trainer_option, vllm_layout
+from reshard.cli.layout import engine_layout, engine_option, layout_options, pop_layout, trainer_option
 from reshard.cli.output import ignore_option, json_option, print_json, quiet
 from reshard.cli.places import PathOrHubId
 from reshard.core.errors import ReshardError
@@ -36,7 +36,7 @@ from reshard.core.errors import ReshardError
 @click.option(
     "--routing/--no-routing", default=True, show_default=True, help="Compare the experts that tokens go to."
 )
-@engine_option("vLLM's tp= and ep (default: TP over all processes).")
+@engine_option("vLLM's tp= and ep (default: TP over all processes), or after sglang: SGLang's.")
 @click.option(
     "--quantization", metavar="METHOD", help="vLLM's quantization of a vllm: system, such as fp8_per_block."
 )
@@ -115,7 +115,8 @@ def command(
     --nproc-per-node 4 --no-python reshard parity A B --tp 2 --pp 2
 
     With vllm: before it, vLLM serves it: vllm:HF as vLLM loads it, vllm:MEGATRON refitted from
-    Megatron-Core at the layout.
+    Megatron-Core at the layout. With sglang: SGLang does: sglang:HF, or sglang:http://HOST:PORT for
+    what a running server serves.
     """
     if prompts is not None and count is not None:
         raise click.UsageError("--prompts and --random exclude each other")
@@ -124,11 +125,12 @@ def command(
     from reshard.megatron.layout import MegatronLayout
     from reshard.parity.gate import parity
     from reshard.parity.limits import LIMITED, Limits
-    from reshard.parity.prompts import VLLM_PREFIX, read_prompts, tokenizer_of
+    from reshard.parity.prompts import read_prompts, tokenizer_of
+    from reshard.parity.served import engine_of
 
-    if locating and (a.startswith(VLLM_PREFIX) or b.startswith(VLLM_PREFIX)):
+    if locating and (engine_of(a) or engine_of(b)):
         raise click.UsageError(
-            "--locate looks inside transformers and Megatron-Core, not inside vLLM: compare those two"
+            "--locate looks inside transformers and Megatron-Core, not inside an engine: compare those two"
         )
     if html is not None:
         _check_page(Path(html))
@@ -139,7 +141,7 @@ def command(
         raise click.UsageError("--no-routing leaves nothing for --max-routing-margin to limit")
     layout = MegatronLayout(**pop_layout(options))
     wanted = read_prompts(Path(prompts), lambda: tokenizer_of([a, b])) if prompts is not None else count or 8
-    served = vllm_layout(engine, "--engine", {"tp"}) if engine is not None else None
+    served = engine_layout(engine, "--engine", ["tp"]) if engine is not None else None
     report = parity(a, b, wanted, layout=layout, engine=served, lengths=numbers,
                     limits=lambda dtype: Limits.of_dtype(dtype, **given), **options)  # fmt: skip
     divergence = None

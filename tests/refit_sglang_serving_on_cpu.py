@@ -4,20 +4,28 @@ model through its plugin and ``Engine.collective_rpc``.
 Without its kernels SGLang runs dense models by torch alone.
 """
 
-import os
+import subprocess
+import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from reshard.engines.sglang.calls import call
-from reshard.parity import LiveSglang, parity
+from reshard.comm.http import call_route
+from reshard.engines.sglang.calls import call, close_server, connect_server, refit_server
+from reshard.parity import parity
 from reshard.refit import RefitGroup, connect
 from reshard.trainers.megatron import MegatronModel
 from tests.ranks import caught
 from tests.refit_sides import Steps, trainer
 from tests.sglang_on_cpu import only_our_models
 
+ASKED = {
+    "sampling_params": {"max_new_tokens": 4, "temperature": 0},
+    "return_logprob": True,
+    "logprob_start_len": 0,
+}
 PROMPTS = [[(7 * i + 3 * j) % 1000 for j in range(n)] for i, n in enumerate((9, 33, 21))]
 
 
@@ -35,10 +43,11 @@ def engine(directory: str, **options):
 
 def answers(served) -> list:
     """Prompt logprobs and four greedy tokens of every prompt."""
-    sampling = {"max_new_tokens": 4, "temperature": 0}
-    outputs = served.generate(
-        input_ids=PROMPTS, sampling_params=sampling, return_logprob=True, logprob_start_len=0
-    )
+    return answered(served.generate(input_ids=PROMPTS, **ASKED))
+
+
+def answered(outputs: list[dict]) -> list:
+    """The same of SGLang's outputs."""
     return [
         [[one[0] for one in output["meta_info"]["input_token_logprobs"][1:]], list(output["output_ids"])]
         for output in outputs
@@ -88,6 +97,11 @@ def train(steps: Steps, sides: dict, flags: list[str], checkpoints: list[tuple[s
         said.append(caught(link.refit))
     steps.meet("awake")
     link.refit(9)
+    link.close()
+    steps.meet("server")
+    link = connect(RefitGroup.join(f"127.0.0.1:{sides['again']}", 0, 2, timeout=60), MegatronModel(chunks))
+    steps.meet("connected")
+    link.refit(5, verify=True)
     steps.meet("end")
     return said
 
@@ -125,20 +139,57 @@ def drive(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict
     steps.meet("awake")
     call(dummy, "reshard_refit", version=9)
     results["mended"] = answers(dummy)
-    steps.meet("end")
+    # Of an SGLang without the plugin any such method is missing.
+    results["no plugin"] = said_by(lambda: call(dummy, "reshard_nothing"))
     dummy.shutdown()
-    os.environ["SGLANG_PLUGINS"] = "another"
-    loading = engine(checkpoints[0][0])  # an SGLang that has nothing of ours
-    results["no plugin"] = said_by(
-        lambda: call(loading, "reshard_connect", address=address, first_rank=1, size=2)
-    )
-    results["loaded"] = [answers(loading)]
-    for hf, _ in checkpoints[1:]:
-        settle(loading)
-        loading.update_weights_from_disk(hf)
-        results["loaded"].append(answers(loading))
-    results["parity"] = [parity(LiveSglang(loading), hf, PROMPTS).ok for hf, _ in checkpoints]
-    loading.shutdown()
+    results |= drive_server(steps, sides, checkpoints)
     for left in set(Path("/dev/shm").glob("sglang_*")) - shared:  # by SGLang, when it ends
         left.unlink(missing_ok=True)
+    return results
+
+
+@contextmanager
+def server(directory: str, port: int):
+    """SGLang's own server of a checkpoint; its address."""
+    options = {"model-path": directory, "device": "cpu", "dtype": "float32", "attention-backend": "torch_native", "sampling-backend": "pytorch",
+               "grammar-backend": "none", "max-total-tokens": 1024, "context-length": 128, "log-level": "error", "port": port}  # fmt: skip
+    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    program = [sys.executable, "-m", "sglang.launch_server", *flags]
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
+    switches = ["--skip-tokenizer-init", "--disable-cuda-graph", "--skip-server-warmup"]
+    from sglang.srt.utils import kill_process_tree
+
+    only_our_models()
+    with subprocess.Popen([*program, *switches]) as process:
+        try:
+            while caught(lambda: call_route(url, "model_info")) != "no error":
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.2)
+            yield url
+        finally:
+            kill_process_tree(process.pid)
+
+
+def drive_server(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict:
+    """What a server answers, and parity says of it, that has loaded the first checkpoint, that has been
+    refitted by HTTP from the last, and that has loaded that."""
+    with server(checkpoints[0][0], sides["http"]) as url:
+        served = f"sglang:{url}"
+
+        def told() -> list:
+            return answered(call_route(url, "generate", {"input_ids": PROMPTS, **ASKED}))
+
+        results: dict = {"loaded": [told()], "parity": [parity(served, checkpoints[1][0], PROMPTS).ok]}
+        results["no group"] = said_by(lambda: refit_server(url, 5))
+        results["options"] = said_by(lambda: connect_server(url, "127.0.0.1:1", 1, 2, bucket_bytes=-1))
+        steps.meet("server")
+        connect_server(url, f"127.0.0.1:{sides['again']}", 1, 2)
+        steps.meet("connected")
+        refit_server(url, 5, verify=True)
+        results["by http"] = told(), call_route(url, "model_info")["weight_version"]
+        steps.meet("end")
+        close_server(url)
+        call_route(url, "update_weights_from_disk", {"model_path": checkpoints[1][0]})
+        results["loaded"].append(told())
+        results["parity"].append(parity(checkpoints[1][0], served, PROMPTS).ok)
     return results

@@ -11,9 +11,10 @@ from reshard.core.errors import ReshardError
 from reshard.megatron.parameters import expand
 from reshard.parity.metrics import Metrics, Scores, metrics_of, routing_of
 from reshard.parity.noise import BOTH_IN_FP32, Noise, noise_of
-from reshard.parity.prompts import VLLM_PREFIX, FarPrompt, Prompt
+from reshard.parity.prompts import FarPrompt, Prompt
 from reshard.parity.rounding import Rounding, rounded, rounding_of
 from reshard.parity.routing import Routing
+from reshard.parity.served import checkpoint_of, engine_of
 from reshard.parity.systems.base import ForwardSystem, ScoringOptions, System, SystemOptions, scores_of
 from reshard.parity.systems.opening import is_megatron, model_of, open_system
 from reshard.parity.systems.processes import device, share_in_fp32
@@ -188,8 +189,8 @@ class Comparison:
     def _forward(self, side: str, dtype: str, rounding: Rounding | None = None) -> list[Scores] | None:
         """Score a side's checkpoint in a dtype, rounded if asked; None, with a note, if it cannot
         be run here."""
-        spec = str(self.specs[side]).removeprefix(VLLM_PREFIX)
         try:
+            spec = checkpoint_of(str(self.specs[side]))
             self._check_memory(spec, side, dtype)
             with closing(self._open(spec, dtype)) as system:
                 assert isinstance(system, ForwardSystem)
@@ -213,7 +214,7 @@ class Comparison:
 
     def _is_served(self, side: str) -> bool:
         spec = self.specs[side]
-        return isinstance(spec, str) and spec.startswith(VLLM_PREFIX)
+        return isinstance(spec, str) and bool(engine_of(spec))
 
     def _open(self, spec: str, dtype: str) -> System:
         return open_system(spec, replace(self.options, dtype=dtype))
@@ -229,7 +230,7 @@ class Comparison:
 
 
 def _takes_positions(spec: str | System) -> bool:
-    return spec.takes_positions if isinstance(spec, System) else not spec.startswith(VLLM_PREFIX)
+    return spec.takes_positions if isinstance(spec, System) else not engine_of(spec)
 
 
 def _free_memory() -> int:

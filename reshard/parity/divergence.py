@@ -21,7 +21,8 @@ from reshard.megatron.layout import MegatronLayout
 from reshard.models.model import Model, has_experts
 from reshard.parity.configs import config_differences
 from reshard.parity.noise import COMPARABLE
-from reshard.parity.prompts import VLLM_PREFIX, Prompt, check_prompts
+from reshard.parity.prompts import Prompt, check_prompts
+from reshard.parity.served import engine_of
 from reshard.parity.systems.base import SystemOptions, hooked
 from reshard.parity.systems.huggingface import HuggingFace
 from reshard.parity.systems.megatron import Megatron
@@ -144,11 +145,7 @@ def find_divergence(
         raise ReshardError(f"a tolerance of {tolerance} cannot be: give a finite number of at least 0")
     join_processes()
     config_path = Path(hf_config) if hf_config is not None else None
-    if (
-        sorted(map(is_megatron, (a, b))) != [False, True]
-        or a.startswith(VLLM_PREFIX)
-        or b.startswith(VLLM_PREFIX)
-    ):
+    if engine_of(a) or engine_of(b) or sorted(map(is_megatron, (a, b))) != [False, True]:
         raise ReshardError(
             f"{a} and {b} must be a Hugging Face directory and a Megatron checkpoint: only "
             f"those can be compared inside"

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, TypeGuard
 from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError
 from reshard.core.extras import require
-from reshard.engines.vllm.layout import VllmLayout
+from reshard.engines.layout import EngineLayout
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.model import Model
 from reshard.parity.configs import config_differences, sentences_on
 from reshard.parity.limits import Limits
 from reshard.parity.metrics import metrics_of, routing_of
 from reshard.parity.noise import Noise
-from reshard.parity.prompts import VLLM_PREFIX, Prompt, check_prompts, far_prompt, random_prompts
+from reshard.parity.prompts import Prompt, check_prompts, far_prompt, random_prompts
 from reshard.parity.report import ParityReport
+from reshard.parity.served import ENGINES, engine_of
 
 if TYPE_CHECKING:
     from reshard.parity.comparison import Comparison
@@ -33,7 +34,7 @@ def parity(
     *,
     dtype: str | None = None,
     layout: MegatronLayout | None = None,
-    engine: VllmLayout | None = None,
+    engine: EngineLayout | None = None,
     hf_config: str | Path | None = None,
     limits: Limits | Callable[[str], Limits] | None = None,
     lengths: Sequence[int] = (16, 64, 128),
@@ -51,8 +52,9 @@ def parity(
     `a` and `b` are paths or hub ids: Hugging Face directories, which transformers runs, or Megatron
     checkpoints, which Megatron-Core runs at `layout` (under torchrun where that has several ranks).
     With ``vllm:`` before it vLLM serves it at `engine` (default: TP over all processes): a Hugging
-    Face directory as vLLM loads it, a Megatron checkpoint by a refit from Megatron-Core. Either may
-    also be a `reshard.parity.LiveVllm` or a `reshard.parity.LiveSglang`.
+    Face directory as vLLM loads it, a Megatron checkpoint by a refit from Megatron-Core. With
+    ``sglang:`` SGLang serves a Hugging Face directory, or, after ``sglang:http://``, a server answers
+    that runs already. Either may also be a `reshard.parity.LiveVllm` or a `reshard.parity.LiveSglang`.
 
     - `prompts` are token ids, or how many random ones to make, of `lengths` in turn; `batch_size`
       of them go together, padded, or `packed` into one sequence. With `reach` one more stands at
@@ -172,8 +174,8 @@ def _exceeded_at_far_positions(comparison: "Comparison", limits: Limits) -> list
     return limits.exceeded_at_far_positions(far) if comparison.dtype == "fp32" else []
 
 
-def _is_started_vllm(side: "str | System") -> TypeGuard[str]:
-    return isinstance(side, str) and side.startswith(VLLM_PREFIX)
+def _is_served(side: "str | System") -> TypeGuard[str]:
+    return isinstance(side, str) and bool(engine_of(side))
 
 
 def _check_engine_options(
@@ -182,10 +184,10 @@ def _check_engine_options(
     """Raise ReshardError for options of an engine that neither system has."""
     from reshard.parity.systems.opening import is_megatron
 
-    started = [side for side in (a, b) if _is_started_vllm(side)]
-    if quantization is not None and not started:
+    served = [side for side in (a, b) if _is_served(side)]
+    if quantization is not None and not any(ENGINES[engine_of(side)].quantizes for side in served):
         raise ReshardError(f"quantization {quantization} is for a system with vllm: before it: neither has")
-    if match_vllm_rounding and not any(map(is_megatron, started)):
+    if match_vllm_rounding and not any(map(is_megatron, served)):
         raise ReshardError(
             "match_vllm_rounding is for a vLLM that is refitted, vllm: and a Megatron checkpoint: neither system is one"
         )
@@ -197,7 +199,7 @@ def _limits_by_kind(
     """Return the limits for the dtype, and for ``fp8`` where an engine may serve quantized weights."""
     by_kind = {dtype: _checked_limits(limits, dtype)}
     by_kind["fp8"] = by_kind[dtype]
-    if not all(isinstance(side, str) and not _is_started_vllm(side) for side in (a, b)):
+    if not all(isinstance(side, str) and not _is_served(side) for side in (a, b)):
         with suppress(KeyError):  # a caller's function may know dtypes only
             by_kind["fp8"] = _checked_limits(limits, "fp8")
     return by_kind

@@ -11,12 +11,11 @@ import numpy as np
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.extras import importing
 from reshard.models.model import Model
+from reshard.parity.served import checkpoint_of
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.paths import HF_FILES, locate
 
 Prompt = list[int]
-# Before a path: vLLM serves it.
-VLLM_PREFIX = "vllm:"
 
 
 def random_prompts(count: int, vocabulary: int, lengths: Sequence[int], seed: int = 0) -> list[Prompt]:
@@ -84,7 +83,7 @@ def _tokenizer(systems: Sequence[str]) -> Any:
 
     tokenizers: dict[str, Any] = {}
     for system in systems:
-        path = local_directory(system.removeprefix(VLLM_PREFIX))
+        path = local_directory(checkpoint_of(system))
         checkpoint = locate(path)
         for folder in (
             path,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm.layout import VllmLayout
+from reshard.engines.layout import EngineLayout
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.model import Model
 from reshard.parity.metrics import Scores
@@ -29,14 +29,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 @dataclass(frozen=True)
 class SystemOptions:
     """Options with which a path is opened as a system. `dtype` is ``fp32`` or ``bf16``, `layout`
-    Megatron-Core's; `hf_config` is the config of a Megatron checkpoint that has none. Of vLLM:
-    `engine` (default: TP over all processes), the `quantization` that it is started with, and
-    whether a refit rounds as its own loading does (`match_vllm_rounding`)."""
+    Megatron-Core's; `hf_config` is the config of a Megatron checkpoint that has none. `engine` are
+    the sizes of an engine (default: TP over all processes). Of vLLM: the `quantization` that it is
+    started with, and whether a refit rounds as its own loading does (`match_vllm_rounding`)."""
 
     dtype: str = "fp32"
     layout: MegatronLayout = field(default_factory=MegatronLayout)
     hf_config: Path | None = None
-    engine: VllmLayout | None = None
+    engine: EngineLayout | None = None
     quantization: str | None = None
     match_vllm_rounding: bool = False
 

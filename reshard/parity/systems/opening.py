@@ -1,10 +1,11 @@
-"""Open the system that a path, a hub id or ``vllm:`` and one of them names."""
+"""Open the system that a path or a hub id names, alone or after an engine's name, as in ``vllm:DIRECTORY``."""
 
+from importlib import import_module
 from pathlib import Path
 
 from reshard.core.errors import ReshardError
 from reshard.models.model import Model
-from reshard.parity.prompts import VLLM_PREFIX
+from reshard.parity.served import ENGINES, checkpoint_of, engine_of, is_address, place_of
 from reshard.parity.systems.base import System, SystemOptions
 from reshard.parity.systems.huggingface import HuggingFace
 from reshard.storage.sources.base import read_config
@@ -14,16 +15,17 @@ from reshard.storage.sources.paths import locate
 
 
 def is_megatron(spec: str) -> bool:
-    """Return True if a path or hub id, with or without ``vllm:``, is a Megatron checkpoint."""
-    return locate(local_directory(spec.removeprefix(VLLM_PREFIX))) is not None
+    """Return True if a system, with or without an engine, is a Megatron checkpoint."""
+    place = place_of(spec)
+    return not is_address(place) and locate(local_directory(place)) is not None
 
 
 def model_of(spec: str, hf_config: Path | None = None) -> Model:
-    """Read the model of a path or hub id, with or without ``vllm:``, from its config or args; no
-    weight is read.
+    """Read the model of a system, with or without an engine, from its config or args; no weight is
+    read.
 
     Raises ReshardError where it is no checkpoint that can be opened."""
-    path = local_directory(spec.removeprefix(VLLM_PREFIX))
+    path = local_directory(checkpoint_of(spec))
     if not is_megatron(spec):
         if not (path / "config.json").is_file():
             raise ReshardError(
@@ -41,16 +43,21 @@ def open_system(spec: str, options: SystemOptions) -> System:
     """Open a path or hub id as a system: a Hugging Face directory in transformers, a Megatron
     checkpoint in Megatron-Core.
 
-    With ``vllm:`` before it vLLM serves it: a Hugging Face directory as vLLM loads it, a Megatron
-    checkpoint by a refit from Megatron-Core.
+    After an engine's name that engine serves it: a Hugging Face directory as the engine loads it, a
+    Megatron checkpoint by a refit from Megatron-Core, or what a server at this address serves.
     """
-    path = local_directory(spec.removeprefix(VLLM_PREFIX))
-    megatron = is_megatron(spec)
-    if spec.startswith(VLLM_PREFIX):
-        from reshard.parity.systems.refitted import RefittedVllm  # imports vLLM
-        from reshard.parity.systems.vllm import Vllm
-
-        return RefittedVllm(path, options) if megatron else Vllm(path, options)
+    engine, megatron = engine_of(spec), is_megatron(spec)
+    if engine:
+        if megatron and not ENGINES[engine].refits:
+            raise ReshardError(
+                f"{spec}: parity refits no {engine} from a Megatron checkpoint: give a Hugging Face directory, or "
+                f"the address of a server that a trainer has refitted ({engine}:http://HOST:PORT)"
+            )
+        open_served: System = import_module(ENGINES[engine].module).open_served(
+            place_of(spec), megatron, options
+        )
+        return open_served
+    path = local_directory(spec)
     if megatron:
         from reshard.parity.systems.megatron import Megatron
 

@@ -5,12 +5,15 @@ import tempfile
 from contextlib import closing
 from pathlib import Path
 
+from reshard.core.errors import ReshardError
 from reshard.engines.vllm.compat import plain_weights
 from reshard.engines.vllm.live import VllmModel
+from reshard.parity.served import is_address
 from reshard.parity.systems.base import SystemOptions
 from reshard.parity.systems.megatron import Megatron
-from reshard.parity.systems.vllm import StartedVllm
+from reshard.parity.systems.vllm import StartedVllm, Vllm
 from reshard.refit import RefitGroup, connect
+from reshard.storage.sources.hf_hub import local_directory
 from reshard.trainers.megatron import MegatronModel
 
 
@@ -48,3 +51,14 @@ class RefittedVllm(StartedVllm):
     def close(self) -> None:
         self._end_trainer()
         super().close()
+
+
+def open_served(place: str, megatron: bool, options: SystemOptions) -> StartedVllm:
+    """Open a Hugging Face directory, or a Megatron checkpoint, which refits the engine."""
+    if is_address(place):
+        raise ReshardError(
+            f"vllm:{place}: parity asks no vLLM server: give its Hugging Face directory, or score its outputs "
+            f"(reshard.parity.scores_of_outputs)"
+        )
+    path = local_directory(place)
+    return RefittedVllm(path, options) if megatron else Vllm(path, options)

@@ -54,7 +54,8 @@ class StartedVllm(System):
         require("vllm", "vllm")
         join_processes()
         self.options = options
-        self.engine = options.engine or VllmLayout(tp=dist.get_world_size())
+        given = options.engine
+        self.engine = given if isinstance(given, VllmLayout) else VllmLayout(tp=dist.get_world_size())
         if self.engine.pp > 1 or self.engine.dp > 1:
             raise ReshardError(
                 f"vLLM at {self.engine} cannot be scored in processes of torchrun: use tp, and ep"
