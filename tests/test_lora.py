@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from reshard import (
-    ReshardError,
     check,
     diff,
     hf_to_mcore,
@@ -368,29 +367,6 @@ def test_a_refit_leaves_in_vllms_slots_what_vllm_loads_of_the_adapters_files(
     assert outcome["again"] == 1, "the weights below go once"
     for name, (said, served) in outcome["faults"].items():
         assert NAMED[name] in said and served == "policy@2", "the version before serves on"
-
-
-def test_rows_of_gate_and_up_in_turn_have_no_place_and_are_named():
-    """As gpt-oss has them in vLLM; one above the other they have one."""
-    from reshard.core.boxes import Box
-    from reshard.core.placement import Part
-    from reshard.engines.vllm.adapters.compat import Buffers
-    from reshard.engines.vllm.adapters.targets import _of_layer
-
-    buffers = Buffers(torch.zeros(2, 1, 8, 6), torch.zeros(2, 1, 4, 8))
-
-    def places(order: str) -> dict:
-        rows = {"gate": 0, "up": 0}
-        parts = []
-        for start, name in enumerate({"g": "gate", "u": "up"}[letter] for letter in order):
-            parts.append((6 * start, Part(name, Box((rows[name], 0), (1, 6)), (start, 0))))
-            rows[name] += 1
-        return _of_layer("experts", [buffers], parts, dict.fromkeys(rows, (2, 6)), 0)
-
-    gate, up = places("gguu").values()
-    assert [(one.part, one.at, one.rows) for one in (gate, up)] == [(0, 0, (0, 2)), (1, 2, (0, 2))]
-    with pytest.raises(ReshardError, match="rows of gate and up in turn in experts"):
-        places("gugu")
 
 
 def test_an_adapter_of_some_layers_in_peft_is_loaded_by_megatron_bridge(trainers, checkpoint, tmp_path):

@@ -171,8 +171,10 @@ class VllmAdapter(Engine):
                     name = peft_name(weight, matrix)
                     shapes[name] = shape
                     if all(box.lengths):
-                        tensors.append(LocalTensor(name, box.lengths, (Part(name, box, (0, 0)),)))
-                        self.regions[name] = region
+                        # By the weight: several that are rows of one tensor have one A.
+                        identity = weight, matrix
+                        tensors.append(LocalTensor(identity, box.lengths, (Part(name, box, (0, 0)),)))
+                        self.regions[identity] = region
         self.placement = Placement.of(shapes, tensors)
         self.staged_rounds = dict.fromkeys(self.regions, ROUND)
 
@@ -241,7 +243,7 @@ class VllmAdapter(Engine):
     def tensor_accounts(self) -> list[dict[str, Any]]:
         """See `Engine.tensor_accounts`."""
         how = f"into slots of adapter {self.name!r}"
-        first = next(iter(self.regions), "")
+        first = next((peft_name(weight, matrix) for weight, matrix in self.regions), "")
         return [{"what": "brought", "how": how, "tensors": len(self.regions), "first": first}]
 
 
