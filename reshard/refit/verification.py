@@ -7,8 +7,10 @@ blocks.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+import torch
 
 from reshard.core.errors import ReshardError, listed
 from reshard.refit.addresses import (
@@ -37,21 +39,23 @@ class SentDigests:
 
     def __init__(self, sender: Sender) -> None:
         self.sender = sender
-        self.made_for: bytes = b""  # the addresses and routes that `pieces` are of
+        self.made_for: tuple[list[int], dict[int, str]] | None = (
+            None  # the addresses and routes that `pieces` are of
+        )
         self.pieces: dict[int, Digests] = {}
         self.blocks: dict[int, np.ndarray] = {}
 
     def begin(self) -> None:
         """Begin the digest of every piece. Blocks that travel as blocks count as what they become."""
-        sender = self.sender
-        memory, routes = region_addresses(sender.source.regions), sender.routes()
-        made_for = memory.tobytes() + repr(routes).encode()
+        routes = self.sender.routes()
+        made_for = self.sender.source.addresses(), routes
         if made_for != self.made_for:
+            memory = region_addresses(self.sender.source.regions)
             self.pieces = {rank: self._of_pieces(rank, route, memory) for rank, route in routes.items()}
             self.made_for = made_for
         for digests in self.pieces.values():
             digests.begin()
-        self.blocks = {rank: self._of_blocks(rank, route, memory) for rank, route in routes.items()}
+        self.blocks = {rank: self._of_blocks(rank, route) for rank, route in routes.items()}
 
     def post(self) -> None:
         """Publish the digests once they are computed."""
@@ -65,11 +69,12 @@ class SentDigests:
         table = source_table(memory, as_fragments(pieces))
         return Digests(table, pieces[:, COLUMN_COUNT], self.sender.device)
 
-    def _of_blocks(self, rank: int, route: str, memory: np.ndarray) -> np.ndarray:
+    def _of_blocks(self, rank: int, route: str) -> np.ndarray:
         request = self.sender.requests[rank]
         as_blocks = _as_blocks(request, route)
         if not as_blocks.any():
             return np.zeros(0, np.int64)
+        memory = region_addresses(self.sender.source.regions)
         outgoing = self.sender.sent(memory, request[as_blocks])
         blocks = cut_into_blocks(outgoing.table, outgoing.destinations, outgoing.places)
         return digest_requantized(blocks, outgoing.places, self.sender.device)
@@ -90,23 +95,27 @@ class ReceivedDigests:
 
     def __init__(self, receiver: Receiver) -> None:
         self.receiver = receiver
-        self.made_for: bytes = b""  # the addresses and routes that `plain` and `blocks` are of
+        # The holders of the engine's tensors, these, and the addresses and routes that `plain` and `blocks`
+        # are of.
+        self.regions: tuple[Any, Any] = None, None
+        self.tensors: list[torch.Tensor] = []
+        self.made_for: tuple[list[int], dict[int, str]] | None = None
         self.plain: dict[int, Digests] = {}
         self.blocks: dict[int, BlockItems] = {}  # that arrive as such
         self.of_blocks: dict[int, np.ndarray] = {}
         self.in_rounds: dict[int, np.ndarray] = {}
         self.mismatches: list[int] = []  # indices of local tensors that differ from what arrived in a round
-        self.checked_for: bytes = b""  # the addresses and routes that `check` is of
+        self.checked_for: Any = None  # the addresses, routes and shards that `check` is of
         self.check: BlockCheck | None = None
 
     def begin(self) -> None:
         """Begin the digest of every piece that lies here as the trainer has it, or has encoded it."""
         receiver = self.receiver
-        memory, routes = region_addresses(receiver.engine.regions.values()), receiver.routes()
         # A verification that failed may have left some.
         self.in_rounds, self.mismatches = {}, []
-        made_for = memory.tobytes() + places_of(receiver.engine).tobytes() + repr(routes).encode()
+        made_for = self._addresses(), receiver.routes()
         if made_for != self.made_for:
+            memory = region_addresses(receiver.engine.regions.values())
             self.plain = {rank: self._of_plain(rank, memory) for rank in receiver.pieces}
             self.blocks = {rank: self._arriving_blocks(rank, memory) for rank in receiver.pieces}
             self.made_for = made_for
@@ -115,6 +124,15 @@ class ReceivedDigests:
         self.of_blocks = {
             rank: digest_served(blocks, receiver.device) for rank, blocks in self.blocks.items()
         }
+
+    def _addresses(self) -> list[int]:
+        """Return where the tensors are now that the engine's regions and scales look into."""
+        engine = self.receiver.engine
+        if self.regions[0] is not engine.regions or self.regions[1] is not engine.scales:
+            self.regions = engine.regions, engine.scales
+            regions = [*engine.regions.values(), *(scales.region for scales in engine.scales.values())]
+            self.tensors = list({id(region.tensor): region.tensor for region in regions}.values())
+        return list(map(torch.Tensor.data_ptr, self.tensors))
 
     def _of_plain(self, rank: int, memory: np.ndarray) -> Digests:
         pieces = self.receiver.pieces[rank]
@@ -152,8 +170,7 @@ class ReceivedDigests:
         """
         receiver = self.receiver
         check = self._block_check(shards)
-        check.begin()
-        mismatches = [*check.mismatches(), *self.mismatches]
+        mismatches = [*check.run(), *self.mismatches]
         wrong_names: set[str] = set()
         for rank, pieces in receiver.pieces.items():
             wrong = np.isin(pieces.destinations[:, 0], mismatches) | self._differing(rank, check)
@@ -170,7 +187,7 @@ class ReceivedDigests:
 
     def _block_check(self, shards: Mapping[int, np.ndarray]) -> BlockCheck:
         """Return the check of the blocks that this rank made of the trainer's mapped memory."""
-        checked_for = self.made_for + b"".join(shards[rank].tobytes() for rank in sorted(shards))
+        checked_for = self.made_for, {rank: of_rank.tobytes() for rank, of_rank in shards.items()}
         if self.check is None or checked_for != self.checked_for:
             receiver = self.receiver
             sent = [

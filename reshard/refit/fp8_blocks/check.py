@@ -62,11 +62,9 @@ class BlockCheck:
             blocks = items_of(chosen, to[mask], np.zeros(len(chosen), np.int64), places)
             self.blocks.append(BlockTable(blocks, rounding, device, np.arange(len(blocks.items))))
 
-    def begin(self) -> None:
-        """Take the digests; on a GPU, enqueue it."""
+    def run(self) -> list[int]:
+        """Take the digests, and return the indices of the local tensors whose codes or scales are not what
+        these pieces make."""
         for digests in self.digests.values():
             digests.begin()
-
-    def mismatches(self) -> list[int]:
-        """Return the indices of the local tensors whose codes or scales are not what these pieces make."""
         return [index for table in self.blocks for index in table.mismatches()]
