@@ -120,7 +120,12 @@ def steps(rank: int, flags: list[str], directory: str, config: str, move: bool) 
         kept = offloading._offloaded[training.models[0]]
         [*_, last] = kept.away["optimizer"]
         last.host[0][0] ^= 1
-        pieces = [piece for one in kept.memory.values() for piece in one.blocks]
+        pieces = [
+            piece
+            for one in kept.memory.values()
+            for piece in (*one.blocks, one.reserved)
+            if piece is not None
+        ]
         said["host"] = sum(piece.numel() for piece in pieces)
         reshard.onload(model)
         said["with a lost byte"] = training.bits()["optimizer"] == before["optimizer"]
@@ -189,7 +194,7 @@ def refits(rank: int, flags: list[str], checkpoint: tuple[str, str]) -> dict:
         storages = [p.untyped_storage() for chunk in training.wrapped for p in chunk.parameters()]
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}.values()
         reshard.offload(training.wrapped, training.optimizer)
-        said["away"] = caught(link.refit)
+        said.setdefault("from host", []).append(from_host(link, module, training))
         # Somebody else takes the places, so that it comes back to others.
         taken = [torch.full((size,), 77, dtype=torch.uint8) for size in sizes for _ in range(4)]
         reshard.onload(training.wrapped, grads=False, states=False)
@@ -205,6 +210,41 @@ def refits(rank: int, flags: list[str], checkpoint: tuple[str, str]) -> dict:
         (name, tensor.clone()) for name, tensor in reshard.export(training.wrapped, checkpoint[0])
     )
     said["expected"] = fingerprint(other)
+    return said
+
+
+def from_host(link, module: torch.nn.Module, training: Training) -> dict:
+    """What an engine holds after a refit from a trainer that is away, and what the trainer has then; what is
+    said where the host's copy of one parameter is lost; and whether a byte of a copy counts."""
+    source = link.sender.source
+    storages = {p.untyped_storage() for chunk in training.wrapped for p in chunk.parameters()}
+    link.refit(verify=True)
+    said = {"held": fingerprint(module), "readable": source.is_readable_from_host()}
+    said["bytes"] = sum(storage.nbytes() for storage in storages)
+    [kept] = [kept for kept in offloading._offloaded.values() if kept.away["params"]]
+    away = max(kept.away["params"], key=lambda one: one.size)
+    away.host[0][100] ^= 1
+    link.refit(verify=True)
+    said["with another byte"] = fingerprint(module)
+    away.host[0][100] ^= 1
+    host, away.host = away.host, [away.host[0][:1000]]
+    source._host_copies.clear()
+    said["lost"], said["unreadable"] = caught(link.refit), source.is_readable_from_host()
+    away.host = host
+    reshard.onload(training.wrapped, grads=False, states=False)
+    # As verl and ms-swift do it.
+    buffers = [b for chunk in training.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    for buffer in buffers:
+        buffer.param_data.cpu_data = buffer.param_data.clone()
+        buffer.param_data.storage().resize_(0)
+    said["readable beside buffers"] = source.is_readable_from_host()
+    link.refit(verify=True)
+    said["held beside buffers"] = fingerprint(module)
+    for buffer in buffers:
+        buffer.param_data.storage().resize_(buffer.param_data.cpu_data.numel())
+        buffer.param_data.copy_(buffer.param_data.cpu_data)
+        del buffer.param_data.cpu_data
+    reshard.offload(training.wrapped, training.optimizer)
     return said
 
 

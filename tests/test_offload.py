@@ -58,11 +58,10 @@ def test_storages_are_really_freed_and_by_kind(trained):
         assert freed == pytest.approx((1 + 2 + 3) * whole["params"], rel=0.05) and whole["params"] > 100_000
 
 
-def test_host_memory_is_in_pieces_of_a_power_of_two_and_no_more_than_one_of_each_kind_is_in_part_used(
-    trained,
-):
+def test_host_memory_is_no_more_than_what_is_away_and_a_part_of_a_piece_of_each_kind(trained):
     for said in trained[1]:
-        assert said["freed"] <= said["host"] <= said["freed"] + 3 * (1 << 12), "torch pins powers of two"
+        # Each of some ten storages begins at a multiple of 256 bytes.
+        assert said["freed"] <= said["host"] <= said["freed"] + 3 * (1 << 12) + 40 * 256
 
 
 def test_host_memory_of_what_is_needed_whole_fills_the_rest_of_a_piece():
@@ -105,10 +104,25 @@ def test_what_needs_the_memory_of_what_is_away_says_so_and_touches_nothing(train
         assert said["again after a load"] == said["freed"]
 
 
-def test_a_refit_follows_a_trainer_that_was_away(pair):
+@pytest.fixture(scope="module")
+def refitted(pair):
+    """What a trainer that is away between two refits, and in them, leaves in a vLLM."""
     [said] = run_on_ranks(1, "refits", flags_at(Path(pair[1]), ""), pair, module="offload_on_cpu")
+    return said
+
+
+def test_a_refit_follows_a_trainer_that_was_away(refitted):
+    said = refitted
     assert said["held"][1] == said["expected"] != said["held"][0]
-    assert said["moved"] and "has no memory, and a refit reads from cpu" in said["away"]
+    assert said["moved"]
+
+
+def test_a_refit_reads_what_is_away_from_the_host(refitted):
+    for held, away in zip(refitted["held"], refitted["from host"], strict=True):
+        assert away["held"] == held != away["with another byte"], "the control: a byte of a copy counts"
+        assert away["bytes"] == 0 and away["readable"] and not away["unreadable"]
+        assert "has no memory, and a refit reads from cpu" in away["lost"]
+        assert away["readable beside buffers"] and away["held beside buffers"] == held
 
 
 def test_what_is_gathered_only_when_it_is_needed_is_gathered_before_it_is_read(pair, tmp_path):

@@ -27,6 +27,15 @@ class Region(NamedTuple):
         return self.tensor.data_ptr() + self.offset * self.tensor.element_size()
 
 
+def is_readable(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Return True where kernels on a device can read a tensor: in its memory, or in the host's, pinned."""
+    if not tensor.data_ptr():
+        return not tensor.numel() and tensor.device == device
+    return tensor.device == device or (
+        device.type == "cuda" and tensor.device.type == "cpu" and tensor.is_pinned()
+    )
+
+
 def check_memory(models: Iterable[torch.nn.Module]) -> None:
     """Raise ReshardError where a parameter has no memory, since it is on the meta device or was offloaded."""
     for model in models:

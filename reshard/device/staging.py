@@ -1,5 +1,6 @@
 """Copies between live tensors and numpy arrays: in place on a CPU, through pinned buffers on a GPU."""
 
+import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -170,14 +171,26 @@ class HostMemory:
     def __init__(self, pinned: bool, spare: list[torch.Tensor]) -> None:
         self.pinned, self.spare = pinned, spare
         self.blocks: list[torch.Tensor] = []
+        self.reserved: torch.Tensor | None = None
         self.rest = torch.empty(0, dtype=torch.uint8)  # of the last block
+
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """Let what is allocated next in these sizes lie in one piece, which stays this memory's own; where
+        other bytes are here already, do nothing. Raises RuntimeError or MemoryError where there is none."""
+        size = sum(map(_aligned, sizes))
+        if self.blocks or self.rest.numel() or not size:
+            return
+        if self.reserved is None or self.reserved.numel() < size:
+            self.reserved = None  # before there is another
+            self.reserved = pinned_exactly(size) if self.pinned else torch.empty(size, dtype=torch.uint8)
+        self.rest = self.reserved
 
     def allocate(self, size: int) -> torch.Tensor:
         """Return memory of this many bytes. Raises RuntimeError or MemoryError where there is none."""
         if size > self.rest.numel():
             self.rest = self._block(size)
             self.blocks.append(self.rest)
-        memory, self.rest = self.rest[:size], self.rest[size:]
+        memory, self.rest = self.rest[:size], self.rest[_aligned(size) :]
         return memory
 
     def _block(self, size: int) -> torch.Tensor:
@@ -198,6 +211,33 @@ class HostMemory:
         """Make its blocks spare ones: nobody needs their bytes any more."""
         self.spare += self.blocks
         self.blocks, self.rest = [], self.rest[:0]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class _Pinned:
+    """Anonymous memory that is pinned for as long as it lives."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.memory = size, mmap.mmap(-1, size)
+        self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+        self.__array_interface__ = {"data": (self.address, False), "shape": (size,), "typestr": "|u1", "version": 3}  # fmt: skip
+        self.cudart = torch.cuda.cudart()
+        if int(self.cudart.cudaHostRegister(self.address, size, 0)):
+            self.size = 0
+            raise RuntimeError(f"{size:,} bytes of host memory cannot be pinned")
+
+    def __del__(self) -> None:
+        if self.size:
+            self.cudart.cudaHostUnregister(self.address)
+
+
+def pinned_exactly(size: int) -> torch.Tensor:
+    """Return pinned bytes in one piece, no more than these. Raises RuntimeError or OSError where there are
+    none."""
+    return torch.from_numpy(np.asarray(_Pinned(size)))
 
 
 def copy_to_host(targets: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

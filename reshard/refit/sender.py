@@ -58,6 +58,7 @@ class Sender:
         self.posted: tuple[list[int], list[Allocation]] = [], []
         self.frees: int | None = None
         self.exported = False
+        self.on_host = False  # shards that others read were moved to host memory
 
     def publish(self, model: Model) -> None:
         """Post what this rank holds of the model."""
@@ -142,7 +143,10 @@ class Sender:
             nothing_freed or all(generation_of(a.base) == a.generation for a in allocations)
         ):
             return addresses, allocations
-        return addresses, allocations_of(self.source, self._read_by_others())
+        shards = self._read_by_others()
+        # Of the host's memory others map nothing: it goes through a slab.
+        self.on_host = any(self.source.regions[shard].tensor.device != self.device for shard in shards)
+        return addresses, [] if self.on_host else allocations_of(self.source, shards)
 
     def _read_by_others(self) -> list[int]:
         """Return the shards of this rank that other processes read where they lie, if they can."""
@@ -158,7 +162,12 @@ class Sender:
         """Post where the shards lie, with handles to what another process is going to read; each
         takes the driver a while."""
         allocations = self.posted[1]
-        self.exported = all(is_exportable(allocation.base) for allocation in allocations)
+        self.exported = not self.on_host and all(is_exportable(a.base) for a in allocations)
+        if self.on_host and self.agreed.backend == CUDA_IPC:
+            raise ReshardError(
+                "the trainer's weights were moved to host memory, which other processes cannot map: use "
+                "backend='auto', or bring them back before a refit"
+            )
         if not self.exported and self.agreed.backend == CUDA_IPC:
             raise ReshardError(
                 "the trainer's weights lie in memory that cannot be shared with other "

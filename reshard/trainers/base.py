@@ -7,7 +7,7 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.core.placement import LocalTensor
-from reshard.device.memory import Region
+from reshard.device.memory import Region, is_readable
 from reshard.lora.scale import Scale
 from reshard.models.model import Model
 
@@ -86,10 +86,10 @@ class Trainer(ABC):
         return
 
     def check_memory(self, device: torch.device) -> None:
-        """Raise ReshardError, naming one, where parameters are not in this device's memory: offloaded, or
-        never moved there."""
+        """Raise ReshardError, naming one, where parameters are not in memory that this device reads: its own,
+        or pinned memory of the host."""
         for index, (tensor, _, _) in enumerate(self.regions):
-            if tensor.device != device or not tensor.data_ptr():
+            if not is_readable(tensor, device):
                 where = f"is on {tensor.device}" if tensor.device != device else "has no memory"
                 raise ReshardError(
                     f"the trainer's {self.name_of(index)} {where}, and a refit reads from {device}: move "

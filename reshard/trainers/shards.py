@@ -11,7 +11,8 @@ import torch
 
 from reshard.core.dtypes import dtype_named
 from reshard.core.errors import ReshardError, first_line, listed
-from reshard.device.memory import Finder, Region, check_memory
+from reshard.device.host_copies import copy_of
+from reshard.device.memory import Finder, Region, check_memory, is_readable
 from reshard.formats.torch_dist import Key, Stored
 from reshard.trainers.base import Trainer
 
@@ -72,6 +73,15 @@ class ShardedModel(Trainer):
         self._read(dict(metadata) if metadata else None)
         self._tensors = list({id(region.tensor): region.tensor for region in self._regions}.values())
         self._places = _places(self.models, self._tensors)
+        self._device = next((tensor.device for tensor in self._tensors), None)
+        self._buffers = [
+            buffer
+            for chunk in self.chunks
+            for layer in layers_of(chunk)
+            for kind in ("buffers", "expert_parallel_buffers")
+            for buffer in _sequence(getattr(layer, kind, None))
+        ]
+        self._host_copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the tensor's identity
 
     def _read(self, metadata: dict[str, Any] | None) -> None:
         from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -127,8 +137,14 @@ class ShardedModel(Trainer):
         return key
 
     @property
+    def device(self) -> torch.device | None:
+        """See `Trainer.device`; where the parameters were first, since trainers move them to the host."""
+        return self._device
+
+    @property
     def regions(self) -> list[Region]:
-        """See `Trainer.regions`: of the model's own parameters and buffers, as they are now."""
+        """See `Trainer.regions`: of the model's own parameters and buffers, as they are now, and of the
+        host's copies of those that have no memory."""
         now = self._now()
         if not all(map(operator.is_, now, self._tensors)):
             self._look_into(now)
@@ -139,6 +155,13 @@ class ShardedModel(Trainer):
         """With ``overlap_param_gather`` a rank has what the others have stepped only from the next
         forward on."""
         return bool(self.gathering)
+
+    def is_readable_from_host(self) -> bool:
+        """Return True where what was moved to host memory can be read from there: all is in memory that
+        the device reads, and nothing has to be gathered first."""
+        if self.device is None or self.has_pending_sync:
+            return False
+        return all(is_readable(tensor, self.device) for tensor in self._now())
 
     def sync_params(self) -> None:
         """See `Trainer.sync_params`: gather now, as Megatron-LM does before it saves."""
@@ -161,8 +184,25 @@ class ShardedModel(Trainer):
             return [region.tensor.data_ptr() for region in self.regions]
 
     def _now(self) -> list[Any]:
-        """Return what the model has now in the places of `_tensors`; None where it has nothing."""
-        return list(map(dict.get, *self._places))
+        """Return what the model has now in the places of `_tensors`, or the host's copy of it; None where
+        it has nothing."""
+        now: list[Any] = list(map(dict.get, *self._places))
+        try:
+            if all(map(torch.Tensor.data_ptr, now)):
+                return now
+        except TypeError:  # no tensor
+            return now
+        return list(map(self._on_host, now))
+
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the host's copy of a tensor without memory, always the same one; else the tensor."""
+        copy = copy_of(tensor, self._buffers)
+        if copy is None:
+            return tensor
+        known = self._host_copies.get(id(tensor))
+        if known is None or known[0] is not tensor or known[1].data_ptr() != copy.data_ptr():
+            known = self._host_copies[id(tensor)] = tensor, copy
+        return known[1]
 
     def _look_into(self, now: list[Any]) -> None:
         """Look into these tensors from now on. Raises ReshardError where one differs in form from
@@ -224,6 +264,11 @@ def layers_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     while isinstance(model, torch.nn.Module):
         yield model
         model = getattr(model, "module", None)  # type: ignore[assignment]
+
+
+def _sequence(value: Any) -> Sequence[Any]:
+    """Return a list or tuple; of anything else, such as a module's method of that name, nothing."""
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _overlaps_param_gather(layer: torch.nn.Module) -> bool:

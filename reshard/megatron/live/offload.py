@@ -1,7 +1,7 @@
 """Move a trainer's parameters, gradients and optimizer state to host memory and back.
 
     reshard.offload(models, optimizer)  # the engine may have the GPU
-    reshard.onload(models, grads=False, states=False)  # before a refit
+    reshard.onload(models, grads=False, states=False)  # before a refit; or it reads from host memory
     reshard.onload(models)  # before the next training step
 
 Storages are moved. A storage's bytes are copied to pinned host memory, and it is resized to
@@ -12,25 +12,18 @@ time.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import check_switch
+from reshard.device.host_copies import Away, forget, remember
 from reshard.device.staging import HostMemory
 from reshard.trainers.shards import chunks_of, layers_of
 
 PARAMS, GRADS, STATES = "params", "grads", "optimizer"
-
-
-class Away(NamedTuple):
-    """A storage without memory, its size, and its bytes in parts; None where it comes back as zeros."""
-
-    storage: torch.UntypedStorage
-    size: int
-    host: list[torch.Tensor] | None
 
 
 class Offloaded:
@@ -56,8 +49,8 @@ def offload(models: Sequence[torch.nn.Module] | torch.nn.Module, optimizer: Any 
     optimizer has: its moments and the fp32 main parameters. What is away already stays so, and what
     a trainer has put on another device is left there.
 
-    Until `onload` the trainer's tensors have no memory: no step, no save, no refit. No other
-    process may have the memory mapped, so connect without `keep_mapped`.
+    Until `onload` the trainer's tensors have no memory: no step, no save. A refit reads the parameters from
+    host memory then. No other process may have the memory mapped, so connect without `keep_mapped`.
 
     Raises ReshardError, with nothing moved, where host memory is short or a storage cannot be resized.
     """
@@ -73,12 +66,13 @@ def offload(models: Sequence[torch.nn.Module] | torch.nn.Module, optimizer: Any 
     wanted = {PARAMS: params, GRADS: bool(grads), STATES: states}
     taken: list[tuple[str, Away]] = []
     try:
-        for kind, storage in _storages(chunks, optimizer, device):
-            if wanted[kind]:
-                dropped = kind == GRADS and grads == "drop"
-                size = storage.nbytes()
-                host = None if dropped else kept.memory[kind].allocate_parts(size)
-                taken.append((kind, Away(storage, size, host)))
+        storages = [entry for entry in _storages(chunks, optimizer, device) if wanted[entry[0]]]
+        kept.memory[PARAMS].reserve(storage.nbytes() for kind, storage in storages if kind == PARAMS)
+        for kind, storage in storages:
+            dropped = kind == GRADS and grads == "drop"
+            size = storage.nbytes()
+            host = None if dropped else kept.memory[kind].allocate_parts(size)
+            taken.append((kind, Away(storage, size, host)))
     except (ReshardError, RuntimeError, MemoryError) as error:
         for kind, memory in kept.memory.items():
             if not kept.away[kind]:
@@ -95,6 +89,7 @@ def offload(models: Sequence[torch.nn.Module] | torch.nn.Module, optimizer: Any 
     for kind, away in taken:
         away.storage.resize_(0)
         kept.away[kind].append(away)
+        remember(away)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return sum(away.size for _, away in taken)
@@ -132,6 +127,8 @@ def onload(models: Sequence[torch.nn.Module] | torch.nn.Module, *, params: bool 
         if away.host is None:
             _bytes(away.storage).zero_()
     _copy_pairs(device, [(live, part) for away in back for part, live in _parts(away)])
+    for away in back:
+        forget(away)
     for kind in kinds:
         kept.away[kind] = []
         kept.memory[kind].release()
