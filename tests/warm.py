@@ -39,10 +39,10 @@ QUANTIZED = (
 # Modules that take long to import, in processes of an engine, and on ranks (ranks.py), in commands of
 # a trainer or in pytest's workers.
 OF_ENGINES = (
-    "tests.entry_points", "tests.torchrun_methods", "tests.no_spinning", "vllm.entrypoints.llm", "vllm.entrypoints.cli.main", "vllm.entrypoints.cli.serve",
-    "vllm.v1.worker.cpu_worker", "vllm.v1.core.sched.scheduler", "vllm.v1.executor.multiproc_executor", "vllm.entrypoints.serve.tokenize.api_router",
-    "torch.distributed.run", "megatron.core", "transformers", "reshard.engines.vllm.load_format.loader", "reshard.engines.vllm.worker", "reshard.integrations.weight_transfer",
-    "reshard.parity.systems.megatron", *QUANTIZED,
+    "tests.entry_points", "tests.torchrun_methods", "tests.no_spinning", "tests.quick_ends", "vllm.entrypoints.llm", "vllm.entrypoints.cli.main",
+    "vllm.entrypoints.cli.serve", "vllm.v1.worker.cpu_worker", "vllm.v1.core.sched.scheduler", "vllm.v1.executor.multiproc_executor", "vllm.entrypoints.serve.tokenize.api_router",
+    "torch.distributed.run", "megatron.core", "transformers", "reshard.engines.vllm.load_format.loader", "reshard.engines.vllm.worker",
+    "reshard.integrations.weight_transfer", "reshard.parity.systems.megatron", *QUANTIZED,
 )  # fmt: skip
 WITH_RAY = ("tests.without_ray", *OF_ENGINES, "tests.with_ray")  # in an environment that has Ray
 OF_RANKS = (
