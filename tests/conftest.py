@@ -85,12 +85,15 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory):
+def trained(hub, tmp_path_factory):
     """Return the directory of a trained model with its tokenizer, in bf16: the first ten layers of
     SmolLM2-135M-Instruct, whose weights and activations have the outliers of the whole model."""
-    from tests.trained import make
+    from tests.pages import TRAINED_MODEL, snapshot
+    from tests.trained import first_layers
 
-    return make(tmp_path_factory.mktemp("trained"), layers=10)
+    return first_layers(
+        snapshot(hub(False), TRAINED_MODEL), tmp_path_factory.mktemp("trained") / "hf", layers=10
+    )
 
 
 @pytest.fixture(scope="session")

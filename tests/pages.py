@@ -170,11 +170,16 @@ def make_hub(home: Path, published: bool) -> Path:
     with filelock.FileLock(f"{home}.lock"):
         if not home.exists():
             for name in (TRAINED_MODEL, *SMALL_MODELS):
-                folder = home / "hub" / f"models--{name.replace('/', '--')}"
-                (folder / "refs").mkdir(parents=True)
-                (folder / "refs" / "main").write_text("0" * 40)
-                _make_model(folder / "snapshots" / ("0" * 40), name, published)
+                folder = snapshot(home, name)
+                (folder.parent.parent / "refs").mkdir(parents=True)
+                (folder.parent.parent / "refs" / "main").write_text(folder.name)
+                _make_model(folder, name, published)
     return home
+
+
+def snapshot(home: Path, name: str) -> Path:
+    """Return the directory of a model in a cache of the hub."""
+    return home / "hub" / f"models--{name.replace('/', '--')}" / "snapshots" / ("0" * 40)
 
 
 def _make_model(directory: Path, name: str, published: bool) -> None:

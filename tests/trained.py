@@ -12,12 +12,15 @@ installed without them:
 import contextlib
 import functools
 import importlib.util
+import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import torch
+from safetensors.torch import load_file, save_file
 
 
 def gguf_file() -> Path:
@@ -41,10 +44,8 @@ def read_once() -> Iterator[None]:
         yield
 
 
-def make(directory: Path, dtype: torch.dtype = torch.bfloat16, layers: int | None = None) -> Path:
-    """Write the model and its tokenizer to `directory` as a Hugging Face checkpoint, and return it.
-
-    `layers` keeps that many of the 30 layers, the first ones."""
+def make(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write the model and its tokenizer to `directory` as a Hugging Face checkpoint, and return it."""
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -55,10 +56,20 @@ def make(directory: Path, dtype: torch.dtype = torch.bfloat16, layers: int | Non
     with read_once():
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=dtype, **options)
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    if layers is not None:
-        model.model.layers, model.config.num_hidden_layers = model.model.layers[:layers], layers
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    return directory
+
+
+def first_layers(source: Path, directory: Path, layers: int) -> Path:
+    """Write a copy of the checkpoint that has only the first layers, and return it."""
+    shutil.copytree(source, directory)
+    later = tuple(f"model.layers.{layer}." for layer in range(layers, 30))
+    tensors = load_file(source / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(later)}
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
     return directory
 
 
