@@ -72,8 +72,9 @@ def alone(folder: str) -> None:
 OTHER_ORDER = json.dumps({"physical_to_logical_map": [[1, 0, *range(2, 8)]] * 4})
 
 
-def refusals(rank: int, folder: str, directories: dict[str, str]) -> dict[str, str]:
-    """What is said at connect of models that SGLang serves in other ways, by what is changed."""
+def refusals(rank: int, folder: str, directories: dict[str, str], in_blocks: dict) -> dict[str, str]:
+    """What is said at connect of models that SGLang serves in other ways, by what is changed; `in_blocks`
+    is what it is told of one in fp8 blocks."""
     alone(folder)
 
     def said(variant: str, change=lambda model, arguments: None, **options) -> str:
@@ -106,6 +107,15 @@ def refusals(rank: int, folder: str, directories: dict[str, str]) -> dict[str, s
     def balanced(_, arguments) -> None:
         arguments.enable_eplb = True
 
+    def packed(model: torch.nn.Module, _) -> None:
+        model.model.layers[0].mlp.down_proj.weight_scale_inv.format_ue8m0 = True
+
+    def cache(_, arguments) -> None:
+        arguments.kv_cache_dtype = "fp8_e4m3"
+
+    def smaller(model: torch.nn.Module, _) -> None:
+        model.model.layers[0].mlp.down_proj.quant_method.weight_block_size = [64, 64]
+
     def gate_and_up(model: torch.nn.Module, _) -> None:
         loader = model.load_weights
         swapped = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
@@ -124,6 +134,10 @@ def refusals(rank: int, folder: str, directories: dict[str, str]) -> dict[str, s
         "experts by load": said("qwen3-moe", balanced),
         "another copy of experts": said("qwen3-moe", ep_num_redundant_experts=2),
         "another order of experts": said("qwen3-moe", init_expert_location=OTHER_ORDER),
+        "blocks": said("blocks", **in_blocks),
+        "packed scales": said("blocks", packed, **in_blocks),
+        "cache in fp8": said("blocks", cache, **in_blocks),
+        "blocks of 64": said("blocks", smaller, **in_blocks),
         "a tower": said("kimi-k2.5"),
         "another loader": said("qwen3", gate_and_up),
     }

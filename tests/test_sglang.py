@@ -88,6 +88,10 @@ REFUSALS = {
     "experts by load": "start it without --enable-eplb, --init-expert-location and --ep-num-redundant-experts",
     "another copy of experts": "places experts by their load (EPLB)",
     "another order of experts": "places experts by their load (EPLB)",
+    "blocks": "no error",
+    "packed scales": "start it with --fp8-gemm-backend triton and --moe-runner-backend triton",
+    "cache in fp8": "scales its fp8 keys and values by numbers that load_format='dummy' has made up",
+    "blocks of 64": "serves from weights that SGLang's Fp8LinearMethod has changed",
     "a tower": "tensors beside the language model are dummy weights (load_format='dummy')",
     "another loader": "SGLang's loader and the mapping table disagree on model.layers.0.mlp.gate_up_proj.weight",
 }
@@ -96,8 +100,9 @@ REFUSALS = {
 def test_what_would_serve_another_model_is_refused_by_name(converted, tmp_path):
     variants = ("qwen3", "qwen3-moe", "qwen3-moe-mixed", "llama-bias", "glm4-moe")
     directories = {name: converted(name)[0][0] for name in variants}
+    [directories["blocks"]], overrides = published(converted("served-mla-blocks")[:1], tmp_path)
     directories["kimi-k2.5"] = str(kimi_k25(tmp_path / "kimi"))
-    said = on_a_rank("refusals", str(tmp_path), directories)
+    said = on_a_rank("refusals", str(tmp_path), directories, overrides)
     assert said.keys() == REFUSALS.keys()
     assert [name for name, sentence in REFUSALS.items() if sentence not in said[name]] == [], said
 
