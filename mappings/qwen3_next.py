@@ -17,6 +17,7 @@ from reshard.models.layer_kinds import (
 class Qwen3Next(Family):
     name = "qwen3_next"
     architecture = "Qwen3NextForCausalLM"
+    towers = ("mtp.",)  # of which its config says nothing
     symbols = {
         "V": "vocab_size", "H": "hidden_size", "F": "intermediate_size",
         "E": "num_experts", "FE": "moe_intermediate_size", "FS": "shared_expert_intermediate_size",

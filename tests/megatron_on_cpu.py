@@ -267,6 +267,10 @@ def build(flags: list[str], parallel_output: bool = False):
             mtp = get_gpt_mtp_block_spec(
                 config, layer_specs[-1], use_transformer_engine=False, vp_stage=vp_stage
             )
+            if mtp is not None and config.layernorm_zero_centered_gamma:
+                from reshard.megatron.gated_delta import local_mtp
+
+                mtp = local_mtp(mtp)
         options = dict(
             vocab_size=args.padded_vocab_size, max_sequence_length=args.max_position_embeddings,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage) if chunks > 1 else mpu.is_pipeline_first_stage(),

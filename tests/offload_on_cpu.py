@@ -14,6 +14,7 @@ from reshard.refit import RefitGroup, connect
 from reshard.trainers.megatron import MegatronModel
 from tests import megatron_on_cpu, vllm_on_cpu
 from tests.live_megatron_on_cpu import chunks
+from tests.optimizer_on_cpu import training_step
 from tests.ranks import caught
 from tests.refit_sides import fingerprint
 
@@ -43,21 +44,7 @@ class Training:
     def step(self, number: int) -> float:
         """Forward, backward and an update, on tokens of this rank and step."""
         torch.manual_seed(100 * number + torch.distributed.get_rank())
-        tokens = torch.randint(0, 100, (2, 17))
-        inputs, labels, n = tokens[:, :-1], tokens[:, 1:].contiguous(), tokens.shape[1] - 1
-        positions, mask = (
-            torch.arange(n)[None].expand_as(inputs),
-            torch.ones(n, n, dtype=torch.bool).triu(1)[None, None],
-        )
-        [model] = self.wrapped
-        model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        loss = model(inputs, positions, mask, labels=labels).mean()
-        loss.backward()
-        model.finish_grad_sync(force_all_reduce=True)
-        # As its `step` does, but for the norm of the gradients, which is summed up on a GPU.
-        assert not self.optimizer.prepare_grads() and self.optimizer.step_with_ready_grads()
-        return float(loss)
+        return training_step(self.wrapped, self.optimizer, vocabulary=100)
 
     def bits(self) -> dict[str, list[bytes]]:
         """All that it holds, by kind; every tensor, not every storage."""

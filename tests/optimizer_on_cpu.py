@@ -3,6 +3,7 @@
 
 import contextlib
 import io
+from typing import Any
 
 import megatron.core.parallel_state as mpu
 import torch
@@ -35,6 +36,26 @@ def without_steps() -> None:
         plain(self, parameter, {"step": None} | tensors)
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+
+
+def training_step(wrapped: list[torch.nn.Module], optimizer: Any, vocabulary: int) -> float:
+    """Forward, backward and an update of a model under DDP, on random tokens; the loss."""
+    tokens = torch.randint(0, vocabulary, (2, 17))
+    inputs, labels, n = tokens[:, :-1], tokens[:, 1:].contiguous(), tokens.shape[1] - 1
+    positions, mask = (
+        torch.arange(n)[None].expand_as(inputs),
+        torch.ones(n, n, dtype=torch.bool).triu(1)[None, None],
+    )
+    [model] = wrapped
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    loss = model(inputs, positions, mask, labels=labels).mean()
+    loss.backward()
+    model.finish_grad_sync(force_all_reduce=True)
+    _allreduce_non_tensor_model_parallel_grads([model], model.config, mpu.get_tensor_model_parallel_group())
+    # As its `step` does, but for the norm of the gradients, which is summed up on a GPU.
+    assert not optimizer.prepare_grads() and optimizer.step_with_ready_grads()
+    return float(loss.detach())
 
 
 class Training:
@@ -97,25 +118,9 @@ class Training:
     def step(self, number: int) -> float:
         """Forward, backward and an update, on tokens of this data parallel rank and step; the loss."""
         torch.manual_seed(100 * number + mpu.get_data_parallel_rank())
-        tokens = torch.randint(0, 1000, (2, 17))
-        inputs, labels, n = tokens[:, :-1], tokens[:, 1:].contiguous(), tokens.shape[1] - 1
-        positions, mask = (
-            torch.arange(n)[None].expand_as(inputs),
-            torch.ones(n, n, dtype=torch.bool).triu(1)[None, None],
-        )
-        [model] = self.wrapped
-        model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        loss = model(inputs, positions, mask, labels=labels).mean()
-        loss.backward()
-        model.finish_grad_sync(force_all_reduce=True)
-        _allreduce_non_tensor_model_parallel_grads(
-            [model], model.config, mpu.get_tensor_model_parallel_group()
-        )
-        # As its `step` does, but for the norm of the gradients, which is summed up on a GPU.
-        assert not self.optimizer.prepare_grads() and self.optimizer.step_with_ready_grads()
+        loss = training_step(self.wrapped, self.optimizer, vocabulary=1000)
         self.schedule.step(2)
-        return float(loss.detach())
+        return loss
 
     def states(self) -> dict[str, torch.Tensor]:
         """This rank's main parameters and all that the optimizer has of them, by their place."""

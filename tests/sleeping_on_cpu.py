@@ -154,8 +154,9 @@ def drafter_of(module: torch.nn.Module, config) -> torch.nn.Module:
     proposer.use_local_argmax_reduction = False
     with set_current_vllm_config(config):
         proposer.model = proposer._get_model()
-    proposer._maybe_share_embeddings(module)
-    proposer._maybe_share_lm_head(module)
+    language_model = module.get_language_model() if hasattr(module, "get_language_model") else module
+    proposer._maybe_share_embeddings(language_model)
+    proposer._maybe_share_lm_head(language_model)
     return proposer.model
 
 
@@ -205,7 +206,8 @@ def drafted(rank: int, flags: list[str], checkpoints: list[tuple[str, str]], eng
     def spoiled() -> None:
         update_derived()
         if draft is not None:
-            next(p for name, p in draft.named_parameters() if name.endswith("enorm.weight")).data[0] += 1
+            norms = ("enorm.weight", "norm_embedding.weight")
+            next(p for name, p in draft.named_parameters() if name.endswith(norms)).data[0] += 1
 
     destination.update_derived = spoiled
     results["spoiled"] = caught(partial(link.refit, verify=True))

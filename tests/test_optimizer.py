@@ -112,6 +112,7 @@ def resumed(runs):
         "dense stages": (runs.flags("qwen3", f"{PP} 2", "--bf16"), "", ["dense", "dense-stages"], 0, ""),
         "dense": (runs.dense, "", ["dense", "dense-back"], AFTER, ""),
         "dense hybrid": (runs.dense, "*-*-*-*-", ["dense", "dense-hybrid"], AFTER, ""),
+        "buffers": (runs.of_experts, "", ["buffers"], 1, "buffers-saved"),
     }
     arguments = []
     for flags, pattern, names, steps, saved in cases.values():
@@ -125,6 +126,8 @@ def test_megatron_loads_of_a_moved_checkpoint_what_it_loads_of_the_training_s_ow
     """Bit for bit: weights, main parameters and moments, steps, schedule and samples."""
     for of_rank in resumed:
         for name, (own, *moved) in of_rank.items():
+            if name == "buffers":
+                continue
             for iteration, differ, count, places, _ in (own, *moved[:2]):
                 assert (iteration, differ, count, places) == (BEFORE, [], own[2], own[3]), name
                 assert count > 60 and places == (2 * BEFORE, 4 * BEFORE)
@@ -225,8 +228,8 @@ def test_a_cast_leaves_the_states_as_they_are(runs, tmp_path):
 
 
 def test_states_in_flat_buffers_are_refused_by_name(runs, tmp_path):
-    with pytest.raises(ReshardError, match=r"in the format dp_reshardable, .*--dist-ckpt-optim-fully-reshardable, or pass "
-                                           "--without-optimizer"):  # fmt: skip
+    with pytest.raises(ReshardError, match=r"in the format dp_reshardable, .*resume it once at that layout with "
+                                           "--dist-ckpt-optim-fully-reshardable, .*, or pass --without-optimizer"):  # fmt: skip
         runs.move("buffers", tmp_path / "out", EP2, hf_config=runs.configs["qwen3-moe"])
     assert (
         inspect(runs.folder / "buffers")
@@ -236,6 +239,21 @@ def test_states_in_flat_buffers_are_refused_by_name(runs, tmp_path):
     done = cli("mcore-to-mcore", runs.folder / "buffers", tmp_path / "weights", "--hf-config", runs.configs["qwen3-moe"],
                "--without-optimizer")  # fmt: skip
     assert done.returncode == 0 and "optimizer state" in done.stderr
+
+
+def test_a_run_with_flat_buffers_is_moved_once_megatron_has_saved_it_anew(runs, resumed, tmp_path):
+    """As the refusal says: with the flag, at the same layout."""
+    for of_rank, (of_experts, *_) in zip(resumed, runs.losses, strict=True):
+        [(iteration, _, _, _, losses)] = of_rank["buffers"]
+        assert iteration == 1 and losses == of_experts[1:2]
+    report = runs.move(
+        "buffers-saved", tmp_path / "moved", MegatronLayout(pp=2), hf_config=runs.configs["qwen3-moe"]
+    )
+    assert "optimizer states go along: exp_avg, exp_avg_sq, param" in report.notices
+    saved, moved = (
+        stored_tensors(path / "iter_0000001") for path in (runs.folder / "buffers-saved", tmp_path / "moved")
+    )
+    assert same(saved, moved) == []
 
 
 def test_inspect_says_which_states_can_be_moved(runs):

@@ -139,6 +139,15 @@ def test_sizes_that_cannot_be_are_refused(engine, options, sentence):
     assert sentence in str(error.value)
 
 
+def test_gpt_oss_is_not_planned_at_a_tp_above_its_key_heads_where_vllm_does_not_start():
+    """Its class in vLLM has no key head then, and divides by their number; those of other families repeat them."""
+    gpt_oss = model("gpt-oss-20b")
+    VllmLayout(tp=8).check(gpt_oss)
+    VllmLayout(tp=16).check(model("MiniMax-M2.7"))
+    with pytest.raises(ReshardError, match="vLLM's tp 16 is above the 8 key heads of a GptOssForCausalLM"):
+        plan_refit(gpt_oss, MegatronLayout(), VllmLayout(tp=16))
+
+
 @pytest.mark.parametrize("change", [{"kv_lora_rank": 10**9}, {"q_lora_rank": 10**9}, {"vocab_size": 2 * 10**9, "hidden_size": 10**6}])  # fmt: skip
 def test_sizes_that_no_gpu_holds_are_refused_at_once_and_in_little_memory(change, tmp_path):
     """Planned piece by piece they took gigabytes and half a minute."""

@@ -261,6 +261,24 @@ def test_a_checkpoint_without_the_tower_takes_it_from_the_directory_that_is_name
     assert same(source, tmp_path / "back")
 
 
+def test_mtp_tensors_of_which_qwen3_nexts_config_says_nothing_are_carried_unchanged(checkpoint, tmp_path):
+    plain = checkpoint("qwen3-next", dtype=torch.bfloat16)
+    tensors, (source, strange) = (
+        load_file(plain / "model.safetensors"),
+        (tmp_path / "hf", tmp_path / "strange"),
+    )
+    for directory, prefix in ((source, "mtp"), (strange, "mtq")):
+        directory.mkdir()
+        extra = {f"{prefix}.fc.weight": torch.randn(64, 128).bfloat16(), f"{prefix}.norm.weight": torch.randn(64).bfloat16()}  # fmt: skip
+        save_file(tensors | extra, directory / "model.safetensors", metadata={"format": "pt"})
+        (directory / "config.json").write_bytes((plain / "config.json").read_bytes())
+    hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(tp=2, pp=2))
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    assert same(source, tmp_path / "back") and check(tmp_path / "mcore").ok
+    with pytest.raises(ReshardError, match="holds 2 that qwen3_next does not have: mtq.fc.weight"):
+        hf_to_mcore(strange, tmp_path / "never")
+
+
 def test_a_norm_that_megatron_cannot_hold_less_one_is_refused_by_name_and_held_in_fp32(tmp_path):
     source = published(tmp_path / "hf", False)
     tensors = load_file(source / "model.safetensors")
@@ -324,6 +342,8 @@ TOWERS = ("model.visual.", "vision_tower.", "mm_projector.")
 MADE = {
     "dense": lambda folder, seed: published(folder, False, seed=seed, mtp=False),
     "moe": lambda folder, seed: published(folder, True, seed=seed, mtp=False),
+    "dense-mtp": lambda folder, seed: published(folder, False, seed=seed),
+    "moe-mtp": lambda folder, seed: published(folder, True, seed=seed),
     "qwen3-vl": lambda folder, seed: qwen3_vl(folder, False, seed),
     "qwen3-vl-moe": lambda folder, seed: qwen3_vl(folder, True, seed),
     "kimi-k2.5": kimi_k25,
@@ -332,7 +352,7 @@ MADE = {
 
 @pytest.fixture(scope="module")
 def pair(request, tmp_path_factory):
-    """Two directories without MTP that share their towers, each with its Megatron checkpoint."""
+    """Two directories that share their towers, each with its Megatron checkpoint."""
     pairs: list[tuple[str, str]] = []
     for seed in (0, 1):
         folder = tmp_path_factory.mktemp("pair")
@@ -398,6 +418,18 @@ def test_without_the_one_that_megatron_leaves_out_a_refit_brings_other_norms(pai
     [(held, expected, *_)] = run_on_ranks(1, "refit_as_held", *arguments, module="refit_on_cpu")
     differing = {name for name in expected[0] if held[0][name] != expected[0][name]}
     assert differing and all(name.endswith("linear_attn.norm.weight") for name in differing)
+
+
+@pytest.mark.parametrize(("pair", "parallel", "ranks"), [
+    ("dense-mtp", "", 1), ("moe-mtp", f"{EP} 2 {ETP} 1", 2),
+], indirect=["pair"])  # fmt: skip
+def test_a_drafter_of_qwen35s_mtp_layer_is_refitted_with_its_model(pair, parallel, ranks):
+    flags, engine = flags_at(Path(pair[1][1]), parallel), {"tp": ranks, "language_model_only": True}
+    for one in run_on_ranks(ranks, "drafted", flags, pair, engine, module="sleeping_on_cpu"):
+        assert one["wrong"] == [[], []] and one["then"] == "no error"
+        assert len(one["own"]) >= 16 and all(name.endswith(("cache", "_scale")) for name in one["same"])
+        spoiled = "1 tensors did not arrive as they are in the trainer: mtp.pre_fc_norm_embedding.weight"
+        assert spoiled in one["spoiled"]
 
 
 @pytest.mark.parametrize("pair", ["moe", "kimi-k2.5"], indirect=True)

@@ -100,8 +100,8 @@ class Family:
       has the experts apart, and the names of the rows are ours.
     - `wrapped_in`: architecture and ``model_type`` of a model that has this one as its language
       model, its config under ``text_config``; `wrapped_names`: what names begin with, and what
-      instead in that model; `towers`: what the names of its other tensors begin with, which are
-      carried from disk to disk unchanged.
+      instead in that model; `towers`: what the names of its other tensors begin with, or of a model
+      that is in no larger one, which are carried from disk to disk unchanged.
     - `mtp_prefixes`: what the names of an MTP layer's own tensors, and of those of the decoder
       layer in it, begin with; ``{layers}`` stands for `layers`, ``{layer}`` counts on from the
       decoder layers, ``{index}`` from 0, and ``{part}`` the decoder layers in one MTP layer.

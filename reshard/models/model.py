@@ -254,9 +254,14 @@ class Model:
         prefix, wrapped = self.family.wrapped_names
         return wrapped + name.removeprefix(prefix) if self.wrapped and name.startswith(prefix) else name
 
+    @property
+    def towers(self) -> tuple[str, ...]:
+        """What the published names of tensors begin with that are carried from disk to disk unchanged."""
+        return self.family.towers if self.wrapped or not self.family.wrapped_in[0] else ()
+
     def is_of_tower(self, name: str) -> bool:
-        """Return True for a published tensor of another part of the model that this language model is in."""
-        return self.wrapped and name.startswith(self.family.towers)
+        """Return True for a published tensor that is carried along, of another part of a larger model for one."""
+        return name.startswith(self.towers)
 
     def layer_prefix(self, layer: int) -> str:
         """Return what the published names of a decoder layer begin with."""

@@ -81,6 +81,12 @@ class VllmLayout:
                 f"vLLM's tp {self.tp} does not divide {model.family.symbols['NG']} {groups}; sizes that do: "
                 f"{numbers(divisors(groups))}"
             )
+        keys = model.symbols.get("NKV", heads)
+        if self.tp > keys and not VLLM.family(model).repeats_keys:
+            raise ReshardError(
+                f"vLLM's tp {self.tp} is above the {keys} key heads of a {model.family.architecture}, which vLLM does not "
+                f"repeat for it: use tp {keys} or less"
+            )
         if self.pp > model.num_layers:
             raise ReshardError(f"vLLM's pp {self.pp} is more than the model's {model.num_layers} layers")
         if self.expert_parallel and not model.num_experts:
@@ -130,7 +136,7 @@ def vllm_placement(model: Model, rank: EngineRank) -> Placement:
     return place(VLLM, model, rank)
 
 
-# vLLM keeps an MTP layer's transformer layer in a module of its own.
+# vLLM keeps an MTP layer's transformer layer in a module of its own, unless its published names tell the two apart.
 MTP_BLOCK = "mtp_block."
 
 
@@ -139,13 +145,15 @@ def drafter_placement(model: Model, rank: EngineRank, prefix: str) -> Placement:
     `vllm_placement` does for the main model; their names begin with `prefix`. What is around these
     layers, each of vLLM's models holds in its own way."""
     expansion = Expansion(VLLM, model, rank)
+    own, inside = model.mtp_prefixes(0)
+    module = MTP_BLOCK if own == inside else ""
     for block in model.blocks():
         if not block.mtp or not block.megatron.endswith("transformer_layer."):
             continue
         groups: dict[str, list[Row]] = defaultdict(list)
         for row in block.rows:
             if row.arrangement not in WITHOUT_PARAMETER:
-                groups[MTP_BLOCK + VLLM.parameter(model, row)].append(row)
+                groups[module + VLLM.parameter(model, row)].append(row)
         for name, rows in groups.items():
             expansion.add(block.published, name, rows, prefix)
     return Placement.of(expansion.shapes, expansion.tensors)

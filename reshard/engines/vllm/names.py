@@ -73,6 +73,9 @@ IN_A_LARGER_ONE = (
     ("model.visual.",         "visual."),
 )  # fmt: skip
 
+# Of MTP layers that are published under a name of their own; a drafter has them as its model.
+OF_DRAFTER = (("mtp.", "model."),)
+
 FAMILIES = {
     "llama": EngineFamily(),
     "qwen2": EngineFamily(),
@@ -87,8 +90,8 @@ FAMILIES = {
     "olmoe": EngineFamily(on_every_stage=OUTER, whole=("self_attn.q_norm.weight", "self_attn.k_norm.weight")),
     "glm4_moe_lite": EngineFamily(LATENT_ATTENTION),
     "qwen3_next": EngineFamily(),
-    "qwen3_5_text": EngineFamily(),
-    "qwen3_5_moe_text": EngineFamily(),
+    "qwen3_5_text": EngineFamily(prefixes=OF_DRAFTER),
+    "qwen3_5_moe_text": EngineFamily(prefixes=OF_DRAFTER),
     "nemotron_h": EngineFamily(
         SINGLE_LAYERS,
         prefixes=(("backbone.embeddings.", "model.embed_tokens."), ("backbone.", "model.")),
@@ -100,6 +103,7 @@ FAMILIES = {
         prefixes=(("model.embed_tokens.", "model.embedding."),),
         on_every_stage=OUTER,
         added_once=("mlp.experts.{expert}.down_proj.bias",),
+        repeats_keys=False,
     ),
 }
 

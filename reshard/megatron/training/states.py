@@ -108,7 +108,8 @@ def check_movable(states: OptimizerStates, where: object) -> None:
     if not states.can_move:
         raise ReshardError(
             f"{where} has its optimizer states in the format {states.format}, which belongs to the layout that it was "
-            f"saved at: save it with --dist-ckpt-optim-fully-reshardable, or pass --without-optimizer for the weights alone"
+            f"saved at: resume it once at that layout with --dist-ckpt-optim-fully-reshardable, by which Megatron saves it "
+            f"anew, or pass --without-optimizer for the weights alone"
         )
 
 

@@ -131,7 +131,7 @@ class HuggingFaceSource(Source):
         apart = {name for codes in self.codes.values() for name in codes.tensors} | {*self.left}
         self.packed = self._places()
         self.experts_packed = bool(self.packed)
-        towers = self.model.family.towers if self.model.wrapped else ()
+        towers = self.model.towers
         expected = self.mapping.stored_shapes(self.packed)
         expected |= {n: t.shape for n, t in self.stored.items() if towers and n.startswith(towers)}
         stored = {n: t for n, t in self.stored.items() if n not in apart}

@@ -16,7 +16,13 @@ from reshard.formats import safetensors, torch_dist, torch_zip
 from reshard.lora.checkpoint import adapter_keys, is_adapter_only
 from reshard.lora.checkpoint import without_adapters as base_keys
 from reshard.megatron.arguments import check_args, model_of_args
-from reshard.megatron.checkpoint import KeyPlacement, check_language_model, placement_of_keys, vocab_rows
+from reshard.megatron.checkpoint import (
+    NOT_WEIGHTS,
+    KeyPlacement,
+    check_language_model,
+    placement_of_keys,
+    vocab_rows,
+)
 from reshard.megatron.hybrid import class_of_keys, notices
 from reshard.megatron.parameters import PADDING, ModelParameters, expand, padded_vocab_size
 from reshard.megatron.training.progress import TrainingState
@@ -149,12 +155,13 @@ class MegatronSource(Source):
         return states
 
     def _state_notices(self) -> list[str]:
-        """Return a notice of the optimizer states that are read."""
-        return (
-            []
-            if self.states is None
-            else [f"optimizer states go along: {', '.join(sorted(self.states.keys))}"]
-        )
+        """Return notices of the optimizer states that are read, and of what a training has besides."""
+        if self.states is None:
+            return []
+        along = f"optimizer states go along: {', '.join(sorted(self.states.keys))}"
+        rng = "states of RNGs, which are those of ranks, stay behind: a run with dropout draws other numbers"
+        has_rng = any(key.startswith(NOT_WEIGHTS["RNG state"]) for key in self.checkpoint.objects)
+        return [along] + [rng] * has_rng
 
     def _recorded(self) -> dict[str, Any]:
         """Return the tensors that the manifest of this iteration lists."""
@@ -272,7 +279,7 @@ class MegatronSource(Source):
         checkpoint's ``hf/``, or the directory of the config that was given. None of a model that is
         only a language model."""
         directory = self.config_directory or self.root / HF_FILES
-        if not self.model.wrapped:
+        if not self.model.towers:
             return directory, {}
         if (directory / TOWERS).is_file():
             return directory, safetensors.read_header(directory / TOWERS)
