@@ -13,12 +13,17 @@ from reshard.megatron.flags import command_line, version_of
 from reshard.models.model import Model
 from tests.checkpoints import VARIANTS
 
-LAYOUTS = (
-    MegatronLayout(),
-    MegatronLayout(tp=2, pp=2, vpp=2),
-    MegatronLayout(pp=2, num_layers_in_first_pipeline_stage=1),
-    MegatronLayout(tp=2, pp=2, pipeline_model_parallel_layout="Et|tttL"),
-)
+
+def layouts_of(layers: int) -> list[MegatronLayout]:
+    """Layouts of so many layers, four or six."""
+    return [
+        MegatronLayout(),
+        MegatronLayout(tp=2, pp=2, vpp=layers // 2),
+        MegatronLayout(pp=2, num_layers_in_first_pipeline_stage=1),
+        MegatronLayout(tp=2, pp=2, pipeline_model_parallel_layout=f"Et|{'t' * (layers - 1)}L"),
+    ]
+
+
 PARSER = Path(__file__).with_name("parse_flags.py")
 
 
@@ -31,7 +36,7 @@ def cases() -> list[dict]:
             | ({"topk_method": "noaux_tc", "scoring_func": "sigmoid"} if "deepseek" in name else {}),
             name,
         )
-        for layout in LAYOUTS:
+        for layout in layouts_of(model.num_layers):
             for impl in ("local", "transformer_engine"):
                 found.append(arguments(model, layout, 1024, 128, dtype_named("bf16"), impl))
     return found

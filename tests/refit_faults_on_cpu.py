@@ -268,23 +268,26 @@ DEATHS = {
 
 class SlowTrainer(MegatronModel):
     """A trainer that waits, where it is given something to wait for, before it says what lies
-    where; but not before it says that it is there."""
+    where; but not before it says that it is there, for which its addresses are asked for once."""
 
-    wait, waits = None, False
+    wait, waits, is_there = None, False, False
 
     def addresses(self):
-        waits, self.waits = self.waits, False
-        try:
-            return super().addresses()
-        finally:
-            self.waits = waits
+        if self.waits and self.is_there:
+            self._wait_once()
+        found = super().addresses()
+        self.is_there = self.waits
+        return found
 
     @property
     def regions(self):
-        if self.wait and self.waits:
-            self.waits = False
-            self.wait()
+        if self.waits and self.is_there:
+            self._wait_once()
         return self._regions
+
+    def _wait_once(self):
+        self.waits = self.is_there = False
+        self.wait()
 
     @regions.setter
     def regions(self, value):

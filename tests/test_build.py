@@ -58,11 +58,12 @@ def test_the_config_is_the_one_of_the_command_line(variant, impl, no_cuda, monke
         {"num_nextn_predict_layers": 1} if variant == "deepseek-v3" else {}
     )
     model = Model.from_hf(config)
-    split = "Ett|ttmL" if model.mtp_layers else "Ett|ttL"
+    layers = model.num_layers
+    split = f"Ett|{'t' * (layers - 2)}{'m' if model.mtp_layers else ''}L"
     layouts = [
         MegatronLayout(),
         MegatronLayout(tp=2, pp=2),
-        MegatronLayout(pp=2, vpp=2),
+        MegatronLayout(pp=2, vpp=layers // 2),
         MegatronLayout(pp=2, num_layers_in_first_pipeline_stage=1),
         MegatronLayout(pp=2, pipeline_model_parallel_layout=split),
     ]

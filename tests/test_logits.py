@@ -115,7 +115,10 @@ RELOADS = [
 ]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+# Latent experts are Transformer Engine's in Megatron, and not on a CPU.
+@pytest.mark.parametrize(
+    "variant", [name for name, config in VARIANTS.items() if not getattr(config, "moe_latent_size", None)]
+)
 def test_megatron_gives_the_logits_of_transformers(variant, checkpoint, tmp_path):
     hf_to_mcore(checkpoint(variant), tmp_path / "mcore", MegatronLayout(), transformer_impl="local")
     assert compare(checkpoint(variant), tmp_path / "mcore") < TOLERANCE

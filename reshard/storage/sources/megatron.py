@@ -285,6 +285,8 @@ class MegatronSource(Source):
             return directory, safetensors.read_header(directory / TOWERS)
         if self.hf_config is None or not self.hf_config.is_dir():
             return directory, {}
+        if not self.model.wrapped and not any(self.hf_config.glob("*.safetensors")):
+            return directory, {}  # of a model that is whole without them
         stored = safetensors.read_directory(self.hf_config)
         return self.hf_config, {n: tensor for n, tensor in stored.items() if self.model.is_of_tower(n)}
 
