@@ -1,6 +1,7 @@
 """Whoever reaches the port at which members meet, and does not know their secret, reads nothing and
 disturbs nobody."""
 
+import gc
 import os
 import secrets
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from reshard.comm import channel as channels
+from reshard.comm import hosts
 from reshard.comm import secret as secret_module
 from reshard.comm.channel import BrokenChannelError, Door, FrameReader, FrameWriter, connect
 from reshard.comm.hosts import address_towards, is_loopback, listener_for
@@ -389,3 +392,22 @@ def _has_route() -> bool:
         return not is_loopback(address_towards("192.0.2.1", 9))
     except OSError:
         return False
+
+
+def test_an_address_that_was_tried_first_keeps_nothing_alive(monkeypatch):
+    """An exception that is kept has frames, and these what their callers make."""
+
+    class Store:
+        pass
+
+    monkeypatch.setattr(hosts, "_reached_hosts", lambda store: ["192.0.2.1", "127.0.0.1"])
+    gc.collect()
+    gc.disable()
+    try:
+        store = Store()
+        end = weakref.ref(store)
+        listener_for(store).close()
+        del store
+        assert end() is None
+    finally:
+        gc.enable()

@@ -83,12 +83,12 @@ def is_loopback(host: str) -> bool:
 def listener_for(store: Any) -> socket.socket:
     """Listen where all processes that share a torch store reach this host, on one address and at a
     port that is free. Raises ReshardError where there is no such address."""
-    problem: OSError | None = None
+    problem = ""  # no exception, whose frames would keep what is made here until a garbage collection
     for host in _reached_hosts(store):
         try:
             return socket.create_server((host, 0), family=family_of(host), backlog=BACKLOG)
         except OSError as error:  # not an address of this host
-            problem = error
+            problem = str(error)
     raise ReshardError(
         f"no address to listen at ({problem}): set MASTER_ADDR to one of the first process's host"
     )

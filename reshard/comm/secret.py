@@ -63,15 +63,13 @@ def _folders() -> list[Path]:
 def _of_user(folders: list[Path]) -> bytes:
     """Read this user's secret, and make it first where there is none. Raises ReshardError where
     another user could read it."""
-    problem: Exception | None = None
+    problem = ""
     for folder in folders:
         try:
             return _kept_in(folder)
         except (OSError, UnicodeDecodeError) as error:
-            problem = error
-    raise ReshardError(
-        f"the secret of this user cannot be kept in {folders[-1]} ({problem}): {HOW}"
-    ) from problem
+            problem = str(error)
+    raise ReshardError(f"the secret of this user cannot be kept in {folders[-1]} ({problem}): {HOW}")
 
 
 def _kept_in(folder: Path) -> bytes:
