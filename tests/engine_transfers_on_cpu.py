@@ -225,5 +225,12 @@ def asked(url: str, model: str, prompt: list[int]) -> list:
         "prompt_logprobs": 0,
         "return_token_ids": True,
     }
-    [choice] = post(url + "/v1/completions", body)["choices"]
+    route = url + "/v1/completions"
+    try:
+        answer = post(route, body, seconds=40)
+    except TimeoutError:
+        # Two data parallel engines were seen to leave one of some hundred requests unanswered, on a loaded
+        # machine, and why is not known. Asked again, it has to be answered, and rightly.
+        answer = post(route, body)
+    [choice] = answer["choices"]
     return [[next(iter(p.values()))["logprob"] for p in choice["prompt_logprobs"][1:]], choice["token_ids"]]

@@ -48,10 +48,10 @@ def served(directory: Path, *options, log: Path, **environment: str):
             process.wait(30)
 
 
-def post(url: str, body: dict, answers: bool = True) -> dict:
-    """What a route answers; nothing where it does not."""
+def post(url: str, body: dict, answers: bool = True, seconds: float = 120) -> dict:
+    """What a route answers within so many seconds; nothing where it does not."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as response:
+    with urllib.request.urlopen(request, timeout=seconds) as response:
         return json.loads(response.read()) if answers else {}
 
 
