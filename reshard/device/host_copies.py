@@ -1,6 +1,6 @@
 """Tensors whose own memory a trainer has given away, while the host has a copy of their bytes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -32,11 +32,21 @@ def forget(away: Away) -> None:
     _away.pop(away.storage._cdata, None)
 
 
-def copy_of(tensor: torch.Tensor, buffers: Iterable[Any] = ()) -> torch.Tensor | None:
+def beside(buffers: Iterable[Any]) -> dict[int, torch.Tensor]:
+    """Return the copies that verl and ms-swift leave beside DDP's buffers, by the identity of their
+    storages."""
+    return {
+        buffer.param_data.untyped_storage()._cdata: buffer.param_data.cpu_data
+        for buffer in buffers
+        if getattr(getattr(buffer, "param_data", None), "cpu_data", None) is not None
+    }
+
+
+def copy_of(tensor: torch.Tensor, others: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
     """Return a view of the host's copy of a tensor without memory, in its shape and strides; None where
     it has memory, or no copy in one piece is known.
 
-    Known are those of `reshard.offload`, and those that verl and ms-swift leave beside DDP's `buffers`.
+    Known are those of `reshard.offload`, and `others` (`beside`).
     """
     storage = tensor.untyped_storage()
     if storage.nbytes() or not tensor.numel():
@@ -45,12 +55,7 @@ def copy_of(tensor: torch.Tensor, buffers: Iterable[Any] = ()) -> torch.Tensor |
     if away is not None:
         parts = away.host or []
     else:
-        copies = {
-            buffer.param_data.untyped_storage()._cdata: getattr(buffer.param_data, "cpu_data", None)
-            for buffer in buffers
-            if getattr(buffer, "param_data", None) is not None
-        }
-        copy = copies.get(storage._cdata)
+        copy = others.get(storage._cdata)
         parts = [] if copy is None else [copy.view(-1).view(torch.uint8)]
     size = tensor.element_size()
     first = tensor.storage_offset() * size

@@ -256,7 +256,7 @@ class Model:
 
     @property
     def towers(self) -> tuple[str, ...]:
-        """What the published names of tensors begin with that are carried from disk to disk unchanged."""
+        """The beginnings of the published names of tensors that are carried from disk to disk unchanged."""
         return self.family.towers if self.wrapped or not self.family.wrapped_in[0] else ()
 
     def is_of_tower(self, name: str) -> bool:

@@ -236,8 +236,7 @@ class ReceivedDigests:
 
     def _made_here(self, rank: int) -> np.ndarray:
         """Return a mask over a trainer's rank's pieces: those from which this engine makes what it serves."""
-        blockwise = BLOCKWISE[self.receiver.pieces[rank].requests[:, REQUEST_CODEC]]
-        return self._in_rounds(rank) | (blockwise & ~self._as_blocks(rank))
+        return self._in_rounds(rank) | self._pulled_blocks(rank)
 
     def _as_blocks(self, rank: int) -> np.ndarray:
         """Return a mask over a trainer's rank's pieces: those that arrive as blocks made by the trainer."""

@@ -11,7 +11,7 @@ import torch
 
 from reshard.core.dtypes import dtype_named
 from reshard.core.errors import ReshardError, first_line, listed
-from reshard.device.host_copies import copy_of
+from reshard.device.host_copies import beside, copy_of
 from reshard.device.memory import Finder, Region, check_memory, is_readable
 from reshard.formats.torch_dist import Key, Stored
 from reshard.trainers.base import Trainer
@@ -192,11 +192,12 @@ class ShardedModel(Trainer):
                 return now
         except TypeError:  # no tensor
             return now
-        return list(map(self._on_host, now))
+        others = beside(self._buffers)
+        return [self._on_host(tensor, others) for tensor in now]
 
-    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _on_host(self, tensor: torch.Tensor, others: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """Return the host's copy of a tensor without memory, always the same one; else the tensor."""
-        copy = copy_of(tensor, self._buffers)
+        copy = copy_of(tensor, others)
         if copy is None:
             return tensor
         known = self._host_copies.get(id(tensor))
