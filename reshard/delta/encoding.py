@@ -1,0 +1,253 @@
+"""What changed between two versions of one box of elements, encoded as the smallest of five forms.
+
+Elements are compared and carried as bits: NaNs, their payloads and -0.0 count like any other value, so what
+is decoded is the new version bit for bit. Elements are numbered in row-major order.
+
+    form      sections                                                            smallest where
+    NOTHING   none                                                                nothing changed
+    INDICES   values, int32 index of each                                         a few elements changed
+    OFFSETS   values, int32 changes in each block of 65,536 elements, uint16      up to 6 % of 2-byte elements
+              offset of each change within its block
+    BITMAP    values, a bit for each element, lowest bit first                    up to 94 % of these
+    PLAIN     all elements                                                        otherwise
+
+Sections begin at multiples of 8 bytes, which zeros fill up to, and are little-endian. Whoever knows the form,
+the number of elements, their size and how many changed knows the size of the whole before it is there.
+"""
+
+import sys
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+
+from reshard.core.errors import ReshardError
+
+if sys.byteorder != "little":
+    raise ImportError("deltas are little-endian, and so must be the host")
+
+BLOCK = 1 << 16  # elements that a uint16 offset reaches
+SECTION = 8  # bytes at which sections begin
+MOST_ELEMENTS = 1 << 31  # of a box with int32 indices
+# What is compared: the bits of elements of so many bytes.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Form(IntEnum):
+    """How changes are encoded; see the table of this module."""
+
+    NOTHING = 0
+    INDICES = 1
+    OFFSETS = 2
+    BITMAP = 3
+    PLAIN = 4
+
+
+class Box(NamedTuple):
+    """The size of what is compared: `elements` of `itemsize` bytes each, of which `changed` changed."""
+
+    elements: int
+    itemsize: int
+    changed: int
+
+    def sections(self, form: Form) -> list[int]:
+        """Return the bytes of each section of a form."""
+        values = self.changed * self.itemsize
+        if form is Form.NOTHING:
+            return []
+        if form is Form.INDICES:
+            return [values, 4 * self.changed]
+        if form is Form.OFFSETS:
+            return [values, 4 * -(-self.elements // BLOCK), 2 * self.changed]
+        if form is Form.BITMAP:
+            return [values, -(-self.elements // 8)]
+        return [self.elements * self.itemsize]
+
+    def size(self, form: Form) -> int:
+        """Return the bytes of a form, padding included.
+
+        >>> [Box(1 << 20, 2, 1000).size(form) for form in Form]
+        [0, 6000, 4064, 133072, 2097152]
+        """
+        return sum(map(_padded, self.sections(form)))
+
+    @property
+    def form(self) -> Form:
+        """The smallest form.
+
+        >>> [Box(1 << 20, 2, changed).form.name for changed in (0, 5, 10_000, 100_000, 1_000_000)]
+        ['NOTHING', 'INDICES', 'OFFSETS', 'BITMAP', 'PLAIN']
+        """
+        if not self.changed:
+            return Form.NOTHING
+        forms = [form for form in Form if form is not Form.NOTHING and self._may_be(form)]
+        return min(forms, key=self.size)
+
+    def _may_be(self, form: Form) -> bool:
+        return form is not Form.INDICES or self.elements <= MOST_ELEMENTS
+
+
+class Delta(NamedTuple):
+    """The changes of a box: their form, how many they are, and the `payload`, uint8 ``[Box.size]``."""
+
+    form: Form
+    changed: int
+    payload: torch.Tensor
+
+
+class Decoded(NamedTuple):
+    """Changes one by one: int64 `positions` ``[changed]`` in a box, and the bits of their `values`.
+
+    `valid`, a bool without dims where they are, is False where a position lies outside of the box, or
+    their numbers are not what they are said to be: nothing may be written by them then.
+    """
+
+    positions: torch.Tensor
+    values: torch.Tensor
+    valid: torch.Tensor
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements as integers of the same size, as a view of its memory in its shape."""
+    return tensor.detach().view(BITS[tensor.element_size()])
+
+
+def changed_mask(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return which elements have other bits, as bools ``[elements]``; both have one shape, dtype and device."""
+    if old.shape != new.shape or old.dtype != new.dtype:
+        raise ReshardError(
+            f"a {new.dtype} of shape {list(new.shape)} is no new version of a {old.dtype} of shape {list(old.shape)}"
+        )
+    return (bits_of(old) != bits_of(new)).reshape(-1)
+
+
+def encode(old: torch.Tensor, new: torch.Tensor) -> Delta:
+    """Return what turns `old` into `new`, which have one shape, dtype and device."""
+    mask = changed_mask(old, new)
+    return encode_changed(new, mask, int(torch.count_nonzero(mask)))
+
+
+def encode_changed(new: torch.Tensor, mask: torch.Tensor, changed: int) -> Delta:
+    """Return the smallest encoding of the `changed` elements of `new` that `mask` ``[elements]`` marks."""
+    box = Box(new.numel(), new.element_size(), changed)
+    form, bits = box.form, bits_of(new).reshape(-1)
+    payload = torch.empty(box.size(form), dtype=torch.uint8, device=new.device)
+    if form is Form.NOTHING:
+        return Delta(form, 0, payload)
+    if form is Form.PLAIN:
+        _fill(payload, box, form, [bits])
+        return Delta(form, changed, payload)
+    positions = mask.nonzero()[:, 0]
+    values = bits.index_select(0, positions)
+    if form is Form.INDICES:
+        places = [positions.to(torch.int32)]
+    elif form is Form.OFFSETS:
+        counts = torch.bincount(positions // BLOCK, minlength=-(-box.elements // BLOCK))
+        places = [counts.to(torch.int32), _as_uint16(positions % BLOCK)]
+    else:
+        places = [_packed_bits(mask)]
+    _fill(payload, box, form, [values, *places])
+    return Delta(form, changed, payload)
+
+
+def decode(delta: Delta, elements: int, dtype: torch.dtype) -> Decoded:
+    """Return the changes of a box of so many elements of `dtype`, of which only the size counts here.
+
+    Raises ReshardError where the payload has another size than these changes take.
+    """
+    form, changed, payload = delta
+    box = Box(elements, dtype.itemsize, changed)
+    sizes = _checked_sections(delta, box)
+    bits, device = BITS[box.itemsize], payload.device
+    valid = torch.ones((), dtype=torch.bool, device=device)
+    if form is Form.NOTHING:
+        return Decoded(torch.zeros(0, dtype=torch.int64, device=device), payload.view(bits), valid)
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(payload[start : start + size])
+        start += _padded(size)
+    if form is Form.PLAIN:
+        return Decoded(torch.arange(elements, device=device), parts[0].view(bits), valid)
+    values = parts[0].view(bits)
+    if form is Form.INDICES:
+        positions = parts[1].view(torch.int32).to(torch.int64)
+    elif form is Form.OFFSETS:
+        ends = parts[1].view(torch.int32).to(torch.int64).cumsum(0)
+        order = torch.arange(changed, device=device)
+        # The block of each change: the first that ends after it. No count can make this read elsewhere.
+        blocks = torch.searchsorted(ends, order, right=True)
+        positions = blocks * BLOCK + (parts[2].view(torch.int16).to(torch.int64) & (BLOCK - 1))
+        valid = (ends[-1] == changed) & (ends.diff() >= 0).all() & (ends[0] >= 0)
+    else:
+        positions = _unpacked_bits(parts[1]).nonzero()[:, 0]
+        if len(positions) != changed:
+            return Decoded(positions, values, torch.zeros_like(valid))
+    return Decoded(positions, values, valid & _in_order(positions, elements))
+
+
+def apply(delta: Delta, out: torch.Tensor) -> None:
+    """Write the changes into `out`, which holds the old version, in place; it need not be contiguous.
+
+    Raises ReshardError, before anything is written, where they are not those of such a box.
+    """
+    bits = bits_of(out)
+    if delta.form in (Form.NOTHING, Form.PLAIN):
+        sizes = _checked_sections(delta, Box(out.numel(), out.element_size(), delta.changed))
+        if sizes:
+            bits.copy_(delta.payload[: sizes[0]].view(bits.dtype).view(bits.shape))
+        return
+    decoded = decode(delta, out.numel(), out.dtype)
+    if not bool(decoded.valid):
+        raise ReshardError(
+            f"a delta has changes outside of a box of {out.numel():,} elements, or not in order"
+        )
+    if out.is_contiguous():
+        bits.view(-1).index_copy_(0, decoded.positions, decoded.values)
+    else:
+        bits[torch.unravel_index(decoded.positions, out.shape)] = decoded.values
+
+
+def _checked_sections(delta: Delta, box: Box) -> list[int]:
+    """Return the bytes of each section. Raises ReshardError where the whole has another size."""
+    fits = 0 <= delta.changed <= box.elements and (delta.form is not Form.NOTHING or not delta.changed)
+    if not fits or delta.payload.numel() != box.size(delta.form):
+        raise ReshardError(
+            f"a delta says that {delta.changed:,} of {box.elements:,} elements of {box.itemsize} bytes changed, "
+            f"as {delta.form.name} in {delta.payload.numel():,} bytes, which cannot be"
+        )
+    return box.sections(delta.form)
+
+
+def _padded(size: int) -> int:
+    return size + -size % SECTION
+
+
+def _fill(payload: torch.Tensor, box: Box, form: Form, parts: list[torch.Tensor]) -> None:
+    """Write the sections of a form, and zeros between them."""
+    start = 0
+    for size, part in zip(box.sections(form), parts, strict=True):
+        payload[start : start + size] = part.contiguous().view(torch.uint8)
+        payload[start + size : start + _padded(size)] = 0
+        start += _padded(size)
+
+
+def _as_uint16(numbers: torch.Tensor) -> torch.Tensor:
+    """Return numbers below 65,536 in 16 bits each, typed int16, for which torch has all operations."""
+    return ((numbers ^ (BLOCK >> 1)) - (BLOCK >> 1)).to(torch.int16)
+
+
+def _packed_bits(mask: torch.Tensor) -> torch.Tensor:
+    padded = torch.nn.functional.pad(mask.view(torch.uint8), (0, -len(mask) % 8)).view(-1, 8)
+    packed = padded[:, 0].clone()
+    for bit in range(1, 8):
+        packed |= padded[:, bit] << bit
+    return packed
+
+
+def _unpacked_bits(packed: torch.Tensor) -> torch.Tensor:
+    return (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1).reshape(-1)
+
+
+def _in_order(positions: torch.Tensor, elements: int) -> torch.Tensor:
+    """Return whether positions rise, so that none comes twice, and lie in a box; as a tensor where they are."""
+    return (positions.diff() > 0).all() & (positions[0] >= 0) & (positions[-1] < elements)
