@@ -14,6 +14,7 @@ from reshard.engines import placing
 from reshard.engines.vllm.live import VllmModel
 from reshard.refit import connect, connecting, copies
 from reshard.refit.protocol import greeting
+from reshard.refit.transports import staged
 from reshard.refit.transports.agent import Agent
 from reshard.trainers.megatron import MegatronModel
 from reshard.trainers.shards import unwrapped
@@ -208,6 +209,18 @@ def death(
             destination.wait = partial(steps.wait_for_the_end_of, victim)
         if destination:
             destination.begun = partial(steps.reach, "begun")
+        if call == "posts" and key == [
+            "packed"
+        ]:  # what an engine's rank maps is gone, since its owner has given up
+            plain_map = staged._mapped
+
+            def map_late(handle: str, whose: str):
+                steps.wait_for_the_end_of(victim)
+                while os.path.exists(handle) and "memfd:reshard" in os.path.realpath(handle):
+                    time.sleep(0.01)
+                return plain_map(handle, whose)
+
+            staged._mapped = map_late
         if call == "reads":  # a read begins when who has packed the bytes has ended
             plain = Agent.read
 

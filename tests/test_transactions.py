@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from reshard import ReshardError
+from reshard.comm.client import PeerMemoryError
 from reshard.refit import RefitGroup
 from tests.ranks import caught, free_port
 
@@ -143,6 +144,28 @@ def test_who_only_waits_for_another_is_not_blamed():
     first, second = in_threads(lambda: reads(0, 1), lambda: reads(1, 2))
     sentence = "rank 2 is silent, and rank 1, which waits for it, did not reach 'parts' within 1 s: dead, stalled or not started"
     assert (first, second) == (sentence, f"rank 0: {sentence}")
+
+
+def test_who_cannot_map_what_another_has_freed_says_why_that_one_gave_up():
+    members = met(2)
+    given_up = threading.Event()
+
+    def gives_up() -> None:
+        with members[0].transaction("a refit"):
+            raise ReshardError("no luck")
+
+    def maps() -> None:
+        with members[1].transaction("a refit"):
+            assert given_up.wait(60)
+            raise PeerMemoryError("the memory of rank 0 is gone")
+
+    _, second = in_threads(lambda: (caught(gives_up), given_up.set()), maps)
+    assert second == "rank 0: no luck"
+    given_up.set()
+    # Where nobody was first it is said as it is.
+    members = met(2)
+    (alone,) = in_threads(maps)
+    assert alone == "the memory of rank 0 is gone"
 
 
 def test_who_is_in_a_long_call_and_says_so_is_not_blamed():

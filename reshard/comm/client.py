@@ -33,6 +33,11 @@ class TransactionFailedError(ReshardError):
         return error
 
 
+class PeerMemoryError(ReshardError):
+    """What another member has shared cannot be mapped. Where the transaction had failed before, that is why:
+    a member that gives up frees what it has shared."""
+
+
 class HubLostError(ReshardError):
     """The process that has the hub is gone, or does not answer."""
 

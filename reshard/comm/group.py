@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.comm.background import in_background
 from reshard.comm.channel import BrokenChannelError, Channel, Message, WrongSecretError, connect
-from reshard.comm.client import GRACE_SECONDS, HubClient
+from reshard.comm.client import GRACE_SECONDS, HubClient, PeerMemoryError, TransactionFailedError
 from reshard.comm.hosts import BACKLOG, family_of, listener_for, parsed
 from reshard.comm.hub import ALIVE_SECONDS, Hub
 from reshard.comm.protocol import (
@@ -184,7 +184,15 @@ class RefitGroup(HubClient):
             yield
         except BaseException as error:
             self.fail(error)
+            if isinstance(error, PeerMemoryError):
+                self._raise_earlier_failure(error)
             raise
+
+    def _raise_earlier_failure(self, error: ReshardError) -> None:
+        """Raise why the transaction had failed before this member's error, where another member was first."""
+        earlier = self._failures.get(self.transaction_number)
+        if earlier is not None and earlier.by != self.rank:
+            raise TransactionFailedError.of(earlier, self.names, self.rank) from error
 
     def begin(self, what: str) -> None:
         """Begin the next transaction. While it is neither committed nor failed, `failure` says who is

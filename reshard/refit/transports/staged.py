@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from reshard.comm.client import PeerMemoryError
 from reshard.core.errors import ReshardError, rewrite_message
 from reshard.device.cuda import cuda_free, cuda_memory, exported
 from reshard.refit.protocol.memory import is_handle
@@ -67,8 +68,11 @@ class Views:
             self._unmap(whose)
         self.mapped[whose] = number, handle
         if not handle.startswith("/proc/"):
-            with rewrite_message(HINT):
-                return self.mapped_gpu.address(handle, size, whose)
+            try:
+                with rewrite_message(HINT):
+                    return self.mapped_gpu.address(handle, size, whose)
+            except ReshardError as error:
+                raise PeerMemoryError(str(error)) from error
         if handle not in self.files:
             self.files[handle] = _mapped(handle, whose)
         if len(self.files[handle]) != size:
@@ -91,14 +95,14 @@ def _mapped(handle: str, whose: str) -> mmap.mmap:
     """Map another process's slab of the host's memory; nothing else is opened."""
     try:
         if not os.readlink(handle).startswith(f"/memfd:{NAME} "):
-            raise ReshardError(
+            raise PeerMemoryError(
                 f"{handle}, which {whose} names as its slab, is another file: use backend='nccl'"
             )
         with open(handle, "r+b") as file:
             return mmap.mmap(file.fileno(), 0)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ReshardError(f"cannot map the memory of {whose} ({reason}): use backend='nccl'") from error
+        raise PeerMemoryError(f"cannot map the memory of {whose} ({reason}): use backend='nccl'") from error
 
 
 def is_slab_of(handle: str, pid: int, device: torch.device) -> bool:
