@@ -185,7 +185,10 @@ def main(action: str, result: str, arguments: str, actions: dict | None = None) 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     output = (actions or globals())[action](**json.loads(Path(arguments).read_text()))
-    if output is not None and mpu.get_tensor_model_parallel_rank() == 0:
+    outputs: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(outputs, output is not None)
+    writer = outputs.index(True) if True in outputs else None  # one rank writes the file, and always the same
+    if torch.distributed.get_rank() == writer:
         torch.save(output, result)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
