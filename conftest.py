@@ -1,6 +1,7 @@
 """Collect the commands and the Python of the pages as tests (`tests/pages.py`)."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -18,10 +19,9 @@ def page_directory(request, tmp_path_factory):
 @pytest.fixture(scope="session")
 def hub(tmp_path_factory):
     """Return a function to a cache of the hub: of small models, or of published configs alone."""
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
-    return lambda published: make_hub(shared / ("hub_configs" if published else "hub"), published)
+    # All workers have one, which the server of the pages' Python knows.
+    shared = Path(os.environ.get("WARM_HUB") or tmp_path_factory.mktemp("hub"))
+    return lambda published: make_hub(shared / ("configs" if published else "models"), published)
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,8 @@ import filelock
 from sybil import Sybil
 from sybil.parsers.markdown import CodeBlockParser
 
+from tests import warm
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 SMALL_MODELS = {
     "Qwen/Qwen3-0.6B": "qwen3",
@@ -65,7 +67,7 @@ class PythonOfPage:
     """
 
     def __init__(self, directory: Path, environment: dict[str, str]) -> None:
-        command = [sys.executable, "-u", "-c", _EXECUTE_BLOCKS]
+        command = [warm.python_of_pages(environment["HF_HOME"]), "-u", "-c", _EXECUTE_BLOCKS]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.process = subprocess.Popen(command, cwd=directory, env=environment, text=True, **pipes)
 
@@ -122,13 +124,24 @@ def is_run(example) -> bool:
 def environment_of(example) -> dict[str, str]:
     """Return the environment of a page's commands."""
     published = READ_CONFIGS_ONLY.search(str(example.parsed)) is not None
+    hub = str(example.namespace["hub"](published))
     scripts = str(Path(sys.prefix) / "bin")
-    return os.environ | {
-        "HF_HOME": str(example.namespace["hub"](published)),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "PATH": f"{scripts}:{os.environ['PATH']}",
-    }
+    path = f"{scripts}:{os.environ['PATH']}"
+    if not published:
+        path = f"{_commands(Path(warm.python_of_pages(hub)))}:{path}"
+    return os.environ | warm.variables_of_pages(hub) | {"PATH": path}
+
+
+def _commands(python: Path) -> Path:
+    """Return the directory of a `reshard` whose imports are done."""
+    directory = python.parent / "bin"
+    script = directory / "reshard"
+    with filelock.FileLock(f"{directory}.lock"):
+        if not script.exists():
+            directory.mkdir()
+            script.write_text(f'#!/bin/sh\nexec "{python}" -m reshard "$@"\n')
+            script.chmod(0o755)
+    return directory
 
 
 def run_commands(example) -> str | None:

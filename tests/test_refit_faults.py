@@ -164,7 +164,7 @@ DEATHS = {
     "refit over": "engine",
 }
 RANKS = int(os.environ.get("RESHARD_TEST_RANKS", "2"))  # on either side
-PATIENCE = 4 * RANKS  # seconds that one waits for another
+PATIENCE = 10 * RANKS  # seconds that one waits for another: only where a death is not seen
 LIMIT = 4  # of two, one of whom is late
 
 

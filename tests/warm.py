@@ -58,6 +58,11 @@ OF_SGLANG = (
     "tests.entry_points", "tests.command_line", "tests.refit_sglang_on_cpu", "sglang.srt.models.registry", "sglang.srt.managers.scheduler", "sglang.srt.entrypoints.engine",
     "sglang.srt.managers.data_parallel_controller", "megatron.core.dist_checkpointing.gpt_checkpoint_interop",
 )  # fmt: skip
+# In the commands and the Python of the pages.
+OF_PAGES = (
+    "tests.entry_points", "tests.torchrun_methods", "tests.command_line", "torch.distributed.run", "reshard.parity.systems.megatron", "transformers",
+    "transformers.generation.utils", "megatron.core.dist_checkpointing.gpt_checkpoint_interop", "bokeh.plotting",
+)  # fmt: skip
 servers: list = []  # with their standard inputs, at whose end they end
 
 
@@ -111,6 +116,18 @@ def python_of_sglang() -> str:
     return os.environ.get("WARM_SGLANG") or python(*OF_SGLANG, environment=environment_of_engine())
 
 
+@functools.cache
+def python_of_pages(hub: str) -> str:
+    """Return the Python of the pages' commands, which find all models in a cache of the hub: where that is
+    is read at import."""
+    return os.environ.get("WARM_PAGES") or python(*OF_PAGES, environment=os.environ | variables_of_pages(hub))
+
+
+def variables_of_pages(hub: str) -> dict[str, str]:
+    """Return the environment's variables of the pages' commands."""
+    return {"HF_HOME": hub, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
 def python_of_trainer() -> str:
     """Return the Python of commands that make models of Megatron and transformers: that of the ranks,
     which has imported both."""
@@ -130,7 +147,10 @@ def share() -> str:
     sockets = tempfile.mkdtemp(prefix="vllm")
     atexit.register(shutil.rmtree, sockets, ignore_errors=True)
     os.environ["VLLM_RPC_BASE_PATH"] = sockets
-    programs = {"WARM_RANKS": python_of_ranks()}
+    hub = tempfile.mkdtemp(prefix="hub")
+    atexit.register(shutil.rmtree, hub, ignore_errors=True)
+    os.environ["WARM_HUB"] = hub
+    programs = {"WARM_RANKS": python_of_ranks(), "WARM_PAGES": python_of_pages(os.path.join(hub, "models"))}
     if install_vllm_cpu.installed():
         programs["WARM_ENGINES"] = python_of_engine()
     if install_sglang_cpu.installed():
