@@ -3,6 +3,7 @@
 from functools import partial
 
 from reshard.engines.vllm.adapters import live
+from reshard.lora.scale import Scale
 from tests.ranks import caught
 
 
@@ -64,7 +65,17 @@ def alpha_changed(link, engine, models) -> list[str]:
         module.alpha /= 2
 
 
+def absorbed(link, engine, _) -> list[str]:
+    """An adapter of the layer of which MLA makes matrices, connected beside the one that serves."""
+    weight = "model.layers.1.self_attn.kv_b_proj.weight"
+    return [
+        caught(lambda: engine.adapter("other").take_scales({weight: Scale(4, 8.0)})),
+        engine.adapter("policy").request().lora_name,
+    ]
+
+
 FAULTS = {
+    "absorbed": absorbed,
     "exchanged": lambda link, engine, _: fault(link, engine, exchange_keys_and_values),
     "stale": lambda link, engine, _: fault(link, engine, leave_stale),
     "doubled": lambda link, engine, _: fault(link, engine, double),

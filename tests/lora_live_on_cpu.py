@@ -40,33 +40,56 @@ PREFIX = "base_model.model."
 FUSED = {
     "linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "linear_proj": ("self_attn.o_proj",),
+    "linear_q_down_proj": ("self_attn.q_a_proj",),
+    "linear_q_up_proj": ("self_attn.q_b_proj",),
+    "linear_kv_down_proj": ("self_attn.kv_a_proj_with_mqa",),
+    "linear_kv_up_proj": ("self_attn.kv_b_proj",),
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
+OF_MLP = ("linear_fc1", "linear_fc2")
 
 
-def sizes_of(config: dict) -> dict[str, tuple[int, int]]:
-    """Rows and columns of the published layers, by the last part of their names."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    inner = config.get("moe_intermediate_size") or inner
-    head = config.get("head_dim") or hidden // config["num_attention_heads"]
-    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    return {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden), "o_proj": (hidden, queries),
-            "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}  # fmt: skip
+def size_of(config: dict, name: str) -> tuple[int, int]:
+    """Rows and columns of a published layer."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    inner = config["intermediate_size"]
+    if "experts" in name:
+        inner = config.get("moe_intermediate_size") or inner
+        inner *= config["n_shared_experts"] if "shared_experts" in name else 1
+    part = name.rpartition(".")[2]
+    if part in ("gate_proj", "up_proj", "down_proj"):
+        return (hidden, inner) if part == "down_proj" else (inner, hidden)
+    if "kv_lora_rank" in config:
+        latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+        nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
+        return {"q_a_proj": (config["q_lora_rank"], hidden), "q_b_proj": (heads * (nope + rope), config["q_lora_rank"]),
+                "kv_a_proj_with_mqa": (latent + rope, hidden), "kv_b_proj": (heads * (nope + value), latent),
+                "o_proj": (hidden, heads * value)}[part]  # fmt: skip
+    head = config.get("head_dim") or hidden // heads
+    queries, keys = heads * head, config["num_key_value_heads"] * head
+    return {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden), "o_proj": (hidden, queries)}[part]  # fmt: skip
 
 
 def experts_in(config: dict) -> int:
-    return config.get("num_local_experts") or config.get("num_experts") or 0
+    return next(
+        (config[n] for n in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(n)), 0
+    )
+
+
+def places_of(config: dict, layer: int) -> list[str]:
+    """The prefixes of the MLPs in a layer."""
+    experts = experts_in(config) if layer >= config.get("first_k_dense_replace", 0) else 0
+    shared = ["mlp.shared_experts."] if experts and config.get("n_shared_experts") else []
+    return [f"mlp.experts.{e}." for e in range(experts)] + shared or ["mlp."]
 
 
 def modules_of(config: dict, targets: list[str]) -> dict[str, list[str]]:
     """The published layers that each of Megatron's has, by its name."""
-    experts, modules = experts_in(config), {}
+    modules = {}
     for layer in range(config["num_hidden_layers"]):
         for target in targets:
-            attention = target in ("linear_qkv", "linear_proj")
-            places = [""] if attention else [f"mlp.experts.{e}." for e in range(experts)] or ["mlp."]
-            for place in places:
+            for place in places_of(config, layer) if target in OF_MLP else [""]:
                 names = [f"model.layers.{layer}.{place}{name}" for name in FUSED[target]]
                 modules[f"{layer}.{place}{target}"] = names
     return modules
@@ -80,10 +103,10 @@ def numbers(name: str, shape: tuple[int, ...], version: int) -> torch.Tensor:
 def peft_tensors(config: dict, targets: list[str], rank: int, version: int, shared: bool = False) -> dict:
     """An adapter under PEFT's names, with one A for all that Megatron has in one layer; all experts of a layer
     with the same where they are `shared`."""
-    sizes, tensors = sizes_of(config), {}
+    tensors = {}
     for names in modules_of(config, targets).values():
         for name in names:
-            rows, columns = sizes[name.rpartition(".")[2]]
+            rows, columns = size_of(config, name)
             of_a, of_b = (re.sub(r"experts\.\d+", "experts", n) if shared else n for n in (names[0], name))
             tensors[f"{PREFIX}{name}.lora_A.weight"] = numbers(of_a, (rank, columns), version)
             tensors[f"{PREFIX}{name}.lora_B.weight"] = numbers(of_b, (rows, rank), version)
@@ -163,7 +186,8 @@ def matrices_of(
         return [tensors[f"{name}{matrix}.weight"].chunk(split[0])[split[1]] for matrix in "AB"]
     whole = hasattr(module, "lora_A")  # mcore-bridge's, which splits what the layer itself splits
     if ".experts." not in path:
-        prefix += "mlp." if target in ("linear_fc1", "linear_fc2") else ""
+        if target in OF_MLP:
+            prefix += "mlp.shared_experts." if ".shared_experts." in path else "mlp."
         return cut([tensors, prefix, target, config], *split, whole)
     count = experts_in(config) // mpu.get_expert_model_parallel_world_size()
     first = mpu.get_expert_model_parallel_rank() * count
@@ -313,8 +337,9 @@ def refitted(kind, flags, base, hf, settings, options, files, faults=()):
     }
     result["again"] = link.weights.refits
     exchanged = dict(versions[1])
-    for name in [name for name in exchanged if "k_proj.lora_B" in name]:
-        other = name.replace("k_proj", "v_proj")
+    first, second = ("gate_proj", "up_proj") if "kv_lora_rank" in config else ("k_proj", "v_proj")
+    for name in [name for name in exchanged if f"{first}.lora_B" in name]:
+        other = name.replace(first, second)
         exchanged[name], exchanged[other] = exchanged[other].clone(), exchanged[name].clone()
     wrong = save_peft(
         as_loaded(exchanged), Path(files) / f"wrong-{torch.distributed.get_rank()}", rank, alpha

@@ -2,6 +2,7 @@
 the way back is loaded by Megatron's own loader."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,7 @@ def test_an_adapter_of_megatron_bridge_gives_its_logits_in_peft_and_comes_back(
 
 
 LINEAR = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+SERVED = [name for name in LATENT if name != "linear_kv_up_proj"]  # of which vLLM makes other matrices
 OF_MCORE_BRIDGE = [
     ("qwen3", LINEAR, f"{TP} 2", 2, f"{PP} 2", 2),
     ("llama", ["linear_qkv", "linear_fc1"], f"{TP} 2 {PP} 2", 4, f"{TP} 2", 2),
@@ -330,8 +332,10 @@ IN_MEMORY = [
     ("qwen3-moe", "grouped", f"{EP} 2 {ETP} 1", {"tp": 2, "packed": True}, 2, ["apart"]),
     ("qwen3-moe", "peft", "", {"tp": 2}, 2, []),
     ("qwen3-moe", "shared", f"{EP} 2 {ETP} 1", {"tp": 2, "fully_sharded_loras": True}, 2, []),
+    ("deepseek-v3", "bridge", f"{EP} 2 {ETP} 1", {"tp": 2}, 2, ["absorbed"]),
 ]
 NAMED = {
+    "absorbed": "vLLM multiplies by matrices that it makes of model.layers.1.self_attn.kv_b_proj.weight without its adapter",
     "exchanged": "layers.1.self_attn.k_proj.lora_B.weight, base_model.model.model.layers.1.self_attn.v_proj.lora_B",
     "stale": "layers.0.self_attn.q_proj.lora_A",
     "doubled": "layers.3.mlp.down_proj.lora_B",
@@ -356,12 +360,15 @@ def test_a_refit_leaves_in_vllms_slots_what_vllm_loads_of_the_adapters_files(
     rank = 8 if kind == "mcore-bridge" else RANK  # fully sharded, on both ranks or on the first alone
     outcome = on_ranks(
         trainers, ranks, "refitted", tmp_path / "run", module="tests.lora_live_on_cpu", kind=kind, flags=flags_at(base, parallel),
-        base=str(base), hf=str(folder / "hf"), settings={"dim": rank, "alpha": ALPHA, "target_modules": LINEAR},
+        base=str(base), hf=str(folder / "hf"),
+        settings={"dim": rank, "alpha": ALPHA, "target_modules": SERVED if variant == "deepseek-v3" else LINEAR},
         options={"max_loras": 3, "max_lora_rank": 8} | engine, files=str(tmp_path), faults=faults,
     )  # fmt: skip
-    packed = "packed" in engine
-    assert outcome["different"] == [[], []] and outcome["filled"] == 4 * 2 * (6 if packed else 7)
-    assert outcome["control"] and all("qkv_proj.lora_b" in name for name in outcome["control"])
+    filled, exchanged = 4 * 2 * (6 if "packed" in engine else 7), r"qkv_proj\.lora_b"
+    if variant == "deepseek-v3":  # one dense layer, and shared experts in the others
+        filled, exchanged = 2 * (4 * 4 + 3 + 3 * 6), r"gate_up_proj\.lora_b|experts\.w13_lora_b"
+    assert outcome["different"] == [[], []] and outcome["filled"] == filled
+    assert outcome["control"] and all(re.search(exchanged, name) for name in outcome["control"])
     assert "dummy weights" in outcome["before"]
     assert outcome["names"] == ["policy@1", "policy@2"] and outcome["version"] == 2
     assert outcome["again"] == 1, "the weights below go once"
