@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 
+from reshard.cli.adapter_options import ALPHA, SAVED_TP, adapter_options
 from reshard.cli.layout import layout_options, pop_layout
-from reshard.cli.lora_to_peft import ALPHA, SAVED_TP, adapter_options
 from reshard.cli.output import print_report, progress_bar
 from reshard.cli.places import PathOrHubId, resumable
 

@@ -1,0 +1,36 @@
+"""Options of the commands that convert a LoRA adapter."""
+
+from collections.abc import Callable
+
+import click
+
+from reshard.cli.dtypes import DtypeChoice
+from reshard.cli.groups import together
+from reshard.cli.output import run_options
+from reshard.cli.places import PathOrHubId
+from reshard.core.limits import MAX_RANKS
+
+adapter_options = together(
+    click.option(
+        "--hf-config",
+        type=PathOrHubId(),
+        help="config.json of the base model, or its directory (default: the one that the adapter names).",
+    ),
+    click.option("--dtype", type=DtypeChoice(["bf16", "fp16", "fp32"]), help="Cast (default: as it is)."),
+    run_options,
+)
+
+
+ALPHA = click.option("--alpha", type=float, help="The adapter's alpha, where the checkpoint does not say it.")
+
+
+def saved_tp(flag: str) -> Callable:
+    """Return the option, under this flag, of the tensor-parallel size with which an adapter was saved."""
+    return click.option(
+        flag,
+        type=click.IntRange(1, MAX_RANKS),
+        help="Tensor-parallel size with which it was saved, where that matters and the checkpoint does not say it.",
+    )
+
+
+SAVED_TP = saved_tp("--saved-tp")  # of commands with another --tp
