@@ -22,6 +22,7 @@ COMMANDS = {
     "lora-to-peft": "LoRA adapter of Megatron-Bridge or mcore-bridge to a PEFT directory.",
     "lora-to-megatron": "LoRA adapter of PEFT to Megatron-Bridge's or mcore-bridge's checkpoint.",
     "lora-merge": "Add a LoRA adapter to its base model, in either format.",
+    "delta": "Keep versions of a model as a chain of what changed, in a directory or an object store.",
     "inspect": "Show what a checkpoint of either format holds.",
     "diff": "Compare two checkpoints bit for bit, whatever their formats.",
     "check": "Compare a checkpoint's bytes with its manifest.",
@@ -33,7 +34,7 @@ COMMANDS = {
 
 # These multiply no matrices, or in a worker for each core: numpy need not start a thread for each,
 # which is a third of its import.
-ONE_THREAD = {"hf-to-mcore", "mcore-to-hf", "mcore-to-mcore", "lora-to-peft", "lora-to-megatron", "lora-merge",
+ONE_THREAD = {"hf-to-mcore", "mcore-to-hf", "mcore-to-mcore", "lora-to-peft", "lora-to-megatron", "lora-merge", "delta",
               "inspect", "diff", "check", "memory"}  # fmt: skip
 
 EPILOG = (

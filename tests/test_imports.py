@@ -10,8 +10,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # Lowest first, as in CONTRIBUTING.md. The longest name that fits a module is its layer; modules of
 # one layer may import each other.
 LAYERS = (
-    ("core",), ("formats", "comm"), ("models",), ("mappings",), ("quantization",), ("megatron",), ("lora",), ("storage",), ("device", "delta.encoding"),
-    ("trainers.base", "engines.base", "engines.guard"), ("refit",), ("trainers", "megatron.live", "engines"), ("integrations", "delta"),
+    ("core",), ("formats", "comm"), ("models",), ("mappings",), ("quantization",), ("megatron",), ("lora",), ("storage",), ("device", "delta"),
+    ("trainers.base", "engines.base", "engines.guard"), ("refit",), ("trainers", "megatron.live", "engines"), ("integrations",),
     ("html",), ("memory", "plan"), ("parity",), ("testing", "demo"), ("cli", "__main__"),
 )  # fmt: skip
 # What only names what lies above them: `reshard` itself imports when a name is used.

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from reshard.delta import save
 from tests.test_lora_files import adapter
 from tests.warm import python_of_trainer
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "reference" / "json.md").read_text(encoding="utf-8")
-NESTED = {"differences", "ranks", "stages", "layouts"}  # whose items' fields the page lists, too
+NESTED = {"deltas", "differences", "ranks", "stages", "layouts"}  # whose items' fields the page lists, too
 
 
 def documented(heading: str) -> set[str]:
@@ -40,6 +41,9 @@ def fields_of(document: dict) -> set[str]:
         ("hf-to-mcore", ("mcore-to-mcore", "{mcore}", "{new}", "--model-class", "hybrid")),
         ("hf-to-mcore", ("lora-to-peft", "{lora}", "{new}")),
         ("hf-to-mcore", ("lora-merge", "{hf}", "{lora}", "{new}")),
+        ("hf-to-mcore", ("delta", "apply", "{hf}", "{chain}", "{new}")),
+        ("delta save", ("delta", "save", "{other}", "{hf}", "{chain}")),
+        ("delta show", ("delta", "show", "{chain}")),
         ("diff", ("diff", "{hf}", "{other}")),
         ("check", ("check", "{mcore}")),
         ("inspect", ("inspect", "{mcore}")),
@@ -52,7 +56,9 @@ def fields_of(document: dict) -> set[str]:
 )
 def test_every_printed_field_is_in_the_page(converted, tmp_path, heading, arguments):
     (hf, mcore), (other, _) = converted("qwen3-moe")
-    places = {"hf": hf, "mcore": mcore, "other": other, "new": tmp_path / "new"}
+    places = {"hf": hf, "mcore": mcore, "other": other, "new": tmp_path / "new", "chain": tmp_path / "chain"}
+    if arguments[0] == "delta" and arguments[1] != "save":
+        save(hf, other, tmp_path / "chain")
     if any("{lora}" in argument for argument in arguments):
         places["lora"] = adapter(hf, tmp_path / "lora", target_modules=["o_proj"])
     fields = fields_of(printed(*(argument.format(**places) for argument in arguments)))

@@ -216,13 +216,19 @@ class NewFile:
         return len(self.head) + sum(t.size_bytes for t in self.tensors.values())
 
 
-def plan_file(tensors: dict[str, tuple[Dtype, tuple[int, ...]]], name: str) -> NewFile:
-    """Lay all tensors out in one file of this name."""
-    [file] = plan_files(tensors, sys.maxsize)
+def plan_file(
+    tensors: dict[str, tuple[Dtype, tuple[int, ...]]], name: str, metadata: dict[str, str] | None = None
+) -> NewFile:
+    """Lay all tensors out in one file of this name, with further `metadata` in its header."""
+    [file] = plan_files(tensors, sys.maxsize, metadata)
     return replace(file, name=name, tensors={n: replace(t, file=name) for n, t in file.tensors.items()})
 
 
-def plan_files(tensors: dict[str, tuple[Dtype, tuple[int, ...]]], max_shard_bytes: int) -> list[NewFile]:
+def plan_files(
+    tensors: dict[str, tuple[Dtype, tuple[int, ...]]],
+    max_shard_bytes: int,
+    metadata: dict[str, str] | None = None,
+) -> list[NewFile]:
     """Lay tensors out in files of at most `max_shard_bytes` (a larger tensor gets one of its own),
     in the order given."""
     groups: list[list[str]] = [[]]
@@ -240,7 +246,7 @@ def plan_files(tensors: dict[str, tuple[Dtype, tuple[int, ...]]], max_shard_byte
         # Larger element types first, as the safetensors library does, so that every tensor is
         # aligned to its own.
         group = sorted(group, key=lambda name: -tensors[name][0].size)
-        header: dict = {"__metadata__": {"format": "pt"}}
+        header: dict = {"__metadata__": {"format": "pt"} | (metadata or {})}
         position = 0
         for name in group:
             dtype, shape = tensors[name]

@@ -29,10 +29,10 @@ from reshard.storage.run.workdir import Workdir
 from reshard.storage.run.workers import Progress, worker_count, workers_for
 from reshard.storage.sources.adapter import AdapterSource
 from reshard.storage.sources.base import Source, has_tokenizer
+from reshard.storage.sources.derived import DerivedSource
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.huggingface import HuggingFaceSource
 from reshard.storage.sources.megatron import MegatronSource, States
-from reshard.storage.sources.merged import MergedSource
 from reshard.storage.sources.verify import SourceChecks
 
 # About what the interpreter and numpy take before the first slab, a forked worker of its own, and what is
@@ -321,7 +321,7 @@ def check_both_ends(
     """Hold a source against its manifest, and see that the destination can be written. Raises
     ReshardError."""
     check_ignored(source.model)
-    checks = source.checks() if isinstance(source, MergedSource) else SourceChecks(source)
+    checks = source.checks() if isinstance(source, DerivedSource) else SourceChecks(source)
     workdir = Workdir(
         source.path, source.read_files(), Path(destination), options.overwrite, options.resume, team.process
     )
@@ -391,7 +391,7 @@ def _tokenizer_notices(source: Source, report: ConversionReport) -> list[str]:
     if has_tokenizer(source.hf_files()):
         return []
     place = source.hf_directory() or source.path
-    if report.direction == "mcore-to-hf":
+    if report.direction in ("mcore-to-hf", "delta-apply"):
         return [f"{place} has no tokenizer, and so {report.destination} has none: copy one there"]
     return [
         f"{place} has no tokenizer: training takes --tokenizer-type and --tokenizer-model of one from elsewhere"

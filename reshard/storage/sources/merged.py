@@ -12,9 +12,9 @@ import numpy as np
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.lora.names import A, B, peft_name
-from reshard.storage.io.streams import Strip
 from reshard.storage.sources.adapter import AdapterSource
 from reshard.storage.sources.base import Source
+from reshard.storage.sources.derived import DerivedSource
 from reshard.storage.sources.verify import SourceChecks
 
 
@@ -25,7 +25,7 @@ class _LastA(threading.local):
     a = np.empty((0, 0), np.float32)
 
 
-class MergedSource(Source):
+class MergedSource(DerivedSource):
     """The tensors of `base` with ``scale * B @ A`` of the adapter added to each weight that has one.
 
     The sum is computed in float32 and rounded once: to `dtype`, or to the weight's. Raises ReshardError
@@ -35,10 +35,8 @@ class MergedSource(Source):
     kind = "merged"
 
     def __init__(self, base: Source, adapter: AdapterSource, dtype: Dtype | None = None) -> None:
-        self.base, self.adapter, self.path, self.model, self.mapping = (
-            base, adapter, base.path, base.model, base.mapping,
-        )  # fmt: skip
-        self.less_one, self.experts_packed, self.copies = base.less_one, base.experts_packed, base.copies
+        super().__init__(base)
+        self.adapter, self.less_one = adapter, base.less_one
         missing = [name for name in adapter.scales if name not in base.tensors]
         wrong = [
             n for n in adapter.scales if n in base.tensors and base.tensors[n].shape != adapter.base.shapes[n]
@@ -52,15 +50,14 @@ class MergedSource(Source):
             for name, info in base.tensors.items()
         }
         self.notices = list(dict.fromkeys([*base.notices, *adapter.notices]))
-        self.files = base.files
         self.last = _LastA()
 
+    def changes(self, name: str) -> bool:
+        return name in self.adapter.scales
+
     def checks(self) -> SourceChecks:
-        """Return the checksums of the base's manifest for the weights that stay as they are."""
-        checks = SourceChecks(self.base)
         SourceChecks(self.adapter)  # its files
-        checks.entries = {n: entry for n, entry in checks.entries.items() if n not in self.adapter.scales}
-        return checks
+        return super().checks()
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         scale = self.adapter.scales.get(name)
@@ -84,21 +81,6 @@ class MergedSource(Source):
     def read_held_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         return self.base.read_held_rows(name, start, stop)  # of norms, which have no adapter
 
-    def strips(self, name: str) -> list[Strip] | None:
-        return None if name in self.adapter.scales else self.base.strips(name)
-
-    def row_multiple(self, name: str) -> int:
-        return self.base.row_multiple(name)
-
-    def matrix_bytes(self) -> int:
-        return self.base.matrix_bytes()
-
-    def hf_directory(self) -> Path | None:
-        return self.base.hf_directory()
-
-    def hf_files(self) -> dict[str, Path]:
-        return self.base.hf_files()
-
     def read_files(self) -> list[Path]:
         return [*self.base.read_files(), *self.adapter.read_files()]
 
@@ -106,9 +88,6 @@ class MergedSource(Source):
         (contents, places), (own_contents, own_places) = self.base.identity(), self.adapter.identity()
         scales = [[name, scale.rank, scale.factor] for name, scale in self.adapter.scales.items()]
         return [*contents, own_contents, scales], [*places, *own_places]
-
-    def dequantized_names(self) -> list[str]:
-        return self.base.dequantized_names()
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

@@ -1,0 +1,218 @@
+"""Deltas between checkpoints: what changed from one to the next is added to a chain, and a chain is applied to
+its base. Either format, read a few megabytes at a time."""
+
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reshard.comm.team import Team
+from reshard.core.errors import ReshardError
+from reshard.delta import digest
+from reshard.delta.chain import (
+    Base,
+    Chain,
+    Delta,
+    check_digest,
+    check_tensors,
+    delta_name,
+    next_version,
+)
+from reshard.delta.files import RecordWriter
+from reshard.delta.records import RECORD_BYTES, decode_box, encode_box, row_box
+from reshard.delta.source import DeltaSource, own_tensors
+from reshard.storage.convert import ConversionReport, run_options, to_hf
+from reshard.storage.destinations.huggingface import parse_size
+from reshard.storage.io.files import allow_many_files
+from reshard.storage.io.streams import TensorInfo
+from reshard.storage.run.workers import Progress, run_jobs
+from reshard.storage.sources.base import Source
+from reshard.storage.sources.hf_hub import local_directory
+from reshard.storage.sources.opening import open_source
+
+
+@dataclass(frozen=True)
+class DeltaReport:
+    """A delta that was added to a chain: `changed` of `elements` changed, which takes `delta_bytes` where all
+    weights take `weights_bytes`."""
+
+    chain: str
+    version: int
+    follows: int
+    changed: int
+    elements: int
+    delta_bytes: int
+    weights_bytes: int
+
+    @property
+    def density(self) -> float:
+        """Share of the elements that changed."""
+        return self.changed / max(1, self.elements)
+
+    @staticmethod
+    def of(chain: Chain, delta: Delta) -> "DeltaReport":
+        """Return the report of a delta."""
+        base = chain.base
+        weights = sum(info.size_bytes for info in base.tensors.values())
+        return DeltaReport(
+            chain.where,
+            delta.version,
+            delta.follows,
+            delta.changed,
+            base.elements,
+            delta.bytes,
+            weights,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as the object that ``--json`` prints."""
+        return self.__dict__ | {"density": self.density}
+
+
+def save(
+    old: str | Path,
+    new: str | Path,
+    chain: str | Path,
+    *,
+    version: int | None = None,
+    hf_config: str | Path | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> DeltaReport:
+    """Add to a chain what changed from checkpoint `old` to checkpoint `new`, of either format and any layout.
+
+    The first call begins the chain, with `old` as its base. Later, `old` has to be what the newest version
+    gives. `version` is by default the one after the newest.
+
+    Raises ReshardError, and adds nothing, where the two are not of one model, or `old` has other weights than
+    the chain.
+    """
+    allow_many_files()
+    config = None if hf_config is None else Path(hf_config)
+    with ExitStack() as stack:
+        target = stack.enter_context(Chain(chain))
+        left, right = (
+            stack.enter_context(closing(open_source(local_directory(str(path)), config)))
+            for path in (old, new)
+        )
+        tensors = own_tensors(left)
+        _check_same_model(tensors, own_tensors(right), str(old), str(new))
+        deltas = target.deltas() if target.exists else []
+        if target.exists:
+            check_tensors(target.base, tensors, str(old), target.where)
+        number, follows = next_version(deltas, version, target.where)
+        scratch = stack.enter_context(target.store.writing())
+        writer = RecordWriter(scratch, f"{delta_name(number)}.safetensors")
+        stack.callback(writer.close)
+        with left.unchanged(), right.unchanged():
+            before, after = _write_changes(left, right, tensors, writer, workers, progress)
+        base = target.base if target.exists else Base(str(old), before, tensors)
+        _check_old(base, deltas, before, str(old), target.where)
+        file = writer.finish(number, follows)
+        target.store.put(writer.path, file.name)
+        if not target.exists:
+            target.begin(base, scratch)
+        delta = Delta(number, follows, before, after, writer.changed, [file])
+        target.append(delta, scratch)
+        return DeltaReport.of(target, delta)
+
+
+def _write_changes(
+    left: Source,
+    right: Source,
+    tensors: dict[str, TensorInfo],
+    writer: RecordWriter,
+    workers: int | None,
+    progress: Progress | None,
+) -> tuple[str, str]:
+    """Write what changed between two sources; return the digests of both."""
+
+    def compare(name: str) -> tuple[int, int]:
+        info, seed = tensors[name], digest.seed_of(name, tensors[name])
+        whole = change = 0
+        for start, stop in info.slabs(RECORD_BYTES, max(left.row_multiple(name), right.row_multiple(name))):
+            old, new = left.read_rows(name, start, stop), right.read_rows(name, start, stop)
+            whole += digest.digest_rows(seed, old, start)
+            encoded = encode_box(name, row_box(info, start, stop), old, new)
+            if encoded is None:
+                continue
+            rows, columns, values = decode_box(encoded[0], info, encoded[1])
+            change += digest.digest_change(seed, old[rows - start, columns], values, rows, columns)
+            writer.add(*encoded)
+        return whole, change
+
+    sizes = {name: info.size_bytes for name, info in tensors.items()}
+    parts = run_jobs(sizes, compare, workers, progress).values()
+    before = digest.total(whole for whole, _ in parts)
+    return digest.text(before), digest.text(before + digest.total(change for _, change in parts))
+
+
+def _check_same_model(
+    old: dict[str, TensorInfo], new: dict[str, TensorInfo], old_name: str, new_name: str
+) -> None:
+    """Raise ReshardError where two checkpoints have other tensors, by name, shape or dtype."""
+    for name in sorted({*old, *new}):
+        if old.get(name) != new.get(name):
+            has, had = (
+                "missing" if info is None else f"{info.dtype.name} {list(info.shape)}"
+                for info in (new.get(name), old.get(name))
+            )
+            raise ReshardError(
+                f"{new_name} is no new version of {old_name}: {name} is {has}, and was {had}; convert one with --dtype, "
+                f"where only that differs"
+            )
+
+
+def _check_old(base: Base, deltas: list[Delta], before: str, old: str, chain: str) -> None:
+    """Raise ReshardError unless a checkpoint has the weights of the newest version."""
+    if not deltas:
+        check_digest(base, before, old, chain)
+        return
+    newest = deltas[-1]
+    if before == newest.after:
+        return
+    known = [0] * (before == base.digest) + [delta.version for delta in deltas if delta.after == before]
+    what = f"version {known[-1]}" if known else "no version"
+    raise ReshardError(
+        f"{old} is {what} of {chain}, and the next delta follows version {newest.version}: give the checkpoint of that "
+        f"(reshard delta apply writes it), or begin a new chain"
+    )
+
+
+def apply(
+    base: str | Path,
+    chain: str | Path,
+    destination: str | Path,
+    *,
+    version: int | None = None,
+    hf_config: str | Path | None = None,
+    max_shard_size: str | int | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    sync: bool = True,
+    workers: int | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Write the weights of a version of a chain, by default the newest, as a Hugging Face directory.
+
+    `base` is the checkpoint with which the chain was begun, of either format. Before anything is written all is
+    read once, and has to have the digests that the chain says. The other options are those of `mcore_to_hf`.
+
+    Raises ReshardError, and leaves no destination, where a delta is missing, altered or out of order, or the
+    base is another.
+    """
+    options = run_options(overwrite, resume, sync, workers, dry_run, progress)
+    shard_bytes = None if max_shard_size is None else parse_size(max_shard_size)
+    config = None if hf_config is None else Path(hf_config)
+    with ExitStack() as stack:
+        team = stack.enter_context(Team.from_environment())
+        opened = stack.enter_context(Chain(chain))
+        deltas = opened.deltas(version)
+        source = DeltaSource(open_source(local_directory(str(base)), config), opened, deltas)
+        stack.callback(source.close)
+        if not dry_run:
+            team.together(lambda: source.check(workers) if team.process == 0 else None)
+        newest = deltas[-1].version if deltas else 0
+        name = f"{base} + {opened.where} to version {newest}"
+        return to_hf("delta-apply", source, name, destination, None, shard_bytes, team, options)

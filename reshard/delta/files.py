@@ -1,0 +1,108 @@
+"""The files of a delta: written record by record, and read by tensor."""
+
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from reshard.core.dtypes import DTYPES
+from reshard.core.errors import ReshardError
+from reshard.delta.chain import FORMAT, Chain, Delta, File
+from reshard.delta.records import Change, Record, decode_box
+from reshard.formats import safetensors
+from reshard.storage.io.files import OpenFiles
+
+_COPY_BYTES = 4 << 20
+
+
+class RecordWriter:
+    """Writes one file of a delta. Records come in any order, from several threads; their bytes wait in a file
+    beside it, since the header, which comes first, lists them all."""
+
+    def __init__(self, scratch: Path, name: str) -> None:
+        self.path, self.name = scratch / name, name
+        self.waiting = self.path.with_name(f"{name}.records")
+        self.places: dict[str, tuple[int, int]] = {}  # offset and bytes
+        self.changed, self.size = 0, 0
+        self.lock = threading.Lock()
+        self.files = OpenFiles.of_destination(write=True)
+        self.waiting.touch()
+
+    def add(self, record: Record, payload: np.ndarray) -> None:
+        """Add a record."""
+        with self.lock:
+            offset, self.size = self.size, self.size + len(payload)
+            self.places[record.key] = offset, len(payload)
+            self.changed += record.changed
+        self.files.write(self.waiting, offset, memoryview(payload))
+
+    def finish(self, version: int, follows: int) -> File:
+        """Write the file, with its records by name, and return what it is."""
+        u8, keys = DTYPES["uint8"], sorted(self.places)
+        metadata = {"reshard_delta": str(FORMAT), "version": str(version), "follows": str(follows)}
+        planned = safetensors.plan_file(
+            {key: (u8, (self.places[key][1],)) for key in keys}, self.name, metadata
+        )
+        digest, position = xxhash.xxh3_128(planned.head), len(planned.head)
+        self.path.touch()
+        self.files.write(self.path, 0, planned.head)
+        for key in keys:
+            offset, size = self.places[key]
+            for start in range(offset, offset + size, _COPY_BYTES):
+                data = self.files.read(self.waiting, start, min(_COPY_BYTES, offset + size - start))
+                self.files.write(self.path, position, data)
+                digest.update(data)
+                position += len(data)
+        self.close()
+        return File(self.name, position, digest.hexdigest())
+
+    def close(self) -> None:
+        """Close the files, and remove the one in which records waited."""
+        self.files.close()
+        self.waiting.unlink(missing_ok=True)
+
+
+class _Place(NamedTuple):
+    record: Record
+    path: Path
+    offset: int
+    size: int
+
+
+class DeltaFiles:
+    """The records of a delta, by tensor. Raises ReshardError for a file that is not as it was written, or holds
+    something else than changes of the base's tensors."""
+
+    def __init__(self, chain: Chain, delta: Delta, files: OpenFiles) -> None:
+        self.delta, self.tensors, self.files = delta, chain.base.tensors, files
+        self.paths = chain.paths(delta)
+        self.places: dict[str, list[_Place]] = {}
+        for path in self.paths:
+            for key, tensor in safetensors.read_header(path).items():
+                try:
+                    record = Record.parse(key, self.tensors)
+                except ReshardError as error:
+                    raise ReshardError(f"{path}: {error}") from error
+                if tensor.dtype != DTYPES["uint8"]:
+                    raise ReshardError(f"{path}: {key[:200]} is {tensor.dtype.name}, and records are uint8")
+                place = _Place(record, path, tensor.offset, tensor.size_bytes)
+                self.places.setdefault(record.name, []).append(place)
+
+    def changes(self, name: str, start: int = 0, stop: int | None = None) -> Iterable[Change]:
+        """Yield what changed in rows `start` .. `stop` of a tensor, by default in all."""
+        stop = self.tensors[name].rows if stop is None else stop
+        for place in self.places.get(name, ()):
+            rows = place.record.rows
+            if rows.start < stop and start < rows.stop:
+                yield self._read(place).within(start, stop)
+
+    def _read(self, place: _Place) -> Change:
+        payload = np.empty(place.size, np.uint8)
+        self.files.read_into(place.path, place.offset, memoryview(payload))
+        try:
+            return decode_box(place.record, self.tensors[place.record.name], payload)
+        except ReshardError as error:
+            raise ReshardError(f"{place.path}: {error}") from error

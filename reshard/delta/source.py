@@ -1,0 +1,113 @@
+"""A checkpoint with the deltas of a chain applied to it, read as one source."""
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reshard.core.errors import ReshardError
+from reshard.delta import digest
+from reshard.delta.chain import Chain, Delta, check_digest, check_tensors
+from reshard.delta.files import DeltaFiles
+from reshard.delta.records import RECORD_BYTES
+from reshard.storage.io.files import OpenFiles
+from reshard.storage.io.streams import TensorInfo
+from reshard.storage.run.workers import Progress, run_jobs
+from reshard.storage.sources.base import Source
+from reshard.storage.sources.derived import DerivedSource
+
+
+def own_tensors(source: Source) -> dict[str, TensorInfo]:
+    """Return the tensors of a source that repeat no other. Raises ReshardError where they are stored as codes."""
+    coded = source.dequantized_names()
+    if coded:
+        raise ReshardError(
+            f"{source.path} is quantized ({coded[0]} and {len(coded) - 1} more), and deltas are of plain weights: "
+            f"give the checkpoint that it was made of"
+        )
+    return {name: info for name, info in source.tensors.items() if name not in source.copies}
+
+
+class DeltaSource(DerivedSource):
+    """The tensors of `base` as they are after these deltas of a chain. Raises ReshardError where the base has
+    others than the chain."""
+
+    kind = "delta"
+
+    def __init__(self, base: Source, chain: Chain, deltas: list[Delta]) -> None:
+        check_tensors(chain.base, own_tensors(base), str(base.path), chain.where)
+        super().__init__(base)
+        self.chain = chain
+        self.delta_files = OpenFiles()
+        self.deltas = [DeltaFiles(chain, delta, self.delta_files) for delta in deltas]
+        self.changed_names = {name for files in self.deltas for name in files.places}
+
+    def check(self, workers: int | None = None, progress: Progress | None = None) -> None:
+        """Raise ReshardError unless the base's weights, and those after each delta, have the digests that the
+        chain says. Everything is read and decoded once, and nothing is kept."""
+        sizes = {name: info.size_bytes for name, info in self.chain.base.tensors.items()}
+        parts = run_jobs(sizes, self._digests, workers, progress)
+        sums = [
+            digest.total(of_tensor[i] for of_tensor in parts.values()) for i in range(len(self.deltas) + 1)
+        ]
+        base, where = self.chain.base, self.chain.where
+        check_digest(base, digest.text(sums[0]), str(self.path), where)
+        for number, files in enumerate(self.deltas, 1):
+            if digest.text(digest.total(sums[: number + 1])) != files.delta.after:
+                raise ReshardError(
+                    f"{where}: version {files.delta.version} does not give the weights that it says: begin a new chain"
+                )
+
+    def _digests(self, name: str) -> list[int]:
+        """Return what a tensor adds to the digest, and what each delta adds to that."""
+        seed, info = digest.seed_of(name, self.tensors[name]), self.tensors[name]
+        parts = [0] * (len(self.deltas) + 1)
+        for start, stop in info.slabs(RECORD_BYTES, self.base.row_multiple(name)):
+            rows = self.base.read_rows(name, start, stop)
+            parts[0] += digest.digest_rows(seed, rows, start)
+            bits = digest.bits_of(rows)
+            for number, files in enumerate(self.deltas, 1):
+                for change in files.changes(name, start, stop):
+                    at = change.rows - start, change.columns
+                    parts[number] += digest.digest_change(
+                        seed, bits[at], change.values, change.rows, change.columns
+                    )
+                    bits[at] = change.values
+        return parts
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        rows, primary = self.base.read_rows(name, start, stop), self.copies.get(name, name)
+        bits = digest.bits_of(rows)
+        for files in self.deltas:
+            for change in files.changes(primary, start, stop):
+                bits[change.rows - start, change.columns] = change.values
+        return rows
+
+    def row_multiple(self, name: str) -> int:
+        """As many rows as a record has: each is decoded once then."""
+        info, multiple = self.tensors[name], self.base.row_multiple(name)
+        if not self.changes(name):
+            return multiple
+        rows = RECORD_BYTES // max(1, info.columns * info.dtype.size)
+        return max(1, min(rows, info.rows) // multiple) * multiple
+
+    def changes(self, name: str) -> bool:
+        return self.copies.get(name, name) in self.changed_names
+
+    def read_files(self) -> list[Path]:
+        return [*self.base.read_files(), *(path for files in self.deltas for path in files.paths)]
+
+    def pinned_files(self) -> list[Path]:
+        return self.base.pinned_files()
+
+    def identity(self) -> tuple[list[Any], list[Any]]:
+        contents, places = self.base.identity()
+        return [*contents, [self.chain.base.digest, *(files.delta.after for files in self.deltas)]], places
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        return self.base.unchanged()
+
+    def close(self) -> None:
+        self.delta_files.close()
+        self.base.close()

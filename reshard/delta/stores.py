@@ -1,0 +1,203 @@
+"""Where a chain lies: a directory, or a place that fsspec reaches (``s3://``, ``gs://``, ``memory://``).
+
+A file appears whole in both: in a directory by a rename of what is on the disk already, in an object store
+since that shows an object when all of it has arrived.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from reshard.core.errors import ReshardError, first_line
+from reshard.core.extras import importing
+from reshard.formats.small_files import MAX_INDEX_BYTES, read_file
+from reshard.storage.io.directories import sync_directory
+
+WRITING = ".writing"  # of a directory: what is not there yet
+
+
+class Store(ABC):
+    """A flat place of named files; `where` is what it is called in errors."""
+
+    where: str
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return the names of the files; none where there is no such place yet."""
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a small file."""
+
+    @abstractmethod
+    def local(self, name: str) -> Path:
+        """Return the path on this host of a file, which is fetched once where it lies elsewhere."""
+
+    @abstractmethod
+    def writing(self, is_first: bool = True) -> contextlib.AbstractContextManager[Path]:
+        """Return a context with a directory for files that are not whole yet. The first of the ranks that
+        write a delta together enters it before the others do.
+
+        Raises ReshardError where others write here, as far as that can be seen.
+        """
+
+    @abstractmethod
+    def put(self, path: Path, name: str) -> None:
+        """Publish a file, which is moved away from `path`, under a name."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Remove what was fetched."""
+
+
+def open_store(place: str | Path) -> Store:
+    """Return the store at a path or URL."""
+    return RemoteStore(str(place)) if "://" in str(place) else LocalStore(Path(place))
+
+
+class LocalStore(Store):
+    """A directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.where = path, str(path)
+
+    def names(self) -> list[str]:
+        if not self.path.exists():
+            return []
+        if not self.path.is_dir():
+            raise ReshardError(f"{self.path} is a file, and a chain of deltas is a directory or a URL")
+        return sorted(entry.name for entry in self.path.iterdir() if entry.is_file())
+
+    def read(self, name: str) -> bytes:
+        return read_file(self.path / name, MAX_INDEX_BYTES)
+
+    def local(self, name: str) -> Path:
+        return self.path / name
+
+    @contextlib.contextmanager
+    def writing(self, is_first: bool = True) -> Iterator[Path]:
+        scratch = self.path / WRITING
+        if not is_first:
+            yield scratch
+            return
+        made, lock = self._lock()
+        try:
+            with _os_errors(scratch):
+                shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+                scratch.mkdir()
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+            if made:
+                with contextlib.suppress(OSError):
+                    self.path.rmdir()  # where nothing was published
+            os.close(lock)
+
+    def _lock(self) -> tuple[bool, int]:
+        """Make the directory, if it is not there, and lock it; return whether it was made, and the lock."""
+        if not self.path.parent.is_dir():
+            raise ReshardError(f"{self.path.parent} is not a directory; create it first")
+        made = not self.path.exists()
+        with _os_errors(self.path):
+            self.path.mkdir(exist_ok=True)
+            lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock)
+            raise ReshardError(f"another process writes a delta to {self.path}: wait for it") from error
+        return made, lock
+
+    def put(self, path: Path, name: str) -> None:
+        with _os_errors(self.path / name):
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(path, self.path / name)
+            sync_directory(self.path)
+
+    def close(self) -> None:
+        pass
+
+
+class RemoteStore(Store):
+    """A place of fsspec's."""
+
+    def __init__(self, url: str) -> None:
+        with importing("store"):
+            import fsspec
+        self.where = url.rstrip("/")
+        try:
+            self.fs, self.root = fsspec.core.url_to_fs(self.where)
+        except (ImportError, ValueError) as error:
+            raise ReshardError(
+                f"{url} cannot be reached: {first_line(error)}; pip install 'reshard[store]' brings S3 and Google Cloud Storage"
+            ) from error
+        self.fetched: tempfile.TemporaryDirectory | None = None
+
+    def names(self) -> list[str]:
+        self.fs.invalidate_cache()
+        try:
+            entries: list[Any] = self._call("list", self.fs.ls, self.root, detail=True)
+        except FileNotFoundError:
+            return []
+        return sorted(str(e["name"]).rpartition("/")[2] for e in entries if e.get("type") == "file")
+
+    def read(self, name: str) -> bytes:
+        size = self._call(name, self.fs.size, self._at(name))
+        if size is None or size > MAX_INDEX_BYTES:
+            raise ReshardError(f"{self.where}/{name} has {size} bytes, more than such a file can need")
+        data: bytes = self._call(name, self.fs.cat_file, self._at(name))
+        return data
+
+    def local(self, name: str) -> Path:
+        if self.fetched is None:
+            self.fetched = tempfile.TemporaryDirectory(prefix="reshard-delta-")
+        path = Path(self.fetched.name) / name
+        if not path.exists():
+            part = path.with_name(f"{name}.part")
+            self._call(name, self.fs.get_file, self._at(name), str(part))
+            part.rename(path)
+        return path
+
+    @contextlib.contextmanager
+    def writing(self, is_first: bool = True) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(prefix="reshard-delta-") as scratch:
+            yield Path(scratch)
+
+    def put(self, path: Path, name: str) -> None:
+        self._call("create", self.fs.makedirs, self.root, exist_ok=True)
+        self._call(name, self.fs.put_file, str(path), self._at(name))
+        path.unlink()
+
+    def close(self) -> None:
+        if self.fetched is not None:
+            self.fetched.cleanup()
+            self.fetched = None
+
+    def _at(self, name: str) -> str:
+        return f"{self.root}/{name}"
+
+    def _call(self, what: str, call: Any, *arguments: Any, **options: Any) -> Any:
+        """Call the file system. Raises ReshardError for what it raises, but FileNotFoundError for a list."""
+        try:
+            return call(*arguments, **options)
+        except FileNotFoundError as error:
+            if what == "list":
+                raise
+            raise ReshardError(f"{self.where} lacks {what}") from error
+        except Exception as error:  # a store's client has errors of its own
+            raise ReshardError(f"{self.where}: {what} failed ({first_line(error)})") from error
+
+
+@contextlib.contextmanager
+def _os_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ReshardError(f"cannot write {path}: {error.strerror}") from error

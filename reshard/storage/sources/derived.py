@@ -1,0 +1,51 @@
+"""A source that is another one with some of its tensors changed."""
+
+from abc import abstractmethod
+from pathlib import Path
+
+from reshard.storage.io.streams import Strip
+from reshard.storage.sources.base import Source
+from reshard.storage.sources.verify import SourceChecks
+
+
+class DerivedSource(Source):
+    """The tensors of `base`; a subclass reads those that it `changes`."""
+
+    def __init__(self, base: Source) -> None:
+        self.base, self.path, self.model, self.mapping = base, base.path, base.model, base.mapping
+        self.tensors, self.copies, self.files, self.versions = (
+            base.tensors,
+            base.copies,
+            base.files,
+            base.versions,
+        )
+        self.experts_packed, self.uncast = base.experts_packed, base.uncast
+        self.notices = list(base.notices)
+
+    @abstractmethod
+    def changes(self, name: str) -> bool:
+        """Return True for a tensor that is not as the base has it."""
+
+    def checks(self) -> SourceChecks:
+        """Return the checksums of the base's manifest for the tensors that stay as they are."""
+        checks = SourceChecks(self.base)
+        checks.entries = {name: entry for name, entry in checks.entries.items() if not self.changes(name)}
+        return checks
+
+    def strips(self, name: str) -> list[Strip] | None:
+        return None if self.changes(name) else self.base.strips(name)
+
+    def row_multiple(self, name: str) -> int:
+        return self.base.row_multiple(name)
+
+    def matrix_bytes(self) -> int:
+        return self.base.matrix_bytes()
+
+    def hf_directory(self) -> Path | None:
+        return self.base.hf_directory()
+
+    def hf_files(self) -> dict[str, Path]:
+        return self.base.hf_files()
+
+    def dequantized_names(self) -> list[str]:
+        return self.base.dequantized_names()

@@ -1,0 +1,267 @@
+"""Chains of deltas on disk and in a store: the bits that training left, and every fault by name."""
+
+import json
+import random
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+import xxhash
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from reshard import MegatronLayout, ReshardError, diff, hf_to_mcore
+from reshard.core.dtypes import DTYPES
+from reshard.delta import Chain, apply, digest, save, show
+from reshard.delta.chain import _checksum
+from reshard.storage.io.streams import TensorInfo
+from tests.checkpoints import make
+
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> list[Path]:
+    """A small Llama after each step of a training by Adam, in bf16 as engines serve it; the first before any."""
+    root = tmp_path_factory.mktemp("trained")
+    steps = [make(root / "step0", "llama", torch.bfloat16)]
+    model = AutoModelForCausalLM.from_pretrained(steps[0], dtype=torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-6)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(1, STEPS + 1):
+        tokens = torch.randint(0, 1000, (2, 16), generator=generator)
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        directory = root / f"step{step}"
+        shutil.copytree(steps[0], directory)
+        names = load_file(directory / "model.safetensors")
+        weights = {name: model.state_dict()[name].bfloat16().contiguous() for name in names}
+        save_file(weights, directory / "model.safetensors", {"format": "pt"})
+        steps.append(directory)
+    return steps
+
+
+@pytest.fixture(scope="module")
+def chain(trained, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("chain") / "chain"
+    for old, new in pairwise(trained):
+        save(old, new, path)
+    return path
+
+
+def differing(a: Path, b: Path) -> list[str]:
+    """The tensors of two directories that differ, by the safetensors library."""
+    one, other = (load_file(path / "model.safetensors") for path in (a, b))
+    assert one.keys() == other.keys()
+    return [
+        name for name in one if not torch.equal(one[name].view(torch.int16), other[name].view(torch.int16))
+    ]
+
+
+def test_twenty_deltas_give_the_bits_that_training_left(trained, chain, tmp_path):
+    for version, expected in ((None, STEPS), (7, 7), (0, 0)):
+        report = apply(trained[0], chain, tmp_path / f"{version}", version=version)
+        assert not differing(tmp_path / f"{version}", trained[expected]) and report.direction == "delta-apply"
+    assert differing(tmp_path / "7", trained[8])  # the control
+    held = show(chain)
+    assert [delta["version"] for delta in held["deltas"]] == list(range(1, STEPS + 1))
+    assert all(0 < delta["density"] < 0.25 for delta in held["deltas"])
+    assert sum(delta["bytes"] for delta in held["deltas"]) < STEPS * held["weights_bytes"] / 2
+
+
+def test_old_and_new_and_base_may_be_megatron_checkpoints_of_any_layout(trained, chain, tmp_path):
+    for step, layout in ((0, MegatronLayout(tp=2)), (1, MegatronLayout(pp=2)), (2, MegatronLayout(tp=4))):
+        hf_to_mcore(trained[step], tmp_path / f"mcore{step}", layout)
+    save(tmp_path / "mcore0", tmp_path / "mcore1", tmp_path / "chain")
+    save(trained[1], tmp_path / "mcore2", tmp_path / "chain")
+    assert [d["digest"] for d in show(tmp_path / "chain")["deltas"]] == [
+        d["digest"] for d in show(chain)["deltas"][:2]
+    ]
+    for number, base in enumerate((trained[0], tmp_path / "mcore0")):
+        apply(base, tmp_path / "chain", tmp_path / f"out{number}")
+        assert diff(trained[2], tmp_path / f"out{number}").equal
+
+
+def test_a_store_of_fsspec_holds_the_same_files(trained, chain, tmp_path):
+    url = f"memory://{tmp_path.name}/chain"
+    for old, new in pairwise(trained[:4]):
+        save(old, new, url)
+    fs = fsspec.filesystem("memory")
+    for name in (Path(p).name for p in fs.ls(url, detail=False)):
+        if name.endswith(".safetensors"):
+            assert fs.cat_file(f"{url}/{name}") == (chain / name).read_bytes()
+    apply(trained[0], url, tmp_path / "out")
+    assert not differing(tmp_path / "out", trained[3])
+    fs.pipe_file(f"{url}/delta-000002.safetensors", fs.cat_file(f"{url}/delta-000002.safetensors")[:-8])
+    with pytest.raises(ReshardError, match=r"memory://.*/delta-000002.safetensors is truncated: it has"):
+        apply(trained[0], url, tmp_path / "other")
+    with pytest.raises(
+        ReshardError, match="memory://nowhere is no chain of deltas, since it has no base.json"
+    ):
+        show("memory://nowhere")
+
+
+def rewrite(path: Path, **fields) -> None:
+    """Change fields of a manifest, with the checksum that belongs to them."""
+    manifest = json.loads(path.read_text()) | fields
+    del manifest["xxh3_128"]
+    path.write_text(json.dumps(manifest | {"xxh3_128": _checksum(manifest)}))
+
+
+def forge(path: Path, change) -> None:
+    """Change bytes of a delta's file, with the checksums that belong to them."""
+    payload = path.with_suffix(".safetensors")
+    data = change(bytearray(payload.read_bytes()))
+    payload.write_bytes(data)
+    entry = {"name": payload.name, "bytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(bytes(data))}
+    rewrite(path, files=[entry])
+
+
+def flip(data: bytearray, at: int = -9) -> bytearray:
+    data[at] ^= 1
+    return data
+
+
+def swap(chain: Path, end: str) -> None:
+    two, three = chain / f"delta-000002.{end}", chain / f"delta-000003.{end}"
+    one, other = two.read_bytes(), three.read_bytes()
+    two.write_bytes(other)
+    three.write_bytes(one)
+
+
+def other_chain(chain: Path) -> None:
+    """Put a delta of a chain of other weights in the place of the second."""
+    rewrite(chain / "delta-000002.json", before="0123456789abcdef")
+
+
+def key_of(data: bytearray, old: bytes, new: bytes) -> bytearray:
+    assert old in data and len(old) == len(new)
+    return data.replace(old, new)
+
+
+FAULTS = {
+    "a delta is lost": (lambda c: (c / "delta-000002.json").unlink(), "lacks delta-000002, which delta-000003 follows"),
+    "a delta's file is lost": (lambda c: (c / "delta-000002.safetensors").unlink(), "lacks delta-000002.safetensors"),
+    "two deltas are exchanged": (lambda c: swap(c, "json"), "delta-000002.json is version 3, not 2: it was renamed or copied"),
+    "two files are exchanged": (lambda c: swap(c, "safetensors"), "delta-000002.safetensors is (truncated|longer)"),
+    "a delta is doubled": (
+        lambda c: shutil.copy(c / "delta-000003.json", c / "delta-000004.json"),
+        "delta-000004.json is version 3, not 4: it was renamed or copied",
+    ),
+    "two trainers write to one chain": (
+        lambda c: rewrite(c / "delta-000003.json", follows=1),
+        "delta-000003 and delta-000002 both follow delta-000001",
+    ),
+    "a file is truncated": (
+        lambda c: (c / "delta-000003.safetensors").write_bytes((c / "delta-000003.safetensors").read_bytes()[:-1]),
+        "delta-000003.safetensors is truncated: it has",
+    ),
+    "a file is altered": (
+        lambda c: (c / "delta-000001.safetensors").write_bytes(flip(bytearray((c / "delta-000001.safetensors").read_bytes()))),
+        "delta-000001.safetensors was altered after it was written",
+    ),
+    "a manifest is altered": (
+        lambda c: (c / "delta-000001.json").write_text((c / "delta-000001.json").read_text().replace('"changed": ', '"changed": 1')),
+        "delta-000001.json was altered after it was written",
+    ),
+    "a manifest is truncated": (
+        lambda c: (c / "delta-000002.json").write_text((c / "delta-000002.json").read_text()[:-40]),
+        "delta-000002.json is truncated, or no manifest",
+    ),
+    "a delta is another chain's": (other_chain, "delta-000002 is of another chain: it changes weights with digest 0123456789abcdef"),
+    "a format of another time": (lambda c: rewrite(c / "delta-000002.json", format=2), "has format 2, and this reshard reads 1"),
+    "a value is forged": (
+        lambda c: forge(c / "delta-000002.json", lambda data: flip(data, data.index(b"}}") + 24)),
+        "(version 2 does not give the weights that it says|has changes outside of its box)",
+    ),
+    "a box is forged": (
+        lambda c: forge(c / "delta-000002.json", lambda d: key_of(d, b"embed_tokens.weight@0,0+", b"embed_tokens.weight@9,0+")),
+        "lies outside of the tensor, whose shape is .1000, 64.",
+    ),
+    "a tensor is forged": (
+        lambda c: forge(c / "delta-000002.json", lambda d: key_of(d, b"model.embed_tokens.weight@", b"model.embed_tokans.weight@")),
+        "'model.embed_tokans.weight' is no tensor of the base",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named_before_anything_is_written(fault, trained, chain, tmp_path):
+    spoil, message = FAULTS[fault]
+    copy = tmp_path / "chain"
+    copy.mkdir()
+    for path in chain.iterdir():
+        if path.name < "delta-000004":
+            shutil.copy(path, copy / path.name)
+    apply(trained[0], copy, tmp_path / "control")
+    assert not differing(tmp_path / "control", trained[3])
+    spoil(copy)
+    with pytest.raises(ReshardError, match=message):
+        apply(trained[0], copy, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["chain", "control"]
+
+
+def test_another_base_and_another_step_are_refused_by_name(trained, chain, tmp_path):
+    with pytest.raises(ReshardError, match="step1 is not the base of .*: its weights have digest"):
+        apply(trained[1], chain, tmp_path / "out")
+    make(tmp_path / "qwen", "qwen2", torch.bfloat16)
+    with pytest.raises(ReshardError, match="qwen is another model than the base of"):
+        apply(tmp_path / "qwen", chain, tmp_path / "out")
+    with pytest.raises(ReshardError, match="has no version 21: the newest is 20"):
+        apply(trained[0], chain, tmp_path / "out", version=21)
+    before = sorted(path.name for path in chain.iterdir())
+    with pytest.raises(ReshardError, match="step3 is version 3 of .*, and the next delta follows version 20"):
+        save(trained[3], trained[4], chain)
+    with pytest.raises(ReshardError, match="has version 20, so the next cannot be 20"):
+        save(trained[20], trained[4], chain, version=20)
+    with pytest.raises(ReshardError, match="qwen is no new version of"):
+        save(trained[20], tmp_path / "qwen", chain)
+    assert sorted(path.name for path in chain.iterdir()) == before
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_save_that_fails_leaves_no_chain_and_one_at_a_time_writes(trained, tmp_path):
+    copy = tmp_path / "new"
+    shutil.copytree(trained[1], copy)
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ReshardError, match="points outside of the file"):
+        save(trained[0], copy, tmp_path / "chain")
+    assert not (tmp_path / "chain").exists()
+    save(trained[0], trained[1], tmp_path / "chain", version=10)
+    busy = pytest.raises(ReshardError, match="another process writes a delta to")
+    with Chain(tmp_path / "chain") as held, held.store.writing(), busy:
+        save(trained[1], trained[2], tmp_path / "chain")
+    save(trained[1], trained[2], tmp_path / "chain", version=20)
+    assert [delta["follows"] for delta in show(tmp_path / "chain")["deltas"]] == [0, 10]
+    assert not (tmp_path / "chain" / ".writing").exists()
+
+
+@pytest.mark.parametrize(
+    "shape, dtype", [((7, 5), "bfloat16"), ((33,), "float32"), ((3, 4, 5), "float8_e4m3fn")]
+)
+def test_a_digest_is_a_sum_over_elements_however_they_are_cut(shape, dtype):
+    info, rng = TensorInfo(shape, DTYPES[dtype]), random.Random(0)
+    size = info.dtype.size
+    rows = np.frombuffer(rng.randbytes(info.size_bytes), f"i{size}").reshape(info.rows, info.columns)
+    seed = digest.seed_of("a", info)
+    whole = digest.digest_rows(seed, rows)
+    cut = [digest.digest_rows(seed, np.ascontiguousarray(rows[a:b, c:]), a, c) for a, b in ((0, 2), (2, info.rows)) for c in (0,)]  # fmt: skip
+    assert digest.total(cut) == whole
+    for row in range(info.rows):
+        for column in range(info.columns):
+            other = rows.copy()
+            other[row, column] ^= 1
+            change = digest.digest_change(
+                seed,
+                rows[row : row + 1, column],
+                other[row : row + 1, column],
+                np.array([row]),
+                np.array([column]),
+            )
+            assert digest.total([whole, change]) == digest.digest_rows(seed, other) != whole
