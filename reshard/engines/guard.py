@@ -18,7 +18,8 @@ class Guard:
     An engine's serving path calls `check_ready` before each run of the model. `reason` completes
     "this `engine` holds" while the weights are not whole. `when_loaded` are methods to call when
     the engine has loaded all weights itself; their owners may go away. `losses` counts how often
-    weights were lost, `buffer_losses` how often buffers were lost with them.
+    weights were lost, `buffer_losses` how often buffers were lost with them. `writes` counts all that may
+    have changed the weights: refits that were begun, losses, and what the engine loaded itself.
     """
 
     engine: str
@@ -28,10 +29,11 @@ class Guard:
     when_loaded: list[WeakMethod] = field(default_factory=list)
     losses: int = 0
     buffer_losses: int = 0
+    writes: int = 0
 
     def invalidate(self, reason: str) -> None:
         """Refuse to serve from now on."""
-        self.ready, self.reason = False, reason
+        self.ready, self.reason, self.writes = False, reason, self.writes + 1
 
     def lose(self, reason: str) -> None:
         """Refuse to serve from now on: the engine has discarded or overwritten its weights."""
@@ -40,7 +42,7 @@ class Guard:
 
     def loaded(self) -> None:
         """Serve again: the engine has loaded all weights itself, so no refit has brought them."""
-        self.ready, self.version = True, None
+        self.ready, self.version, self.writes = True, None, self.writes + 1
         for method in [reference() for reference in self.when_loaded]:
             if method is not None:
                 method()

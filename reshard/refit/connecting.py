@@ -21,6 +21,7 @@ from reshard.engines.base import Engine
 from reshard.models.config_fields import ignored, ignored_config_fields
 from reshard.models.model import Model
 from reshard.refit.agreement import Agreement, agreement_of, check_sides
+from reshard.refit.deltas import check_delta
 from reshard.refit.fp8_blocks.items import BF16
 from reshard.refit.link import Link
 from reshard.refit.protocol.encoding import is_word, readable
@@ -132,6 +133,8 @@ def connect(
     bucket_bytes: int = BUCKET_BYTES,
     keep_mapped: bool = False,
     adapter: None = None,
+    delta: bool | str = False,
+    delta_on_host: bool = False,
 ) -> Link: ...
 
 
@@ -145,6 +148,8 @@ def connect(
     bucket_bytes: int = BUCKET_BYTES,
     keep_mapped: bool = False,
     adapter: str | None,
+    delta: bool | str = False,
+    delta_on_host: bool = False,
 ) -> Link | AdapterLink: ...
 
 
@@ -158,6 +163,8 @@ def connect(
     bucket_bytes: int = BUCKET_BYTES,
     keep_mapped: bool = False,
     adapter: str | None = None,
+    delta: bool | str = False,
+    delta_on_host: bool = False,
 ) -> Link | AdapterLink:
     """Connect a trainer's ranks (`source`) and an inference engine's (`destination`); a process may
     be both, or neither.
@@ -176,12 +183,19 @@ def connect(
     of the link brings the weights below them, and each the adapter (`AdapterLink`). All members give the
     same name.
 
+    With `delta` trainers' ranks keep what they sent by NCCL, or Gloo, and send what changed since, where all
+    members still have the weights of the refit before; ``auto`` does so where that is measured to be faster than
+    to send all. It is kept on the trainer's device, or with `delta_on_host` in pinned host memory: as many bytes
+    as each rank sends, once for replicas. One member that gives `delta` decides for all. What goes by other
+    backends, the adapter, and what the engine quantizes itself always go whole.
+
     A field of the engine's config that any member ignores (`reshard.ignored_config_fields`), all do.
 
     Raises ReshardError on every member, before a byte moves, where the two sides do not hold the
     same model, where the engine's loader disagrees with our rules, or where a member does not come.
     """
-    options = Options(backend, bucket_bytes, keep_mapped, "" if adapter is None else adapter)
+    adapter_name = "" if adapter is None else adapter
+    options = Options(backend, bucket_bytes, keep_mapped, adapter_name, delta, delta_on_host)
     if adapter is None:
         return _connect(group, source, destination, options)
     of_trainer: list[Trainer] = []
@@ -197,7 +211,9 @@ def connect(
     engine = weights.receiver.engine if weights.receiver is not None else None
     try:
         own_adapter = partial(engine.adapter, adapter) if engine is not None else None
-        adapters = _connect(group, next(iter(of_trainer), None), own_adapter, options)
+        # Its slots in the engine take turns, so that none has the version before.
+        whole = options._replace(delta=False)
+        adapters = _connect(group, next(iter(of_trainer), None), own_adapter, whole)
     except BaseException:
         with suppress(ReshardError):
             weights.close()
@@ -206,12 +222,14 @@ def connect(
 
 
 class Options(NamedTuple):
-    """The options of `connect` that members tell each other; `adapter` is empty for weights alone."""
+    """The options of `connect`, of which members tell each other all but `delta_on_host`; `adapter` is empty for weights alone."""
 
     backend: str
     bucket_bytes: int
     keep_mapped: bool
     adapter: str
+    delta: bool | str
+    delta_on_host: bool
 
 
 def _connect(group: RefitGroup, source: Any, destination: Any, options: Options) -> Link:
@@ -236,7 +254,7 @@ def _connect(group: RefitGroup, source: Any, destination: Any, options: Options)
                 sender = Sender(trainer, group, agreed, device) if trainer is not None else None
                 receiver = Receiver(engine, group, agreed, device) if engine is not None else None
                 _exchange_requests(group, agreed, sender, receiver)
-                link = Link(group, agreed, sender, receiver, device)
+                link = Link(group, agreed, sender, receiver, device, options.delta_on_host)
                 link.set_up()
                 if compiling is not None:
                     compiling.join()
@@ -258,13 +276,15 @@ def _greeting(rank: int, source: Any, destination: Any, options: Options) -> Gre
     backend = check_backend(options.backend)
     check_number(options.bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
     check_switch(options.keep_mapped, "keep_mapped")
+    check_switch(options.delta_on_host, "delta_on_host")
     check_adapter_name(options.adapter)
+    delta = check_delta(options.delta)
     sides = (("trainer", source), ("inference", destination))
     roles = [role for role, side in sides if side is not None]
     name = f"{' and '.join(roles) or 'idle'} rank {rank}"
     keep_mapped = options.keep_mapped or source is None
     return Greeting(
-        name, roles, backend, options.bucket_bytes, keep_mapped, sorted(ignored()), options.adapter
+        name, roles, backend, options.bucket_bytes, keep_mapped, sorted(ignored()), options.adapter, delta
     )
 
 

@@ -314,6 +314,21 @@ def digest_tiles(tiles: torch.Tensor, out: torch.Tensor, word: int, unit: int, c
     _digest[(len(tiles),)](tiles, out, *how, num_warps=4)
 
 
+@triton.jit
+def _write_words(addresses, words, count, WORD: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    where = tl.load(addresses + at, mask=inside, other=0).to(tl.pointer_type(WORD))
+    tl.store(where, tl.load(words + at, mask=inside), mask=inside)
+
+
+def write_words(addresses: torch.Tensor, words: torch.Tensor) -> None:
+    """Write words ``[n]``, integers of 1, 2 or 4 bytes, at as many int64 addresses."""
+    with expected_compilation():
+        how = WORDS[words.element_size()], BLOCK
+        _write_words[(triton.cdiv(len(words), BLOCK),)](addresses, words, len(words), *how, num_warps=8)
+
+
 def _signed(word: int) -> int:
     """Return the same 64 bits as a signed number.
 

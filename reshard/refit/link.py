@@ -16,6 +16,7 @@ from reshard.refit.addresses import UNSTAGED, region_addresses
 from reshard.refit.agreement import Agreement, names_of
 from reshard.refit.codecs import CODECS, PLAIN
 from reshard.refit.copies import wait_for_device
+from reshard.refit.deltas import OFF, Deltas
 from reshard.refit.protocol.memory import TrainerMemory, exchange_unmapped
 from reshard.refit.receiver import Receiver
 from reshard.refit.report import RefitReport
@@ -39,6 +40,7 @@ class Link:
         sender: Sender | None,
         receiver: Receiver | None,
         device: torch.device,
+        delta_on_host: bool = False,
     ) -> None:
         self.group, self.agreed, self.device = group, agreed, device
         self.sender, self.receiver = sender, receiver
@@ -56,8 +58,11 @@ class Link:
             agreed.participants,
             agreed.peers,
             receiver.engine if receiver is not None else None,
+            agreed.delta != OFF,
+            delta_on_host,
         )
         self.transports: list[Transport] = [transport(context) for transport in TRANSPORTS]
+        self.deltas = Deltas(agreed, self.transports, receiver) if agreed.delta != OFF else None
         if receiver is not None:
             receiver.engine.timeout = group.timeout
 
@@ -150,7 +155,10 @@ class Link:
                 sender_moved, receiver_moved = self._find_moved()
                 note = self.sender.memory_digest.hex() if self.sender is not None else ""
                 agreed_version = self.group.prepare(wanted, note, verify)
+                broken = self.broken
                 self._follow(sender_moved, receiver_moved)
+                if self.deltas is not None:
+                    self.deltas.begin(self.group, broken, receiver_moved)
                 prepared_at = time.perf_counter()
                 if self.receiver is not None:
                     self.receiver.engine.begin()
@@ -169,6 +177,8 @@ class Link:
             for transport in self.transports:
                 transport.free()
         self.version = agreed_version
+        if self.deltas is not None:
+            self.deltas.end(self.group, transferred_at - prepared_at)
         seconds = prepared_at - start, transferred_at - prepared_at, time.perf_counter() - start
         return self._report(agreed_version, *seconds)
 
@@ -179,7 +189,8 @@ class Link:
         launches = sum(transport.launches for transport in self.transports)
         if self.receiver is not None:
             launches += self.receiver.slab.launches
-        return RefitReport(version, waited, transferred, total, received, launches)
+        delta = self.deltas.report() if self.deltas is not None else None
+        return RefitReport(version, waited, transferred, total, received, launches, delta)
 
     def _find_moved(self) -> tuple[bool, bool]:
         """Finish what this GPU has to do first. Returns whether this trainer's rank has moved,
@@ -342,8 +353,9 @@ class Link:
     def describe(self) -> dict[str, Any]:
         """Return how this member gets its bytes, for logs.
 
-        ``backend``, ``keep_mapped`` and ``bucket_bytes`` are what was agreed on. ``routes`` says
-        for each trainer's rank (``from``) the ``route`` (``local``, ``cuda_ipc``, ``staged``,
+        ``backend``, ``keep_mapped``, ``delta`` and ``bucket_bytes`` are what was agreed on,
+        ``kept_bytes`` the memory in which this member keeps what it sent, for deltas. ``routes``
+        says for each trainer's rank (``from``) the ``route`` (``local``, ``cuda_ipc``, ``staged``,
         ``nixl``, ``nccl``), the ``bytes`` that arrive, those of them that are ``cast`` on their way
         (``float32 to bfloat16``), and why memory of the same host is not mapped (``apart``).
         ``quantized`` is what the engine serves quantized, ``parts`` the blocks that are put
@@ -355,6 +367,8 @@ class Link:
             "backend": self.agreed.backend,
             "keep_mapped": self.keep_mapped,
             "bucket_bytes": self.agreed.bucket_bytes,
+            "delta": self.agreed.delta,
+            "kept_bytes": self.deltas.kept_bytes if self.deltas is not None else 0,
             "routes": self._describe_routes(receiver) if receiver is not None else [],
             "quantized": receiver.engine.quantized_layers() if receiver is not None else [],
             "parts": receiver.slab.described() if receiver is not None else {},

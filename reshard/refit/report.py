@@ -12,6 +12,25 @@ OLD_ATTRIBUTES = {"local_bytes": LOCAL, "peer_bytes": CUDA_IPC, "staged_bytes": 
 
 
 @dataclass(frozen=True)
+class DeltaReport:
+    """What a refit of a connection with deltas sent, as a member saw it.
+
+    `is_delta` is True where changes were sent, False where all was; `reason` says since which version, or why.
+    On a trainer's rank `changed` is the share of its words of 2 bytes that had other bits than when they were
+    last sent, None where that was not measured, `delta_bytes` and `whole_bytes` what these changes, and all,
+    take on their way to each engine with weights of its own, and `kept_bytes` the memory in which it keeps
+    what it sent.
+    """
+
+    is_delta: bool
+    reason: str
+    changed: float | None = None
+    delta_bytes: int = 0
+    whole_bytes: int = 0
+    kept_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class RefitReport:
     """One refit as a member saw it.
 
@@ -19,7 +38,7 @@ class RefitReport:
     moving bytes, and in all. `received_bytes` are those that came here by route (``local``,
     ``cuda_ipc``, ``staged``, ``nixl``, ``nccl``). `launches` are the kernels of ours that copied them, sent
     them off, and made blocks of them; not those of a verification, of torch, or of an engine that
-    processes its layers anew.
+    processes its layers anew. `delta` is None in a connection without deltas.
     """
 
     version: int
@@ -28,6 +47,7 @@ class RefitReport:
     total_seconds: float
     received_bytes: Mapping[str, int] = field(default_factory=dict)
     launches: int = 0
+    delta: DeltaReport | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name in OLD_ATTRIBUTES:

@@ -20,6 +20,7 @@ bounds.
     refit
     sync             trainers, trainers        nothing                    pending parameters are about to be gathered
     (prepare)        all, all                  comm's Prepare             the version, and as note the digest of a trainer's memory
+    delta            all, all                  deltas.DeltaState          which refit's weights each has, in a connection with deltas
     regions, memory  trainers, engines         memory.TrainerMemory       only where they have moved
     slab/TRANSPORT   trainers, engines         slab.SlabLocation          where pieces are packed (NIXL: at connect, too)
     packed/RANK, taken/RANK  in pairs          a count                    how many rounds of a slab are packed, and taken

@@ -61,6 +61,20 @@ class Incoming(NamedTuple):
         )
 
 
+class Measured(NamedTuple):
+    """What a trainer's rank found when it compared its buckets: `changed` of so many `words`, which take
+    `delta_bytes` in place of `whole_bytes` on their way."""
+
+    changed: int = 0
+    words: int = 0
+    delta_bytes: int = 0
+    whole_bytes: int = 0
+
+    def plus(self, other: "Measured") -> "Measured":
+        """Return the sums of both."""
+        return Measured(*(one + more for one, more in zip(self, other, strict=True)))
+
+
 Flow = TypeVar("Flow", bound=Outgoing | Incoming)
 
 
@@ -82,6 +96,8 @@ class Context(NamedTuple):
 
     `backend` is what was chosen for all, `bucket_bytes` bounds its memory, `participants` are the
     ranks that have a side, `peers` all members. `engine` is this member's, None where it has none.
+    With `delta` trainers' ranks keep what they send by buckets, for deltas, in pinned host memory with
+    `delta_on_host`.
     """
 
     group: RefitGroup
@@ -91,6 +107,8 @@ class Context(NamedTuple):
     participants: Sequence[int]
     peers: Sequence[Peer]
     engine: Engine | None
+    delta: bool = False
+    delta_on_host: bool = False
 
 
 class Transport(ABC):
@@ -122,6 +140,11 @@ class Transport(ABC):
     shards: Mapping[
         int, np.ndarray
     ] = {}  # (address here, pitch in bytes) of shards that are read in place, by trainer's rank
+
+    # Of deltas, where a transport makes them.
+    keeps_sent = True  # what this trainer's rank last sent is kept, as far as it has to be
+    kept_bytes = 0  # of memory for that, in a connection with deltas
+    measured = Measured()  # what changed since, as found in the last refit
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -190,6 +213,10 @@ class Transport(ABC):
 
     def renew(self) -> None:  # noqa: B027
         """Start anew after a refit that failed, with new communicators, say; called by all members alike."""
+
+    def send_changes(self, since: int | None) -> None:  # noqa: B027
+        """In the refit that begins send what changed since transaction `since`, all where it is None; called in
+        connections with deltas only."""
 
     def join(self) -> None:  # noqa: B027
         """Let the current stream wait for what `run` has enqueued on others."""

@@ -3,6 +3,10 @@
 Both ends of a pair know the same list of pieces and cut it alike, so a bucket needs no header. One all-to-all
 a round, whatever the backend (NCCL, Gloo); while one bucket travels, the next is packed and the one before is
 unpacked.
+
+In a connection with deltas a trainer's rank keeps the buckets that it sent, and may send what changed in them
+instead (`reshard.refit.transports.changes`), behind an all-to-all of the sizes. What an engine quantizes itself
+passes through memory that keeps nothing, and always goes whole.
 """
 
 import atexit
@@ -22,10 +26,12 @@ from reshard.comm.client import LOOK_SECONDS
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.refit.addresses import UNSTAGED
+from reshard.refit.copies import wait_for_device
 from reshard.refit.protocol.buckets import exchange_bucket_counts, exchange_partner_counts
 from reshard.refit.routes import NCCL, Pair
 from reshard.refit.tables import ALIGNMENT, DST, SRC, TILE_BYTES, bytes_packed
-from reshard.refit.transports.base import Context, Incoming, Outgoing, Transport, by_round
+from reshard.refit.transports.base import Context, Incoming, Measured, Outgoing, Transport, by_round
+from reshard.refit.transports.changes import SentBuckets, ServedBucket, most_bytes, read_changes
 from reshard.refit.transports.packing import PackedPair, PackedRound
 
 SLOTS = 2  # buckets of a pair that are under way at once
@@ -132,12 +138,18 @@ class Nccl(Transport):
         self.receives_by_round: dict[int, dict[int, PackedPair]] = {}
         self.steps: dict[int, list[BucketStep]] = {}
         self.addresses: list[tuple[int, int]] = []
+        self.sent = SentBuckets(self.device, context.delta_on_host) if context.delta else None
+        self.served: dict[tuple[int, int], ServedBucket] = {}  # by trainer's rank and bucket
+        self.since: int | None = None  # the transaction on which changes build; None where all is sent
         self.lanes = (
             (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
             if self.device.type == "cuda"
             else None
         )
         self.received_bytes = {NCCL: 0}
+        self.whole_bytes = self.unstaged_bytes = (
+            0  # that a whole refit brings, and those that changes replace
+        )
 
     @staticmethod
     def reaches(pair: Pair) -> bool:
@@ -160,6 +172,27 @@ class Nccl(Transport):
         """See `Transport.launches`."""
         steps = [step for of_round in self.steps.values() for step in of_round]
         return sum(step.pack.launches + step.unpack.launches for step in steps)
+
+    @property
+    def keeps_sent(self) -> bool:  # type: ignore[override]
+        """See `Transport.keeps_sent`."""
+        return self.sent is None or self.sent.whole or not self.is_sending
+
+    @property
+    def kept_bytes(self) -> int:  # type: ignore[override]
+        """See `Transport.kept_bytes`."""
+        return self.sent.bytes if self.sent is not None else 0
+
+    @property
+    def measured(self) -> Measured:  # type: ignore[override]
+        """See `Transport.measured`."""
+        return self.sent.measured if self.sent is not None else Measured()
+
+    def send_changes(self, since: int | None) -> None:
+        """See `Transport.send_changes`."""
+        self.since = since
+        if self.sent is not None:
+            self.sent.begin()
 
     def negotiate(self) -> None:
         """Agree with all members on the size of the buckets and their number, and make a
@@ -220,8 +253,12 @@ class Nccl(Transport):
             number: {peer: PackedPair(flow, DST, self.limit) for peer, flow in flows.items()}
             for number, flows in by_round(incoming).items()
         }
-        self.received_bytes = {NCCL: sum(bytes_packed(flow.table) for flow in incoming.values())}
-        self.addresses, self.steps = [], {}
+        self.whole_bytes = sum(bytes_packed(flow.table) for flow in incoming.values())
+        self.unstaged_bytes = sum(bytes_packed(flow.of(UNSTAGED).table) for flow in incoming.values())
+        self.received_bytes = {NCCL: self.whole_bytes}
+        self.addresses, self.steps, self.served = [], {}, {}
+        if self.sent is not None:
+            self.sent.arrange(self.sends_by_round.get(UNSTAGED, {}))
 
     def run(self, number: int) -> None:
         """Exchange what belongs to a round of the engines', in as many buckets as all members have agreed
@@ -240,15 +277,33 @@ class Nccl(Transport):
             self.steps[number] = [
                 self._step(number, index, *addresses[index % SLOTS]) for index in range(self.buckets[number])
             ]
+        if number == UNSTAGED and self.sent is not None:
+            self.received_bytes = {NCCL: self.whole_bytes}
+            if self.since is not None:
+                self._exchange_changes(self.steps[number], slots, self.since)
+                self.sent.end()
+                return
+        keeps = self.sent if number == UNSTAGED else None
+        self._run_whole(self.steps[number], slots, keeps)
+        if keeps is not None:
+            keeps.end()
+
+    def _run_whole(
+        self,
+        steps: list[BucketStep],
+        slots: list[tuple[torch.Tensor, torch.Tensor]],
+        keeps: SentBuckets | None,
+    ) -> None:
+        """Exchange whole buckets, which `keeps` keeps, in streams of their own on a GPU."""
         if self.lanes is None:
-            self._exchange(self.steps[number], slots, None, None)
+            self._exchange(steps, slots, None, None, keeps)
             return
         packing, unpacking = self.lanes
         current = torch.cuda.current_stream(self.device)
         packing.wait_stream(current)
         unpacking.wait_stream(current)
         try:
-            self._exchange(self.steps[number], slots, packing, unpacking)
+            self._exchange(steps, slots, packing, unpacking, keeps)
         finally:
             current.wait_stream(packing)
             current.wait_stream(unpacking)
@@ -259,6 +314,7 @@ class Nccl(Transport):
         slots: list[tuple[torch.Tensor, torch.Tensor]],
         packing: Any,
         unpacking: Any,
+        keeps: SentBuckets | None,
     ) -> None:
         """Pack a bucket, send it off, unpack the one before: each kind in a stream of its own on a
         GPU, where only what waits for a slot waits."""
@@ -271,7 +327,10 @@ class Nccl(Transport):
                 with in_stream(packing):
                     if index >= SLOTS:
                         works[index - SLOTS].wait()
-                    pack.run(PROGRAMS)
+                    if keeps is not None:
+                        keeps.keep(index, self._packed(pack, send, splits_out))
+                    else:
+                        pack.run(PROGRAMS)
                     if index >= SLOTS and packing is not None:
                         packing.wait_event(unpacked[index - SLOTS])
                     arriving, leaving = receive[: sum(splits_in)], send[: sum(splits_out)]
@@ -282,6 +341,78 @@ class Nccl(Transport):
                     steps[index - 1].unpack.run(PROGRAMS)
                     if unpacking is not None:
                         unpacked.append(unpacking.record_event())
+
+    def _packed(self, pack: PackedRound, send: torch.Tensor, splits: list[int]) -> dict[int, torch.Tensor]:
+        """Pack a bucket, with zeros between what is packed; return what goes to each inference rank."""
+        send.zero_()
+        pack.run(PROGRAMS)
+        parts = send[: sum(splits)].split(splits)
+        return {rank: part for rank, part in zip(self.ranks, parts, strict=True) if len(part)}
+
+    def _exchange_changes(
+        self, steps: list[BucketStep], slots: list[tuple[torch.Tensor, torch.Tensor]], since: int
+    ) -> None:
+        """Exchange what changed in each bucket; while it travels, that of the one before is written.
+
+        Where what came cannot be written, the rest is exchanged all the same, since others wait for it; the
+        first failure is raised at the end.
+        """
+        assert self.sent is not None
+        failure: ReshardError | None = None
+        before: tuple[Any, ...] | None = None
+        received = 0
+        for index in range(len(steps) + 1):
+            under_way, before = before, None
+            if index < len(steps):
+                segments = self._packed(steps[index].pack, slots[index % SLOTS][0], steps[index].splits_out)
+                made = dict(zip(segments, self.sent.changes(index, segments, since), strict=True))
+                leaving = [made.get(rank, slots[0][0][:0]) for rank in self.ranks]
+                splits_out = list(map(len, leaving))
+                splits_in = self._exchange_sizes(splits_out, steps[index].splits_in)
+                arriving = torch.empty(sum(splits_in), dtype=torch.uint8, device=self.device)
+                packed = torch.cat(leaving)
+                work = self.communicator.alltoall_base(arriving, packed, splits_in, splits_out)
+                before, received = (work, index, packed, arriving, splits_in), received + sum(splits_in)
+            if under_way is not None:
+                work, number, _, arrived, splits = under_way
+                work.wait()
+                try:
+                    self._write_changes(number, arrived.split(splits), steps[number].splits_in, since)
+                except ReshardError as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
+        self.received_bytes = {NCCL: self.whole_bytes - self.unstaged_bytes + received}
+
+    def _exchange_sizes(self, leaving: list[int], buckets: list[int]) -> list[int]:
+        """Tell all others how many bytes each gets of this bucket; return how many each sends. Raises
+        ReshardError where one says more than a bucket of its size can take."""
+        told = torch.tensor(leaving, dtype=torch.int64).to(self.device)
+        heard = torch.empty_like(told)
+        self.communicator.alltoall_base(heard, told, [], []).wait()
+        if not wait_for_device(self.device, self.group.timeout, self.group.report_alive):
+            raise RuntimeError(f"nothing arrived within {self.group.timeout:g} s")
+        sizes: list[int] = heard.tolist()
+        for rank, size, bucket in zip(self.ranks, sizes, buckets, strict=True):
+            if not 0 <= size <= most_bytes(bucket):
+                raise ReshardError(
+                    f"{self.group.names[rank]} announces {size:,} bytes of changes in a bucket of {bucket:,} bytes"
+                )
+        return sizes
+
+    def _write_changes(
+        self, index: int, parts: Sequence[torch.Tensor], buckets: list[int], since: int
+    ) -> None:
+        """Write what changed in a bucket, by trainer's rank, where it is served from."""
+        for rank, part, size in zip(self.ranks, parts, buckets, strict=True):
+            if not size:
+                continue
+            changes = read_changes(part, size, since, index, self.group.names[rank])
+            if changes and (rank, index) not in self.served:
+                table = self.receives_by_round[UNSTAGED][rank].copies(index, 0)
+                self.served[rank, index] = ServedBucket(table, self.device)
+            for first, decoded in changes:
+                self.served[rank, index].write(first + decoded.positions, decoded.values)
 
     def _buffer(self, pairs: Mapping[int, Mapping[int, PackedPair]]) -> torch.Tensor:
         return torch.empty(self.limit * len(pairs[UNSTAGED]), dtype=torch.uint8, device=self.device)

@@ -1,0 +1,373 @@
+"""Refits that send what changed since the last: into the engine bit for bit what sends all, and all again by
+itself wherever a member has other weights than those that the changes build on."""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+import pytest
+import torch
+
+from reshard.core.boxes import Box
+from reshard.core.errors import ReshardError
+from reshard.core.placement import LocalTensor, Part, Placement
+from reshard.device.memory import Region
+from reshard.engines.base import Engine
+from reshard.engines.guard import Guard
+from reshard.refit import RefitGroup, connect, deltas
+from reshard.refit.codecs import codec_between
+from reshard.refit.protocol.deltas import DeltaState, makes_sense
+from reshard.refit.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, WIDTH
+from reshard.refit.transports import changes
+from reshard.trainers.base import Trainer
+from tests.ranks import caught, free_port
+from tests.test_transports import CONFIG
+from tests.whole_model import ServedModel, TrainedModel, Training
+
+# What a trainer's rank holds [64, 96] of each tensor, and what the engine serves.
+DTYPES = {
+    "plain": (torch.bfloat16, torch.bfloat16),
+    "narrowed": (torch.float32, torch.bfloat16),
+    "widened": (torch.bfloat16, torch.float32),
+    "single": (torch.float32, torch.float32),
+}
+SHAPE, PITCH = (64, 96), 100
+
+
+class Shards(Trainer):
+    """A trainer's rank with some rows of each tensor."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.random = rank, torch.Generator().manual_seed(rank)
+        self.tensors = [torch.randn(SHAPE, generator=self.random).to(held) for held, _ in DTYPES.values()]
+
+    @property
+    def regions(self):
+        return [Region(tensor, 0, SHAPE[1]) for tensor in self.tensors]
+
+    def publish(self, model):
+        box = Box((SHAPE[0] * self.rank, 0), SHAPE)
+        return [LocalTensor(i, SHAPE, (Part(name, box, (0, 0)),)) for i, name in enumerate(DTYPES)]
+
+    def check_model(self, model):
+        pass
+
+    def name_of(self, index):
+        return [*DTYPES][index]
+
+    def step(self, share: float) -> list[int]:
+        """Flip a bit of the fraction in about this share of the elements; return how many of each tensor."""
+        counts = []
+        for tensor in self.tensors:
+            chosen = torch.rand(SHAPE, generator=self.random) < share
+            bits = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+            bits[chosen] ^= 1 << 3 if tensor.element_size() == 2 else 1 << 19
+            counts.append(int(chosen.sum()))
+        return counts
+
+
+class Served(Engine):
+    """An engine's rank that serves both ranks' rows, within wider rows."""
+
+    hf_config, tp = CONFIG, 1
+
+    def __init__(self) -> None:
+        self.guard, shape = Guard("test", False, "nothing"), (2 * SHAPE[0], SHAPE[1])
+        self.wide = {
+            name: torch.full((shape[0], PITCH), 7.0).to(served) for name, (_, served) in DTYPES.items()
+        }
+        self.regions = {name: Region(tensor, 2, PITCH) for name, tensor in self.wide.items()}
+        self.placement = Placement(
+            dict.fromkeys(DTYPES, shape),
+            {name: LocalTensor(name, shape, (Part(name, Box((0, 0), shape), (0, 0)),)) for name in DTYPES},
+        )
+
+    def now(self) -> list[torch.Tensor]:
+        for tensor in self.wide.values():
+            assert tensor[:, :2].eq(7).all() and tensor[:, 2 + SHAPE[1] :].eq(7).all()
+        return [tensor[:, 2 : 2 + SHAPE[1]].clone() for tensor in self.wide.values()]
+
+
+def refits(member, engines: int = 1, **options) -> list:
+    """Run `member(link, source or destination)` on two trainer's ranks and so many engine's, as threads."""
+    address, size = f"127.0.0.1:{free_port()}", 2 + engines
+
+    def run(rank: int):
+        group = RefitGroup.join(address, rank, size, timeout=60)
+        side = Shards(rank) if rank < 2 else Served()
+        sides = (side, None) if rank < 2 else (None, side)
+        with torch.random.fork_rng():
+            link = connect(group, *sides, **{"bucket_bytes": 2 << 20, "delta": True} | options)
+            result = member(link, side)
+        link.close()
+        return result
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+def same_as(trainers, served) -> bool:
+    """Return whether an engine has the bits of what the trainers' ranks hold."""
+    expected = [
+        torch.cat(parts).to(dtype) for (_, dtype), *parts in zip(DTYPES.values(), *trainers, strict=True)
+    ]
+    return all(
+        torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        for one, other in zip(expected, served, strict=True)
+    )
+
+
+def state(side) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in side.tensors] if isinstance(side, Shards) else side.now()
+
+
+def test_twenty_chained_deltas_leave_what_sending_all_leaves_and_replicas_share_what_is_kept():
+    def member(link, side):
+        states = []
+        for version in range(21):
+            changed = side.step(0.0 if version == 7 else 0.01) if isinstance(side, Shards) else []
+            report = link.refit(verify=version in (1, 20))
+            states.append((state(side), changed, report))
+        return states, link.describe()
+
+    (first, kept), (second, _), *engines = refits(member, engines=2)
+    size = SHAPE[0] * SHAPE[1]
+    assert kept["delta"] == "on" and kept["kept_bytes"] == size * (
+        2 + 2 + 2 + 4
+    )  # of one engine, not of both
+    for served, described in engines:
+        assert described["kept_bytes"] == 0
+        for version, (one, other, into) in enumerate(zip(first, second, served, strict=True)):
+            assert same_as((one[0], other[0]), into[0]), version
+            if version:
+                assert not same_as((first[version - 1][0], second[version - 1][0]), into[0]) or version == 7
+            delta, received = one[2].delta, into[2].received_bytes["nccl"]
+            assert delta.is_delta == into[2].delta.is_delta == (version > 0)
+            if version:
+                assert delta.reason == f"changes since version {version}"
+                # A change of the fraction's fourth bit is one of a word, of an fp32 in its upper half.
+                assert delta.changed == sum(one[1]) / (size * 5)
+                assert received == delta.delta_bytes + other[2].delta.delta_bytes < size * 20 / 10
+            else:
+                assert "trainer rank 0: it has had no refit yet" in delta.reason
+                assert received == 2 * size * 10
+
+
+def lose(side, how: str) -> None:
+    if isinstance(side, Shards):
+        return
+    if how == "discarded":
+        side.guard.lose("no weights")
+    elif how == "loaded":
+        for tensor in side.wide.values():
+            tensor[:, 2 : 2 + SHAPE[1]] = 0
+        side.guard.loaded()
+    elif how == "moved":
+        side.wide = {name: tensor.clone() for name, tensor in side.wide.items()}
+        side.regions = {name: Region(tensor, 2, PITCH) for name, tensor in side.wide.items()}
+
+
+@pytest.mark.parametrize("how", ["discarded", "loaded", "moved"])
+def test_an_engine_that_has_other_weights_gets_all_of_them(how):
+    def member(link, side):
+        seen = []
+        for version in range(4):
+            if isinstance(side, Shards):
+                side.step(0.02)
+            if version == 2:
+                lose(side, how)
+            report = link.refit()
+            seen.append((report.delta.is_delta, report.delta.reason, state(side)))
+        return seen
+
+    first, second, served = refits(member)
+    assert [is_delta for is_delta, *_ in served] == [False, True, False, True]
+    assert "inference rank 2: its weights were moved, discarded, or written by others since" in first[2][1]
+    for (*_, one), (*_, other), (*_, into) in zip(first, second, served, strict=True):
+        assert same_as((one, other), into)
+
+
+PLAIN_CHANGES, PLAIN_ENCODED = changes.SentBuckets.changes, changes.encode_changed
+
+
+def too_early(self, index, segments, since):
+    """Send changes as if they built on an earlier refit."""
+    return PLAIN_CHANGES(self, index, segments, since - 1)
+
+
+def torn(self, index, segments, since):
+    """Send changes that say another number than they are."""
+    made = PLAIN_CHANGES(self, index, segments, since)
+    for payload in made:
+        if len(payload):
+            payload.view(torch.int64)[4] += 1
+    return made
+
+
+def withheld(new, mask, changed):
+    """Send one change less than there is."""
+    first = mask.nonzero()[:1, 0]
+    mask[first] = False
+    return PLAIN_ENCODED(new, mask, changed - len(first))
+
+
+FAULTS = {
+    "too early": (
+        changes.SentBuckets,
+        "changes",
+        too_early,
+        r"sends changes of bucket 0 since transaction \d+, where",
+    ),
+    "torn": (changes.SentBuckets, "changes", torn, "sends changes of bucket 0 that make no sense"),
+    "withheld": (
+        changes,
+        "encode_changed",
+        withheld,
+        "1 tensors did not arrive as they are in the trainer: plain",
+    ),
+}
+
+
+@pytest.mark.parametrize(("owner", "name", "fault", "message"), FAULTS.values(), ids=FAULTS)
+def test_changes_that_are_not_those_that_are_due_fail_everywhere_and_the_next_refit_sends_all(
+    owner, name, fault, message, monkeypatch
+):
+    def member(link, side):
+        link.refit()
+        if isinstance(side, Shards):
+            side.step(0.02)
+        if link.group.rank == 0:
+            monkeypatch.setattr(owner, name, fault)  # nobody sends before all have come
+        said = caught(lambda: link.refit(verify=True))
+        monkeypatch.undo()
+        ready = isinstance(side, Shards) or side.ready
+        healed, after = link.refit(verify=True), link.refit()
+        return said, ready, healed.delta, after.delta, state(side)
+
+    first, second, served = refits(member)
+    for said, _, healed, after, _ in (first, second, served):
+        assert re.search(message, said), said
+        assert not healed.is_delta and after.is_delta and "its last refit failed" in healed.reason
+    assert not served[1] and same_as((first[-1], second[-1]), served[-1])
+
+
+@pytest.mark.parametrize("slower", ["delta", "whole"])
+def test_auto_times_both_kinds_and_sends_what_is_faster(slower, monkeypatch):
+    plain = deltas.Deltas.end
+
+    def end(self, group, seconds):
+        is_slow = (slower == "delta") == (self.since is not None)
+        plain(self, group, 0.5 if is_slow else 0.1)
+
+    monkeypatch.setattr(deltas.Deltas, "end", end)
+
+    def member(link, side):
+        seen = []
+        for _ in range(6):
+            if isinstance(side, Shards):
+                side.step(0.02)
+            seen.append((link.refit().delta, state(side)))
+        return seen
+
+    first, second, served = refits(member, delta="auto")
+    last = slower == "whole"
+    for of_member in (first, second, served):
+        assert [delta.is_delta for delta, _ in of_member] == [False, False, True, True, last, last]
+    assert "all is sent, to time it" in first[1][0].reason
+    assert last or "all is sent: it takes 0.1 s, and changes would take 0.5 s" in first[-1][0].reason
+    assert 0.01 < first[-1][0].changed < 0.03  # which is measured where all is sent, too
+    for (_, one), (_, other), (_, into) in zip(first, second, served, strict=True):
+        assert same_as((one, other), into)
+
+
+def test_rows_of_odd_lengths_at_odd_addresses_are_written_byte_by_byte():
+    random = np.random.default_rng(0)
+    memory = torch.from_numpy(random.integers(0, 256, 4096, np.uint8))
+    before, start = memory.clone(), memory.data_ptr()
+    # Offset in the bucket, of the first byte in memory, rows, bytes of a row, and pitch; and a cast.
+    rows = [
+        (0, 1, 5, 7, 11),
+        (48, 100, 1, 13, 0),
+        (64, 200, 4, 8, 16),
+        (96, 303, 3, 6, 64),
+        (128, 1024, 2, 32, 128),
+    ]
+    table = np.zeros((len(rows), COLUMNS), np.int64)
+    for row, (offset, at, n, width, pitch) in zip(table, rows, strict=True):
+        row[[SRC, DST, ROWS, WIDTH, DST_PITCH]] = offset, start + at, n, width, pitch
+    table[-1, CODEC] = codec_between("bfloat16", "float32")
+    bucket = torch.from_numpy(random.integers(0, 256, 160, np.uint8))
+    bucket[128:].view(torch.bfloat16)[:] = torch.arange(16)
+    expected = before.clone()
+    for offset, at, n, width, pitch in rows[:-1]:
+        for r in range(n):
+            expected[at + r * pitch : at + r * pitch + width] = bucket[
+                offset + r * width : offset + (r + 1) * width
+            ]
+    for r in range(2):
+        cast = torch.arange(8 * r, 8 * r + 8).float().view(torch.uint8)
+        expected[1024 + 128 * r : 1056 + 128 * r] = cast
+    served = changes.ServedBucket(table[::-1].copy(), torch.device("cpu"))
+    served.write(torch.arange(80), bucket.view(torch.int16))
+    assert torch.equal(memory, expected) and not torch.equal(memory, before)
+
+
+SENSELESS = [None, {}, {"holds": -1}, {"holds": True}, {"why": "x" * 300}, {"whole_seconds": 1}, {"delta_seconds": -1.0},
+             {"more": 1}]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", SENSELESS, ids=str)
+def test_what_a_member_says_of_its_deltas_is_checked(fields):
+    plain = vars(DeltaState(3, "", 0.5, None))
+    assert makes_sense(plain)
+    assert not makes_sense(plain | fields if fields else fields)
+
+
+def test_options_that_cannot_be_are_refused():
+    for value in (1, "on", None):
+        with pytest.raises(ReshardError, match="it is True, False, or 'auto'"):
+            deltas.check_delta(value)
+
+
+def test_steps_of_a_trained_model_change_few_elements_and_their_chain_leaves_its_bits(trained):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(trained, num_hidden_layers=1, dtype=torch.float32)
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    tokens = torch.tensor(AutoTokenizer.from_pretrained(trained)(text)["input_ids"])
+    training, served = Training(model, tokens, 1e-6, 32), ServedModel(model)
+    address = f"127.0.0.1:{free_port()}"
+
+    def member(rank: int):
+        group = RefitGroup.join(address, rank, 2, timeout=60)
+        link = connect(
+            group,
+            None if rank else TrainedModel(model),
+            served if rank else None,
+            delta=True,
+            bucket_bytes=1 << 28,
+        )
+        seen = []
+        for _ in range(6):
+            if not rank:
+                training.step()
+            report = link.refit().delta
+            now = (
+                served.tensors
+                if rank
+                else {name: p.to(torch.bfloat16) for name, p in model.named_parameters()}
+            )
+            seen.append((report, {name: crc32(now[name].detach().view(torch.uint8).numpy()) for name in now}))
+        link.close()
+        return seen
+
+    with ThreadPoolExecutor(2) as pool:
+        sent, arrived = pool.map(member, range(2))
+    assert [bits for _, bits in sent] == [bits for _, bits in arrived]
+    assert len({str(bits) for _, bits in sent}) == 6
+    reports = [report for report, _ in sent]
+    shares = [report.changed for report in reports[1:]]
+    assert all(report.is_delta for report in reports[1:]) and 1e-4 < min(shares) < max(shares) < 0.05, shares
+    assert max(report.delta_bytes / report.whole_bytes for report in reports[1:]) < 0.1
