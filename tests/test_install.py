@@ -21,7 +21,7 @@ from reshard.core.extras import BASE
 from tests.environments import REPOSITORY, UV, attempt, build, clean, clone, environment, run, size_bytes
 from tests.install_vllm_cpu import environment_of_engine
 from tests.on_disk import files_of, use_disk_commands
-from tests.warm import python_of_engine
+from tests.warm import python_of_engine, python_of_ranks
 
 pytestmark = pytest.mark.install
 HEAVY = ("torch", "megatron", "transformers", "vllm", "scipy", "psutil", "safetensors")
@@ -128,7 +128,7 @@ def test_the_base_installation_runs_the_commands_on_disk_and_writes_the_same_byt
     base, checkpoint, tmp_path
 ):
     source = checkpoint("qwen3-moe")
-    for python, name in ((base, "bare"), (sys.executable, "full")):
+    for python, name in ((base, "bare"), (python_of_ranks(), "full")):
         (tmp_path / name).mkdir()
         use_disk_commands(python, source, tmp_path / name)
     bare, full = (files_of(tmp_path / name) for name in ("bare", "full"))

@@ -359,6 +359,7 @@ def test_a_published_model_has_the_published_size_and_the_layout_fits(name):
             "GLM-5.2-FP8",
             "MiniMax-M2.7",
             "gpt-oss-120b",
+            "Qwen3-VL-30B-A3B-Instruct",
         }
     ),
 )
