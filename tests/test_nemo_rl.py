@@ -28,24 +28,25 @@ KIND = "reshard.integrations.nemo_rl_worker.ReshardWorker"
 BACKEND = "reshard.integrations.nemo_rl:ReshardCheckpointEngine"
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory):
+def python_of(kind: str, tmp_path_factory) -> str:
     """The Python of an environment with Ray, which finds this one's packages behind its own."""
-    return environment_before_ours(
-        tmp_path_factory.mktemp("nemo") / "venv", ["ray", "msgpack", *(OF_NEMO_RL if CLONE else [])]
+    if kind == "stand-ins":
+        return warm.python_with_ray()
+    inside = environment_before_ours(
+        tmp_path_factory.mktemp("nemo_rl") / "venv", ["ray", "msgpack", *OF_NEMO_RL]
     )
+    return warm.python(*warm.WITH_RAY, environment=variables(WITH[kind]), executable=str(inside))
 
 
 @pytest.fixture(scope="module", params=WITH)
-def outcome(request, python, tmp_path_factory):
+def outcome(request, tmp_path_factory):
     """What a job of two ranks of a policy and two engines says."""
     folders = [
         make(tmp_path_factory.mktemp(n) / "hf", "served-qwen3", torch.bfloat16, seed)
         for seed, n in enumerate("ab")
     ]
     surroundings = variables(WITH[request.param])
-    forked = warm.python(*warm.WITH_RAY, environment=surroundings, executable=str(python))
-    command = [forked, "-m", "tests.nemo_rl_on_cpu", *folders]
+    command = [python_of(request.param, tmp_path_factory), "-m", "tests.nemo_rl_on_cpu", *folders]
     out = run(command, env=surroundings, cwd=tmp_path_factory.mktemp("at"))
     [line] = [line for line in out.splitlines() if line.startswith("SAID ")]
     results = json.loads(line.removeprefix("SAID "))
@@ -130,7 +131,8 @@ def test_a_policy_with_adapters_and_a_worker_of_vllms_are_refused_where_they_mee
     assert f"set policy.generation.vllm_kwargs.worker_cls={KIND}" in outcome["no line"]
 
 
-def test_a_script_finds_our_setup_in_the_place_of_nemo_rls(python, tmp_path):
+def test_a_script_finds_our_setup_in_the_place_of_nemo_rls(tmp_path):
+    python = warm.python_with_ray()
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\nfrom nemo_rl.algorithms.grpo import setup\nprint('FOUND', setup.__wrapped__.__name__, setup.__code__.co_name, sys.argv[1:])\n"

@@ -29,24 +29,23 @@ OF_ROLL = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory):
+def python_of(kind: str, tmp_path_factory) -> str:
     """The Python of an environment with Ray, which finds this one's packages behind its own."""
-    return environment_before_ours(
-        tmp_path_factory.mktemp("roll") / "venv", ["ray", "msgpack", *(OF_ROLL if CLONE else [])]
-    )
+    if kind == "stand-ins":
+        return warm.python_with_ray()
+    inside = environment_before_ours(tmp_path_factory.mktemp("roll") / "venv", ["ray", "msgpack", *OF_ROLL])
+    return warm.python(*warm.WITH_RAY, environment=variables(*WITH[kind]), executable=str(inside))
 
 
 @pytest.fixture(scope="module", params=WITH)
-def outcome(request, python, tmp_path_factory):
+def outcome(request, tmp_path_factory):
     """What a job of two trainers and two engines says."""
     folders = [
         make(tmp_path_factory.mktemp(n) / "hf", "served-qwen3", torch.bfloat16, seed)
         for seed, n in enumerate("ab")
     ]
     surroundings = variables(*WITH[request.param])
-    forked = warm.python(*warm.WITH_RAY, environment=surroundings, executable=str(python))
-    command = [forked, "-m", "tests.roll_on_cpu", *folders]
+    command = [python_of(request.param, tmp_path_factory), "-m", "tests.roll_on_cpu", *folders]
     out = run(command, env=surroundings, cwd=tmp_path_factory.mktemp("at"))
     [line] = [line for line in out.splitlines() if line.startswith("SAID ")]
     results = json.loads(line.removeprefix("SAID "))

