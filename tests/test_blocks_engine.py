@@ -86,12 +86,12 @@ IGNORED = ["_k_scale", "_v_scale"]
 
 
 # In one process, where the weights lie; in two, in buckets of blocks that the trainer makes, in
-# many rounds; through a slab; and partly one and partly the other.
+# many rounds, the second time what changed in them; through a slab; and partly one and partly the other.
 @pytest.mark.parametrize(
     "variant,parallel,ranks,together,options",
     [
         ("served-blocks", "", 1, True, {}),
-        ("served-blocks", "", 1, False, {"bucket_bytes": 1 << 19}),
+        ("served-blocks", "", 1, False, {"bucket_bytes": 1 << 19, "delta": True}),
         ("served-moe-blocks", "", 1, True, {}),
         ("served-moe-blocks", f"{PP} 2 {EP} 2", 4, False, {"backend": "nixl", "bucket_bytes": 1 << 19}),
         ("served-blocks", f"{TP} 2", 2, True, {"bucket_bytes": 1 << 20}),

@@ -275,8 +275,9 @@ def hosts():
 
 def test_a_trainer_and_an_engine_on_two_hosts(converted, tmp_path, hosts):
     reports = refit(
-        converted("qwen3-moe"), f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2), 2, False, tmp_path, {"hosts": hosts}, backend="nccl"
+        converted("qwen3-moe"), f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2), 2, False, tmp_path, {"hosts": hosts}, backend="nccl", delta=True
     )  # fmt: skip
+    assert [report["delta"]["is_delta"] for report in reports[-1]] == [False, True]
     for received in (report["received_bytes"] for report in reports[-1]):
         assert received["nccl"] > 0 and received["local"] == received["cuda_ipc"] == received["nixl"] == 0
 

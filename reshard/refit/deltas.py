@@ -116,6 +116,8 @@ class Deltas:
 
     def _decide(self, states: Sequence[DeltaState], group: RefitGroup) -> tuple[int | None, str]:
         """Return the transaction since which changes are sent, None where all is, and why."""
+        if not any(transport.carries_changes for transport in self.transports):
+            return None, "all is sent: no ranks exchange by NCCL or Gloo"
         held = {rank: states[rank] for rank in self.agreed.participants}
         for rank, state in held.items():
             if state.holds is None:

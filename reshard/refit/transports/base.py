@@ -142,6 +142,7 @@ class Transport(ABC):
     ] = {}  # (address here, pitch in bytes) of shards that are read in place, by trainer's rank
 
     # Of deltas, where a transport makes them.
+    carries_changes = False  # it sends changes between some members of this connection; the same on all
     keeps_sent = True  # what this trainer's rank last sent is kept, as far as it has to be
     kept_bytes = 0  # of memory for that, in a connection with deltas
     measured = Measured()  # what changed since, as found in the last refit

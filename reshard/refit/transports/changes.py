@@ -44,8 +44,9 @@ class SentBuckets:
         self.first: dict[int, int] = {}  # by inference rank: the first that gets the same bytes
         self.sizes: dict[int, list[int]] = {}  # of buckets, by such a first rank
         self.buckets: dict[tuple[int, int], torch.Tensor] = {}  # by such a first rank and the bucket's number
-        self.whole = False  # all of what was last sent is kept
-        self.measured = Measured()
+        self.whole = self._were_whole = False  # all of what was last sent is kept
+        # Of each bucket that was compared: the words of its chunks, and how many of each changed.
+        self._found: list[tuple[list[int], torch.Tensor]] = []
 
     def arrange(self, pairs: Mapping[int, PackedPair]) -> None:
         """Take what goes out, by inference rank."""
@@ -65,14 +66,25 @@ class SentBuckets:
 
     def begin(self) -> None:
         """Begin to measure anew; `whole` is False until `end`."""
-        self.measured, self._were_whole, self.whole = Measured(), self.whole, False
+        self._found, self._were_whole, self.whole = [], self.whole, False
 
     def end(self) -> None:
         """Note that all buckets have been sent."""
         self.whole = True
 
+    @property
+    def measured(self) -> Measured:
+        """What was found to have changed since `begin`; waits for the device."""
+        measured = Measured()
+        for words, counts in self._found:
+            boxes = [Box(*box) for box in zip(words, [WORD] * len(words), counts.tolist(), strict=True)]
+            size = header_bytes(WORD * sum(words)) + sum(box.size(box.form) for box in boxes)
+            changed = sum(box.changed for box in boxes)
+            measured = measured.plus(Measured(changed, sum(words), size, WORD * sum(words)))
+        return measured
+
     def keep(self, index: int, segments: Mapping[int, torch.Tensor]) -> None:
-        """Keep what is sent whole, and measure what changed, where that can be told."""
+        """Keep what is sent whole, and measure what changed, where that can be told; on a GPU, enqueue it."""
         for rank, segment in segments.items():
             if self.first[rank] != rank or not len(segment):
                 continue
@@ -82,13 +94,8 @@ class SentBuckets:
                 bucket = torch.empty(len(segment), dtype=torch.uint8, device=where, pin_memory=self.on_host)
                 self.buckets[rank, index] = bucket
             elif self._were_whole:
-                words, _, counts = self._compared(bucket, segment)
-                size = sum(
-                    Box(len(word), WORD, n).size(Box(len(word), WORD, n).form)
-                    for word, n in zip(words, counts, strict=True)
-                )
-                self._measure(segment, counts, size)
-            bucket.copy_(segment, non_blocking=not self.on_host)
+                self._compared(bucket, segment)
+            bucket.copy_(segment, non_blocking=True)
 
     def changes(self, index: int, segments: Mapping[int, torch.Tensor], since: int) -> list[torch.Tensor]:
         """Return what travels of a bucket to each inference rank: what changed since it was last kept."""
@@ -101,21 +108,20 @@ class SentBuckets:
 
     def _encoded(self, index: int, rank: int, segment: torch.Tensor, since: int) -> torch.Tensor:
         bucket = self.buckets[rank, index]
-        words, masks, counts = self._compared(bucket, segment)
+        words, masks, found = self._compared(bucket, segment)
+        counts = found.tolist()
         deltas = [encode_changed(*chunk) for chunk in zip(words, masks, counts, strict=True)]
         header = [since, index, len(deltas)]
         for delta in deltas:
             header += [int(delta.form), delta.changed]
         head = torch.tensor(header, dtype=torch.int64).to(self.device).view(torch.uint8)
-        payload = torch.cat([head, *(delta.payload for delta in deltas)])
-        self._measure(segment, counts, len(payload))
         if any(counts):
-            bucket.copy_(segment, non_blocking=not self.on_host)
-        return payload
+            bucket.copy_(segment, non_blocking=True)
+        return torch.cat([head, *(delta.payload for delta in deltas)])
 
     def _compared(
         self, bucket: torch.Tensor, segment: torch.Tensor
-    ) -> tuple[Sequence[torch.Tensor], list[torch.Tensor], list[int]]:
+    ) -> tuple[Sequence[torch.Tensor], list[torch.Tensor], torch.Tensor]:
         """Return the words of each chunk as they are now, which of them changed, and how many."""
         words = segment.view(torch.int16).split(CHUNK)
         before = bucket.to(self.device, non_blocking=True).view(torch.int16).split(CHUNK)
@@ -123,10 +129,9 @@ class SentBuckets:
         for old, new in zip(before, words, strict=True):
             masks.append(changed_mask(old, new))
             counts.append(torch.count_nonzero(masks[-1]))
-        return words, masks, torch.stack(counts).tolist()
-
-    def _measure(self, segment: torch.Tensor, counts: list[int], size: int) -> None:
-        self.measured = self.measured.plus(Measured(sum(counts), len(segment) // WORD, size, len(segment)))
+        found = torch.stack(counts)
+        self._found.append((list(map(len, words)), found))
+        return words, masks, found
 
 
 def _contents(pair: PackedPair) -> bytes:

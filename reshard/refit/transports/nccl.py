@@ -174,9 +174,14 @@ class Nccl(Transport):
         return sum(step.pack.launches + step.unpack.launches for step in steps)
 
     @property
+    def carries_changes(self) -> bool:  # type: ignore[override]
+        """See `Transport.carries_changes`."""
+        return self.sent is not None and self.limit > 0
+
+    @property
     def keeps_sent(self) -> bool:  # type: ignore[override]
         """See `Transport.keeps_sent`."""
-        return self.sent is None or self.sent.whole or not self.is_sending
+        return self.sent is None or self.sent.whole or not self.sent.bytes
 
     @property
     def kept_bytes(self) -> int:  # type: ignore[override]
@@ -376,6 +381,7 @@ class Nccl(Transport):
             if under_way is not None:
                 work, number, _, arrived, splits = under_way
                 work.wait()
+                self._wait_for_device()
                 try:
                     self._write_changes(number, arrived.split(splits), steps[number].splits_in, since)
                 except ReshardError as error:
@@ -390,8 +396,7 @@ class Nccl(Transport):
         told = torch.tensor(leaving, dtype=torch.int64).to(self.device)
         heard = torch.empty_like(told)
         self.communicator.alltoall_base(heard, told, [], []).wait()
-        if not wait_for_device(self.device, self.group.timeout, self.group.report_alive):
-            raise RuntimeError(f"nothing arrived within {self.group.timeout:g} s")
+        self._wait_for_device()
         sizes: list[int] = heard.tolist()
         for rank, size, bucket in zip(self.ranks, sizes, buckets, strict=True):
             if not 0 <= size <= most_bytes(bucket):
@@ -399,6 +404,11 @@ class Nccl(Transport):
                     f"{self.group.names[rank]} announces {size:,} bytes of changes in a bucket of {bucket:,} bytes"
                 )
         return sizes
+
+    def _wait_for_device(self) -> None:
+        """Wait until what was enqueued is done. Raises RuntimeError where a partner is late."""
+        if not wait_for_device(self.device, self.group.timeout, self.group.report_alive):
+            raise RuntimeError(f"nothing arrived within {self.group.timeout:g} s")
 
     def _write_changes(
         self, index: int, parts: Sequence[torch.Tensor], buckets: list[int], since: int
