@@ -37,7 +37,7 @@ class Mixtral(Family):
 
     identifies = {
         "num_experts": True, "multi_latent_attention": False, "qk_layernorm": False, "add_qkv_bias": False,
-        "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False, "softmax_type": "vanilla", "squared_relu": False,
+        "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False, "softmax_type": "vanilla", "squared_relu": False, "spec": False,
     }  # fmt: skip
     rope_theta = 1000000.0
 

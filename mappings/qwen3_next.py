@@ -17,7 +17,7 @@ from reshard.models.layer_kinds import (
 class Qwen3Next(Family):
     name = "qwen3_next"
     architecture = "Qwen3NextForCausalLM"
-    towers = ("mtp.",)  # of which its config says nothing
+    towers = ("mtp.",)  # unless num_nextn_predict_layers announces them, as no published config does
     symbols = {
         "V": "vocab_size", "H": "hidden_size", "F": "intermediate_size",
         "E": "num_experts", "FE": "moe_intermediate_size", "FS": "shared_expert_intermediate_size",
@@ -50,6 +50,7 @@ class Qwen3Next(Family):
         ("moe_intermediate_size",           "moe_ffn_hidden_size",                 "=",      "needed"),
         ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "=",      512),
         ("norm_topk_prob",                  "moe_router_pre_softmax",              "not",    True),
+        ("num_nextn_predict_layers",        "mtp_num_layers",                      "=",      0),
         ("tie_word_embeddings",             "untie_embeddings_and_output_weights", "not",    False),
         ("initializer_range",               "init_method_std",                     "=",      0.02),
         ("attention_dropout",               "attention_dropout",                   "=",      0.0),
@@ -105,6 +106,14 @@ class Qwen3Next(Family):
         ("mlp.shared_expert.down_proj.weight",               "H FS",      "mlp.shared_experts.linear_fc2.weight",        "plain", "tp 1",  "moe"),
         ("mlp.shared_expert_gate.weight",                    "1 H",       "mlp.shared_experts.gate_weight",              "plain", "-",     "moe"),
     )  # fmt: skip
+
+    mtp = (
+        ("pre_fc_norm_embedding.weight", "H", "enorm.weight", "plain", "-", "always"),
+        ("pre_fc_norm_hidden.weight", "H", "hnorm.weight", "plain", "-", "always"),
+        ("fc.weight", "H 2*H", "eh_proj.weight", "plain", "tp 0", "always"),
+        ("norm.weight", "H", "final_layernorm.weight", "plain", "-", "always"),
+    )
+    mtp_prefixes = ("mtp.", "mtp.layers.{index}.")
 
     refused = (
         ("hidden_act", ("silu",), "Megatron's --swiglu is SiLU"),

@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV32Config,
+    Ernie4_5_MoeConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GlmMoeDsaConfig,
@@ -76,6 +77,11 @@ NEMOTRON = {name: value for name, value in GQA.items() if name != "num_hidden_la
     head_dim=16, layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "mlp", "moe"], mamba_num_heads=8,
     mamba_head_dim=12, n_groups=4, ssm_state_size=10, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=48,
     moe_shared_expert_intermediate_size=40, routed_scaling_factor=2.5, n_shared_experts=1,
+)  # fmt: skip
+# Experts in layers 1 and 3 of 4.
+ERNIE = GQA | dict(
+    moe_num_experts=8, moe_k=3, moe_intermediate_size=48, moe_num_shared_experts=2, moe_layer_interval=2, moe_layer_start_index=1,
+    moe_layer_end_index=3,
 )  # fmt: skip
 OLMOE = GQA | dict(intermediate_size=48, num_experts=8, num_experts_per_tok=3, norm_topk_prob=False)
 # As wide as its experts, as published: shapes do not tell a matrix from its transposed one. Windows
@@ -143,6 +149,7 @@ VARIANTS = {
     "nemotron-h-moe": NemotronHConfig(**NEMOTRON, tie_word_embeddings=False),
     "nemotron-h-moe-latent": NemotronHConfig(**NEMOTRON, moe_latent_size=24, tie_word_embeddings=False),
     "olmoe": OlmoeConfig(**OLMOE, tie_word_embeddings=False),
+    "ernie": Ernie4_5_MoeConfig(**ERNIE, tie_word_embeddings=True),
     "gpt-oss": GptOssConfig(**GPT_OSS, tie_word_embeddings=False, **rope(GPT_OSS_YARN)),
 }  # fmt: skip
 if MiniMaxM2Config is not None:
@@ -224,6 +231,9 @@ def make(
         (directory / "config.json").write_text(json.dumps(config, indent=2))
         if mtp:
             _add_single_mtp(directory, model, dtype)
+    if config["model_type"] == "qwen3_next" and mtp:
+        (directory / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}, indent=2))
+        _add_named_mtp(directory, model, dtype)
     if "first_k_dense_replace" in config:
         # The published configs have these; transformers' own classes neither read nor write them,
         # engines need them.
@@ -269,6 +279,25 @@ def _add_mtp(directory: Path, model, dtype: torch.dtype) -> None:
     tensors[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _add_named_mtp(directory: Path, model, dtype: torch.dtype) -> None:
+    """A multi-token-prediction layer under names of its own, whose decoder layer is like the model's last."""
+    from safetensors.torch import load_file, save_file
+
+    tensors, hidden = load_file(directory / "model.safetensors"), model.config.hidden_size
+    last = f"model.layers.{model.config.num_hidden_layers - 1}."
+    for name in sorted(name for name in tensors if name.startswith(last)):
+        tensor = torch.randn(tensors[name].shape).mul(0.05).to(tensors[name].dtype)
+        tensors[f"mtp.layers.0.{name.removeprefix(last)}"] = tensor
+    for name, *shape in (
+        ("fc", hidden, 2 * hidden),
+        ("norm", hidden),
+        ("pre_fc_norm_hidden", hidden),
+        ("pre_fc_norm_embedding", hidden),
+    ):
+        tensors[f"mtp.{name}.weight"] = torch.randn(shape).mul(0.05).to(dtype)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _add_single_mtp(directory: Path, model, dtype: torch.dtype) -> None:

@@ -70,10 +70,17 @@ def megatron_tensors(
         return mamba_tensors(hf, config, padded_vocab)
     layers, latent = config["num_hidden_layers"], "kv_lora_rank" in config
     experts = (
-        config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
+        config.get("num_local_experts")
+        or config.get("num_experts")
+        or config.get("n_routed_experts")
+        or config.get("moe_num_experts")
+        or 0
     )
 
     def is_moe(layer: int) -> bool:
+        if "moe_layer_interval" in config:
+            first, last = config["moe_layer_start_index"], config["moe_layer_end_index"]
+            return first <= layer <= last and (layer + 1) % config["moe_layer_interval"] == 0
         if "first_k_dense_replace" in config:
             return layer >= config["first_k_dense_replace"]
         return (
@@ -212,8 +219,11 @@ def megatron_tensors(
                 [get(f"{shared}gate_proj.weight"), get(f"{shared}up_proj.weight")]
             )
             out["mlp.shared_experts.linear_fc2.weight"] = get(f"{shared}down_proj.weight")
-        if f"{prefix}mlp.gate.e_score_correction_bias" in hf:
+        if f"{prefix}mlp.moe_statics.e_score_correction_bias" in hf:
+            out["mlp.router.expert_bias"] = get("mlp.moe_statics.e_score_correction_bias").flatten()
+        elif f"{prefix}mlp.gate.e_score_correction_bias" in hf:
             out["mlp.router.expert_bias"] = get("mlp.gate.e_score_correction_bias")
+        if f"{prefix}mlp.shared_experts.gate_proj.weight" in hf:
             shared = "mlp.shared_experts."
             out[f"{shared}linear_fc1.weight"] = torch.cat(
                 [get(f"{shared}gate_proj.weight"), get(f"{shared}up_proj.weight")]
@@ -235,6 +245,16 @@ def megatron_tensors(
         result |= {
             f"decoder.layers.{i}.{name}": tensor for i, one in enumerate(held) for name, tensor in one.items()
         }
+    if "mtp.fc.weight" in hf:
+        in_layer = layer("mtp.layers.0.", kinds[-1])
+        result |= {f"mtp.layers.0.transformer_layer.{name}": t for name, t in in_layer.items()}
+        for name, to in (
+            ("pre_fc_norm_embedding", "enorm"),
+            ("pre_fc_norm_hidden", "hnorm"),
+            ("fc", "eh_proj"),
+            ("norm", "final_layernorm"),
+        ):
+            result[f"mtp.layers.0.{to}.weight"] = hf[f"mtp.{name}.weight"]
     if f"model.layers.{layers}.enorm.weight" in hf:
         prefix = f"model.layers.{layers}."
         result |= {

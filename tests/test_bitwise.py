@@ -20,6 +20,7 @@ CASES = [
     ("glm4-moe-lite", {"mtp": True}),
     ("deepseek-v32", {"mtp": True}),
     ("glm-moe-dsa-shared", {"mtp": True}),
+    ("qwen3-next", {"mtp": True}),
     ("nemotron-h-moe-latent", {"mtp": True}),
 ]
 

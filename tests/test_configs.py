@@ -95,6 +95,7 @@ OF_FAMILY = {
     "minimax_m2": {"scoring_func": "softmax", "use_qk_norm": False, "qk_norm_type": "per_head", "use_routing_bias": False,
                    "shared_intermediate_size": 512, "attn_type_list": [1, 0], "attention_bias": True, "sliding_window": 4096},
     "olmoe": {"use_qk_norm": False, "scoring_func": "sigmoid", "shared_expert_intermediate_size": 512},
+    "ernie4_5_moe": {"use_qk_norm": True, "scoring_func": "sigmoid", "routed_scaling_factor": 2.5, "first_k_dense_replace": 1},
     "nemotron_h": {"use_qk_norm": True, "sliding_window": 4096, "shared_expert_intermediate_size": 512},
     "gpt_oss": {"use_qk_norm": True, "scoring_func": "sigmoid", "mlp_bias": True, "shared_expert_intermediate_size": 512},
     "glm4_moe_lite": {"scoring_func": "softmax", "index_topk": 2048, "moe_layer_freq": 2},
@@ -180,7 +181,7 @@ READ_WITHOUT_EFFECT = {
     "image_token_id",
     "video_token_id",
 }
-VLLM_FILES = {"deepseek_v3": "deepseek_v2", "deepseek_v32": "deepseek_v2", "glm_moe_dsa": "deepseek_v2", "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5",
+VLLM_FILES = {"deepseek_v3": "deepseek_v2", "deepseek_v32": "deepseek_v2", "glm_moe_dsa": "deepseek_v2", "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5", "ernie4_5_moe": "ernie45_moe",
               "qwen3_vl_moe_text": "qwen3_moe"}  # fmt: skip
 # vLLM's own: of other models in the same file, of drafts, or no field.
 VLLM_ONLY = {"get_text_config", "get_nemotron_h_config_for_layer", "target_layer_count", "moe_router_dtype", "indexer_rope_interleave", "index_topk_freq",

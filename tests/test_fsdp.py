@@ -24,6 +24,7 @@ CASES = [
     ("minimax-m2", {"replicate": 2, "shard": 2}, {"tp": 4}, 4, True),
     ("nemotron-h-moe", {"shard": 3}, {"tp": 2}, 2, False),
     ("olmoe", {"shard": 2, "tp": 1}, {"tp": 2, "enable_expert_parallel": True}, 2, False),
+    ("ernie", {"shard": 3}, {"tp": 2, "enable_expert_parallel": True}, 2, False),
     ("glm-moe-dsa-shared", {"shard": 2}, {"tp": 2}, 2, False),
 ]
 BLOCKS = {"quantization": "fp8_per_block"}

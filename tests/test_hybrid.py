@@ -242,6 +242,15 @@ def test_what_a_hybrid_model_cannot_compute_is_not_built_and_not_written(checkpo
         build_megatron(
             read_model(str(source)), MegatronLayout(), transformer_impl="local", model_class="hybrid"
         )
+    report = hf_to_mcore(checkpoint("ernie"), tmp_path / "pairs", **FORM)
+    assert any("rotary embeddings of neighboring dims, which" in notice for notice in report.notices)
+    with pytest.raises(ReshardError, match="HybridModel has no rotary embeddings of neighboring dims: build"):
+        build_megatron(
+            read_model(str(checkpoint("ernie"))),
+            MegatronLayout(),
+            transformer_impl="local",
+            model_class="hybrid",
+        )
     with pytest.raises(
         ReshardError, match="layers that share an indexer are counted otherwise in a HybridModel"
     ):
@@ -252,7 +261,7 @@ def test_what_a_hybrid_model_cannot_compute_is_not_built_and_not_written(checkpo
         build_megatron(read_model(str(source)), MegatronLayout(), model_class="bert")
     with pytest.raises(ReshardError, match="--model-class bert is not one of gpt, hybrid"):
         hf_to_mcore(source, tmp_path / "other", model_class="bert")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mcore"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mcore", "pairs"]
 
 
 MOVED = [

@@ -29,6 +29,7 @@ LAYOUTS = [
     ("mixtral", {}, f"{PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=2)),
     ("minimax-m2", {}, f"{TP} 4 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=2, pp=2, ep=2, etp=2)),
     ("olmoe", {}, f"{TP} 4 {EP} 4 {ETP} 1", 4, MegatronLayout(tp=2, pp=2, ep=2, etp=2)),
+    ("ernie", {}, f"{PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=2)),
     ("gpt-oss", {}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=1)),
     ("glm-moe-dsa-shared", {"mtp": True}, f"{PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=1)),
 ]  # fmt: skip
@@ -52,7 +53,7 @@ def test_a_load_leaves_what_megatron_loads_of_the_conversion(
         assert from_hf == from_ours == from_theirs == []
         assert len(from_other) > 0.8 * tensors  # the control: other weights are seen
         # Megatron keeps the router's bias in fp32, whatever the checkpoint has.
-        biased = "-v3" in variant or "glm" in variant or variant == "minimax-m2"
+        biased = "-v3" in variant or "glm" in variant or variant in ("minimax-m2", "ernie")
         assert all(report["tensors"] and (biased or report["cast_tensors"] == 0) for report in reports)
     size = sum(path.stat().st_size for path in (folder / "hf").glob("*.safetensors"))
     if not options and "tied" not in variant:  # what a rank reads is its share, not the model

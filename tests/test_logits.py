@@ -105,6 +105,7 @@ RELOADS = [
         4,
     ),  # twice the key heads
     ("olmoe", MegatronLayout(tp=2, pp=2, ep=4, etp=1), f"{TP} 4 {EP} 2 {ETP} 2", 4),
+    ("ernie", MegatronLayout(tp=2, ep=4, etp=1), f"{TP} 2 {PP} 2 {VPP} 2 {EP} 2 {ETP} 1", 4),
     ("gpt-oss", MegatronLayout(tp=2, pp=2, ep=4, etp=1), f"{TP} 4 {EP} 2 {ETP} 1", 4),
     ("gpt-oss", MegatronLayout(tp=4, ep=8, etp=1), f"{PP} 2 {VPP} 2 {EP} 2 {ETP} 1", 4),
     ("glm4-moe-lite", MegatronLayout(pp=2, ep=4, etp=1), f"{TP} 4 {EP} 2 {ETP} 2", 4),

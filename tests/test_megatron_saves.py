@@ -30,6 +30,7 @@ SAVED = [
     ("mixtral", f"{PP} 2 {VPP} 2 {EP} 2 {ETP} 1", 4),
     ("minimax-m2", f"{TP} 4 {EP} 2 {ETP} 2", 4),
     ("olmoe", f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4),
+    ("ernie", f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4),
     ("gpt-oss", f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4),
     ("deepseek-v32", f"{PP} 2 {EP} 2 {ETP} 1", 4),
     ("glm-moe-dsa-shared", f"{PP} 2 {EP} 2 {ETP} 1", 4),
@@ -93,7 +94,7 @@ def test_a_training_checkpoint_gives_its_weights_and_says_what_is_left_out(check
 
 
 @pytest.mark.parametrize("variant", ["llama", "llama-rope-tied", "llama-bias", "qwen2", "qwen2-tied", "qwen3", "qwen3-moe", "qwen3-moe-mixed",
-                                     "deepseek-v3", "glm4-moe", "glm4-moe-air", "mixtral", "minimax-m2", "olmoe", "gpt-oss",
+                                     "deepseek-v3", "glm4-moe", "glm4-moe-air", "mixtral", "minimax-m2", "olmoe", "ernie", "gpt-oss",
                                      "deepseek-v32", "glm-moe-dsa-shared"])  # fmt: skip
 def test_the_args_of_a_checkpoint_stand_in_for_the_config(variant, checkpoint, tmp_path):
     from transformers import AutoConfig

@@ -38,6 +38,7 @@ SAME = [
     ("mixtral", MegatronLayout(pp=2, ep=2, etp=1), dict(ep=4, etp=1)),
     ("minimax-m2", MegatronLayout(tp=2, ep=2, etp=1), dict(tp=4, ep=2, etp=1)),
     ("olmoe", MegatronLayout(pp=2, ep=2, etp=1), dict(tp=4, ep=2, etp=1)),
+    ("ernie", MegatronLayout(pp=2, ep=2, etp=1), dict(tp=2, ep=2, etp=1)),
     ("gpt-oss", MegatronLayout(pp=2, ep=2, etp=1), dict(tp=2, ep=2, etp=1)),
     ("glm4-moe-lite", MegatronLayout(pp=2), dict(tp=2, ep=2, etp=1)),
     ("deepseek-v32", MegatronLayout(tp=2, ep=2, etp=1), dict(ep=2, etp=1)),
@@ -55,7 +56,7 @@ def test_a_converted_model_passes_at_any_layout(variant, written, loaded, megatr
     if VARIANTS[variant].model_type not in ("llama", "qwen2", "qwen3"):
         config = VARIANTS[variant].to_dict()
         dense = config.get("first_k_dense_replace", 0)
-        layers = {"qwen3-moe-mixed": 3, "qwen3-moe-step": 2}.get(variant, 4 - dense)
+        layers = {"qwen3-moe-mixed": 3, "qwen3-moe-step": 2, "ernie": 2}.get(variant, 4 - dense)
         assert report["routing"]["choices"] == layers * 80 and report["routing"]["differing"] == 0
     else:
         assert report["routing"] is None

@@ -255,6 +255,7 @@ PUBLISHED |= {
     "Mixtral-8x7B-v0.1": (_CONFIGS["Mixtral-8x7B-v0.1"], 46.7, MegatronLayout(tp=2, pp=4, ep=8, etp=1)),
     "Mixtral-8x22B-v0.1": (_CONFIGS["Mixtral-8x22B-v0.1"], 140.6, MegatronLayout(tp=4, pp=4, ep=4, etp=2)),
     "MiniMax-M2.7": (_CONFIGS["MiniMax-M2.7"], 228.7, MegatronLayout(tp=8, pp=2, ep=32, etp=1)),
+    "ERNIE-4.5-21B-A3B": (_CONFIGS["ERNIE-4.5-21B-A3B-PT"], 21.8, MegatronLayout(tp=4, pp=2, ep=8, etp=1)),
     "OLMoE-1B-7B-0924": (_CONFIGS["OLMoE-1B-7B-0924"], 6.92, MegatronLayout(tp=2, pp=2, ep=8, etp=1)),
     "DeepSeek-V3.2": (_CONFIGS["DeepSeek-V3.2"], 685.4, MegatronLayout(tp=4, ep=64, etp=1)),
     "GLM-4.7-Flash": (_CONFIGS["GLM-4.7-Flash"], 30.6, MegatronLayout(tp=4, ep=8, etp=1)),

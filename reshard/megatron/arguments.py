@@ -238,11 +238,10 @@ def hf_config_of_args(family: Family, args: dict[str, Any], where: str) -> dict[
     if family.has_experts:
         pattern = moe_pattern(args.get("moe_layer_freq") or 1, int(args["num_layers"]))
         config |= family.kinds_as_fields(pattern)
-    config |= family.args_as_fields(args)
     if family.shared_experts:
         width = args.get("moe_shared_expert_intermediate_size") or 0
         config[family.shared_experts] = width // int(args["moe_ffn_hidden_size"]) or None
-    return config
+    return config | family.args_as_fields(args)
 
 
 def mismatched_args(family: Family, args: dict[str, Any]) -> list[str]:

@@ -104,25 +104,26 @@ def class_of(model: Model, model_class: str | None = None) -> str:
 
 def check_model_class(model: Model, model_class: str) -> None:
     """Raise ReshardError where Megatron-Core's HybridModel computes something else than the model."""
-    if model_class == "hybrid" and _is_scaled(model):
-        raise ReshardError(
-            f"{model.where}: Megatron-Core's HybridModel has no llama3 scaling of rotary embeddings: build a GPTModel"
-        )
+    lacking = _lacking(model)
+    if model_class == "hybrid" and lacking:
+        raise ReshardError(f"{model.where}: Megatron-Core's HybridModel has no {lacking}: build a GPTModel")
 
 
 def notices(model: Model, model_class: str) -> list[str]:
     """Return a sentence for what a HybridModel of Megatron-Core up to 0.20 does not compute as the model is
     published."""
-    if model_class == "hybrid" and _is_scaled(model):
-        return [
-            "a HybridModel trains without the config's llama3 scaling of rotary embeddings, which it has no option for"
-        ]
+    lacking = _lacking(model)
+    if model_class == "hybrid" and lacking:
+        return [f"a HybridModel trains without the config's {lacking}, which it has no option for"]
     return []
 
 
-def _is_scaled(model: Model) -> bool:
-    """Return True where rotary embeddings are scaled in the way of Llama 3.1."""
-    return bool(model.rope()["rope_type"] == "llama3")
+def _lacking(model: Model) -> str:
+    """Return what a HybridModel lacks of the model's rotary embeddings: the scaling of Llama 3.1, or angles for
+    neighboring dims; empty where it has all."""
+    if model.family.megatron["rotary_interleaved"]:
+        return "rotary embeddings of neighboring dims"
+    return "llama3 scaling of rotary embeddings" if model.rope()["rope_type"] == "llama3" else ""
 
 
 def letters_of(model: Model, kind: str) -> str:

@@ -20,7 +20,7 @@ NULLABLE = ("head_dim", "num_key_value_heads", "num_nextn_predict_layers")
 # What Megatron's arguments are for every family here, unless its `megatron` says otherwise.
 MEGATRON: dict[str, Any] = {
     "normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "group_query_attention": True,
-    "multi_latent_attention": False, "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False,
+    "multi_latent_attention": False, "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False, "rotary_interleaved": False,
 }  # fmt: skip
 # The same of families with experts.
 MEGATRON_MOE: dict[str, Any] = {

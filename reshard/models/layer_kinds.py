@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, listed
 from reshard.models.config_fields import whole_number
 from reshard.models.numerics_args import linear_pattern, window_pattern
 
@@ -28,6 +28,39 @@ def step_of_pattern(pattern: list[int]) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer for layer, moe in enumerate(pattern) if not moe],
     }
+
+
+def moe_by_interval(config: dict[str, Any], where: str) -> list[str]:
+    """Return ``moe`` for every `moe_layer_interval`-th layer from `moe_layer_start_index` to
+    `moe_layer_end_index`, where -1 is the last, and ``dense`` for the others. Raises ReshardError where the
+    three fields do not say which."""
+    defaults = {"moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_layer_end_index": -1}
+    given = {name: config.get(name) for name in defaults}
+    interval, first, last = (defaults[name] if n is None else n for name, n in given.items())
+    if not whole_number(interval) or not whole_number(first, 0) or not whole_number(last, -1):
+        shown = listed(f"{name} {value!r:.20}" for name, value in given.items())
+        raise ReshardError(f"{where}: {shown} do not say which layers have experts")
+    layers = config["num_hidden_layers"]
+    last = layers - 1 if last == -1 else last
+    return ["moe" if first <= i <= last and (i + 1) % interval == 0 else "dense" for i in range(layers)]
+
+
+def interval_of_pattern(pattern: list[int]) -> dict[str, Any]:
+    """Return the fields that `moe_by_interval` reads for a pattern with 1 for each layer with experts. Raises
+    ReshardError for one that they cannot say."""
+    experts = [layer for layer, moe in enumerate(pattern) if moe]
+    interval = experts[1] - experts[0] if len(experts) > 1 else 1
+    fields = {
+        "moe_layer_interval": interval,
+        "moe_layer_start_index": experts[0],
+        "moe_layer_end_index": experts[-1],
+    }
+    kinds = moe_by_interval(fields | {"num_hidden_layers": len(pattern)}, "the pattern")
+    if [kind == "moe" for kind in kinds] != [bool(moe) for moe in pattern]:
+        raise ReshardError(
+            f"moe_layer_freq {pattern!s:.80}: layers with experts are not a whole interval apart, which this family's config cannot say"
+        )
+    return fields
 
 
 def attention_by_layer_types(config: dict[str, Any], where: str) -> list[str]:

@@ -103,7 +103,8 @@ class Model:
         for row in family.config_rows:
             row.check_value(full[row.field], where)
         for name in family.symbols.values():
-            if full.get(name) is not None and not whole_number(full[name]):
+            least = 0 if name == family.shared_experts else 1
+            if full.get(name) is not None and not whole_number(full[name], least):
                 raise ReshardError(
                     f"{where}: {name} is {full[name]!r:.80}, which is not a positive whole number"
                 )
@@ -256,8 +257,12 @@ class Model:
 
     @property
     def towers(self) -> tuple[str, ...]:
-        """The beginnings of the published names of tensors that are carried from disk to disk unchanged."""
-        return self.family.towers if self.wrapped or not self.family.wrapped_in[0] else ()
+        """The beginnings of the published names of tensors that are carried from disk to disk unchanged: not
+        those of MTP layers that the config announces."""
+        if self.family.wrapped_in[0] and not self.wrapped:
+            return ()
+        own = self.mtp_prefixes(0) if self.mtp_layers else ()
+        return tuple(tower for tower in self.family.towers if not any(name.startswith(tower) for name in own))
 
     def is_of_tower(self, name: str) -> bool:
         """Return True for a published tensor that is carried along, of another part of a larger model for one."""

@@ -126,7 +126,6 @@ def megatron_rope(rope: dict[str, Any], latent: bool, where: str) -> dict[str, A
     args: dict[str, Any] = {
         "rotary_base": int(theta),
         "rotary_percent": float(rope["partial_rotary_factor"]),
-        "rotary_interleaved": False,
     }
     if latent:
         args["rope_type"] = "yarn" if name == "yarn" else "rope"

@@ -86,6 +86,10 @@ def _locals(
     if name in views:
         stored = tensor_shapes({view: shapes[view] for view in views[name]})[name]
         _check_shape(held, stored)
+        if len(stored) == 2 and stored[0] == 1:  # one vector, which the file has as a matrix of one row
+            [view] = views[name]
+            vector = Box(held.box.offsets[1:], held.box.lengths[1:])
+            return [LocalTensor(0, vector.lengths, (Part(view, vector, (0,)),))]
         matrix = _rows(held)
         return [LocalTensor(0, matrix.lengths, tuple(view_parts(views[name], stored, matrix)))]
     if not held.of_experts:

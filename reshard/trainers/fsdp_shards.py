@@ -96,8 +96,8 @@ class FsdpShards(Trainer):
         regions = []
         for held, tensor in zip(self.held, self._tensors(), strict=True):
             elements = tensor.numel() // held.matrices
-            # Of experts the last dim, else all dims after the first.
-            pitch = math.prod(tensor.shape[2 if held.of_experts else 1 :])
+            # Of experts the last dim, else all dims after the first; a single row may be meant as a vector.
+            pitch = 1 if held.shape[:1] == (1,) else math.prod(tensor.shape[2 if held.of_experts else 1 :])
             regions += [Region(tensor, index * elements, pitch) for index in range(held.matrices)]
         return regions
 

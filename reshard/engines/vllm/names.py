@@ -38,6 +38,8 @@ LATENT_ATTENTION = (
     ("self_attn.kv_a_proj_with_mqa.*", "self_attn.fused_qkv_a_proj.*", "q_lora_rank"),
 )  # fmt: skip
 
+ROUTER_STATICS = (("mlp.moe_statics.e_score_correction_bias", "mlp.gate.e_score_correction_bias", "always"),)
+
 INDEXER = (
     ("self_attn.indexer.wk.*",           "self_attn.indexer.wk_weights_proj.*", "always"),
     ("self_attn.indexer.weights_proj.*", "self_attn.indexer.wk_weights_proj.*", "always"),
@@ -88,8 +90,9 @@ FAMILIES = {
     "mixtral": EngineFamily(BLOCK_SPARSE_MOE, on_every_stage=OUTER),
     "minimax_m2": EngineFamily(BLOCK_SPARSE_MOE),
     "olmoe": EngineFamily(on_every_stage=OUTER, whole=("self_attn.q_norm.weight", "self_attn.k_norm.weight")),
+    "ernie4_5_moe": EngineFamily(ROUTER_STATICS),
     "glm4_moe_lite": EngineFamily(LATENT_ATTENTION),
-    "qwen3_next": EngineFamily(),
+    "qwen3_next": EngineFamily(prefixes=OF_DRAFTER),
     "qwen3_5_text": EngineFamily(prefixes=OF_DRAFTER),
     "qwen3_5_moe_text": EngineFamily(prefixes=OF_DRAFTER),
     "nemotron_h": EngineFamily(
