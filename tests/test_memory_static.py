@@ -14,6 +14,17 @@ from reshard.models.model import Model
 from tests import memory_on_cpu
 from tests.checkpoints import VARIANTS
 
+# Configs of larger models, of which their language model is trained.
+LARGER = {
+    "qwen3-vl-moe": {
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe", "tie_word_embeddings": False,
+        "text_config": VARIANTS["qwen3-moe-mixed"].to_dict() | {"model_type": "qwen3_vl_moe_text", "architectures": None},
+    },
+    "kimi-k2.5": {
+        "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25",
+        "text_config": VARIANTS["deepseek-v3"].to_dict() | {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]},
+    },
+}  # fmt: skip
 # variant, fields that it is changed in, layout, ranks, cp
 LAYOUTS = {
     "one rank": ("qwen3", {}, MegatronLayout(), 1, 1),
@@ -27,6 +38,11 @@ LAYOUTS = {
         "qwen3", {"num_hidden_layers": 6}, MegatronLayout(pp=4, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True), 8, 1,
     ),
     "norms over the full width": ("minimax-m2", {}, MegatronLayout(tp=4, ep=2, etp=1), 8, 1),
+    "softmax with a bias, shared experts": ("ernie", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), 8, 1),
+    "in a larger model": ("qwen3-vl-moe", {}, MegatronLayout(tp=2, pp=2, ep=4, etp=1), 16, 1),
+    "MLA in a larger model": ("kimi-k2.5", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), 8, 1),
+    "linear attention": ("qwen3-next", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), 8, 1),
+    "Mamba": ("nemotron-h-moe", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), 8, 1),
     "biases of experts, sinks": ("gpt-oss", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), 8, 1),
     "EP, ETP1": ("qwen3-moe", {}, MegatronLayout(tp=2, pp=2, ep=4, etp=1), 16, 1),
     "EP, ETP2, odd DP": ("qwen3-moe-mixed", {}, MegatronLayout(tp=2, ep=4, etp=2), 24, 1),
@@ -44,7 +60,8 @@ LAYOUTS = {
 
 
 def model(variant: str, **fields) -> Model:
-    return Model.from_hf(VARIANTS[variant].to_dict() | fields, variant)
+    config = (VARIANTS | LARGER)[variant]
+    return Model.from_hf((config if isinstance(config, dict) else config.to_dict()) | fields, variant)
 
 
 def planned(found: Model, layout: MegatronLayout, **options) -> TrainingSetup:

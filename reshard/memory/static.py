@@ -7,6 +7,7 @@ one of lcm(data parallel ranks, 128); a tied embedding is in a bucket of its own
 ``--overlap-grad-reduce`` there are more buckets, which end so too: some KB more.
 """
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,6 +21,8 @@ from reshard.models.model import Model
 from reshard.models.tables import Row
 
 START, END = 64, 128
+# What a checkpoint has in sections, such as ``in_proj.weight.query``, is one parameter of a live model.
+SECTION = re.compile(r"(\.(?:weight|bias))\.\w+$")
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ def _block(
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in model.model.rows(block, kind):
         if row.arrangement not in ("ignored", "copy"):
-            groups[row.megatron].append(row)
+            groups[SECTION.sub(r"\1", row.megatron)].append(row)
     weights = []
     for name, rows in groups.items():
         shapes = [model.model.shape(row.shape) for row in rows]
@@ -128,8 +131,11 @@ def _block(
                 raise ReshardError(f"--{split[0]} {size} does not divide the {shape[split[1]]} of {name}")
             shape[split[1]] //= size
         experts = model.model.num_experts // ep if rows[0].of_experts else 1
-        trained = not rows[0].fp32  # the router's bias is a buffer, with the count of tokens beside it
-        weights.append(Weight(name, tuple(shape), experts if trained else 2, rows[0].of_experts, trained))
+        trained = not rows[0].fp32  # the router's bias is a buffer
+        # With a count of tokens beside it, where Megatron updates it.
+        buffers = 1 + bool(model.model.family.megatron.get("moe_router_enable_expert_bias"))
+        count = experts if trained else buffers
+        weights.append(Weight(name, tuple(shape), count, rows[0].of_experts, trained))
     return tuple(weights)
 
 
