@@ -12,7 +12,7 @@ from hypothesis.strategies import integers, lists, tuples
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 
-from reshard import MegatronLayout, ReshardError, VllmLayout, plan_refit
+from reshard import MegatronLayout, ReshardError, SglangLayout, VllmLayout, plan_refit
 from reshard.cli.main import cli
 from reshard.models.model import Model
 from reshard.refit.tables import table_of, tile_count, tiles_of
@@ -220,6 +220,8 @@ def test_the_command_plans_for_sglang_too(qwen):
     ):
         result = run("--model", qwen, "--trainer", "tp=8", "--engine", engine)
         assert result.exit_code and sentence in f"{result.output}{result.exception}"
+    with pytest.raises(ReshardError, match="NemotronHForCausalLM computes A of Mamba layers.* refit a vLLM"):
+        plan_refit(model("Nemotron-Nano-9B-v2"), MegatronLayout(tp=2), SglangLayout(tp=2))
 
 
 def test_the_command_speaks_json(qwen):

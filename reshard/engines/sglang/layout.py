@@ -18,7 +18,7 @@ from reshard.engines.layout import (
     outer_of_stage,
     place,
 )
-from reshard.engines.sglang.names import SGLANG, WITHOUT_DP_ATTENTION, WITHOUT_TP
+from reshard.engines.sglang.names import COMPUTED, SGLANG, WITHOUT_DP_ATTENTION, WITHOUT_TP
 from reshard.models.model import Model
 
 
@@ -57,7 +57,8 @@ class SglangLayout:
         return " ".join(f"{name}{n}" for name, n in sizes if n > 1) or "TP1"
 
     def check(self, model: Model) -> None:
-        """Raise ReshardError if SGLang would not start at these sizes."""
+        """Raise ReshardError if SGLang would not start at these sizes, or cannot be refitted with the model."""
+        check_family(model)
         if self.tp % self.dp:
             raise ReshardError(f"SGLang's dp {self.dp} does not divide its tp {self.tp}")
         if self.tp % self.ep:
@@ -105,6 +106,16 @@ class SglangLayout:
     def placement(self, model: Model, rank: int) -> Placement:
         """Return the parameters of one rank. Raises ReshardError if a size does not divide."""
         return sglang_placement(model, self.rank(model, rank))
+
+
+def check_family(model: Model) -> None:
+    """Raise ReshardError for a family of which SGLang's class computes a parameter: a refit copies."""
+    computed = COMPUTED.get(model.family.name)
+    if computed:
+        raise ReshardError(
+            f"SGLang's class of {model.family.architecture} computes {computed} while it loads, and a refit "
+            f"copies: refit a vLLM, or let SGLang load the checkpoint"
+        )
 
 
 def attention_shards(attention: Shard) -> Mapping[str, Shard]:

@@ -23,6 +23,7 @@ from reshard.engines.sglang import compat
 from reshard.engines.sglang.blocks import layers_in_blocks, plain_matrices
 from reshard.engines.sglang.derived import derive_in_place, stale_tensors
 from reshard.engines.sglang.guard import guard_of
+from reshard.engines.sglang.layout import check_family
 from reshard.engines.sglang.names import SGLANG
 from reshard.engines.sglang.rank import rank_of
 from reshard.engines.sglang.supported import check_supported, check_towers
@@ -58,6 +59,7 @@ class SglangModel(LiveEngine):
         self.guard = guard_of(model, str(arguments.load_format))
         self.hf_config = published(compat.published_config(arguments), "SGLang's config")
         self.model = Model.from_hf(self.hf_config, f"SGLang's config of {arguments.model_path}")
+        check_family(self.model)
         check_supported(model, arguments)
         self._towers = SGLANG.tower_prefixes(self.model)
         check_towers(model, self._towers, arguments)

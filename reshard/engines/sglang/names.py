@@ -84,5 +84,7 @@ FAMILIES = {
 WITHOUT_DP_ATTENTION = ("llama", "qwen2", "mixtral", "olmoe")
 # Families whose classes norm all heads together on each rank, and so cannot split them.
 WITHOUT_TP = ("olmoe",)
+# Families whose classes compute a parameter while they load, and do not keep what they compute it from.
+COMPUTED = {"nemotron_h": "A of Mamba layers, of the published A_log,"}
 
 SGLANG = EngineNames("SGLang", NAMES, FAMILIES, IN_A_LARGER_ONE)
