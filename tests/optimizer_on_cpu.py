@@ -18,6 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from megatron.training import checkpointing
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 
 from tests import megatron_on_cpu
@@ -58,6 +59,18 @@ def training_step(wrapped: list[torch.nn.Module], optimizer: Any, vocabulary: in
     return float(loss.detach())
 
 
+@contextlib.contextmanager
+def saved_in(states_format: str):
+    """Save in an earlier format of the distributed optimizer while the context is open."""
+    plain = checkpointing._build_sharded_state_dict_metadata
+    named = {"distrib_optim_sharding_type": states_format}
+    checkpointing._build_sharded_state_dict_metadata = lambda *a, **k: plain(*a, **k) | named
+    try:
+        yield
+    finally:
+        checkpointing._build_sharded_state_dict_metadata = plain
+
+
 class Training:
     """A model under Megatron's DDP with its optimizer and its schedule, as Megatron-LM has them."""
 
@@ -76,7 +89,7 @@ class Training:
             DistributedDataParallel(model.config, ddp, Float16Module(model.config, model.bfloat16().train()))
             for model in self.models
         ]
-        config = OptimizerConfig(optimizer="adam", lr=1e-2, min_lr=1e-3, bf16=True, clip_grad=0.0,
+        config = OptimizerConfig(optimizer=self.args.optimizer, lr=1e-2, min_lr=1e-3, bf16=True, clip_grad=0.0,
                                  use_distributed_optimizer=distributed)  # fmt: skip
         plain_type = torch.Tensor.type  # it takes parameters on a GPU only
         torch.Tensor.type = lambda self, *a, **k: plain_type(self, *a, **k) if a else plain_type(self).replace("torch.", "torch.cuda.")  # fmt: skip
@@ -98,21 +111,25 @@ class Training:
         for each in self.optimizer.chained_optimizers:
             for state in each.optimizer.state.values():
                 # The distributed optimizer's loader gives one tensor to all of them.
-                state["step"] = state["step"].clone()
+                if "step" in state:  # of Adam
+                    state["step"] = state["step"].clone()
         return iteration
 
     def start(self) -> None:
         """Make the states that torch's Adam makes in its first step, and Megatron's loader expects."""
-        for each in self.optimizer.chained_optimizers:
+        of_adam = (o for o in self.optimizer.chained_optimizers if isinstance(o.optimizer, torch.optim.Adam))
+        for each in of_adam:
             for p in (p for group in each.optimizer.param_groups for p in group["params"]):
                 if not each.optimizer.state[p]:
                     zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
                     each.optimizer.state[p] = {"step": torch.tensor(0.0)} | zeros
 
-    def save(self, directory: str, iteration: int) -> None:
-        """Megatron-LM's ``--save DIRECTORY``."""
+    def save(self, directory: str, iteration: int, states_format: str = "") -> None:
+        """Megatron-LM's ``--save DIRECTORY``; with `states_format` in a format of earlier versions, of which it has
+        no flag any more."""
         self.args.save, self.args.consumed_train_samples = directory, 4 * iteration
-        with contextlib.redirect_stdout(io.StringIO()):
+        earlier = saved_in(states_format) if states_format else contextlib.nullcontext()
+        with earlier, contextlib.redirect_stdout(io.StringIO()):
             save_checkpoint(iteration, self.wrapped, self.optimizer, self.schedule, 1.5)
 
     def step(self, number: int) -> float:
@@ -143,12 +160,14 @@ class Training:
                     t.fill_(UNTOUCHED)
 
 
-def train(rank: int, flags: list[str], source: str, directory: str, before: int, after: int) -> list[float]:
+def train(
+    rank: int, flags: list[str], source: str, directory: str, before: int, after: int, states_format: str = ""
+) -> list[float]:
     """Train on a checkpoint's weights, save after so many steps, and go on undisturbed; all losses."""
     training = Training(flags)
     training.load(source, finetune=True)
     losses = [training.step(number) for number in range(before)]
-    training.save(directory, before)
+    training.save(directory, before, states_format)
     return losses + [training.step(number) for number in range(before, before + after)]
 
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from reshard import (
 )
 from reshard.formats import torch_dist
 from reshard.megatron.training.progress import TrainingState
+from reshard.megatron.training.states import check_movable, states_of
 from tests.disk import cli, command, ended, environment, journal, until
 from tests.oracle import hf_tensors, same, stored_tensors
 from tests.ranks import run_on_ranks
@@ -36,6 +38,7 @@ RESHARDABLE = "--bf16 --use-distributed-optimizer --dist-ckpt-optim-fully-reshar
 BEFORE, AFTER = 2, 2  # steps of the training before and after its save
 FORM = {"transformer_impl": "local", "make_vocab_size_divisible_by": 8}
 ITERATION = "iter_0000002"
+EARLIER = ("dp_zero_gather_scatter",)
 EP2 = MegatronLayout(ep=2, etp=1)
 QKV = "optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight"
 
@@ -50,11 +53,16 @@ class Runs:
             hf_to_mcore(source, folder / f"{variant}-mcore", transformer_impl="local")
         self.of_experts = self.flags("qwen3-moe", f"{EP} 2 {ETP} 1")
         self.dense = self.flags("qwen3", f"{TP} 2", "--bf16")
+        self.muon = self.flags("qwen3", f"{TP} 2", "--bf16 --optimizer muon")
+        by_layers = self.flags("qwen3-moe", f"{EP} 2 {ETP} 1", f"{RESHARDABLE} --optimizer muon")
         buffers = [flag for flag in self.of_experts if flag != "--dist-ckpt-optim-fully-reshardable"]
         runs = [
             (self.of_experts, self.path("qwen3-moe-mcore"), self.path("moe"), BEFORE, AFTER),
             (self.dense, self.path("qwen3-mcore"), self.path("dense"), BEFORE, AFTER),
             (buffers, self.path("qwen3-moe-mcore"), self.path("buffers"), 1, 0),
+            (self.muon, self.path("qwen3-mcore"), self.path("muon"), BEFORE, AFTER),
+            (by_layers, self.path("qwen3-moe-mcore"), self.path("by-layers"), 1, 0),
+            *((buffers, self.path("qwen3-moe-mcore"), self.path(name), 1, 0, name) for name in EARLIER),
         ]  # fmt: skip
         self.losses = run_on_ranks(2, "train_each", runs, module="optimizer_on_cpu")
         config, dense = ({"hf_config": sources[name]} for name in ("qwen3-moe", "qwen3"))
@@ -65,6 +73,9 @@ class Runs:
         self.move("dense", "dense-stages", MegatronLayout(pp=2), **dense)
         self.move("dense", "dense-hybrid", MegatronLayout(tp=2), **dense, model_class="hybrid")
         self.move("dense-hybrid", "dense-back", MegatronLayout(tp=2))
+        self.move("muon", "muon-stages", MegatronLayout(pp=2), **dense)
+        self.move("muon", "muon-hybrid", MegatronLayout(tp=2), **dense, model_class="hybrid")
+        self.move("muon-hybrid", "muon-back", MegatronLayout(tp=2))
         shutil.copytree(folder / "back", folder / "exchanged")
         exchange(folder / "exchanged" / ITERATION)
 
@@ -112,7 +123,16 @@ def resumed(runs):
         "dense stages": (runs.flags("qwen3", f"{PP} 2", "--bf16"), "", ["dense", "dense-stages"], 0, ""),
         "dense": (runs.dense, "", ["dense", "dense-back"], AFTER, ""),
         "dense hybrid": (runs.dense, "*-*-*-*-", ["dense", "dense-hybrid"], AFTER, ""),
-        "buffers": (runs.of_experts, "", ["buffers"], 1, "buffers-saved"),
+        "muon": (runs.muon, "", ["muon", "muon-back"], AFTER, ""),
+        "muon hybrid": (runs.muon, "*-*-*-*-", ["muon", "muon-hybrid"], AFTER, ""),
+        "muon stages": (
+            runs.flags("qwen3", f"{PP} 2", "--bf16 --optimizer muon"),
+            "",
+            ["muon", "muon-stages"],
+            0,
+            "",
+        ),
+        **{name: (runs.of_experts, "", [name], 1, f"{name}-saved") for name in ("buffers", *EARLIER)},
     }
     arguments = []
     for flags, pattern, names, steps, saved in cases.values():
@@ -126,16 +146,18 @@ def test_megatron_loads_of_a_moved_checkpoint_what_it_loads_of_the_training_s_ow
     """Bit for bit: weights, main parameters and moments, steps, schedule and samples."""
     for of_rank in resumed:
         for name, (own, *moved) in of_rank.items():
-            if name == "buffers":
+            if name in ("buffers", *EARLIER):
                 continue
             for iteration, differ, count, places, _ in (own, *moved[:2]):
                 assert (iteration, differ, count, places) == (BEFORE, [], own[2], own[3]), name
-                assert count > 60 and places == (2 * BEFORE, 4 * BEFORE)
+                assert count > (40 if "muon" in name else 60) and places == (2 * BEFORE, 4 * BEFORE)
 
 
 def test_a_resumed_training_has_the_losses_of_an_undisturbed_one(runs, resumed):
-    for of_rank, (of_experts, of_dense, _) in zip(resumed, runs.losses, strict=True):
+    for of_rank, (of_experts, of_dense, _, of_muon, *_) in zip(resumed, runs.losses, strict=True):
         for name, undisturbed in (
+            ("muon", of_muon),
+            ("muon hybrid", of_muon),
             ("experts", of_experts),
             ("hybrid", of_experts),
             ("dense", of_dense),
@@ -144,6 +166,7 @@ def test_a_resumed_training_has_the_losses_of_an_undisturbed_one(runs, resumed):
             for *_, losses in of_rank[name][:3]:
                 assert losses == undisturbed[BEFORE:], name
         assert len({*of_experts, *of_dense}) == 2 * (BEFORE + AFTER)
+        assert of_muon[2:] != of_dense[2:]
 
 
 @pytest.mark.parametrize("saved", ["stages-saved", "tensors-saved"])
@@ -227,15 +250,39 @@ def test_a_cast_leaves_the_states_as_they_are(runs, tmp_path):
     assert same({key: wide[key] for key in states}, {key: trained[key] for key in states}) == []
 
 
-def test_states_in_flat_buffers_are_refused_by_name(runs, tmp_path):
-    with pytest.raises(ReshardError, match=r"in the format dp_reshardable, .*resume it once at that layout with "
+@pytest.mark.parametrize("name", ["buffers", *EARLIER])
+def test_states_that_belong_to_a_layout_are_refused_by_name(name, runs, tmp_path):
+    states_format = {"buffers": "dp_reshardable"}.get(name, name)
+    with pytest.raises(ReshardError, match=rf"in the format {states_format}, .*resume it once at that layout with "
                                            "--dist-ckpt-optim-fully-reshardable, .*, or pass --without-optimizer"):  # fmt: skip
-        runs.move("buffers", tmp_path / "out", EP2, hf_config=runs.configs["qwen3-moe"])
-    assert (
-        inspect(runs.folder / "buffers")
-        .details["optimizer"]
-        .startswith("dp_reshardable, which belongs to the layout")
+        runs.move(name, tmp_path / "out", EP2, hf_config=runs.configs["qwen3-moe"])
+    said = inspect(runs.folder / name).details["optimizer"]
+    assert said.startswith(
+        f"{states_format}, which belongs to the layout that it was saved at: resume it once"
     )
+
+
+@pytest.mark.parametrize(
+    "states_format", ["fully_sharded_model_space", "fully_sharded_bucket_space", "fsdp_dtensor"]
+)
+def test_formats_that_megatron_does_not_read_any_more_are_refused_by_name(states_format, runs, tmp_path):
+    """Which Megatron-Core 0.19 neither saves nor loads: so a checkpoint says that it has them."""
+    content = {"distrib_optim_sharding_type": states_format}
+    stored = torch_dist.read(runs.folder / "moe" / ITERATION)
+    states = states_of(
+        SimpleNamespace(keys=stored.keys, objects={}, common=lambda: {"content_metadata": content})
+    )
+    assert not states.can_move and states.describe().startswith(
+        f"{states_format}, which belongs to the layout"
+    )
+    with pytest.raises(
+        ReshardError, match=f"run has its optimizer states in the format {states_format}, .* or pass --wit"
+    ):
+        check_movable(states, "run")
+    assert ("with the one that saved it" in states.describe()) == states_format.startswith("fully_sharded")
+
+
+def test_weights_of_a_run_with_flat_buffers_are_converted_without_them(runs, tmp_path):
     done = cli("mcore-to-mcore", runs.folder / "buffers", tmp_path / "weights", "--hf-config", runs.configs["qwen3-moe"],
                "--without-optimizer")  # fmt: skip
     assert done.returncode == 0 and "optimizer state" in done.stderr
@@ -244,8 +291,9 @@ def test_states_in_flat_buffers_are_refused_by_name(runs, tmp_path):
 def test_a_run_with_flat_buffers_is_moved_once_megatron_has_saved_it_anew(runs, resumed, tmp_path):
     """As the refusal says: with the flag, at the same layout."""
     for of_rank, (of_experts, *_) in zip(resumed, runs.losses, strict=True):
-        [(iteration, _, _, _, losses)] = of_rank["buffers"]
-        assert iteration == 1 and losses == of_experts[1:2]
+        for name in ("buffers", *EARLIER):
+            [(iteration, _, _, _, losses)] = of_rank[name]
+            assert iteration == 1 and losses == of_experts[1:2], name
     report = runs.move(
         "buffers-saved", tmp_path / "moved", MegatronLayout(pp=2), hf_config=runs.configs["qwen3-moe"]
     )
@@ -254,6 +302,8 @@ def test_a_run_with_flat_buffers_is_moved_once_megatron_has_saved_it_anew(runs, 
         stored_tensors(path / "iter_0000001") for path in (runs.folder / "buffers-saved", tmp_path / "moved")
     )
     assert same(saved, moved) == []
+    for name in EARLIER:
+        assert same(saved, stored_tensors(runs.folder / f"{name}-saved" / "iter_0000001")) == []
 
 
 def test_inspect_says_which_states_can_be_moved(runs):
@@ -261,6 +311,24 @@ def test_inspect_says_which_states_can_be_moved(runs):
     assert of_experts == "fully_reshardable (exp_avg, exp_avg_sq, param), moved by mcore-to-mcore"
     assert dense == "regular (exp_avg, exp_avg_sq, fp32_param), moved by mcore-to-mcore"
     assert "optimizer" not in inspect(runs.folder / "qwen3-mcore").details
+
+
+def test_states_of_muon_are_moved_where_experts_keep_the_optimizer_that_they_have(runs, tmp_path):
+    of_both, by_layers = (inspect(runs.folder / name).details["optimizer"] for name in ("muon", "by-layers"))
+    assert of_both == "regular (exp_avg, exp_avg_sq, fp32_param, momentum_buffer), moved by mcore-to-mcore"
+    assert by_layers == of_both.replace("regular", "fully_reshardable")
+    config = {"hf_config": runs.configs["qwen3-moe"]}
+    runs.move("by-layers", tmp_path / "hybrid", EP2, model_class="hybrid", **config)
+    runs.move(tmp_path / "hybrid", tmp_path / "back", EP2)
+    saved, back = (
+        stored_tensors(path / "iter_0000001") for path in (runs.folder / "by-layers", tmp_path / "back")
+    )
+    assert same(saved, back) == [] and any(".momentum_buffer." in key for key in saved)
+    with pytest.raises(
+        ReshardError, match="--optimizer muon has experts in groups of parameters of their own at"
+    ):
+        runs.move("by-layers", tmp_path / "never", MegatronLayout(pp=2), **config)
+    assert not (tmp_path / "never").exists()
 
 
 def rewrite(directory: Path, change) -> None:

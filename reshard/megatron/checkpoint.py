@@ -184,7 +184,7 @@ def check_language_model(keys: Keys, where: object) -> None:
     sharded = [key for key in keys if key.endswith("." + EMBEDDING) and key.startswith(("model.", "module."))]
     if EMBEDDING not in keys and sharded:
         raise ReshardError(
-            f"{where} is in the format 'fsdp_dtensor' of Megatron's FSDP ({sharded[0]}), which is not read: save it "
+            f"{where} is in the format 'fsdp_dtensor' or 'torch_dcp' of a trainer under FSDP ({sharded[0]}), which is not read: save it "
             f"with --ckpt-format torch_dist"
         )
     head = keys.get(OUTPUT)

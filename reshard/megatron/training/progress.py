@@ -23,6 +23,8 @@ _NOT_COMMON = (
 )
 # The first version in which expert tensor parallelism alone gives experts an optimizer of their own.
 EXPERTS_APART_BY_TP = (0, 19)
+# Megatron's optimizers that all parameters have; others, such as Muon, are for matrices alone.
+ONE_OPTIMIZER = (None, "adam", "sgd")
 # Arguments that say how far the training is.
 _OF_TRAINING = (
     "consumed_train_samples",
@@ -98,6 +100,8 @@ class TrainingState:
         chain = (
             [saved[index] for index in sorted(saved)] if all(type(key) is int for key in saved) else [saved]
         )
+        if self.args.get("optimizer") not in ONE_OPTIMIZER:
+            return self._common_of_several(chain, apart)
         if len(chain) == 1 + apart:
             return self.common
         if [_is_of_experts(optimizer) for optimizer in chain] not in ([False], [False, True]):
@@ -107,6 +111,18 @@ class TrainingState:
             )
         moved = {0: chain[0], 1: _of_experts(chain[0], model)} if apart else _joined(*chain)
         return self.common | {"optimizer": moved}
+
+    def _common_of_several(self, chain: list[Any], apart: bool) -> dict[str, Any]:
+        """Return the common state as it is where matrices have an optimizer, and what is none another one (Muon and
+        Adam). Raises ReshardError where experts would have others than they had."""
+        if any(map(_is_of_experts, chain)) != apart:
+            own, with_rest = "in groups of parameters of their own", "in those of the rest"
+            has, needs = (with_rest, own) if apart else (own, with_rest)
+            raise ReshardError(
+                f"--optimizer {self.args['optimizer']} has experts {has} at the layout of the training, and {needs} at "
+                f"this one: keep an EP of 1 or one above 1, or pass --without-optimizer for the weights alone"
+            )
+        return self.common
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:

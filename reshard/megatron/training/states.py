@@ -8,6 +8,9 @@ of which parameters they belong to.
 | ``dp_reshardable``           | a flat buffer of a rank of tensors and stages       | the distributed one |
 | ``dp_zero_gather_scatter``   | all buffers of such a rank, as an object            | earlier versions    |
 | ``fully_sharded_model_space``| flat pieces of the states of one parameter          | earlier versions    |
+| ``fully_sharded_bucket_space``| flat buffers of buckets                            | before 0.14         |
+
+``fsdp_dtensor`` and ``torch_dcp`` are formats of whole checkpoints, which are refused before their states.
 
 The first two can be moved: the key is ``optimizer.state.exp_avg.`` and that of the parameter, and so the
 canonical tensors are ``optimizer.state.exp_avg.`` and a published name.
@@ -30,6 +33,17 @@ from reshard.models.model import Model
 STATE = "optimizer.state."
 REGULAR = "regular"
 MOVABLE = ("fully_reshardable", REGULAR)
+# How a run is made one that can be moved, by the format of its states.
+ANEW = (
+    "resume it once at that layout with --dist-ckpt-optim-fully-reshardable, by which Megatron saves it anew"
+)
+EARLIER = "no newer Megatron-Core reads it, so resume it once with the one that saved it, in a format that can be moved"
+REMEDIES = {
+    "dp_reshardable": ANEW,
+    "dp_zero_gather_scatter": f"{ANEW}; without --ckpt-fully-parallel-load",
+    "fully_sharded_model_space": EARLIER,
+    "fully_sharded_bucket_space": EARLIER,
+}
 # In earlier checkpoints the optimizers of a chain have their number before the key.
 _STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 
@@ -55,7 +69,12 @@ class OptimizerStates:
         """Return what `inspect` says of them."""
         if self.can_move:
             return f"{self.format} ({', '.join(sorted(self.keys))}), moved by mcore-to-mcore"
-        return f"{self.format}, which belongs to the layout that it was saved at"
+        return f"{self.format}, which belongs to the layout that it was saved at: {self.remedy}"
+
+    @property
+    def remedy(self) -> str:
+        """Return what makes a run whose states cannot be moved one of which they can."""
+        return REMEDIES.get(self.format.partition(" with ")[0], ANEW)
 
 
 def states_of(checkpoint: Checkpoint) -> OptimizerStates | None:
@@ -108,8 +127,7 @@ def check_movable(states: OptimizerStates, where: object) -> None:
     if not states.can_move:
         raise ReshardError(
             f"{where} has its optimizer states in the format {states.format}, which belongs to the layout that it was "
-            f"saved at: resume it once at that layout with --dist-ckpt-optim-fully-reshardable, by which Megatron saves it "
-            f"anew, or pass --without-optimizer for the weights alone"
+            f"saved at: {states.remedy}, or pass --without-optimizer for the weights alone"
         )
 
 
