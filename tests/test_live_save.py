@@ -18,19 +18,20 @@ def on_ranks(ranks, function, *arguments, **options):
     return run_on_ranks(ranks, function, *arguments, module="live_megatron_on_cpu", options=options)
 
 
+# Each family, and each axis of a layout, once.
 SAVED = [
     ("llama-rope-tied", {}, f"{TP} 2 {PP} 2 --pipeline-model-parallel-layout Et|tttL", 4, MegatronLayout(tp=2, pp=2, pipeline_model_parallel_layout="Et|tttL")),
     ("qwen2", {}, f"{PP} 2 {VPP} 2", 4, MegatronLayout(pp=2, vpp=2)),
     ("qwen3", {}, f"{PP} 3 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 2", 3,
      MegatronLayout(pp=3, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=2)),
-    ("qwen3-moe-mixed", {}, f"{TP} 2 {EP} 4 {ETP} 1", 8, MegatronLayout(tp=2, ep=4, etp=1)),
+    ("qwen3-moe-mixed", {}, f"{TP} 2 {EP} 4 {ETP} 1", 4, MegatronLayout(tp=2, ep=4, etp=1)),
     ("deepseek-v3", {"mtp": True}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 2", 8, MegatronLayout(tp=2, pp=2, ep=2, etp=2)),
     ("glm4-moe-air", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=2, ep=2, etp=1)),
-    ("qwen3-next", {}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=2, pp=2, ep=2, etp=1)),
+    ("qwen3-next", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=2, ep=2, etp=1)),
     ("qwen3.5", {}, f"{TP} 4", 4, MegatronLayout(tp=4)),
-    ("mixtral", {}, f"{TP} 2 {EP} 2 {ETP} 2", 4, MegatronLayout(tp=2, ep=2, etp=2)),
+    ("mixtral", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=2, ep=2, etp=1)),
     ("minimax-m2", {}, f"{TP} 4 {EP} 4 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=1)),
-    ("olmoe", {}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 2", 8, MegatronLayout(tp=2, pp=2, ep=2, etp=2)),
+    ("olmoe", {}, f"{PP} 2 {ETP} 1", 2, MegatronLayout(pp=2, etp=1)),
     ("ernie", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=2, ep=2, etp=1)),
     ("gpt-oss", {}, f"{TP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=2, ep=2, etp=1)),  # two ranks have each expert
     ("deepseek-v32", {"mtp": True}, f"{PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(pp=2, ep=2, etp=1)),

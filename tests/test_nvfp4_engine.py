@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from reshard import ReshardError, mcore_to_hf
 from reshard.quantization import channels_torch, nvfp4_torch
 from tests.by_compressed_tensors import EXPERTS, IGNORED, MADE_UP, hard, sides
+from tests.nvfp4_checkpoints import _plain_torch  # noqa: F401
 from tests.ranks import run_on_ranks
 from tests.refits import refit
 from tests.test_logits import EP, ETP, PP, TP, flags_at
