@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from reshard.engines.vllm.layout import VllmLayout
     from reshard.megatron.layout import MegatronLayout
     from reshard.megatron.layout import MegatronLayout as Layout
+    from reshard.megatron.live.deltas import DeltaWriter
     from reshard.megatron.live.export import export
     from reshard.megatron.live.load import load
     from reshard.megatron.live.offload import offload, onload
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __getattr__ = lazy(
     __name__,
     {
+        "DeltaWriter": "reshard.megatron.live.deltas",
         "Layout": "reshard.megatron.layout:MegatronLayout",  # an alias that stays
         "memory": "reshard.memory",
         "MegatronLayout": "reshard.megatron.layout",
@@ -61,6 +63,7 @@ __getattr__ = lazy(
     },
 )
 __all__ = [
+    "DeltaWriter",
     "Layout",
     "MegatronLayout",
     "ReshardError",

@@ -7,17 +7,17 @@ from pathlib import Path
 from tests.engine_on_cpu import PROMPTS
 
 
-def engine_of_its_own(pairs: list, port: int, other_port: int) -> dict:
+def engine_of_its_own(pairs: list, port: int, other_port: int, chain: str) -> dict:
     """A vLLM that starts processes of its own, under load, and a trainer in this one; what both say
-    at every step."""
+    at every step. At the end a chain of deltas leads from the second weights back to the first."""
     import asyncio
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "VLLM_ENABLE_V1_MULTIPROCESSING"):
         os.environ.pop(name, None)
-    return asyncio.run(_engine_of_its_own(pairs, port, other_port))
+    return asyncio.run(_engine_of_its_own(pairs, port, other_port, chain))
 
 
-async def _engine_of_its_own(pairs: list, port: int, other_port: int) -> dict:
+async def _engine_of_its_own(pairs: list, port: int, other_port: int, chain: str) -> dict:
     import asyncio
 
     from vllm import SamplingParams
@@ -25,6 +25,7 @@ async def _engine_of_its_own(pairs: list, port: int, other_port: int) -> dict:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from reshard import MegatronLayout, ReshardError, ignored_config_fields
+    from reshard.delta import apply_deltas_async
     from reshard.parity.systems.base import ScoringOptions
     from reshard.parity.systems.megatron import Megatron
     from reshard.refit import RefitGroup, connect
@@ -102,6 +103,11 @@ async def _engine_of_its_own(pairs: list, port: int, other_port: int) -> dict:
     await llm.resume_generation()
     outcome["second"] = [expected(), (await waiting)[0]]
     outcome["version at last"] = await llm.collective_rpc("reshard_version")
+
+    # Deltas from a directory: the prompt is one whose prefix is cached.
+    reached = [await apply_deltas_async(llm, chain, version, verify=True) for version in (6, None)]
+    versions = await llm.collective_rpc("reshard_version")
+    outcome["deltas"] = [reached, (await request(1, prompt_logprobs=0))[0], versions]
 
     # A request to an unfit engine that nobody paused ends the engine; it is never answered.
     link._verify = broken

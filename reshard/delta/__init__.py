@@ -7,14 +7,17 @@ from reshard.core.lazy import lazy
 if TYPE_CHECKING:
     from reshard.delta.chain import Chain, show
     from reshard.delta.disk import apply, save
+    from reshard.delta.serving import apply_deltas, apply_deltas_async
 
 __getattr__ = lazy(
     __name__,
     {
         "Chain": "reshard.delta.chain",
         "apply": "reshard.delta.disk",
+        "apply_deltas": "reshard.delta.serving",
+        "apply_deltas_async": "reshard.delta.serving",
         "save": "reshard.delta.disk",
         "show": "reshard.delta.chain",
     },
 )
-__all__ = ["Chain", "apply", "save", "show"]
+__all__ = ["Chain", "apply", "apply_deltas", "apply_deltas_async", "save", "show"]

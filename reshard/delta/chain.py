@@ -23,6 +23,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import check_number
 from reshard.delta.stores import Store, open_store
 from reshard.formats.small_files import a_name, whole_numbers
+from reshard.storage.io.casts import EXACT
 from reshard.storage.io.streams import TensorInfo
 from reshard.storage.manifest import CHECKSUM, printable
 
@@ -235,14 +236,27 @@ class Chain:
         self.close()
 
 
-def check_tensors(base: Base, tensors: Mapping[str, TensorInfo], where: str, chain: str) -> None:
-    """Raise ReshardError where a model has other tensors than a chain's base, by name, shape or dtype."""
+def check_tensors(
+    base: Base, tensors: Mapping[str, TensorInfo], where: str, chain: str, may_widen: bool = False
+) -> None:
+    """Raise ReshardError where a model has other tensors than a chain's base, by name, shape or dtype. Where
+    it `may_widen` its own, they may have dtypes from which that changes no number."""
     for name in sorted({*base.tensors, *tensors}):
-        if base.tensors.get(name) != tensors.get(name):
-            has, wants = (_in_words(side.get(name)) for side in (tensors, base.tensors))
-            raise ReshardError(
-                f"{where} is another model than the base of {chain}: {name} is {has}, and the base's {wants}"
-            )
+        held, wanted = tensors.get(name), base.tensors.get(name)
+        if held == wanted:
+            continue
+        if (
+            may_widen
+            and held
+            and wanted
+            and held.shape == wanted.shape
+            and (held.dtype.name, wanted.dtype.name) in EXACT
+        ):
+            continue
+        raise ReshardError(
+            f"{where} is another model than the base of {chain}: {name} is {_in_words(held)}, and the base's "
+            f"{_in_words(wanted)}"
+        )
 
 
 def check_digest(base: Base, digest: str, where: str, chain: str) -> None:

@@ -21,13 +21,14 @@ from reshard.delta.chain import (
 from reshard.delta.files import RecordWriter
 from reshard.delta.records import RECORD_BYTES, decode_box, encode_box, row_box
 from reshard.delta.source import DeltaSource, own_tensors
-from reshard.storage.convert import ConversionReport, run_options, to_hf
+from reshard.storage.convert import ConversionReport, check_towers, run_options, to_hf
 from reshard.storage.destinations.huggingface import parse_size
 from reshard.storage.io.files import allow_many_files
 from reshard.storage.io.streams import TensorInfo
 from reshard.storage.run.workers import Progress, run_jobs
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.hf_hub import local_directory
+from reshard.storage.sources.megatron import MegatronSource
 from reshard.storage.sources.opening import open_source
 
 
@@ -209,8 +210,10 @@ def apply(
         team = stack.enter_context(Team.from_environment())
         opened = stack.enter_context(Chain(chain))
         deltas = opened.deltas(version)
-        source = DeltaSource(open_source(local_directory(str(base)), config), opened, deltas)
-        stack.callback(source.close)
+        base_source = stack.enter_context(closing(open_source(local_directory(str(base)), config)))
+        if isinstance(base_source, MegatronSource):
+            check_towers(base_source)
+        source = stack.enter_context(closing(DeltaSource(base_source, opened, deltas)))
         if not dry_run:
             team.together(lambda: source.check(workers) if team.process == 0 else None)
         newest = deltas[-1].version if deltas else 0

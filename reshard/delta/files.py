@@ -1,7 +1,8 @@
 """The files of a delta: written record by record, and read by tensor."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,7 +66,9 @@ class RecordWriter:
         self.waiting.unlink(missing_ok=True)
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
+    """Where the bytes of a record lie."""
+
     record: Record
     path: Path
     offset: int
@@ -77,32 +80,43 @@ class DeltaFiles:
     something else than changes of the base's tensors."""
 
     def __init__(self, chain: Chain, delta: Delta, files: OpenFiles) -> None:
-        self.delta, self.tensors, self.files = delta, chain.base.tensors, files
+        self.delta, self.tensors, self.files, self.where = delta, chain.base.tensors, files, chain.where
         self.paths = chain.paths(delta)
-        self.places: dict[str, list[_Place]] = {}
+        self.places: dict[str, list[Place]] = {}
         for path in self.paths:
             for key, tensor in safetensors.read_header(path).items():
                 try:
                     record = Record.parse(key, self.tensors)
                 except ReshardError as error:
-                    raise ReshardError(f"{path}: {error}") from error
+                    raise ReshardError(f"{self.where}/{path.name}: {error}") from error
                 if tensor.dtype != DTYPES["uint8"]:
-                    raise ReshardError(f"{path}: {key[:200]} is {tensor.dtype.name}, and records are uint8")
-                place = _Place(record, path, tensor.offset, tensor.size_bytes)
+                    raise ReshardError(
+                        f"{self.where}/{path.name}: {key[:200]} is {tensor.dtype.name}, and records are uint8"
+                    )
+                place = Place(record, path, tensor.offset, tensor.size_bytes)
                 self.places.setdefault(record.name, []).append(place)
 
-    def changes(self, name: str, start: int = 0, stop: int | None = None) -> Iterable[Change]:
+    def changes(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[Change]:
         """Yield what changed in rows `start` .. `stop` of a tensor, by default in all."""
-        stop = self.tensors[name].rows if stop is None else stop
+        info = self.tensors[name]
+        stop = info.rows if stop is None else stop
         for place in self.places.get(name, ()):
             rows = place.record.rows
             if rows.start < stop and start < rows.stop:
-                yield self._read(place).within(start, stop)
+                with self.errors_of(place):
+                    change = decode_box(place.record, info, self.read(place))
+                yield change.within(start, stop)
 
-    def _read(self, place: _Place) -> Change:
+    def read(self, place: Place) -> np.ndarray:
+        """Read the bytes of a record."""
         payload = np.empty(place.size, np.uint8)
         self.files.read_into(place.path, place.offset, memoryview(payload))
+        return payload
+
+    @contextmanager
+    def errors_of(self, place: Place) -> Iterator[None]:
+        """Have errors inside name the file of a record."""
         try:
-            return decode_box(place.record, self.tensors[place.record.name], payload)
+            yield
         except ReshardError as error:
-            raise ReshardError(f"{place.path}: {error}") from error
+            raise ReshardError(f"{self.where}/{place.path.name}: {error}") from error

@@ -11,6 +11,7 @@ from reshard.delta import digest
 from reshard.delta.chain import Chain, Delta, check_digest, check_tensors
 from reshard.delta.files import DeltaFiles
 from reshard.delta.records import RECORD_BYTES
+from reshard.storage.io.casts import cast
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import TensorInfo
 from reshard.storage.run.workers import Progress, run_jobs
@@ -30,18 +31,20 @@ def own_tensors(source: Source) -> dict[str, TensorInfo]:
 
 
 class DeltaSource(DerivedSource):
-    """The tensors of `base` as they are after these deltas of a chain. Raises ReshardError where the base has
-    others than the chain."""
+    """The tensors of `base` as they are after these deltas of a chain, in the dtypes of the chain: a trainer
+    may hold some in fp32 that its checkpoint has in bf16. Raises ReshardError where the base has others."""
 
     kind = "delta"
 
     def __init__(self, base: Source, chain: Chain, deltas: list[Delta]) -> None:
-        check_tensors(chain.base, own_tensors(base), str(base.path), chain.where)
+        check_tensors(chain.base, own_tensors(base), str(base.path), chain.where, may_widen=True)
         super().__init__(base)
+        self.tensors = {name: chain.base.tensors[base.copies.get(name, name)] for name in base.tensors}
         self.chain = chain
         self.delta_files = OpenFiles()
         self.deltas = [DeltaFiles(chain, delta, self.delta_files) for delta in deltas]
         self.changed_names = {name for files in self.deltas for name in files.places}
+        self.changed_names |= {name for name, info in self.tensors.items() if info != base.tensors[name]}
 
     def check(self, workers: int | None = None, progress: Progress | None = None) -> None:
         """Raise ReshardError unless the base's weights, and those after each delta, have the digests that the
@@ -64,7 +67,7 @@ class DeltaSource(DerivedSource):
         seed, info = digest.seed_of(name, self.tensors[name]), self.tensors[name]
         parts = [0] * (len(self.deltas) + 1)
         for start, stop in info.slabs(RECORD_BYTES, self.base.row_multiple(name)):
-            rows = self.base.read_rows(name, start, stop)
+            rows = self._base_rows(name, start, stop)
             parts[0] += digest.digest_rows(seed, rows, start)
             bits = digest.bits_of(rows)
             for number, files in enumerate(self.deltas, 1):
@@ -77,12 +80,18 @@ class DeltaSource(DerivedSource):
         return parts
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        rows, primary = self.base.read_rows(name, start, stop), self.copies.get(name, name)
+        rows, primary = self._base_rows(name, start, stop), self.copies.get(name, name)
         bits = digest.bits_of(rows)
         for files in self.deltas:
             for change in files.changes(primary, start, stop):
                 bits[change.rows - start, change.columns] = change.values
         return rows
+
+    def _base_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Read rows of the base in the dtype of the chain, to be changed in place."""
+        return cast(
+            self.base.read_rows(name, start, stop), self.base.tensors[name].dtype, self.tensors[name].dtype
+        )
 
     def row_multiple(self, name: str) -> int:
         """As many rows as a record has: each is decoded once then."""
@@ -109,5 +118,5 @@ class DeltaSource(DerivedSource):
         return self.base.unchanged()
 
     def close(self) -> None:
+        """Close the files of the deltas; those of the base are its opener's."""
         self.delta_files.close()
-        self.base.close()

@@ -105,6 +105,10 @@ class LinkMethods:
         None before the first refit, and if the engine has discarded the weights or loaded others
         since.
         """
+        deltas = getattr(self, "_reshard_deltas", None)
+        if self._reshard_link is None and deltas is not None:
+            version: int | None = deltas.engine.version
+            return version
         receiver = self._reshard_connected().receiver
         return receiver.engine.version if receiver is not None else None
 

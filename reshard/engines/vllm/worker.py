@@ -18,6 +18,7 @@ from reshard.comm.group import MOST_MEMBERS
 from reshard.core.deprecated import accepts_renamed_options, warn_renamed
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_number
+from reshard.engines.deltas import DeltaMethods
 from reshard.engines.guard import call_after
 from reshard.engines.vllm.adapters.live import VllmAdapter
 from reshard.engines.vllm.compat import with_plain_weights
@@ -30,7 +31,7 @@ logger = logging.getLogger("vllm.reshard")  # below vLLM's own, which shows it
 LOADING_METHODS = ("init_device", "load_model", "reload_weights")
 
 
-class RefitExtension(LinkMethods):
+class RefitExtension(DeltaMethods, LinkMethods):
     """Methods of a vLLM worker that connect it to a trainer and take its weights; for
     ``worker_extension_cls``."""
 
@@ -105,6 +106,11 @@ class RefitExtension(LinkMethods):
                 return last
         self._reshard_engine = VllmModel.from_worker(self, match_vllm_rounding=match_vllm_rounding)
         return self._reshard_engine
+
+    def _reshard_engine_side(self) -> VllmModel:
+        """Return this worker's side, for deltas: that of the connection, where there is one."""
+        last: VllmModel | None = getattr(self, "_reshard_engine", None)
+        return self._reshard_side(last is not None and last.match_vllm_rounding)
 
     def reshard_adapter(self) -> dict[str, Any]:
         """Return the arguments of the ``LoRARequest`` for the newest version of the adapter, where this

@@ -1,0 +1,114 @@
+"""The deltas of a chain into a running engine, through the methods of its workers."""
+
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+from reshard.core.errors import ReshardError
+from reshard.delta.chain import Base, Chain
+from reshard.delta.digest import text, total
+
+# What a worker says of its weights: their digest, or (name, rows and columns, sum) of each box that it holds.
+Answer = str | list[tuple[str, list[int], int]]
+# A method of all workers, and its arguments.
+Call = tuple[str, tuple[Any, ...]]
+
+
+def apply_deltas(llm: Any, chain: str | Path, version: int | None = None, verify: bool = False) -> int:
+    """Bring a running engine to a version of a chain, by default the newest; return that version.
+
+    `llm` is a vLLM ``LLM`` whose workers have `reshard.engines.vllm.worker.RefitExtension`. It holds the
+    chain's base or one of its versions: which one is found by the digest of its weights, and afterward
+    remembered, until something else writes them. Elements that changed are written in place, by the
+    placement of a refit, once every worker has fetched and checked all; the engine refuses to serve until each
+    has written its part. Then its prefix cache is emptied. `verify` compares the digest of all weights afterward.
+
+    Raises ReshardError, before the first byte, where a delta is missing, altered or out of order, or the engine
+    holds weights that are in no version up to the one asked for.
+    """
+    calls, answers = _calls(chain, version, verify), None
+    while True:
+        try:
+            method, arguments = calls.send(answers)
+        except StopIteration as end:
+            reached: int = end.value
+            return reached
+        if method == "reset_prefix_cache":
+            llm.reset_prefix_cache()
+        else:
+            answers = llm.collective_rpc(method, args=arguments)
+
+
+async def apply_deltas_async(
+    llm: Any, chain: str | Path, version: int | None = None, verify: bool = False
+) -> int:
+    """Do what `apply_deltas` does, for an ``AsyncLLM``. Pause generation around it where requests are running."""
+    calls, answers = _calls(chain, version, verify), None
+    while True:
+        try:
+            method, arguments = calls.send(answers)
+        except StopIteration as end:
+            reached: int = end.value
+            return reached
+        if method == "reset_prefix_cache":
+            await llm.reset_prefix_cache()
+        else:
+            answers = await llm.collective_rpc(method, args=arguments)
+
+
+def _calls(chain: str | Path, version: int | None, verify: bool) -> Generator[Call, Any, int]:
+    """Yield the calls of all workers, which are sent the list of what these answer; return the version."""
+    place = str(chain)
+    with Chain(chain) as opened:
+        deltas, base = opened.deltas(version), opened.base
+        held = _digest(base, (yield "reshard_delta_digests", (place,)), opened.where)
+        versions = {base.digest: 0, **{delta.after: delta.version for delta in deltas}}
+        target, digest = (deltas[-1].version, deltas[-1].after) if deltas else (0, base.digest)
+        if held not in versions:
+            raise ReshardError(
+                f"the engine holds weights with digest {held}, which are neither the base of {opened.where} ({base.name}) "
+                f"nor a version up to {target}: load the base into it first"
+            )
+        if held != digest:
+            yield "reshard_delta_prepare", (held, target)
+            yield "reshard_delta_write", ()
+            yield "reset_prefix_cache", ()
+        if verify:
+            anew = yield "reshard_delta_digests", (place, True)
+            if _digest(base, anew, opened.where) != digest:
+                yield "reshard_delta_invalidate", ()
+                raise ReshardError(
+                    f"the engine does not hold version {target} of {opened.where}: load the base anew"
+                )
+        return target
+
+
+def _digest(base: Base, answers: list[Answer], chain: str) -> str:
+    """Return the digest of an engine's weights, of what all of its workers say. Raises ReshardError where they
+    lack a part, or replicas of one differ."""
+    texts = {answer for answer in answers if isinstance(answer, str)}
+    boxes = [answer for answer in answers if not isinstance(answer, str)]
+    if len(texts) == 1 and not boxes:
+        return texts.pop()
+    if texts:
+        raise ReshardError(
+            f"the engine's workers hold different versions of {chain}: load the base into it again"
+        )
+    sums: dict[tuple[str, ...], int] = {}
+    elements = dict.fromkeys(base.tensors, 0)
+    for name, rows, value in (part for parts in boxes for part in parts):
+        key = (name, str(list(rows)))
+        if key not in sums:
+            start, stop, _, columns = rows
+            elements[name] += (stop - start) * columns
+        if sums.setdefault(key, value) != value:
+            raise ReshardError(
+                f"the engine's workers hold different numbers of {name}: load the base into it again"
+            )
+    for name, info in base.tensors.items():
+        if elements[name] != info.rows * info.columns:
+            raise ReshardError(
+                f"the engine holds {elements[name]:,} of the {info.rows * info.columns:,} elements of {name}, or parts of "
+                f"it that overlap: a chain reaches engines that hold all tensors of its base"
+            )
+    return text(total(sums.values()))

@@ -1,0 +1,264 @@
+"""Deltas of a chain, written in place into one rank of a running engine."""
+
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from reshard.core.errors import ReshardError
+from reshard.delta.chain import Chain, Delta
+from reshard.delta.digest import column_keys, row_keys, seed_of
+from reshard.delta.encoding import Decoded, decode
+from reshard.delta.encoding import Delta as EncodedDelta
+from reshard.delta.files import DeltaFiles, Place
+from reshard.device.memory import Region, same_bits
+from reshard.engines.base import Engine
+from reshard.storage.io.boxes import Rows
+from reshard.storage.io.casts import EXACT
+from reshard.storage.io.files import OpenFiles
+from reshard.storage.io.streams import TensorInfo
+
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK_ELEMENTS = 4 << 20  # that are 8 bytes each on the device
+
+
+class HeldBox(NamedTuple):
+    """Rows and columns of a canonical tensor that lie in a region of this rank's memory, at `local`."""
+
+    rows: Rows
+    region: Region
+    local: Rows
+
+
+class EngineDeltas:
+    """One rank of an engine, as the deltas of chains reach it. Raises ReshardError for an engine that serves
+    quantized weights."""
+
+    def __init__(self, engine: Engine) -> None:
+        if engine.scales or engine.staged_rounds:
+            identity = next(iter({**engine.scales, **engine.staged_rounds}))
+            raise ReshardError(
+                f"this {engine.guard.engine} serves {identity[0]} quantized, and deltas are of plain weights: write the "
+                f"version with reshard delta apply, and load that"
+            )
+        self.engine = engine
+        self.chain: Chain | None = None
+        self.place = ""
+        self.prepared: list[DeltaFiles] = []
+        # Digest of the weights that a delta left, and the guard's count of writes then.
+        self.left: tuple[str, int] = "", -1
+        self.files = OpenFiles()
+        self.boxes: dict[str, list[HeldBox]] = {}
+
+    def open(self, place: str | Path) -> Chain:
+        """Return the chain at a place, of whose tensors the boxes that this rank holds are found. Raises
+        ReshardError where it is of another model."""
+        self.engine.check_idle()
+        if self.chain is None or self.place != str(place):
+            self.close()
+            self.chain, self.place = Chain(place), str(place)
+        base = self.chain.base
+        if self.engine.optional:
+            self.engine.select_optional(self.engine.optional & base.tensors.keys())
+        self.engine.refresh_regions()
+        self.boxes = {}
+        for identity, tensor in self.engine.placement.tensors.items():
+            region = self.engine.regions[identity]
+            for part in tensor.parts:
+                self._check(part.name, region, base.tensors.get(part.name))
+                held = HeldBox(Rows.of(part.box), region, Rows.of(part.local_box))
+                self.boxes.setdefault(part.name, []).append(held)
+        return self.chain
+
+    def _check(self, name: str, region: Region, info: TensorInfo | None) -> None:
+        assert self.chain is not None
+        guard, where = self.engine.guard, self.chain.where
+        if info is None:
+            raise ReshardError(f"this {guard.engine} holds {name}, which the base of {where} does not have")
+        dtype = str(region.tensor.dtype).removeprefix("torch.")
+        if dtype != info.dtype.name and (info.dtype.name, dtype) not in EXACT:
+            raise ReshardError(
+                f"this {guard.engine} holds {name} as {dtype}, and the base of {where} has {info.dtype.name}: start it with "
+                f"that dtype"
+            )
+
+    def digests(self) -> list[list[Any]]:
+        """Return for each box that this rank holds its tensor's name, its rows and columns, and what it adds to
+        the digest of all weights."""
+        assert self.chain is not None
+        parts = []
+        for name, boxes in self.boxes.items():
+            info = self.chain.base.tensors[name]
+            parts += [[name, list(box.rows), _digest(box, name, info)] for box in boxes]
+        return parts
+
+    def prepare(self, held: str, version: int) -> None:
+        """Fetch and check all that is to be written from weights with digest `held` to a version: checksums,
+        and that each change lies in its box."""
+        assert self.chain is not None
+        self.prepared = []
+        for delta in self._after(held, version):
+            files = DeltaFiles(self.chain, delta, self.files)
+            for place in self._places(files):
+                self._decode(files, place)
+            self.prepared.append(files)
+
+    def _after(self, held: str, version: int) -> list[Delta]:
+        """Return the deltas that lead from weights with a digest to a version."""
+        assert self.chain is not None
+        deltas = self.chain.deltas(version)
+        # The last, where weights come again.
+        first = max(
+            (number for number, delta in enumerate(deltas) if delta.before == held), default=len(deltas)
+        )
+        return deltas[first:]
+
+    def _places(self, files: DeltaFiles) -> Iterable[Place]:
+        """Yield the records of which this rank holds elements."""
+        for name, boxes in self.boxes.items():
+            for place in files.places.get(name, ()):
+                if any(_overlap(place.record.rows, box.rows) for box in boxes):
+                    yield place
+
+    def _decode(self, files: DeltaFiles, place: Place) -> Decoded:
+        """Return a record's changes on the engine's device."""
+        record, dtype = place.record, _torch_dtype(files.tensors[place.record.name])
+        with files.errors_of(place):
+            payload = torch.from_numpy(files.read(place)).to(self.engine.device)
+            encoded = EncodedDelta(record.form, record.changed, payload)
+            decoded = decode(encoded, prod(record.box.lengths), dtype)
+            if not bool(decoded.valid):
+                raise ReshardError(f"{record.key} has changes outside of its box, or not in order")
+            return decoded
+
+    def write(self) -> int | None:
+        """Write what was prepared; return the version that the engine has now. It serves again once all is
+        there."""
+        if not self.prepared:
+            return self.engine.version
+        newest = self.prepared[-1].delta
+        self.engine.begin()
+        with torch.no_grad():
+            for files in self.prepared:
+                for place in self._places(files):
+                    self._write(place, self._decode(files, place))
+        self.engine.update_derived()
+        self.engine.end(newest.version)
+        self.left = newest.after, self.engine.guard.writes
+        self.prepared = []
+        return newest.version
+
+    def _write(self, place: Place, decoded: Decoded) -> None:
+        """Write a record's changes into each of the boxes that hold them."""
+        assert self.chain is not None
+        record, dtype = place.record.rows, _torch_dtype(self.chain.base.tensors[place.record.name])
+        width = max(1, record.columns)
+        rows = torch.div(decoded.positions, width, rounding_mode="floor")
+        columns = decoded.positions - rows * width + record.column
+        rows += record.start
+        for box in self.boxes[place.record.name]:
+            if not _overlap(record, box.rows):
+                continue
+            inside = (rows >= box.rows.start) & (rows < box.rows.stop)
+            inside &= (columns >= box.rows.column) & (columns < box.rows.column + box.rows.columns)
+            local_rows = rows[inside] - box.rows.start + box.local.start
+            local_columns = columns[inside] - box.rows.column + box.local.column
+            places = local_rows * box.region.pitch + local_columns + box.region.offset
+            memory = _memory(box.region)
+            values = decoded.values[inside].view(dtype).to(memory.dtype)  # an engine holds some wider
+            bits = _SIGNED[memory.element_size()]
+            memory.view(bits).index_copy_(0, places, values.view(bits))
+
+    def close(self) -> None:
+        """Close the files of a chain, and forget it."""
+        self.files.close()
+        if self.chain is not None:
+            self.chain.close()
+        self.chain, self.prepared = None, []
+
+
+class DeltaMethods:
+    """Methods of an engine's worker by which `reshard.delta.apply_deltas` writes deltas into it."""
+
+    _reshard_deltas: EngineDeltas | None = None
+
+    def _reshard_engine_side(self) -> Engine:
+        raise NotImplementedError
+
+    def reshard_delta_digests(self, chain: str, anew: bool = False) -> str | list[list[Any]]:
+        """Return the digest of the weights where a delta was the last to write them, unless it is asked for
+        `anew`; else what each box of this worker adds to it."""
+        engine = self._reshard_engine_side()
+        if self._reshard_deltas is None or self._reshard_deltas.engine is not engine:
+            self._reshard_deltas = EngineDeltas(engine)
+        deltas = self._reshard_deltas
+        deltas.open(chain)
+        engine.guard.check_ready()
+        digest, writes = deltas.left
+        return digest if writes == engine.guard.writes and not anew else deltas.digests()
+
+    def reshard_delta_prepare(self, held: str, version: int) -> None:
+        """Fetch and check the deltas from weights with this digest to a version."""
+        self._reshard_opened().prepare(held, version)
+
+    def reshard_delta_write(self) -> int | None:
+        """Write the prepared deltas; return the version."""
+        return self._reshard_opened().write()
+
+    def reshard_delta_invalidate(self) -> None:
+        """Refuse to serve: the weights are not those of a version."""
+        self._reshard_opened().engine.guard.invalidate("other weights than a delta was to bring")
+
+    def _reshard_opened(self) -> EngineDeltas:
+        if self._reshard_deltas is None:
+            raise ReshardError("no chain is open: call reshard_delta_digests first")
+        return self._reshard_deltas
+
+
+def _overlap(a: Rows, b: Rows) -> bool:
+    return (
+        a.start < b.stop
+        and b.start < a.stop
+        and a.column < b.column + b.columns
+        and b.column < a.column + a.columns
+    )
+
+
+def _memory(region: Region) -> torch.Tensor:
+    """View a region's tensor, from its first element to the end of its memory, as a vector."""
+    tensor = region.tensor.detach()
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+    return torch.as_strided(tensor, (elements,), (1,), tensor.storage_offset())
+
+
+def _digest(box: HeldBox, name: str, info: TensorInfo) -> int:
+    """Return what a box adds to the digest, as `reshard.delta.digest.digest_rows` of its numbers does. Raises
+    ReshardError where the engine holds numbers that the chain's dtype does not have."""
+    tensor, pitch = box.region.tensor.detach(), box.region.pitch
+    start = tensor.storage_offset() + box.region.offset + box.local.start * pitch + box.local.column
+    held = torch.as_strided(tensor, (box.rows.stop - box.rows.start, box.rows.columns), (pitch, 1), start)
+    columns = _numbers(column_keys(box.rows.column + box.rows.columns)[box.rows.column :], tensor.device)
+    keys = _numbers(row_keys(seed_of(name, info), box.rows.start, box.rows.stop), tensor.device)
+    dtype, step = _torch_dtype(info), max(1, _CHUNK_ELEMENTS // max(1, box.rows.columns))
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for first in range(0, len(held), step):
+        numbers = held[first : first + step].to(dtype)
+        if dtype != tensor.dtype and not same_bits(numbers.to(tensor.dtype), held[first : first + step]):
+            raise ReshardError(
+                f"the engine holds numbers of {name} that {info.dtype.name} does not have: load the base"
+            )
+        bits = numbers.view(_SIGNED[numbers.element_size()]).to(torch.int64)
+        total += ((bits * columns).sum(1) * keys[first : first + step]).sum()
+    return int(total)
+
+
+def _torch_dtype(info: TensorInfo) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, info.dtype.name)
+    return dtype
+
+
+def _numbers(keys: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(keys.view(np.int64)).to(device)

@@ -1,0 +1,226 @@
+"""Deltas of a live Megatron-Core model: after each step, what changed is added to a chain."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from reshard.comm.team import Team
+from reshard.core.boxes import Box
+from reshard.core.errors import ReshardError
+from reshard.core.gc import gc_paused
+from reshard.delta.chain import Base, Chain, Delta, File, check_tensors, delta_name, next_version
+from reshard.delta.digest import bits_of, digest_change, digest_rows, seed_of, text, total
+from reshard.delta.disk import DeltaReport
+from reshard.delta.files import RecordWriter
+from reshard.delta.records import RECORD_BYTES, decode_box, encode_box
+from reshard.device.live_boxes import LiveBox, Slab, slabs_of
+from reshard.device.staging import numpy_view
+from reshard.device.stored import plus_one
+from reshard.megatron.live.collective import check_same_options, keyword_style_errors, open_team, run_on_first
+from reshard.megatron.live.inventory import take_inventory
+from reshard.megatron.live.local_model import LocalModel, Models
+from reshard.megatron.live.published_model import PublishedModel
+
+
+class _Kept(NamedTuple):
+    """Rows of a box as they were in the newest version: the bits of the published numbers, on the host."""
+
+    slab: Slab
+    bits: np.ndarray
+
+
+class _Pending(NamedTuple):
+    """Elements of what is kept that get these values once a version is there."""
+
+    kept: _Kept
+    positions: tuple[np.ndarray, np.ndarray]
+    values: np.ndarray
+
+
+class DeltaWriter:
+    """Adds versions of a live model to a chain.
+
+    Each rank keeps what it last wrote in host memory (`kept_bytes`): of boxes that several ranks hold one
+    of them keeps and writes it, so all ranks together keep the weights once, and none gathers another's. What
+    changed of a rank's boxes becomes a file of its own.
+
+    All ranks of torch's default process group make one, and call `save` together. `hf_config` is that of
+    `reshard.export`, `chain` a directory that all ranks reach, or a URL. `base` is what a new chain calls its
+    base: the checkpoint that the model holds now, by default `hf_config`.
+
+    Raises ReshardError on every rank where the models are not that of `hf_config`, or hold other weights than
+    the newest version of the chain.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        hf_config: str | Path | PublishedModel,
+        chain: str | Path,
+        *,
+        base: str | Path | None = None,
+        make_vocab_size_divisible_by: int = 128,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.chain = Chain(chain)
+        self.digest = ""
+        self.kept: list[_Kept] = []
+        with keyword_style_errors(), gc_paused(), open_team("deltas") as team:
+            described: list[tuple[PublishedModel, LocalModel]] = []
+
+            def describe() -> None:
+                published = PublishedModel.read(hf_config)
+                local = LocalModel(models, metadata)
+                local.find_boxes(published.model, make_vocab_size_divisible_by)
+                described.append((published, local))
+
+            team.together(describe)
+            [(published, self.local)] = described
+            check_same_options(team, "deltas", {"the digest of the config": published.digest})
+            inventory = take_inventory(team, self.local, published)
+            self.tensors = {n: info for n, info in inventory.tensors.items() if n not in inventory.copies}
+            numbers = run_on_first(
+                team,
+                lambda: {n: [each[:2] for each in inventory.assignments[n]] for n in inventory.assignments},
+            )
+            held = self.local.by_name()
+            self.boxes = [
+                held[name][number]
+                for name, assigned in numbers.items()
+                for rank, number in assigned
+                if rank == team.process
+            ]
+            team.together(self.local.trainer.sync_params)
+            self._begin(team, str(hf_config if base is None else base))
+
+    def _begin(self, team: Team, name: str) -> None:
+        """Keep the weights as they are, and begin the chain with them, or see that it ends with them."""
+        self.kept = [_Kept(slab, bits) for slab, bits in self._numbers()]
+        parts = team.together(lambda: sum(self._digest_of(kept) for kept in self.kept))
+        self.digest = text(total(parts))
+
+        def begin() -> None:
+            if self.chain.exists:
+                self._check_newest(self.chain.deltas())
+                return
+            with self.chain.store.writing() as scratch:
+                self.chain.begin(Base(name, self.digest, self.tensors), scratch)
+
+        run_on_first(team, begin)
+
+    def _check_newest(self, deltas: list[Delta]) -> None:
+        """Raise ReshardError unless this model's weights are those of the chain's newest version."""
+        base = self.chain.base
+        check_tensors(base, self.tensors, "the trainer's model", self.chain.where)
+        newest = deltas[-1].after if deltas else base.digest
+        if newest != self.digest:
+            last = f"version {deltas[-1].version}" if deltas else f"the base ({base.name})"
+            raise ReshardError(
+                f"{self.chain.where} ends with {last}, and the trainer's model holds other weights (digest {self.digest}, not "
+                f"{newest}): load those, or give a directory for a new chain"
+            )
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that this rank keeps in host memory."""
+        return sum(kept.bits.nbytes for kept in self.kept)
+
+    def save(self, version: int | None = None) -> DeltaReport:
+        """Add what changed since the last version to the chain, as `version`, by default the next one. All
+        ranks call it, while no rank trains.
+
+        Raises ReshardError on every rank, and adds nothing, where one of them fails.
+        """
+        with keyword_style_errors(), gc_paused(), open_team("a delta") as team, ExitStack() as stack:
+            check_same_options(team, "deltas", {"version": version})
+            team.together(self.local.trainer.sync_params)
+
+            def start() -> tuple[int, int]:
+                deltas = self.chain.deltas()
+                self._check_newest(deltas)
+                return next_version(deltas, version, self.chain.where)
+
+            number, follows = run_on_first(team, start)
+            scratch = self._scratch(team, stack)
+            pending: list[_Pending] = []
+            written = team.together(lambda: self._write(team, scratch, number, follows, pending))
+            after = text(int(self.digest, 16) + total(change for _, _, change in written))
+            files = [File(*file) for file, _, _ in written if file]
+            delta = Delta(number, follows, self.digest, after, sum(n for _, n, _ in written), files)
+            run_on_first(team, lambda: self.chain.append(delta, scratch))
+            self.digest = after
+            for kept, positions, values in pending:
+                kept.bits[positions] = values
+            return DeltaReport.of(self.chain, delta)
+
+    def _scratch(self, team: Team, stack: ExitStack) -> Path:
+        """Return where this rank writes what is not whole yet: the first one has made it by then."""
+        entered: list[Path] = []
+
+        def enter(is_first: bool) -> None:
+            if is_first == (team.process == 0):
+                entered.append(stack.enter_context(self.chain.store.writing(is_first)))
+
+        for is_first in (True, False):
+            team.together(lambda is_first=is_first: enter(is_first))  # type: ignore[misc]
+        return entered[0]
+
+    def _write(
+        self, team: Team, scratch: Path, number: int, follows: int, pending: list[_Pending]
+    ) -> tuple[list[Any] | None, int, int]:
+        """Write this rank's file; return what it is, how many elements changed, and by how much the digest."""
+        rank = f"-rank-{team.process:05d}" if team.size > 1 else ""
+        writer, change = RecordWriter(scratch, f"{delta_name(number)}{rank}.safetensors"), 0
+        try:
+            for kept, (slab, new) in zip(self.kept, self._numbers(), strict=True):
+                name = slab.live_box.name
+                encoded = encode_box(name, _box_of(slab), kept.bits, new)
+                if encoded is None:
+                    continue
+                writer.add(*encoded)
+                rows, columns, values = decode_box(encoded[0], self.tensors[name], encoded[1])
+                positions = rows - slab.rows.start, columns - slab.rows.column
+                seed = seed_of(name, self.tensors[name])
+                change += digest_change(seed, kept.bits[positions], values, rows, columns)
+                pending.append(_Pending(kept, positions, values))
+            if not writer.places:
+                return None, 0, 0
+            file = writer.finish(number, follows)
+            self.chain.store.put(writer.path, file.name)
+            return [file.name, file.bytes, file.xxh3_128], writer.changed, total([change])
+        finally:
+            writer.close()
+
+    def _numbers(self) -> Iterator[tuple[Slab, np.ndarray]]:
+        """Yield the slabs that this rank writes, with the bits of their published numbers: a copy on the host."""
+        for box in self.boxes:
+            for slab in slabs_of(box, box.dtype.size, RECORD_BYTES):
+                yield slab, _published_bits(slab, box)
+
+    def _digest_of(self, kept: _Kept) -> int:
+        name, rows = kept.slab.live_box.name, kept.slab.rows
+        return digest_rows(seed_of(name, self.tensors[name]), kept.bits, rows.start, rows.column)
+
+    def close(self) -> None:
+        """Free what is kept."""
+        self.kept = []
+        self.chain.close()
+
+
+def _box_of(slab: Slab) -> Box:
+    box, rows = slab.live_box.box, slab.rows
+    return Box((rows.start, *box.offsets[1:]), (rows.stop - rows.start, *box.lengths[1:]))
+
+
+def _published_bits(slab: Slab, box: LiveBox) -> np.ndarray:
+    held = slab.bytes
+    copied = torch.empty(held.shape, dtype=torch.uint8)
+    copied.copy_(held)
+    if box.less_one:
+        copied = plus_one(copied.view(getattr(torch, box.dtype.name))).view(torch.uint8)
+    bits: np.ndarray = bits_of(numpy_view(copied).view(f"i{box.dtype.size}"))
+    return bits

@@ -1,0 +1,99 @@
+"""Deltas of live Megatron models, written by all ranks, into vLLM's real model classes on the same ranks."""
+
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+
+from reshard.core.errors import ReshardError
+from reshard.delta import apply_deltas
+from reshard.engines.deltas import DeltaMethods, EngineDeltas
+from reshard.engines.vllm.live import VllmModel
+from reshard.megatron.live.deltas import DeltaWriter
+from tests.ranks import caught
+from tests.refit_on_cpu import engine_of, loaded
+from tests.refit_sides import fingerprint, trainer
+
+
+class Workers(DeltaMethods):
+    """A rank's worker, and the engine of all of them as `apply_deltas` calls it."""
+
+    def __init__(self, side: VllmModel) -> None:
+        self.side, self.emptied, self.called = side, 0, []
+
+    def _reshard_engine_side(self) -> VllmModel:
+        return self.side
+
+    def collective_rpc(self, method: str, args: tuple = ()) -> list:
+        self.called.append(method)
+        answers: list = [None] * dist.get_world_size()
+        error = caught(lambda: setattr(self, "answer", getattr(self, method)(*args)))
+        answer = self.answer if error == "no error" else None
+        dist.all_gather_object(answers, (answer, error))
+        for _, said in answers:
+            if said != "no error":
+                raise ReshardError(said)
+        return [answer for answer, _ in answers]
+
+    def reset_prefix_cache(self) -> None:
+        self.emptied += 1
+
+
+def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: dict, chain: str):
+    """Write a version for each step after the first, by all ranks of a trainer that loads them in turn, and
+    follow it with an engine that has loaded the first: two at once, then one, then none where one is lost."""
+    chunks, load = trainer(flags, steps[0][1])
+    writer = DeltaWriter(chunks, steps[0][0], chain)
+    module, config = engine_of(steps[0][0], **engine)
+    side = VllmModel(module, config)
+    workers, reports, held = Workers(side), [], {}
+    for number, (_, mcore) in enumerate(steps[1:], 1):
+        load(mcore)
+        reports.append(writer.save(number * 10).to_dict())
+        if number > 1:
+            reached = apply_deltas(workers, chain, verify=True)
+            held[reached] = fingerprint(module), side.version, workers.emptied, side.ready
+    same = apply_deltas(workers, chain)
+    again = caught(lambda: DeltaWriter(chunks, steps[0][0], chain).save(20))
+    load(steps[0][1])
+    behind = caught(lambda: DeltaWriter(chunks, steps[0][0], chain))
+    writer.save(40)
+    dist.barrier()
+    if not rank:
+        shutil.move(Path(chain) / "delta-000030.json", Path(chain).parent / "delta-000030.json")
+    dist.barrier()
+    lost = caught(lambda: apply_deltas(workers, chain)), side.ready, fingerprint(module) == held[30][0]
+    dist.barrier()
+    if not rank:
+        shutil.move(Path(chain).parent / "delta-000030.json", Path(chain) / "delta-000030.json")
+    dist.barrier()
+    side.begin()
+    half = caught(lambda: apply_deltas(workers, chain))
+    side.guard.refitted(1)
+    parameter = next(iter(side.regions.values())).tensor.data.view(-1)
+    kept = parameter[:1].clone()
+    parameter[0] += 1
+    strange = caught(lambda: apply_deltas(workers, chain))
+    parameter[:1] = kept
+    healed = apply_deltas(workers, chain, verify=True), fingerprint(module)
+    load(steps[1][1])
+    writer.save(50)
+    plain, left = EngineDeltas._write, [True]
+    EngineDeltas._write = lambda *of: None if left and left.pop() else plain(*of)
+    withheld = caught(lambda: apply_deltas(workers, chain, verify=True)), side.ready
+    expected = {10 * n: loaded(hf, **engine) for n, (hf, _) in enumerate(steps)}
+    return {
+        "held": held,
+        "expected": expected,
+        "reports": reports,
+        "kept_bytes": writer.kept_bytes,
+        "same": same,
+        "again": again,
+        "behind": behind,
+        "lost": lost,
+        "half": half,
+        "strange": strange,
+        "healed": (healed[0], healed[1] == expected[0]),
+        "withheld": withheld,
+        "files": sorted(path.name for path in Path(chain).iterdir()),
+    }

@@ -1,0 +1,72 @@
+"""Deltas of a live Megatron into a running engine: bit for bit what the engine's own loader makes of each version."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from reshard import diff, hf_to_mcore
+from reshard.delta import apply, show
+from tests.checkpoints import make
+from tests.ranks import run_on_ranks
+from tests.test_logits import EP, ETP, PP, TP, flags_at
+
+CASES = [
+    ("llama-rope-tied", f"{TP} 2 {PP} 2", 4, {"tp": 4}),
+    ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", 4, {"tp": 4, "enable_expert_parallel": True}),
+    ("deepseek-v3", f"{PP} 2 {EP} 2 {ETP} 1", 4, {"tp": 2, "pp": 2}),
+    ("qwen3-next", f"{TP} 2", 2, {"tp": 2}),
+]
+
+
+def steps_of(variant: str, folder: Path, count: int = 4) -> list[tuple[str, str]]:
+    """A small model and versions of it, each with a few percent of the elements of the last one changed, in
+    both formats."""
+    steps, generator = [], torch.Generator().manual_seed(0)
+    for step in range(count):
+        hf = folder / f"hf{step}"
+        if not step:
+            make(hf, variant, torch.bfloat16)
+        else:
+            shutil.copytree(steps[-1][0], hf)
+            weights = load_file(hf / "model.safetensors")
+            for name, tensor in weights.items():
+                chosen = torch.rand(tensor.shape, generator=generator) < 0.03
+                weights[name] = torch.where(chosen, tensor + tensor.abs().max() / 8, tensor)
+            save_file(weights, hf / "model.safetensors", {"format": "pt"})
+        hf_to_mcore(hf, folder / f"mcore{step}", transformer_impl="local")
+        steps.append((str(hf), str(folder / f"mcore{step}")))
+    return steps
+
+
+@pytest.mark.parametrize("variant, parallel, ranks, engine", CASES, ids=[case[0] for case in CASES])
+def test_an_engine_follows_a_live_trainer_through_a_chain(variant, parallel, ranks, engine, tmp_path):
+    steps = steps_of(variant, tmp_path)
+    chain = tmp_path / "chain"
+    arguments = flags_at(Path(steps[0][1]), parallel), steps, engine, str(chain)
+    outcomes = run_on_ranks(ranks, "follow", *arguments, module="delta_on_cpu")
+    for outcome in outcomes:
+        for version, emptied in ((20, 1), (30, 2)):
+            assert outcome["held"][version] == (outcome["expected"][version], version, emptied, True)
+        assert outcome["expected"][20] != outcome["expected"][30], "the control"
+        assert outcome["same"] == 30 and outcome["healed"] == (40, True)
+        assert outcome["again"].endswith("has version 30, so the next cannot be 20: give a higher one")
+        assert "ends with version 30, and the trainer's model holds other weights" in outcome["behind"]
+        assert "lacks delta-000030, which delta-000040 follows" in outcome["lost"][0]
+        assert outcome["lost"][1:] == (True, True), "it serves on, as it was"
+        assert "the engine does not hold version 50" in outcome["withheld"][0] and not outcome["withheld"][1]
+        assert outcome["half"].startswith("this vLLM holds a half-written model")
+        assert (
+            "neither the base of" in outcome["strange"]
+            and "load the base into it first" in outcome["strange"]
+        )
+    held = show(chain)
+    assert all(0.02 < delta["density"] < 0.04 and delta["files"] == ranks for delta in held["deltas"][:3])
+    assert sum(outcome["kept_bytes"] for outcome in outcomes) == held["weights_bytes"], "each element once"
+    apply(steps[0][0], chain, tmp_path / "out", version=20)
+    written = diff(steps[2][0], tmp_path / "out")
+    assert written.equal or all(
+        each.values_equal for each in written.differences
+    )  # router biases, which stay in fp32
