@@ -41,7 +41,11 @@ class Ernie45Moe(Family):
         "moe_router_score_function": "softmax", "softmax_type": "vanilla", "squared_relu": False,
         "spec": ["reshard.megatron.softmax_bias_spec", "layer"],
     }  # fmt: skip
-    megatron = {"rotary_interleaved": True, "spec": ["reshard.megatron.softmax_bias_spec", "layer"]}
+    megatron = {
+        "rotary_interleaved": True,
+        "attention_dropout": 0.0,
+        "spec": ["reshard.megatron.softmax_bias_spec", "layer"],
+    }
     specs = "reshard.megatron.softmax_bias:specs"
     shared_experts = "moe_num_shared_experts"
     rope_theta = 500000.0

@@ -181,12 +181,13 @@ def parsed(flags: list[str], world_size: int = 1, take=None):
         if take is not None:
             take(args)
         validate_args(args)
+    args.save_tokenizer_assets = False  # by which Megatron-LM's main saves a tokenizer, and there is none
     return args
 
 
 def local_specs(config, vp_stage: int | None):
     """Megatron's local layers of a stage, and a list that ends with the model's last."""
-    if config.experimental_attention_variant == "gated_delta_net":
+    if config.experimental_attention_variant in ("gated_delta_net", "gdn"):  # as Megatron-LM's main calls it
         from reshard.megatron import compat, gated_delta
 
         KEPT.enter_context(compat.without_linear_attention_kernels())

@@ -69,6 +69,15 @@ def test_what_args_lack_is_at_megatrons_default_and_older_ones_name_the_epsilon_
         check_args(model("llama", rms_norm_eps=1e-6), older, "args", "")
 
 
+def test_linear_attention_has_another_name_in_megatrons_main():
+    made = model("qwen3-next")
+    args = megatron_args(made) | {"experimental_attention_variant": "gdn"}
+    check_args(made, args, "args", "")
+    assert model_of_args(args, "args", "qwen3_next").kinds == made.kinds
+    with pytest.raises(ReshardError, match="experimental_attention_variant is 'gdn2'"):
+        check_args(made, args | {"experimental_attention_variant": "gdn2"}, "args", "")
+
+
 def test_yarn_of_megatron_before_0_14_began_at_max_position_embeddings():
     args = megatron_args(model("deepseek-v3", max_position_embeddings=32768))
     assert args["rope_type"] == "yarn" and args["rotary_scaling_factor"] != 1

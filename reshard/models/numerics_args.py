@@ -93,12 +93,15 @@ def disagreements(args: Mapping[str, Any], expected: Mapping[str, Any]) -> list[
 
 
 def as_named_now(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename arguments of an older Megatron-LM, and add those that followed from others then."""
+    """Rename arguments of an older Megatron-LM, and add those that followed from others then. A value that
+    a newer one spells otherwise has the older spelling."""
     former = {now: args[name] for name, now in _FORMERLY.items() if name in args}
     # Before 0.14, which brought rope_type.
     if args.get("multi_latent_attention") and "rope_type" not in args and args.get("max_position_embeddings"):
         former["original_max_position_embeddings"] = args["max_position_embeddings"]
     named = former | {name: value for name, value in args.items() if name not in _FORMERLY}
+    if named.get("experimental_attention_variant") == "gdn":  # from 0.20 on
+        named["experimental_attention_variant"] = "gated_delta_net"
     if named.get("num_experts") and named.get("moe_ffn_hidden_size") is None and "ffn_hidden_size" in named:
         named["moe_ffn_hidden_size"] = named["ffn_hidden_size"]
     return named
