@@ -15,6 +15,7 @@ from reshard.megatron.arguments import arguments
 from reshard.megatron.build import build_megatron, initialize_parallel, transformer_config
 from reshard.megatron.flags import command_line
 from reshard.models.model import Model
+from tests import memory_on_cpu
 from tests.checkpoints import VARIANTS, hf_logits, make
 from tests.ranks import run_on_ranks
 
@@ -79,6 +80,15 @@ def test_the_config_is_the_one_of_the_command_line(variant, impl, no_cuda, monke
             f.name for f in fields(theirs) if str(getattr(ours, f.name)) != str(getattr(theirs, f.name))
         }
         assert different <= NOT_NUMERICS, (variant, layout)
+
+
+@pytest.mark.parametrize(("option", "said"), [
+    ("moe_router_fusion", "would choose experts without their bias"), ("moe_enable_routing_replay", "cannot be replayed"),
+])  # fmt: skip
+def test_a_router_of_ours_refuses_what_would_choose_experts_without_their_bias(option, said):
+    model, layout = Model.from_hf(VARIANTS["ernie"].to_dict()), MegatronLayout()
+    with memory_on_cpu.as_rank(0, 1, layout), pytest.raises(ValueError, match=said):
+        build_megatron(model, layout, transformer_impl="local", **{option: True})
 
 
 @pytest.mark.parametrize(("variant", "layout"), [

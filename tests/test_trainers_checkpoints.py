@@ -169,7 +169,9 @@ def test_what_is_no_language_model_or_another_format_is_named(saved, tmp_path):
         (rewritten(iteration, tmp_path / "peft", lambda s: s | {"decoder.layers.0.mlp.linear_fc1.lora_A.default.weight": torch.zeros(8, 64)}),
          "holds a LoRA adapter (1 tensors"),
         (rewritten(iteration, tmp_path / "fsdp", lambda s: {f"model.module.{key}": value for key, value in s.items()}),
-         "is in the format 'fsdp_dtensor' of Megatron's FSDP (model.module.embedding.word_embeddings.weight)"),
+         "is in the format 'fsdp_dtensor' or 'torch_dcp' of a trainer under FSDP (model.module.embedding.word_embeddings.weight)"),
+        (rewritten(iteration, tmp_path / "dcp", lambda s: {f"model.{key}": value for key, value in s.items()}),
+         "is in the format 'fsdp_dtensor' or 'torch_dcp' of a trainer under FSDP (model.embedding.word_embeddings.weight)"),
         (legacy.parent, "is in Megatron's legacy format 'torch' (mp_rank_*)"),
         (hugging_face, "has its weights in Hugging Face's format, in actor/huggingface: name that directory"),
     ]  # fmt: skip
