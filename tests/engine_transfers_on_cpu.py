@@ -60,7 +60,9 @@ def transfer(pairs: list, url: str, port: int) -> dict:
         f"127.0.0.1:{port}",
         engine_ranks=None if first else [1, 1],
         timeout=180,
+        delta=True,
     )
+    outcome["deltas"] = []
     for version, (_, mcore) in enumerate(pairs):
         trainer.load(Path(mcore))
         if first:
@@ -69,6 +71,7 @@ def transfer(pairs: list, url: str, port: int) -> dict:
         if first:
             server.resume()
         note(f"version {version}")
+        outcome["deltas"].append(report.delta.is_delta)
     outcome["version"] = report.version
     if first:
         good = {"address": f"127.0.0.1:{port + 5}", "first_rank": 2, "size": 4}
@@ -187,7 +190,9 @@ def transfer_quantized(pairs: list, port: int) -> dict:
     outcome: dict = {"in fp8": [llm.collective_rpc("in_fp8") for llm in llms]}
     outcome["loaded"] = [[answers(llm, [p])[0] for p in PROMPTS[:1]] for llm in llms]
     clients = [LlmClient(llm) for llm in llms]
-    link = WeightTransfer(MegatronModel(trainer.models), clients, f"127.0.0.1:{port}", timeout=180)
+    link = WeightTransfer(
+        MegatronModel(trainer.models), clients, f"127.0.0.1:{port}", timeout=180, delta=True
+    )
     for version, (_, mcore) in enumerate(pairs):
         trainer.load(Path(mcore))
         link.send(version, verify=True)

@@ -333,7 +333,7 @@ def test_what_a_member_says_of_its_deltas_is_checked(fields):
 
 def test_options_that_cannot_be_are_refused():
     for value in (1, "on", None):
-        with pytest.raises(ReshardError, match="it is True, False, or 'auto'"):
+        with pytest.raises(ReshardError, match="it is true, false, or 'auto'"):
             deltas.check_delta(value)
 
 

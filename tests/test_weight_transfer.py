@@ -44,7 +44,7 @@ def test_a_server_and_an_llm_answer_as_one_that_has_loaded_the_same_weights(outc
     assert first["server"] == first["llm"] == before["server"], "equal to the last bit"
     assert second["server"] == second["llm"] == before["llm"]
     assert before["server"] != before["llm"], "the control: they had loaded two different ones"
-    assert outcome["version"] == 1
+    assert outcome["version"] == 1 and outcome["deltas"] == [False, True]
 
 
 def test_a_vllm_that_names_versions_of_its_weights_names_those_that_were_sent(outcome):

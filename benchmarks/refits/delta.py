@@ -9,8 +9,8 @@ namespaces, and ``tc``.
 
 Reported for each learning rate and link: the share of bf16 elements that changed in a step; bytes on the wire; the
 transfer of a refit that sends changes, median over the steps, of one that sends all, and the floor of both, which
-is the bytes at the link's rate; the time in which the trainer finds and encodes what changed, by itself; and what
-`delta="auto"` would choose. After the last step the engine's bits are compared with the trainer's.
+is the bytes at the link's rate; the time in which the trainer finds what changed, by itself; and what the last of
+eight refits with `delta="auto"` does, and why. After the last step the engine's bits are compared with the trainer's.
 """
 
 import argparse
@@ -94,9 +94,10 @@ def measure(options: argparse.Namespace) -> list[dict]:
             throttle(options.rank, gigabits)
             whole = refits(group, trainer, engine, options.whole, None, False)
             delta = refits(group, trainer, engine, options.steps + 1, training, True)
+            auto = refits(group, trainer, engine, 8, training, "auto")
             bits = crc32(bits_of(model, engine))
             (options.folder / f"bits {options.rank}").write_text(str(bits))
-            results.append(summary(rate, gigabits, whole, delta))
+            results.append(summary(rate, gigabits, whole, delta) | {"auto": auto[-1]["delta"]["reason"]})
             group.begin("the comparison of bits")
             answers = group.gather("bits", str(bits).encode())
             group.commit()
@@ -118,15 +119,16 @@ def throttle(host: int, gigabits: float) -> None:
     subprocess.run(f"tc qdisc replace dev host{host} root tbf {limit}".split(), check=True)
 
 
-def refits(group, trainer, engine, count: int, training: Training | None, delta: bool) -> list[dict]:
+def refits(group, trainer, engine, count: int, training: Training | None, delta: bool | str) -> list[dict]:
     """Connect, refit so often, after a step of `training` each, and return the reports."""
     link = connect(group, trainer, engine, backend="nccl", delta=delta, bucket_bytes=64 << 20)
     reports = []
     for index in range(count):
         if training is not None:
             training.step()
-        report = link.refit(verify=delta and index == count - 1)
-        found = finding(link, trainer) if delta and trainer is not None and index == count - 1 else 0.0
+        is_last = bool(delta) and index == count - 1
+        report = link.refit(verify=is_last)
+        found = finding(link, trainer) if is_last and trainer is not None else 0.0
         reports.append(report.to_dict() | {"finding": found})
     link.close()
     return reports

@@ -11,6 +11,7 @@ from reshard.core.limits import check_seconds, check_switch
 from reshard.engines.base import Engine
 from reshard.integrations.calls import Calls
 from reshard.refit.connecting import AdapterLink, connect
+from reshard.refit.deltas import check_delta
 from reshard.refit.link import Link, RefitReport
 from reshard.refit.routes import check_backend
 from reshard.trainers.base import Trainer
@@ -22,12 +23,13 @@ class SyncOptions(NamedTuple):
     """Options of a weight sync.
 
     With `verify` digests of both sides are compared after each refit. `timeout` is how many seconds
-    members wait for one another; `backend` is that of `reshard.refit.connect`.
+    members wait for one another; `backend` and `delta` are those of `reshard.refit.connect`.
     """
 
     verify: bool = False
     timeout: float = TIMEOUT
     backend: str = "auto"
+    delta: bool | str = False
 
     def check(self, name: Callable[[str], str]) -> "SyncOptions":
         """Return these options. Raises ReshardError for a wrong value, with the option's full
@@ -35,6 +37,7 @@ class SyncOptions(NamedTuple):
         check_switch(self.verify, name("verify"))
         check_seconds(self.timeout, name("timeout"))
         check_backend(self.backend, name("backend"))
+        check_delta(self.delta, name("delta"))
         return self._replace(timeout=float(self.timeout))
 
 
@@ -66,7 +69,10 @@ class Connection:
         """Connect, while `calls` of engines are under way; see `reshard.refit.connect`."""
 
         def part() -> Link | AdapterLink:
-            return connect(members, source, destination, backend=self.options.backend, adapter=adapter)
+            options = self.options
+            return connect(
+                members, source, destination, backend=options.backend, adapter=adapter, delta=options.delta
+            )
 
         self.link = part() if calls is None else calls.alongside(members, part)
 

@@ -45,7 +45,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
     """The meeting and refits of a policy and rollouts on other GPUs; no tensor passes through it.
     Made in every rank of the policy and in every worker of vLLM.
 
-    `verify`, `timeout` and `backend` are those of `reshard.integrations.connection.SyncOptions`.
+    `verify`, `timeout`, `backend` and `delta` are those of `reshard.integrations.connection.SyncOptions`.
     All members meet at the first sync, and anew after one that failed, or with
     `release_after_refit`.
     """
@@ -58,9 +58,10 @@ class ReshardCheckpointEngine(CheckpointEngine):
         timeout: float = TIMEOUT,
         backend: str = "auto",
         release_after_refit: bool = False,
+        delta: bool | str = False,
         **others: Any,
     ) -> None:
-        self.connection = Connection(checked_options(verify, timeout, backend, others))
+        self.connection = Connection(checked_options(verify, timeout, backend, others, delta))
         self.rank, self.size, self.secret = 0, 0, ""
         # A group of all members that lasts as long as they live, by which each hears of another's
         # death: NeMo-RL tells them nothing.
@@ -215,9 +216,10 @@ class ColocatedSynchronizer(WeightSynchronizer):
         verify: bool = False,
         timeout: float = TIMEOUT,
         backend: str = "auto",
+        delta: bool | str = False,
     ) -> None:
         self._policy, self._generation = policy, generation
-        self._options = SyncOptions(verify, timeout, backend)
+        self._options = SyncOptions(verify, timeout, backend, delta)
         self._stale, self._connects = True, True
         self._address, self._secret = "", ""  # where all have met last, and with which secret
 
@@ -281,7 +283,7 @@ class ColocatedSynchronizer(WeightSynchronizer):
             )
         policy_calls = self._on_policy("send_weights_via_checkpoint_engine", kv_scales=None)
         ranks_each = engine_ranks // self._generation.dp_size
-        verify, timeout, _ = self._options
+        verify, timeout = self._options.verify, self._options.timeout
         arguments = [
             (address, self._secret, ranks, first, engine_ranks, timeout, verify)
             for first in range(0, engine_ranks, ranks_each)
@@ -363,16 +365,18 @@ def not_covered(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def checked_options(verify: Any, timeout: Any, backend: Any, others: Mapping[str, Any]) -> SyncOptions:
+def checked_options(
+    verify: Any, timeout: Any, backend: Any, others: Mapping[str, Any], delta: Any = False
+) -> SyncOptions:
     """Return the options of ``policy.generation.refit_cfg``. Raises ReshardError for wrong ones,
     and for `others`."""
     where = f"policy.generation.refit_cfg[{BACKEND!r}]"
     unknown = set(others) - {"update_weights_bucket_memory_ratio", "release_after_refit"}
     if unknown:
         raise ReshardError(
-            f"{where} has {sorted(unknown)}: it takes verify, timeout, backend and release_after_refit"
+            f"{where} has {sorted(unknown)}: it takes verify, timeout, backend, delta and release_after_refit"
         )
-    return SyncOptions(verify, timeout, backend).check(lambda name: f"{name} of {where}")
+    return SyncOptions(verify, timeout, backend, delta).check(lambda name: f"{name} of {where}")
 
 
 def with_refits(setup: Callable[..., Any]) -> Callable[..., Any]:
@@ -401,7 +405,8 @@ def with_refits(setup: Callable[..., Any]) -> Callable[..., Any]:
             raise ReshardError(f"{why}, which reshard does not refit: run NeMo-RL's own script")
         others = renamed_options((generation.get("refit_cfg") or {}).get(BACKEND) or {})
         verify, timeout = others.pop("verify", False), others.pop("timeout", TIMEOUT)
-        options = checked_options(verify, timeout, others.pop("backend", "auto"), others)
+        backend, delta = others.pop("backend", "auto"), others.pop("delta", False)
+        options = checked_options(verify, timeout, backend, others, delta)
         engine = generation.setdefault("vllm_kwargs", {})
         if engine.setdefault("worker_cls", WORKER) != WORKER:
             raise ReshardError(

@@ -223,7 +223,7 @@ def options_of(config: Any) -> SyncOptions:
     unknown = sorted(options.keys() - set(SyncOptions._fields))
     if unknown:
         raise ReshardError(
-            f"checkpoint_engine.engine_kwargs.{BACKEND} has {unknown}: it takes verify, timeout and backend"
+            f"checkpoint_engine.engine_kwargs.{BACKEND} has {unknown}: it takes verify, timeout, backend and delta"
         )
     return _checked(SyncOptions(**options))
 
@@ -246,8 +246,9 @@ class ReshardCheckpointEngine(CheckpointEngine):
         verify: bool = False,
         timeout: float = TIMEOUT,
         backend: str = "auto",
+        delta: bool | str = False,
     ) -> None:
-        self.connection = Connection(_checked(SyncOptions(verify, timeout, backend)))
+        self.connection = Connection(_checked(SyncOptions(verify, timeout, backend, delta)))
         self.member = f"{socket.gethostname()} {id(self)} {ray.get_runtime_context().get_worker_id()}"
         self.topology: dict[str, Any] = {}  # the last arguments of `init_process_group`
         self.is_new = True

@@ -16,13 +16,14 @@ OFF, ON, AUTO = DELTAS
 TRIALS = 2  # refits of a kind that ``auto`` times before it compares: the first of each is slower
 
 
-def check_delta(value: Any) -> str:
-    """Return the mode that `connect(delta=...)` stands for. Raises ReshardError where it is none."""
+def check_delta(value: Any, name: str = "delta") -> str:
+    """Return the mode that `connect(delta=...)` stands for. Raises ReshardError where what was given as `name`
+    is none."""
     if isinstance(value, bool):
         return ON if value else OFF
-    if value == AUTO:
+    if isinstance(value, str) and value == AUTO:
         return AUTO
-    raise ReshardError(f"delta is {value!r:.80}; it is True, False, or 'auto'")
+    raise ReshardError(f"{name} is {value!r:.80}; it is true, false, or 'auto'")
 
 
 class Deltas:
