@@ -75,6 +75,7 @@ class VllmModel(LiveEngine):
         self.hf_config = published(config.model_config.hf_config.to_dict(), "vLLM's config")
         self.model = Model.from_hf(self.hf_config, f"vLLM's config of {config.model_config.model}")
         self.draft = draft_model(worker)
+        self._announce_mtp()
         drafts_by_mtp = is_mtp(self.draft, self.model)
         if not drafts_by_mtp:
             check_drafter(self.draft, config, "no trainer has the weights of a drafter of this kind")
@@ -85,6 +86,17 @@ class VllmModel(LiveEngine):
         self.decays: dict[str, Decay] = {}
         self._find_tensors(with_drafter=drafts_by_mtp)
         self.guard.when_loaded.append(WeakMethod(self._loaded_again))
+
+    def _announce_mtp(self) -> None:
+        """Take the MTP layer that a drafter is made of for one of the model's, where the config does not announce it:
+        vLLM takes it for granted, and Qwen3-Next is published so."""
+        field = self.model.family.field_of("mtp_num_layers")
+        if self.draft is None or field is None or self.model.wrapped or self.hf_config.get(field) is not None:
+            return
+        announced = self.hf_config | {field: 1}
+        model = Model.from_hf(announced, self.model.where)
+        if is_mtp(self.draft, model):
+            self.hf_config, self.model = announced, model
 
     @staticmethod
     @accepts_renamed_options
