@@ -42,6 +42,7 @@ LAYOUTS = {
     "in a larger model": ("qwen3-vl-moe", {}, MegatronLayout(tp=2, pp=2, ep=4, etp=1), 16, 1),
     "MLA in a larger model": ("kimi-k2.5", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), 8, 1),
     "linear attention": ("qwen3-next", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), 8, 1),
+    "linear attention, MTP": ("qwen3.5-moe", {"mtp_num_hidden_layers": 1}, MegatronLayout(tp=2, pp=2, ep=2, etp=2), 8, 1),
     "Mamba": ("nemotron-h-moe", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), 8, 1),
     "biases of experts, sinks": ("gpt-oss", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), 8, 1),
     "EP, ETP1": ("qwen3-moe", {}, MegatronLayout(tp=2, pp=2, ep=4, etp=1), 16, 1),
