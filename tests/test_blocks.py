@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.core.dtypes import DTYPES
-from reshard.quantization.fp8_blocks import BLOCK, FP8, ROUNDINGS, encode_as_vllm
+from reshard.quantization.fp8_blocks import BLOCK, FP8, ROUNDINGS, encode
 from reshard.refit.addresses import NO_SLOT, PART_COLUMNS, UNSTAGED, Pieces
 from reshard.refit.codecs import CODECS, PLAIN, block_codec, codec_between
 from reshard.refit.fp8_blocks import split
@@ -95,7 +95,7 @@ def test_whatever_the_pieces_and_their_dtypes_each_block_is_made_of_bf16_of_all_
     table, into, held = pieces_of(values, cuts, sources=sources)
     strips = items_of(table, into, np.arange(len(cuts)), places[0])
     quantize_on_host(strips.items, strips.fragments, "fp32")
-    codes, scales = encode_as_vllm(rounded(values), "fp32")
+    codes, scales = encode(rounded(values), "fp32")
     assert np.array_equal(places[1][:, :columns], codes.view(np.uint8)) and np.array_equal(places[2], scales)
     assert (places[1][:, columns:] == 0xEE).all() and len(held) == len(cuts)
 
@@ -104,8 +104,8 @@ def test_fp32_that_is_not_rounded_to_bf16_first_makes_other_codes_and_scales():
     values = weights(256, 256)
     for rounding in ROUNDINGS:
         (codes, scales), (first, factors) = (
-            encode_as_vllm(values, rounding),
-            encode_as_vllm(rounded(values), rounding),
+            encode(values, rounding),
+            encode(rounded(values), rounding),
         )
         assert (codes.view(np.uint8) != first.view(np.uint8)).any()
         assert (scales != factors).any() == (rounding == "fp32")
@@ -116,7 +116,7 @@ def test_blocks_that_no_piece_reaches_stay_as_they_are():
     table, into, held = pieces_of(values, [(0, 0, 128, 256), (0, 512, 128, 988)])
     strips = items_of(table, into, np.arange(2), places[0])
     quantize_on_host(strips.items, strips.fragments, "fp32")
-    codes, scales = encode_as_vllm(rounded(values), "fp32")
+    codes, scales = encode(rounded(values), "fp32")
     reached = np.ones((256, 1500), bool)
     reached[128:], reached[:, 256:512] = False, False
     assert np.array_equal(places[1][:, :1500][reached], codes.view(np.uint8)[reached]) and len(held) == 2
@@ -169,7 +169,7 @@ def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place
         PackedRound.of([(sends, start)], index, cpu).run()
         PackedRound.of([(receives, start)], index, cpu).run()
     for tensor in tensors:
-        codes, scales = encode_as_vllm(rounded(tensor.values), tensor.rounding)
+        codes, scales = encode(rounded(tensor.values), tensor.rounding)
         rows, columns = codes.shape
         assert np.array_equal(tensor.codes[:, :columns], codes.view(np.uint8)) and np.array_equal(
             tensor.plain, tensor.arrived
@@ -292,7 +292,7 @@ def test_power_of_two_scales_round_up_and_rounding_twice_loses_more():
     values = rounded(weights(512, 512))
     error = {}
     for rounding in ROUNDINGS:
-        codes, scales = encode_as_vllm(values, rounding)
+        codes, scales = encode(values, rounding)
         back = codes.astype(np.float32) * scales.repeat(BLOCK, 0).repeat(BLOCK, 1)
         error[rounding] = float(
             np.sqrt(
@@ -339,7 +339,7 @@ def interpret() -> None:
         how = rounding, not shift, blocks, size_of(block_items.fragments[:, ELEMENT_BYTES])
         tables = torch.from_numpy(block_items.items), torch.from_numpy(block_items.fragments)
         quantize_items(*tables, *how)
-        expected, expected_scales = encode_as_vllm(values, rounding, divide=False)
+        expected, expected_scales = encode(values, rounding, divide=False)
         encoded = codes[:, :columns].view(FP8.numpy()).astype(np.float32)
         assert np.array_equal(scales, expected_scales) and np.array_equal(
             encoded, expected.astype(np.float32)

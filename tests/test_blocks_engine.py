@@ -3,47 +3,21 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from reshard import mcore_to_hf
-from reshard.quantization.fp8_blocks import encode_as_vllm
-from reshard.refit.fp8_blocks.items import BF16
 from tests.ranks import free_port, run_on_ranks
 from tests.refits import refit
 from tests.test_logits import EP, ETP, PP, TP, flags_at
 
 ONLINE = {"quantization": "fp8_per_block"}
-# Matrices that published fp8 checkpoints of these families keep in high precision.
-HIGH_PRECISION = (
-    "embed_tokens.weight",
-    "lm_head.weight",
-    "shared_head.head.weight",
-    "mlp.gate.weight",
-    "eh_proj.weight",
-)
 BY_CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 
-def served_in_blocks(hf: str, mcore: str, folder: Path) -> str:
-    """The checkpoint as published in fp8, quantized as vLLM does, which `blocks_that_differ`
-    compares with vLLM's own function; with the config of a conversion."""
-    folder.mkdir(parents=True)
-    for file in Path(hf).iterdir():
-        if file.suffix != ".safetensors":
-            (folder / file.name).write_bytes(file.read_bytes())
-    tensors = {}
-    for name, tensor in load_file(Path(hf) / "model.safetensors").items():
-        tensors[name] = tensor
-        if tensor.ndim == 2 and not name.endswith(HIGH_PRECISION):
-            codes, scales = encode_as_vllm(tensor.view(torch.int16).numpy().view(BF16.numpy()), "fp32")
-            tensors[name] = torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn)
-            tensors[f"{name}_scale_inv"] = torch.from_numpy(scales)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    mcore_to_hf(Path(mcore), folder / "converted", quantize=True)
-    (folder / "config.json").write_bytes((folder / "converted" / "config.json").read_bytes())
+def served_in_blocks(mcore: str, folder: Path) -> str:
+    """The checkpoint in fp8 as a conversion writes it: what a refit writes has to be the same. vLLM's own
+    function is compared with both in `blocks_that_differ`."""
+    mcore_to_hf(Path(mcore), folder, quantize=True)
     return str(folder)
 
 
@@ -74,7 +48,7 @@ def test_a_refit_leaves_what_vllm_makes_of_the_same_weights_while_it_loads_them(
 def published(checkpoints, folder: Path) -> tuple[list[str], dict]:
     """The checkpoints as they are published in fp8, and what vLLM is told of their config."""
     directories = [
-        served_in_blocks(*checkpoint, folder / f"fp8-{number}")
+        served_in_blocks(checkpoint[1], folder / f"fp8-{number}")
         for number, checkpoint in enumerate(checkpoints)
     ]
     config = json.loads((Path(directories[0]) / "config.json").read_text())

@@ -110,25 +110,13 @@ def config_of(scheme: Fp8Blocks, original: Any, unquantized: list[str]) -> dict[
     return {name: value for name, value in before.items() if name != "ignored_layers"} | ours
 
 
-def encode(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return e4m3 codes ``[rows, columns]`` and fp32 scales ``[rows / 128, columns / 128]`` of rows
-    that begin where blocks do.
+def encode(values: np.ndarray, rounding: str = "fp32", divide: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Return e4m3 codes ``[rows, columns]`` and fp32 scales ``[rows / 128, columns / 128]`` of rows that begin
+    where blocks do, bit for bit as vLLM's ``per_block_cast_to_fp8`` makes them on a CPU. What is written to a
+    disk and what a refit writes are both this.
 
-    A scale is the largest magnitude of its block / 448, which becomes the largest e4m3 number;
-    blocks of zeros get scale 1.
-    """
-    blocks = _blocks(rows)
-    scales = np.abs(blocks).max((1, 3)) / np.float32(E4M3_MAX)
-    # zeros, and what is too small for a scale of its own
-    scales = np.where(scales == 0, np.float32(1), scales).astype(np.float32)
-    with np.errstate(invalid="ignore"):  # of infinities and NaN, which the scales tell of
-        scaled = blocks / scales[:, None, :, None]
-    return _unblocked(scaled, rows.shape).astype(FP8.numpy()), scales
-
-
-def encode_as_vllm(values: np.ndarray, rounding: str, divide: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Return the codes and scales of a matrix, bit for bit as vLLM's ``per_block_cast_to_fp8``
-    makes them on a CPU.
+    A scale is the largest magnitude of its block, or 1e-4 where that is more, divided by 448, which becomes
+    the largest e4m3 number; numbers are multiplied by its reciprocal.
 
     With `divide` false they are those that it makes on a GPU, where ``/ 448`` is compiled into a
     product. `rounding` is one of `ROUNDINGS`.
@@ -155,7 +143,8 @@ def _encode_blocks(blocks: np.ndarray, powers_of_two: bool, divide: bool) -> tup
     scales = largest / np.float32(E4M3_MAX) if divide else largest * np.float32(1 / E4M3_MAX)
     if powers_of_two:
         scales = np.exp2(np.ceil(np.log2(scales)))
-    scaled = blocks * (np.float32(1) / scales)
+    with np.errstate(invalid="ignore"):  # of infinities and NaN, which the scales tell of
+        scaled = blocks * (np.float32(1) / scales)
     return scaled.astype(FP8.numpy()), scales
 
 

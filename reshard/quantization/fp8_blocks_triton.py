@@ -1,4 +1,4 @@
-"""`reshard.quantization.fp8_blocks.encode_as_vllm` for one block within a Triton kernel."""
+"""`reshard.quantization.fp8_blocks.encode` for one block within a Triton kernel."""
 
 import triton
 import triton.language as tl

@@ -15,7 +15,7 @@ import torch
 
 from reshard.core.dtypes import DTYPES
 from reshard.engines.base import Engine
-from reshard.quantization.fp8_blocks import BLOCK, encode_as_vllm
+from reshard.quantization.fp8_blocks import BLOCK, encode
 from reshard.refit.addresses import region_addresses
 from reshard.refit.codecs import BEFORE_BLOCKS, CODECS, SOURCE_SIZES, block_codec
 from reshard.refit.copies import host_bytes
@@ -246,6 +246,6 @@ def _on_host(
             if size != BF16.size:
                 fragment = TO_BF16.encode(fragment)
             values[top : top + high, left : left + wide] = fragment.view(BF16.numpy())
-        new_codes, new_scales = encode_as_vllm(values, rounding)
+        new_codes, new_scales = encode(values, rounding)
         served = host_bytes(codes, height, length, codes_pitch), host_bytes(scales, 1, new_scales.size * 4, 0)
         yield served, (new_codes.view(np.uint8), new_scales.view(np.uint8).reshape(1, -1))

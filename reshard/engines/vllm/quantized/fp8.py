@@ -9,7 +9,7 @@ from torch.compiler import set_stance
 
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.quantized.layers import own_blocks
-from reshard.quantization.fp8_blocks import BLOCK, ROUNDINGS, encode_as_vllm
+from reshard.quantization.fp8_blocks import BLOCK, ROUNDINGS, encode
 from reshard.refit.codecs import block_codec
 from reshard.refit.fp8_blocks.items import PLACES, BlockTable, items_of
 from reshard.refit.tables import CODEC, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
@@ -82,8 +82,8 @@ def check_blocks(rounding: str, device: torch.device, bit_for_bit: bool) -> None
 
 
 def _account(values: torch.Tensor, rounding: str, divide: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes and scales of `encode_as_vllm`."""
-    codes, scales = encode_as_vllm(values.float().numpy(), rounding, divide)
+    """Return the codes and scales of `encode`."""
+    codes, scales = encode(values.float().numpy(), rounding, divide)
     return torch.from_numpy(codes.view(np.uint8).copy()).view(torch.float8_e4m3fn), torch.from_numpy(scales)
 
 
