@@ -115,8 +115,8 @@ def command(
     --nproc-per-node 4 --no-python reshard parity A B --tp 2 --pp 2
 
     With vllm: before it, vLLM serves it: vllm:HF as vLLM loads it, vllm:MEGATRON refitted from
-    Megatron-Core at the layout. With sglang: SGLang does: sglang:HF, or sglang:http://HOST:PORT for
-    what a running server serves.
+    Megatron-Core at the layout. With sglang: SGLang does: sglang:DIRECTORY as it loads either format, or
+    sglang:http://HOST:PORT for what a running server serves.
     """
     if prompts is not None and count is not None:
         raise click.UsageError("--prompts and --random exclude each other")

@@ -158,3 +158,39 @@ def derived(rank: int, folder: str, directories: list[str]) -> list[dict]:
         result["after"] = engine.stale_derived()
         results.append(result)
     return results
+
+
+def loaded(rank: int, folder: str, cases: list[tuple[str, str, dict]]) -> list[list]:
+    """Of each (Hugging Face directory, Megatron directory, options): the tensors that SGLang has loaded
+    otherwise from the second, by our option, than from the first, of how many; and what is said of wrong
+    options."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    alone(folder)
+
+    def build(directory: str, option: dict, **options) -> dict[str, tuple]:
+        return held(
+            sglang_on_cpu.build(directory, model_loader_extra_config=json.dumps(option), **options)[0]
+        )
+
+    results: list[list] = []
+    for hf, mcore, options in cases:
+        ours, theirs = (
+            build(f"{mcore}/hf", {"megatron": mcore}, **options),
+            held(sglang_on_cpu.build(hf, **options)[0]),
+        )
+        differ = [name for name in theirs if ours.get(name) != theirs[name]]
+        results.append([differ, len(theirs)])
+    hf, mcore, _ = cases[0]
+    wrong = ({"megatron": hf}, {"megatron": mcore, "threads": 2}, {"megatron": 3}, {"megatrn": mcore})
+    return [*results, [said_by(lambda option=option: build(f"{mcore}/hf", option)) for option in wrong]]  # type: ignore[misc]
+
+
+def said_by(action) -> str:
+    """The sentence of any error that an action raises."""
+    try:
+        action()
+    except Exception as error:
+        return str(error)
+    return "no error"

@@ -108,5 +108,7 @@ def build(
     )
     expert_location.set_global_expert_location_metadata(located, allow_overwrite=True)
     torch.distributed.barrier()
-    load = LoadConfig(load_format=load_format)
+    load = LoadConfig(
+        load_format=load_format, model_loader_extra_config=options.get("model_loader_extra_config", {})
+    )
     return get_model(model_config=config, load_config=load, device_config=DeviceConfig("cpu")), arguments

@@ -107,6 +107,18 @@ def test_what_would_serve_another_model_is_refused_by_name(converted, tmp_path):
     assert [name for name, sentence in REFUSALS.items() if sentence not in said[name]] == [], said
 
 
+def test_sglang_loads_a_megatron_checkpoint_as_what_was_exported_from_it(converted, tmp_path):
+    cases = [(*converted(name)[0], {}) for name in ("qwen3-moe", "deepseek-v3")]
+    checkpoints = converted("served-mla-blocks")[:1]
+    [blocks], options = published(checkpoints, tmp_path)
+    *found, said = on_a_rank("loaded", str(tmp_path), [*cases, (blocks, checkpoints[0][1], options)])
+    assert [differ for differ, _ in found] == [[]] * 3 and all(count > 20 for _, count in found)
+    assert said[0].endswith("to serve a Hugging Face directory") and "is no Megatron checkpoint" in said[0]
+    assert said[1].startswith("--model-loader-extra-config has threads beside 'megatron'")
+    assert said[2] == "'megatron' in --model-loader-extra-config is 3, not a directory"
+    assert said[3].startswith("Unexpected extra config keys"), "SGLang's own words"
+
+
 def test_what_sglang_derives_is_checked_and_made_anew(converted, tmp_path):
     directories = [converted(name)[0][0] for name in ("deepseek-v3", "glm4-moe")]
     latent, router = on_a_rank("derived", str(tmp_path), directories)

@@ -10,16 +10,15 @@ from reshard.core.errors import ReshardError
 
 class ServedBy(NamedTuple):
     """The module whose ``open_served`` opens an engine's systems; whether these may be quantized by an
-    option, and whether they may be a Megatron checkpoint, which refits the engine."""
+    option."""
 
     module: str
     quantizes: bool
-    refits: bool
 
 
 ENGINES = {
-    "vllm": ServedBy("reshard.parity.systems.refitted", True, True),
-    "sglang": ServedBy("reshard.parity.systems.sglang", False, False),
+    "vllm": ServedBy("reshard.parity.systems.refitted", True),
+    "sglang": ServedBy("reshard.parity.systems.sglang", False),
 }
 
 

@@ -4,7 +4,7 @@ Read in the order in which things happen:
 
 Start
     `plugin` is what every process of SGLang calls. It gives the scheduler the methods of `worker`, and
-    puts the checks of `guard` around SGLang's runs and requests.
+    puts the checks of `guard` around SGLang's runs and requests. `load` reads a Megatron checkpoint.
 
 Connect
     `live` is the `Engine`. It asks `supported` what may be written, `rank` which rank this is (what it

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from reshard.core.errors import ReshardError
@@ -34,6 +35,7 @@ UPDATES = tuple(f"{_UPDATER}.update_weights_from_{name}" for name in ("tensor", 
 CONNECT = f"{_UPDATER}.init_weights_update_group"
 UPDATE = f"{_UPDATER}.update_weights_from_distributed"
 CLOSE = f"{_UPDATER}.destroy_weights_update_group"
+GET_LOADER = "sglang.srt.model_loader.loader.get_model_loader"
 CONNECTED = "InitWeightsUpdateGroupReqOutput"
 UPDATED = "UpdateWeightsFromDistributedReqOutput"
 DESTROYED = "DestroyWeightsUpdateGroupReqOutput"
@@ -308,6 +310,22 @@ def answer(kind: str, success: bool, message: str) -> Any:
         from sglang.srt.managers import io_struct
 
         return getattr(io_struct, kind)(success=success, message=message)
+
+
+def loader_of(load_config: Any, weights: Callable[[Any, torch.nn.Module], Iterator[Any]]) -> Any:
+    """Return a loader of SGLang's that loads `weights`, which get a ``ModelConfig`` and the model, in the place
+    of files."""
+    with known("loads models in another way"):
+        from sglang.srt.model_loader.loader import DefaultModelLoader
+
+        class Loader(DefaultModelLoader):  # type: ignore[misc]
+            def download_model(self, model_config: Any) -> None:
+                """Fetch nothing."""
+
+            def _get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[Any]:
+                return weights(model_config, model)
+
+        return Loader(replace(load_config, model_loader_extra_config={}))
 
 
 def add_to_scheduler(methods: Mapping[str, Any]) -> None:

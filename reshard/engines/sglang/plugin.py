@@ -3,10 +3,14 @@
 
 It gives SGLang's scheduler the methods of `reshard.engines.sglang.worker`, for
 ``Engine.collective_rpc``, and its routes for weights a group of ours (`reshard.engines.sglang.group`), and
-puts the guard around its runs and requests. Nothing else changes until a trainer connects.
+puts the guard around its runs and requests. Its loaders get an option for Megatron checkpoints
+(`reshard.engines.sglang.load`). Nothing else changes until a trainer connects.
 
 Every SGLang process of an environment with reshard imports this module, so it imports nothing heavy.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 
 def register() -> None:
@@ -23,5 +27,16 @@ def register() -> None:
     compat.hook_around(compat.CONNECT, group.connect_group)
     compat.hook_around(compat.UPDATE, group.refit_group)
     compat.hook_around(compat.CLOSE, group.close_group)
+    compat.hook_around(compat.GET_LOADER, choose_loader)
     for update in compat.UPDATES:
         compat.hook_around(update, guard.follow_update)
+
+
+def choose_loader(get_loader: Callable[..., Any], load_config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the loader of `reshard.engines.sglang.load.choose_loader`, which is imported only where an engine
+    has an option."""
+    if not load_config.model_loader_extra_config:
+        return get_loader(load_config, *args, **kwargs)
+    from reshard.engines.sglang import load
+
+    return load.choose_loader(get_loader, load_config, *args, **kwargs)

@@ -44,15 +44,11 @@ def open_system(spec: str, options: SystemOptions) -> System:
     checkpoint in Megatron-Core.
 
     After an engine's name that engine serves it: a Hugging Face directory as the engine loads it, a
-    Megatron checkpoint by a refit from Megatron-Core, or what a server at this address serves.
+    Megatron checkpoint by a refit from Megatron-Core (vLLM) or as reshard's plugin loads it (SGLang), or what
+    a server at this address serves.
     """
     engine, megatron = engine_of(spec), is_megatron(spec)
     if engine:
-        if megatron and not ENGINES[engine].refits:
-            raise ReshardError(
-                f"{spec}: parity refits no {engine} from a Megatron checkpoint: give a Hugging Face directory, or "
-                f"the address of a server that a trainer has refitted ({engine}:http://HOST:PORT)"
-            )
         open_served: System = import_module(ENGINES[engine].module).open_served(
             place_of(spec), megatron, options
         )

@@ -1,6 +1,7 @@
 """SGLang as a system: prompt logprobs of an engine or a server that runs already, or of one that loads a
 checkpoint."""
 
+import json
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from reshard.comm.http import call_route
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.extras import require
 from reshard.engines.sglang.layout import SglangLayout
+from reshard.engines.sglang.load import OPTION
 from reshard.models.model import Model
 from reshard.parity.metrics import Scores
 from reshard.parity.prompts import Prompt
@@ -20,6 +22,7 @@ from reshard.parity.served import checkpoint_of, is_address
 from reshard.parity.systems.base import ScoringOptions, System, SystemOptions
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.opening import read_model
+from reshard.storage.sources.paths import HF_FILES, config_beside, locate
 
 # What a request asks for: the logprobs of its own tokens, and the best token at each place.
 WANTED = {
@@ -92,16 +95,17 @@ class ServedSglang(Sglang):
 
 
 class StartedSglang(LiveSglang):
-    """An SGLang that loads a Hugging Face directory, when the first prompts come."""
+    """An SGLang that loads a Hugging Face directory, or the Megatron checkpoint `megatron` with the config in
+    that directory, when the first prompts come."""
 
-    def __init__(self, path: Path, options: SystemOptions) -> None:
+    def __init__(self, path: Path, options: SystemOptions, megatron: Path | None = None) -> None:
         require("sglang", "sglang")
         given = options.engine
         self.layout = given if isinstance(given, SglangLayout) else SglangLayout()
-        self.path, self.dtype, self.engine = path, options.dtype, None
+        self.path, self.dtype, self.engine, self.megatron = path, options.dtype, None, megatron
         self.model = read_model(str(path))
         self.layout.check(self.model)
-        self.name = f"SGLang, {path}, {self.layout}, {options.dtype}"
+        self.name = f"SGLang, {megatron or path}, {self.layout}, {options.dtype}"
 
     def generate(self, prompts: list[Prompt]) -> list[dict[str, Any]]:
         if self.engine is None:
@@ -116,6 +120,8 @@ class StartedSglang(LiveSglang):
         import sglang
 
         options: dict[str, Any] = {} if torch.cuda.is_available() else dict(ON_A_CPU)
+        if self.megatron is not None:
+            options["model_loader_extra_config"] = json.dumps({OPTION: str(self.megatron)})
         try:
             return sglang.Engine(
                 model_path=str(self.path),
@@ -132,7 +138,9 @@ class StartedSglang(LiveSglang):
                 **options,
             )
         except Exception as error:
-            raise ReshardError(f"SGLang cannot serve {self.path}: {first_line(error)}") from error
+            raise ReshardError(
+                f"SGLang cannot serve {self.megatron or self.path}: {first_line(error)}"
+            ) from error
 
     def close(self) -> None:
         """End the engine."""
@@ -147,8 +155,19 @@ def _is_quantized(model: Model, quantization: str | None) -> bool:
 
 
 def open_served(place: str, megatron: bool, options: SystemOptions) -> Sglang:
-    """Open a Hugging Face directory, or what the server at an address serves."""
-    return ServedSglang(place) if is_address(place) else StartedSglang(local_directory(place), options)
+    """Open a directory of either format, or what the server at an address serves."""
+    if is_address(place):
+        return ServedSglang(place)
+    located = locate(Path(place)) if megatron else None
+    if located is None:
+        return StartedSglang(local_directory(place), options)
+    beside = config_beside(located)
+    if beside is None or beside.directory is None:
+        raise ReshardError(
+            f"{place} has no {HF_FILES}/config.json, in which SGLang looks for the model: convert it with reshard "
+            f"mcore-to-hf, and serve that"
+        )
+    return StartedSglang(beside.directory, options, located.directory)
 
 
 def _scores(number: int, answered: dict[str, Any], prompt: Prompt) -> Scores:

@@ -24,8 +24,6 @@ with importing("vllm"):
 
 
 from reshard.core.errors import ReshardError, listed
-from reshard.core.views import tensor_of
-from reshard.engines.layout import published_tensors
 from reshard.engines.vllm.load_format.boxes import plan_reading, read_boxes
 from reshard.engines.vllm.load_format.opened import OpenedWeights, directory_of, open_weights
 from reshard.engines.vllm.weights.supported import PLAIN_METHODS
@@ -123,18 +121,7 @@ def _check_complete(opened: OpenedWeights, model_config: ModelConfig) -> None:
         model = Model.from_hf(model_config.hf_config.to_dict(), "the engine's config")
     except ReshardError:
         return  # an architecture without a table
-    # Quantized checkpoints have other tensors in place of a module's weight.
-    modules = {name.rpartition(".")[0] for name in opened.weights.tensors}
-    packed = expand(model).packed
-    lacking = [
-        name
-        for row, name in published_tensors(model)
-        if not row.optional
-        and name.rpartition(".")[0] not in modules
-        and tensor_of(packed.get(name, "")) not in opened.weights.tensors
-    ]
-    if lacking:
-        raise ReshardError(f"{opened.name} lacks {len(lacking)} of the model's tensors: {listed(lacking)}")
+    opened.check_complete(model)
 
 
 def _check_loaded(model: torch.nn.Module, model_config: ModelConfig, loaded: set[str] | None) -> None:

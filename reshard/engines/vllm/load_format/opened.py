@@ -4,9 +4,7 @@ wants them."""
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from reshard.core.extras import importing
 
@@ -18,17 +16,17 @@ import numpy as np
 
 from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError
-from reshard.device.stored import plus_one, stored_tensors
+from reshard.engines.checkpoint import config_directory, megatron_directory
+from reshard.engines.stored_weights import StoredWeights, names_in_blocks, tensor_of
 from reshard.engines.trace import Canonical
 from reshard.engines.views import StoredViews
-from reshard.engines.vllm.load_format.checkpoint import config_directory, megatron_directory, wants_fp8_blocks
 from reshard.engines.vllm.quantized import nvfp4
 from reshard.engines.vllm.quantized.compressed import stored_as
 from reshard.engines.vllm.quantized.layers import NVFP4, Compressed, compressed_of, method_of
 from reshard.engines.vllm.weights.stand_ins import trace_model
 from reshard.engines.vllm.weights.supported import PLAIN_METHODS
 from reshard.quantization import channels, compressed_tensors, modelopt
-from reshard.quantization.fp8_blocks import SCALE_SUFFIX, encode
+from reshard.quantization.fp8_blocks import SCALE_SUFFIX
 from reshard.quantization.nvfp4 import fused
 from reshard.quantization.nvfp4_torch import encode as encode_nvfp4
 from reshard.quantization.scheme import check_finite
@@ -41,7 +39,7 @@ logger = logging.getLogger("vllm.reshard")  # below vLLM's own, which shows it
 MAX_THREADS = 8
 
 
-class OpenedWeights:
+class OpenedWeights(StoredWeights):
     """The weights of a checkpoint, called `name` in logs, which are quantized as the config wants
     while they are read.
 
@@ -57,12 +55,13 @@ class OpenedWeights:
         compressed: bool = False,
         dtype: Dtype = DTYPES["bfloat16"],
     ) -> None:
-        self.name, self.weights, self.quantized, self.compressed = name, weights, quantized, compressed
-        self.dtype = dtype
+        super().__init__(name, weights, quantized)
+        self.compressed, self.dtype = compressed, dtype
         self.schemes: dict[str, Compressed] = {}
         # The names of tensors that this rank takes a part of; None for all.
         self.taken: frozenset[str] | None = None
         self.device = torch.device("cpu")
+        self._together: dict[str, torch.Tensor] = {}  # read, of those that share a scale
 
     def quantize_as(self, model: torch.nn.Module) -> None:
         """Find which weights this model wants quantized, and how.
@@ -85,22 +84,12 @@ class OpenedWeights:
             held = {name for name, _ in model.named_parameters()}
             self.quantized |= {name for name in self.weights.tensors if name + SCALE_SUFFIX in held}
 
-    def views(self) -> StoredViews:
-        """Return how the weights lie in the tensors that vLLM's loader takes."""
-        shapes = {name: info.shape for name, info in self.weights.tensors.items()}
-        return StoredViews(shapes, self.weights.packed)
-
     def stored(self, views: StoredViews) -> Canonical:
         """Return shapes and dtypes of the tensors that vLLM's loader takes, for a trace."""
         tensors = self.weights.tensors.items()
         return views.with_dtypes({name: getattr(torch, info.dtype.name) for name, info in tensors})
 
-    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (published name, full tensor), one after the other."""
-        shapes = {name: info.shape for name, info in self.weights.tensors.items()}
-        return stored_tensors(self._stream(), shapes, self.weights.packed)
-
-    def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _names(self) -> list[str]:
         # What other ranks have, such as their experts, would stay plain, and packed layers have no
         # place for plain weights.
         names = [name for name in self.weights.tensors if self.taken is None or name in self.taken]
@@ -109,30 +98,20 @@ class OpenedWeights:
             # own loading, where the last one of several equal parameters counts, such as the shapes
             # of packed weights that vLLM fuses.
             names.sort(key=lambda name: (fused(name)[0] if self._in_nvfp4(name) else name, name))
-        regions = (self.weights.whole(name) for name in names)
-        together: dict[str, torch.Tensor] = {}
-        for region, raw in self.weights.read_ahead(regions, host_memory, threads()):
-            info = self.weights.tensors[region.name]
-            if region.name in self.quantized:
-                codes, scales = _quantized(region.name, raw.view(info.dtype.numpy()))
-                yield region.name, torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn)
-                yield region.name + SCALE_SUFFIX, torch.from_numpy(scales)
-            elif self._in_nvfp4(region.name):
-                together[region.name] = self._on_device(tensor_of(raw, info.dtype.name))
-                if len(together) == sum(map(self._in_nvfp4, fused(region.name))):
-                    yield from self._nvfp4(together)
-                    together = {}
-            elif region.name in self.schemes:
-                yield from self._compressed(region.name, tensor_of(raw, info.dtype.name))
-            else:
-                tensor = tensor_of(raw, info.dtype.name).reshape(info.shape)
-                is_less = region.name in self.weights.less_one
-                yield region.name, plus_one(tensor) if is_less else tensor
+        self._together = {}
+        return names
 
-    def stream_and_close(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same, and close the files at the end."""
-        with closing(self), self.weights.unchanged():
-            yield from self.stream()
+    def _made(self, name: str, raw: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
+        dtype = self.weights.tensors[name].dtype.name
+        if name in self.quantized or name not in self.schemes:
+            yield from super()._made(name, raw)
+        elif self._in_nvfp4(name):
+            self._together[name] = self._on_device(tensor_of(raw, dtype))
+            if len(self._together) == sum(map(self._in_nvfp4, fused(name))):
+                yield from self._nvfp4(self._together)
+                self._together = {}
+        else:
+            yield from self._compressed(name, tensor_of(raw, dtype))
 
     def _on_device(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.to(self.device, getattr(torch, self.dtype.name))
@@ -162,9 +141,6 @@ class OpenedWeights:
         for end, tensor in made.items():
             yield name + end, tensor
 
-    def close(self) -> None:
-        self.weights.close()
-
 
 def open_weights(model_config: ModelConfig) -> OpenedWeights:
     """Open the weights that a config names. Raises ReshardError if there are none."""
@@ -184,7 +160,7 @@ def open_weights(model_config: ModelConfig) -> OpenedWeights:
         return OpenedWeights(
             str(megatron),
             weights_of_megatron(source),
-            _names_in_blocks(source, wanted),
+            names_in_blocks(source, wanted),
             wanted.get("quant_method") in (compressed_tensors.METHOD, modelopt.METHOD),
             dtype_named(str(model_config.dtype)),
         )
@@ -196,23 +172,6 @@ def open_weights(model_config: ModelConfig) -> OpenedWeights:
 def directory_of(model_config: ModelConfig) -> Path:
     name, revision = model_config.model, model_config.revision
     return local_directory(name if revision is None or os.path.isdir(name) else f"{name}@{revision}")
-
-
-def _names_in_blocks(source: MegatronSource, wanted: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of weights that vLLM expects as fp8 blocks with scales, by the `wanted`
-    quantization in its config."""
-    if not wants_fp8_blocks({"quantization_config": wanted}, source.path):
-        return frozenset()
-    recorded = (source.manifest() or {}).get("quantized")
-    names = recorded or source.model.quantizable() & source.tensors.keys()
-    excepted = wanted.get("ignored_layers") or wanted.get("modules_to_not_convert") or []
-    return frozenset(name for name in names if name.removesuffix(".weight") not in excepted)
-
-
-def _quantized(name: str, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    codes, scales = encode(weight)
-    check_finite(name, scales)
-    return codes, scales
 
 
 def _schemes(model: torch.nn.Module, canonical: Canonical) -> tuple[dict[str, Compressed], frozenset[str]]:
@@ -237,20 +196,3 @@ def _schemes(model: torch.nn.Module, canonical: Canonical) -> tuple[dict[str, Co
     copies = trace_model(model, canonical).copies
     schemes = {copy.name: by_parameter[copy.parameter] for copy in copies if copy.parameter in by_parameter}
     return schemes, frozenset(copy.name for copy in copies)
-
-
-def tensor_of(raw: np.ndarray, dtype: str) -> torch.Tensor:
-    """Return bytes ``[rows, columns * size]`` as a tensor ``[rows, columns]``, in the same
-    memory."""
-    return torch.from_numpy(raw).view(getattr(torch, dtype))
-
-
-def host_memory(size: int) -> np.ndarray:
-    return torch.empty(size, dtype=torch.uint8, device="cpu").numpy()
-
-
-def threads() -> int:
-    """Return how many threads a rank reads with: a fair part of the cores of its host."""
-    # vLLM's config would say it too, but a running engine that reloads has none set.
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return max(1, min(MAX_THREADS, (os.cpu_count() or 1) // ranks))

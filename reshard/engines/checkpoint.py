@@ -1,5 +1,4 @@
-"""A checkpoint's directories, and what its config wants: for the plugin, which completes vLLM's
-arguments, and for the loader."""
+"""A checkpoint's directories, and what its config wants: for an engine that loads it."""
 
 from collections.abc import Mapping
 from pathlib import Path
