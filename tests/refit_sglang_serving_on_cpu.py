@@ -4,6 +4,7 @@ model through its plugin and ``Engine.collective_rpc``.
 Without its kernels SGLang runs dense models by torch alone.
 """
 
+import json
 import subprocess
 import sys
 import time
@@ -99,7 +100,7 @@ def train(steps: Steps, sides: dict, flags: list[str], checkpoints: list[tuple[s
     link.refit(9)
     link.close()
     steps.meet("server")
-    link = connect(RefitGroup.join(f"127.0.0.1:{sides['again']}", 0, 2, timeout=60), MegatronModel(chunks))
+    link = connect(RefitGroup.join(f"127.0.0.1:{sides['again']}", 0, 3, timeout=60), MegatronModel(chunks))
     steps.meet("connected")
     link.refit(5, verify=True)
     steps.meet("end")
@@ -149,10 +150,10 @@ def drive(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict
 
 
 @contextmanager
-def server(directory: str, port: int):
-    """SGLang's own server of a checkpoint; its address."""
-    options = {"model-path": directory, "device": "cpu", "dtype": "float32", "attention-backend": "torch_native", "sampling-backend": "pytorch",
-               "grammar-backend": "none", "max-total-tokens": 1024, "context-length": 128, "log-level": "error", "port": port}  # fmt: skip
+def server(mcore: str, port: int):
+    """SGLang's own server of a Megatron checkpoint, with two pipeline stages; its address."""
+    options = {"model-path": f"{mcore}/hf", "model-loader-extra-config": json.dumps({"megatron": mcore}), "device": "cpu", "dtype": "float32", "attention-backend": "torch_native", "sampling-backend": "pytorch",
+               "grammar-backend": "none", "max-total-tokens": 1024, "context-length": 128, "pp-size": 2, "log-level": "error", "port": port}  # fmt: skip
     flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     program = [sys.executable, "-m", "sglang.launch_server", *flags]
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
@@ -171,9 +172,9 @@ def server(directory: str, port: int):
 
 
 def drive_server(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict:
-    """What a server answers, and parity says of it, that has loaded the first checkpoint, that has been
+    """What a server answers, and parity says of it, that has loaded the first checkpoint from Megatron's, that has been
     refitted by HTTP from the last, and that has loaded that."""
-    with server(checkpoints[0][0], sides["http"]) as url:
+    with server(checkpoints[0][1], sides["http"]) as url:
         served = f"sglang:{url}"
 
         def told() -> list:
@@ -181,9 +182,14 @@ def drive_server(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) 
 
         results: dict = {"loaded": [told()], "parity": [parity(served, checkpoints[1][0], PROMPTS).ok]}
         results["no group"] = said_by(lambda: refit_server(url, 5))
+        results["nothing to join"] = said_by(
+            lambda: call_route(url, "init_weights_update_group", {
+                "group_name": "reshard", "backend": "join", "master_address": "", "master_port": 0, "rank_offset": 0, "world_size": 0,
+            })
+        )  # fmt: skip
         results["options"] = said_by(lambda: connect_server(url, "127.0.0.1:1", 1, 2, bucket_bytes=-1))
         steps.meet("server")
-        connect_server(url, f"127.0.0.1:{sides['again']}", 1, 2)
+        connect_server(url, f"127.0.0.1:{sides['again']}", 1, 3)
         steps.meet("connected")
         refit_server(url, 5, verify=True)
         results["by http"] = told(), call_route(url, "model_info")["weight_version"]

@@ -128,6 +128,24 @@ def test_what_sglang_derives_is_checked_and_made_anew(converted, tmp_path):
         assert len(found["all"]) > len(found["changed"]) and found["before"] == found["after"] == []
 
 
+def test_stages_that_are_called_one_after_the_other_are_refitted_together(converted, tmp_path):
+    """Their second call has the outcome; until then they refuse requests, also where it never comes."""
+    checkpoints = converted("qwen3")
+    sides = {"folder": str(tmp_path), "port": free_port()}
+    trainer, first, second = run_on_ranks(
+        3, "stages", sides, flags_at(Path(checkpoints[0][1]), ""), checkpoints, module="refit_sglang_stages_on_cpu",
+        python=warm.python_of_sglang(), environment=install_sglang_cpu.environment_of_engine(), may_die=True,
+    )  # fmt: skip
+    assert second is None, "the stage that died"
+    assert first["loaded"] == first["after"] != first["before"] and first["flushed"] == 2
+    assert first["waits"] == ["this SGLang connects or takes weights: ask again later"] * 4
+    assert first["served"] == [0, None, 2] and first["taken"] == [True, False, True]
+    assert first["busy"].startswith("this SGLang has requests under way")
+    assert trainer["busy"] == f"inference rank 1: {first['busy']}"
+    assert first["again"] == "the last call of this SGLang is still running: call reshard_join first"
+    assert "inference rank 2" in trainer["died"] and "inference rank 2" in first["died"]
+
+
 @pytest.fixture(scope="module")
 def served(converted, tmp_path_factory):
     """What a real SGLang says before, between and after refits; and its trainer."""
@@ -153,11 +171,12 @@ def test_a_running_sglang_scores_as_transformers_does(served):
     assert engine["parity"] == [False, True]  # the checkpoint before, and the one that it has loaded last
 
 
-def test_a_server_is_refitted_by_its_own_routes(served):
+def test_a_server_with_pipeline_stages_is_refitted_by_its_own_routes(served):
     _, engine = served
     answers, version = engine["by http"]
     assert answers == engine["loaded"][1] != engine["loaded"][0] and version == "5"
     assert "this engine is not connected: call reshard_connect first" in engine["no group"]
+    assert "no call of this SGLang waits to be joined" in engine["nothing to join"]
     assert "400" in engine["options"] and "bucket_bytes" in engine["options"]
 
 

@@ -64,6 +64,7 @@ OF_PAGES = (
     "transformers.generation.utils", "megatron.core.dist_checkpointing.gpt_checkpoint_interop", "bokeh.plotting",
 )  # fmt: skip
 MAKE = "--make"  # a server's environment first
+SGLANG_WITH_RAY = ("tests.without_ray", *OF_SGLANG, "sglang.srt.entrypoints.http_server", "tests.with_ray")
 servers: list = []  # with their standard inputs, at whose end they end
 
 
@@ -323,6 +324,8 @@ class Server:
         request."""
         import select
 
+        # By which SGLang's schedulers tell their parent, the server, of an error.
+        signal.signal(signal.SIGQUIT, signal.SIG_IGN)
         while True:
             files = {file: pid for pid, both in self.running.items() for file in both}
             for file in select.select([0, self.listener, *files], [], [])[0]:
@@ -356,6 +359,7 @@ class Server:
                     connection.sendall(pid.to_bytes(4, "big"))
             return None
         *request, numbers = json.loads(text)
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         os.setsid()
         self.listener.close()
         connection.close()

@@ -9,7 +9,8 @@ Start
 Connect
     `live` is the `Engine`. It asks `supported` what may be written, `rank` which rank this is (what it
     holds follows from `layout` and `names`, held against the trace of SGLang's loader), and refuses a
-    model of which SGLang's class does not take every tensor.
+    model of which SGLang's class does not take every tensor. Stages of a pipeline do so on a thread each
+    (`pipeline`).
 
 Refit
     Weights are written where SGLang serves from. At the end `derived` makes anew what SGLang has made

@@ -5,23 +5,28 @@ import json
 from typing import Any
 
 from reshard.comm.hosts import parsed
-from reshard.comm.http import call_route
+from reshard.comm.http import RefusedError, call_route
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds
-from reshard.engines.sglang.group import GROUP, VERIFIED
+from reshard.engines.sglang.group import GROUP, JOIN, VERIFIED
+from reshard.engines.sglang.pipeline import UNDER_WAY
 
 MISSING = "has no attribute 'reshard_"
+# Calls that only begin, with pipeline stages.
+STAGED = ("reshard_connect", "reshard_refit", "reshard_release")
 
 
 def call(engine: Any, method: str, **options: Any) -> None:
     """Call a method of `reshard.engines.sglang.worker.SchedulerMethods` on all ranks of an
-    ``sglang.Engine``, such as ``reshard_connect``.
+    ``sglang.Engine``, such as ``reshard_connect``; with pipeline stages wait for it too.
 
     Raises ReshardError with what the method raised, and where SGLang has not loaded the plugin, which
     it only logs.
     """
     try:
         engine.collective_rpc(method, **options)
+        if method in STAGED and engine.server_args.pp_size > 1:
+            engine.collective_rpc("reshard_join")
     except AssertionError as error:
         message = str(error)
         if MISSING in message:
@@ -51,10 +56,10 @@ def connect_server(
         "group_name": GROUP,
         "backend": json.dumps({"timeout": timeout, **options}),
     }
-    call_route(url, "init_weights_update_group", body, timeout=2 * timeout)
+    _call(url, "init_weights_update_group", body, body | {"backend": JOIN}, 2 * timeout)
 
 
-def refit_server(url: str, version: int, verify: bool = False, timeout: float = 120.0) -> None:
+def refit_server(url: str, version: int | None, verify: bool = False, timeout: float = 120.0) -> None:
     """Have a connected server take the trainer's weights, while the trainer's ranks refit; SGLang tells
     the version as its ``weight_version``. `timeout` is in seconds.
 
@@ -65,12 +70,22 @@ def refit_server(url: str, version: int, verify: bool = False, timeout: float = 
         "dtypes": [],
         "shapes": [],
         "group_name": GROUP,
-        "weight_version": str(version),
+        "weight_version": None if version is None else str(version),
         "load_format": VERIFIED if verify else None,
     }
-    call_route(url, "update_weights_from_distributed", body, timeout=timeout)
+    _call(url, "update_weights_from_distributed", body, body | {"load_format": JOIN}, timeout)
 
 
 def close_server(url: str) -> None:
     """Have a server forget its trainer."""
     call_route(url, "destroy_weights_update_group", {"group_name": GROUP})
+
+
+def _call(url: str, route: str, body: dict[str, Any], joining: dict[str, Any], timeout: float) -> None:
+    """Call a route, and, where it says that pipeline stages have begun, call it again to join them."""
+    try:
+        call_route(url, route, body, timeout=timeout)
+    except RefusedError as error:
+        if UNDER_WAY not in str(error):
+            raise
+        call_route(url, route, joining, timeout=timeout)

@@ -216,23 +216,23 @@ def served_model(scheduler: Any) -> tuple[torch.nn.Module, Any]:
 def rank_in_engine(scheduler: Any) -> int:
     """Return the rank of a scheduler within its engine.
 
-    Raises ReshardError where SGLang does not call all of an engine's schedulers at once: it hands a
-    call on to the next stage of a pipeline when the stage before has done it, and replicas of a
-    model are called each on its own.
+    Raises ReshardError where SGLang does not call all of an engine's schedulers: replicas of a model are
+    called each on its own.
     """
     arguments = scheduler.server_args
-    if arguments.pp_size > 1:
-        raise ReshardError(
-            "SGLang calls the stages of a pipeline one after the other, and a refit needs all of them at "
-            "once: start it with --pp-size 1"
-        )
     if arguments.dp_size > 1 and not arguments.enable_dp_attention:
         raise ReshardError(
             "SGLang's replicas of one server (--dp-size without --enable-dp-attention) cannot be called "
             "together: start a server for each, and connect them as engines of their own"
         )
     with known("does not say its rank as it did"):
-        return int(scheduler.ps.tp_rank)
+        places = scheduler.ps
+        return int(places.pp_rank * places.tp_size + places.tp_rank)
+
+
+def has_stages(scheduler: Any) -> bool:
+    """Tell whether an engine has stages of a pipeline, which SGLang calls one after the other."""
+    return bool(scheduler.server_args.pp_size > 1)
 
 
 def is_asleep(scheduler: Any) -> bool:
@@ -248,7 +248,8 @@ def check_idle(scheduler: Any) -> None:
     if scheduler is None:
         return
     with known("does not say whether it has requests"):
-        _drop_finished(scheduler)
+        if not has_stages(scheduler):  # whose loop goes on by itself
+            _drop_finished(scheduler)
         is_idle = scheduler.is_fully_idle()
     if not is_idle:
         raise ReshardError(

@@ -6,6 +6,9 @@
 
 The plugin puts the functions below around SGLang's own, which get what is of other groups. A server without
 the plugin refuses these calls: it has no such group. `reshard.engines.sglang.calls` makes them.
+
+With pipeline stages the first two answer with an error that begins with `UNDER_WAY`, since nothing is there
+yet; the same call with ``join`` as the backend or load format has the outcome.
 """
 
 import json
@@ -15,9 +18,11 @@ from typing import Any
 from reshard.core.errors import ReshardError
 from reshard.engines.sglang import compat
 from reshard.engines.sglang.guard import follow_update
+from reshard.engines.sglang.pipeline import UNDER_WAY, call_of
 
 GROUP = "reshard"
 VERIFIED = "verify"  # as a load format: compare every bit
+JOIN = "join"  # as a backend or load format: wait for the stages that have begun
 
 
 def connect_group(connect: Callable[..., Any], updater: Any, request: Any) -> Any:
@@ -27,12 +32,16 @@ def connect_group(connect: Callable[..., Any], updater: Any, request: Any) -> An
         return connect(updater, request)
 
     def connected() -> None:
+        if request.backend == JOIN:
+            updater.scheduler.reshard_join()
+            return
         updater.scheduler.reshard_connect(
             f"{request.master_address}:{request.master_port}",
             request.rank_offset,
             request.world_size,
             **_options(request.backend),
         )
+        _check_done(updater.scheduler)
 
     return _answer(compat.CONNECTED, connected, "connected")
 
@@ -46,8 +55,12 @@ def refit_group(update: Callable[..., Any], updater: Any, request: Any) -> Any:
         version = request.weight_version
         if version is not None and not version.isdecimal():
             raise ReshardError(f"weight_version is {version!r:.80}, not a whole number")
+        if request.load_format == JOIN:
+            updater.scheduler.reshard_join()
+            return
         verify = request.load_format == VERIFIED
         updater.scheduler.reshard_refit(None if version is None else int(version), verify)
+        _check_done(updater.scheduler)
 
     return _answer(compat.UPDATED, refitted, "refitted")
 
@@ -67,6 +80,13 @@ def _answer(kind: str, action: Callable[[], None], done: str) -> Any:
     except Exception as error:
         return compat.answer(kind, False, str(error) or type(error).__name__)
     return compat.answer(kind, True, done)
+
+
+def _check_done(scheduler: Any) -> None:
+    """Raise ReshardError if the stages of a pipeline have only begun: SGLang must not yet tell the version
+    as its own."""
+    if call_of(scheduler) is not None:
+        raise ReshardError(UNDER_WAY)
 
 
 def _options(text: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 
 from reshard.engines.guard import Guard
 from reshard.engines.sglang import compat
+from reshard.engines.sglang.pipeline import call_of
 
 _guards: WeakKeyDictionary[torch.nn.Module, Guard] = WeakKeyDictionary()
 
@@ -35,8 +36,11 @@ def check_run(run: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -
 
 
 def check_request(add: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """Schedule a request, or answer it with an error while the weights are not whole: a run that raises
-    would end the engine."""
+    """Schedule a request, or answer it with an error while the weights are not whole, or a call has not been
+    joined: a run that raises would end the engine."""
+    if call_of(scheduler) is not None:
+        compat.refuse_request(scheduler, request, "this SGLang connects or takes weights: ask again later")
+        return None
     model, _ = compat.served_model(scheduler)
     guard = _guards.get(model)
     if guard is None or guard.ready:

@@ -19,7 +19,7 @@ from reshard.engines.deduplicated import ExpertLayer, trace_deduplicated
 from reshard.engines.layout import WITHOUT_PARAMETER, EngineRank
 from reshard.engines.live import LiveEngine, owners_of
 from reshard.engines.placing import Placer
-from reshard.engines.sglang import compat
+from reshard.engines.sglang import compat, pipeline
 from reshard.engines.sglang.blocks import layers_in_blocks, plain_matrices
 from reshard.engines.sglang.derived import derive_in_place, stale_tensors
 from reshard.engines.sglang.guard import guard_of
@@ -167,12 +167,25 @@ class SglangModel(LiveEngine):
 
     def check_idle(self) -> None:
         """Raise ReshardError while requests run: their keys and values are of earlier weights."""
-        compat.check_idle(self.scheduler)
+        call = pipeline.call_of(self.scheduler)
+        if call is None:
+            compat.check_idle(self.scheduler)
+        else:
+            call.check_idle()
 
     def end(self, version: int) -> None:
-        """Serve again, with weights of this version, and without what was cached for others."""
-        compat.flush_cache(self.scheduler)
-        super().end(version)
+        """Serve again, with weights of this version, and without what was cached for others; with
+        pipeline stages when the refit is joined."""
+
+        def serve() -> None:
+            compat.flush_cache(self.scheduler)
+            self.guard.refitted(version)
+
+        call = pipeline.call_of(self.scheduler)
+        if call is None:
+            serve()
+        else:
+            call.at_end(serve)
 
     def update_derived(self) -> None:
         """Let SGLang derive matrices from the new weights."""

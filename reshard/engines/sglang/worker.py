@@ -6,6 +6,9 @@
 
 The trainer's ranks call `reshard.refit.connect` and `Link.refit` at the same time; each call returns
 when both sides are done. Such a call returns nothing, and raises what a method here raises.
+
+With pipeline stages a call returns at once, and ``reshard_join`` when both sides are done
+(`reshard.engines.sglang.pipeline`); `reshard.engines.sglang.calls` makes both.
 """
 
 import logging
@@ -16,8 +19,9 @@ from typing import Any
 
 from reshard.comm.group import MOST_MEMBERS
 from reshard.core.errors import ReshardError
-from reshard.core.limits import check_number
-from reshard.engines.sglang import compat
+from reshard.core.limits import check_number, check_switch
+from reshard.engines.sglang import compat, pipeline
+from reshard.engines.sglang.guard import guard_of
 from reshard.engines.sglang.live import SglangModel
 from reshard.engines.worker import ConnectOptions, LinkMethods, connect_worker, log_connected
 
@@ -44,11 +48,52 @@ class SchedulerMethods(LinkMethods):
         """
         check_number(first_rank, "first_rank", MOST_MEMBERS, 0)
         rank = first_rank + compat.rank_in_engine(self)
-        side = partial(SchedulerMethods._reshard_side, self)
         connecting = ConnectOptions(**options)
-        self._reshard_link = connect_worker(address, rank, size, connecting, side, self.reshard_close)
-        if rank == first_rank:
-            log_connected(logger, self._reshard_link)
+        # Before a thread does: whether requests are refused must not depend on how far it is.
+        model, arguments = compat.served_model(self)
+        guard_of(model, str(arguments.load_format))
+
+        def connected() -> None:
+            side, close = (
+                partial(SchedulerMethods._reshard_side, self),
+                partial(LinkMethods.reshard_close, self),
+            )  # type: ignore[arg-type]
+            self._reshard_link = connect_worker(address, rank, size, connecting, side, close)
+            if rank == first_rank:
+                log_connected(logger, self._reshard_link)
+
+        self._reshard_run(connected)
+
+    def reshard_refit(self, version: int | None = None, verify: bool = False) -> dict[str, Any] | None:  # type: ignore[override]
+        """Take the trainer's weights; return the report as a dict, or nothing with pipeline stages."""
+        check_switch(verify, "verify")
+        self._reshard_connected()
+        return self._reshard_run(partial(LinkMethods.reshard_refit, self, version, verify))  # type: ignore[arg-type]
+
+    def reshard_release(self) -> None:
+        """Unmap the trainer's memory, together with the trainer's `Link.release`."""
+        self._reshard_connected()
+        self._reshard_run(partial(LinkMethods.reshard_release, self))  # type: ignore[arg-type]
+
+    def reshard_join(self) -> dict[str, Any] | None:
+        """With pipeline stages: wait for the last of the calls above, and return or raise what it does
+        without stages."""
+        result: dict[str, Any] | None = pipeline.join(self)
+        return result
+
+    def reshard_close(self) -> None:
+        """Free what was mapped and staged, and forget the trainer, if one is connected."""
+        call = pipeline.call_of(self)
+        if call is not None and call.is_running:
+            raise ReshardError("the last call of this SGLang is still running: call reshard_join first")
+        LinkMethods.reshard_close(self)  # type: ignore[arg-type]
+
+    def _reshard_run(self, action: Callable[[], Any]) -> Any:
+        """Return what an action returns; with pipeline stages begin it, and return nothing."""
+        if not compat.has_stages(self):
+            return action()
+        pipeline.begin(self, action)
+        return None
 
     def reshard_check_version(self, version: int) -> None:
         """Raise ReshardError unless this scheduler serves weights of this version."""
@@ -59,6 +104,9 @@ class SchedulerMethods(LinkMethods):
     def _reshard_side(self) -> SglangModel:
         """Return this scheduler's side: that of the last connect, if SGLang still has the same model in
         the same order."""
+        call = pipeline.call_of(self)
+        if call is not None:  # whose thread looks at the model in another form while it traces the loader
+            call.check_idle()
         last = self._reshard_engine
         model, _ = compat.served_model(self)
         if last is not None and last.module is model:
