@@ -1,25 +1,41 @@
-"""verl by lines of config, and plain Ray actors: the real verl and ray in an environment of their
-own, with this one's torch, megatron-core and vLLM."""
+"""verl by lines of config, slime by an argument, and plain Ray actors: the real verl and ray in an environment of
+their own, with this one's torch, megatron-core, vLLM and SGLang. No package index has slime: stand-ins for what ours
+call of it are in ``tests/standins``, and ``SLIME_CLONE=DIRECTORY`` compares them with the real one."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
+from tests import install_sglang_cpu, warm
 from tests.checkpoints import make
-from tests.clones import STANDINS, variables
+from tests.clones import RAY_PACKAGES, STANDINS, differing, variables
 from tests.environments import REPOSITORY, run
+from tests.test_logits import flags_at
 from tests.vllm_server import with_tokenizer
 from tests.warm import python_with_ray
 
 pytestmark = pytest.mark.install
-LINES = [
+ALL_LINES = [
     "model_engine=megatron",
     "actor_rollout_ref.model.external_lib=reshard.integrations.verl",
-    "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=reshard.integrations.verl_worker.VerlExtension",
-    "actor_rollout_ref.rollout.name=vllm",
     "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard.verify=true",
     "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard.timeout=60",
 ]
+LINES = [
+    *ALL_LINES,
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=reshard.integrations.verl_worker.VerlExtension",
+    "actor_rollout_ref.rollout.name=vllm",
+]
+SGLANG_LINES = [
+    *ALL_LINES,
+    "actor_rollout_ref.rollout.name=sglang",
+    *(f"actor_rollout_ref.rollout.{line}" for line in (
+        "tensor_model_parallel_size=1", "dtype=float32", "enforce_eager=true", "free_cache_engine=false", "skip_tokenizer_init=true", "prompt_length=64",
+        "response_length=64",
+    )),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +56,7 @@ def test_the_lines_of_config_put_ours_in_the_place_of_verls(outcome):
     ]
     assert outcome["after"] == [
         "reshard.integrations.verl.ReshardMegatronEngine",
-        "reshard.integrations.verl.ReshardServerAdapter",
+        "reshard.integrations.verl_vllm.ReshardServerAdapter",
     ]
     assert outcome["extension"] == "reshard.integrations.verl_worker.VerlExtension"
     assert outcome["options"] == {"verify": True, "timeout": 60, "backend": "auto", "delta": False}
@@ -116,3 +132,57 @@ def test_plain_ray_actors_refit_an_engine_after_every_step():
     assert len({line.split("then ")[1] for line in steps}) == 3 and all(
         ", 1.6 MB, " in line for line in steps
     )
+
+
+@pytest.fixture(scope="module")
+def sglang(converted, tmp_path_factory):
+    """What verl's own server of SGLang answers, refitted by the lines that refit vLLM, and by slime's updater."""
+    checkpoints = converted("qwen3")
+    for hf, _ in checkpoints:
+        with_tokenizer(Path(hf))
+    path = ":".join(map(str, (install_sglang_cpu.TARGET, REPOSITORY, STANDINS)))
+    variables_of_sglang = variables() | install_sglang_cpu.WITHOUT_GPU | {"PYTHONPATH": path}
+    python = warm.python(*warm.SGLANG_WITH_RAY, environment=variables_of_sglang, packages=RAY_PACKAGES)
+    arguments = [json.dumps(checkpoints), json.dumps(flags_at(Path(checkpoints[0][1]), "")), *SGLANG_LINES]
+    out = run(
+        [python, "-m", "tests.sglang_trainers_on_cpu", *arguments],
+        env=variables_of_sglang, cwd=tmp_path_factory.mktemp("sglang"),
+    )  # fmt: skip
+    [line] = [line for line in out.splitlines() if line.startswith("SAID ")]
+    return json.loads(line.removeprefix("SAID "))
+
+
+def test_a_server_of_sglang_answers_after_each_refit_as_one_that_has_loaded_the_checkpoint(sglang):
+    """By verl's adapter twice, by its checkpoint engine, and by slime's updater."""
+    assert [one[:2] for one in sglang["served"]] == sglang["loaded"]
+    assert sglang["dummy"] not in sglang["loaded"] and sglang["loaded"][0] != sglang["loaded"][1]
+
+
+def test_verls_adapter_refits_sglang_from_the_actors_process_and_from_elsewhere(sglang):
+    assert sglang["adapters"] == ["reshard.integrations.verl_sglang.ReshardSglangAdapter"] * 2
+    assert sglang["said"] == sglang["apart"] == [["no error", ""]] * 2
+    assert [one[2] for one in sglang["served"]] == [3, 4, 9, 9] and sglang["version"] == "4"
+    kind, sentence = sglang["lora"]
+    assert kind == "ReshardError" and sentence.startswith("LoRA adapters are refitted into vLLM alone")
+    kind, sentence, seconds = sglang["died"]
+    # Whichever ends first: the call, or the connection of the scheduler.
+    assert kind == "ReshardError" and (
+        "replica 0 has failed: " in sentence or "inference rank 1 is gone" in sentence
+    )
+    assert seconds < 20, "of 60"
+
+
+def test_slimes_updater_reads_the_copies_of_an_offloaded_model(sglang):
+    version, metrics, disk, missing, called_otherwise = sglang["slime"]
+    assert (version, metrics, called_otherwise) == (2, {}, []) and sglang["version of slime"] == "2"
+    assert disk.startswith("--update-weight-transport disk sends weights as files, and a refit does not")
+    assert missing.startswith(
+        "slime keeps no copy of decoder.final_layernorm.weight while the model is offloaded"
+    )
+
+
+if "SLIME_CLONE" in os.environ:
+
+    def test_the_stand_ins_are_called_as_slimes_own_are():
+        wrong, compared = differing("slime", Path(os.environ["SLIME_CLONE"]), ("SGLangEngine.__init__",))
+        assert not wrong and compared == 17

@@ -63,7 +63,7 @@ def main() -> None:
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
     outcome["extension"] = rollout.engine_kwargs["vllm"]["worker_extension_cls"]
 
-    from reshard.integrations import verl
+    from reshard.integrations import verl, verl_vllm
     from reshard.integrations.verl_worker import VerlExtension
 
     outcome["adapters"] = adapters(verl, model)
@@ -80,7 +80,7 @@ def main() -> None:
     ]
     outcome["order"] = [base.__name__ for base in VerlExtension.__mro__[1:3]]
     outcome["called otherwise"] = [
-        *takes(verl.ReshardMegatronEngine, MegatronEngineWithLMHead), *takes(verl.ReshardServerAdapter, ServerAdapter),
+        *takes(verl.ReshardMegatronEngine, MegatronEngineWithLMHead), *takes(verl_vllm.ReshardServerAdapter, ServerAdapter),
         *takes(verl.ReshardCheckpointEngine, CheckpointEngine),
     ]  # fmt: skip
     outcome["control"] = takes(

@@ -1,11 +1,13 @@
 """The options of a weight sync, and a trainer rank's link to the engines, which all adapters have in
 common."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reshard.comm.group import RefitGroup
+from reshard.core.deprecated import renamed_variable
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds, check_switch
 from reshard.engines.base import Engine
@@ -39,6 +41,28 @@ class SyncOptions(NamedTuple):
         check_backend(self.backend, name("backend"))
         check_delta(self.delta, name("delta"))
         return self._replace(timeout=float(self.timeout))
+
+    @staticmethod
+    def of_environment(where: str) -> "SyncOptions":
+        """Return the options in the environment variables ``RESHARD_VERIFY``, ``RESHARD_TIMEOUT`` and
+        ``RESHARD_BACKEND``; `where` says where a user sets them.
+
+        Raises ReshardError for others than 0 or 1, seconds, and backends.
+        """
+        verify, timeout = (
+            os.environ.get("RESHARD_VERIFY", "0"),
+            os.environ.get("RESHARD_TIMEOUT", str(TIMEOUT)),
+        )
+        if verify not in ("0", "1"):
+            raise ReshardError(f"RESHARD_VERIFY is {verify!r}: set it to 0 or 1 in {where}")
+        try:
+            seconds: Any = float(timeout)
+        except ValueError:
+            seconds = timeout  # which is refused below
+        backend = renamed_variable("RESHARD_EXECUTOR", "RESHARD_BACKEND", "auto")
+        return SyncOptions(verify == "1", seconds, backend).check(
+            lambda name: f"RESHARD_{name.upper()} in {where}"
+        )
 
 
 class Connection:

@@ -8,7 +8,6 @@ rollouts, other strategies) takes ROLL's own way, and the log says so.
 """
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -22,10 +21,9 @@ with importing_beside("ROLL", "ray", "roll", "torch"):
 
 from reshard.comm.group import RefitGroup
 from reshard.comm.secret import new_secret
-from reshard.core.deprecated import renamed_variable
 from reshard.core.errors import ReshardError
 from reshard.integrations.calls import Calls, error_line
-from reshard.integrations.connection import TIMEOUT, Connection, SyncOptions
+from reshard.integrations.connection import Connection, SyncOptions
 from reshard.trainers.megatron import MegatronModel
 
 EXTENSION = "reshard.integrations.roll_worker.RollExtension"
@@ -177,22 +175,8 @@ class Refit:
 
 
 def options() -> SyncOptions:
-    """Return the options in ``actor_train.system_envs``: ``RESHARD_VERIFY``, ``RESHARD_TIMEOUT``
-    and ``RESHARD_BACKEND``.
-
-    Raises ReshardError for others than 0 or 1, seconds, and backends.
-    """
-    verify, timeout = os.environ.get("RESHARD_VERIFY", "0"), os.environ.get("RESHARD_TIMEOUT", str(TIMEOUT))
-    if verify not in ("0", "1"):
-        raise ReshardError(f"RESHARD_VERIFY is {verify!r}: set it to 0 or 1 in actor_train.system_envs")
-    try:
-        seconds: Any = float(timeout)
-    except ValueError:
-        seconds = timeout  # which is refused below
-    backend = renamed_variable("RESHARD_EXECUTOR", "RESHARD_BACKEND", "auto")
-    return SyncOptions(verify == "1", seconds, backend).check(
-        lambda name: f"RESHARD_{name.upper()} in actor_train.system_envs"
-    )
+    """Return the options in ``actor_train.system_envs``; see `SyncOptions.of_environment`."""
+    return SyncOptions.of_environment("actor_train.system_envs")
 
 
 class InferWorker(base_worker.InferWorker):

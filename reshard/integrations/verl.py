@@ -1,47 +1,45 @@
-"""verl with Megatron and vLLM: its weight sync as a refit, by lines of config.
+"""verl with Megatron, and vLLM or SGLang: its weight sync as a refit, by lines of config.
 `docs/guides/trainers/verl.md` has them.
 
 verl imports this module in the actor (``model.external_lib``) and in the rollout's workers
 (``checkpoint_engine.custom_backend_module``). Imported, it registers
 
 - an engine in the place of verl's Megatron engine, whose weights are the model itself (`Shards`),
-- an adapter in the place of verl's to vLLM, which connects the two sides, and refits,
+- adapters in the place of verl's to vLLM (`reshard.integrations.verl_vllm`) and SGLang
+  (`reshard.integrations.verl_sglang`), which connect the two sides, and refit,
 - for separate placement the checkpoint engine ``reshard``, by which they meet.
 
-vLLM's workers get `reshard.integrations.verl_worker.VerlExtension`. What a refit does not cover
-(LoRA that is merged, QAT, disaggregated prefill) takes verl's own way, and the log says so.
+vLLM's workers get `reshard.integrations.verl_worker.VerlExtension`; SGLang's schedulers load reshard's
+plugin. What a refit does not cover (LoRA that is merged, QAT) takes verl's own way, and the log says so.
 """
 
-import asyncio
 import logging
 import socket
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from reshard.core.extras import importing_beside
 
 with importing_beside("verl", "ray", "torch", "verl"):
     import ray
-    import torch.distributed as dist
     from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
     from verl.utils.megatron_utils import load_megatron_model_to_gpu
     from verl.workers.engine import EngineRegistry
     from verl.workers.engine.megatron import MegatronEngineWithLMHead
     from verl.workers.rollout import base as rollouts
-    from verl.workers.rollout.vllm_rollout import ServerAdapter
-    from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_NAME
 
 from reshard.comm.group import RefitGroup
 from reshard.comm.secret import new_secret
 from reshard.core.deprecated import accepts_renamed_options, renamed_options
 from reshard.core.errors import ReshardError
-from reshard.integrations.calls import Calls, error_line
 from reshard.integrations.connection import TIMEOUT, Connection, SyncOptions
 from reshard.integrations.meeting import meeting_place
 from reshard.trainers.megatron import MegatronModel
 
 BACKEND = "reshard"
-WAITS = 3  # time limits, one after the other, that a call of an engine may take in all
+NO_ADAPTERS = (
+    "LoRA adapters are refitted into vLLM alone: set actor_rollout_ref.model.lora.merge=true, which is "
+    "verl's own sync, or leave out actor_rollout_ref.model.external_lib=reshard.integrations.verl"
+)
 log = logging.getLogger("reshard.verl")
 
 
@@ -107,113 +105,18 @@ def left_to_verl(engine: Any) -> str:
 
 
 def adapter_of(model_config: Any) -> str | None:
-    """Return the name by which verl asks vLLM for a model's LoRA adapter; None where vLLM serves none."""
+    """Return the name by which verl asks vLLM for a model's LoRA adapter; None where vLLM serves none.
+
+    Raises ReshardError where there is an adapter and no vLLM: SGLang's are not refitted.
+    """
     lora = getattr(model_config, "lora", None) or {}
-    return VLLM_LORA_NAME if lora.get("rank", 0) > 0 and not lora.get("merge", False) else None
-
-
-class ReshardServerAdapter(ServerAdapter):
-    """verl's adapter to a vLLM server, for weights that are a model in this process, or a meeting
-    with one elsewhere."""
-
-    _connection: Connection | None = None
-
-    async def update_weights(
-        self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
-    ) -> None:
-        """Refit this replica.
-
-        Raises ReshardError, as the engine's side does, if it fails; the next one connects again.
-        """
-        if not isinstance(weights, Shards | Meeting):
-            await super().update_weights(
-                weights, global_steps=global_steps, wire_format=wire_format, **kwargs
-            )
-            return
-        if self._pd_role is not None:
-            raise ReshardError("a refit does not know disaggregated prefill: unset rollout.disaggregation")
-        options = options_of(self.config)
-        if isinstance(weights, Shards):
-            await self._refit_from(weights, global_steps, options)
-        else:
-            await self._refit_at(weights, global_steps, options)
-        if self._has_server:
-            await self._within(options, self.server_handle.clear_kv_cache.remote())
-            if global_steps is not None:
-                await self._within(options, self.server_handle.set_global_steps.remote(global_steps))
-
-    async def _refit_from(self, weights: Shards, version: int | None, options: SyncOptions) -> None:
-        """Refit from this process, which is a rank of the trainer, and perhaps the one that talks
-        to its replica's server."""
-        if self._connection is None:
-            self._connection = Connection(options)
-        connection, timeout = self._connection, options.timeout
-        connection.options = options
-        with connection.dropped_on_failure():
-            if connection.link is None:
-                rank, size, first_rank = dist.get_rank(), self._members(), self._first_rank()
-                address, secret = _of_first_rank(lambda: [meeting_place(), new_secret()])
-                meeting = Meeting(address, first_rank, size, secret, True)
-                arguments = meeting.arguments(timeout, weights.adapter)
-                calls = await self._call("reshard_connect", kwargs=arguments)
-                members = RefitGroup.join(address, rank, size, timeout, secret)
-                connection.connect(members, weights.source, calls=calls, adapter=weights.adapter)
-            calls = await self._call("reshard_refit", args=(version, options.verify))
-            connection.refit(version, calls=calls)
-
-    async def _refit_at(self, meeting: Meeting, version: int | None, options: SyncOptions) -> None:
-        """Refit from a trainer that this replica meets; this process is no member."""
-        try:
-            if meeting.is_new:
-                arguments = meeting.arguments(options.timeout, adapter_of(self.model_config))
-                await self._within(options, self._execute_method("reshard_connect", kwargs=arguments))
-            await self._within(options, self._execute_method("reshard_refit", args=(version, options.verify)))
-        except ray.exceptions.RayError as error:
-            # An engine that has died, or refuses before it has joined, cannot tell the actor, which
-            # waits for it.
-            failure = f"{self._replica()} has failed: {error_line(error)}"
-            RefitGroup.abort(meeting.address, failure, secret=meeting.secret)
-            raise ReshardError(failure) from error
-
-    async def _within(self, options: SyncOptions, call: Any) -> Any:
-        """Return what a call of the rollout returns. Raises ReshardError if it takes longer than
-        all the waits in it may."""
-        seconds = WAITS * options.timeout
-        try:
-            return await asyncio.wait_for(_awaited(call), seconds)
-        except (asyncio.TimeoutError, TimeoutError):
-            raise ReshardError(
-                f"{self._replica()} did not answer within {seconds:g} s: dead or stalled"
-            ) from None
-
-    async def _call(self, method: str, **arguments: Any) -> Calls:
-        """Call this replica's workers, on the rank that does so; the call goes on while this rank
-        does its part."""
-        call = await self._execute_method(method, non_block=True, **arguments)
-        return Calls({} if call is None else {self._replica(): call.future()})
-
-    def _replica(self) -> str:
-        return f"the rollout's replica {self.replica_rank}"
-
-    def _workers(self) -> int:
-        """Return how many workers a replica has."""
-        sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-        tp, dp, pp = (int(getattr(self.config, name)) for name in sizes)
-        return tp * dp * pp
-
-    def _members(self) -> int:
-        """Return how many members there are: the trainer's ranks, and the workers of all replicas
-        on their GPUs."""
-        trainers, workers = dist.get_world_size(), self._workers()
-        if trainers % workers:
-            raise ReshardError(
-                f"{trainers} ranks of the trainer are no whole number of replicas of {workers}"
-            )
-        return 2 * trainers
-
-    def _first_rank(self) -> int:
-        """Return the member that this replica's first worker is, after the trainer's ranks."""
-        return dist.get_world_size() + int(self.replica_rank) * self._workers()
+    if lora.get("rank", 0) == 0 or lora.get("merge", False):
+        return None
+    try:
+        from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_NAME
+    except ModuleNotFoundError as error:
+        raise ReshardError(NO_ADAPTERS) from error
+    return str(VLLM_LORA_NAME)
 
 
 def options_of(config: Any) -> SyncOptions:
@@ -336,16 +239,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         """Do nothing: between two syncs nothing is held but the connection."""
 
 
-async def _awaited(call: Any) -> Any:
-    return await call
-
-
-def _of_first_rank(make: Callable[[], list[str]]) -> list[str]:
-    """Return what the first rank of the trainer makes, on all its ranks."""
-    values = make() if dist.get_rank() == 0 else ["", ""]
-    dist.broadcast_object_list(values, 0)
-    return values
-
-
-# verl looks adapters up by name in this table, and has no call to register one.
-rollouts._ROLLOUT_REGISTRY["vllm", "async"] = f"{__name__}.{ReshardServerAdapter.__name__}"
+# verl looks adapters up by name in this table, and has no call to register one. It imports their modules
+# when a rollout is made: of the two engines only one need be there.
+rollouts._ROLLOUT_REGISTRY["vllm", "async"] = "reshard.integrations.verl_vllm.ReshardServerAdapter"
+rollouts._ROLLOUT_REGISTRY["sglang", "async"] = "reshard.integrations.verl_sglang.ReshardSglangAdapter"

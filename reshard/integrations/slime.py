@@ -1,0 +1,196 @@
+"""slime: its weight sync as a refit, by a line of the command. `docs/guides/trainers/slime.md` has it.
+
+    --custom-megatron-init-path reshard.integrations.slime.use_refits
+
+slime calls that function in every rank of the actor, before it makes what updates the rollout's weights.
+SGLang's schedulers load reshard's plugin by themselves.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from reshard.core.extras import importing_beside
+
+with importing_beside("slime", "ray", "slime", "torch"):
+    import ray
+    import torch
+    import torch.distributed as dist
+    from slime.backends.megatron_utils.update_weight.common import named_params_and_buffers
+    from slime.utils.distributed_utils import get_gloo_group
+
+from reshard.comm.group import RefitGroup
+from reshard.comm.hosts import parsed
+from reshard.comm.secret import new_secret
+from reshard.core.errors import ReshardError
+from reshard.engines.sglang.group import GROUP, VERIFIED
+from reshard.integrations.calls import Calls
+from reshard.integrations.connection import Connection, SyncOptions
+from reshard.integrations.meeting import meeting_place
+from reshard.trainers.megatron import MegatronModel
+
+ACTOR = "slime.backends.megatron_utils.actor"
+# The classes of slime's that a refit takes the place of: rollouts on the actor's GPUs, and on others.
+REPLACED = ("UpdateWeightFromTensor", "UpdateWeightFromDistributed")
+
+
+def use_refits(arguments: Any) -> None:
+    """Have slime's actor refit the rollout's weights in the place of its updates by tensors and by NCCL.
+
+    Raises ReshardError if slime is to send weights as files, SGLang has pipeline stages, or slime has no such
+    updates.
+    """
+    if arguments.update_weight_transport == "disk":
+        raise ReshardError(
+            "--update-weight-transport disk sends weights as files, and a refit does not: leave it out, or "
+            "leave out --custom-megatron-init-path reshard.integrations.slime.use_refits"
+        )
+    if getattr(arguments, "sglang_pp_size", 1) > 1:
+        raise ReshardError("a refit by slime does not know SGLang's pipeline stages: --sglang-pp-size 1")
+    actor = import_module(ACTOR)
+    missing = [name for name in REPLACED if not hasattr(actor, name)]
+    if missing:
+        raise ReshardError(f"this slime's {ACTOR} has no {missing[0]}: tested with slime at 624b824a8")
+    for name in REPLACED:
+        setattr(actor, name, RefitWeights)
+
+
+class BackedUpModel(MegatronModel):
+    """A Megatron model whose memory slime's memory saver has taken away, read from slime's copies of its
+    weights in pinned host memory.
+
+    `weights_getter` returns the copies by their names, `named` yields the model's tensors by the same.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        weights_getter: Callable[[], Mapping[str, torch.Tensor]],
+        named: Callable[[], Any],
+    ) -> None:
+        super().__init__(models)
+        self._weights_getter = weights_getter
+        names = {id(tensor): name for name, tensor in named()}
+        for shard, region in zip(self.shards, self._regions, strict=True):
+            if id(region.tensor) not in names:
+                raise ReshardError(
+                    f"slime keeps no copy of {shard.key} while the model is offloaded: start it with "
+                    f"--no-offload-train"
+                )
+        self._names = [names[id(tensor)] for tensor in self._tensors]
+
+    def _now(self) -> list[Any]:
+        copies = self._weights_getter()
+        return [copies.get(name) for name in self._names]
+
+
+class RefitWeights:
+    """In the place of slime's ``UpdateWeightFromTensor`` and ``UpdateWeightFromDistributed``, with their
+    methods. Made once in each of the actor's ranks, which all take part; the first calls the engines."""
+
+    def __init__(
+        self,
+        args: Any,
+        model: Sequence[torch.nn.Module],
+        weights_getter: Callable[[], Mapping[str, torch.Tensor]],
+        **_: Any,
+    ) -> None:
+        self.args, self.model, self.weights_getter = args, model, weights_getter
+        self.weight_version = 0
+        self.rollout_engines: Sequence[Any] = ()
+        self._sizes: list[int] = []
+        self._source: MegatronModel | None = None
+        self._connection = Connection(SyncOptions.of_environment("--train-env-vars"))
+
+    def connect_rollout_engines(
+        self,
+        rollout_engines: Sequence[Any],
+        rollout_engine_lock: Any,
+        engine_gpu_counts: Sequence[int] | None = None,
+        **_: Any,
+    ) -> None:
+        """Note the engines, some of which are new: the next update connects."""
+        self._connection.close()
+        self.rollout_engines = rollout_engines
+        counts = engine_gpu_counts or [self.args.rollout_num_gpus_per_engine] * len(rollout_engines)
+        self._sizes = list(counts)
+
+    def disconnect_rollout_engines(self) -> None:
+        """Forget the connection, before slime ends its process groups."""
+        self._connection.close()
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Return nothing: a refit has no metrics of slime's."""
+        return {}
+
+    def update_weights(self) -> None:
+        """Pause the engines, refit them and let them go on, as slime does.
+
+        Raises ReshardError, on all ranks, if it fails; the next update connects again.
+        """
+        self.weight_version += 1
+        self._ask("pause_generation")  # which aborts the requests: none has keys of earlier weights
+        self._ask("flush_cache")
+        dist.barrier(group=get_gloo_group())
+        connection = self._connection
+        with connection.dropped_on_failure():
+            if connection.link is None:
+                self._connect()
+            load_format = VERIFIED if connection.options.verify else None
+            calls = self._call(
+                "update_weights_from_distributed",
+                [dict(names=[], dtypes=[], shapes=[], group_name=GROUP, weight_version=str(self.weight_version), load_format=load_format)]
+                * len(self.rollout_engines),
+            )  # fmt: skip
+            connection.refit(self.weight_version, calls=calls)
+        self._ask("continue_generation")
+        dist.barrier(group=get_gloo_group())
+
+    def _connect(self) -> None:
+        """Meet the engines: the members are the actor's ranks, and the ranks of each engine after
+        these."""
+        options, trainers = self._connection.options, dist.get_world_size()
+        size = trainers + sum(self._sizes)
+        values = [meeting_place(), new_secret()] if dist.get_rank() == 0 else ["", ""]
+        dist.broadcast_object_list(values, 0, group=get_gloo_group())
+        address, secret = values
+        host, port = parsed(address)
+        of_all = {
+            "master_address": f"[{host}]" if ":" in host else host,
+            "master_port": port,
+            "world_size": size,
+            "group_name": GROUP,
+            "backend": json.dumps({"timeout": options.timeout, "secret": secret}),
+        }
+        firsts = [trainers + sum(self._sizes[:index]) for index in range(len(self._sizes))]
+        calls = self._call("init_weights_update_group", [of_all | {"rank_offset": first} for first in firsts])
+        members = RefitGroup.join(address, dist.get_rank(), size, options.timeout, secret)
+        self._connection.connect(members, self.source, calls=calls)
+
+    def source(self) -> MegatronModel:
+        """Return this rank's model, or slime's copies of it where it is offloaded between steps."""
+        if self._source is None:
+            if getattr(self.args, "offload_train", False):
+                self._source = BackedUpModel(
+                    self.model, self.weights_getter, lambda: named_params_and_buffers(self.args, self.model)
+                )
+            else:
+                self._source = MegatronModel(self.model)
+        return self._source
+
+    def _call(self, method: str, arguments: list[dict[str, Any]]) -> Calls:
+        """Call a method of each engine on the first rank; the calls go on while it does its part."""
+        if dist.get_rank() != 0:
+            return Calls({})
+        return Calls(
+            {
+                f"the rollout's engine {index}": getattr(engine, method).remote(**given).future()
+                for index, (engine, given) in enumerate(zip(self.rollout_engines, arguments, strict=True))
+            }
+        )
+
+    def _ask(self, method: str) -> None:
+        """Call a method of each engine on the first rank, and wait for them."""
+        if dist.get_rank() == 0:
+            ray.get([getattr(engine, method).remote() for engine in self.rollout_engines])

@@ -1,0 +1,140 @@
+"""What verl's adapters to vLLM and SGLang do in a refit: connect the replica's engine, and refit it."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+import torch.distributed as dist
+
+from reshard.comm.group import RefitGroup
+from reshard.comm.secret import new_secret
+from reshard.core.errors import ReshardError
+from reshard.integrations.calls import Calls, error_line
+from reshard.integrations.connection import Connection, SyncOptions
+from reshard.integrations.meeting import meeting_place
+from reshard.integrations.verl import Meeting, Shards, adapter_of, options_of
+
+WAITS = 3  # time limits, one after the other, that a call of an engine may take in all
+
+
+class RefittedRollout:
+    """Part of an adapter of verl's, a ``ServerAdapter``, for weights that are a model in this process, or
+    a meeting with one elsewhere.
+
+    A subclass says how its engine is called. Each call returns its future, None on ranks that do not talk
+    to the replica's server.
+    """
+
+    config: Any
+    model_config: Any
+    replica_rank: int
+    _pd_role: str | None
+    _connection: Connection | None = None
+
+    async def _call_connect(
+        self, meeting: Meeting, adapter: str | None, options: SyncOptions
+    ) -> Future[Any] | None:
+        raise NotImplementedError
+
+    async def _call_refit(self, version: int | None, options: SyncOptions) -> Future[Any] | None:
+        raise NotImplementedError
+
+    async def _refit_done(self, version: int | None, options: SyncOptions) -> None:
+        """Tell the server that it has other weights."""
+        raise NotImplementedError
+
+    async def refit(self, weights: Shards | Meeting, version: int | None) -> None:
+        """Refit this replica.
+
+        Raises ReshardError, as the engine's side does, if it fails; the next one connects again.
+        """
+        if self._pd_role is not None:
+            raise ReshardError("a refit does not know disaggregated prefill: unset rollout.disaggregation")
+        options = options_of(self.config)
+        if isinstance(weights, Shards):
+            await self._refit_from(weights, version, options)
+        else:
+            await self._refit_at(weights, version, options)
+        await self._refit_done(version, options)
+
+    async def _refit_from(self, weights: Shards, version: int | None, options: SyncOptions) -> None:
+        """Refit from this process, which is a rank of the trainer, and perhaps the one that talks
+        to its replica's server."""
+        if self._connection is None:
+            self._connection = Connection(options)
+        connection, timeout = self._connection, options.timeout
+        connection.options = options
+        with connection.dropped_on_failure():
+            if connection.link is None:
+                rank, size, first_rank = dist.get_rank(), self._members(), self._first_rank()
+                address, secret = _of_first_rank(lambda: [meeting_place(), new_secret()])
+                meeting = Meeting(address, first_rank, size, secret, True)
+                calls = self._calls(await self._call_connect(meeting, weights.adapter, options))
+                members = RefitGroup.join(address, rank, size, timeout, secret)
+                connection.connect(members, weights.source, calls=calls, adapter=weights.adapter)
+            calls = self._calls(await self._call_refit(version, options))
+            connection.refit(version, calls=calls)
+
+    async def _refit_at(self, meeting: Meeting, version: int | None, options: SyncOptions) -> None:
+        """Refit from a trainer that this replica meets; this process is no member."""
+        try:
+            if meeting.is_new:
+                adapter = adapter_of(self.model_config)
+                await self._answer(options, await self._call_connect(meeting, adapter, options))
+            await self._answer(options, await self._call_refit(version, options))
+        except ReshardError as error:
+            # An engine that has died, or refuses before it has joined, cannot tell the actor, which
+            # waits for it.
+            RefitGroup.abort(meeting.address, str(error), secret=meeting.secret)
+            raise
+
+    async def _answer(self, options: SyncOptions, call: Future[Any] | None) -> None:
+        """Wait for a call of the rollout. Raises ReshardError if it fails, or takes longer than all the
+        waits in it may."""
+        if call is None:
+            return
+        seconds = WAITS * options.timeout
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(call), seconds)
+        except (asyncio.TimeoutError, TimeoutError):
+            raise ReshardError(
+                f"{self._replica()} did not answer within {seconds:g} s: dead or stalled"
+            ) from None
+        except (ReshardError, ray.exceptions.RayError) as error:
+            raise ReshardError(f"{self._replica()} has failed: {error_line(error)}") from error
+
+    def _calls(self, call: Future[Any] | None) -> Calls:
+        """Return this rank's call of an engine, which goes on while the rank does its part."""
+        return Calls({} if call is None else {self._replica(): call})
+
+    def _replica(self) -> str:
+        return f"the rollout's replica {self.replica_rank}"
+
+    def _workers(self) -> int:
+        """Return how many workers a replica has."""
+        sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+        tp, dp, pp = (int(getattr(self.config, name)) for name in sizes)
+        return tp * dp * pp
+
+    def _members(self) -> int:
+        """Return how many members there are: the trainer's ranks, and the workers of all replicas
+        on their GPUs."""
+        trainers, workers = dist.get_world_size(), self._workers()
+        if trainers % workers:
+            raise ReshardError(
+                f"{trainers} ranks of the trainer are no whole number of replicas of {workers}"
+            )
+        return 2 * trainers
+
+    def _first_rank(self) -> int:
+        """Return the member that this replica's first worker is, after the trainer's ranks."""
+        return dist.get_world_size() + int(self.replica_rank) * self._workers()
+
+
+def _of_first_rank(make: Callable[[], list[str]]) -> list[str]:
+    """Return what the first rank of the trainer makes, on all its ranks."""
+    values = make() if dist.get_rank() == 0 else ["", ""]
+    dist.broadcast_object_list(values, 0)
+    return values

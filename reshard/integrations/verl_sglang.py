@@ -1,0 +1,59 @@
+"""verl's adapter to an SGLang server, whose weight sync is a refit."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from reshard.core.errors import ReshardError
+from reshard.core.extras import importing_beside
+
+with importing_beside("verl", "verl", "sglang"):
+    from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
+
+from reshard.engines.sglang.calls import connect_server, refit_server
+from reshard.integrations.connection import SyncOptions
+from reshard.integrations.verl import NO_ADAPTERS, Meeting, Shards
+from reshard.integrations.verl_rollout import WAITS, RefittedRollout
+
+
+class ReshardSglangAdapter(RefittedRollout, ServerAdapter):
+    """verl's adapter to SGLang, which calls reshard's plugin in its schedulers by the server's routes."""
+
+    _caller: ThreadPoolExecutor | None = None
+
+    async def update_weights(
+        self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
+    ) -> None:
+        """Refit this replica, or, for weights that are tensors, do as verl does; see
+        `RefittedRollout.refit`."""
+        if isinstance(weights, Shards | Meeting):
+            await self._init_server_adapter()  # also says which rank talks to the server
+            await self.refit(weights, global_steps)
+        else:
+            await super().update_weights(
+                weights, global_steps=global_steps, wire_format=wire_format, **kwargs
+            )
+
+    async def _call_connect(
+        self, meeting: Meeting, adapter: str | None, options: SyncOptions
+    ) -> Future[Any] | None:
+        if adapter is not None:
+            raise ReshardError(NO_ADAPTERS)
+        address, first_rank, size, secret, _ = meeting
+        return self._start(connect_server, address, first_rank, size, timeout=options.timeout, secret=secret)
+
+    async def _call_refit(self, version: int | None, options: SyncOptions) -> Future[Any] | None:
+        return self._start(refit_server, version, options.verify, timeout=WAITS * options.timeout)
+
+    def _start(self, call: Any, *arguments: Any, **options: Any) -> Future[Any] | None:
+        """Call the server's routes in a thread, on the rank that talks to it."""
+        if self._engine is None:
+            return None
+        if self._caller is None:
+            self._caller = ThreadPoolExecutor(1, "reshard-sglang")
+        served = self._engine.server_args
+        return self._caller.submit(call, f"http://{served.host}:{served.port}", *arguments, **options)
+
+    async def _refit_done(self, version: int | None, options: SyncOptions) -> None:
+        """The refit has flushed the cache."""
+        if self._engine is not None and version is not None:
+            await self._answer(options, self.server_actor.set_global_steps.remote(version).future())

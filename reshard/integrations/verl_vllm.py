@@ -1,0 +1,47 @@
+"""verl's adapter to a vLLM server, whose weight sync is a refit."""
+
+from concurrent.futures import Future
+from typing import Any
+
+from reshard.core.extras import importing_beside
+
+with importing_beside("verl", "verl", "vllm"):
+    from verl.workers.rollout.vllm_rollout import ServerAdapter
+
+from reshard.integrations.connection import SyncOptions
+from reshard.integrations.verl import Meeting, Shards
+from reshard.integrations.verl_rollout import RefittedRollout
+
+
+class ReshardServerAdapter(RefittedRollout, ServerAdapter):
+    """verl's adapter to vLLM, which calls `reshard.integrations.verl_worker.VerlExtension` in its workers."""
+
+    async def update_weights(
+        self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
+    ) -> None:
+        """Refit this replica, or, for weights that are tensors, do as verl does; see
+        `RefittedRollout.refit`."""
+        if isinstance(weights, Shards | Meeting):
+            await self.refit(weights, global_steps)
+        else:
+            await super().update_weights(
+                weights, global_steps=global_steps, wire_format=wire_format, **kwargs
+            )
+
+    async def _call_connect(
+        self, meeting: Meeting, adapter: str | None, options: SyncOptions
+    ) -> Future[Any] | None:
+        return await self._start("reshard_connect", kwargs=meeting.arguments(options.timeout, adapter))
+
+    async def _call_refit(self, version: int | None, options: SyncOptions) -> Future[Any] | None:
+        return await self._start("reshard_refit", args=(version, options.verify))
+
+    async def _start(self, method: str, **arguments: Any) -> Future[Any] | None:
+        call = await self._execute_method(method, non_block=True, **arguments)
+        return None if call is None else call.future()
+
+    async def _refit_done(self, version: int | None, options: SyncOptions) -> None:
+        if self._has_server:
+            await self._answer(options, self.server_handle.clear_kv_cache.remote().future())
+            if version is not None:
+                await self._answer(options, self.server_handle.set_global_steps.remote(version).future())
