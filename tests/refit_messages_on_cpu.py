@@ -79,7 +79,7 @@ def spoiled(
     said = []
     for number in range(count + 1):
         rng = random.Random(f"{seed} {number}")
-        spoiler = Spoiler(rng, members, sides, size) if number < count else None
+        spoiler = Spoiler(rng, members, sides, size, "delta" in how) if number < count else None
         if destination:
             _spoil(destination)
         before = fingerprint(destination.module) if destination else None
@@ -143,9 +143,12 @@ def _data_bytes() -> int:
 class Spoiler:
     """Spoils one message of one member, the same on all that draw it: `said` is which, and how."""
 
-    def __init__(self, rng: random.Random, members: RefitGroup, sides: dict, size: int) -> None:
+    def __init__(
+        self, rng: random.Random, members: RefitGroup, sides: dict, size: int, with_deltas: bool
+    ) -> None:
         self.rng, self.members, self.seen = rng, members, 0
-        kind = rng.choice([*BOTH, *TRAINERS, *ENGINES, "pieces", "pieces", "parts", "regions", "memory"])
+        both = (*BOTH, "delta") if with_deltas else BOTH
+        kind = rng.choice([*both, *TRAINERS, *ENGINES, "pieces", "pieces", "parts", "regions", "memory"])
         trainers = range(sides["trainer"])
         engines = trainers if sides.get("together") else range(sides["trainer"], size)
         self.kind, self.victim = (
@@ -191,7 +194,7 @@ class Spoiler:
 def spoil(rng: random.Random, kind: str, payload: bytes) -> tuple[bytes, str]:
     """A message that is not what was said, and what was done to it."""
     ways: list[Callable[[random.Random, bytes], tuple[bytes, str]]] = [_bytes]
-    if kind in ("hello", "device", "model", "held", "memory", "partners", "rounds", "slab"):
+    if kind in ("hello", "device", "model", "held", "memory", "partners", "rounds", "slab", "delta"):
         ways += [_json] * 9
     elif kind in ("parts", "pieces", "regions", "asked"):
         ways += [_matrix] * 12

@@ -96,7 +96,6 @@ def measure(options: argparse.Namespace) -> list[dict]:
             delta = refits(group, trainer, engine, options.steps + 1, training, True)
             auto = refits(group, trainer, engine, 8, training, "auto")
             bits = crc32(bits_of(model, engine))
-            (options.folder / f"bits {options.rank}").write_text(str(bits))
             results.append(summary(rate, gigabits, whole, delta) | {"auto": auto[-1]["delta"]["reason"]})
             group.begin("the comparison of bits")
             answers = group.gather("bits", str(bits).encode())
