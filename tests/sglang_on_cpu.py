@@ -16,6 +16,7 @@ os.environ.setdefault("SGLANG_LOGGING_LEVEL", "ERROR")
 MODELS = (
     "deepseek_nextn",
     "deepseek_v2",
+    "ernie4",
     "glm4_moe",
     "glm4_moe_lite",
     "gpt_oss",

@@ -26,6 +26,7 @@ CASES = [
     ("minimax-m2", {}, MegatronLayout(tp=2, ep=2, etp=1), dict(tp=4)),
     ("glm-moe-dsa-shared", dict(dtype=torch.bfloat16), MegatronLayout(tp=2, ep=2, etp=1), dict(tp=4)),
     ("olmoe", {}, MegatronLayout(tp=2, ep=4, etp=1), dict(tp=4)),
+    ("ernie", {}, MegatronLayout(pp=2, ep=2, etp=1), dict(tp=2)),
     ("gpt-oss", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), dict(tp=2, pp=2)),
     ("gpt-oss", {}, MegatronLayout(ep=4, etp=1), dict(tp=2, pp=2, enable_expert_parallel=True)),
     ("qwen3-next", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), dict(tp=2, pp=2)),

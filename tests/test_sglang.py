@@ -46,6 +46,10 @@ def test_the_last_stage_of_a_tied_model_has_its_embedding_as_the_output(converte
     refit(converted("qwen3-tied"), f"{PP} 2", 2, dict(pp=2), 2, True, tmp_path, into="SGLang", traced=True)
 
 
+def test_a_family_without_sglang_names_goes_by_the_trace(converted, tmp_path):
+    refit(converted("ernie"), f"{TP} 2", 2, dict(tp=2), 2, True, tmp_path, into="SGLang", traced=True)
+
+
 # Experts, in one process and in two; latent attention, which derives matrices from its blocks.
 BLOCKS = [
     ("served-moe-blocks", f"{EP} 2", 2, dict(tp=2, ep=2, dp=2), 2, True),
