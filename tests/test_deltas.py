@@ -10,84 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
-from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.device.memory import Region
-from reshard.engines.base import Engine
-from reshard.engines.guard import Guard
 from reshard.refit import RefitGroup, connect, deltas
 from reshard.refit.codecs import codec_between
 from reshard.refit.protocol.deltas import DeltaState, makes_sense
 from reshard.refit.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, WIDTH
 from reshard.refit.transports import changes
-from reshard.trainers.base import Trainer
-from tests.ranks import caught, free_port
-from tests.test_transports import CONFIG
+from tests.ranks import caught, free_port, run_on_ranks
+from tests.refit_deltas_on_cpu import DTYPES, PITCH, SHAPE, Served, Shards
 from tests.whole_model import ServedModel, TrainedModel, Training
-
-# What a trainer's rank holds [64, 96] of each tensor, and what the engine serves.
-DTYPES = {
-    "plain": (torch.bfloat16, torch.bfloat16),
-    "narrowed": (torch.float32, torch.bfloat16),
-    "widened": (torch.bfloat16, torch.float32),
-    "single": (torch.float32, torch.float32),
-}
-SHAPE, PITCH = (64, 96), 100
-
-
-class Shards(Trainer):
-    """A trainer's rank with some rows of each tensor."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.random = rank, torch.Generator().manual_seed(rank)
-        self.tensors = [torch.randn(SHAPE, generator=self.random).to(held) for held, _ in DTYPES.values()]
-
-    @property
-    def regions(self):
-        return [Region(tensor, 0, SHAPE[1]) for tensor in self.tensors]
-
-    def publish(self, model):
-        box = Box((SHAPE[0] * self.rank, 0), SHAPE)
-        return [LocalTensor(i, SHAPE, (Part(name, box, (0, 0)),)) for i, name in enumerate(DTYPES)]
-
-    def check_model(self, model):
-        pass
-
-    def name_of(self, index):
-        return [*DTYPES][index]
-
-    def step(self, share: float) -> list[int]:
-        """Flip a bit of the fraction in about this share of the elements; return how many of each tensor."""
-        counts = []
-        for tensor in self.tensors:
-            chosen = torch.rand(SHAPE, generator=self.random) < share
-            bits = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
-            bits[chosen] ^= 1 << 3 if tensor.element_size() == 2 else 1 << 19
-            counts.append(int(chosen.sum()))
-        return counts
-
-
-class Served(Engine):
-    """An engine's rank that serves both ranks' rows, within wider rows."""
-
-    hf_config, tp = CONFIG, 1
-
-    def __init__(self) -> None:
-        self.guard, shape = Guard("test", False, "nothing"), (2 * SHAPE[0], SHAPE[1])
-        self.wide = {
-            name: torch.full((shape[0], PITCH), 7.0).to(served) for name, (_, served) in DTYPES.items()
-        }
-        self.regions = {name: Region(tensor, 2, PITCH) for name, tensor in self.wide.items()}
-        self.placement = Placement(
-            dict.fromkeys(DTYPES, shape),
-            {name: LocalTensor(name, shape, (Part(name, Box((0, 0), shape), (0, 0)),)) for name in DTYPES},
-        )
-
-    def now(self) -> list[torch.Tensor]:
-        for tensor in self.wide.values():
-            assert tensor[:, :2].eq(7).all() and tensor[:, 2 + SHAPE[1] :].eq(7).all()
-        return [tensor[:, 2 : 2 + SHAPE[1]].clone() for tensor in self.wide.values()]
 
 
 def refits(member, engines: int = 1, **options) -> list:
@@ -257,6 +189,15 @@ def test_changes_that_are_not_those_that_are_due_fail_everywhere_and_the_next_re
         assert re.search(message, said), said
         assert not healed.is_delta and after.is_delta and "its last refit failed" in healed.reason
     assert not served[1] and same_as((first[-1], second[-1]), served[-1])
+
+
+def test_a_trainers_rank_that_is_killed_while_it_finds_what_changed_is_named_and_nothing_torn_is_served():
+    first, _, (said, ready, version) = run_on_ranks(
+        3, "dying", free_port(), module="refit_deltas_on_cpu", may_die=True
+    )
+    for sentence in (first[0], said):
+        assert re.search(r"(^|: )trainer rank 1 is gone", sentence), sentence
+    assert (ready, version) == (False, 1)
 
 
 @pytest.mark.parametrize("slower", ["delta", "whole"])
