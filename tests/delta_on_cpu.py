@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from reshard.core.errors import ReshardError
 from reshard.delta import apply_deltas
 from reshard.engines.deltas import DeltaMethods, EngineDeltas
 from reshard.engines.vllm.live import VllmModel
@@ -27,13 +26,8 @@ class Workers(DeltaMethods):
     def collective_rpc(self, method: str, args: tuple = ()) -> list:
         self.called.append(method)
         answers: list = [None] * dist.get_world_size()
-        error = caught(lambda: setattr(self, "answer", getattr(self, method)(*args)))
-        answer = self.answer if error == "no error" else None
-        dist.all_gather_object(answers, (answer, error))
-        for _, said in answers:
-            if said != "no error":
-                raise ReshardError(said)
-        return [answer for answer, _ in answers]
+        dist.all_gather_object(answers, getattr(self, method)(*args))
+        return answers
 
     def reset_prefix_cache(self) -> None:
         self.emptied += 1
@@ -59,13 +53,14 @@ def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: di
     behind = caught(lambda: DeltaWriter(chunks, steps[0][0], chain))
     writer.save(40)
     dist.barrier()
+    folder = Path(chain.removeprefix("file://"))
     if not rank:
-        shutil.move(Path(chain) / "delta-000030.json", Path(chain).parent / "delta-000030.json")
+        shutil.move(folder / "delta-000030.json", folder.parent / "delta-000030.json")
     dist.barrier()
     lost = caught(lambda: apply_deltas(workers, chain)), side.ready, fingerprint(module) == held[30][0]
     dist.barrier()
     if not rank:
-        shutil.move(Path(chain).parent / "delta-000030.json", Path(chain) / "delta-000030.json")
+        shutil.move(folder.parent / "delta-000030.json", folder / "delta-000030.json")
     dist.barrier()
     side.begin()
     half = caught(lambda: apply_deltas(workers, chain))
@@ -95,5 +90,4 @@ def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: di
         "strange": strange,
         "healed": (healed[0], healed[1] == expected[0]),
         "withheld": withheld,
-        "files": sorted(path.name for path in Path(chain).iterdir()),
     }

@@ -237,6 +237,8 @@ def test_a_save_that_fails_leaves_no_chain_and_one_at_a_time_writes(trained, tmp
     busy = pytest.raises(ReshardError, match="another process writes a delta to")
     with Chain(tmp_path / "chain") as held, held.store.writing(), busy:
         save(trained[1], trained[2], tmp_path / "chain")
+    (tmp_path / "chain" / ".writing").mkdir()  # of one that was killed
+    (tmp_path / "chain" / ".writing" / "delta-000020.safetensors").touch()
     save(trained[1], trained[2], tmp_path / "chain", version=20)
     assert [delta["follows"] for delta in show(tmp_path / "chain")["deltas"]] == [0, 10]
     assert not (tmp_path / "chain" / ".writing").exists()

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from reshard import MegatronLayout, hf_to_mcore, mcore_to_hf
+from reshard.delta import apply_deltas, save
 from tests.checkpoints import make
 from tests.ranks import run_on_ranks
 from tests.test_wrapped import published
@@ -246,7 +247,10 @@ def test_a_training_run_is_served_over_http_while_it_writes(tmp_path):
     (run / "reshard.json").unlink()
     (run / "iter_0000014").mkdir()  # being written
     shutil.copy(run / "iter_0000007" / "__0_0.distcp", run / "iter_0000014")
-    options = ("--load-format", "reshard", "--hf-config-path", tmp_path / "hf", "-tp", "2")
+    options = ("--load-format", "reshard", "--hf-config-path", tmp_path / "hf", "-tp", "2",
+               "--worker-extension-cls", "reshard.engines.vllm.worker.RefitExtension")  # fmt: skip
+    save(tmp_path / "hf", tmp_path / "later", tmp_path / "chain")
+    save(tmp_path / "later", tmp_path / "hf", tmp_path / "chain")
     with served(run, *options, log=tmp_path / "log", VLLM_SERVER_DEV_MODE="1") as url:
 
         def tokens_of() -> list[str]:
@@ -255,6 +259,9 @@ def test_a_training_run_is_served_over_http_while_it_writes(tmp_path):
             return post(url + "/v1/completions", body)["choices"][0]["text"].split()
 
         assert tokens_of() == expected[0]
+        for version in (1, 2):
+            assert apply_deltas(url, tmp_path / "chain", version, verify=True) == version
+            assert tokens_of() == expected[version % 2], "by deltas, in place"
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(run / "iter_0000014")}}
         shutil.copytree(tmp_path / "later-mcore" / "iter_0000014", run / "iter_0000014", dirs_exist_ok=True)
         post(url + "/collective_rpc", reload)

@@ -4,10 +4,12 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+from reshard.comm.http import RefusedError, call_route
 from reshard.core.errors import ReshardError
 from reshard.delta.chain import Base, Chain
 from reshard.delta.digest import text, total
 
+CALL_SECONDS = 3600.0  # for a server to fetch and write what changed
 # What a worker says of its weights: their digest, or (name, rows and columns, sum) of each box that it holds.
 Answer = str | list[tuple[str, list[int], int]]
 # A method of all workers, and its arguments.
@@ -17,7 +19,8 @@ Call = tuple[str, tuple[Any, ...]]
 def apply_deltas(llm: Any, chain: str | Path, version: int | None = None, verify: bool = False) -> int:
     """Bring a running engine to a version of a chain, by default the newest; return that version.
 
-    `llm` is a vLLM ``LLM`` whose workers have `reshard.engines.vllm.worker.RefitExtension`. It holds the
+    `llm` is a vLLM ``LLM``, or the address of a ``vllm serve`` with ``VLLM_SERVER_DEV_MODE=1``, whose workers
+    have `reshard.engines.vllm.worker.RefitExtension`, and which reach the chain by the same path or URL. It holds the
     chain's base or one of its versions: which one is found by the digest of its weights, and afterward
     remembered, until something else writes them. Elements that changed are written in place, by the
     placement of a refit, once every worker has fetched and checked all; the engine refuses to serve until each
@@ -26,10 +29,11 @@ def apply_deltas(llm: Any, chain: str | Path, version: int | None = None, verify
     Raises ReshardError, before the first byte, where a delta is missing, altered or out of order, or the engine
     holds weights that are in no version up to the one asked for.
     """
+    llm = _Server(llm) if isinstance(llm, str) else llm
     calls, answers = _calls(chain, version, verify), None
     while True:
         try:
-            method, arguments = calls.send(answers)
+            method, arguments = calls.send(_checked(answers))
         except StopIteration as end:
             reached: int = end.value
             return reached
@@ -46,7 +50,7 @@ async def apply_deltas_async(
     calls, answers = _calls(chain, version, verify), None
     while True:
         try:
-            method, arguments = calls.send(answers)
+            method, arguments = calls.send(_checked(answers))
         except StopIteration as end:
             reached: int = end.value
             return reached
@@ -54,6 +58,44 @@ async def apply_deltas_async(
             await llm.reset_prefix_cache()
         else:
             answers = await llm.collective_rpc(method, args=arguments)
+
+
+class _Server:
+    """The calls of an ``LLM``, by the routes of a ``vllm serve``."""
+
+    def __init__(self, url: str) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ReshardError(f"{url!r:.200} is no address of a server such as http://127.0.0.1:8000")
+        self.url = url.rstrip("/")
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        answer = self._call("collective_rpc", {"method": method, "args": list(args)})
+        results = answer.get("results") if isinstance(answer, dict) else None
+        if not isinstance(results, list):
+            raise ReshardError(f"{self.url} answers /collective_rpc without results")
+        return results
+
+    def reset_prefix_cache(self) -> None:
+        self._call("reset_prefix_cache", {})
+
+    def _call(self, route: str, body: dict[str, Any]) -> Any:
+        try:
+            return call_route(self.url, route, body, timeout=CALL_SECONDS)
+        except RefusedError as error:
+            if error.code != 404:
+                raise
+            raise ReshardError(
+                f"{self.url} answers /{route} with 404: start it with VLLM_SERVER_DEV_MODE=1 and "
+                f"--worker-extension-cls reshard.engines.vllm.worker.RefitExtension"
+            ) from error
+
+
+def _checked(answers: list[Any] | None) -> list[Any] | None:
+    """Return what workers answer. Raises ReshardError for the first that could not."""
+    for answer in answers or ():
+        if isinstance(answer, dict):
+            raise ReshardError(str(answer.get("error")))
+    return answers
 
 
 def _calls(chain: str | Path, version: int | None, verify: bool) -> Generator[Call, Any, int]:

@@ -1,6 +1,7 @@
 """Deltas of a chain, written in place into one rank of a running engine."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,11 +135,10 @@ class EngineDeltas:
                 raise ReshardError(f"{record.key} has changes outside of its box, or not in order")
             return decoded
 
-    def write(self) -> int | None:
-        """Write what was prepared; return the version that the engine has now. It serves again once all is
-        there."""
+    def write(self) -> None:
+        """Write what was prepared. The engine serves again once all is there."""
         if not self.prepared:
-            return self.engine.version
+            return
         newest = self.prepared[-1].delta
         self.engine.begin()
         with torch.no_grad():
@@ -149,7 +149,6 @@ class EngineDeltas:
         self.engine.end(newest.version)
         self.left = newest.after, self.engine.guard.writes
         self.prepared = []
-        return newest.version
 
     def _write(self, place: Place, decoded: Decoded) -> None:
         """Write a record's changes into each of the boxes that hold them."""
@@ -180,14 +179,30 @@ class EngineDeltas:
         self.chain, self.prepared = None, []
 
 
+def _answering(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a method answer ``{"error": sentence}`` instead of raising ReshardError: an engine that waits for
+    several workers would leave what the others answer to the next call."""
+
+    @wraps(method)
+    def answering(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except ReshardError as error:
+            return {"error": str(error)}
+
+    return answering
+
+
 class DeltaMethods:
-    """Methods of an engine's worker by which `reshard.delta.apply_deltas` writes deltas into it."""
+    """Methods of an engine's worker by which `reshard.delta.apply_deltas` writes deltas into it. They answer
+    with ``{"error": sentence}`` where they cannot."""
 
     _reshard_deltas: EngineDeltas | None = None
 
     def _reshard_engine_side(self) -> Engine:
         raise NotImplementedError
 
+    @_answering
     def reshard_delta_digests(self, chain: str, anew: bool = False) -> str | list[list[Any]]:
         """Return the digest of the weights where a delta was the last to write them, unless it is asked for
         `anew`; else what each box of this worker adds to it."""
@@ -200,13 +215,15 @@ class DeltaMethods:
         digest, writes = deltas.left
         return digest if writes == engine.guard.writes and not anew else deltas.digests()
 
+    @_answering
     def reshard_delta_prepare(self, held: str, version: int) -> None:
         """Fetch and check the deltas from weights with this digest to a version."""
         self._reshard_opened().prepare(held, version)
 
-    def reshard_delta_write(self) -> int | None:
-        """Write the prepared deltas; return the version."""
-        return self._reshard_opened().write()
+    @_answering
+    def reshard_delta_write(self) -> None:
+        """Write the prepared deltas."""
+        self._reshard_opened().write()
 
     def reshard_delta_invalidate(self) -> None:
         """Refuse to serve: the weights are not those of a version."""
