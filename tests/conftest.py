@@ -28,11 +28,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # A name also stands for files whose names go on after it (`refit` for test_refit_faults.py), so
 # that a file that is split keeps its place.
 SLOWEST_FIRST = (
-    "lora", "weight_transfer", "compressed", "live_save", "live_load", "hybrid", "refit", "engine", "nvfp4_engine", "members", "fsdp", "parity", "blocks", "logits", "sglang",
-    "megatron_saves", "serving", "roll", "swift", "reloads", "verl", "resume", "nemo_rl", "build", "config_rules", "megatron_args", "megatron_parser",
-    "trainer_settings", "install", "published", "bitwise",
-    "sleeping", "examples", "compat", "families", "optimizer", "offload", "input_faults", "storage_faults", "processes", "source_changes", "surface", "html",
-    "cli", "site", "trainers_checkpoints", "lora_files",
+    "install", "lora", "engine", "verl", "site", "refit", "parity", "nvfp4_engine", "nemo_rl", "wrapped", "processes", "hybrid", "sglang", "swift", "roll", "logits", "live_save",
+    "live_load", "fsdp", "compressed", "serving", "megatron_saves", "weight_transfer", "blocks", "kernels", "storage_faults", "cli", "optimizer", "members", "published",
+    "bitwise", "resume", "reloads", "build", "compat", "surface", "config_rules", "megatron_args", "megatron_parser", "trainer_settings",
+    "sleeping", "examples", "families", "offload", "input_faults", "source_changes", "html", "trainers_checkpoints", "lora_files",
 )  # fmt: skip
 # Test files that use these are slow as well, whatever their names.
 STARTS_PROCESSES = ("run_on_ranks", "tests.warm", "tests.vllm_server", "tests.environments")
@@ -42,7 +41,7 @@ def place_of(path: Path) -> int:
     """Return a test file's place in the order of the run: `SLOWEST_FIRST`, other slow files, quick
     ones."""
     if path.suffix == ".md":
-        return SLOWEST_FIRST.index("sleeping")  # a page starts commands, and some run a model
+        return SLOWEST_FIRST.index("parity")  # a page starts commands, and some run a model
     stem = path.stem.removeprefix("test_")
     names = [name for name in SLOWEST_FIRST if stem == name or stem.startswith(f"{name}_")]
     if names:
