@@ -68,6 +68,8 @@ def test_the_config_is_the_one_of_the_command_line(variant, impl, no_cuda, monke
         MegatronLayout(pp=2, num_layers_in_first_pipeline_stage=1),
         MegatronLayout(pp=2, pipeline_model_parallel_layout=split),
     ]
+    if impl == "transformer_engine":
+        layouts = layouts[1:2]  # where the layers come from and how they are split have no field in common
     if model.family.megatron["add_bias_linear"] and model.num_experts:
         layouts = [replace(layout, etp=1) for layout in layouts]
     for layout in layouts + ([MegatronLayout(tp=2, ep=2, etp=1)] if model.num_experts else []):

@@ -42,9 +42,9 @@ SAVED = [
     ("qwen3-moe", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, "*E*E*E*E", MegatronLayout(tp=2, ep=2, etp=1)),
     ("qwen3-moe-mixed", {}, f"{PP} 2 {EP} 2 {ETP} 1", 4, "*E*-|*E*E", MegatronLayout(pp=2, ep=2, etp=1)),
     ("deepseek-v3", {"mtp": True}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, "+-+E|+E+E/+E", MegatronLayout(tp=2, pp=2, ep=2, etp=1)),
-    ("glm4-moe", {}, f"{PP} 2 {EP} 2 {ETP} 1", 4, "*-*E|*E*E", MegatronLayout(pp=2, ep=2, etp=1)),
+    ("glm4-moe", {}, f"{PP} 2", 2, "*-*E|*E*E", MegatronLayout(pp=2)),
     ("qwen3-next", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, "GEGEGE*E", MegatronLayout(tp=2, ep=2, etp=1)),
-    ("deepseek-v32", {}, f"{PP} 2 {EP} 2 {ETP} 1", 4, "D-DE|DEDE", MegatronLayout(pp=2, ep=2, etp=1)),
+    ("deepseek-v32", {}, f"{EP} 2 {ETP} 1", 2, "D-DEDEDE", MegatronLayout(ep=2, etp=1)),
 ]  # fmt: skip
 TOKENS = torch.randint(0, 1000, (2, 24), generator=torch.Generator().manual_seed(1))
 CASES = {"ids": lambda value: str(value).replace("-model-parallel-size", "")}

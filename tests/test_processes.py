@@ -50,7 +50,7 @@ def test_processes_wait_for_a_slow_one_and_end_at_once_with_a_dead_one(victim, w
             runs[victim].send_signal(signal.SIGSTOP)
             done, before = [0, 0], None
             while done != before or not all(done):
-                time.sleep(1)
+                time.sleep(0.5)
                 assert all(run.poll() is None for run in runs), (tmp_path / log).read_text()
                 before, done = (
                     done,
@@ -211,8 +211,8 @@ def test_strangers_at_the_first_process_hold_up_nobody():
     shared = os.environ | {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     began = time.monotonic()
     runs = [
-        subprocess.Popen([sys.executable, "-c", LATE, str(3 * rank)], env=shared | {"RANK": str(rank)}, stdout=-1, stderr=-1, text=True)
-        for rank in range(3)
+        subprocess.Popen([python, "-c", LATE, str(2 * rank)], env=shared | {"RANK": str(rank)}, stdout=-1, stderr=-1, text=True)
+        for rank, python in enumerate([sys.executable, python_of_trainer(), python_of_trainer()])
     ]  # fmt: skip
     with strangers_at(psutil.Process(runs[0].pid), but=port) as connected:
         said = [run.communicate(timeout=200) for run in runs]
@@ -225,7 +225,7 @@ def test_processes_that_do_not_know_the_secret_are_not_let_in():
     shared = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     secrets = ["the secret of the first process", "another secret than that one"]
     runs = [
-        subprocess.Popen([sys.executable, "-c", LATE, "0"], env=shared | {"RANK": str(rank), "RESHARD_SECRET": secret}, stderr=-1, text=True)
+        subprocess.Popen([python_of_trainer(), "-c", LATE, "0"], env=shared | {"RANK": str(rank), "RESHARD_SECRET": secret}, stderr=-1, text=True)
         for rank, secret in enumerate(secrets)
     ]  # fmt: skip
     said = runs[1].communicate(timeout=120)[1]
