@@ -71,12 +71,17 @@ def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: di
     strange = caught(lambda: apply_deltas(workers, chain))
     parameter[:1] = kept
     healed = apply_deltas(workers, chain, verify=True), fingerprint(module)
+    unchanged = writer.save(45).changed, apply_deltas(workers, chain), side.version, workers.emptied
     load(steps[1][1])
     writer.save(50)
     plain, left = EngineDeltas._write, [True]
     EngineDeltas._write = lambda *of: None if left and left.pop() else plain(*of)
     withheld = caught(lambda: apply_deltas(workers, chain, verify=True)), side.ready
-    expected = {10 * n: loaded(hf, **engine) for n, (hf, _) in enumerate(steps)}
+    refused = []
+    for options in ({"quantization": "fp8_per_channel"}, {"dtype": "float16"}) if engine == {"tp": 2} else ():
+        other = Workers(VllmModel(*engine_of(steps[0][0], **engine, **options)))
+        refused.append(caught(lambda other=other: apply_deltas(other, chain)))
+    expected = {10 * number: loaded(steps[number][0], **engine) for number in (0, 2, 3)}
     return {
         "held": held,
         "expected": expected,
@@ -90,4 +95,6 @@ def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: di
         "strange": strange,
         "healed": (healed[0], healed[1] == expected[0]),
         "withheld": withheld,
+        "unchanged": unchanged,
+        "refused": refused,
     }

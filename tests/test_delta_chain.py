@@ -14,7 +14,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from reshard import MegatronLayout, ReshardError, diff, hf_to_mcore
+from reshard import MegatronLayout, ReshardError, diff, hf_to_mcore, mcore_to_hf
 from reshard.core.dtypes import DTYPES
 from reshard.delta import Chain, apply, digest, save, show
 from reshard.delta.chain import _checksum
@@ -214,6 +214,10 @@ def test_another_base_and_another_step_are_refused_by_name(trained, chain, tmp_p
         apply(tmp_path / "qwen", chain, tmp_path / "out")
     with pytest.raises(ReshardError, match="has no version 21: the newest is 20"):
         apply(trained[0], chain, tmp_path / "out", version=21)
+    hf_to_mcore(trained[20], tmp_path / "mcore")
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "fp8", quantize=True)
+    with pytest.raises(ReshardError, match="fp8 is quantized .*, and deltas are of plain weights"):
+        save(tmp_path / "fp8", trained[4], chain)
     before = sorted(path.name for path in chain.iterdir())
     with pytest.raises(ReshardError, match="step3 is version 3 of .*, and the next delta follows version 20"):
         save(trained[3], trained[4], chain)

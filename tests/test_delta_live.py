@@ -19,6 +19,11 @@ CASES = [
     ("deepseek-v3", f"{PP} 2 {EP} 2 {ETP} 1", 4, {"tp": 2, "pp": 2}),
     ("qwen3-next", f"{TP} 2", 2, {"tp": 2}),
 ]
+# What is said of engines that quantize as they load, and that serve in fp16.
+REFUSED = (
+    "quantized, and deltas are of plain weights: write the version with reshard delta apply",
+    "as float16, and the base of",
+)
 
 
 def steps_of(variant: str, folder: Path, count: int = 4) -> list[tuple[str, str]]:
@@ -58,6 +63,9 @@ def test_an_engine_follows_a_live_trainer_through_a_chain(variant, parallel, ran
         assert "lacks delta-000030, which delta-000040 follows" in outcome["lost"][0]
         assert outcome["lost"][1:] == (True, True), "it serves on, as it was"
         assert "the engine does not hold version 50" in outcome["withheld"][0] and not outcome["withheld"][1]
+        assert outcome["unchanged"] == (0, 45, 45, 3), "the version alone"
+        for said, sentence in zip(outcome["refused"], REFUSED if engine == {"tp": 2} else (), strict=True):
+            assert sentence in said
         assert outcome["half"].startswith("this vLLM holds a half-written model")
         assert (
             "neither the base of" in outcome["strange"]

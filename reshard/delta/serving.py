@@ -113,7 +113,9 @@ def _calls(chain: str | Path, version: int | None, verify: bool) -> Generator[Ca
             )
         if held != digest:
             yield "reshard_delta_prepare", (held, target)
-            yield "reshard_delta_write", ()
+        if target:
+            yield "reshard_delta_write", (target, digest)
+        if held != digest:
             yield "reset_prefix_cache", ()
         if verify:
             anew = yield "reshard_delta_digests", (place, True)

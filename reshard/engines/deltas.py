@@ -58,6 +58,7 @@ class EngineDeltas:
         """Return the chain at a place, of whose tensors the boxes that this rank holds are found. Raises
         ReshardError where it is of another model."""
         self.engine.check_idle()
+        self.prepared = []
         if self.chain is None or self.place != str(place):
             self.close()
             self.chain, self.place = Chain(place), str(place)
@@ -135,20 +136,20 @@ class EngineDeltas:
                 raise ReshardError(f"{record.key} has changes outside of its box, or not in order")
             return decoded
 
-    def write(self) -> None:
-        """Write what was prepared. The engine serves again once all is there."""
-        if not self.prepared:
-            return
-        newest = self.prepared[-1].delta
-        self.engine.begin()
-        with torch.no_grad():
-            for files in self.prepared:
-                for place in self._places(files):
-                    self._write(place, self._decode(files, place))
-        self.engine.update_derived()
-        self.engine.end(newest.version)
-        self.left = newest.after, self.engine.guard.writes
-        self.prepared = []
+    def write(self, version: int, digest: str) -> None:
+        """Write what was prepared, and serve as this version, whose weights have this digest."""
+        if self.prepared:
+            self.engine.begin()
+            with torch.no_grad():
+                for files in self.prepared:
+                    for place in self._places(files):
+                        self._write(place, self._decode(files, place))
+            self.engine.update_derived()
+            self.engine.end(version)
+            self.prepared = []
+        else:
+            self.engine.guard.refitted(version)  # a version that changes nothing
+        self.left = digest, self.engine.guard.writes
 
     def _write(self, place: Place, decoded: Decoded) -> None:
         """Write a record's changes into each of the boxes that hold them."""
@@ -221,9 +222,9 @@ class DeltaMethods:
         self._reshard_opened().prepare(held, version)
 
     @_answering
-    def reshard_delta_write(self) -> None:
-        """Write the prepared deltas."""
-        self._reshard_opened().write()
+    def reshard_delta_write(self, version: int, digest: str) -> None:
+        """Write the prepared deltas, and serve as this version, whose weights have this digest."""
+        self._reshard_opened().write(version, digest)
 
     def reshard_delta_invalidate(self) -> None:
         """Refuse to serve: the weights are not those of a version."""
