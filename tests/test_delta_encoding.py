@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.core.errors import ReshardError
-from reshard.delta.encoding import BLOCK, Box, Delta, Form, apply, encode
+from reshard.delta.encoding import BLOCK, BoxSize, Encoded, Form, apply, encode
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64]
 
@@ -44,7 +44,7 @@ def test_what_is_applied_is_the_new_version_bit_for_bit(rows, columns, dtype, sh
     old = random_bits((rows, columns), dtype, seed)
     new, changed = changed_at(old, share, seed)
     delta = encode(old, new)
-    box = Box(old.numel(), dtype.itemsize, changed)
+    box = BoxSize(old.numel(), dtype.itemsize, changed)
     assert (delta.changed, delta.form) == (changed, box.form)
     assert (
         delta.payload.numel()
@@ -100,7 +100,9 @@ def test_changes_that_cannot_be_are_refused_before_anything_is_written():
     assert delta.form is Form.OFFSETS
     before = old.clone()
     counts = (2 * delta.changed + -2 * delta.changed % 8) // 2  # where those of the blocks begin, in words
-    one = Delta(Form.INDICES, 1, torch.tensor([7, 0, 0, 0, 3, 0, 0, 0], dtype=torch.int16).view(torch.uint8))
+    one = Encoded(
+        Form.INDICES, 1, torch.tensor([7, 0, 0, 0, 3, 0, 0, 0], dtype=torch.int16).view(torch.uint8)
+    )
     for spoil in (
         delta._replace(payload=delta.payload[:-8]),
         delta._replace(changed=delta.changed + 9),

@@ -43,7 +43,7 @@ class Form(IntEnum):
     PLAIN = 4
 
 
-class Box(NamedTuple):
+class BoxSize(NamedTuple):
     """The size of what is compared: `elements` of `itemsize` bytes each, of which `changed` changed."""
 
     elements: int
@@ -66,7 +66,7 @@ class Box(NamedTuple):
     def size(self, form: Form) -> int:
         """Return the bytes of a form, padding included.
 
-        >>> [Box(1 << 20, 2, 1000).size(form) for form in Form]
+        >>> [BoxSize(1 << 20, 2, 1000).size(form) for form in Form]
         [0, 6000, 4064, 133072, 2097152]
         """
         return sum(map(_padded, self.sections(form)))
@@ -75,7 +75,7 @@ class Box(NamedTuple):
     def form(self) -> Form:
         """The smallest form.
 
-        >>> [Box(1 << 20, 2, changed).form.name for changed in (0, 5, 10_000, 100_000, 1_000_000)]
+        >>> [BoxSize(1 << 20, 2, changed).form.name for changed in (0, 5, 10_000, 100_000, 1_000_000)]
         ['NOTHING', 'INDICES', 'OFFSETS', 'BITMAP', 'PLAIN']
         """
         if not self.changed:
@@ -87,8 +87,8 @@ class Box(NamedTuple):
         return form is not Form.INDICES or self.elements <= MOST_ELEMENTS
 
 
-class Delta(NamedTuple):
-    """The changes of a box: their form, how many they are, and the `payload`, uint8 ``[Box.size]``."""
+class Encoded(NamedTuple):
+    """The changes of a box: their form, how many they are, and the `payload`, uint8 ``[BoxSize.size]``."""
 
     form: Form
     changed: int
@@ -121,22 +121,22 @@ def changed_mask(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return (bits_of(old) != bits_of(new)).reshape(-1)
 
 
-def encode(old: torch.Tensor, new: torch.Tensor) -> Delta:
+def encode(old: torch.Tensor, new: torch.Tensor) -> Encoded:
     """Return what turns `old` into `new`, which have one shape, dtype and device."""
     mask = changed_mask(old, new)
     return encode_changed(new, mask, int(torch.count_nonzero(mask)))
 
 
-def encode_changed(new: torch.Tensor, mask: torch.Tensor, changed: int) -> Delta:
+def encode_changed(new: torch.Tensor, mask: torch.Tensor, changed: int) -> Encoded:
     """Return the smallest encoding of the `changed` elements of `new` that `mask` ``[elements]`` marks."""
-    box = Box(new.numel(), new.element_size(), changed)
+    box = BoxSize(new.numel(), new.element_size(), changed)
     form, bits = box.form, bits_of(new).reshape(-1)
     payload = torch.empty(box.size(form), dtype=torch.uint8, device=new.device)
     if form is Form.NOTHING:
-        return Delta(form, 0, payload)
+        return Encoded(form, 0, payload)
     if form is Form.PLAIN:
         _fill(payload, box, form, [bits])
-        return Delta(form, changed, payload)
+        return Encoded(form, changed, payload)
     positions = _marked(mask, changed)
     values = bits.index_select(0, positions)
     if form is Form.INDICES:
@@ -147,17 +147,17 @@ def encode_changed(new: torch.Tensor, mask: torch.Tensor, changed: int) -> Delta
     else:
         places = [_packed_bits(mask)]
     _fill(payload, box, form, [values, *places])
-    return Delta(form, changed, payload)
+    return Encoded(form, changed, payload)
 
 
-def decode(delta: Delta, elements: int, dtype: torch.dtype) -> Decoded:
+def decode(encoded: Encoded, elements: int, dtype: torch.dtype) -> Decoded:
     """Return the changes of a box of so many elements of `dtype`, of which only the size counts here.
 
     Raises ReshardError where the payload has another size than these changes take.
     """
-    form, changed, payload = delta
-    box = Box(elements, dtype.itemsize, changed)
-    sizes = _checked_sections(delta, box)
+    form, changed, payload = encoded
+    box = BoxSize(elements, dtype.itemsize, changed)
+    sizes = _checked_sections(encoded, box)
     bits, device = BITS[box.itemsize], payload.device
     valid = torch.ones((), dtype=torch.bool, device=device)
     if form is Form.NOTHING:
@@ -185,18 +185,18 @@ def decode(delta: Delta, elements: int, dtype: torch.dtype) -> Decoded:
     return Decoded(positions, values, valid & _in_order(positions, elements))
 
 
-def apply(delta: Delta, out: torch.Tensor) -> None:
+def apply(encoded: Encoded, out: torch.Tensor) -> None:
     """Write the changes into `out`, which holds the old version, in place; it need not be contiguous.
 
     Raises ReshardError, before anything is written, where they are not those of such a box.
     """
     bits = bits_of(out)
-    if delta.form in (Form.NOTHING, Form.PLAIN):
-        sizes = _checked_sections(delta, Box(out.numel(), out.element_size(), delta.changed))
+    if encoded.form in (Form.NOTHING, Form.PLAIN):
+        sizes = _checked_sections(encoded, BoxSize(out.numel(), out.element_size(), encoded.changed))
         if sizes:
-            bits.copy_(delta.payload[: sizes[0]].view(bits.dtype).view(bits.shape))
+            bits.copy_(encoded.payload[: sizes[0]].view(bits.dtype).view(bits.shape))
         return
-    decoded = decode(delta, out.numel(), out.dtype)
+    decoded = decode(encoded, out.numel(), out.dtype)
     if not bool(decoded.valid):
         raise ReshardError(
             f"a delta has changes outside of a box of {out.numel():,} elements, or not in order"
@@ -207,22 +207,22 @@ def apply(delta: Delta, out: torch.Tensor) -> None:
         bits[torch.unravel_index(decoded.positions, out.shape)] = decoded.values
 
 
-def _checked_sections(delta: Delta, box: Box) -> list[int]:
+def _checked_sections(encoded: Encoded, box: BoxSize) -> list[int]:
     """Return the bytes of each section. Raises ReshardError where the whole has another size."""
-    fits = 0 <= delta.changed <= box.elements and (delta.form is not Form.NOTHING or not delta.changed)
-    if not fits or delta.payload.numel() != box.size(delta.form):
+    fits = 0 <= encoded.changed <= box.elements and (encoded.form is not Form.NOTHING or not encoded.changed)
+    if not fits or encoded.payload.numel() != box.size(encoded.form):
         raise ReshardError(
-            f"a delta says that {delta.changed:,} of {box.elements:,} elements of {box.itemsize} bytes changed, "
-            f"as {delta.form.name} in {delta.payload.numel():,} bytes, which cannot be"
+            f"a delta says that {encoded.changed:,} of {box.elements:,} elements of {box.itemsize} bytes changed, "
+            f"as {encoded.form.name} in {encoded.payload.numel():,} bytes, which cannot be"
         )
-    return box.sections(delta.form)
+    return box.sections(encoded.form)
 
 
 def _padded(size: int) -> int:
     return size + -size % SECTION
 
 
-def _fill(payload: torch.Tensor, box: Box, form: Form, parts: list[torch.Tensor]) -> None:
+def _fill(payload: torch.Tensor, box: BoxSize, form: Form, parts: list[torch.Tensor]) -> None:
     """Write the sections of a form, and zeros between them."""
     start = 0
     for size, part in zip(box.sections(form), parts, strict=True):

@@ -17,7 +17,7 @@ import numpy as np
 from reshard.core.boxes import Box, whole
 from reshard.core.errors import ReshardError
 from reshard.delta.digest import bits_of
-from reshard.delta.encoding import Delta, Form, decode, encode
+from reshard.delta.encoding import Encoded, Form, decode, encode
 from reshard.storage.io.boxes import Rows
 from reshard.storage.io.streams import TensorInfo
 
@@ -96,8 +96,11 @@ def encode_box(name: str, box: Box, old: np.ndarray, new: np.ndarray) -> tuple[R
 
 def decode_box(record: Record, info: TensorInfo, payload: np.ndarray) -> Change:
     """Return the change that a record's bytes say. Raises ReshardError where they are none of its box."""
-    delta, elements = Delta(record.form, record.changed, torch.from_numpy(payload)), prod(record.box.lengths)
-    decoded = decode(delta, elements, getattr(torch, info.dtype.name))
+    encoded, elements = (
+        Encoded(record.form, record.changed, torch.from_numpy(payload)),
+        prod(record.box.lengths),
+    )
+    decoded = decode(encoded, elements, getattr(torch, info.dtype.name))
     if not bool(decoded.valid):
         raise ReshardError(f"the record {record.key} has changes outside of its box, or not in order")
     rows, columns = np.divmod(decoded.positions.numpy(), max(1, record.rows.columns))

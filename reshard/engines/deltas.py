@@ -12,8 +12,7 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.delta.chain import Chain, Delta
 from reshard.delta.digest import column_keys, row_keys, seed_of
-from reshard.delta.encoding import Decoded, decode
-from reshard.delta.encoding import Delta as EncodedDelta
+from reshard.delta.encoding import Decoded, Encoded, decode
 from reshard.delta.files import DeltaFiles, Place
 from reshard.device.memory import Region, same_bits
 from reshard.engines.base import Engine
@@ -130,7 +129,7 @@ class EngineDeltas:
         record, dtype = place.record, _torch_dtype(files.tensors[place.record.name])
         with files.errors_of(place):
             payload = torch.from_numpy(files.read(place)).to(self.engine.device)
-            encoded = EncodedDelta(record.form, record.changed, payload)
+            encoded = Encoded(record.form, record.changed, payload)
             decoded = decode(encoded, prod(record.box.lengths), dtype)
             if not bool(decoded.valid):
                 raise ReshardError(f"{record.key} has changes outside of its box, or not in order")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.delta.encoding import Box, Decoded, Delta, Form, changed_mask, decode, encode_changed
+from reshard.delta.encoding import BoxSize, Decoded, Encoded, Form, changed_mask, decode, encode_changed
 from reshard.refit.codecs import CODECS, PLAIN, bytes_in_source
 from reshard.refit.copies import host_bytes
 from reshard.refit.tables import CODEC, DST, DST_PITCH, ROWS, SRC, WIDTH
@@ -77,7 +77,7 @@ class SentBuckets:
         """What was found to have changed since `begin`; waits for the device."""
         measured = Measured()
         for words, counts in self._found:
-            boxes = [Box(*box) for box in zip(words, [WORD] * len(words), counts.tolist(), strict=True)]
+            boxes = [BoxSize(*box) for box in zip(words, [WORD] * len(words), counts.tolist(), strict=True)]
             size = header_bytes(WORD * sum(words)) + sum(box.size(box.form) for box in boxes)
             changed = sum(box.changed for box in boxes)
             measured = measured.plus(Measured(changed, sum(words), size, WORD * sum(words)))
@@ -180,11 +180,11 @@ def read_changes(
         elements = min(CHUNK, size // WORD - chunk * CHUNK)
         if form not in FORMS or not 0 <= changed <= elements:
             raise ReshardError(f"{broken}: {changed:,} changes in form {form}")
-        end = start + Box(elements, WORD, changed).size(FORMS[form])
+        end = start + BoxSize(elements, WORD, changed).size(FORMS[form])
         if end > len(payload):
             raise ReshardError(f"{broken}: {len(payload):,} bytes")
         if changed:
-            decoded = decode(Delta(FORMS[form], changed, payload[start:end]), elements, torch.int16)
+            decoded = decode(Encoded(FORMS[form], changed, payload[start:end]), elements, torch.int16)
             changes.append((chunk * CHUNK, decoded))
         start = end
     if start != len(payload):
