@@ -34,7 +34,7 @@ class TransactionFailedError(ReshardError):
 
 
 class PeerMemoryError(ReshardError):
-    """What another member has shared cannot be mapped. Where the transaction had failed before, that is why:
+    """Memory that another member has shared cannot be mapped. Where the transaction had failed before, that is why:
     a member that gives up frees what it has shared."""
 
 

@@ -63,7 +63,7 @@ class File:
 
 @dataclass(frozen=True)
 class Base:
-    """What a chain begins with: `name` is what it was called when the chain was begun, `tensors` are canonical
+    """The weights that a chain begins with: `name` is what it was called when the chain was begun, `tensors` are canonical
     ones that repeat no other."""
 
     name: str

@@ -1,4 +1,4 @@
-"""What changed between two versions of one box of elements, encoded as the smallest of five forms.
+"""Changes between two versions of one box of elements, encoded as the smallest of five forms.
 
 Elements are compared and carried as bits: NaNs, their payloads and -0.0 count like any other value, so what
 is decoded is the new version bit for bit. Elements are numbered in row-major order.
@@ -34,7 +34,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Form(IntEnum):
-    """How changes are encoded; see the table of this module."""
+    """The encoding of changes; see the table of this module."""
 
     NOTHING = 0
     INDICES = 1

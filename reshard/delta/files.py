@@ -67,7 +67,7 @@ class RecordWriter:
 
 
 class Place(NamedTuple):
-    """Where the bytes of a record lie."""
+    """The place of a record's bytes."""
 
     record: Record
     path: Path

@@ -94,7 +94,7 @@ class DeltaSource(DerivedSource):
         )
 
     def row_multiple(self, name: str) -> int:
-        """As many rows as a record has: each is decoded once then."""
+        """The rows of a step: as many as a record has, so that each is decoded once."""
         info, multiple = self.tensors[name], self.base.row_multiple(name)
         if not self.changes(name):
             return multiple

@@ -1,4 +1,4 @@
-"""Where a chain lies: a directory, or a place that fsspec reaches (``s3://``, ``gs://``, ``memory://``).
+"""The place of a chain: a directory, or a place that fsspec reaches (``s3://``, ``gs://``, ``memory://``).
 
 A file appears whole in both: in a directory by a rename of what is on the disk already, in an object store
 since that shows an object when all of it has arrived.

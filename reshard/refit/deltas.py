@@ -1,4 +1,4 @@
-"""Whether a refit sends what changed since the last, or all: decided alike on all members."""
+"""The choice whether a refit sends what changed since the last, or all: made alike on all members."""
 
 from collections.abc import Sequence
 from typing import Any

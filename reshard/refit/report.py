@@ -13,7 +13,7 @@ OLD_ATTRIBUTES = {"local_bytes": LOCAL, "peer_bytes": CUDA_IPC, "staged_bytes": 
 
 @dataclass(frozen=True)
 class DeltaReport:
-    """What a refit of a connection with deltas sent, as a member saw it.
+    """The changes that a refit of a connection with deltas sent, as a member saw it.
 
     `is_delta` is True where changes were sent, False where all was; `reason` says since which version, or why.
     On a trainer's rank `changed` is the share of its words of 2 bytes that had other bits than when they were

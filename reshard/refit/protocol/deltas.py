@@ -1,4 +1,4 @@
-"""What each member says of deltas before a refit (``delta``): whose weights it has, and what refits took."""
+"""The state of each member's deltas, exchanged before a refit (``delta``): whose weights it has, and what refits took."""
 
 import math
 from dataclasses import dataclass

@@ -62,7 +62,7 @@ class Incoming(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a trainer's rank found when it compared its buckets: `changed` of so many `words`, which take
+    """The comparison of a trainer's rank's buckets with what it sent: `changed` of so many `words`, which take
     `delta_bytes` in place of `whole_bytes` on their way."""
 
     changed: int = 0

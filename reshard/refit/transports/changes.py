@@ -46,7 +46,7 @@ class SentBuckets:
         self.buckets: dict[tuple[int, int], torch.Tensor] = {}  # by such a first rank and the bucket's number
         self.whole = self._were_whole = False  # all of what was last sent is kept
         # Of each bucket that was compared: the words of its chunks, and how many of each changed.
-        self._found: list[tuple[list[int], torch.Tensor]] = []
+        self._comparisons: list[tuple[list[int], torch.Tensor]] = []
 
     def arrange(self, pairs: Mapping[int, PackedPair]) -> None:
         """Take what goes out, by inference rank."""
@@ -66,7 +66,7 @@ class SentBuckets:
 
     def begin(self) -> None:
         """Begin to measure anew; `whole` is False until `end`."""
-        self._found, self._were_whole, self.whole = [], self.whole, False
+        self._comparisons, self._were_whole, self.whole = [], self.whole, False
 
     def end(self) -> None:
         """Note that all buckets have been sent."""
@@ -74,9 +74,9 @@ class SentBuckets:
 
     @property
     def measured(self) -> Measured:
-        """What was found to have changed since `begin`; waits for the device."""
+        """The changes that comparisons have found since `begin`; waits for the device."""
         measured = Measured()
-        for words, counts in self._found:
+        for words, counts in self._comparisons:
             boxes = [BoxSize(*box) for box in zip(words, [WORD] * len(words), counts.tolist(), strict=True)]
             size = header_bytes(WORD * sum(words)) + sum(box.size(box.form) for box in boxes)
             changed = sum(box.changed for box in boxes)
@@ -108,8 +108,8 @@ class SentBuckets:
 
     def _encoded(self, index: int, rank: int, segment: torch.Tensor, since: int) -> torch.Tensor:
         bucket = self.buckets[rank, index]
-        words, masks, found = self._compared(bucket, segment)
-        counts = found.tolist()
+        words, masks, device_counts = self._compared(bucket, segment)
+        counts = device_counts.tolist()
         deltas = [encode_changed(*chunk) for chunk in zip(words, masks, counts, strict=True)]
         header = [since, index, len(deltas)]
         for delta in deltas:
@@ -129,9 +129,9 @@ class SentBuckets:
         for old, new in zip(before, words, strict=True):
             masks.append(changed_mask(old, new))
             counts.append(torch.count_nonzero(masks[-1]))
-        found = torch.stack(counts)
-        self._found.append((list(map(len, words)), found))
-        return words, masks, found
+        stacked = torch.stack(counts)
+        self._comparisons.append((list(map(len, words)), stacked))
+        return words, masks, stacked
 
 
 def _contents(pair: PackedPair) -> bytes:
@@ -195,7 +195,7 @@ def read_changes(
 
 
 class ServedBucket:
-    """Where the words of a bucket are served from, given the copies out of it (`PackedPair.copies`)."""
+    """The places that the words of a bucket are served from, given the copies out of it (`PackedPair.copies`)."""
 
     def __init__(self, table: np.ndarray, device: torch.device) -> None:
         table = table[np.argsort(table[:, SRC], kind="stable")]

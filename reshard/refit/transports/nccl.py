@@ -393,11 +393,11 @@ class Nccl(Transport):
     def _exchange_sizes(self, leaving: list[int], buckets: list[int]) -> list[int]:
         """Tell all others how many bytes each gets of this bucket; return how many each sends. Raises
         ReshardError where one says more than a bucket of its size can take."""
-        told = torch.tensor(leaving, dtype=torch.int64).to(self.device)
-        heard = torch.empty_like(told)
-        self.communicator.alltoall_base(heard, told, [], []).wait()
+        outgoing_sizes = torch.tensor(leaving, dtype=torch.int64).to(self.device)
+        incoming_sizes = torch.empty_like(outgoing_sizes)
+        self.communicator.alltoall_base(incoming_sizes, outgoing_sizes, [], []).wait()
         self._wait_for_device()
-        sizes: list[int] = heard.tolist()
+        sizes: list[int] = incoming_sizes.tolist()
         for rank, size, bucket in zip(self.ranks, sizes, buckets, strict=True):
             if not 0 <= size <= most_bytes(bucket):
                 raise ReshardError(
