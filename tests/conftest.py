@@ -34,7 +34,13 @@ SLOWEST_FIRST = (
     "sleeping", "examples", "families", "offload", "input_faults", "source_changes", "html", "trainers_checkpoints", "lora_files",
 )  # fmt: skip
 # Test files that use these are slow as well, whatever their names.
-STARTS_PROCESSES = ("run_on_ranks", "tests.warm", "tests.vllm_server", "tests.environments")
+STARTS_PROCESSES = (
+    "run_on_ranks",
+    "tests.warm",
+    "tests.fork_server",
+    "tests.vllm_server",
+    "tests.environments",
+)
 
 
 def place_of(path: Path) -> int:

@@ -27,7 +27,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests import warm
+from tests import fork_server, warm
 from tests.disk import tree
 from tests.ranks import free_port
 
@@ -66,7 +66,7 @@ class Forked:
                      for i in range(processes)]  # fmt: skip
         code = "import json, sys; from tests.kills import convert; convert(*json.loads(sys.argv[1]))"
         self.processes = [
-            warm.Forked(warm.python_of_ranks(), "-c", code, json.dumps([arguments, v, str(log)]))
+            fork_server.Forked(warm.python_of_ranks(), "-c", code, json.dumps([arguments, v, str(log)]))
             for v in variables
         ]
 

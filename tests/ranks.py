@@ -15,7 +15,8 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.warm import Forked, python_of_ranks, wait_for_any
+from tests.fork_server import Forked, wait_for_any
+from tests.warm import python_of_ranks
 
 # How long the others may go on where a rank has failed: they wait for it, some for very long, and
 # it has said why.

@@ -19,7 +19,7 @@ from reshard import (
     lora_to_peft,
     mcore_to_hf,
 )
-from tests import test_swift, warm
+from tests import fork_server, test_swift
 from tests.environments import REPOSITORY, attempt, clean, environment_before_ours
 from tests.oracle import hf_tensors, same
 from tests.ranks import torchrun
@@ -69,7 +69,7 @@ def trainers(tmp_path_factory):
         "tests.vllm_on_cpu", "tests.refit_sides", "reshard.engines.vllm.live", "vllm.v1.worker.lora_model_runner_mixin",
         "torch.utils.serialization", "torch.distributed.run",
     )  # fmt: skip
-    return warm.python(*modules, environment=variables(), executable=str(python))
+    return fork_server.python(*modules, environment=variables(), executable=str(python))
 
 
 def variables() -> dict[str, str]:

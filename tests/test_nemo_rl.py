@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import warm
+from tests import fork_server, warm
 from tests.checkpoints import make
 from tests.clones import STANDINS, differing, variables
 from tests.environments import attempt, environment_before_ours, run
@@ -35,7 +35,7 @@ def python_of(kind: str, tmp_path_factory) -> str:
     inside = environment_before_ours(
         tmp_path_factory.mktemp("nemo_rl") / "venv", ["ray", "msgpack", *OF_NEMO_RL]
     )
-    return warm.python(*warm.WITH_RAY, environment=variables(WITH[kind]), executable=str(inside))
+    return fork_server.python(*warm.WITH_RAY, environment=variables(WITH[kind]), executable=str(inside))
 
 
 @pytest.fixture(scope="module", params=WITH)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import warm
+from tests import fork_server, warm
 from tests.checkpoints import make
 from tests.clones import STANDINS, differing, variables
 from tests.environments import REPOSITORY, environment_before_ours, run
@@ -34,7 +34,7 @@ def python_of(kind: str, tmp_path_factory) -> str:
     if kind == "stand-ins":
         return warm.python_with_ray()
     inside = environment_before_ours(tmp_path_factory.mktemp("roll") / "venv", ["ray", "msgpack", *OF_ROLL])
-    return warm.python(*warm.WITH_RAY, environment=variables(*WITH[kind]), executable=str(inside))
+    return fork_server.python(*warm.WITH_RAY, environment=variables(*WITH[kind]), executable=str(inside))
 
 
 @pytest.fixture(scope="module", params=WITH)

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from tests import warm
+from tests import fork_server
 from tests.checkpoints import make
 from tests.environments import REPOSITORY, attempt, clean, environment_before_ours
 from tests.install_vllm_cpu import TARGET
@@ -45,7 +45,7 @@ def swift(tmp_path_factory):
     """The Python of an environment with ms-swift, which finds this one's packages behind its own,
     and has imported what takes long."""
     python = environment_before_ours(tmp_path_factory.mktemp("swift") / "venv", PACKAGES)
-    return warm.python(
+    return fork_server.python(
         "tests.swift_imports",
         "tests.command_line",
         "tests.torchrun_methods",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import install_sglang_cpu, warm
+from tests import fork_server, install_sglang_cpu, warm
 from tests.checkpoints import make
 from tests.clones import RAY_PACKAGES, STANDINS, differing, variables
 from tests.environments import REPOSITORY, run
@@ -142,7 +142,7 @@ def sglang(converted, tmp_path_factory):
         with_tokenizer(Path(hf))
     path = ":".join(map(str, (install_sglang_cpu.TARGET, REPOSITORY, STANDINS)))
     variables_of_sglang = variables() | install_sglang_cpu.WITHOUT_GPU | {"PYTHONPATH": path}
-    python = warm.python(*warm.SGLANG_WITH_RAY, environment=variables_of_sglang, packages=RAY_PACKAGES)
+    python = fork_server.python(*warm.SGLANG_WITH_RAY, environment=variables_of_sglang, packages=RAY_PACKAGES)
     arguments = [json.dumps(checkpoints), json.dumps(flags_at(Path(checkpoints[0][1]), "")), *SGLANG_LINES]
     out = run(
         [python, "-m", "tests.sglang_trainers_on_cpu", *arguments],

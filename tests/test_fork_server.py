@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from tests import warm
+from tests import fork_server
 from tests.ranks import run_on_ranks
 
 SPAWNING = """
@@ -57,7 +57,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def python():
-    return warm.python("decimal", environment=dict(os.environ))
+    return fork_server.python("decimal", environment=dict(os.environ))
 
 
 @pytest.mark.parametrize("what", COMMANDS)
@@ -141,6 +141,6 @@ def fails(rank: int) -> None:
 def test_of_ranks_that_fail_the_first_is_named_first_and_no_other_is_waited_for():
     started = time.monotonic()
     with pytest.raises(AssertionError) as raised:
-        run_on_ranks(3, "fails", module="test_warm")
+        run_on_ranks(3, "fails", module="test_fork_server")
     text = str(raised.value)
     assert text.index("the cause") < text.index("did not reach 'hello'") and time.monotonic() - started < 90
