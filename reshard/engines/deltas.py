@@ -6,8 +6,12 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from reshard.core.extras import importing
+
+with importing("vllm"):
+    import torch
+
 import numpy as np
-import torch
 
 from reshard.core.errors import ReshardError
 from reshard.delta.chain import Chain, Delta
