@@ -6,7 +6,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from reshard.delta import apply_deltas
-from reshard.engines.deltas import DeltaMethods, EngineDeltas
+from reshard.engines.delta_methods import DeltaMethods
+from reshard.engines.deltas import EngineDeltas
 from reshard.engines.vllm.live import VllmModel
 from reshard.megatron.live.deltas import DeltaWriter
 from tests.ranks import caught

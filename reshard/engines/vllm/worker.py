@@ -18,7 +18,7 @@ from reshard.comm.group import MOST_MEMBERS
 from reshard.core.deprecated import accepts_renamed_options, warn_renamed
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_number
-from reshard.engines.deltas import DeltaMethods
+from reshard.engines.delta_methods import DeltaMethods
 from reshard.engines.guard import call_after
 from reshard.engines.vllm.adapters.live import VllmAdapter
 from reshard.engines.vllm.compat import with_plain_weights
