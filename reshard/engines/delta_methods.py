@@ -5,9 +5,9 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from reshard.core.errors import ReshardError
-from reshard.engines.base import Engine
 
 if TYPE_CHECKING:
+    from reshard.engines.base import Engine
     from reshard.engines.deltas import EngineDeltas
 
 
@@ -31,7 +31,7 @@ class DeltaMethods:
 
     _reshard_deltas: "EngineDeltas | None" = None
 
-    def _reshard_engine_side(self) -> Engine:
+    def _reshard_engine_side(self) -> "Engine":
         raise NotImplementedError
 
     @_answering
