@@ -248,6 +248,25 @@ def test_a_save_that_fails_leaves_no_chain_and_one_at_a_time_writes(trained, tmp
     assert not (tmp_path / "chain" / ".writing").exists()
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_of_two_savers_at_once_in_a_store_the_slower_adds_nothing(begun, trained, tmp_path):
+    url, fs = f"memory://{tmp_path.name}/chain", fsspec.filesystem("memory")
+    if begun:
+        save(trained[0], trained[1], url)
+    files: dict[str, bytes] = {}
+
+    def add_another(done: int, total: int) -> None:
+        if not files:  # while the first one compares
+            save(trained[int(begun)], trained[3], url)
+            files.update({path: fs.cat_file(path) for path in fs.ls(url, detail=False)})
+
+    with pytest.raises(ReshardError, match=r"has version \d since this process read it: one process"):
+        save(trained[int(begun)], trained[2], url, progress=add_another)
+    assert {path: fs.cat_file(path) for path in fs.ls(url, detail=False)} == files
+    apply(trained[0], url, tmp_path / "out")
+    assert not differing(tmp_path / "out", trained[3])
+
+
 @pytest.mark.parametrize(
     "shape, dtype", [((7, 5), "bfloat16"), ((33,), "float32"), ((3, 4, 5), "float8_e4m3fn")]
 )

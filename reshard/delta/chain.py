@@ -125,8 +125,7 @@ class Chain:
         Raises ReshardError, naming the file, where one is missing, is not what its name says, or does not
         follow the one before it.
         """
-        matches = [match for match in map(_MANIFEST.fullmatch, self.store.names()) if match]
-        deltas = [self._delta(match[0], int(match[1])) for match in matches]
+        deltas = [self._delta(name, number) for name, number in _manifests(self.store.names())]
         deltas.sort(key=lambda delta: delta.version)
         if version is not None:
             check_number(version, "version", MOST_VERSION, 0)
@@ -184,6 +183,21 @@ class Chain:
                 self._checked.add(file.name)
             paths.append(path)
         return paths
+
+    def check_end(self, newest: int | None) -> None:
+        """Raise ReshardError unless the chain still ends with this version, 0 for its base; None where it was not begun.
+
+        Asked before a file gets its name: that of another process must not be replaced.
+        """
+        names = self.store.names()
+        numbers = [number for _, number in _manifests(names)]
+        there = max(numbers, default=0) if numbers or BASE in names else None
+        if there != newest:
+            has = f"has version {there}" if there else "was begun" if there == 0 else f"has lost its {BASE}"
+            raise ReshardError(
+                f"{self.where} {has} since this process read it: one process at a time may write to a chain; "
+                f"reshard delta show says what it holds now"
+            )
 
     def begin(self, base: Base, scratch: Path) -> None:
         """Publish the base of a new chain."""
@@ -270,6 +284,11 @@ def check_digest(base: Base, digest: str, where: str, chain: str) -> None:
 
 def _in_words(info: TensorInfo | None) -> str:
     return "missing" if info is None else f"{info.dtype.name} {list(info.shape)}"
+
+
+def _manifests(names: Iterable[str]) -> list[tuple[str, int]]:
+    """Return which of these names are of manifests, and of which version."""
+    return [(match[0], int(match[1])) for match in map(_MANIFEST.fullmatch, names) if match]
 
 
 def _called(version: int) -> str:

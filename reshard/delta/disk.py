@@ -98,8 +98,9 @@ def save(
         )
         tensors = own_tensors(left)
         _check_same_model(tensors, own_tensors(right), str(old), str(new))
-        deltas = target.deltas() if target.exists else []
-        if target.exists:
+        exists = target.exists
+        deltas = target.deltas() if exists else []
+        if exists:
             check_tensors(target.base, tensors, str(old), target.where)
         number, follows = next_version(deltas, version, target.where)
         scratch = stack.enter_context(target.store.writing())
@@ -107,11 +108,12 @@ def save(
         stack.callback(writer.close)
         with left.unchanged(), right.unchanged():
             before, after = _write_changes(left, right, tensors, writer, workers, progress)
-        base = target.base if target.exists else Base(str(old), before, tensors)
+        base = target.base if exists else Base(str(old), before, tensors)
         _check_old(base, deltas, before, str(old), target.where)
         file = writer.finish(number, follows)
+        target.check_end(follows if exists else None)
         target.store.put(writer.path, file.name)
-        if not target.exists:
+        if not exists:
             target.begin(base, scratch)
         delta = Delta(number, follows, before, after, writer.changed, [file])
         target.append(delta, scratch)

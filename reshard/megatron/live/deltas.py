@@ -108,6 +108,7 @@ class DeltaWriter:
                 self._check_newest(self.chain.deltas())
                 return
             with self.chain.store.writing() as scratch:
+                self.chain.check_end(None)
                 self.chain.begin(Base(name, self.digest, self.tensors), scratch)
 
         run_on_first(team, begin)
@@ -146,6 +147,7 @@ class DeltaWriter:
 
             number, follows = run_on_first(team, start)
             scratch = self._scratch(team, stack)
+            run_on_first(team, lambda: self.chain.check_end(follows))
             pending: list[_Pending] = []
             written = team.together(lambda: self._write(team, scratch, number, follows, pending))
             after = text(int(self.digest, 16) + total(change for _, _, change in written))
