@@ -9,7 +9,7 @@ from reshard.refit.agreement import Agreement
 from reshard.refit.protocol.deltas import DeltaState, exchange_states
 from reshard.refit.protocol.greeting import DELTAS
 from reshard.refit.receiver import Receiver
-from reshard.refit.report import DeltaReport
+from reshard.refit.report import RefitDelta
 from reshard.refit.transports.base import Measured, Transport
 
 OFF, ON, AUTO = DELTAS
@@ -68,10 +68,10 @@ class Deltas:
             self.delta_seconds.append(seconds)
             self.delta_bytes = self._measured().delta_bytes
 
-    def report(self) -> DeltaReport:
+    def report(self) -> RefitDelta:
         """Return what the last refit did."""
         measured = self._measured()
-        return DeltaReport(
+        return RefitDelta(
             self.since is not None,
             self.reason,
             measured.changed / measured.words if measured.words else None,

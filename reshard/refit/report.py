@@ -12,7 +12,7 @@ OLD_ATTRIBUTES = {"local_bytes": LOCAL, "peer_bytes": CUDA_IPC, "staged_bytes": 
 
 
 @dataclass(frozen=True)
-class DeltaReport:
+class RefitDelta:
     """The changes that a refit of a connection with deltas sent, as a member saw it.
 
     `is_delta` is True where changes were sent, False where all was; `reason` says since which version, or why.
@@ -47,7 +47,7 @@ class RefitReport:
     total_seconds: float
     received_bytes: Mapping[str, int] = field(default_factory=dict)
     launches: int = 0
-    delta: DeltaReport | None = None
+    delta: RefitDelta | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name in OLD_ATTRIBUTES:
