@@ -268,8 +268,8 @@ def check_tensors(
         ):
             continue
         raise ReshardError(
-            f"{where} is another model than the base of {chain}: {name} is {_in_words(held)}, and the base's "
-            f"{_in_words(wanted)}"
+            f"{where} is another model than the base of {chain}: {name} is {in_words(held)}, and the base's "
+            f"{in_words(wanted)}"
         )
 
 
@@ -282,7 +282,8 @@ def check_digest(base: Base, digest: str, where: str, chain: str) -> None:
         )
 
 
-def _in_words(info: TensorInfo | None) -> str:
+def in_words(info: TensorInfo | None) -> str:
+    """Return a tensor's dtype and shape as errors say them; ``missing`` for None."""
     return "missing" if info is None else f"{info.dtype.name} {list(info.shape)}"
 
 

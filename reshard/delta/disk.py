@@ -16,6 +16,7 @@ from reshard.delta.chain import (
     check_digest,
     check_tensors,
     delta_name,
+    in_words,
     next_version,
 )
 from reshard.delta.files import RecordWriter
@@ -156,13 +157,9 @@ def _check_same_model(
     """Raise ReshardError where two checkpoints have other tensors, by name, shape or dtype."""
     for name in sorted({*old, *new}):
         if old.get(name) != new.get(name):
-            has, had = (
-                "missing" if info is None else f"{info.dtype.name} {list(info.shape)}"
-                for info in (new.get(name), old.get(name))
-            )
             raise ReshardError(
-                f"{new_name} is no new version of {old_name}: {name} is {has}, and was {had}; convert one with --dtype, "
-                f"where only that differs"
+                f"{new_name} is no new version of {old_name}: {name} is {in_words(new.get(name))}, and was "
+                f"{in_words(old.get(name))}; convert one with --dtype, where only that differs"
             )
 
 

@@ -29,8 +29,8 @@ if sys.byteorder != "little":
 BLOCK = 1 << 16  # elements that a uint16 offset reaches
 SECTION = 8  # bytes at which sections begin
 MOST_ELEMENTS = 1 << 31  # of a box with int32 indices
-# What is compared: the bits of elements of so many bytes.
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# The signed integers as which elements of so many bytes are compared.
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Form(IntEnum):

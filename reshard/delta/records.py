@@ -17,7 +17,7 @@ import numpy as np
 from reshard.core.boxes import Box, whole
 from reshard.core.errors import ReshardError
 from reshard.delta.digest import bits_of
-from reshard.delta.encoding import Encoded, Form, decode, encode
+from reshard.delta.encoding import Decoded, Encoded, Form, decode, encode
 from reshard.storage.io.boxes import Rows
 from reshard.storage.io.streams import TensorInfo
 
@@ -94,14 +94,17 @@ def encode_box(name: str, box: Box, old: np.ndarray, new: np.ndarray) -> tuple[R
     return Record(name, box, delta.form, delta.changed), delta.payload.numpy()
 
 
-def decode_box(record: Record, info: TensorInfo, payload: np.ndarray) -> Change:
-    """Return the change that a record's bytes say. Raises ReshardError where they are none of its box."""
-    encoded, elements = (
-        Encoded(record.form, record.changed, torch.from_numpy(payload)),
-        prod(record.box.lengths),
-    )
-    decoded = decode(encoded, elements, getattr(torch, info.dtype.name))
+def decode_record(record: Record, dtype: torch.dtype, payload: torch.Tensor) -> Decoded:
+    """Return the changes that a record's bytes say, on their device: positions in its box, and values. Raises
+    ReshardError where they are none of its box."""
+    decoded = decode(Encoded(record.form, record.changed, payload), prod(record.box.lengths), dtype)
     if not bool(decoded.valid):
         raise ReshardError(f"the record {record.key} has changes outside of its box, or not in order")
+    return decoded
+
+
+def decode_box(record: Record, info: TensorInfo, payload: np.ndarray) -> Change:
+    """Return the same as rows and columns of the tensor, on the host."""
+    decoded = decode_record(record, getattr(torch, info.dtype.name), torch.from_numpy(payload))
     rows, columns = np.divmod(decoded.positions.numpy(), max(1, record.rows.columns))
-    return Change(rows + record.rows.start, columns + record.rows.column, bits_of(decoded.values.numpy()))
+    return Change(rows + record.rows.start, columns + record.rows.column, decoded.values.numpy())

@@ -12,8 +12,9 @@ from reshard.delta.digest import text, total
 CALL_SECONDS = 3600.0  # for a server to fetch and write what changed
 # What a worker says of its weights: their digest, or (name, rows and columns, sum) of each box that it holds.
 Answer = str | list[tuple[str, list[int], int]]
-# A method of all workers, and its arguments.
+# A method of all workers, and its arguments; or RESET_PREFIX_CACHE, which is the engine's own.
 Call = tuple[str, tuple[Any, ...]]
+RESET_PREFIX_CACHE = "reset_prefix_cache"
 
 
 def apply_deltas(llm: Any, chain: str | Path, version: int | None = None, verify: bool = False) -> int:
@@ -30,34 +31,28 @@ def apply_deltas(llm: Any, chain: str | Path, version: int | None = None, verify
     holds weights that are in no version up to the one asked for.
     """
     llm = _Server(llm) if isinstance(llm, str) else llm
-    calls, answers = _calls(chain, version, verify), None
-    while True:
-        try:
-            method, arguments = calls.send(_checked(answers))
-        except StopIteration as end:
-            reached: int = end.value
-            return reached
-        if method == "reset_prefix_cache":
-            llm.reset_prefix_cache()
-        else:
-            answers = llm.collective_rpc(method, args=arguments)
+    calls = _Calls(chain, version, verify)
+    while call := calls.following():
+        calls.answers = _made(llm, call)
+    return calls.version
 
 
 async def apply_deltas_async(
     llm: Any, chain: str | Path, version: int | None = None, verify: bool = False
 ) -> int:
     """Do what `apply_deltas` does, for an ``AsyncLLM``. Pause generation around it where requests are running."""
-    calls, answers = _calls(chain, version, verify), None
-    while True:
-        try:
-            method, arguments = calls.send(_checked(answers))
-        except StopIteration as end:
-            reached: int = end.value
-            return reached
-        if method == "reset_prefix_cache":
-            await llm.reset_prefix_cache()
-        else:
-            answers = await llm.collective_rpc(method, args=arguments)
+    calls = _Calls(chain, version, verify)
+    while call := calls.following():
+        calls.answers = await _made(llm, call)
+    return calls.version
+
+
+def _made(llm: Any, call: Call) -> Any:
+    """Make a call of all workers; return what they answer, which is awaited of an ``AsyncLLM``."""
+    method, arguments = call
+    if method == RESET_PREFIX_CACHE:
+        return llm.reset_prefix_cache()
+    return llm.collective_rpc(method, args=arguments)
 
 
 class _Server:
@@ -90,9 +85,27 @@ class _Server:
             ) from error
 
 
-def _checked(answers: list[Any] | None) -> list[Any] | None:
+class _Calls:
+    """The calls that bring an engine to a version of a chain, one after the other: each depends on the `answers`
+    to the one before. `version` is what the engine has when there are no more."""
+
+    def __init__(self, chain: str | Path, version: int | None, verify: bool) -> None:
+        self.answers: Any = None
+        self.version = 0
+        self._calls = _calls(chain, version, verify)
+
+    def following(self) -> Call | None:
+        """Return the next call; None after the last. Raises ReshardError where the engine cannot be brought there."""
+        try:
+            return self._calls.send(self.answers)
+        except StopIteration as end:
+            self.version = end.value
+            return None
+
+
+def _checked(answers: list[Any]) -> list[Any]:
     """Return what workers answer. Raises ReshardError for the first that could not."""
-    for answer in answers or ():
+    for answer in answers:
         if isinstance(answer, dict):
             raise ReshardError(str(answer.get("error")))
     return answers
@@ -103,7 +116,7 @@ def _calls(chain: str | Path, version: int | None, verify: bool) -> Generator[Ca
     place = str(chain)
     with Chain(chain) as opened:
         deltas, base = opened.deltas(version), opened.base
-        held = _digest(base, (yield "reshard_delta_digests", (place,)), opened.where)
+        held = _digest(base, _checked((yield "reshard_delta_digests", (place,))), opened.where)
         versions = {base.digest: 0, **{delta.after: delta.version for delta in deltas}}
         target, digest = (deltas[-1].version, deltas[-1].after) if deltas else (0, base.digest)
         if held not in versions:
@@ -112,13 +125,13 @@ def _calls(chain: str | Path, version: int | None, verify: bool) -> Generator[Ca
                 f"nor a version up to {target}: load the base into it first"
             )
         if held != digest:
-            yield "reshard_delta_prepare", (held, target)
+            _checked((yield "reshard_delta_prepare", (held, target)))
         if target:
-            yield "reshard_delta_write", (target, digest)
+            _checked((yield "reshard_delta_write", (target, digest)))
         if held != digest:
-            yield "reset_prefix_cache", ()
+            yield RESET_PREFIX_CACHE, ()
         if verify:
-            anew = yield "reshard_delta_digests", (place, True)
+            anew = _checked((yield "reshard_delta_digests", (place, True)))
             if _digest(base, anew, opened.where) != digest:
                 yield "reshard_delta_invalidate", ()
                 raise ReshardError(

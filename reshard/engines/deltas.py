@@ -1,7 +1,6 @@
 """Deltas of a chain, written in place into one rank of a running engine."""
 
 from collections.abc import Iterable
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +14,9 @@ import numpy as np
 from reshard.core.errors import ReshardError
 from reshard.delta.chain import Chain, Delta
 from reshard.delta.digest import column_keys, row_keys, seed_of
-from reshard.delta.encoding import Decoded, Encoded, decode
+from reshard.delta.encoding import BITS, Decoded
 from reshard.delta.files import DeltaFiles, Place
+from reshard.delta.records import decode_record
 from reshard.device.memory import Region, same_bits
 from reshard.engines.base import Engine
 from reshard.storage.io.boxes import Rows
@@ -24,7 +24,6 @@ from reshard.storage.io.casts import EXACT
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import TensorInfo
 
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK_ELEMENTS = 4 << 20  # that are 8 bytes each on the device
 
 
@@ -132,11 +131,7 @@ class EngineDeltas:
         record, dtype = place.record, _torch_dtype(files.tensors[place.record.name])
         with files.errors_of(place):
             payload = torch.from_numpy(files.read(place)).to(self.engine.device)
-            encoded = Encoded(record.form, record.changed, payload)
-            decoded = decode(encoded, prod(record.box.lengths), dtype)
-            if not bool(decoded.valid):
-                raise ReshardError(f"{record.key} has changes outside of its box, or not in order")
-            return decoded
+            return decode_record(record, dtype, payload)
 
     def write(self, version: int, digest: str) -> None:
         """Write what was prepared, and serve as this version, whose weights have this digest."""
@@ -171,7 +166,7 @@ class EngineDeltas:
             places = local_rows * box.region.pitch + local_columns + box.region.offset
             memory = _memory(box.region)
             values = decoded.values[inside].view(dtype).to(memory.dtype)  # an engine holds some wider
-            bits = _SIGNED[memory.element_size()]
+            bits = BITS[memory.element_size()]
             memory.view(bits).index_copy_(0, places, values.view(bits))
 
     def close(self) -> None:
@@ -214,7 +209,7 @@ def _digest(box: HeldBox, name: str, info: TensorInfo) -> int:
             raise ReshardError(
                 f"the engine holds numbers of {name} that {info.dtype.name} does not have: load the base"
             )
-        bits = numbers.view(_SIGNED[numbers.element_size()]).to(torch.int64)
+        bits = numbers.view(BITS[numbers.element_size()]).to(torch.int64)
         total += ((bits * columns).sum(1) * keys[first : first + step]).sum()
     return int(total)
 
