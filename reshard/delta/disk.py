@@ -22,10 +22,11 @@ from reshard.delta.chain import (
 from reshard.delta.files import RecordWriter
 from reshard.delta.records import RECORD_BYTES, decode_box, encode_box, row_box
 from reshard.delta.source import DeltaSource, own_tensors
-from reshard.storage.convert import ConversionReport, check_towers, run_options, to_hf
+from reshard.storage.convert import check_towers, run_options, to_hf
 from reshard.storage.destinations.huggingface import parse_size
 from reshard.storage.io.files import allow_many_files
 from reshard.storage.io.streams import TensorInfo
+from reshard.storage.report import ConversionReport
 from reshard.storage.run.workers import Progress, run_jobs
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.hf_hub import local_directory

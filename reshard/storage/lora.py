@@ -14,13 +14,11 @@ from reshard.lora.names import A, module_of, peft_name
 from reshard.lora.parameters import FORMATS, Form
 from reshard.megatron.layout import MegatronLayout
 from reshard.storage.convert import (
-    ConversionReport,
     carry_out,
     check_both_ends,
     check_towers,
     checked_layout,
     megatron_form,
-    new_report,
     run_options,
     to_hf,
     to_mcore,
@@ -30,6 +28,7 @@ from reshard.storage.destinations.adapter_peft import PeftFiles
 from reshard.storage.destinations.huggingface import parse_size
 from reshard.storage.io.casts import float_dtype
 from reshard.storage.quantized import Quantized
+from reshard.storage.report import ConversionReport, new_report
 from reshard.storage.run.job import ConversionJob, tensors_to_store
 from reshard.storage.run.workers import Progress
 from reshard.storage.sources.adapter import AdapterSource
