@@ -8,7 +8,7 @@ from reshard.engines.accounts import LEFT_ALONE, Account, account_for
 from reshard.engines.base import Engine
 from reshard.engines.guard import Guard
 from reshard.engines.rules import place_by_trace
-from reshard.engines.trace import Trace, storage_id, trace_load
+from reshard.engines.tracing.trace import Trace, storage_id, trace_load
 from reshard.refit import connect
 from reshard.trainers import FsdpModel
 from tests.fsdp_on_cpu import copy_shards, sharded

@@ -3,8 +3,8 @@ one that is shown all of them."""
 
 from functools import partial
 
-from reshard.engines.canonical import canonical_tensors, expert_layers
-from reshard.engines.deduplicated import trace_deduplicated
+from reshard.engines.tracing.canonical import canonical_tensors, expert_layers
+from reshard.engines.tracing.deduplicated import trace_deduplicated
 from reshard.engines.vllm.live import VllmModel
 from reshard.engines.vllm.names import VLLM
 from reshard.engines.vllm.weights.stand_ins import layer_fingerprint, trace_model

@@ -5,7 +5,7 @@ What a new engine has to give, if it serves weights as they were loaded:
 - `hf_config`: the published config of the model that it serves, a ``config.json`` as a dict.
 - `tp`: its tensor parallel size, which tells replicas apart.
 - `placement`: which boxes of the canonical tensors (published names and shapes) each of its local
-  tensors holds. `reshard.engines.trace` records this from the engine's own loader, and
+  tensors holds. `reshard.engines.tracing.trace` records this from the engine's own loader, and
   `reshard.engines.rules` checks rules against that record, or does without rules.
 - `regions`: where each of these local tensors lies in memory.
 - `guard`: a `reshard.engines.guard.Guard`, on which the engine's serving path calls

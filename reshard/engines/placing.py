@@ -10,12 +10,12 @@ import torch
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import Placement
 from reshard.core.views import tensor_of
-from reshard.engines.canonical import canonical_tensors, stored_views
 from reshard.engines.layout import EngineRank, outer_rows, padded, place
 from reshard.engines.names import EngineNames
 from reshard.engines.rules import PlacedTensors, place_by_rules, place_by_trace
-from reshard.engines.trace import Trace
-from reshard.engines.views import StoredViews
+from reshard.engines.tracing.canonical import canonical_tensors, stored_views
+from reshard.engines.tracing.trace import Trace
+from reshard.engines.tracing.views import StoredViews
 from reshard.models.model import Model
 
 

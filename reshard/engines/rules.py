@@ -13,7 +13,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Part, Placement, as_matrix
 from reshard.core.views import View
 from reshard.device.memory import Region
-from reshard.engines.trace import Trace
+from reshard.engines.tracing.trace import Trace
 
 
 class PlacedTensors(NamedTuple):

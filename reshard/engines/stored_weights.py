@@ -14,7 +14,7 @@ from reshard.core.views import tensor_of as packed_in
 from reshard.device.stored import plus_one, stored_tensors
 from reshard.engines.checkpoint import wants_fp8_blocks
 from reshard.engines.layout import published_tensors
-from reshard.engines.views import StoredViews
+from reshard.engines.tracing.views import StoredViews
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
 from reshard.quantization.fp8_blocks import SCALE_SUFFIX, encode

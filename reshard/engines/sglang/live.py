@@ -14,8 +14,6 @@ from reshard.core.views import tensor_of
 from reshard.device.cuda import is_mapped
 from reshard.engines.accounts import DERIVED, LEFT_ALONE, Account, account_for, summary
 from reshard.engines.blocks import counted, find_scales, in_words
-from reshard.engines.canonical import canonical_tensors, expert_layers, stored_tensors, stored_views
-from reshard.engines.deduplicated import ExpertLayer, trace_deduplicated
 from reshard.engines.layout import WITHOUT_PARAMETER, EngineRank
 from reshard.engines.live import LiveEngine, owners_of
 from reshard.engines.placing import Placer
@@ -27,8 +25,10 @@ from reshard.engines.sglang.layout import check_family
 from reshard.engines.sglang.names import SGLANG
 from reshard.engines.sglang.rank import rank_of
 from reshard.engines.sglang.supported import check_supported, check_towers
-from reshard.engines.stand_ins import layer_fingerprint, stand_ins
-from reshard.engines.trace import Canonical, Trace, trace_load
+from reshard.engines.tracing.canonical import canonical_tensors, expert_layers, stored_tensors, stored_views
+from reshard.engines.tracing.deduplicated import ExpertLayer, trace_deduplicated
+from reshard.engines.tracing.stand_ins import layer_fingerprint, stand_ins
+from reshard.engines.tracing.trace import Canonical, Trace, trace_load
 from reshard.models.model import Model
 from reshard.models.published import published
 

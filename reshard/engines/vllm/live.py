@@ -15,12 +15,12 @@ from reshard.core.gc import gc_paused
 from reshard.device.cuda import is_mapped
 from reshard.engines.accounts import LEFT_ALONE, Account, account_for, summary
 from reshard.engines.blocks import counted, in_words
-from reshard.engines.canonical import expert_layers, mtp_names, stored_tensors
-from reshard.engines.deduplicated import ExpertLayer, trace_deduplicated
 from reshard.engines.live import LiveEngine, owners_of
 from reshard.engines.placing import Placer
 from reshard.engines.rules import PlacedTensors
-from reshard.engines.trace import Canonical, Trace
+from reshard.engines.tracing.canonical import expert_layers, mtp_names, stored_tensors
+from reshard.engines.tracing.deduplicated import ExpertLayer, trace_deduplicated
+from reshard.engines.tracing.trace import Canonical, Trace
 from reshard.engines.vllm.adapters.live import VllmAdapter
 from reshard.engines.vllm.compat import draft_load_format, draft_model, driver_worker
 from reshard.engines.vllm.guard import VllmGuard, guard_of

@@ -17,7 +17,7 @@ from reshard.device.memory import Region
 from reshard.device.staging import ToDevice
 from reshard.device.stored import plus_one
 from reshard.engines.stored_weights import host_memory, tensor_of, threads
-from reshard.engines.trace import Trace, TracedCopy
+from reshard.engines.tracing.trace import Trace, TracedCopy
 from reshard.engines.vllm.load_format.opened import OpenedWeights
 from reshard.engines.vllm.weights.stand_ins import trace_model
 from reshard.engines.vllm.weights.supported import PLAIN_METHODS

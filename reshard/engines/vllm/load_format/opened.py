@@ -18,8 +18,8 @@ from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError
 from reshard.engines.checkpoint import config_directory, megatron_directory
 from reshard.engines.stored_weights import StoredWeights, names_in_blocks, tensor_of
-from reshard.engines.trace import Canonical
-from reshard.engines.views import StoredViews
+from reshard.engines.tracing.trace import Canonical
+from reshard.engines.tracing.views import StoredViews
 from reshard.engines.vllm.quantized import nvfp4
 from reshard.engines.vllm.quantized.compressed import stored_as
 from reshard.engines.vllm.quantized.layers import NVFP4, Compressed, compressed_of, method_of

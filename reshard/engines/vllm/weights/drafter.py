@@ -8,10 +8,10 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.core.views import tensor_of
-from reshard.engines.canonical import mtp_names
 from reshard.engines.layout import outer_rows
-from reshard.engines.trace import Trace
-from reshard.engines.views import StoredViews
+from reshard.engines.tracing.canonical import mtp_names
+from reshard.engines.tracing.trace import Trace
+from reshard.engines.tracing.views import StoredViews
 from reshard.engines.vllm.compat import draft_load_format
 from reshard.engines.vllm.names import VLLM
 from reshard.engines.vllm.weights.served import DRAFT

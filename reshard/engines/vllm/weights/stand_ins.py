@@ -1,13 +1,13 @@
 """The trace of vLLM's loader: its ``load_weights`` run on stand-ins for its parameters
-(`reshard.engines.trace`)."""
+(`reshard.engines.tracing.trace`)."""
 
 from collections.abc import Collection
 
 import torch
 
-from reshard.engines import stand_ins
-from reshard.engines.deduplicated import ExpertLayer
-from reshard.engines.trace import Canonical, Trace, trace_load
+from reshard.engines.tracing import stand_ins
+from reshard.engines.tracing.deduplicated import ExpertLayer
+from reshard.engines.tracing.trace import Canonical, Trace, trace_load
 from reshard.engines.vllm.layers import experts_of
 from reshard.engines.vllm.quantized.layers import plain_templates
 from reshard.engines.vllm.quantized.processing import bound_to, loading_templates
@@ -16,7 +16,7 @@ from reshard.engines.vllm.weights.served import without_adapters
 
 def trace_model(model: torch.nn.Module, canonical: Canonical, computed: Collection[str] = ()) -> Trace:
     """Return what ``model.load_weights`` would copy and fill, given canonical tensors (shape,
-    dtype) without bytes; `computed` as for `reshard.engines.trace.trace_load`.
+    dtype) without bytes; `computed` as for `reshard.engines.tracing.trace.trace_load`.
 
     Raises ReshardError, naming the parameter, if it computes something instead of copying, and if
     it fails.
@@ -27,5 +27,5 @@ def trace_model(model: torch.nn.Module, canonical: Canonical, computed: Collecti
 
 
 def layer_fingerprint(model: torch.nn.Module, layer: ExpertLayer) -> tuple:
-    """Return what decides how a layer is loaded; see `reshard.engines.stand_ins.layer_fingerprint`."""
+    """Return what decides how a layer is loaded; see `reshard.engines.tracing.stand_ins.layer_fingerprint`."""
     return stand_ins.layer_fingerprint(model, layer, experts_of, loading_templates)

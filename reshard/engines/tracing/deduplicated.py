@@ -9,7 +9,7 @@ that they have.
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from reshard.engines.trace import Canonical, Trace, TracedCopy
+from reshard.engines.tracing.trace import Canonical, Trace, TracedCopy
 
 
 class ExpertLayer(NamedTuple):

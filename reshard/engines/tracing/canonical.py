@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import torch
 
-from reshard.engines.deduplicated import ExpertLayer
 from reshard.engines.layout import WITHOUT_PARAMETER, published_tensors
 from reshard.engines.names import EngineNames
-from reshard.engines.trace import Canonical
-from reshard.engines.views import StoredViews
+from reshard.engines.tracing.deduplicated import ExpertLayer
+from reshard.engines.tracing.trace import Canonical
+from reshard.engines.tracing.views import StoredViews
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
 

@@ -1,13 +1,13 @@
 """Stand-ins without memory for a live model's tensors, on which its own loader is run for a trace
-(`reshard.engines.trace`)."""
+(`reshard.engines.tracing.trace`)."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
-from reshard.engines.deduplicated import ExpertLayer
-from reshard.engines.trace import storage_id
+from reshard.engines.tracing.deduplicated import ExpertLayer
+from reshard.engines.tracing.trace import storage_id
 
 Tensors = Mapping[str, torch.Tensor]
 

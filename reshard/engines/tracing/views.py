@@ -11,7 +11,7 @@ from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
 from reshard.core.placement import as_matrix
 from reshard.core.views import StridedPart, strided_parts, tensor_of, tensor_shapes, views_by_tensor
-from reshard.engines.trace import Canonical, Trace, TracedCopy, turned
+from reshard.engines.tracing.trace import Canonical, Trace, TracedCopy, turned
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 
