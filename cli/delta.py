@@ -80,14 +80,14 @@ def show_command(chain: str, as_json: bool) -> None:
     """Show the versions of CHAIN. Exit status 1 where one is missing or out of order."""
     from reshard.delta.chain import show
 
-    held = show(chain)
+    contents = show(chain)
     if as_json:
-        print_json(held)
+        print_json(contents)
         return
     click.echo(
-        f"base: {held['base']}, {held['tensors']} tensors, {size(held['weights_bytes'])}, digest {held['digest']}"
+        f"base: {contents['base']}, {contents['tensors']} tensors, {size(contents['weights_bytes'])}, digest {contents['digest']}"
     )
-    for delta in held["deltas"]:
+    for delta in contents["deltas"]:
         click.echo(
             f"version {delta['version']}: {delta['changed']:,} elements changed ({delta['density']:.2%}), "
             f"{size(delta['bytes'])}, digest {delta['digest']}"

@@ -66,8 +66,8 @@ class RecordWriter:
         self.waiting.unlink(missing_ok=True)
 
 
-class Place(NamedTuple):
-    """The place of a record's bytes."""
+class StoredRecord(NamedTuple):
+    """A record, and where its bytes lie in a file."""
 
     record: Record
     path: Path
@@ -82,7 +82,7 @@ class DeltaFiles:
     def __init__(self, chain: Chain, delta: Delta, files: OpenFiles) -> None:
         self.delta, self.tensors, self.files, self.where = delta, chain.base.tensors, files, chain.where
         self.paths = chain.paths(delta)
-        self.places: dict[str, list[Place]] = {}
+        self.records: dict[str, list[StoredRecord]] = {}
         for path in self.paths:
             for key, tensor in safetensors.read_header(path).items():
                 try:
@@ -93,30 +93,30 @@ class DeltaFiles:
                     raise ReshardError(
                         f"{self.where}/{path.name}: {key[:200]} is {tensor.dtype.name}, and records are uint8"
                     )
-                place = Place(record, path, tensor.offset, tensor.size_bytes)
-                self.places.setdefault(record.name, []).append(place)
+                stored = StoredRecord(record, path, tensor.offset, tensor.size_bytes)
+                self.records.setdefault(record.name, []).append(stored)
 
     def changes(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[Change]:
         """Yield what changed in rows `start` .. `stop` of a tensor, by default in all."""
         info = self.tensors[name]
         stop = info.rows if stop is None else stop
-        for place in self.places.get(name, ()):
-            rows = place.record.rows
+        for stored in self.records.get(name, ()):
+            rows = stored.record.rows
             if rows.start < stop and start < rows.stop:
-                with self.errors_of(place):
-                    change = decode_box(place.record, info, self.read(place))
+                with self.errors_of(stored):
+                    change = decode_box(stored.record, info, self.read(stored))
                 yield change.within(start, stop)
 
-    def read(self, place: Place) -> np.ndarray:
+    def read(self, stored: StoredRecord) -> np.ndarray:
         """Read the bytes of a record."""
-        payload = np.empty(place.size, np.uint8)
-        self.files.read_into(place.path, place.offset, memoryview(payload))
+        payload = np.empty(stored.size, np.uint8)
+        self.files.read_into(stored.path, stored.offset, memoryview(payload))
         return payload
 
     @contextmanager
-    def errors_of(self, place: Place) -> Iterator[None]:
+    def errors_of(self, stored: StoredRecord) -> Iterator[None]:
         """Have errors inside name the file of a record."""
         try:
             yield
         except ReshardError as error:
-            raise ReshardError(f"{self.where}/{place.path.name}: {error}") from error
+            raise ReshardError(f"{self.where}/{stored.path.name}: {error}") from error

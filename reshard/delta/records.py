@@ -88,10 +88,10 @@ def row_box(info: TensorInfo, start: int, stop: int) -> Box:
 def encode_box(name: str, box: Box, old: np.ndarray, new: np.ndarray) -> tuple[Record, np.ndarray] | None:
     """Return the record of what changed in a box, given as arrays of one shape and dtype, and its bytes; None
     where nothing did."""
-    delta = encode(*(torch.from_numpy(bits_of(numbers)) for numbers in (old, new)))
-    if delta.form is Form.NOTHING:
+    encoded = encode(*(torch.from_numpy(bits_of(numbers)) for numbers in (old, new)))
+    if encoded.form is Form.NOTHING:
         return None
-    return Record(name, box, delta.form, delta.changed), delta.payload.numpy()
+    return Record(name, box, encoded.form, encoded.changed), encoded.payload.numpy()
 
 
 def decode_record(record: Record, dtype: torch.dtype, payload: torch.Tensor) -> Decoded:

@@ -43,7 +43,7 @@ class DeltaSource(DerivedSource):
         self.chain = chain
         self.delta_files = OpenFiles()
         self.deltas = [DeltaFiles(chain, delta, self.delta_files) for delta in deltas]
-        self.changed_names = {name for files in self.deltas for name in files.places}
+        self.changed_names = {name for files in self.deltas for name in files.records}
         self.changed_names |= {name for name, info in self.tensors.items() if info != base.tensors[name]}
 
     def check(self, workers: int | None = None, progress: Progress | None = None) -> None:

@@ -15,8 +15,8 @@ from reshard.core.errors import ReshardError
 from reshard.delta.chain import Chain, Delta
 from reshard.delta.digest import column_keys, row_keys, seed_of
 from reshard.delta.encoding import BITS, Decoded
-from reshard.delta.files import DeltaFiles, Place
-from reshard.delta.records import decode_record
+from reshard.delta.files import DeltaFiles, StoredRecord
+from reshard.delta.records import Record, decode_record
 from reshard.device.memory import Region, same_bits
 from reshard.engines.base import Engine
 from reshard.storage.io.boxes import Rows
@@ -105,8 +105,8 @@ class EngineDeltas:
         self.prepared = []
         for delta in self._after(held, version):
             files = DeltaFiles(self.chain, delta, self.files)
-            for place in self._places(files):
-                self._decode(files, place)
+            for stored in self._records(files):
+                self._decode(files, stored)
             self.prepared.append(files)
 
     def _after(self, held: str, version: int) -> list[Delta]:
@@ -119,18 +119,18 @@ class EngineDeltas:
         )
         return deltas[first:]
 
-    def _places(self, files: DeltaFiles) -> Iterable[Place]:
+    def _records(self, files: DeltaFiles) -> Iterable[StoredRecord]:
         """Yield the records of which this rank holds elements."""
         for name, boxes in self.boxes.items():
-            for place in files.places.get(name, ()):
-                if any(_overlap(place.record.rows, box.rows) for box in boxes):
-                    yield place
+            for stored in files.records.get(name, ()):
+                if any(_overlap(stored.record.rows, box.rows) for box in boxes):
+                    yield stored
 
-    def _decode(self, files: DeltaFiles, place: Place) -> Decoded:
+    def _decode(self, files: DeltaFiles, stored: StoredRecord) -> Decoded:
         """Return a record's changes on the engine's device."""
-        record, dtype = place.record, _torch_dtype(files.tensors[place.record.name])
-        with files.errors_of(place):
-            payload = torch.from_numpy(files.read(place)).to(self.engine.device)
+        record, dtype = stored.record, _torch_dtype(files.tensors[stored.record.name])
+        with files.errors_of(stored):
+            payload = torch.from_numpy(files.read(stored)).to(self.engine.device)
             return decode_record(record, dtype, payload)
 
     def write(self, version: int, digest: str) -> None:
@@ -139,8 +139,8 @@ class EngineDeltas:
             self.engine.begin()
             with torch.no_grad():
                 for files in self.prepared:
-                    for place in self._places(files):
-                        self._write(place, self._decode(files, place))
+                    for stored in self._records(files):
+                        self._write(stored.record, self._decode(files, stored))
             self.engine.update_derived()
             self.engine.end(version)
             self.prepared = []
@@ -148,16 +148,16 @@ class EngineDeltas:
             self.engine.guard.refitted(version)  # a version that changes nothing
         self.left = digest, self.engine.guard.writes
 
-    def _write(self, place: Place, decoded: Decoded) -> None:
+    def _write(self, record: Record, decoded: Decoded) -> None:
         """Write a record's changes into each of the boxes that hold them."""
         assert self.chain is not None
-        record, dtype = place.record.rows, _torch_dtype(self.chain.base.tensors[place.record.name])
-        width = max(1, record.columns)
+        changed, dtype = record.rows, _torch_dtype(self.chain.base.tensors[record.name])
+        width = max(1, changed.columns)
         rows = torch.div(decoded.positions, width, rounding_mode="floor")
-        columns = decoded.positions - rows * width + record.column
-        rows += record.start
-        for box in self.boxes[place.record.name]:
-            if not _overlap(record, box.rows):
+        columns = decoded.positions - rows * width + changed.column
+        rows += changed.start
+        for box in self.boxes[record.name]:
+            if not _overlap(changed, box.rows):
                 continue
             inside = (rows >= box.rows.start) & (rows < box.rows.stop)
             inside &= (columns >= box.rows.column) & (columns < box.rows.column + box.rows.columns)

@@ -12,8 +12,8 @@ from reshard.engines.sglang.group import GROUP, JOIN, VERIFIED
 from reshard.engines.sglang.pipeline import UNDER_WAY
 
 MISSING = "has no attribute 'reshard_"
-# Calls that only begin, with pipeline stages.
-STAGED = ("reshard_connect", "reshard_refit", "reshard_release")
+# Calls that only begin, with pipeline stages, and that a second one joins.
+JOINED = ("reshard_connect", "reshard_refit", "reshard_release")
 
 
 def call(engine: Any, method: str, **options: Any) -> None:
@@ -25,7 +25,7 @@ def call(engine: Any, method: str, **options: Any) -> None:
     """
     try:
         engine.collective_rpc(method, **options)
-        if method in STAGED and engine.server_args.pp_size > 1:
+        if method in JOINED and engine.server_args.pp_size > 1:
             engine.collective_rpc("reshard_join")
     except AssertionError as error:
         message = str(error)

@@ -110,14 +110,14 @@ class SentBuckets:
         bucket = self.buckets[rank, index]
         words, masks, device_counts = self._compared(bucket, segment)
         counts = device_counts.tolist()
-        deltas = [encode_changed(*chunk) for chunk in zip(words, masks, counts, strict=True)]
-        header = [since, index, len(deltas)]
-        for delta in deltas:
-            header += [int(delta.form), delta.changed]
+        chunks = [encode_changed(*chunk) for chunk in zip(words, masks, counts, strict=True)]
+        header = [since, index, len(chunks)]
+        for encoded in chunks:
+            header += [int(encoded.form), encoded.changed]
         head = torch.tensor(header, dtype=torch.int64).to(self.device).view(torch.uint8)
         if any(counts):
             bucket.copy_(segment, non_blocking=True)
-        return torch.cat([head, *(delta.payload for delta in deltas)])
+        return torch.cat([head, *(encoded.payload for encoded in chunks)])
 
     def _compared(
         self, bucket: torch.Tensor, segment: torch.Tensor

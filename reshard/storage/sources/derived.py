@@ -13,12 +13,8 @@ class DerivedSource(Source):
 
     def __init__(self, base: Source) -> None:
         self.base, self.path, self.model, self.mapping = base, base.path, base.model, base.mapping
-        self.tensors, self.copies, self.files, self.versions = (
-            base.tensors,
-            base.copies,
-            base.files,
-            base.versions,
-        )
+        self.tensors, self.copies = base.tensors, base.copies
+        self.files, self.versions = base.files, base.versions
         self.experts_packed, self.uncast = base.experts_packed, base.uncast
         self.notices = list(base.notices)
 

@@ -36,7 +36,6 @@ from reshard.storage.sources.megatron import MegatronSource
 from reshard.storage.sources.opening import check_huggingface
 
 logger = logging.getLogger("vllm.reshard")  # below vLLM's own, which shows it
-MAX_THREADS = 8
 
 
 class OpenedWeights(StoredWeights):
