@@ -11,7 +11,7 @@ from reshard.memory.options import GIB
 from reshard.memory.report import MemoryReport
 
 TEMPLATE = Path(__file__).resolve().with_name("memory.html")
-COLOURS = (
+COLORS = (
     "#3b82d6", "#6aa5e3", "#2f5f96", "#8fbf6b", "#c9c9c9", "#f0a63c", "#d98032", "#b07cc6", "#5fb8b0", "#a0a7b0", "#84653d", "#c05a7d",
 )  # fmt: skip
 PARTS = {
@@ -89,7 +89,7 @@ def _stacked(title: str, x: str, bars: Mapping[str, Mapping[str, int]], limit: i
             top="top",
             width=0.8,
             source=source,
-            color=COLOURS[index % len(COLOURS)],
+            color=COLORS[index % len(COLORS)],
             legend_label=name,
         )
         describe(drawn, marks, {x: "@bar", "part": "@part", "GiB": "@gib{%.2f}"})

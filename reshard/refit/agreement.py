@@ -17,8 +17,9 @@ class Agreement:
 
     `trainers` and `engines` are the ranks that have a side, `backend` the one that a member has
     chosen or ``auto``, `bucket_bytes` the least that one gives. With `keep_mapped` engines keep
-    trainers' memory mapped between refits. `delta` is one of `greeting.DELTAS`. `unmapped` says, by trainer's rank and inference rank,
-    why the second could not map the first one's memory at connect.
+    trainers' memory mapped between refits. `delta` is one of `greeting.DELTAS`.
+    `unmapped` says, by trainer's rank and inference rank, why the second could not map the first one's memory
+    at connect.
     """
 
     rank: int

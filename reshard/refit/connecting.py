@@ -222,7 +222,10 @@ def connect(
 
 
 class Options(NamedTuple):
-    """The options of `connect`, of which members tell each other all but `delta_on_host`; `adapter` is empty for weights alone."""
+    """The options of `connect`, of which members tell each other all but `delta_on_host`.
+
+    `adapter` is empty for weights alone; `delta` is a bool, or ``auto``.
+    """
 
     backend: str
     bucket_bytes: int

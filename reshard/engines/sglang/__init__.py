@@ -16,7 +16,8 @@ Refit
     Weights are written where SGLang serves from. At the end `derived` makes anew what SGLang has made
     of them, and the cache of keys and values is flushed.
 
-Names of SGLang that are no part of its interface are in `compat` only. `layout` and `names` import nothing of it: a plan needs no SGLang.
+Names of SGLang that are no part of its interface are in `compat` only. `layout` and `names` import nothing
+of it: a plan needs no SGLang.
 """
 
 from typing import TYPE_CHECKING

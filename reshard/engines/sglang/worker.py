@@ -54,10 +54,8 @@ class SchedulerMethods(LinkMethods):
         guard_of(model, str(arguments.load_format))
 
         def connected() -> None:
-            side, close = (
-                partial(SchedulerMethods._reshard_side, self),
-                partial(LinkMethods.reshard_close, self),
-            )  # type: ignore[arg-type]
+            side = partial(SchedulerMethods._reshard_side, self)
+            close = partial(LinkMethods.reshard_close, self)  # type: ignore[arg-type]
             self._reshard_link = connect_worker(address, rank, size, connecting, side, close)
             if rank == first_rank:
                 log_connected(logger, self._reshard_link)

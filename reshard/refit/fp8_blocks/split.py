@@ -54,7 +54,7 @@ def split_pieces(pieces: Mapping[int, Pieces], shapes: np.ndarray, first_round: 
     """Cut pieces, by trainer's rank, at the borders of blocks of which several ranks have parts,
     and fill in the slots of these, from round `first_round` on.
 
-    `shapes` are the rows and columns ``[local tensors, 2]`` of what is served in blocks. Afterwards
+    `shapes` are the rows and columns ``[local tensors, 2]`` of what is served in blocks. Afterward
     each block belongs to one rank, or to pieces with one slot.
     """
     names = [name for of_rank in pieces.values() for name in of_rank.names]
