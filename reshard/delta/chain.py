@@ -191,9 +191,9 @@ class Chain:
         """
         names = self.store.names()
         numbers = [number for _, number in _manifests(names)]
-        there = max(numbers, default=0) if numbers or BASE in names else None
-        if there != newest:
-            has = f"has version {there}" if there else "was begun" if there == 0 else f"has lost its {BASE}"
+        last = max(numbers, default=0) if numbers or BASE in names else None
+        if last != newest:
+            has = f"has version {last}" if last else "was begun" if last == 0 else f"has lost its {BASE}"
             raise ReshardError(
                 f"{self.where} {has} since this process read it: one process at a time may write to a chain; "
                 f"reshard delta show says what it holds now"

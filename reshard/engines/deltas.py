@@ -199,8 +199,10 @@ def _digest(box: HeldBox, name: str, info: TensorInfo) -> int:
     tensor, pitch = box.region.tensor.detach(), box.region.pitch
     start = tensor.storage_offset() + box.region.offset + box.local.start * pitch + box.local.column
     held = torch.as_strided(tensor, (box.rows.stop - box.rows.start, box.rows.columns), (pitch, 1), start)
-    columns = _numbers(column_keys(box.rows.column + box.rows.columns)[box.rows.column :], tensor.device)
-    keys = _numbers(row_keys(seed_of(name, info), box.rows.start, box.rows.stop), tensor.device)
+    columns = _keys_on_device(
+        column_keys(box.rows.column + box.rows.columns)[box.rows.column :], tensor.device
+    )
+    keys = _keys_on_device(row_keys(seed_of(name, info), box.rows.start, box.rows.stop), tensor.device)
     dtype, step = _torch_dtype(info), max(1, _CHUNK_ELEMENTS // max(1, box.rows.columns))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for first in range(0, len(held), step):
@@ -219,5 +221,5 @@ def _torch_dtype(info: TensorInfo) -> torch.dtype:
     return dtype
 
 
-def _numbers(keys: np.ndarray, device: torch.device) -> torch.Tensor:
+def _keys_on_device(keys: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(keys.view(np.int64)).to(device)

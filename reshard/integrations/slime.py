@@ -137,12 +137,15 @@ class RefitWeights:
         with connection.dropped_on_failure():
             if connection.link is None:
                 self._connect()
-            load_format = VERIFIED if connection.options.verify else None
-            calls = self._call(
-                "update_weights_from_distributed",
-                [dict(names=[], dtypes=[], shapes=[], group_name=GROUP, weight_version=str(self.weight_version), load_format=load_format)]
-                * len(self.rollout_engines),
-            )  # fmt: skip
+            update: dict[str, Any] = {
+                "names": [],
+                "dtypes": [],
+                "shapes": [],
+                "group_name": GROUP,
+                "weight_version": str(self.weight_version),
+                "load_format": VERIFIED if connection.options.verify else None,
+            }
+            calls = self._call("update_weights_from_distributed", [update] * len(self.rollout_engines))
             connection.refit(self.weight_version, calls=calls)
         self._ask("continue_generation")
         dist.barrier(group=get_gloo_group())

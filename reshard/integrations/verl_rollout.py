@@ -20,8 +20,8 @@ WAITS = 3  # time limits, one after the other, that a call of an engine may take
 
 
 class RefittedRollout:
-    """Part of an adapter of verl's, a ``ServerAdapter``, for weights that are a model in this process, or
-    a meeting with one elsewhere.
+    """Part of an adapter of verl's, before its ``ServerAdapter``, for weights that are a model in this process,
+    or a meeting with one elsewhere.
 
     A subclass says how its engine is called. Each call returns its future, None on ranks that do not talk
     to the replica's server.
@@ -44,6 +44,17 @@ class RefittedRollout:
     async def _refit_done(self, version: int | None, options: SyncOptions) -> None:
         """Tell the server that it has other weights."""
         raise NotImplementedError
+
+    async def update_weights(
+        self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
+    ) -> None:
+        """Refit this replica, or, for weights that are tensors, do as verl does."""
+        if isinstance(weights, Shards | Meeting):
+            await self.refit(weights, global_steps)
+        else:
+            await super().update_weights(  # type: ignore[misc]  # of verl's adapter, which comes after this class
+                weights, global_steps=global_steps, wire_format=wire_format, **kwargs
+            )
 
     async def refit(self, weights: Shards | Meeting, version: int | None) -> None:
         """Refit this replica.

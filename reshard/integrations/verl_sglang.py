@@ -20,18 +20,10 @@ class ReshardSglangAdapter(RefittedRollout, ServerAdapter):
 
     _caller: ThreadPoolExecutor | None = None
 
-    async def update_weights(
-        self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
-    ) -> None:
-        """Refit this replica, or, for weights that are tensors, do as verl does; see
-        `RefittedRollout.refit`."""
-        if isinstance(weights, Shards | Meeting):
-            await self._init_server_adapter()  # also says which rank talks to the server
-            await self.refit(weights, global_steps)
-        else:
-            await super().update_weights(
-                weights, global_steps=global_steps, wire_format=wire_format, **kwargs
-            )
+    async def refit(self, weights: Shards | Meeting, version: int | None) -> None:
+        """See `RefittedRollout.refit`."""
+        await self._init_server_adapter()  # also says which rank talks to the server
+        await super().refit(weights, version)
 
     async def _call_connect(
         self, meeting: Meeting, adapter: str | None, options: SyncOptions

@@ -9,24 +9,12 @@ with importing_beside("verl", "verl", "vllm"):
     from verl.workers.rollout.vllm_rollout import ServerAdapter
 
 from reshard.integrations.connection import SyncOptions
-from reshard.integrations.verl import Meeting, Shards
+from reshard.integrations.verl import Meeting
 from reshard.integrations.verl_rollout import RefittedRollout
 
 
 class ReshardServerAdapter(RefittedRollout, ServerAdapter):
     """verl's adapter to vLLM, which calls `reshard.integrations.verl_worker.VerlExtension` in its workers."""
-
-    async def update_weights(
-        self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
-    ) -> None:
-        """Refit this replica, or, for weights that are tensors, do as verl does; see
-        `RefittedRollout.refit`."""
-        if isinstance(weights, Shards | Meeting):
-            await self.refit(weights, global_steps)
-        else:
-            await super().update_weights(
-                weights, global_steps=global_steps, wire_format=wire_format, **kwargs
-            )
 
     async def _call_connect(
         self, meeting: Meeting, adapter: str | None, options: SyncOptions

@@ -83,14 +83,14 @@ class DeltaWriter:
             check_same_options(team, "deltas", {"the digest of the config": published.digest})
             inventory = take_inventory(team, self.local, published)
             self.tensors = {n: info for n, info in inventory.tensors.items() if n not in inventory.copies}
-            numbers = run_on_first(
+            box_numbers = run_on_first(
                 team,
                 lambda: {n: [each[:2] for each in inventory.assignments[n]] for n in inventory.assignments},
             )
             held = self.local.by_name()
             self.boxes = [
                 held[name][number]
-                for name, assigned in numbers.items()
+                for name, assigned in box_numbers.items()
                 for rank, number in assigned
                 if rank == team.process
             ]

@@ -206,12 +206,12 @@ class ServedBucket:
         self.codecs = np.unique(table[:, CODEC]).tolist()
         self.has_odd = bool(odd.any())
 
-        def placed(column: np.ndarray) -> torch.Tensor:
+        def on_device(column: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(column, np.int64)).to(device)
 
-        self.starts, self.sizes, self.widths = map(placed, (table[:, SRC], table[:, ROWS] * width, width))
-        self.addresses, self.pitches = placed(table[:, DST]), placed(table[:, DST_PITCH])
-        self.odd, self.codec = placed(odd), placed(table[:, CODEC])
+        self.starts, self.sizes, self.widths = map(on_device, (table[:, SRC], table[:, ROWS] * width, width))
+        self.addresses, self.pitches = on_device(table[:, DST]), on_device(table[:, DST_PITCH])
+        self.odd, self.codec = on_device(odd), on_device(table[:, CODEC])
 
     def write(self, positions: torch.Tensor, values: torch.Tensor) -> None:
         """Write words, int16 ``[n]``, which are at these positions in the bucket, where they are served from."""

@@ -74,9 +74,8 @@ class Nccl(Transport):
             else None
         )
         self.received_bytes = {NCCL: 0}
-        self.whole_bytes = self.unstaged_bytes = (
-            0  # that a whole refit brings, and those that changes replace
-        )
+        self.whole_bytes = 0  # that a whole refit brings here
+        self.unstaged_bytes = 0  # of these, those in whose place changes may come
 
     @staticmethod
     def reaches(pair: Pair) -> bool:
@@ -215,27 +214,27 @@ class Nccl(Transport):
                 self._exchange_changes(self.steps[number], slots, self.since)
                 self.sent.end()
                 return
-        keeps = self.sent if number == UNSTAGED else None
-        self._run_whole(self.steps[number], slots, keeps)
-        if keeps is not None:
-            keeps.end()
+        kept = self.sent if number == UNSTAGED else None
+        self._run_whole(self.steps[number], slots, kept)
+        if kept is not None:
+            kept.end()
 
     def _run_whole(
         self,
         steps: list[BucketStep],
         slots: list[tuple[torch.Tensor, torch.Tensor]],
-        keeps: SentBuckets | None,
+        kept: SentBuckets | None,
     ) -> None:
-        """Exchange whole buckets, which `keeps` keeps, in streams of their own on a GPU."""
+        """Exchange whole buckets, which `kept` keeps, in streams of their own on a GPU."""
         if self.lanes is None:
-            self._exchange(steps, slots, None, None, keeps)
+            self._exchange(steps, slots, None, None, kept)
             return
         packing, unpacking = self.lanes
         current = torch.cuda.current_stream(self.device)
         packing.wait_stream(current)
         unpacking.wait_stream(current)
         try:
-            self._exchange(steps, slots, packing, unpacking, keeps)
+            self._exchange(steps, slots, packing, unpacking, kept)
         finally:
             current.wait_stream(packing)
             current.wait_stream(unpacking)
@@ -246,7 +245,7 @@ class Nccl(Transport):
         slots: list[tuple[torch.Tensor, torch.Tensor]],
         packing: Any,
         unpacking: Any,
-        keeps: SentBuckets | None,
+        kept: SentBuckets | None,
     ) -> None:
         """Pack a bucket, send it off, unpack the one before: each kind in a stream of its own on a
         GPU, where only what waits for a slot waits."""
@@ -259,8 +258,8 @@ class Nccl(Transport):
                 with in_stream(packing):
                     if index >= SLOTS:
                         works[index - SLOTS].wait()
-                    if keeps is not None:
-                        keeps.keep(index, self._packed(pack, send, splits_out))
+                    if kept is not None:
+                        kept.keep(index, self._packed(pack, send, splits_out))
                     else:
                         pack.run(PROGRAMS)
                     if index >= SLOTS and packing is not None:
