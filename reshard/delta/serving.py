@@ -33,7 +33,7 @@ def apply_deltas(llm: Any, chain: str | Path, version: int | None = None, verify
     llm = _Server(llm) if isinstance(llm, str) else llm
     calls = _Calls(chain, version, verify)
     while call := calls.following():
-        calls.answers = _made(llm, call)
+        calls.answers = _send(llm, call)
     return calls.version
 
 
@@ -43,12 +43,12 @@ async def apply_deltas_async(
     """Do what `apply_deltas` does, for an ``AsyncLLM``. Pause generation around it where requests are running."""
     calls = _Calls(chain, version, verify)
     while call := calls.following():
-        calls.answers = await _made(llm, call)
+        calls.answers = await _send(llm, call)
     return calls.version
 
 
-def _made(llm: Any, call: Call) -> Any:
-    """Make a call of all workers; return what they answer, which is awaited of an ``AsyncLLM``."""
+def _send(llm: Any, call: Call) -> Any:
+    """Send a call to all workers; return what they answer, which is awaited of an ``AsyncLLM``."""
     method, arguments = call
     if method == RESET_PREFIX_CACHE:
         return llm.reset_prefix_cache()

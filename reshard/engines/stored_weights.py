@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from reshard.core.errors import ReshardError, listed
-from reshard.core.views import tensor_of as packed_in
+from reshard.core.views import tensor_of
 from reshard.device.stored import plus_one, stored_tensors
 from reshard.engines.checkpoint import wants_fp8_blocks
 from reshard.engines.layout import published_tensors
@@ -48,7 +48,7 @@ class StoredWeights:
             for row, name in published_tensors(model)
             if not row.optional
             and name.rpartition(".")[0] not in modules
-            and packed_in(packed.get(name, "")) not in self.weights.tensors
+            and tensor_of(packed.get(name, "")) not in self.weights.tensors
         ]
         if lacking:
             raise ReshardError(f"{self.name} lacks {len(lacking)} of the model's tensors: {listed(lacking)}")
@@ -61,13 +61,13 @@ class StoredWeights:
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         regions = (self.weights.whole(name) for name in self._names())
         for region, raw in self.weights.read_ahead(regions, host_memory, threads()):
-            yield from self._made(region.name, raw)
+            yield from self._for_loader(region.name, raw)
 
     def _names(self) -> list[str]:
         """Return the names of the tensors to read, in order."""
         return list(self.weights.tensors)
 
-    def _made(self, name: str, raw: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
+    def _for_loader(self, name: str, raw: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what an engine's loader takes in the place of a tensor, given its bytes."""
         info = self.weights.tensors[name]
         if name in self.quantized:
@@ -76,7 +76,7 @@ class StoredWeights:
             yield name, torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn)
             yield name + SCALE_SUFFIX, torch.from_numpy(scales)
         else:
-            tensor = tensor_of(raw, info.dtype.name).reshape(info.shape)
+            tensor = tensor_from_bytes(raw, info.dtype.name).reshape(info.shape)
             yield name, plus_one(tensor) if name in self.weights.less_one else tensor
 
     def stream_and_close(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -99,7 +99,7 @@ def names_in_blocks(source: MegatronSource, wanted: Mapping[str, Any]) -> frozen
     return frozenset(name for name in names if name.removesuffix(".weight") not in excepted)
 
 
-def tensor_of(raw: np.ndarray, dtype: str) -> torch.Tensor:
+def tensor_from_bytes(raw: np.ndarray, dtype: str) -> torch.Tensor:
     """Return bytes ``[rows, columns * size]`` as a tensor ``[rows, columns]``, in the same
     memory."""
     return torch.from_numpy(raw).view(getattr(torch, dtype))

@@ -16,7 +16,7 @@ from reshard.device.live_boxes import LiveBox
 from reshard.device.memory import Region
 from reshard.device.staging import ToDevice
 from reshard.device.stored import plus_one
-from reshard.engines.stored_weights import host_memory, tensor_of, threads
+from reshard.engines.stored_weights import host_memory, tensor_from_bytes, threads
 from reshard.engines.tracing.trace import Trace, TracedCopy
 from reshard.engines.vllm.load_format.opened import OpenedWeights
 from reshard.engines.vllm.weights.stand_ins import trace_model
@@ -105,7 +105,7 @@ def read_boxes(model: torch.nn.Module, trace: Trace, weights: Weights) -> None:
         cast_regions = (_slice_of(copy, weights) for copy in casts)
         for cast_region, raw in weights.read_ahead(cast_regions, host_memory, threads()):
             cast: TracedCopy = cast_region.key  # type: ignore[assignment]
-            values = tensor_of(raw, weights.tensors[cast.name].dtype.name)
+            values = tensor_from_bytes(raw, weights.tensors[cast.name].dtype.name)
             if cast.name in weights.less_one:
                 values = plus_one(values)
             parameter = live[cast.parameter].data

@@ -17,7 +17,7 @@ import numpy as np
 from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError
 from reshard.engines.checkpoint import config_directory, megatron_directory
-from reshard.engines.stored_weights import StoredWeights, names_in_blocks, tensor_of
+from reshard.engines.stored_weights import StoredWeights, names_in_blocks, tensor_from_bytes
 from reshard.engines.tracing.trace import Canonical
 from reshard.engines.tracing.views import StoredViews
 from reshard.engines.vllm.quantized import nvfp4
@@ -100,17 +100,17 @@ class OpenedWeights(StoredWeights):
         self._together = {}
         return names
 
-    def _made(self, name: str, raw: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
+    def _for_loader(self, name: str, raw: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
         dtype = self.weights.tensors[name].dtype.name
         if name in self.quantized or name not in self.schemes:
-            yield from super()._made(name, raw)
+            yield from super()._for_loader(name, raw)
         elif self._in_nvfp4(name):
-            self._together[name] = self._on_device(tensor_of(raw, dtype))
+            self._together[name] = self._on_device(tensor_from_bytes(raw, dtype))
             if len(self._together) == sum(map(self._in_nvfp4, fused(name))):
                 yield from self._nvfp4(self._together)
                 self._together = {}
         else:
-            yield from self._compressed(name, tensor_of(raw, dtype))
+            yield from self._compressed(name, tensor_from_bytes(raw, dtype))
 
     def _on_device(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.to(self.device, getattr(torch, self.dtype.name))
