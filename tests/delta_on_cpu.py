@@ -34,6 +34,14 @@ class Workers(DeltaMethods):
         self.emptied += 1
 
 
+def move(rank: int, path: Path, to: Path) -> None:
+    """Move a file or directory while no rank uses it."""
+    dist.barrier()
+    if not rank:
+        shutil.move(path, to)
+    dist.barrier()
+
+
 def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: dict, chain: str):
     """Write a version for each step after the first, by all ranks of a trainer that loads them in turn, and
     follow it with an engine that has loaded the first: two at once, then one, then none where one is lost."""
@@ -49,20 +57,25 @@ def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: di
             reached = apply_deltas(workers, chain, verify=True)
             held[reached] = fingerprint(module), side.version, workers.emptied, side.ready
     same = apply_deltas(workers, chain)
+    folder = Path(chain.removeprefix("file://"))
+    begun_anew = []
+    if engine == {"tp": 2}:
+        # A chain that begins where the first one ends, and has its place.
+        move(rank, folder, folder.parent / "first")
+        second = DeltaWriter(chunks, steps[0][0], chain)
+        for number in (2, 3):
+            load(steps[number][1])
+            second.save(10 * number)
+            begun_anew.append((apply_deltas(workers, chain), fingerprint(module)))
+        move(rank, folder, folder.parent / "second")
+        move(rank, folder.parent / "first", folder)
     again = caught(lambda: DeltaWriter(chunks, steps[0][0], chain).save(20))
     load(steps[0][1])
     behind = caught(lambda: DeltaWriter(chunks, steps[0][0], chain))
     writer.save(40)
-    dist.barrier()
-    folder = Path(chain.removeprefix("file://"))
-    if not rank:
-        shutil.move(folder / "delta-000030.json", folder.parent / "delta-000030.json")
-    dist.barrier()
+    move(rank, folder / "delta-000030.json", folder.parent / "delta-000030.json")
     lost = caught(lambda: apply_deltas(workers, chain)), side.ready, fingerprint(module) == held[30][0]
-    dist.barrier()
-    if not rank:
-        shutil.move(folder.parent / "delta-000030.json", folder / "delta-000030.json")
-    dist.barrier()
+    move(rank, folder.parent / "delta-000030.json", folder / "delta-000030.json")
     side.begin()
     half = caught(lambda: apply_deltas(workers, chain))
     side.guard.refitted(1)
@@ -72,7 +85,12 @@ def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: di
     strange = caught(lambda: apply_deltas(workers, chain))
     parameter[:1] = kept
     healed = apply_deltas(workers, chain, verify=True), fingerprint(module)
-    unchanged = writer.save(45).changed, apply_deltas(workers, chain), side.version, workers.emptied
+    unchanged = (
+        writer.save(45).changed,
+        apply_deltas(workers, chain),
+        side.version,
+        workers.emptied - len(begun_anew),
+    )
     load(steps[1][1])
     writer.save(50)
     plain, left = EngineDeltas._write, [True]
@@ -89,6 +107,7 @@ def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: di
         "reports": reports,
         "kept_bytes": writer.kept_bytes,
         "same": same,
+        "begun_anew": not begun_anew or begun_anew == [(v, expected[v]) for v in (20, 30)],
         "again": again,
         "behind": behind,
         "lost": lost,

@@ -125,7 +125,7 @@ def _calls(chain: str | Path, version: int | None, verify: bool) -> Generator[Ca
                 f"nor a version up to {target}: load the base into it first"
             )
         if held != digest:
-            _checked((yield "reshard_delta_prepare", (held, target)))
+            _checked((yield "reshard_delta_prepare", (held, target, digest)))
         if target:
             _checked((yield "reshard_delta_write", (target, digest)))
         if held != digest:

@@ -8,7 +8,7 @@ import numpy as np
 
 from reshard.core.errors import ReshardError
 from reshard.delta import digest
-from reshard.delta.chain import Chain, Delta, check_digest, check_tensors
+from reshard.delta.chain import BASE, Chain, Delta, check_digest, check_tensors
 from reshard.delta.files import DeltaFiles
 from reshard.delta.records import RECORD_BYTES
 from reshard.storage.io.casts import cast
@@ -105,7 +105,8 @@ class DeltaSource(DerivedSource):
         return self.copies.get(name, name) in self.changed_names
 
     def read_files(self) -> list[Path]:
-        return [*self.base.read_files(), *(path for files in self.deltas for path in files.paths)]
+        changes = (path for files in self.deltas for path in files.paths)
+        return [*self.base.read_files(), self.chain.store.local(BASE), *changes]
 
     def pinned_files(self) -> list[Path]:
         return self.base.pinned_files()

@@ -50,9 +50,10 @@ class DeltaMethods:
         return digest if writes == engine.guard.writes and not anew else deltas.digests()
 
     @_answering
-    def reshard_delta_prepare(self, held: str, version: int) -> None:
-        """Fetch and check the deltas from weights with this digest to a version."""
-        self._reshard_opened().prepare(held, version)
+    def reshard_delta_prepare(self, held: str, version: int, digest: str) -> None:
+        """Fetch and check the deltas from weights with digest `held` to a version, whose weights have this
+        `digest`."""
+        self._reshard_opened().prepare(held, version, digest)
 
     @_answering
     def reshard_delta_write(self, version: int, digest: str) -> None:

@@ -48,7 +48,6 @@ class EngineDeltas:
             )
         self.engine = engine
         self.chain: Chain | None = None
-        self.place = ""
         self.prepared: list[DeltaFiles] = []
         # Digest of the weights that a delta left, and the guard's count of writes then.
         self.left: tuple[str, int] = "", -1
@@ -57,13 +56,17 @@ class EngineDeltas:
 
     def open(self, place: str | Path) -> Chain:
         """Return the chain at a place, of whose tensors the boxes that this rank holds are found. Raises
-        ReshardError where it is of another model."""
+        ReshardError where it is of another model.
+
+        It is read anew at each call: another chain may have been begun in the place of the last one.
+        """
         self.engine.check_idle()
-        self.prepared = []
-        if self.chain is None or self.place != str(place):
-            self.close()
-            self.chain, self.place = Chain(place), str(place)
+        tensors = self.chain.base.tensors if self.chain is not None else None
+        self.close()
+        self.chain = Chain(place)
         base = self.chain.base
+        if base.tensors != tensors:
+            self.left = "", -1  # that digest is of other tensors or dtypes
         if self.engine.optional:
             self.engine.select_optional(self.engine.optional & base.tensors.keys())
         self.engine.refresh_regions()
@@ -98,26 +101,29 @@ class EngineDeltas:
             parts += [[name, list(box.rows), _digest(box, name, info)] for box in boxes]
         return parts
 
-    def prepare(self, held: str, version: int) -> None:
-        """Fetch and check all that is to be written from weights with digest `held` to a version: checksums,
-        and that each change lies in its box."""
+    def prepare(self, held: str, version: int, digest: str) -> None:
+        """Fetch and check all that is to be written from weights with digest `held` to a version, whose weights
+        have this `digest`: checksums, and that each change lies in its box."""
         assert self.chain is not None
         self.prepared = []
-        for delta in self._after(held, version):
+        for delta in self._between(held, version, digest):
             files = DeltaFiles(self.chain, delta, self.files)
             for stored in self._records(files):
                 self._decode(files, stored)
             self.prepared.append(files)
 
-    def _after(self, held: str, version: int) -> list[Delta]:
-        """Return the deltas that lead from weights with a digest to a version."""
+    def _between(self, held: str, version: int, digest: str) -> list[Delta]:
+        """Return the deltas that lead from weights with digest `held` to a version with this `digest`. Raises
+        ReshardError where there are none: the chain is not the one that was read before."""
         assert self.chain is not None
         deltas = self.chain.deltas(version)
-        # The last, where weights come again.
-        first = max(
-            (number for number, delta in enumerate(deltas) if delta.before == held), default=len(deltas)
-        )
-        return deltas[first:]
+        starts = [number for number, delta in enumerate(deltas) if delta.before == held]
+        if not starts or deltas[-1].after != digest:
+            raise ReshardError(
+                f"{self.chain.where} was replaced while it was read: version {version} has other weights now; "
+                f"call apply_deltas again"
+            )
+        return deltas[starts[-1] :]  # the last, where weights come again
 
     def _records(self, files: DeltaFiles) -> Iterable[StoredRecord]:
         """Yield the records of which this rank holds elements."""
@@ -170,7 +176,7 @@ class EngineDeltas:
             memory.view(bits).index_copy_(0, places, values.view(bits))
 
     def close(self) -> None:
-        """Close the files of a chain, and forget it."""
+        """Close the files of the chain, and forget it."""
         self.files.close()
         if self.chain is not None:
             self.chain.close()
