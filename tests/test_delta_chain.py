@@ -1,6 +1,8 @@
 """Chains of deltas on disk and in a store: the bits that training left, and every fault by name."""
 
+import errno
 import json
+import os
 import random
 import shutil
 from itertools import pairwise
@@ -18,6 +20,7 @@ from reshard import MegatronLayout, ReshardError, diff, hf_to_mcore, mcore_to_hf
 from reshard.core.dtypes import DTYPES
 from reshard.delta import Chain, apply, digest, save, show
 from reshard.delta.chain import _checksum
+from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import TensorInfo
 from tests.checkpoints import make
 
@@ -153,6 +156,10 @@ FAULTS = {
         lambda c: shutil.copy(c / "delta-000003.json", c / "delta-000004.json"),
         "delta-000004.json is version 3, not 4: it was renamed or copied",
     ),
+    "a manifest is copied under a longer name": (
+        lambda c: shutil.copy(c / "delta-000002.json", c / "delta-0000002.json"),
+        "delta-0000002.json is not called delta-000002.json: it was renamed or copied",
+    ),
     "two trainers write to one chain": (
         lambda c: rewrite(c / "delta-000003.json", follows=1),
         "delta-000003 and delta-000002 both follow delta-000001",
@@ -246,6 +253,47 @@ def test_a_save_that_fails_leaves_no_chain_and_one_at_a_time_writes(trained, tmp
     save(trained[1], trained[2], tmp_path / "chain", version=20)
     assert [delta["follows"] for delta in show(tmp_path / "chain")["deltas"]] == [0, 10]
     assert not (tmp_path / "chain" / ".writing").exists()
+
+
+def test_a_chain_is_shown_only_if_its_files_are_there_in_full(trained, tmp_path):
+    chain = tmp_path / "chain"
+    save(trained[0], trained[1], chain)
+    payload = chain / "delta-000001.safetensors"
+    os.truncate(payload, payload.stat().st_size - 1)
+    with pytest.raises(ReshardError, match=r"delta-000001.safetensors is truncated: it has"):
+        show(chain)
+    payload.unlink()
+    with pytest.raises(ReshardError, match="lacks delta-000001.safetensors: bring it back"):
+        show(chain)
+
+
+def test_a_chain_is_not_overwritten_by_a_version_of_it(trained, tmp_path):
+    save(trained[0], trained[1], tmp_path / "chain")
+    with pytest.raises(ReshardError, match="chain/base.json is in .*, which this run would empty or replace"):
+        apply(trained[0], tmp_path / "chain", tmp_path / "chain", version=0, overwrite=True)
+    assert len(show(tmp_path / "chain")["deltas"]) == 1
+
+
+@pytest.mark.parametrize(
+    "owner, call", [(os, "pwritev"), (os, "fsync"), (Path, "write_text"), (OpenFiles, "close")]
+)
+def test_a_full_disk_is_named_and_a_second_try_adds_the_version(owner, call, trained, tmp_path, monkeypatch):
+    def full(*of, **options):
+        error = OSError(errno.ENOSPC, "No space left on device")
+        if owner is OpenFiles:  # as a file server says it, of bytes that it had taken
+            return {chain: error}
+        raise error
+
+    chain = tmp_path / "chain"
+    save(trained[0], trained[1], chain)
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, call, full)
+        with pytest.raises(ReshardError, match=r"the disk is full: .*; free some space and run again$"):
+            save(trained[1], trained[2], chain)
+    assert len(show(chain)["deltas"]) == 1 and not (chain / ".writing").exists()
+    save(trained[1], trained[2], chain)
+    apply(trained[0], chain, tmp_path / "out")
+    assert not differing(tmp_path / "out", trained[2])
 
 
 @pytest.mark.parametrize("begun", [False, True])

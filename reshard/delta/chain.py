@@ -21,7 +21,7 @@ import xxhash
 from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import check_number
-from reshard.delta.stores import Store, open_store
+from reshard.delta.stores import Store, open_store, write_errors
 from reshard.formats.small_files import a_name, whole_numbers
 from reshard.storage.io.casts import EXACT
 from reshard.storage.io.streams import TensorInfo
@@ -160,6 +160,11 @@ class Chain:
     def _delta(self, name: str, version: int) -> Delta:
         if version not in self._deltas:
             place = f"{self.where}/{name}"
+            if name != f"{delta_name(version)}.json":
+                raise ReshardError(
+                    f"{place} is not called {delta_name(version)}.json: it was renamed or copied; give it that name, or "
+                    f"remove it if there is one"
+                )
             delta = _delta_of(self._read(name), place)
             if delta.version != version:
                 raise ReshardError(
@@ -172,17 +177,24 @@ class Chain:
     def paths(self, delta: Delta) -> list[Path]:
         """Return the paths of a delta's files on this host, whose checksums are right. Raises ReshardError,
         naming the file, where one is not as it was written."""
+        self.check_sizes([delta])
         paths = []
-        present = self.store.names()
         for file in delta.files:
-            if file.name not in present:
-                raise ReshardError(f"{self.where} lacks {file.name}: bring it back, or begin a new chain")
             path = self.store.local(file.name)
             if file.name not in self._checked:
                 _check_file(File.of(path, file.name), file, f"{self.where}/{file.name}")
                 self._checked.add(file.name)
             paths.append(path)
         return paths
+
+    def check_sizes(self, deltas: Iterable[Delta]) -> None:
+        """Raise ReshardError, naming the file, where one of these deltas' is not there, or has another size."""
+        sizes = self.store.sizes()
+        for file in (file for delta in deltas for file in delta.files):
+            if file.name not in sizes:
+                raise ReshardError(f"{self.where} lacks {file.name}: bring it back, or begin a new chain")
+            if (size := sizes[file.name]) is not None:
+                _check_size(size, file.bytes, f"{self.where}/{file.name}")
 
     def check_end(self, newest: int | None) -> None:
         """Raise ReshardError unless the chain still ends with this version, 0 for its base; None where it was not begun.
@@ -218,7 +230,10 @@ class Chain:
     def _publish(self, fields: dict[str, Any], name: str, scratch: Path) -> None:
         fields = {"format": FORMAT, **fields}
         path = scratch / name
-        path.write_text(json.dumps(fields | {CHECKSUM: _checksum(fields)}, indent=1) + "\n", encoding="utf-8")
+        with write_errors(path):
+            path.write_text(
+                json.dumps(fields | {CHECKSUM: _checksum(fields)}, indent=1) + "\n", encoding="utf-8"
+            )
         self.store.put(path, name)
 
     def _read(self, name: str) -> dict[str, Any]:
@@ -300,12 +315,16 @@ def _checksum(fields: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True).encode())
 
 
-def _check_file(there: File, expected: File, place: str) -> None:
-    if there.bytes != expected.bytes:
-        how = "truncated" if there.bytes < expected.bytes else "longer than it was written"
+def _check_size(size: int, expected: int, place: str) -> None:
+    if size != expected:
+        how = "truncated" if size < expected else "longer than it was written"
         raise ReshardError(
-            f"{place} is {how}: it has {there.bytes:,} bytes of {expected.bytes:,}; bring it back, or begin a new chain"
+            f"{place} is {how}: it has {size:,} bytes of {expected:,}; bring it back, or begin a new chain"
         )
+
+
+def _check_file(there: File, expected: File, place: str) -> None:
+    _check_size(there.bytes, expected.bytes, place)
     if there != expected:
         raise ReshardError(f"{place} was altered after it was written: bring it back, or begin a new chain")
 
@@ -373,6 +392,7 @@ def show(chain: str | Path) -> dict[str, Any]:
     the manifests and the sizes of files say; checksums are of `apply`."""
     with Chain(chain) as opened:
         deltas, base = opened.deltas(), opened.base
+        opened.check_sizes(deltas)
         return {
             "chain": opened.where,
             "base": base.name,

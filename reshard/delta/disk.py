@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.comm.team import Team
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, rewrite_message
 from reshard.delta import digest
 from reshard.delta.chain import (
     Base,
@@ -92,7 +92,7 @@ def save(
     """
     allow_many_files()
     config = None if hf_config is None else Path(hf_config)
-    with ExitStack() as stack:
+    with rewrite_message(("run again with --resume", "run again")), ExitStack() as stack:
         target = stack.enter_context(Chain(chain))
         left, right = (
             stack.enter_context(closing(open_source(local_directory(str(path)), config)))

@@ -14,7 +14,7 @@ from reshard.core.errors import ReshardError
 from reshard.delta.chain import FORMAT, Chain, Delta, File
 from reshard.delta.records import Change, Record, decode_box
 from reshard.formats import safetensors
-from reshard.storage.io.files import OpenFiles
+from reshard.storage.io.files import OpenFiles, write_error
 
 _COPY_BYTES = 4 << 20
 
@@ -57,6 +57,8 @@ class RecordWriter:
                 self.files.write(self.path, position, data)
                 digest.update(data)
                 position += len(data)
+        for path, error in self.files.close().items():  # what a file server says only now
+            raise write_error(path, error)
         self.close()
         return File(self.name, position, digest.hexdigest())
 

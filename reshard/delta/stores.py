@@ -18,6 +18,7 @@ from reshard.core.errors import ReshardError, first_line
 from reshard.core.extras import importing
 from reshard.formats.small_files import MAX_INDEX_BYTES, read_file
 from reshard.storage.io.directories import sync_directory
+from reshard.storage.io.files import write_error
 
 WRITING = ".writing"  # of a directory: what is not there yet
 
@@ -27,9 +28,13 @@ class Store(ABC):
 
     where: str
 
-    @abstractmethod
     def names(self) -> list[str]:
         """Return the names of the files; none where there is no such place yet."""
+        return sorted(self.sizes())
+
+    @abstractmethod
+    def sizes(self) -> dict[str, int | None]:
+        """Return the bytes of the files by name; None where that is not known."""
 
     @abstractmethod
     def read(self, name: str) -> bytes:
@@ -67,12 +72,15 @@ class LocalStore(Store):
     def __init__(self, path: Path) -> None:
         self.path, self.where = path, str(path)
 
-    def names(self) -> list[str]:
+    def sizes(self) -> dict[str, int | None]:
         if not self.path.exists():
-            return []
+            return {}
         if not self.path.is_dir():
             raise ReshardError(f"{self.path} is a file, and a chain of deltas is a directory or a URL")
-        return sorted(entry.name for entry in self.path.iterdir() if entry.is_file())
+        try:
+            return {entry.name: entry.stat().st_size for entry in self.path.iterdir() if entry.is_file()}
+        except OSError as error:
+            raise ReshardError(f"cannot read {self.path}: {error.strerror}") from error
 
     def read(self, name: str) -> bytes:
         return read_file(self.path / name, MAX_INDEX_BYTES)
@@ -88,7 +96,7 @@ class LocalStore(Store):
             return
         made, lock = self._lock()
         try:
-            with _os_errors(scratch):
+            with write_errors(scratch):
                 shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
                 scratch.mkdir()
             yield scratch
@@ -104,7 +112,7 @@ class LocalStore(Store):
         if not self.path.parent.is_dir():
             raise ReshardError(f"{self.path.parent} is not a directory; create it first")
         made = not self.path.exists()
-        with _os_errors(self.path):
+        with write_errors(self.path):
             self.path.mkdir(exist_ok=True)
             lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -115,7 +123,7 @@ class LocalStore(Store):
         return made, lock
 
     def put(self, path: Path, name: str) -> None:
-        with _os_errors(self.path / name):
+        with write_errors(self.path / name):
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(path, self.path / name)
@@ -140,13 +148,13 @@ class RemoteStore(Store):
             ) from error
         self.fetched: tempfile.TemporaryDirectory | None = None
 
-    def names(self) -> list[str]:
+    def sizes(self) -> dict[str, int | None]:
         self.fs.invalidate_cache()
         try:
             entries: list[Any] = self._call("list", self.fs.ls, self.root, detail=True)
         except FileNotFoundError:
-            return []
-        return sorted(str(e["name"]).rpartition("/")[2] for e in entries if e.get("type") == "file")
+            return {}
+        return {str(e["name"]).rpartition("/")[2]: e.get("size") for e in entries if e.get("type") == "file"}
 
     def read(self, name: str) -> bytes:
         size = self._call(name, self.fs.size, self._at(name))
@@ -196,8 +204,9 @@ class RemoteStore(Store):
 
 
 @contextlib.contextmanager
-def _os_errors(path: Path) -> Iterator[None]:
+def write_errors(path: Path) -> Iterator[None]:
+    """Have what the system says of a write inside be a ReshardError with the file's name."""
     try:
         yield
     except OSError as error:
-        raise ReshardError(f"cannot write {path}: {error.strerror}") from error
+        raise write_error(path, error) from error
