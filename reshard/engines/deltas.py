@@ -51,6 +51,7 @@ class EngineDeltas:
         self.prepared: list[DeltaFiles] = []
         # Digest of the weights that a delta left, and the guard's count of writes then.
         self.left: tuple[str, int] = "", -1
+        self.tensors: dict[str, TensorInfo] = {}  # of the chain that was opened last
         self.files = OpenFiles()
         self.boxes: dict[str, list[HeldBox]] = {}
 
@@ -61,12 +62,11 @@ class EngineDeltas:
         It is read anew at each call: another chain may have been begun in the place of the last one.
         """
         self.engine.check_idle()
-        tensors = self.chain.base.tensors if self.chain is not None else None
         self.close()
         self.chain = Chain(place)
         base = self.chain.base
-        if base.tensors != tensors:
-            self.left = "", -1  # that digest is of other tensors or dtypes
+        if base.tensors != self.tensors:
+            self.left, self.tensors = ("", -1), base.tensors  # that digest is of others
         if self.engine.optional:
             self.engine.select_optional(self.engine.optional & base.tensors.keys())
         self.engine.refresh_regions()
