@@ -74,12 +74,12 @@ def digest_change(seed: int, old: np.ndarray, new: np.ndarray, rows: np.ndarray,
         return int((change * keys).sum(dtype=np.uint64))
 
 
-def total(parts: Iterable[int]) -> int:
+def digest_total(parts: Iterable[int]) -> int:
     """Return the sum of parts of a digest."""
     return sum(parts) & _MASK
 
 
-def text(digest: int) -> str:
+def digest_text(digest: int) -> str:
     """Return a digest as manifests have it."""
     return f"{digest & _MASK:016x}"
 

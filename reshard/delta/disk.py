@@ -8,7 +8,6 @@ from typing import Any
 
 from reshard.comm.team import Team
 from reshard.core.errors import ReshardError, rewrite_message
-from reshard.delta import digest
 from reshard.delta.chain import (
     Base,
     Chain,
@@ -19,6 +18,7 @@ from reshard.delta.chain import (
     in_words,
     next_version,
 )
+from reshard.delta.digest import digest_change, digest_rows, digest_text, digest_total, seed_of
 from reshard.delta.files import RecordWriter
 from reshard.delta.records import RECORD_BYTES, decode_box, encode_box, row_box
 from reshard.delta.source import DeltaSource, own_tensors
@@ -133,23 +133,23 @@ def _write_changes(
     """Write what changed between two sources; return the digests of both."""
 
     def compare(name: str) -> tuple[int, int]:
-        info, seed = tensors[name], digest.seed_of(name, tensors[name])
+        info, seed = tensors[name], seed_of(name, tensors[name])
         whole = change = 0
         for start, stop in info.slabs(RECORD_BYTES, max(left.row_multiple(name), right.row_multiple(name))):
             old, new = left.read_rows(name, start, stop), right.read_rows(name, start, stop)
-            whole += digest.digest_rows(seed, old, start)
+            whole += digest_rows(seed, old, start)
             encoded = encode_box(name, row_box(info, start, stop), old, new)
             if encoded is None:
                 continue
             rows, columns, values = decode_box(encoded[0], info, encoded[1])
-            change += digest.digest_change(seed, old[rows - start, columns], values, rows, columns)
+            change += digest_change(seed, old[rows - start, columns], values, rows, columns)
             writer.add(*encoded)
         return whole, change
 
     sizes = {name: info.size_bytes for name, info in tensors.items()}
     parts = run_jobs(sizes, compare, workers, progress).values()
-    before = digest.total(whole for whole, _ in parts)
-    return digest.text(before), digest.text(before + digest.total(change for _, change in parts))
+    before = digest_total(whole for whole, _ in parts)
+    return digest_text(before), digest_text(before + digest_total(change for _, change in parts))
 
 
 def _check_same_model(

@@ -7,7 +7,7 @@ from typing import Any
 from reshard.comm.http import RefusedError, call_route
 from reshard.core.errors import ReshardError
 from reshard.delta.chain import Base, Chain
-from reshard.delta.digest import text, total
+from reshard.delta.digest import digest_text, digest_total
 
 CALL_SECONDS = 3600.0  # for a server to fetch and write what changed
 # What a worker says of its weights: their digest, or (name, rows and columns, sum) of each box that it holds.
@@ -168,4 +168,4 @@ def _digest(base: Base, answers: list[Answer], chain: str) -> str:
                 f"the engine holds {elements[name]:,} of the {info.rows * info.columns:,} elements of {name}, or parts of "
                 f"it that overlap: a chain reaches engines that hold all tensors of its base"
             )
-    return text(total(sums.values()))
+    return digest_text(digest_total(sums.values()))

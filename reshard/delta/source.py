@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from reshard.core.errors import ReshardError
-from reshard.delta import digest
 from reshard.delta.chain import BASE, Chain, Delta, check_digest, check_tensors
+from reshard.delta.digest import bits_of, digest_change, digest_rows, digest_text, digest_total, seed_of
 from reshard.delta.files import DeltaFiles
 from reshard.delta.records import RECORD_BYTES
 from reshard.storage.io.casts import cast
@@ -52,36 +52,34 @@ class DeltaSource(DerivedSource):
         sizes = {name: info.size_bytes for name, info in self.chain.base.tensors.items()}
         parts = run_jobs(sizes, self._digests, workers, progress)
         sums = [
-            digest.total(of_tensor[i] for of_tensor in parts.values()) for i in range(len(self.deltas) + 1)
+            digest_total(of_tensor[i] for of_tensor in parts.values()) for i in range(len(self.deltas) + 1)
         ]
         base, where = self.chain.base, self.chain.where
-        check_digest(base, digest.text(sums[0]), str(self.path), where)
+        check_digest(base, digest_text(sums[0]), str(self.path), where)
         for number, files in enumerate(self.deltas, 1):
-            if digest.text(digest.total(sums[: number + 1])) != files.delta.after:
+            if digest_text(digest_total(sums[: number + 1])) != files.delta.after:
                 raise ReshardError(
                     f"{where}: version {files.delta.version} does not give the weights that it says: begin a new chain"
                 )
 
     def _digests(self, name: str) -> list[int]:
         """Return what a tensor adds to the digest, and what each delta adds to that."""
-        seed, info = digest.seed_of(name, self.tensors[name]), self.tensors[name]
+        seed, info = seed_of(name, self.tensors[name]), self.tensors[name]
         parts = [0] * (len(self.deltas) + 1)
         for start, stop in info.slabs(RECORD_BYTES, self.base.row_multiple(name)):
             rows = self._base_rows(name, start, stop)
-            parts[0] += digest.digest_rows(seed, rows, start)
-            bits = digest.bits_of(rows)
+            parts[0] += digest_rows(seed, rows, start)
+            bits = bits_of(rows)
             for number, files in enumerate(self.deltas, 1):
                 for change in files.changes(name, start, stop):
                     at = change.rows - start, change.columns
-                    parts[number] += digest.digest_change(
-                        seed, bits[at], change.values, change.rows, change.columns
-                    )
+                    parts[number] += digest_change(seed, bits[at], change.values, change.rows, change.columns)
                     bits[at] = change.values
         return parts
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         rows, primary = self._base_rows(name, start, stop), self.copies.get(name, name)
-        bits = digest.bits_of(rows)
+        bits = bits_of(rows)
         for files in self.deltas:
             for change in files.changes(primary, start, stop):
                 bits[change.rows - start, change.columns] = change.values

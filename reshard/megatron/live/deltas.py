@@ -13,7 +13,7 @@ from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
 from reshard.delta.chain import Base, Chain, Delta, File, check_tensors, delta_name, next_version
-from reshard.delta.digest import bits_of, digest_change, digest_rows, seed_of, text, total
+from reshard.delta.digest import bits_of, digest_change, digest_rows, digest_text, digest_total, seed_of
 from reshard.delta.disk import DeltaReport
 from reshard.delta.files import RecordWriter
 from reshard.delta.records import RECORD_BYTES, decode_box, encode_box
@@ -101,7 +101,7 @@ class DeltaWriter:
         """Keep the weights as they are, and begin the chain with them, or see that it ends with them."""
         self.kept = [_Kept(slab, bits) for slab, bits in self._numbers()]
         parts = team.together(lambda: sum(self._digest_of(kept) for kept in self.kept))
-        self.digest = text(total(parts))
+        self.digest = digest_text(digest_total(parts))
 
         def begin() -> None:
             if self.chain.exists:
@@ -150,7 +150,7 @@ class DeltaWriter:
             run_on_first(team, lambda: self.chain.check_end(follows))
             pending: list[_Pending] = []
             written = team.together(lambda: self._write(team, scratch, number, follows, pending))
-            after = text(int(self.digest, 16) + total(change for _, _, change in written))
+            after = digest_text(int(self.digest, 16) + digest_total(change for _, _, change in written))
             files = [File(*file) for file, _, _ in written if file]
             delta = Delta(number, follows, self.digest, after, sum(n for _, n, _ in written), files)
             run_on_first(team, lambda: self.chain.append(delta, scratch))
@@ -193,7 +193,7 @@ class DeltaWriter:
                 return None, 0, 0
             file = writer.finish(number, follows)
             self.chain.store.put(writer.path, file.name)
-            return [file.name, file.bytes, file.xxh3_128], writer.changed, total([change])
+            return [file.name, file.bytes, file.xxh3_128], writer.changed, digest_total([change])
         finally:
             writer.close()
 

@@ -34,15 +34,15 @@ STATE = "optimizer.state."
 REGULAR = "regular"
 MOVABLE = ("fully_reshardable", REGULAR)
 # How a run is made one that can be moved, by the format of its states.
-ANEW = (
+RESUME_RESHARDABLE = (
     "resume it once at that layout with --dist-ckpt-optim-fully-reshardable, by which Megatron saves it anew"
 )
-EARLIER = "no newer Megatron-Core reads it, so resume it once with the one that saved it, in a format that can be moved"
+RESUME_AS_SAVED = "no newer Megatron-Core reads it, so resume it once with the one that saved it, in a format that can be moved"
 REMEDIES = {
-    "dp_reshardable": ANEW,
-    "dp_zero_gather_scatter": f"{ANEW}; without --ckpt-fully-parallel-load",
-    "fully_sharded_model_space": EARLIER,
-    "fully_sharded_bucket_space": EARLIER,
+    "dp_reshardable": RESUME_RESHARDABLE,
+    "dp_zero_gather_scatter": f"{RESUME_RESHARDABLE}; without --ckpt-fully-parallel-load",
+    "fully_sharded_model_space": RESUME_AS_SAVED,
+    "fully_sharded_bucket_space": RESUME_AS_SAVED,
 }
 # In earlier checkpoints the optimizers of a chain have their number before the key.
 _STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
@@ -74,7 +74,7 @@ class OptimizerStates:
     @property
     def remedy(self) -> str:
         """Return what makes a run whose states cannot be moved one of which they can."""
-        return REMEDIES.get(self.format.partition(" with ")[0], ANEW)
+        return REMEDIES.get(self.format.partition(" with ")[0], RESUME_RESHARDABLE)
 
 
 def states_of(checkpoint: Checkpoint) -> OptimizerStates | None:
