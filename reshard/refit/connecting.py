@@ -198,6 +198,17 @@ def connect(
     options = Options(backend, bucket_bytes, keep_mapped, adapter_name, delta, delta_on_host)
     if adapter is None:
         return _connect(group, source, destination, options)
+    return _connect_with_adapter(group, source, destination, adapter, options)
+
+
+def _connect_with_adapter(
+    group: RefitGroup,
+    source: "Trainer | Callable[[], Trainer] | None",
+    destination: "Engine | Callable[[], Engine] | None",
+    adapter: str,
+    options: "Options",
+) -> AdapterLink:
+    """Connect the weights below an adapter, and then the adapter."""
     of_trainer: list[Trainer] = []
 
     def below_adapter() -> Trainer | None:
