@@ -230,6 +230,14 @@ def test_another_base_and_another_step_are_refused_by_name(trained, chain, tmp_p
         save(trained[3], trained[4], chain)
     with pytest.raises(ReshardError, match="has version 20, so the next cannot be 20"):
         save(trained[20], trained[4], chain, version=20)
+    shutil.copytree(trained[4], tmp_path / "epsilon")
+    config = json.loads((tmp_path / "epsilon" / "config.json").read_text())
+    (tmp_path / "epsilon" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.25}))
+    with pytest.raises(
+        ReshardError,
+        match="epsilon is no new version of .*step20: its config has rms_norm_eps 0.25, and had 1e-0",
+    ):
+        save(trained[20], tmp_path / "epsilon", chain)
     with pytest.raises(ReshardError, match="qwen is no new version of"):
         save(trained[20], tmp_path / "qwen", chain)
     assert sorted(path.name for path in chain.iterdir()) == before

@@ -22,6 +22,7 @@ from reshard.delta.digest import digest_change, digest_rows, digest_text, digest
 from reshard.delta.files import RecordWriter
 from reshard.delta.records import RECORD_BYTES, decode_box, encode_box, row_box
 from reshard.delta.source import DeltaSource, own_tensors
+from reshard.megatron.configs import config_differences
 from reshard.storage.convert import check_towers, run_options, to_hf
 from reshard.storage.destinations.huggingface import parse_size
 from reshard.storage.io.files import allow_many_files
@@ -100,6 +101,7 @@ def save(
         )
         tensors = own_tensors(left)
         _check_same_model(tensors, own_tensors(right), str(old), str(new))
+        _check_same_config(left, right, str(old), str(new))
         exists = target.exists
         deltas = target.deltas() if exists else []
         if exists:
@@ -162,6 +164,16 @@ def _check_same_model(
                 f"{new_name} is no new version of {old_name}: {name} is {in_words(new.get(name))}, and was "
                 f"{in_words(old.get(name))}; convert one with --dtype, where only that differs"
             )
+
+
+def _check_same_config(left: Source, right: Source, old_name: str, new_name: str) -> None:
+    """Raise ReshardError where two checkpoints of the same tensors are two models by their configs: a chain has
+    weights only, and what `apply` writes has the base's config."""
+    for name, (had, has) in config_differences(left.model, right.model).items():
+        raise ReshardError(
+            f"{new_name} is no new version of {old_name}: its config has {name} {has!r:.80}, and had {had!r:.80}; begin a "
+            f"new chain, with {new_name} as its base"
+        )
 
 
 def _check_old(base: Base, deltas: list[Delta], before: str, old: str, chain: str) -> None:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from reshard.core.errors import ReshardError, listed
+from reshard.megatron.configs import config_differences
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.model import Model, has_experts
-from reshard.parity.configs import config_differences
 from reshard.parity.noise import COMPARABLE
 from reshard.parity.prompts import Prompt, check_prompts
 from reshard.parity.served import engine_of

@@ -11,9 +11,9 @@ from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError
 from reshard.core.extras import require
 from reshard.engines.layout import EngineLayout
+from reshard.megatron.configs import config_differences, sentences_on
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.model import Model
-from reshard.parity.configs import config_differences, sentences_on
 from reshard.parity.limits import Limits
 from reshard.parity.metrics import metrics_of, routing_of
 from reshard.parity.noise import Noise
