@@ -253,6 +253,16 @@ def test_a_save_that_fails_leaves_no_chain_and_one_at_a_time_writes(trained, tmp
         save(trained[0], copy, tmp_path / "chain")
     assert not (tmp_path / "chain").exists()
     save(trained[0], trained[1], tmp_path / "chain", version=10)
+    shutil.copytree(tmp_path / "chain", tmp_path / "headless")
+    (tmp_path / "headless" / "base.json").unlink()
+    for add in (
+        lambda: save(trained[1], trained[2], tmp_path / "headless"),
+        lambda: show(tmp_path / "headless"),
+    ):
+        with pytest.raises(
+            ReshardError, match="headless has versions, but has lost its base.json: bring it back"
+        ):
+            add()
     busy = pytest.raises(ReshardError, match="another process writes a delta to")
     with Chain(tmp_path / "chain") as held, held.store.writing(), busy:
         save(trained[1], trained[2], tmp_path / "chain")

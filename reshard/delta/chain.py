@@ -107,7 +107,12 @@ class Chain:
     def base(self) -> Base:
         """The base. Raises ReshardError where there is none."""
         if self._base is None:
-            if BASE not in self.store.names():
+            names = self.store.names()
+            if BASE not in names and _manifests(names):
+                raise ReshardError(
+                    f"{self.where} has versions, but has lost its {BASE}: bring it back, or begin a new chain"
+                )
+            if BASE not in names:
                 raise ReshardError(
                     f"{self.where} is no chain of deltas, since it has no {BASE}: reshard delta save begins one"
                 )
@@ -116,8 +121,11 @@ class Chain:
 
     @property
     def exists(self) -> bool:
-        """True where the chain was begun."""
-        return self._base is not None or BASE in self.store.names()
+        """True where the chain was begun, though it may have lost its base since."""
+        if self._base is not None:
+            return True
+        names = self.store.names()
+        return BASE in names or bool(_manifests(names))
 
     def deltas(self, version: int | None = None) -> list[Delta]:
         """Return the deltas from the base to a version, by default the newest, in order.
