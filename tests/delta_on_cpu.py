@@ -42,6 +42,31 @@ def move(rank: int, path: Path, to: Path) -> None:
     dist.barrier()
 
 
+def overtake(rank: int, writer: DeltaWriter, folder: Path) -> tuple[str, bool]:
+    """Save while another process adds a version to a chain that cannot be locked; what is said, and whether all
+    of its files are as that one left them."""
+    before, numbers = contents(folder), writer._numbers
+
+    def meanwhile():
+        if not rank:
+            (folder / "delta-000035.json").touch()
+        return numbers()
+
+    writer._numbers = meanwhile
+    said = caught(lambda: writer.save(40))
+    writer._numbers = numbers
+    dist.barrier()
+    if not rank:
+        (folder / "delta-000035.json").unlink()
+    dist.barrier()
+    return said, contents(folder) == before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a directory."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
 def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: dict, chain: str):
     """Write a version for each step after the first, by all ranks of a trainer that loads them in turn, and
     follow it with an engine that has loaded the first: two at once, then one, then none where one is lost."""
@@ -72,6 +97,7 @@ def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: di
     again = caught(lambda: DeltaWriter(chunks, steps[0][0], chain).save(20))
     load(steps[0][1])
     behind = caught(lambda: DeltaWriter(chunks, steps[0][0], chain))
+    overtaken = overtake(rank, writer, folder) if chain.startswith("file://") else None
     writer.save(40)
     move(rank, folder / "delta-000030.json", folder.parent / "delta-000030.json")
     lost = caught(lambda: apply_deltas(workers, chain)), side.ready, fingerprint(module) == held[30][0]
@@ -107,6 +133,7 @@ def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: di
         "reports": reports,
         "kept_bytes": writer.kept_bytes,
         "same": same,
+        "overtaken": overtaken,
         "begun_anew": not begun_anew or begun_anew == [(v - 10, expected[v]) for v in (20, 30)],
         "again": again,
         "behind": behind,

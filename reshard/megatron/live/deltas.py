@@ -147,9 +147,11 @@ class DeltaWriter:
 
             number, follows = run_on_first(team, start)
             scratch = self._scratch(team, stack)
-            run_on_first(team, lambda: self.chain.check_end(follows))
             pending: list[_Pending] = []
             written = team.together(lambda: self._write(team, scratch, number, follows, pending))
+            run_on_first(team, lambda: self.chain.check_end(follows))
+            own, _, _ = written[team.process]
+            team.together(lambda: self.chain.store.put(scratch / own[0], own[0]) if own else None)
             after = digest_text(int(self.digest, 16) + digest_total(change for _, _, change in written))
             files = [File(*file) for file, _, _ in written if file]
             delta = Delta(number, follows, self.digest, after, sum(n for _, n, _ in written), files)
@@ -174,7 +176,7 @@ class DeltaWriter:
     def _write(
         self, team: Team, scratch: Path, number: int, follows: int, pending: list[_Pending]
     ) -> tuple[list[Any] | None, int, int]:
-        """Write this rank's file; return what it is, how many elements changed, and by how much the digest."""
+        """Write this rank's file into `scratch`; return what it is, how many elements changed, and by how much the digest."""
         rank = f"-rank-{team.process:05d}" if team.size > 1 else ""
         writer, change = RecordWriter(scratch, f"{delta_name(number)}{rank}.safetensors"), 0
         try:
@@ -192,7 +194,6 @@ class DeltaWriter:
             if not writer.places:
                 return None, 0, 0
             file = writer.finish(number, follows)
-            self.chain.store.put(writer.path, file.name)
             return [file.name, file.bytes, file.xxh3_128], writer.changed, digest_total([change])
         finally:
             writer.close()
