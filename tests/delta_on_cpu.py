@@ -42,6 +42,17 @@ def move(rank: int, path: Path, to: Path) -> None:
     dist.barrier()
 
 
+def follow_second(writer: DeltaWriter, workers: Workers, chain: str, loads: list) -> list[tuple[int, str]]:
+    """Follow a chain that begins where an earlier one in its place ends, with versions of that one but other
+    weights; the versions, and what the engine holds of each."""
+    held = []
+    for number, load in enumerate(loads, 1):
+        load()
+        writer.save(10 * number)
+        held.append((apply_deltas(workers, chain), fingerprint(workers.side.module)))
+    return held
+
+
 def overtake(rank: int, writer: DeltaWriter, folder: Path) -> tuple[str, bool]:
     """Save while another process adds a version to a chain that cannot be locked; what is said, and whether all
     of its files are as that one left them."""
@@ -85,13 +96,9 @@ def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: di
     folder = Path(chain.removeprefix("file://"))
     begun_anew = []
     if engine == {"tp": 2}:
-        # A chain that begins where the first one ends, and has its place.
         move(rank, folder, folder.parent / "first")
         second = DeltaWriter(chunks, steps[0][0], chain)
-        for number in (2, 3):
-            load(steps[number][1])
-            second.save(10 * number - 10)  # versions of the first one, with other weights
-            begun_anew.append((apply_deltas(workers, chain), fingerprint(module)))
+        begun_anew = follow_second(second, workers, chain, [lambda n=n: load(steps[n][1]) for n in (2, 3)])
         move(rank, folder, folder.parent / "second")
         move(rank, folder.parent / "first", folder)
     again = caught(lambda: DeltaWriter(chunks, steps[0][0], chain).save(20))
