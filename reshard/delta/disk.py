@@ -18,9 +18,9 @@ from reshard.delta.chain import (
     in_words,
     next_version,
 )
-from reshard.delta.digest import digest_change, digest_rows, digest_text, digest_total, seed_of
+from reshard.delta.digest import digest_rows, digest_text, digest_total, seed_of
 from reshard.delta.files import RecordWriter
-from reshard.delta.records import RECORD_BYTES, decode_box, encode_box, row_box
+from reshard.delta.records import RECORD_BYTES, row_box
 from reshard.delta.source import DeltaSource, own_tensors
 from reshard.megatron.configs import config_differences
 from reshard.storage.convert import check_towers, run_options, to_hf
@@ -140,12 +140,8 @@ def _write_changes(
         for start, stop in info.slabs(RECORD_BYTES, max(left.row_multiple(name), right.row_multiple(name))):
             old, new = left.read_rows(name, start, stop), right.read_rows(name, start, stop)
             whole += digest_rows(seed, old, start)
-            encoded = encode_box(name, row_box(info, start, stop), old, new)
-            if encoded is None:
-                continue
-            rows, columns, values = decode_box(encoded[0], info, encoded[1])
-            change += digest_change(seed, old[rows - start, columns], values, rows, columns)
-            writer.add(*encoded)
+            added = writer.compare(name, info, row_box(info, start, stop), old, new)
+            change += added.digest if added is not None else 0
         return whole, change
 
     sizes = {name: info.size_bytes for name, info in tensors.items()}

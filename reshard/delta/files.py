@@ -9,14 +9,26 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from reshard.core.boxes import Box
 from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError
 from reshard.delta.chain import FORMAT, Chain, Delta, File
-from reshard.delta.records import Change, Record, decode_box
+from reshard.delta.digest import digest_change, seed_of
+from reshard.delta.records import Change, Record, decode_box, encode_box
 from reshard.formats import safetensors
 from reshard.storage.io.files import OpenFiles, write_error
+from reshard.storage.io.streams import TensorInfo
 
 _COPY_BYTES = 4 << 20
+
+
+class Added(NamedTuple):
+    """A change that was added to a file: rows and columns within its box, the bits of the new values, and by how
+    much it changes the `digest`."""
+
+    positions: tuple[np.ndarray, np.ndarray]
+    values: np.ndarray
+    digest: int
 
 
 class RecordWriter:
@@ -39,6 +51,21 @@ class RecordWriter:
             self.places[record.key] = offset, len(payload)
             self.changed += record.changed
         self.files.write(self.waiting, offset, memoryview(payload))
+
+    def compare(
+        self, name: str, info: TensorInfo, box: Box, old: np.ndarray, new: np.ndarray
+    ) -> Added | None:
+        """Add the record of what changed in a box, given as arrays ``[rows, columns]`` of one dtype; return it,
+        None where nothing did."""
+        encoded = encode_box(name, box, old, new)
+        if encoded is None:
+            return None
+        record, payload = encoded
+        self.add(record, payload)
+        rows, columns, values = decode_box(record, info, payload)
+        positions = rows - record.rows.start, columns - record.rows.column
+        seed = seed_of(name, info)
+        return Added(positions, values, digest_change(seed, old[positions], values, rows, columns))
 
     def finish(self, version: int, follows: int) -> File:
         """Write the file, with its records by name, and return what it is."""

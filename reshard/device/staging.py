@@ -23,12 +23,17 @@ def slab_bytes(device: torch.device) -> int:
     return PINNED_BYTES if device.type == "cuda" else SLAB_BYTES
 
 
-def byte_view(region: Region, local: Rows) -> torch.Tensor:
-    """View rows and columns of a region's local tensor as bytes ``[rows, bytes of a row]``."""
+def row_view(region: Region, local: Rows) -> torch.Tensor:
+    """View rows and columns of a region's local tensor ``[rows, columns]``."""
     tensor, pitch = region.tensor.detach(), region.pitch
     start = tensor.storage_offset() + region.offset + local.start * pitch + local.column
     shape = (local.stop - local.start, local.columns)
-    return torch.as_strided(tensor, shape, (pitch, 1), start).view(torch.uint8)
+    return torch.as_strided(tensor, shape, (pitch, 1), start)
+
+
+def byte_view(region: Region, local: Rows) -> torch.Tensor:
+    """View the same as bytes ``[rows, bytes of a row]``."""
+    return row_view(region, local).view(torch.uint8)
 
 
 class _ArrayInterface:

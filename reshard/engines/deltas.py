@@ -18,6 +18,7 @@ from reshard.delta.encoding import BITS, Decoded
 from reshard.delta.files import DeltaFiles, StoredRecord
 from reshard.delta.records import Record, decode_record
 from reshard.device.memory import Region, same_bits
+from reshard.device.staging import row_view
 from reshard.engines.base import Engine
 from reshard.storage.io.boxes import Rows
 from reshard.storage.io.casts import EXACT
@@ -129,7 +130,7 @@ class EngineDeltas:
         """Yield the records of which this rank holds elements."""
         for name, boxes in self.boxes.items():
             for stored in files.records.get(name, ()):
-                if any(_overlap(stored.record.rows, box.rows) for box in boxes):
+                if any(stored.record.rows.intersect(box.rows) for box in boxes):
                     yield stored
 
     def _decode(self, files: DeltaFiles, stored: StoredRecord) -> Decoded:
@@ -163,7 +164,7 @@ class EngineDeltas:
         columns = decoded.positions - rows * width + changed.column
         rows += changed.start
         for box in self.boxes[record.name]:
-            if not _overlap(changed, box.rows):
+            if not changed.intersect(box.rows):
                 continue
             inside = (rows >= box.rows.start) & (rows < box.rows.stop)
             inside &= (columns >= box.rows.column) & (columns < box.rows.column + box.rows.columns)
@@ -183,15 +184,6 @@ class EngineDeltas:
         self.chain, self.prepared = None, []
 
 
-def _overlap(a: Rows, b: Rows) -> bool:
-    return (
-        a.start < b.stop
-        and b.start < a.stop
-        and a.column < b.column + b.columns
-        and b.column < a.column + a.columns
-    )
-
-
 def _memory(region: Region) -> torch.Tensor:
     """View a region's tensor, from its first element to the end of its memory, as a vector."""
     tensor = region.tensor.detach()
@@ -202,18 +194,14 @@ def _memory(region: Region) -> torch.Tensor:
 def _digest(box: HeldBox, name: str, info: TensorInfo) -> int:
     """Return what a box adds to the digest, as `reshard.delta.digest.digest_rows` of its numbers does. Raises
     ReshardError where the engine holds numbers that the chain's dtype does not have."""
-    tensor, pitch = box.region.tensor.detach(), box.region.pitch
-    start = tensor.storage_offset() + box.region.offset + box.local.start * pitch + box.local.column
-    held = torch.as_strided(tensor, (box.rows.stop - box.rows.start, box.rows.columns), (pitch, 1), start)
-    columns = _keys_on_device(
-        column_keys(box.rows.column + box.rows.columns)[box.rows.column :], tensor.device
-    )
-    keys = _keys_on_device(row_keys(seed_of(name, info), box.rows.start, box.rows.stop), tensor.device)
+    held = row_view(box.region, box.local)
+    columns = _keys_on_device(column_keys(box.rows.column + box.rows.columns)[box.rows.column :], held.device)
+    keys = _keys_on_device(row_keys(seed_of(name, info), box.rows.start, box.rows.stop), held.device)
     dtype, step = _torch_dtype(info), max(1, _CHUNK_ELEMENTS // max(1, box.rows.columns))
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=held.device)
     for first in range(0, len(held), step):
         numbers = held[first : first + step].to(dtype)
-        if dtype != tensor.dtype and not same_bits(numbers.to(tensor.dtype), held[first : first + step]):
+        if dtype != held.dtype and not same_bits(numbers.to(held.dtype), held[first : first + step]):
             raise ReshardError(
                 f"the engine holds numbers of {name} that {info.dtype.name} does not have: load the base"
             )

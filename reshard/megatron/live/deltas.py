@@ -13,10 +13,10 @@ from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
 from reshard.delta.chain import Base, Chain, Delta, File, check_tensors, delta_name, next_version
-from reshard.delta.digest import bits_of, digest_change, digest_rows, digest_text, digest_total, seed_of
+from reshard.delta.digest import bits_of, digest_rows, digest_text, digest_total, seed_of
 from reshard.delta.disk import DeltaReport
 from reshard.delta.files import RecordWriter
-from reshard.delta.records import RECORD_BYTES, decode_box, encode_box
+from reshard.delta.records import RECORD_BYTES
 from reshard.device.live_boxes import LiveBox, Slab, slabs_of
 from reshard.device.staging import numpy_view
 from reshard.device.stored import plus_one
@@ -83,17 +83,7 @@ class DeltaWriter:
             check_same_options(team, "deltas", {"the digest of the config": published.digest})
             inventory = take_inventory(team, self.local, published)
             self.tensors = {n: info for n, info in inventory.tensors.items() if n not in inventory.copies}
-            box_numbers = run_on_first(
-                team,
-                lambda: {n: [each[:2] for each in inventory.assignments[n]] for n in inventory.assignments},
-            )
-            held = self.local.by_name()
-            self.boxes = [
-                held[name][number]
-                for name, assigned in box_numbers.items()
-                for rank, number in assigned
-                if rank == team.process
-            ]
+            self.boxes = self.local.numbered(team.scatter(inventory.assigned_numbers(team.size)))
             team.together(self.local.trainer.sync_params)
             self._begin(team, str(hf_config if base is None else base))
 
@@ -182,15 +172,10 @@ class DeltaWriter:
         try:
             for kept, (slab, new) in zip(self.kept, self._numbers(), strict=True):
                 name = slab.live_box.name
-                encoded = encode_box(name, _box_of(slab), kept.bits, new)
-                if encoded is None:
-                    continue
-                writer.add(*encoded)
-                rows, columns, values = decode_box(encoded[0], self.tensors[name], encoded[1])
-                positions = rows - slab.rows.start, columns - slab.rows.column
-                seed = seed_of(name, self.tensors[name])
-                change += digest_change(seed, kept.bits[positions], values, rows, columns)
-                pending.append(_Pending(kept, positions, values))
+                added = writer.compare(name, self.tensors[name], _box_of(slab), kept.bits, new)
+                if added is not None:
+                    change += added.digest
+                    pending.append(_Pending(kept, added.positions, added.values))
             if not writer.places:
                 return None, 0, 0
             file = writer.finish(number, follows)

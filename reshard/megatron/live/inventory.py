@@ -44,6 +44,14 @@ class Inventory:
     packed: dict[str, str]
     assignments: dict[str, list[WriteAssignment]]
 
+    def assigned_numbers(self, ranks: int) -> list[dict[str, list[int]]]:
+        """Return for each of so many ranks the numbers of the boxes that it writes; in the first process only."""
+        shares: list[dict[str, list[int]]] = [{} for _ in range(ranks)]
+        for name, assignments in self.assignments.items():
+            for assignment in assignments:
+                shares[assignment.rank].setdefault(name, []).append(assignment.number)
+        return shares
+
 
 def take_inventory(team: Team, local: LocalModel, published: PublishedModel) -> Inventory:
     """Gather what every rank holds. Raises ReshardError on every rank where all of them together

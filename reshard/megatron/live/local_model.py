@@ -89,6 +89,11 @@ class LocalModel:
             boxes.setdefault(box.name, []).append(box)
         return boxes
 
+    def numbered(self, numbers: dict[str, list[int]]) -> list[LiveBox]:
+        """Return the boxes with these numbers among those of each tensor."""
+        boxes = self.by_name()
+        return [boxes[name][number] for name, of_tensor in numbers.items() for number in of_tensor]
+
     def held_boxes(self) -> dict[str, list[HeldBoxes]]:
         """Return the boxes by name, as this rank sends them to the others."""
         boxes: dict[str, list[HeldBoxes]] = {}

@@ -15,7 +15,6 @@ import torch
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.gc import gc_paused
 from reshard.core.limits import MAX_ITERATION, check_number, check_switch
-from reshard.device.live_boxes import LiveBox
 from reshard.device.staging import byte_view, copy_to_host
 from reshard.megatron.flags import version_of
 from reshard.megatron.hybrid import class_of_models, pattern_of
@@ -199,7 +198,8 @@ class _Save:
             self.inventory = take_inventory(self.team, self.local, self.published)
             path = run_on_first(self.team, self._checked_destination)
             self.team.together(lambda: self._lay_out(Path(path)))
-            self.share = self._assigned_boxes(self.team.scatter(self._assigned_numbers()))
+            numbers = self.team.scatter(self.inventory.assigned_numbers(self.team.size))
+            self.share = self.local.numbered(numbers)
             self.team.together(self._create_files)
             self.team.together(self.local.trainer.sync_params)
             if self.background:
@@ -341,19 +341,6 @@ class _Save:
         config = self.published.path or Path(os.devnull)
         kind = AddedIteration if added else Workdir
         self.work = kind(config, beside.values(), place, self.overwrite, False, self.team.process)
-
-    def _assigned_numbers(self) -> list[dict[str, list[int]]]:
-        """Return for each rank the numbers of the boxes that it writes; in the first process only."""
-        shares: list[dict[str, list[int]]] = [{} for _ in range(self.team.size)]
-        for name, assignments in self.inventory.assignments.items():
-            for assignment in assignments:
-                shares[assignment.rank].setdefault(name, []).append(assignment.number)
-        return shares
-
-    def _assigned_boxes(self, assigned: dict[str, list[int]]) -> list[LiveBox]:
-        """Return the boxes that this rank writes."""
-        boxes = self.local.by_name()
-        return [boxes[name][number] for name, numbers in assigned.items() for number in numbers]
 
     def _create_files(self) -> None:
         """Create the files at their full length; new bytes are zero."""

@@ -42,6 +42,13 @@ class Rows(NamedTuple):
         columns = prod(box.lengths[1:])
         return Rows(box.offsets[0], box.offsets[0] + box.lengths[0], column, columns)
 
+    def intersect(self, other: "Rows | Strip") -> "Rows | None":
+        """Return the rows and columns that both have; None where they have none in common."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        column = max(self.column, other.column)
+        columns = min(self.column + self.columns, other.column + other.columns) - column
+        return Rows(start, stop, column, columns) if start < stop and columns > 0 else None
+
     def slabs(self, itemsize: int, multiple: int = 1, slab_bytes: int = SLAB_BYTES) -> "list[Rows]":
         """Split these rows into runs of about `slab_bytes` each. A run that ends before the last
         row ends at a multiple of `multiple`."""
@@ -211,9 +218,7 @@ def write_boxes(files: OpenFiles, boxes: Iterable[tuple[list[Strip], Rows, np.nd
 def _common(rows: Rows, strip: Strip) -> Rows | None:
     """Return the part of these rows and columns that a strip has; None where it has none."""
     assert strip.transposed is None, f"{strip.path}: boxes are not those of a transposed matrix"
-    a, b = max(rows.start, strip.start), min(rows.stop, strip.stop)
-    c, d = max(rows.column, strip.column), min(rows.column + rows.columns, strip.column + strip.columns)
-    return Rows(a, b, c, d - c) if a < b and c < d else None
+    return rows.intersect(strip)
 
 
 def _inside(array: np.ndarray, rows: Rows, piece: Rows, size: int) -> np.ndarray:
