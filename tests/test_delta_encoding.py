@@ -2,13 +2,17 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reshard.core.dtypes import DTYPES as DTYPES_BY_NAME
 from reshard.core.errors import ReshardError
 from reshard.delta.encoding import BLOCK, BoxSize, Encoded, Form, apply, encode
+from reshard.delta.records import Record, decode_box, encode_box, row_box
+from reshard.storage.io.streams import TensorInfo
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64]
 
@@ -122,3 +126,12 @@ def test_changes_that_cannot_be_are_refused_before_anything_is_written():
         assert not torch.equal(old, before)
     with pytest.raises(ReshardError, match="no new version"):
         encode(old, old.to(torch.int32))
+
+
+def test_a_tensor_without_dims_has_a_record_of_one_row():
+    info = TensorInfo((), DTYPES_BY_NAME["float32"])
+    old, new = np.float32([[1.0]]), np.float32([[2.0]])
+    record, payload = encode_box("model.visual.scale", row_box(info, 0, 1), old, new)
+    assert Record.parse(record.key, {record.name: info}) == record
+    rows, columns, values = decode_box(record, info, payload)
+    assert (rows.tolist(), columns.tolist()) == ([0], [0]) and values.view(np.float32).tolist() == [2.0]

@@ -37,7 +37,10 @@ class Rows(NamedTuple):
 
     @staticmethod
     def of(box: Box) -> "Rows":
-        """Return the rows and columns of a box; of more than two dims all but the first are whole."""
+        """Return the rows and columns of a box; of more than two dims all but the first are whole. A tensor
+        without dims has one of each."""
+        if not box.offsets:
+            return Rows(0, 1, 0, 1)
         column = box.offsets[1] if len(box.offsets) == 2 else 0
         columns = prod(box.lengths[1:])
         return Rows(box.offsets[0], box.offsets[0] + box.lengths[0], column, columns)
