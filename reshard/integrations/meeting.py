@@ -2,10 +2,13 @@
 
 import socket
 from contextlib import closing
+from typing import Any
 
 import ray
+import torch.distributed as dist
 
 from reshard.comm.hosts import family_of
+from reshard.comm.secret import new_secret
 
 
 def this_host() -> str:
@@ -20,3 +23,13 @@ def meeting_place() -> str:
         probe.bind((host, 0))
         port = probe.getsockname()[1]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def agreed_meeting(group: Any = None) -> tuple[str, str]:
+    """Return an address and a secret that the first rank of a trainer has made, on all its ranks.
+
+    `group` is the process group that carries them, by default torch's.
+    """
+    values = [meeting_place(), new_secret()] if dist.get_rank() == 0 else ["", ""]
+    dist.broadcast_object_list(values, 0, group=group)
+    return values[0], values[1]

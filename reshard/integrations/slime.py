@@ -6,7 +6,6 @@ slime calls that function in every rank of the actor, before it makes what updat
 SGLang's schedulers load reshard's plugin by themselves.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -21,13 +20,11 @@ with importing_beside("slime", "ray", "slime", "torch"):
     from slime.utils.distributed_utils import get_gloo_group
 
 from reshard.comm.group import RefitGroup
-from reshard.comm.hosts import parsed
-from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError
-from reshard.engines.sglang.group import GROUP, VERIFIED
+from reshard.engines.sglang.calls import connect_request, refit_request
 from reshard.integrations.calls import Calls
 from reshard.integrations.connection import Connection, SyncOptions
-from reshard.integrations.meeting import meeting_place
+from reshard.integrations.meeting import agreed_meeting
 from reshard.trainers.megatron import MegatronModel
 
 ACTOR = "slime.backends.megatron_utils.actor"
@@ -137,14 +134,7 @@ class RefitWeights:
         with connection.dropped_on_failure():
             if connection.link is None:
                 self._connect()
-            update: dict[str, Any] = {
-                "names": [],
-                "dtypes": [],
-                "shapes": [],
-                "group_name": GROUP,
-                "weight_version": str(self.weight_version),
-                "load_format": VERIFIED if connection.options.verify else None,
-            }
+            update = refit_request(self.weight_version, connection.options.verify)
             calls = self._call("update_weights_from_distributed", [update] * len(self.rollout_engines))
             connection.refit(self.weight_version, calls=calls)
         self._ask("continue_generation")
@@ -155,19 +145,12 @@ class RefitWeights:
         these."""
         options, trainers = self._connection.options, dist.get_world_size()
         size = trainers + sum(self._sizes)
-        values = [meeting_place(), new_secret()] if dist.get_rank() == 0 else ["", ""]
-        dist.broadcast_object_list(values, 0, group=get_gloo_group())
-        address, secret = values
-        host, port = parsed(address)
-        of_all = {
-            "master_address": f"[{host}]" if ":" in host else host,
-            "master_port": port,
-            "world_size": size,
-            "group_name": GROUP,
-            "backend": json.dumps({"timeout": options.timeout, "secret": secret}),
-        }
+        address, secret = agreed_meeting(get_gloo_group())
         firsts = [trainers + sum(self._sizes[:index]) for index in range(len(self._sizes))]
-        calls = self._call("init_weights_update_group", [of_all | {"rank_offset": first} for first in firsts])
+        requests = [
+            connect_request(address, first, size, timeout=options.timeout, secret=secret) for first in firsts
+        ]
+        calls = self._call("init_weights_update_group", requests)
         members = RefitGroup.join(address, dist.get_rank(), size, options.timeout, secret)
         self._connection.connect(members, self.source, calls=calls)
 

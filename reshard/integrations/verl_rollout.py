@@ -1,7 +1,6 @@
 """What verl's adapters to vLLM and SGLang do in a refit: connect the replica's engine, and refit it."""
 
 import asyncio
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -9,11 +8,10 @@ import ray
 import torch.distributed as dist
 
 from reshard.comm.group import RefitGroup
-from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError
 from reshard.integrations.calls import Calls, error_line
 from reshard.integrations.connection import Connection, SyncOptions
-from reshard.integrations.meeting import meeting_place
+from reshard.integrations.meeting import agreed_meeting
 from reshard.integrations.verl import Meeting, Shards, adapter_of, options_of
 
 WAITS = 3  # time limits, one after the other, that a call of an engine may take in all
@@ -80,7 +78,7 @@ class RefittedRollout:
         with connection.dropped_on_failure():
             if connection.link is None:
                 rank, size, first_rank = dist.get_rank(), self._members(), self._first_rank()
-                address, secret = _of_first_rank(lambda: [meeting_place(), new_secret()])
+                address, secret = agreed_meeting()
                 meeting = Meeting(address, first_rank, size, secret, True)
                 calls = self._calls(await self._call_connect(meeting, weights.adapter, options))
                 members = RefitGroup.join(address, rank, size, timeout, secret)
@@ -142,10 +140,3 @@ class RefittedRollout:
     def _first_rank(self) -> int:
         """Return the member that this replica's first worker is, after the trainer's ranks."""
         return dist.get_world_size() + int(self.replica_rank) * self._workers()
-
-
-def _of_first_rank(make: Callable[[], list[str]]) -> list[str]:
-    """Return what the first rank of the trainer makes, on all its ranks."""
-    values = make() if dist.get_rank() == 0 else ["", ""]
-    dist.broadcast_object_list(values, 0)
-    return values

@@ -46,16 +46,8 @@ def connect_server(
 
     Raises ReshardError with what that raises.
     """
-    host, port = parsed(address)
     check_seconds(timeout, "timeout")
-    body = {
-        "master_address": f"[{host}]" if ":" in host else host,
-        "master_port": port,
-        "rank_offset": first_rank,
-        "world_size": size,
-        "group_name": GROUP,
-        "backend": json.dumps({"timeout": timeout, **options}),
-    }
+    body = connect_request(address, first_rank, size, timeout=timeout, **options)
     _call(url, "init_weights_update_group", body, body | {"backend": JOIN}, 2 * timeout)
 
 
@@ -65,7 +57,26 @@ def refit_server(url: str, version: int | None, verify: bool = False, timeout: f
 
     Raises ReshardError with what `SchedulerMethods.reshard_refit` raises.
     """
-    body: dict[str, Any] = {
+    body = refit_request(version, verify)
+    _call(url, "update_weights_from_distributed", body, body | {"load_format": JOIN}, timeout)
+
+
+def connect_request(address: str, first_rank: int, size: int, **options: Any) -> dict[str, Any]:
+    """Return what SGLang's ``init_weights_update_group`` gets to connect; see `connect_server`."""
+    host, port = parsed(address)
+    return {
+        "master_address": f"[{host}]" if ":" in host else host,
+        "master_port": port,
+        "rank_offset": first_rank,
+        "world_size": size,
+        "group_name": GROUP,
+        "backend": json.dumps(options),
+    }
+
+
+def refit_request(version: int | None, verify: bool) -> dict[str, Any]:
+    """Return what SGLang's ``update_weights_from_distributed`` gets to refit; see `refit_server`."""
+    return {
         "names": [],
         "dtypes": [],
         "shapes": [],
@@ -73,7 +84,6 @@ def refit_server(url: str, version: int | None, verify: bool = False, timeout: f
         "weight_version": None if version is None else str(version),
         "load_format": VERIFIED if verify else None,
     }
-    _call(url, "update_weights_from_distributed", body, body | {"load_format": JOIN}, timeout)
 
 
 def close_server(url: str) -> None:

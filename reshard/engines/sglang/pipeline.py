@@ -84,15 +84,20 @@ def call_of(scheduler: Any) -> BackgroundCall | None:
     return call
 
 
+def check_ended(scheduler: Any) -> None:
+    """Raise ReshardError while the last call of a scheduler is running."""
+    call = call_of(scheduler)
+    if call is not None and call.is_running:
+        raise ReshardError("the last call of this SGLang is still running: call reshard_join first")
+
+
 def begin(scheduler: Any, action: Callable[[], Any]) -> None:
     """Call `action` on a thread, and refuse requests until `join`.
 
     Raises ReshardError while an earlier call is running; the outcome of one that has ended, and that nobody
     has joined, is dropped.
     """
-    earlier = call_of(scheduler)
-    if earlier is not None and earlier.is_running:
-        raise ReshardError("the last call of this SGLang is still running: call reshard_join first")
+    check_ended(scheduler)
     scheduler._reshard_call = BackgroundCall(scheduler, action)
     scheduler._reshard_call.start()
 

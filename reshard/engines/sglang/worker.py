@@ -81,9 +81,7 @@ class SchedulerMethods(LinkMethods):
 
     def reshard_close(self) -> None:
         """Free what was mapped and staged, and forget the trainer, if one is connected."""
-        call = pipeline.call_of(self)
-        if call is not None and call.is_running:
-            raise ReshardError("the last call of this SGLang is still running: call reshard_join first")
+        pipeline.check_ended(self)
         LinkMethods.reshard_close(self)  # type: ignore[arg-type]
 
     def _reshard_run(self, action: Callable[[], Any]) -> Any:
