@@ -89,7 +89,7 @@ def test_a_connection_stays_until_a_member_is_replaced(outcome):
 
 
 def test_verls_adapter_refits_a_real_vllm_at_every_sync_and_after_one_that_failed(outcome):
-    first, second, failed, mended = outcome["live"]["syncs"]
+    first, second, failed, mended, *_ = outcome["live"]["syncs"]
     assert first[:4] == ["no error", "", [3], ["cleared", 3]]
     assert second[:4] == ["no error", "", [4], ["cleared", 3, "cleared", 4]]
     assert failed[0] == "ReshardError" and "did not come to refit 3 within 0 s" in failed[1]
@@ -97,12 +97,27 @@ def test_verls_adapter_refits_a_real_vllm_at_every_sync_and_after_one_that_faile
     assert len({str(one[4]) for one in (first, second, mended)}) == 3, "other weights say other words"
 
 
+def test_a_model_that_verl_has_offloaded_is_loaded_for_a_connection_alone(outcome):
+    """And the numbers in host memory are those that verl took there; verl offloads what was loaded once more."""
+    first, second, _, mended, again, last = outcome["live"]["syncs"]
+    loads, on_gpu = zip(*outcome["live"]["loads"], strict=True)
+    assert loads == (2, 0, 0, 1, 0, 1), (
+        "the first for the source too, the last since engines read it 3 times over"
+    )
+    assert [bytes_there > 100_000 for bytes_there in on_gpu] == [True, False, False, True, False, True]
+    assert set(on_gpu) == {0, on_gpu[0]}
+    assert again[5] == first[5], "from host memory, the bits of the same weights from the GPU"
+    assert len({str(one[5]) for one in (first, second, mended, last)}) == 4, (
+        "the control: others have other bits"
+    )
+
+
 def test_an_adapter_is_refitted_and_served_as_verl_asks_for_it(outcome):
     """In the one slot that verl gives vLLM, as vLLM's own loading leaves PEFT's files there."""
     assert outcome["adapters"] == [
         [None, ""], ["123", ""], [None, "the model has LoRA adapters that are merged (model.lora.merge)"],
     ]  # fmt: skip
-    (slot, listed, _), (_, _, without) = outcome["live"]["loaded"]
+    (slot, listed, _), (_, _, without, _) = outcome["live"]["loaded"]
     assert listed == [77]
     first, second = outcome["live"]["adapters"]
     assert first[:4] == ["no error", "", slot, [123]]

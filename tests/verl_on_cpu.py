@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from reshard.core.errors import ReshardError
-from tests.probe import adapter_in_slot, alone, caught, train_adapter, with_adapter
+from tests.probe import Probed, adapter_in_slot, alone, caught, train_adapter, with_adapter
 
 SECRET = "between these two processes"
 os.environ |= {"VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia"}
@@ -176,8 +176,9 @@ class Server:
         return list(output.outputs[0].token_ids)
 
     def serves(self) -> tuple:
-        """The version that the worker has, what it was told, and tokens."""
-        return self.llm.collective_rpc("reshard_version"), self.told, self.tokens(None)
+        """The version that the worker has, what it was told, tokens, and digests of all its parameters."""
+        [digests] = self.llm.collective_rpc(Probed.digests)
+        return self.llm.collective_rpc("reshard_version"), self.told, self.tokens(None), digests
 
 
 class Actor:
@@ -198,6 +199,7 @@ class Actor:
 
     def start(self, folder: str, config) -> None:
         import torch.distributed as dist
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.transformer.module import Float16Module
 
         self.adapt(config)
@@ -206,28 +208,53 @@ class Actor:
         from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
 
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False)
         with without_gpu():
             initialize_parallel(MegatronLayout())
             models = build_megatron(read_model(folder), MegatronLayout(), transformer_impl="local")
-        self.models = [Float16Module(model.config, model) for model in models]
-        self.shards = verl.Shards(verl.MegatronModel(self.models))
+            models = [Float16Module(model.config, model) for model in models]
+            models = [DistributedDataParallel(model.config, ddp, model) for model in models]
+        # What verl's engine has once it is initialized, of which its methods here make use.
+        self.engine = object.__new__(verl.ReshardMegatronEngine)
+        self.engine.module, self.engine.peft_cls, self.engine.model_config = models, None, None
+        self.loads = loads_of(verl)
 
-    async def sync(self, steps: int, lost: str = "", new: bool = False) -> list:
-        """Other weights, and verl's call; what it raises, and after how many seconds. With `lost`,
-        this side waits for nobody, and leaves a file of that name when it has given up; with `new`
-        all meet anew."""
-        import torch
+    async def sync(
+        self, steps: int, lost: str = "", new: bool = False, seed: int | None = None, several: int = 1
+    ) -> list:
+        """A step of training, after which verl offloads the model, and a sync in verl's order; what it raises,
+        after how many seconds, how often the model was loaded for it, and the bytes of its parameters that
+        were on the GPU at its end. With `lost`, this side waits for nobody, and leaves a file of that name
+        when it has given up; with `new` all meet anew; `several` is how often engines read each number."""
+        from verl.utils.megatron_utils import offload_megatron_model_to_cpu
 
-        for model in self.models:
-            for index, parameter in enumerate(model.parameters()):
-                torch.manual_seed(1000 * steps + index)
-                parameter.data.normal_(0, 0.02)
+        self.train(steps if seed is None else seed)
+        offload_megatron_model_to_cpu(self.engine.module)
         if lost:
             alone(self.adapter._connection.link, lost)
         if new:
             self.adapter._connection.link = None
-        options = {"global_steps": steps, "peft_config": None, "base_sync_done": True}
-        return await ended(self.adapter.update_weights(self.shards, **options))
+        if several > 1:
+            sender = self.adapter._connection.link.sender
+            sender.sizes = sender.sizes._replace(shapes=sender.sizes.shapes // [several, 1])
+        self.loads.clear()
+        weights, peft_config = self.engine.get_per_tensor_param(base_sync_done=True)
+        options = {"global_steps": steps, "peft_config": peft_config, "base_sync_done": True}
+        outcome = await ended(self.adapter.update_weights(weights, **options))
+        loaded = sum(buffer.param_data.untyped_storage().nbytes() for buffer in self.engine.module[0].buffers)
+        offload_megatron_model_to_cpu(self.engine.module)
+        return [*outcome, len(self.loads), loaded]
+
+    def train(self, seed: int) -> None:
+        """Other weights, on the GPU."""
+        import torch
+        from verl.utils import megatron_utils
+
+        megatron_utils.load_megatron_model_to_gpu(self.engine.module)
+        for model in self.engine.module:
+            for index, parameter in enumerate(model.parameters()):
+                torch.manual_seed(1000 * seed + index)
+                parameter.data.normal_(0, 0.02)
 
     def train_adapter(self, folder: str, seed: int, saved: str) -> None:
         """Other numbers in an adapter, and its files. It is PEFT's: Megatron-Bridge's is not in this environment."""
@@ -252,13 +279,31 @@ class Actor:
 
         engine = ReshardCheckpointEngine(timeout=60)
         engine.init_process_group(0, 2, address, [], SECRET, True)
-        return await ended(engine.send_weights(self.shards, 1))
+        weights, _ = self.engine.get_per_tensor_param()
+        return await ended(engine.send_weights(weights, 1))
 
     async def receive(self, address: str) -> list:
         """As verl's worker beside an engine elsewhere does."""
         from reshard.integrations.verl import Meeting
 
         return await ended(self.adapter.update_weights(Meeting(address, 1, 2, SECRET, True), global_steps=1))
+
+
+def loads_of(verl) -> list:
+    """A list that grows by what our module lets verl load; verl's functions work without a GPU from then on."""
+    import torch
+    from verl.utils import megatron_utils
+
+    plain, load, loads = torch.empty, verl.load_megatron_model_to_gpu, []
+    megatron_utils.get_device_id = lambda: "cpu"
+    torch.empty = lambda *sizes, pin_memory=False, **options: plain(*sizes, **options)
+
+    def counted(models, **options):
+        loads.append(options)
+        load(models, **options)
+
+    verl.load_megatron_model_to_gpu = counted
+    return loads
 
 
 async def ended(call) -> list:
@@ -290,14 +335,23 @@ def live(folder: str, config) -> dict:
     ]  # fmt: skip
     server = served()
     ray.get(starting)
-    results: dict = {"syncs": []}
-    for steps, lost in ((3, ""), (4, ""), (5, str(Path.cwd() / "lost")), (6, "")):
-        ray.get(server.wait_for.remote(lost))
-        outcome = ray.get(actor.sync.remote(steps, lost))
+    results: dict = {"syncs": [], "loads": []}
+    lost = str(Path.cwd() / "lost")
+    for steps, options in (
+        (3, {}),
+        (4, {}),
+        (5, {"lost": lost}),
+        (6, {}),
+        (7, {"seed": 3}),
+        (8, {"several": 3}),
+    ):
+        ray.get(server.wait_for.remote(options.get("lost", "")))
+        outcome = ray.get(actor.sync.remote(steps, **options))
         served_then = ray.get(server.serves.remote()) if outcome[0] == "no error" else ()
         results["syncs"].append([*outcome[:2], *served_then])
+        results["loads"].append(outcome[3:])
     ray.get(server.die_at.remote("reshard_connect"))
-    results["died together"] = ray.get(actor.sync.remote(7, new=True))
+    results["died together"] = ray.get(actor.sync.remote(9, new=True))[:3]
     ray.kill(server)  # which gives its name back
     server = served(enable_lora=True, max_loras=1, max_lora_rank=8)
     saved, results["adapters"] = str(Path.cwd() / "adapter"), []

@@ -111,6 +111,14 @@ class Connection:
 
         return part() if calls is None else calls.alongside(link.group, part)
 
+    def reads_host_memory(self, source: Trainer) -> bool:
+        """Return True where the next refit needs nothing of a trainer's rank on the GPU: it can read its
+        parameters from host memory, and engines read no more of them over PCIe so than loading and
+        offloading them would move. False before a connection is made, which finds out who can map the
+        GPU's memory."""
+        sender = self.link.sender if self.link is not None else None
+        return sender is not None and sender.times_read <= 2 and source.is_readable_from_host()
+
     def close(self) -> None:
         """Unmap the engines' memory, and forget them."""
         link, self.link = self.link, None

@@ -15,6 +15,8 @@ plugin. What a refit does not cover (LoRA that is merged, QAT) takes verl's own 
 
 import logging
 import socket
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from reshard.core.extras import importing_beside
@@ -45,10 +47,12 @@ log = logging.getLogger("reshard.verl")
 
 class Shards(NamedTuple):
     """In the place of verl's iterator over full tensors: this rank's model, whose shards are read
-    where they are, and the name of its LoRA adapter in vLLM, None where it has none."""
+    where they are, the name of its LoRA adapter in vLLM, None where it has none, and what brings its
+    parameters back to the GPU, where verl has offloaded them."""
 
     source: MegatronModel
     adapter: str | None = None
+    load: Callable[[], None] = lambda: None
 
 
 class Meeting(NamedTuple):
@@ -82,17 +86,18 @@ class ReshardMegatronEngine(MegatronEngineWithLMHead):
     """verl's engine, whose weights are refitted instead of exported."""
 
     def get_per_tensor_param(self, base_sync_done: bool = False, **kwargs: Any) -> tuple[Any, dict | None]:
-        """Return the live shards, in the GPU's memory; or what verl exports, if a refit does not
-        cover it."""
+        """Return the live shards, which may be in host memory (`Connection.reads_host_memory`); or what verl
+        exports, if a refit does not cover it."""
         why = left_to_verl(self)
         if why:
             log.warning("verl's own weight sync is used: %s", why)
             return super().get_per_tensor_param(base_sync_done=base_sync_done, **kwargs)
-        load_megatron_model_to_gpu(self.module, load_grad=False)
+        load = partial(load_megatron_model_to_gpu, self.module, load_grad=False)
         if getattr(self, "_reshard_source", None) is None:
+            load()
             self._reshard_source = MegatronModel(self.module)
         # Without verl's config of the adapter, so that it asks for one sync: a refit knows what goes when.
-        return Shards(self._reshard_source, adapter_of(self.model_config)), None
+        return Shards(self._reshard_source, adapter_of(self.model_config), load), None
 
 
 def left_to_verl(engine: Any) -> str:
@@ -211,7 +216,10 @@ class ReshardCheckpointEngine(CheckpointEngine):
         connection, topology = self.connection, self.topology
         try:
             with connection.dropped_on_failure():
-                if self.is_new or connection.link is None:
+                is_new = self.is_new or connection.link is None
+                if is_new or not connection.reads_host_memory(weights.source):
+                    weights.load()
+                if is_new:
                     members = RefitGroup.join(
                         topology["address"],
                         topology["rank"],

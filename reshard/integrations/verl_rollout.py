@@ -76,6 +76,8 @@ class RefittedRollout:
         connection, timeout = self._connection, options.timeout
         connection.options = options
         with connection.dropped_on_failure():
+            if not connection.reads_host_memory(weights.source):
+                weights.load()
             if connection.link is None:
                 rank, size, first_rank = dist.get_rank(), self._members(), self._first_rank()
                 address, secret = agreed_meeting()

@@ -13,10 +13,12 @@ from reshard.core.placement import LocalTensor, local_matrix
 from reshard.device.cuda import Allocation, exported, frees_of, generation_of, is_exportable
 from reshard.models.model import Model
 from reshard.refit.addresses import (
+    COLUMN_COUNT,
     DESTINATION,
     DESTINATION_SHAPE,
     REQUEST_CODEC,
     REQUEST_COLUMNS,
+    ROW_COUNT,
     SHARD,
     STAGED_ROUND,
     UNSTAGED,
@@ -99,6 +101,14 @@ class Sender:
         self._post_memory()
         answer = RequestsRead(self.memory_digest, [digest(message) for message in messages])
         self.group.post("asked", answer.encode())
+
+    @property
+    def times_read(self) -> float:
+        """How often inference ranks read an element of this rank, on average."""
+        wanted = sum(
+            int(pieces[:, [ROW_COUNT, COLUMN_COUNT]].prod(1).sum()) for pieces in self.requests.values()
+        )
+        return wanted / max(1, int(self.sizes.shapes.prod(1).sum()))
 
     def _pieces(self, rank: int, payload: bytes) -> np.ndarray:
         """Return the pieces that an inference rank wants. Raises ReshardError where this rank does

@@ -80,6 +80,11 @@ class Trainer(ABC):
         """True where training may have left something to `sync_params`; the same on all ranks."""
         return False
 
+    def is_readable_from_host(self) -> bool:
+        """Return True where a refit could read all parameters if those that were moved to host memory stayed
+        there; False where a trainer does not say."""
+        return False
+
     def sync_params(self) -> None:
         """Finish what training has put off, before anything is read. All ranks of the trainer call
         it, and some may wait for others. Raises ReshardError where it fails."""

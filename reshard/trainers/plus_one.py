@@ -26,8 +26,11 @@ class PlusOne(Trainer):
             if any(part.name in names for part in tensor.parts)
         }
         regions = trainer.regions
+        # Where the trainer computes, also where it has its own parameters in host memory now.
         self.copies = {
-            index: torch.empty_like(self._numbers(index, regions), memory_format=torch.contiguous_format)
+            index: torch.empty_like(
+                self._numbers(index, regions), memory_format=torch.contiguous_format, device=trainer.device
+            )
             for index in self.shapes
         }
 

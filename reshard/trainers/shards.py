@@ -157,8 +157,8 @@ class ShardedModel(Trainer):
         return bool(self.gathering)
 
     def is_readable_from_host(self) -> bool:
-        """Return True where what was moved to host memory can be read from there: all is in memory that
-        the device reads, and nothing has to be gathered first."""
+        """See `Trainer.is_readable_from_host`: all is in memory that the device reads, and nothing has to be
+        gathered first."""
         if self.device is None or self.has_pending_sync:
             return False
         return all(is_readable(tensor, self.device) for tensor in self._now())
