@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from reshard.core.dtypes import DTYPES as DTYPES_BY_NAME
 from reshard.core.errors import ReshardError
+from reshard.delta import chunks
+from reshard.delta.chunks import CHUNK, ChunkSizes, Comparison, decode_chunks, encode_chunks
 from reshard.delta.encoding import BLOCK, BoxSize, Encoded, Form, apply, encode
 from reshard.delta.records import Record, decode_box, encode_box, row_box
 from reshard.storage.io.streams import TensorInfo
@@ -126,6 +128,88 @@ def test_changes_that_cannot_be_are_refused_before_anything_is_written():
         assert not torch.equal(old, before)
     with pytest.raises(ReshardError, match="no new version"):
         encode(old, old.to(torch.int32))
+
+
+def run_of_chunks(changed):
+    """Return two versions of a run of words in which so many of each chunk changed; the last chunk is short."""
+    old = random_bits((CHUNK * (len(changed) - 1) + 1000,), torch.int16, 0)
+    new, generator = old.clone(), torch.Generator().manual_seed(1)
+    for chunk, count in zip(new.split(CHUNK), changed, strict=True):
+        chunk[torch.randperm(len(chunk), generator=generator)[:count]] ^= 1
+    return old, new
+
+
+def encoded_at_once(old, new):
+    compared = Comparison.of(old, new)
+    sizes = ChunkSizes.of(len(new), compared.changed.numpy())
+    payload = torch.zeros(sizes.total, dtype=torch.uint8)
+    encode_chunks(compared, sizes, payload)
+    return sizes, payload
+
+
+RUNS = {
+    "all forms": [5000, 0, 3, CHUNK, CHUNK - 1, 200_000, 0, 100_000, 4000, 700],
+    "offsets": [5000, 4999, 5001, 30],
+    "bitmaps": [100_000, 60_000, 200],
+    "plain": [CHUNK, CHUNK, 1000],
+    "short": [1],
+    "nothing": [0, 0],
+}
+
+
+@pytest.mark.parametrize("at_once", [chunks.AT_ONCE, 1])
+@pytest.mark.parametrize("changed", RUNS.values(), ids=RUNS)
+def test_many_chunks_at_once_are_encoded_as_each_by_itself_and_decoded(changed, at_once, monkeypatch):
+    monkeypatch.setattr(chunks, "AT_ONCE", at_once)
+    old, new = run_of_chunks(changed)
+    sizes, payload = encoded_at_once(old, new)
+    alone = [encode(*pair) for pair in zip(old.split(CHUNK), new.split(CHUNK), strict=True)]
+    assert sizes.forms.tolist() == [delta.form for delta in alone]
+    assert sizes.changed.tolist() == [delta.changed for delta in alone] == changed
+    assert torch.equal(payload, torch.cat([delta.payload for delta in alone]))
+    for group in decode_chunks(payload, sizes):
+        for positions, values in group:
+            old[positions] = values
+    assert torch.equal(old, new)
+
+
+def flipped(marks, start):
+    """Turn the first mark that is set into one that is not."""
+    bits = marks[start:]
+    first = int((bits != 0).nonzero()[0])
+    bits[first] &= bits[first] - 1
+
+
+# Spoils the changes of the second of two chunks, of 1,000 words: its sections as they are typed.
+SPOILS = {
+    "an index twice": (3, lambda second, third: second.view(torch.int32)[1].copy_(second.view(torch.int32)[0])),
+    "an index below": (3, lambda second, third: second.view(torch.int32)[:1].fill_(-1)),
+    "an index behind": (3, lambda second, third: second.view(torch.int32)[2:3].fill_(1000)),
+    "more in a block": (40, lambda second, third: second.view(torch.int32)[:1].add_(1)),
+    "fewer in a block": (40, lambda second, third: second.view(torch.int32)[:1].fill_(-1)),
+    "an offset twice": (40, lambda second, third: third.view(torch.int16)[1].copy_(third.view(torch.int16)[0])),
+    "an offset behind": (40, lambda second, third: third.view(torch.int16)[39:40].fill_(1000)),
+    "a mark less": (900, lambda second, third: flipped(second, 0)),
+    "a mark behind": (900, lambda second, third: (flipped(second, 0), second[125:126].fill_(1))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changed", "spoil"), SPOILS.values(), ids=SPOILS)
+def test_chunks_whose_positions_cannot_be_are_refused(changed, spoil):
+    sizes, payload = encoded_at_once(*run_of_chunks([0, changed]))
+    assert None not in list(decode_chunks(payload, sizes))
+    second, third = (payload[start:] for start in sizes.starts[1, 1:])
+    spoil(second, third)
+    assert list(decode_chunks(payload, sizes)) == [None]
+
+
+def test_a_bitmap_with_a_mark_of_another_one_is_refused():
+    sizes, payload = encoded_at_once(*run_of_chunks([100_000, 900]))
+    first, second = (payload[start:] for start in sizes.starts[:, 1])
+    flipped(first, 0)
+    free = int((second[:125] != 255).nonzero()[0])
+    second[free] |= ~second[free] & -(~second[free])
+    assert list(decode_chunks(payload, sizes)) == [None]
 
 
 def test_a_tensor_without_dims_has_a_record_of_one_row():

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from reshard.core.errors import ReshardError
+from reshard.delta.chunks import CHUNK
+from reshard.delta.encoding import BLOCK
 from reshard.device.memory import Region
 from reshard.refit import RefitGroup, connect, deltas
 from reshard.refit.codecs import codec_between
@@ -127,7 +129,7 @@ def test_an_engine_that_has_other_weights_gets_all_of_them(how):
         assert same_as((one, other), into)
 
 
-PLAIN_CHANGES, PLAIN_ENCODED = changes.SentBuckets.changes, changes.encode_changed
+PLAIN_CHANGES, PLAIN_COMPARED = changes.SentBuckets.changes, changes.SentBuckets._compared
 
 
 def too_early(self, index, segments, since):
@@ -144,11 +146,14 @@ def torn(self, index, segments, since):
     return made
 
 
-def withheld(new, mask, changed):
-    """Send one change less than there is."""
-    first = mask.nonzero()[:1, 0]
-    mask[first] = False
-    return PLAIN_ENCODED(new, mask, changed - len(first))
+def withheld(self, bucket, segment):
+    """Find one change less than there is."""
+    compared, counts = PLAIN_COMPARED(self, bucket, segment)
+    first = compared.mask.nonzero()[:1, 0]
+    compared.mask[first] = False
+    compared.blocks[first // BLOCK] -= 1
+    counts[first // CHUNK] -= 1
+    return compared, counts
 
 
 FAULTS = {
@@ -160,8 +165,8 @@ FAULTS = {
     ),
     "torn": (changes.SentBuckets, "changes", torn, "sends changes of bucket 0 that make no sense"),
     "withheld": (
-        changes,
-        "encode_changed",
+        changes.SentBuckets,
+        "_compared",
         withheld,
         "1 tensors did not arrive as they are in the trainer: plain",
     ),

@@ -17,7 +17,7 @@ the number of elements, their size and how many changed knows the size of the wh
 
 import sys
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,13 +44,16 @@ class Form(IntEnum):
 
 
 class BoxSize(NamedTuple):
-    """The size of what is compared: `elements` of `itemsize` bytes each, of which `changed` changed."""
+    """The size of what is compared: `elements` of `itemsize` bytes each, of which `changed` changed.
 
-    elements: int
+    `elements` and `changed` may be arrays, of many boxes, and so are the sizes then.
+    """
+
+    elements: Any
     itemsize: int
-    changed: int
+    changed: Any
 
-    def sections(self, form: Form) -> list[int]:
+    def sections(self, form: Form) -> list[Any]:
         """Return the bytes of each section of a form."""
         values = self.changed * self.itemsize
         if form is Form.NOTHING:
@@ -63,13 +66,13 @@ class BoxSize(NamedTuple):
             return [values, -(-self.elements // 8)]
         return [self.elements * self.itemsize]
 
-    def size(self, form: Form) -> int:
+    def size(self, form: Form) -> Any:
         """Return the bytes of a form, padding included.
 
         >>> [BoxSize(1 << 20, 2, 1000).size(form) for form in Form]
         [0, 6000, 4064, 133072, 2097152]
         """
-        return sum(map(_padded, self.sections(form)))
+        return sum(map(padded, self.sections(form)))
 
     @property
     def form(self) -> Form:
@@ -137,15 +140,15 @@ def encode_changed(new: torch.Tensor, mask: torch.Tensor, changed: int) -> Encod
     if form is Form.PLAIN:
         _fill(payload, box, form, [bits])
         return Encoded(form, changed, payload)
-    positions = _marked(mask, changed)
+    positions = marked(mask, changed)
     values = bits.index_select(0, positions)
     if form is Form.INDICES:
         places = [positions.to(torch.int32)]
     elif form is Form.OFFSETS:
         counts = torch.bincount(positions // BLOCK, minlength=-(-box.elements // BLOCK))
-        places = [counts.to(torch.int32), _as_uint16(positions % BLOCK)]
+        places = [counts.to(torch.int32), as_uint16(positions % BLOCK)]
     else:
-        places = [_packed_bits(mask)]
+        places = [packed_bits(mask)]
     _fill(payload, box, form, [values, *places])
     return Encoded(form, changed, payload)
 
@@ -165,7 +168,7 @@ def decode(encoded: Encoded, elements: int, dtype: torch.dtype) -> Decoded:
     parts, start = [], 0
     for size in sizes:
         parts.append(payload[start : start + size])
-        start += _padded(size)
+        start += padded(size)
     if form is Form.PLAIN:
         return Decoded(torch.arange(elements, device=device), parts[0].view(bits), valid)
     values = parts[0].view(bits)
@@ -179,10 +182,10 @@ def decode(encoded: Encoded, elements: int, dtype: torch.dtype) -> Decoded:
         positions = blocks * BLOCK + (parts[2].view(torch.int16).to(torch.int64) & (BLOCK - 1))
         valid = (ends[-1] == changed) & (ends.diff() >= 0).all() & (ends[0] >= 0)
     else:
-        positions = _unpacked_bits(parts[1]).nonzero()[:, 0]
+        positions = unpacked_bits(parts[1]).nonzero()[:, 0]
         if len(positions) != changed:
             return Decoded(positions, values, torch.zeros_like(valid))
-    return Decoded(positions, values, valid & _in_order(positions, elements))
+    return Decoded(positions, values, valid & in_order(positions, elements))
 
 
 def apply(encoded: Encoded, out: torch.Tensor) -> None:
@@ -218,7 +221,8 @@ def _checked_sections(encoded: Encoded, box: BoxSize) -> list[int]:
     return box.sections(encoded.form)
 
 
-def _padded(size: int) -> int:
+def padded(size: Any) -> Any:
+    """Return a size, or an array of them, up to where the next section may begin."""
     return size + -size % SECTION
 
 
@@ -227,16 +231,16 @@ def _fill(payload: torch.Tensor, box: BoxSize, form: Form, parts: list[torch.Ten
     start = 0
     for size, part in zip(box.sections(form), parts, strict=True):
         payload[start : start + size] = part.contiguous().view(torch.uint8)
-        payload[start + size : start + _padded(size)] = 0
-        start += _padded(size)
+        payload[start + size : start + padded(size)] = 0
+        start += padded(size)
 
 
-def _as_uint16(numbers: torch.Tensor) -> torch.Tensor:
+def as_uint16(numbers: torch.Tensor) -> torch.Tensor:
     """Return numbers below 65,536 in 16 bits each, typed int16, for which torch has all operations."""
     return ((numbers ^ (BLOCK >> 1)) - (BLOCK >> 1)).to(torch.int16)
 
 
-def _marked(mask: torch.Tensor, count: int) -> torch.Tensor:
+def marked(mask: torch.Tensor, count: int) -> torch.Tensor:
     """Return the `count` positions that a mask marks, in order; where they are few, by looking at eight at once."""
     if len(mask) % 8 or count * 64 > len(mask):
         return mask.nonzero()[:, 0]
@@ -245,18 +249,18 @@ def _marked(mask: torch.Tensor, count: int) -> torch.Tensor:
     return eights[row] * 8 + column
 
 
-def _packed_bits(mask: torch.Tensor) -> torch.Tensor:
-    padded = torch.nn.functional.pad(mask.view(torch.uint8), (0, -len(mask) % 8)).view(-1, 8)
-    packed = padded[:, 0].clone()
-    for bit in range(1, 8):
-        packed |= padded[:, bit] << bit
-    return packed
+def packed_bits(mask: torch.Tensor) -> torch.Tensor:
+    """Return a bit for each bool of a mask, in uint8, lowest bit first."""
+    eights = torch.nn.functional.pad(mask.view(torch.uint8), (0, -len(mask) % 8)).view(torch.int64)
+    # Of the product only these reach the top byte: byte i, which is 0 or 1, by 1 << (56 - 7 * i), at its bit i.
+    return ((eights * 0x0102040810204080) >> 56).to(torch.uint8)
 
 
-def _unpacked_bits(packed: torch.Tensor) -> torch.Tensor:
+def unpacked_bits(packed: torch.Tensor) -> torch.Tensor:
+    """Return the bits of `packed_bits`, each in uint8."""
     return (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1).reshape(-1)
 
 
-def _in_order(positions: torch.Tensor, elements: int) -> torch.Tensor:
+def in_order(positions: torch.Tensor, elements: int) -> torch.Tensor:
     """Return whether positions rise, so that none comes twice, and lie in a box; as a tensor where they are."""
     return (positions.diff() > 0).all() & (positions[0] >= 0) & (positions[-1] < elements)

@@ -1,35 +1,33 @@
 """Deltas of buckets: what a trainer's rank packs is compared with what it packed and sent last, and only what
 changed travels; an inference rank writes it where its tensors lie.
 
-A bucket is compared in words of 2 bytes, in chunks of 1 MiB, each in the smallest form of
-`reshard.delta.encoding`. What travels of a bucket, in int64 and then bytes:
+A bucket is compared in words of 2 bytes, in chunks of 1 MiB (`reshard.delta.chunks`). What travels of a bucket,
+in int64 and then bytes:
 
     since, bucket, chunks    the transaction on which it builds, the bucket's number, and how many chunks
     form, changed            of each chunk
     payload                  of each chunk in turn
 
 An inference rank knows since when it expects changes, and which bucket is next: others are refused before a
-byte is written.
+byte is written, and positions outside of the bucket before any of as many chunks as are written at once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 
 import numpy as np
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.delta.encoding import BoxSize, Decoded, Encoded, Form, changed_mask, decode, encode_changed
+from reshard.delta.chunks import WORD, ChunkSizes, Comparison, Words, chunks_of, decode_chunks, encode_chunks
+from reshard.delta.encoding import Form
 from reshard.refit.codecs import CODECS, PLAIN, bytes_in_source
 from reshard.refit.copies import host_bytes
 from reshard.refit.tables import CODEC, DST, DST_PITCH, ROWS, SRC, WIDTH
 from reshard.refit.transports.base import Measured
 from reshard.refit.transports.packing import PackedPair
 
-WORD = 2
-CHUNK = 1 << 19  # words
 PRELUDE = 3  # numbers ahead of those of the chunks
-FORMS = {int(form): form for form in Form}
 
 
 class SentBuckets:
@@ -45,8 +43,8 @@ class SentBuckets:
         self.sizes: dict[int, list[int]] = {}  # of buckets, by such a first rank
         self.buckets: dict[tuple[int, int], torch.Tensor] = {}  # by such a first rank and the bucket's number
         self.whole = self._were_whole = False  # all of what was last sent is kept
-        # Of each bucket that was compared: the words of its chunks, and how many of each changed.
-        self._comparisons: list[tuple[list[int], torch.Tensor]] = []
+        # Of each bucket that was compared: its words, and how many of each chunk changed.
+        self._comparisons: list[tuple[int, torch.Tensor]] = []
 
     def arrange(self, pairs: Mapping[int, PackedPair]) -> None:
         """Take what goes out, by inference rank."""
@@ -77,10 +75,9 @@ class SentBuckets:
         """The changes that comparisons have found since `begin`; waits for the device."""
         measured = Measured()
         for words, counts in self._comparisons:
-            boxes = [BoxSize(*box) for box in zip(words, [WORD] * len(words), counts.tolist(), strict=True)]
-            size = header_bytes(WORD * sum(words)) + sum(box.size(box.form) for box in boxes)
-            changed = sum(box.changed for box in boxes)
-            measured = measured.plus(Measured(changed, sum(words), size, WORD * sum(words)))
+            sizes = ChunkSizes.of(words, counts.cpu().numpy())
+            changed, size = int(sizes.changed.sum()), header_bytes(WORD * words) + sizes.total
+            measured = measured.plus(Measured(changed, words, size, WORD * words))
         return measured
 
     def keep(self, index: int, segments: Mapping[int, torch.Tensor]) -> None:
@@ -108,30 +105,23 @@ class SentBuckets:
 
     def _encoded(self, index: int, rank: int, segment: torch.Tensor, since: int) -> torch.Tensor:
         bucket = self.buckets[rank, index]
-        words, masks, device_counts = self._compared(bucket, segment)
-        counts = device_counts.tolist()
-        chunks = [encode_changed(*chunk) for chunk in zip(words, masks, counts, strict=True)]
-        header = [since, index, len(chunks)]
-        for encoded in chunks:
-            header += [int(encoded.form), encoded.changed]
-        head = torch.tensor(header, dtype=torch.int64).to(self.device).view(torch.uint8)
-        if any(counts):
+        compared, counts = self._compared(bucket, segment)
+        sizes = ChunkSizes.of(len(compared.words), counts.cpu().numpy())
+        header = np.array([since, index, len(sizes.forms), *np.stack([sizes.forms, sizes.changed], 1).flat])
+        payload = torch.zeros(header.nbytes + sizes.total, dtype=torch.uint8, device=self.device)
+        payload[: header.nbytes] = torch.from_numpy(header.view(np.uint8))
+        encode_chunks(compared, sizes, payload[header.nbytes :])
+        if sizes.total:
             bucket.copy_(segment, non_blocking=True)
-        return torch.cat([head, *(encoded.payload for encoded in chunks)])
+        return payload
 
-    def _compared(
-        self, bucket: torch.Tensor, segment: torch.Tensor
-    ) -> tuple[Sequence[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-        """Return the words of each chunk as they are now, which of them changed, and how many."""
-        words = segment.view(torch.int16).split(CHUNK)
-        before = bucket.to(self.device, non_blocking=True).view(torch.int16).split(CHUNK)
-        masks, counts = [], []
-        for old, new in zip(before, words, strict=True):
-            masks.append(changed_mask(old, new))
-            counts.append(torch.count_nonzero(masks[-1]))
-        stacked = torch.stack(counts)
-        self._comparisons.append((list(map(len, words)), stacked))
-        return words, masks, stacked
+    def _compared(self, bucket: torch.Tensor, segment: torch.Tensor) -> tuple[Comparison, torch.Tensor]:
+        """Compare what is sent with what is kept; return that, and how many words of each chunk changed."""
+        before = bucket.to(self.device, non_blocking=True)
+        compared = Comparison.of(before.view(torch.int16), segment.view(torch.int16))
+        counts = compared.changed
+        self._comparisons.append((len(compared.words), counts))
+        return compared, counts
 
 
 def _contents(pair: PackedPair) -> bytes:
@@ -144,7 +134,7 @@ def _contents(pair: PackedPair) -> bytes:
 
 def header_bytes(size: int) -> int:
     """Return the bytes ahead of the payloads of a bucket of `size` bytes."""
-    return 8 * (PRELUDE + 2 * _chunks(size))
+    return 8 * (PRELUDE + 2 * chunks_of(size // WORD))
 
 
 def most_bytes(size: int) -> int:
@@ -152,46 +142,33 @@ def most_bytes(size: int) -> int:
     return header_bytes(size) + size + 8 if size else 0
 
 
-def _chunks(size: int) -> int:
-    return -(-size // (WORD * CHUNK))
-
-
-def read_changes(
-    payload: torch.Tensor, size: int, since: int, index: int, who: str
-) -> list[tuple[int, Decoded]]:
-    """Return the changes of a bucket of `size` bytes in what `who` has sent, for each chunk that has any with
-    the position of its first word.
+def read_changes(payload: torch.Tensor, size: int, since: int, index: int, who: str) -> Iterator[Words]:
+    """Yield the changes of a bucket of `size` bytes in what `who` has sent.
 
     Raises ReshardError where they are not of this bucket, build on another transaction than `since`, or make no
-    sense.
+    sense: before the first, but where positions are outside of it, or not in order.
     """
-    broken = f"{who} sends changes of bucket {index} that make no sense"
-    if len(payload) < header_bytes(size):
+    broken, head = f"{who} sends changes of bucket {index} that make no sense", header_bytes(size)
+    if len(payload) < head:
         raise ReshardError(f"{broken}: {len(payload):,} bytes")
-    header = payload[: header_bytes(size)].view(torch.int64).tolist()
-    if header[:PRELUDE] != [since, index, _chunks(size)]:
+    header = payload[:head].view(torch.int64).cpu().numpy()
+    if header[:PRELUDE].tolist() != [since, index, chunks_of(size // WORD)]:
         raise ReshardError(
             f"{who} sends changes of bucket {header[1]} since transaction {header[0]}, where those of bucket "
             f"{index} since transaction {since} are due: the next refit sends all"
         )
-    start, changes = header_bytes(size), []
-    for chunk in range(_chunks(size)):
-        form, changed = header[PRELUDE + 2 * chunk : PRELUDE + 2 * chunk + 2]
-        elements = min(CHUNK, size // WORD - chunk * CHUNK)
-        if form not in FORMS or not 0 <= changed <= elements:
-            raise ReshardError(f"{broken}: {changed:,} changes in form {form}")
-        end = start + BoxSize(elements, WORD, changed).size(FORMS[form])
-        if end > len(payload):
-            raise ReshardError(f"{broken}: {len(payload):,} bytes")
-        if changed:
-            decoded = decode(Encoded(FORMS[form], changed, payload[start:end]), elements, torch.int16)
-            changes.append((chunk * CHUNK, decoded))
-        start = end
-    if start != len(payload):
+    forms, changed = header[PRELUDE:].reshape(-1, 2).T
+    elements = ChunkSizes.of(size // WORD, np.zeros_like(changed)).elements
+    fits = (changed >= 0) & (changed <= elements) & ((forms != Form.NOTHING) | (changed == 0))
+    if not (fits & np.isin(forms, list(Form))).all():
+        raise ReshardError(f"{broken}: {changed.tolist()} changes in forms {forms.tolist()}")
+    sizes = ChunkSizes.of(size // WORD, changed, forms)
+    if sizes.total != len(payload) - head:
         raise ReshardError(f"{broken}: {len(payload):,} bytes")
-    if changes and not bool(torch.stack([decoded.valid for _, decoded in changes]).all()):
-        raise ReshardError(f"{broken}: positions outside of it, or not in order")
-    return changes
+    for group in decode_chunks(payload[head:], sizes):
+        if group is None:
+            raise ReshardError(f"{broken}: positions outside of it, or not in order")
+        yield from group
 
 
 class ServedBucket:

@@ -343,12 +343,11 @@ class Nccl(Transport):
         for rank, part, size in zip(self.ranks, parts, buckets, strict=True):
             if not size:
                 continue
-            changes = read_changes(part, size, since, index, self.group.names[rank])
-            if changes and (rank, index) not in self.served:
-                table = self.receives_by_round[UNSTAGED][rank].copies(index, 0)
-                self.served[rank, index] = ServedBucket(table, self.device)
-            for first, decoded in changes:
-                self.served[rank, index].write(first + decoded.positions, decoded.values)
+            for words in read_changes(part, size, since, index, self.group.names[rank]):
+                if (rank, index) not in self.served:
+                    table = self.receives_by_round[UNSTAGED][rank].copies(index, 0)
+                    self.served[rank, index] = ServedBucket(table, self.device)
+                self.served[rank, index].write(*words)
 
     def _buffer(self, pairs: Mapping[int, Mapping[int, PackedPair]]) -> torch.Tensor:
         return torch.empty(self.limit * len(pairs[UNSTAGED]), dtype=torch.uint8, device=self.device)

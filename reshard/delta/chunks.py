@@ -1,0 +1,257 @@
+"""Changes of a run of 2-byte words, in chunks of 1 MiB that are each in the smallest form of
+`reshard.delta.encoding`, one behind the other.
+
+Many chunks are compared, encoded and decoded at once, so that a GPU gets about as many kernels for a bucket as
+for a chunk: with those of each chunk by itself, the launches take a hundred times as long as the bytes.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from reshard.delta.encoding import (
+    BLOCK,
+    SECTION,
+    BoxSize,
+    Form,
+    as_uint16,
+    in_order,
+    marked,
+    packed_bits,
+    padded,
+    unpacked_bits,
+)
+
+WORD = 2
+CHUNK = 1 << 19  # words
+BLOCKS = CHUNK // BLOCK  # of a chunk
+BITS = CHUNK // 64  # int64 of a chunk's bitmap
+AT_ONCE = 1 << 23  # changes, about, of which positions are made at once: each takes some 100 bytes meanwhile
+LISTED = (Form.INDICES, Form.OFFSETS, Form.BITMAP)  # forms whose values come one by one
+
+
+class Comparison(NamedTuple):
+    """Words as they are now, int16 ``[n]``, compared with what they were.
+
+    `mask`, bools ``[n, rounded up to whole chunks]``, says which have other bits, and `blocks`, int32, how
+    many in each block of 65,536 words.
+    """
+
+    words: torch.Tensor
+    mask: torch.Tensor
+    blocks: torch.Tensor
+
+    @staticmethod
+    def of(old: torch.Tensor, new: torch.Tensor) -> "Comparison":
+        """Compare the words of both, int16 ``[n]`` of one device; on a GPU, enqueue it."""
+        mask = torch.empty(chunks_of(len(new)) * CHUNK, dtype=torch.bool, device=new.device)
+        torch.ne(old, new, out=mask[: len(new)])
+        mask[len(new) :] = False
+        # The sum of 128 int64 of eight marks each is eight counts, a byte each.
+        eights = mask.view(torch.int64).view(-1, 128).sum(1)
+        blocks = eights.view(torch.uint8).view(-1, BLOCK // 128).sum(1, dtype=torch.int32)
+        return Comparison(new, mask, blocks)
+
+    @property
+    def changed(self) -> torch.Tensor:
+        """How many words of each chunk changed."""
+        return self.blocks.view(-1, BLOCKS).sum(1)
+
+
+class ChunkSizes(NamedTuple):
+    """Where the changes of each chunk lie in their payload: an element of each array for each chunk.
+
+    `elements` are its words, of which `changed` changed; `forms` is a `Form`, and `starts` the first byte of
+    each of its sections ``[chunks, 3]``; `total` are the bytes of all.
+    """
+
+    elements: np.ndarray
+    changed: np.ndarray
+    forms: np.ndarray
+    starts: np.ndarray
+    total: int
+
+    @staticmethod
+    def of(words: int, changed: np.ndarray, forms: np.ndarray | None = None) -> "ChunkSizes":
+        """Return those of a run of so many words, in these forms, by default the smallest."""
+        elements = np.minimum(CHUNK, words - CHUNK * np.arange(chunks_of(words)))
+        boxes = BoxSize(elements, WORD, changed)
+        sizes = np.stack([np.zeros_like(elements), *(boxes.size(form) for form in Form if form)])
+        if forms is None:
+            forms = np.where(changed > 0, 1 + sizes[1:].argmin(0), int(Form.NOTHING))
+        ends = sizes[forms, np.arange(len(forms))].cumsum()
+        first = ends - sizes[forms, np.arange(len(forms))]
+        second = first + padded(changed * WORD)
+        third = second + padded(4 * -(-elements // BLOCK))
+        total = int(ends[-1]) if len(ends) else 0
+        return ChunkSizes(elements, changed, forms, np.stack([first, second, third], 1), total)
+
+    def groups(self) -> Iterator[np.ndarray]:
+        """Yield the numbers of the chunks with changes, of as many at a time as are worked on at once."""
+        work = np.where(self.forms == Form.PLAIN, self.elements, self.changed)
+        numbers = np.flatnonzero(work)
+        group = (work[numbers].cumsum() - work[numbers]) // AT_ONCE
+        yield from np.split(numbers, np.flatnonzero(np.diff(group)) + 1) if len(numbers) else ()
+
+    def of_form(self, chunks: np.ndarray, form: Form) -> np.ndarray:
+        """Return those of these chunks that are in a form."""
+        return chunks[self.forms[chunks] == form]
+
+
+class Words(NamedTuple):
+    """Changed words: their int64 `positions` ``[n]`` in the run, and their `values`, int16 ``[n]``."""
+
+    positions: torch.Tensor
+    values: torch.Tensor
+
+
+def chunks_of(words: int) -> int:
+    """Return the number of chunks of so many words."""
+    return -(-words // CHUNK)
+
+
+def encode_chunks(compared: Comparison, sizes: ChunkSizes, payload: torch.Tensor) -> None:
+    """Write the changes of all chunks into `payload`, zeros in uint8 ``[sizes.total]``."""
+    for chunks in sizes.groups():
+        plain = sizes.of_form(chunks, Form.PLAIN)
+        for run in np.split(plain, np.flatnonzero(np.diff(plain) != 1) + 1) if len(plain) else ():
+            words = compared.words[run[0] * CHUNK : (run[-1] + 1) * CHUNK].view(torch.uint8)
+            start = int(sizes.starts[run[0], 0])
+            payload[start : start + len(words)] = words
+        if len(plain) < len(chunks):
+            _encode_listed(compared, sizes, chunks, payload)
+
+
+def _encode_listed(
+    compared: Comparison, sizes: ChunkSizes, chunks: np.ndarray, payload: torch.Tensor
+) -> None:
+    """Write the changes of those of these chunks, a group, in which they are listed."""
+    begin, end = int(chunks[0]), int(chunks[-1]) + 1
+    device, span = payload.device, np.arange(begin, end)
+    is_listed = np.isin(sizes.forms[span], LISTED)
+    listed, changed = span[is_listed], np.where(is_listed, sizes.changed[span], 0)
+    mask, words = compared.mask[begin * CHUNK : end * CHUNK], compared.words[begin * CHUNK : end * CHUNK]
+    if len(sizes.of_form(chunks, Form.PLAIN)):
+        mask = (mask.view(-1, CHUNK) & torch.from_numpy(is_listed).to(device)[:, None]).view(-1)
+    positions = marked(mask, int(changed.sum()))
+    before = changed.cumsum() - changed  # changes in the chunks of the group ahead of each
+    starts = sizes.starts[span]
+    to_values, to_indices, to_offsets, forms = _on_device(
+        starts[:, 0] // 2 - before,
+        starts[:, 1] // 4 - before,
+        starts[:, 2] // 2 - before,
+        sizes.forms[span],
+        device=device,
+    )
+    order, chunk = torch.arange(len(positions), device=device), positions // CHUNK
+    payload.view(torch.int16)[order + to_values[chunk]] = words[positions]
+    for form in LISTED:
+        of_form = sizes.of_form(listed, form)
+        if not len(of_form):
+            continue
+        if form is Form.BITMAP:
+            lengths = padded(-(-sizes.elements[of_form] // 8)) // SECTION
+            there = _spans(sizes.starts[of_form, 1] // SECTION, lengths, device)
+            here = _spans((of_form - begin) * BITS, lengths, device)
+            payload.view(torch.int64)[there] = packed_bits(mask).view(torch.int64)[here]
+            continue
+        which = order if len(of_form) == len(listed) else (forms[chunk] == int(form)).nonzero()[:, 0]
+        at, of = positions[which], chunk[which]
+        if form is Form.INDICES:
+            payload.view(torch.int32)[which + to_indices[of]] = (at - of * CHUNK).to(torch.int32)
+            continue
+        payload.view(torch.int16)[which + to_offsets[of]] = as_uint16(at % BLOCK)
+        lengths = -(-sizes.elements[of_form] // BLOCK)
+        there = _spans(sizes.starts[of_form, 1] // 4, lengths, device)
+        payload.view(torch.int32)[there] = compared.blocks[_spans(of_form * BLOCKS, lengths, device)]
+
+
+def decode_chunks(payload: torch.Tensor, sizes: ChunkSizes) -> Iterator[list[Words] | None]:
+    """Yield the changes of groups of chunks; None where positions lie outside of their chunks, or their
+    numbers are not what they are said to be: nothing may be written by them then."""
+    for chunks in sizes.groups():
+        found, valid = [], []
+        for form in (*LISTED, Form.PLAIN):
+            of_form = sizes.of_form(chunks, form)
+            if not len(of_form):
+                continue
+            if form is Form.PLAIN:
+                elements = sizes.elements[of_form]
+                here = _spans(sizes.starts[of_form, 0] // WORD, elements, payload.device)
+                positions = _spans(of_form * CHUNK, elements, payload.device)
+                found.append(Words(positions, payload.view(torch.int16)[here]))
+                continue
+            decode = {Form.INDICES: _indices, Form.OFFSETS: _offsets, Form.BITMAP: _bitmaps}[form]
+            positions, is_valid = decode(payload, sizes, of_form)
+            here = _spans(sizes.starts[of_form, 0] // WORD, sizes.changed[of_form], payload.device)
+            if len(positions) != len(here):
+                yield None
+                return
+            found.append(Words(positions, payload.view(torch.int16)[here]))
+            end = int(of_form[-1]) * CHUNK + int(sizes.elements[of_form[-1]])
+            valid.append(is_valid & in_order(positions, end))
+        yield found if not valid or bool(torch.stack(valid).all()) else None
+
+
+def _indices(
+    payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions of changes in chunks of this form, and whether each is in its chunk."""
+    device, changed = payload.device, sizes.changed[chunks]
+    indices = payload.view(torch.int32)[_spans(sizes.starts[chunks, 1] // 4, changed, device)].to(torch.int64)
+    first, elements = _on_device(
+        np.repeat(chunks * CHUNK, changed), np.repeat(sizes.elements[chunks], changed), device=device
+    )
+    return first + indices, ((indices >= 0) & (indices < elements)).all()
+
+
+def _offsets(
+    payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions of changes in chunks of this form, and whether their blocks have as many as the
+    chunks."""
+    device, changed = payload.device, sizes.changed[chunks]
+    blocks = -(-sizes.elements[chunks] // BLOCK)
+    counts = payload.view(torch.int32)[_spans(sizes.starts[chunks, 1] // 4, blocks, device)].to(torch.int64)
+    ends = counts.cumsum(0)
+    order = torch.arange(int(changed.sum()), device=device)
+    # The block of each change: the first that ends after it. No count can make this read elsewhere.
+    block = torch.searchsorted(ends, order, right=True).clamp_(max=len(ends) - 1)
+    here = _spans(sizes.starts[chunks, 2] // WORD, changed, device)
+    offsets = payload.view(torch.int16)[here].to(torch.int64) & (BLOCK - 1)
+    last, expected = _on_device(blocks.cumsum() - 1, changed.cumsum(), device=device)
+    positions = _spans(chunks * CHUNK, blocks, device, BLOCK)[block] + offsets
+    return positions, (counts >= 0).all() & (ends[last] == expected).all()
+
+
+def _bitmaps(
+    payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions of changes in chunks of this form, and whether each chunk marks as many as it
+    has."""
+    device, changed = payload.device, sizes.changed[chunks]
+    lengths = padded(-(-sizes.elements[chunks] // 8)) // SECTION
+    bits = payload.view(torch.int64)[_spans(sizes.starts[chunks, 1] // SECTION, lengths, device)]
+    marks = unpacked_bits(bits.view(torch.uint8)).nonzero()[:, 0]
+    # All chunks but the last of a run are whole.
+    which = marks // CHUNK
+    [first] = _on_device(chunks * CHUNK, device=device)
+    expected = _spans(np.arange(len(chunks)), changed, device, 0)
+    valid = (which == expected).all() if len(which) == len(expected) else torch.zeros((), dtype=torch.bool)
+    return first[which] + marks % CHUNK, valid
+
+
+def _on_device(*arrays: np.ndarray, device: torch.device) -> Sequence[torch.Tensor]:
+    """Return int64 arrays of one length on a device, carried there at once."""
+    return torch.from_numpy(np.stack(arrays).astype(np.int64)).to(device).unbind()
+
+
+def _spans(starts: np.ndarray, lengths: np.ndarray, device: torch.device, step: int = 1) -> torch.Tensor:
+    """Return the numbers of each span in turn, int64 ``[lengths.sum()]``: its start, and so on by `step`."""
+    total, before = int(lengths.sum()), lengths.cumsum() - lengths
+    first, repeats = _on_device(starts - step * before, lengths, device=device)
+    return torch.repeat_interleave(first, repeats, output_size=total) + step * torch.arange(
+        total, device=device
+    )
