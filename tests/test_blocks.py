@@ -16,9 +16,19 @@ from hypothesis import strategies as st
 from reshard.core.dtypes import DTYPES
 from reshard.quantization.fp8_blocks import BLOCK, FP8, ROUNDINGS, encode
 from reshard.refit.addresses import NO_SLOT, PART_COLUMNS, UNSTAGED, Pieces
-from reshard.refit.codecs import CODECS, PLAIN, block_codec, codec_between
+from reshard.refit.codecs import BEFORE_BLOCKS, CODECS, PLAIN, block_codec, codec_between
+from reshard.refit.digests import Digests
 from reshard.refit.fp8_blocks import split
-from reshard.refit.fp8_blocks.items import BF16, PLACES, cut, items_of, quantize_on_host, size_of
+from reshard.refit.fp8_blocks.items import (
+    BF16,
+    PLACES,
+    cut,
+    digest_on_host,
+    items_of,
+    quantize_on_host,
+    size_of,
+    spans_of,
+)
 from reshard.refit.fp8_blocks.packed import digest_requantized, digest_served, places_of_requests
 from reshard.refit.tables import (
     CODEC,
@@ -26,6 +36,7 @@ from reshard.refit.tables import (
     DST,
     ELEMENT_BYTES,
     ITEM_BLOCKS,
+    NO_PIECE,
     ROWS,
     SRC,
     SRC_PITCH,
@@ -318,7 +329,7 @@ def interpret() -> None:
     # The interpreter does not round fp8 as GPUs do: these are numbers that become codes without.
     rng = np.random.default_rng(0)
     numbers = np.arange(256, dtype=np.uint8).view(FP8.numpy()).astype(np.float32)
-    rows, columns = 170, 1160
+    rows, columns = 170, 1168
     numbers = rng.choice(numbers[np.isfinite(numbers)], (rows, columns))
     numbers[::BLOCK, ::BLOCK] = 448
     power = rng.integers(-12, 4, (2, 10)).repeat(BLOCK, 0).repeat(BLOCK, 1)[:rows, :columns]
@@ -331,11 +342,11 @@ def interpret() -> None:
         ("fp32", 3, ITEM_BLOCKS, SOURCES[2]),
         ("twice", 0, 1, SOURCES[1]),
     ]:
-        cuts = [(0, 0, 128, 1024), (0, 1024, 128, 136), (128, 0, 20, columns), (148, 0, 22, 104 + shift),
-                (148, 104 + shift, 22, columns - 104 - shift)]  # fmt: skip
+        cuts = [(0, 0, 128, 1024), (0, 1024, 128, 144), (128, 0, 20, columns), (148, 0, 22, 112 + shift),
+                (148, 112 + shift, 22, columns - 112 - shift)]  # fmt: skip
         table, into, held = pieces_of(values, cuts, shift, sources)
         places, codes, scales = places_for((rows, columns))
-        block_items = cut(table, into, np.zeros(len(cuts), np.int64), places, blocks)
+        block_items = cut(table, into, np.arange(len(cuts)), places, blocks)
         how = rounding, not shift, blocks, size_of(block_items.fragments[:, ELEMENT_BYTES])
         tables = torch.from_numpy(block_items.items), torch.from_numpy(block_items.fragments)
         quantize_items(*tables, *how)
@@ -346,6 +357,8 @@ def interpret() -> None:
         )
         assert np.array_equal(np.signbit(encoded), np.signbit(expected.astype(np.float32)))
         assert (codes[:, columns:] == 0xEE).all() and len(held) == len(cuts)
+        if not shift:
+            digests_are_equal(block_items, table, tables, how)
         print(rounding, "equal")
     # Of the last, a block at a time: nothing differs; then a code and a scale do.
     assert not compare_items(*tables, *how).any()
@@ -355,6 +368,23 @@ def interpret() -> None:
     of_code, of_scale = codes.ctypes.data + 128 * codes.strides[0], codes.ctypes.data + 128
     wanted = {of_code, of_scale}
     assert {int(block_items.items[index, CODES]) for (index,) in differing} == wanted
+
+
+def digests_are_equal(block_items, table: np.ndarray, tables: tuple, how: tuple) -> None:
+    """The digests that a check of blocks takes along, by the kernel and the host, against those of the pieces
+    by themselves; of a piece that is padding there is none."""
+    from reshard.refit.kernels import compare_items
+
+    columns, plain = table[:, WIDTH], table.copy()
+    plain[:, CODEC], plain[:, WIDTH] = BEFORE_BLOCKS[table[:, CODEC]], columns * BF16.size
+    expected = Digests(plain, columns, torch.device("cpu")).result()
+    owners = np.where(block_items.owners == 1, NO_PIECE, block_items.owners)
+    expected[1] = 0
+    spans, (_, fragments) = spans_of(block_items._replace(owners=owners), table), tables
+    by_kernel, on_host = torch.zeros((2, len(table)), dtype=torch.int64)
+    assert not compare_items(*tables, *how, torch.from_numpy(spans), by_kernel).any()
+    digest_on_host(fragments.numpy(), spans, on_host.numpy().view(np.uint64))
+    assert by_kernel.tolist() == on_host.tolist() == expected.tolist() and len({*expected}) == len(table)
 
 
 if __name__ == "__main__":

@@ -117,10 +117,11 @@ def _add_on_host(tiles: np.ndarray, sums: np.ndarray, word: int, unit: int, code
         values = source.view(f"u{word}").astype(np.uint64).reshape(-1)
         positions = np.uint64(first) + np.arange(len(values), dtype=np.uint64)
         with np.errstate(over="ignore"):
-            sums[piece] += _mixed(values, positions).sum(dtype=np.uint64)
+            sums[piece] += mixed(values, positions).sum(dtype=np.uint64)
 
 
-def _mixed(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    mixed: np.ndarray = (values + np.uint64(1)) * np.uint64(MIX_VALUE) + positions * np.uint64(MIX_POSITION)
-    mixed = (mixed ^ (mixed >> np.uint64(MIX_FIRST_SHIFT))) * np.uint64(MIX_FINAL)
-    return mixed ^ (mixed >> np.uint64(MIX_SECOND_SHIFT))
+def mixed(words: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return the mix of words and their positions, all uint64."""
+    mix: np.ndarray = (words + np.uint64(1)) * np.uint64(MIX_VALUE) + positions * np.uint64(MIX_POSITION)
+    mix = (mix ^ (mix >> np.uint64(MIX_FIRST_SHIFT))) * np.uint64(MIX_FINAL)
+    return mix ^ (mix >> np.uint64(MIX_SECOND_SHIFT))

@@ -30,6 +30,9 @@ from reshard.refit.tables import (
 WORDS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
 FLOATS = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 BLOCK = 2048
+# Of the kernel that makes blocks: so that two of its programs run on a multiprocessor, and one reads while
+# the other computes.
+QUANTIZE = {"num_warps": 8, "maxnreg": 128}
 _compiling = threading.Lock()  # one at a time: the hook that is replaced belongs to the process
 
 
@@ -50,7 +53,33 @@ FRAGMENT, SOURCE, SOURCE_PITCH, TOP, LEFT, FRAGMENT_ROWS, FRAGMENT_COLUMNS, ELEM
 TILE, ADDRESS, PIECE, TILE_ROWS, TILE_WORDS, TILE_PITCH, FIRST_WORD = _columns(
     "TILE ADDRESS PIECE TILE_ROWS TILE_WORDS TILE_PITCH FIRST_WORD"
 )
+SPAN, SPAN_PIECE, SPAN_WORD, SPAN_ROW_WORDS, SPAN_ELEMENTS = _columns(
+    "SPAN SPAN_PIECE SPAN_WORD SPAN_ROW_WORDS SPAN_ELEMENTS"
+)
 EDGE = tl.constexpr(fp8_blocks.BLOCK)  # elements along an edge of a block with a scale
+
+
+def _signed(word: int) -> int:
+    """Return the same 64 bits as a signed number.
+
+    >>> _signed(0xFFFFFFFFFFFFFFFF), _signed(5)
+    (-1, 5)
+    """
+    return word - (1 << 64) if word >> 63 else word
+
+
+VALUE, POSITION, FINAL = (tl.constexpr(_signed(factor)) for factor in (MIX_VALUE, MIX_POSITION, MIX_FINAL))
+# A shift of a signed number brings in its sign, which the masks take away.
+FIRST, FIRST_MASK = tl.constexpr(MIX_FIRST_SHIFT), tl.constexpr((1 << (64 - MIX_FIRST_SHIFT)) - 1)
+SECOND, SECOND_MASK = tl.constexpr(MIX_SECOND_SHIFT), tl.constexpr((1 << (64 - MIX_SECOND_SHIFT)) - 1)
+
+
+@triton.jit
+def _mixed(word, place):
+    """Return the mix of words and their positions; `place` is the position times its factor."""
+    mixed = (word + 1) * VALUE + place
+    mixed = (mixed ^ ((mixed >> FIRST) & FIRST_MASK)) * FINAL
+    return mixed ^ ((mixed >> SECOND) & SECOND_MASK)
 
 
 @triton.jit
@@ -132,7 +161,10 @@ def _read(row, r, c, FROM: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.conste
     if WHOLE:
         value = tl.load(where)  # no mask, which would split it into many small loads
     else:
-        value = tl.load(where, mask=_inside(row, r, c), other=0.0)
+        inside = _inside(row, r, c)
+        if ALIGNED:
+            inside = tl.max_constancy(inside, [1, 16])
+        value = tl.load(where, mask=inside, other=0.0)
     return value.to(tl.bfloat16)
 
 
@@ -164,8 +196,27 @@ def _gather(fragments, count, block, SIZE: tl.constexpr, ALIGNED: tl.constexpr):
         value = _read_any(fragments, r, c, SIZE, ALIGNED, False)
         for more in range(1, count):
             row = fragments + more * FRAGMENT
-            value = tl.where(_inside(row, r, c), _read_any(row, r, c, SIZE, False, False), value)
+            value = tl.where(_inside(row, r, c), _read_any(row, r, c, SIZE, ALIGNED, False), value)
     return value
+
+
+@triton.jit
+def _add_digests(value, fragments, spans, count, block, sums):
+    """Add the digests of the bf16 ``[128, 128]`` of an item's block, by the pieces that its fragments are of."""
+    bits = value.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    even, odd = tl.split(tl.reshape(bits, [EDGE, EDGE // SPAN_ELEMENTS, 2, 2]))
+    low, high = tl.split(even | (odd << 16))
+    words = (low.to(tl.int64) & ((1 << 32) - 1)) | (high.to(tl.int64) << 32)
+    r = tl.arange(0, EDGE)[:, None]
+    c = block + tl.arange(0, EDGE // SPAN_ELEMENTS)[None, :] * SPAN_ELEMENTS
+    for number in range(count):
+        fragment, span = fragments + number * FRAGMENT, spans + number * SPAN
+        piece = tl.load(span + SPAN_PIECE)
+        if piece >= 0:
+            down, along = r - tl.load(fragment + TOP), (c - tl.load(fragment + LEFT)) // SPAN_ELEMENTS
+            position = tl.load(span + SPAN_WORD) + down * tl.load(span + SPAN_ROW_WORDS) + along
+            mixed = tl.where(_inside(fragment, r, c), _mixed(words, position * POSITION), 0)
+            tl.atomic_add(sums + piece, tl.sum(mixed))
 
 
 @triton.jit
@@ -173,20 +224,25 @@ def _quantize(
     items,
     fragments,
     wrong,
+    spans,
+    sums,
     POWER: tl.constexpr,
     TWICE: tl.constexpr,
     ALIGNED: tl.constexpr,
     ITEM_BLOCKS: tl.constexpr,
     SIZE: tl.constexpr,
     COMPARE: tl.constexpr,
+    DIGEST: tl.constexpr,
 ):
     item = items + (tl.program_id(0) // ITEM_BLOCKS).to(tl.int64) * ITEM
     block = (tl.program_id(0) % ITEM_BLOCKS) * EDGE
     n_rows, n_columns = tl.load(item + ITEM_ROWS).to(tl.int32), tl.load(item + ITEM_COLUMNS).to(tl.int32)
     if block < n_columns:
         count, first = tl.load(item + FRAGMENTS).to(tl.int32), tl.load(item + FIRST_FRAGMENT)
-        value = _gather(fragments + first * FRAGMENT, count, block, SIZE, ALIGNED).to(tl.float32)
-        codes, scale = encode_block(value, POWER and not TWICE)
+        gathered = _gather(fragments + first * FRAGMENT, count, block, SIZE, ALIGNED)
+        if DIGEST:
+            _add_digests(gathered, fragments + first * FRAGMENT, spans + first * SPAN, count, block, sums)
+        codes, scale = encode_block(gathered.to(tl.float32), POWER and not TWICE)
         if TWICE:
             codes, scale = encode_block(codes.to(tl.float32) * scale, True)
         r, c = tl.arange(0, EDGE)[:, None], block + tl.arange(0, EDGE)[None, :]
@@ -197,17 +253,23 @@ def _quantize(
             where = tl.multiple_of(tl.max_contiguous(where, [1, 16]), [1, 16])
         scale_at = tl.load(item + SCALES).to(tl.pointer_type(tl.float32)) + block // EDGE
         inside = (r < n_rows) & (c < n_columns)
+        if ALIGNED:
+            inside = tl.max_constancy(inside, [1, 16])
+        whole = (n_rows == EDGE) & (n_columns >= block + EDGE)  # no mask, which would split loads and stores
         if COMPARE:
-            served = tl.load(where, mask=inside, other=0.0)
+            if whole:
+                served = tl.load(where)
+            else:
+                served = tl.load(where, mask=inside, other=0.0)
             unlike = served.to(tl.uint8, bitcast=True) != codes.to(tl.uint8, bitcast=True)
-            count = tl.sum((unlike & inside).to(tl.int32))
-            count += (tl.load(scale_at).to(tl.int32, bitcast=True) != scale.to(tl.int32, bitcast=True)).to(
-                tl.int32
-            )
-            if count > 0:
-                tl.atomic_add(wrong + tl.program_id(0) // ITEM_BLOCKS, count)
+            differing = tl.sum((unlike & inside).to(tl.int32))
+            differing += (
+                tl.load(scale_at).to(tl.int32, bitcast=True) != scale.to(tl.int32, bitcast=True)
+            ).to(tl.int32)
+            if differing > 0:
+                tl.atomic_add(wrong + tl.program_id(0) // ITEM_BLOCKS, differing)
         else:
-            if (n_rows == EDGE) & (n_columns >= block + EDGE):
+            if whole:
                 tl.store(where, codes)
             else:
                 tl.store(where, codes, mask=inside)
@@ -225,11 +287,12 @@ def quantize_items(
     """Gather the blocks of a table of items, each of at most `blocks` of them, and write their
     codes and scales.
 
-    `aligned` says that all addresses, pitches and columns are multiples of 16 bytes; `size` is the
-    bytes of an element of the source: 2 (bf16), 4 (fp32), or 0 where fragments differ.
+    `aligned` says that all addresses and pitches are multiples of 16 bytes, and all columns of 16
+    elements; `size` is the bytes of an element of the source: 2 (bf16), 4 (fp32), or 0 where fragments
+    differ.
     """
-    how = rounding != "fp32", rounding == "twice", aligned, blocks, size, False
-    _quantize[(len(items) * blocks,)](items, fragments, items, *how, num_warps=8)
+    how = rounding != "fp32", rounding == "twice", aligned, blocks, size, False, False
+    _quantize[(len(items) * blocks,)](items, fragments, items, items, items, *how, **QUANTIZE)
 
 
 def compare_items(
@@ -239,14 +302,19 @@ def compare_items(
     aligned: bool,
     blocks: int = ITEM_BLOCKS,
     size: int = 2,
+    spans: torch.Tensor | None = None,
+    sums: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return a mask of the items of which codes or scales have other bits than `quantize_items` would
-    write; it takes the same."""
+    write; it takes the same. With `spans` of the fragments, the digests of their pieces are added to
+    `sums`, from the same reads; all has to be `aligned` then."""
     wrong = torch.zeros(len(items), dtype=torch.int32, device=items.device)
-    how = rounding != "fp32", rounding == "twice", aligned, blocks, size, True
+    digest = spans is not None and sums is not None
+    how = rounding != "fp32", rounding == "twice", aligned, blocks, size, True, digest
     if len(items):
+        added = (spans, sums) if digest else (items, items)
         with expected_compilation():
-            _quantize[(len(items) * blocks,)](items, fragments, wrong, *how, num_warps=8)
+            _quantize[(len(items) * blocks,)](items, fragments, wrong, *added, *how, **QUANTIZE)
     return wrong != 0
 
 
@@ -265,12 +333,7 @@ def _digest(
     PARTS: tl.constexpr,
     MASK: tl.constexpr,
     BLOCK: tl.constexpr,
-    VALUE: tl.constexpr,
-    POSITION: tl.constexpr,
     STEP: tl.constexpr,
-    FINAL: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
 ):
     row = table + tl.program_id(0).to(tl.int64) * TILE
     src = tl.load(row + ADDRESS).to(tl.pointer_type(FROM))
@@ -290,11 +353,7 @@ def _digest(
         for part in tl.static_range(1, PARTS):
             more = _bits(tl.load(src + where + part, mask=inside, other=0), INTO, UNIT) & MASK
             word |= more << (64 // PARTS * part)
-        mixed = (word + 1) * VALUE + place
-        # The shift of a signed number brings in its sign, which the masks take away.
-        mixed = (mixed ^ ((mixed >> FIRST) & ((1 << (64 - FIRST)) - 1))) * FINAL
-        mixed = mixed ^ ((mixed >> SECOND) & ((1 << (64 - SECOND)) - 1))
-        sums += tl.where(inside, mixed, 0)
+        sums += tl.where(inside, _mixed(word, place), 0)
         place += STEP
     tl.atomic_add(out + piece, tl.sum(sums))
 
@@ -306,11 +365,9 @@ def digest_tiles(tiles: torch.Tensor, out: torch.Tensor, word: int, unit: int, c
         return
     block = 1024
     every_bit = (1 << (8 * unit)) - 1 if unit < 8 else -1
-    step = block * MIX_POSITION % (1 << 64)
-    factors = [_signed(factor) for factor in (MIX_VALUE, MIX_POSITION, step, MIX_FINAL)]
+    step = _signed(block * MIX_POSITION % (1 << 64))
     read, encoded = (WORDS[unit],) * 2 if codec == PLAIN else _floats(codec)
-    loads = read, encoded, WORDS[unit], word // unit, every_bit, block
-    how = *loads, *factors, MIX_FIRST_SHIFT, MIX_SECOND_SHIFT
+    how = read, encoded, WORDS[unit], word // unit, every_bit, block, step
     _digest[(len(tiles),)](tiles, out, *how, num_warps=4)
 
 
@@ -327,15 +384,6 @@ def write_words(addresses: torch.Tensor, words: torch.Tensor) -> None:
     with expected_compilation():
         how = WORDS[words.element_size()], BLOCK
         _write_words[(triton.cdiv(len(words), BLOCK),)](addresses, words, len(words), *how, num_warps=8)
-
-
-def _signed(word: int) -> int:
-    """Return the same 64 bits as a signed number.
-
-    >>> _signed(0xFFFFFFFFFFFFFFFF), _signed(5)
-    (-1, 5)
-    """
-    return word - (1 << 64) if word >> 63 else word
 
 
 @contextmanager

@@ -325,17 +325,17 @@ class Link:
         if self.sent_digests is not None:
             self.sent_digests.begin()
         if self.received_digests is not None:
-            self.received_digests.begin()
+            shards: dict[int, np.ndarray] = {}
+            for transport in self.transports:
+                shards |= transport.shards
+            self.received_digests.begin(shards)
         if self.sent_digests is not None:
             self.sent_digests.post()
         # Nobody begins to transfer once more with one that has failed.
         self.group.gather("moved", b"")
         self._bounded(self._transfer_rounds_again)
         if self.received_digests is not None:
-            shards: dict[int, np.ndarray] = {}
-            for transport in self.transports:
-                shards |= transport.shards
-            self.received_digests.compare(shards)
+            self.received_digests.compare()
 
     # Between refits
 

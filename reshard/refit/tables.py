@@ -31,6 +31,13 @@ ITEM_BLOCKS = 8  # blocks of an item
 FRAGMENT = 7
 SOURCE, SOURCE_PITCH, TOP, LEFT, FRAGMENT_ROWS, FRAGMENT_COLUMNS, ELEMENT_BYTES = range(FRAGMENT)
 
+# Where a fragment lies in the piece that it is of, for the piece's digest: the piece's number (`NO_PIECE`: it is
+# padding), the index of the fragment's first word in the piece, and words in a row of the piece.
+NO_PIECE = -1
+SPAN = 3
+SPAN_PIECE, SPAN_WORD, SPAN_ROW_WORDS = range(SPAN)
+SPAN_ELEMENTS = 4  # bf16 of a word
+
 # A tile of a digest: its address, the row of the copies' table that it is of, rows, words in a row,
 # the pitch in loads, and the index of its first word.
 TILE = 6

@@ -108,8 +108,10 @@ class ReceivedDigests:
         self.checked_for: Any = None  # the addresses, routes and shards that `check` is of
         self.check: BlockCheck | None = None
 
-    def begin(self) -> None:
-        """Begin the digest of every piece that lies here as the trainer has it, or has encoded it."""
+    def begin(self, shards: Mapping[int, np.ndarray]) -> None:
+        """Begin the digest of every piece that lies here as the trainer has it, or has encoded it, and the
+        check of blocks that were made here. `shards` says, by trainer's rank, where its shards are mapped:
+        blocks that were quantized from them are quantized once more."""
         receiver = self.receiver
         # A verification that failed may have left some.
         self.in_rounds, self.mismatches = {}, []
@@ -121,6 +123,7 @@ class ReceivedDigests:
             self.made_for = made_for
         for digests in self.plain.values():
             digests.begin()
+        self._block_check(shards).begin()
         self.of_blocks = {
             rank: digest_served(blocks, receiver.device) for rank, blocks in self.blocks.items()
         }
@@ -162,18 +165,18 @@ class ReceivedDigests:
         index = {identity: index for index, identity in enumerate(receiver.engine.regions)}
         self.mismatches.extend(index[identity] for identity in receiver.engine.mismatches(number))
 
-    def compare(self, shards: Mapping[int, np.ndarray]) -> None:
-        """Wait for all digests and compare them. `shards` says, by trainer's rank, where its shards
-        are mapped here: blocks that were quantized from them are quantized once more.
-
-        Raises ReshardError, naming the tensors, where one differs.
-        """
+    def compare(self) -> None:
+        """Wait for all digests and compare them. Raises ReshardError, naming the tensors, where one
+        differs."""
+        assert self.check is not None, "begin comes first"
         receiver = self.receiver
-        check = self._block_check(shards)
-        mismatches = [*check.run(), *self.mismatches]
+        mismatches, made_here = self.check.result()
+        mismatches.extend(self.mismatches)
         wrong_names: set[str] = set()
         for rank, pieces in receiver.pieces.items():
-            wrong = np.isin(pieces.destinations[:, 0], mismatches) | self._differing(rank, check)
+            wrong = np.isin(pieces.destinations[:, 0], mismatches) | self._differing(
+                rank, made_here.get(rank)
+            )
             wrong_names.update(pieces.names[index] for index in np.flatnonzero(wrong))
         if wrong_names:
             raise ReshardError(
@@ -200,9 +203,9 @@ class ReceivedDigests:
             self.checked_for = checked_for
         return self.check
 
-    def _differing(self, rank: int, check: BlockCheck) -> np.ndarray:
+    def _differing(self, rank: int, made_here: np.ndarray | None) -> np.ndarray:
         """Return a mask over a trainer's rank's pieces: those whose digests, or whose blocks' digests,
-        are others there and here."""
+        are others there and here. `made_here` are the digests of the pieces of which blocks were made here."""
         receiver, pieces = self.receiver, self.receiver.pieces[rank]
         in_rounds, as_blocks = self._in_rounds(rank), self._as_blocks(rank)
         payload = receiver.group.read(f"digests/{receiver.group.rank}", rank)
@@ -210,8 +213,8 @@ class ReceivedDigests:
         sent = decode_digests(payload, plain_count + len(of_blocks), receiver.group.names[rank])
         received = np.zeros(len(as_blocks), np.int64)
         received[~self._made_here(rank) & ~as_blocks] = self.plain[rank].result()
-        if rank in check.digests:
-            received[self._pulled_blocks(rank)] = check.digests[rank].result()
+        if made_here is not None:
+            received[self._pulled_blocks(rank)] = made_here
         if in_rounds.any():
             received[in_rounds] = self.in_rounds[rank][in_rounds]
         wrong = np.zeros(len(as_blocks), bool)

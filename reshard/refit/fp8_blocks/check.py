@@ -8,19 +8,19 @@ import numpy as np
 import torch
 
 from reshard.engines.base import Engine
-from reshard.refit.addresses import (
-    COLUMN_COUNT,
-    REQUEST_CODEC,
-    Pieces,
-    destination_table,
-    fills_of,
-    region_addresses,
-    with_sources,
-)
+from reshard.refit.addresses import Pieces, destination_table, fills_of, region_addresses, with_sources
 from reshard.refit.codecs import BEFORE_BLOCKS, BLOCKWISE, by_rounding
 from reshard.refit.digests import Digests
-from reshard.refit.fp8_blocks.items import BF16, BlockTable, items_of, places_of, take_kernel_of_pieces
-from reshard.refit.tables import CODEC, WIDTH
+from reshard.refit.fp8_blocks.items import (
+    BF16,
+    BlockTable,
+    is_aligned,
+    items_of,
+    places_of,
+    spans_of,
+    take_kernel_of_pieces,
+)
+from reshard.refit.tables import CODEC, FIRST_FRAGMENT, NO_PIECE, SPAN_ELEMENTS, WIDTH, interleaved
 
 
 class BlockCheck:
@@ -28,7 +28,10 @@ class BlockCheck:
 
     `shards` are the (address, pitch in bytes) of the shards of each trainer's rank, which must be
     mapped while the check runs. Of the local tensors in `sent` some blocks come another way: only what these
-    pieces reach is compared. `digests` are those of the bf16 of each piece.
+    pieces reach is compared.
+
+    Blocks are compared and pieces digested by the same reads of the trainer's memory, where the rows of all
+    pieces are whole words at aligned addresses, as in nearly every model; else by one after the other.
     """
 
     def __init__(
@@ -39,32 +42,69 @@ class BlockCheck:
         sent: np.ndarray,
         device: torch.device,
     ) -> None:
-        self.digests: dict[int, Digests] = {}
-        memory, places = region_addresses(engine.regions.values()), places_of(engine)
+        self.device = device
+        self.sums: torch.Tensor | None = None  # of the check that was begun
         self.fills = fills_of(engine, device)  # has the zeros that are read
         padding = BLOCKWISE[self.fills.table[:, CODEC]] & ~np.isin(self.fills.destinations[:, 0], sent)
-        tables, destinations = [self.fills.table[padding]], [self.fills.destinations[padding]]
-        for rank, of_rank in pieces.items():
-            requests = of_rank.requests
-            table = with_sources(destination_table(memory, of_rank), requests, shards[rank])
-            tables.append(table)
-            destinations.append(of_rank.destinations)
-            plain = table.copy()
-            plain[:, CODEC] = BEFORE_BLOCKS[requests[:, REQUEST_CODEC]]
-            plain[:, WIDTH] = requests[:, COLUMN_COUNT] * BF16.size
-            self.digests[rank] = Digests(plain, requests[:, COLUMN_COUNT], device)
-        table, to = np.concatenate(tables), np.concatenate(destinations)
-        is_padding = np.arange(len(table)) < len(tables[0])
-        self.blocks: list[BlockTable] = []
+        memory = region_addresses(engine.regions.values())
+        tables = [
+            with_sources(destination_table(memory, of_rank), of_rank.requests, shards[rank])
+            for rank, of_rank in pieces.items()
+        ]
+        destinations = [of_rank.destinations for of_rank in pieces.values()]
+        ends = np.cumsum([0, *map(len, tables)]).tolist()
+        self.rows = {  # of the digests, by trainer's rank
+            rank: slice(*ends[index : index + 2]) for index, rank in enumerate(pieces)
+        }
+        self.count = ends[-1]
+        table = np.concatenate([*tables, self.fills.table[padding]])
+        places = np.concatenate([*destinations, self.fills.destinations[padding]])
+        self.blocks = self._block_tables(table, places, places_of(engine))
+        together = all(blocks.spans is not None for blocks in self.blocks)
+        self.digests = None if together else self._digests(table[: self.count])
+
+    def _block_tables(
+        self, table: np.ndarray, destinations: np.ndarray, places: np.ndarray
+    ) -> list[BlockTable]:
+        """Return what compares the blocks, by rounding; the rows after `count` are padding."""
+        owners = np.arange(len(table))
+        owners[self.count :] = NO_PIECE
+        ranks = np.repeat(
+            [*self.rows, NO_PIECE], [*(r.stop - r.start for r in self.rows.values()), len(table) - self.count]
+        )
+        cut = []
         for rounding, mask in by_rounding(table[:, CODEC]):
             chosen = table[mask]
-            take_kernel_of_pieces(chosen, is_padding[mask], rounding)
-            blocks = items_of(chosen, to[mask], np.zeros(len(chosen), np.int64), places)
-            self.blocks.append(BlockTable(blocks, rounding, device, np.arange(len(blocks.items))))
+            take_kernel_of_pieces(chosen, owners[mask] == NO_PIECE, rounding)
+            cut.append((rounding, items_of(chosen, destinations[mask], owners[mask], places)))
+        in_words = (table[: self.count, WIDTH] % SPAN_ELEMENTS == 0).all()
+        together = in_words and all(is_aligned(blocks) for _, blocks in cut)
+        tables = []
+        for rounding, blocks in cut:
+            order = interleaved(ranks[blocks.owners[blocks.items[:, FIRST_FRAGMENT]]])
+            spans = spans_of(blocks, table) if together else None
+            tables.append(BlockTable(blocks, rounding, self.device, order, spans))
+        return tables
 
-    def run(self) -> list[int]:
-        """Take the digests, and return the indices of the local tensors whose codes or scales are not what
-        these pieces make."""
-        for digests in self.digests.values():
-            digests.begin()
-        return [index for table in self.blocks for index in table.mismatches()]
+    def _digests(self, table: np.ndarray) -> Digests:
+        """Return the digests of the bf16 of pieces."""
+        columns, plain = table[:, WIDTH], table.copy()
+        plain[:, CODEC], plain[:, WIDTH] = BEFORE_BLOCKS[table[:, CODEC]], columns * BF16.size
+        return Digests(plain, columns, self.device)
+
+    def begin(self) -> None:
+        """Begin the check; on a GPU, enqueue it on the current stream."""
+        self.sums = torch.zeros(self.count, dtype=torch.int64, device=self.device)
+        for table in self.blocks:
+            table.begin_check(self.sums)
+        if self.digests is not None:
+            self.digests.begin()
+
+    def result(self) -> tuple[list[int], dict[int, np.ndarray]]:
+        """Return, of the check that was begun, the indices of the local tensors whose codes or scales are
+        not what these pieces make, and the digests of the pieces by trainer's rank."""
+        assert self.sums is not None
+        digests = self.sums.cpu().numpy() if self.digests is None else self.digests.result()
+        self.sums = None
+        mismatches = [index for table in self.blocks for index in table.mismatches()]
+        return mismatches, {rank: digests[rows] for rank, rows in self.rows.items()}

@@ -19,7 +19,9 @@ from reshard.quantization.fp8_blocks import BLOCK, encode
 from reshard.refit.addresses import region_addresses
 from reshard.refit.codecs import BEFORE_BLOCKS, CODECS, SOURCE_SIZES, block_codec
 from reshard.refit.copies import host_bytes
+from reshard.refit.digests import mixed
 from reshard.refit.tables import (
+    ALIGNMENT,
     CODEC,
     CODES,
     CODES_PITCH,
@@ -34,10 +36,16 @@ from reshard.refit.tables import (
     ITEM_COLUMNS,
     ITEM_ROWS,
     LEFT,
+    NO_PIECE,
     ROWS,
     SCALES,
     SOURCE,
     SOURCE_PITCH,
+    SPAN,
+    SPAN_ELEMENTS,
+    SPAN_PIECE,
+    SPAN_ROW_WORDS,
+    SPAN_WORD,
     SRC,
     SRC_PITCH,
     TOP,
@@ -151,25 +159,56 @@ def cut(
     return BlockItems(items, fragments[order], owners[piece][order], tensor)
 
 
+def is_aligned(blocks: BlockItems) -> bool:
+    """Return True where all addresses and pitches are multiples of 16 bytes, and all columns of as many
+    elements, so that the kernel's loads and stores are of 16 bytes."""
+    items, fragments, size = blocks.items, blocks.fragments, blocks.fragments[:, ELEMENT_BYTES]
+    bits = np.bitwise_or.reduce(items[:, [CODES, CODES_PITCH, ITEM_COLUMNS]].ravel(), initial=0)
+    bits |= np.bitwise_or.reduce(fragments[:, [SOURCE, LEFT, FRAGMENT_COLUMNS]].ravel(), initial=0)
+    bits |= np.bitwise_or.reduce(fragments[:, SOURCE_PITCH] * size, initial=0)
+    return bool(bits % ALIGNMENT == 0)
+
+
+def spans_of(blocks: BlockItems, table: np.ndarray) -> np.ndarray:
+    """Return where each fragment lies in the piece that owns it, as columns `tables.SPAN`; owner `NO_PIECE`
+    is padding. `table` has the pieces, all of rows of whole words of `tables.SPAN_ELEMENTS` elements."""
+    owners, fragments = blocks.owners, blocks.fragments
+    pitch = np.maximum(1, table[owners, SRC_PITCH])
+    row, byte = np.divmod(fragments[:, SOURCE] - table[owners, SRC], pitch)
+    spans = np.empty((len(fragments), SPAN), np.int64)
+    spans[:, SPAN_PIECE], spans[:, SPAN_ROW_WORDS] = owners, table[owners, WIDTH] // SPAN_ELEMENTS
+    spans[:, SPAN_WORD] = (
+        row * spans[:, SPAN_ROW_WORDS] + byte // fragments[:, ELEMENT_BYTES] // SPAN_ELEMENTS
+    )
+    return spans
+
+
 class BlockTable:
     """Items of one rounding, ready to run, kept on the GPU. `order` is the order of items in which
-    the links to all peers are busy at once."""
+    the links to all peers are busy at once. A check with `spans` (`spans_of`) takes digests too."""
 
-    def __init__(self, blocks: BlockItems, rounding: str, device: torch.device, order: np.ndarray) -> None:
+    def __init__(
+        self,
+        blocks: BlockItems,
+        rounding: str,
+        device: torch.device,
+        order: np.ndarray,
+        spans: np.ndarray | None = None,
+    ) -> None:
         self.rounding, self.device = rounding, device
         items = blocks.items[order]
-        bits = np.bitwise_or.reduce(items[:, [CODES, CODES_PITCH]].ravel(), initial=0)
         fragments = blocks.fragments
-        size = fragments[:, ELEMENT_BYTES]
-        moved = fragments[:, SOURCE] | fragments[:, SOURCE_PITCH] * size | fragments[:, LEFT] * size
-        self.aligned = bool((bits | np.bitwise_or.reduce(moved, initial=0)) % 16 == 0)
-        self.size = size_of(size)
+        self.aligned, self.size = is_aligned(blocks), size_of(fragments[:, ELEMENT_BYTES])
         # Programs for an item; two kernels, not one for each width.
         self.blocks = 1 if (items[:, ITEM_COLUMNS] <= BLOCK).all() else ITEM_BLOCKS
         self.items: torch.Tensor | np.ndarray = items
         self.fragments: torch.Tensor | np.ndarray = fragments.copy()
         self.owners: torch.Tensor | np.ndarray = blocks.owners
         self.tensors = blocks.tensors[order]
+        self.spans = torch.from_numpy(spans).to(device) if spans is not None else None
+        self.differing: torch.Tensor | np.ndarray | None = (
+            None  # a mask of the items, of a check that was begun
+        )
         if device.type == "cpu":
             return
         from reshard.refit.kernels import compile_quantize
@@ -196,18 +235,28 @@ class BlockTable:
         elif isinstance(self.items, np.ndarray) and isinstance(self.fragments, np.ndarray):
             quantize_on_host(self.items, self.fragments, self.rounding)
 
-    def mismatches(self) -> list[int]:
-        """Return the indices of the local tensors that have a block with other bits than `run` would
-        write. Nothing is written."""
+    def begin_check(self, sums: torch.Tensor | None = None) -> None:
+        """Compare with what `run` would write, and write nothing; on a GPU, enqueue it on the current
+        stream. The digests of the pieces in `spans` are added to `sums`."""
         if isinstance(self.items, torch.Tensor) and isinstance(self.fragments, torch.Tensor):
             from reshard.refit.kernels import compare_items
 
             how = self.rounding, self.aligned, self.blocks, self.size
-            wrong = compare_items(self.items, self.fragments, *how).cpu().numpy()
-        else:
-            assert isinstance(self.items, np.ndarray) and isinstance(self.fragments, np.ndarray)
-            wrong = compare_on_host(self.items, self.fragments, self.rounding)
-        return [int(index) for index in np.unique(self.tensors[wrong])]
+            self.differing = compare_items(self.items, self.fragments, *how, self.spans, sums)
+        elif isinstance(self.items, np.ndarray) and isinstance(self.fragments, np.ndarray):
+            self.differing = compare_on_host(self.items, self.fragments, self.rounding)
+            if self.spans is not None and sums is not None:
+                digest_on_host(self.fragments, self.spans.numpy(), sums.numpy().view(np.uint64))
+
+    def mismatches(self) -> list[int]:
+        """Return the indices of the local tensors that have a block with other bits than `run` would
+        write, as the check that was begun has seen it; where none was, as it is now."""
+        if self.differing is None:
+            self.begin_check()
+        differing, self.differing = self.differing, None
+        assert differing is not None
+        mask = differing.cpu().numpy() if isinstance(differing, torch.Tensor) else differing
+        return [int(index) for index in np.unique(self.tensors[mask])]
 
 
 def size_of(sizes: np.ndarray) -> int:
@@ -234,6 +283,18 @@ def compare_on_host(items: np.ndarray, fragments: np.ndarray, rounding: str) -> 
     return ~np.array(same, bool)
 
 
+def digest_on_host(fragments: np.ndarray, spans: np.ndarray, sums: np.ndarray) -> None:
+    """Add the digests of fragments within this process's memory to the sums of their pieces."""
+    for fragment, (piece, first, row_words) in zip(fragments, spans.tolist(), strict=True):
+        if piece == NO_PIECE:
+            continue
+        words = _bf16_bytes(fragment).view(np.uint64)
+        rows, columns = np.indices(words.shape, np.uint64)
+        positions = np.uint64(first) + rows * np.uint64(row_words) + columns
+        with np.errstate(over="ignore"):
+            sums[piece] += mixed(words, positions).sum(dtype=np.uint64)
+
+
 def _on_host(
     items: np.ndarray, fragments: np.ndarray, rounding: str
 ) -> Iterator[tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]]:
@@ -241,11 +302,16 @@ def _on_host(
     its fragments make."""
     for codes, codes_pitch, scales, height, length, first, count in items.tolist():
         values = np.zeros((height, length), BF16.numpy())
-        for source, pitch, top, left, high, wide, size in fragments[first : first + count].tolist():
-            fragment = np.ascontiguousarray(host_bytes(source, high, wide * size, pitch * size))
-            if size != BF16.size:
-                fragment = TO_BF16.encode(fragment)
-            values[top : top + high, left : left + wide] = fragment.view(BF16.numpy())
+        for fragment in fragments[first : first + count]:
+            top, left, high, wide = fragment[[TOP, LEFT, FRAGMENT_ROWS, FRAGMENT_COLUMNS]]
+            values[top : top + high, left : left + wide] = _bf16_bytes(fragment).view(BF16.numpy())
         new_codes, new_scales = encode(values, rounding)
         served = host_bytes(codes, height, length, codes_pitch), host_bytes(scales, 1, new_scales.size * 4, 0)
         yield served, (new_codes.view(np.uint8), new_scales.view(np.uint8).reshape(1, -1))
+
+
+def _bf16_bytes(fragment: np.ndarray) -> np.ndarray:
+    """Return the bytes ``[rows, width]`` of a fragment in bf16."""
+    source, pitch, _, _, rows, columns, size = fragment.tolist()
+    held = np.ascontiguousarray(host_bytes(source, rows, columns * size, pitch * size))
+    return held if size == BF16.size else TO_BF16.encode(held)

@@ -12,7 +12,7 @@ from reshard.engines.vllm.quantized.layers import own_blocks
 from reshard.quantization.fp8_blocks import BLOCK, ROUNDINGS, encode
 from reshard.refit.codecs import block_codec
 from reshard.refit.fp8_blocks.items import PLACES, BlockTable, items_of
-from reshard.refit.tables import CODEC, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
+from reshard.refit.tables import ALIGNMENT, CODEC, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
 
 
 def hard_blocks(device: torch.device) -> torch.Tensor:
@@ -42,12 +42,13 @@ def our_blocks(values: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch
     codes = torch.zeros((rows, columns), dtype=torch.uint8, device=values.device)
     scales = torch.zeros((down, across), dtype=torch.float32, device=values.device)
     codec = block_codec(rounding)
-    at = [(row, column) for row in (0, rows // 2 + 3) for column in (0, columns // 2)]
+    right = columns // 2 // ALIGNMENT * ALIGNMENT  # the column at which fragments end
+    at = [(row, column) for row in (0, rows // 2 + 3) for column in (0, right)]
     table, into = empty_table(4), np.array([(0, *place) for place in at])
     for number, (row, column) in enumerate(at):
         table[number, SRC] = values.data_ptr() + (row * columns + column) * 2
         table[number, ROWS] = rows - row if row else rows // 2 + 3
-        table[number, WIDTH] = columns - column if column else columns // 2
+        table[number, WIDTH] = columns - column if column else right
     table[:, SRC_PITCH], table[:, CODEC] = columns * 2, codec
     places = np.zeros((1, PLACES), np.int64)
     places[0] = codes.data_ptr(), scales.data_ptr(), columns, across, rows, columns, codec
