@@ -15,17 +15,19 @@ from hypothesis import strategies as st
 from triton import knobs
 
 from reshard.refit.codecs import BLOCKWISE, CODECS, PLAIN, codec_between
-from reshard.refit.copies import CopyTable
+from reshard.refit.copies import CopyTable, copy_on_host, of_copy_engines
 from reshard.refit.digests import Digests, word_tiles
 from reshard.refit.kernels import expected_compilation
 from reshard.refit.tables import (
     CODEC,
     DST,
+    ROWS,
     SRC,
     SRC_PITCH,
     WIDTH,
     bytes_of,
     interleaved,
+    joined,
     pack_into_rounds,
     table_of,
     tiles_of,
@@ -58,6 +60,19 @@ def test_a_table_on_the_host_copies_each_byte_to_its_place():
     CopyTable(tiles_of(table)[0], torch.device("cpu")).run()
     assert torch.equal(dst, expected)
     assert not torch.equal(dst, src)
+
+
+def test_tiles_that_follow_each_other_are_joined_for_the_copy_engines():
+    _source, dst, table, expected = make_copies()
+    tiles = tiles_of(table)[0]
+    copies = joined(tiles)
+    # One copy for each, and one for each row of those whose rows are longer than a tile.
+    assert len(copies) == len(SHAPES) - 1 + 3 < len(tiles)
+    copy_on_host(copies)
+    assert torch.equal(dst, expected)
+    assert len(joined(tiles[::-1])) == len(tiles), "the control: in another order nothing follows"
+    short = np.isin(copies[:, WIDTH], [64, 6, 3, 48, 192]) & (copies[:, ROWS] > 1)
+    assert of_copy_engines(copies).tolist() == (~short).tolist() and short.any()
 
 
 def make_casts(number: int, rounds: bool = True):

@@ -40,13 +40,16 @@ class Fingerprints:
 
 
 def engine(pipe, gpus: str, folder: str, options: dict) -> None:
-    """A process that owns a vLLM and does what it is told: (method, arguments) in, result out."""
+    """A process that owns a vLLM, made at the first message, and does what it is told: (method, arguments) in,
+    result out."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     for name in [n for n in os.environ if n.startswith("TORCHELASTIC") or n in launcher]:
         del os.environ[name]
     os.environ |= {"CUDA_VISIBLE_DEVICES": gpus, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     from vllm import LLM
 
+    if not pipe.recv():  # nothing is allocated before the trainer has room for it
+        return
     defaults = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 512, "enforce_eager": True,
                 "enable_sleep_mode": True, "worker_extension_cls": "benchmarks.refits.offload.Extension"}  # fmt: skip
     llm = LLM(model=folder, **(defaults | options))
@@ -59,10 +62,14 @@ def engine(pipe, gpus: str, folder: str, options: dict) -> None:
             pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
-def start_engine(config: dict, gpus: str, options: dict) -> tuple:
-    """A process with a vLLM on these GPUs, and the pipe to it, which says "ready" first."""
+def start_engine(config: dict, gpus: str, options: dict, at_once: bool = True) -> tuple:
+    """A process with a vLLM on these GPUs, and the pipe to it, which says "ready" first; unless `at_once`, the
+    vLLM is made when the pipe is sent True."""
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(config))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:  # `gpus` count these
+        gpus = ",".join(visible.split(",")[int(gpu)] for gpu in gpus.split(","))
     pipe, theirs = multiprocessing.Pipe()
     allocator = os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)  # sleep mode refuses expandable segments
     process = multiprocessing.get_context("spawn").Process(
@@ -71,6 +78,8 @@ def start_engine(config: dict, gpus: str, options: dict) -> tuple:
     process.start()
     if allocator:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = allocator
+    if at_once:
+        pipe.send(True)
     return process, pipe
 
 

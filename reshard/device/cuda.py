@@ -4,6 +4,7 @@ memory of our own."""
 import ctypes
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from reshard.core.errors import ReshardError
@@ -108,6 +109,26 @@ def cuda_free(address: int, device: torch.device) -> None:
     make_current(device)
     with torch.cuda.device(device):
         checked(driver().cuMemFree(address), "the slab of a refit cannot be freed")
+
+
+def copy_rows(copies: np.ndarray, device: torch.device) -> None:
+    """Enqueue copies on the device's current stream, for its copy engines: rows of (source, destination, rows,
+    bytes of a row, and the bytes from one row to the next on either side, which of a single row mean nothing).
+    Sources and destinations are in its memory or in pinned memory of the host."""
+    bindings = driver()
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream(device).cuda_stream
+        for source, destination, rows, width, source_pitch, destination_pitch in copies.tolist():
+            if rows == 1:
+                answer = bindings.cuMemcpyAsync(destination, source, width, stream)
+            else:
+                matrix = bindings.CUDA_MEMCPY2D()
+                matrix.srcMemoryType = matrix.dstMemoryType = bindings.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+                matrix.srcDevice, matrix.dstDevice = source, destination
+                matrix.srcPitch, matrix.dstPitch = source_pitch, destination_pitch
+                matrix.WidthInBytes, matrix.Height = width, rows
+                answer = bindings.cuMemcpy2DAsync(matrix, stream)
+            checked(answer, "the copies from host memory cannot be enqueued")
 
 
 def make_current(device: torch.device) -> None:

@@ -3,6 +3,7 @@
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -226,7 +227,11 @@ class _Pinned:
     """Anonymous memory that is pinned for as long as it lives."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.memory = size, mmap.mmap(-1, size)
+        self.size, self.memory = size, mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # Large pages are pinned and found sooner; without them, in a container say, small ones do.
+            with suppress(OSError):
+                self.memory.madvise(mmap.MADV_HUGEPAGE)
         self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
         self.__array_interface__ = {"data": (self.address, False), "shape": (size,), "typestr": "|u1", "version": 3}  # fmt: skip
         self.cudart = torch.cuda.cudart()

@@ -9,10 +9,23 @@ import numpy as np
 import torch
 
 from reshard.comm.client import LOOK_SECONDS
+from reshard.device.cuda import copy_rows
 from reshard.refit.codecs import CODECS, PLAIN, bytes_in_source
-from reshard.refit.tables import CODEC, DST, DST_PITCH, SRC, SRC_PITCH, WIDTH, bytes_of
+from reshard.refit.tables import (
+    CODEC,
+    DST,
+    DST_PITCH,
+    ROWS,
+    SRC,
+    SRC_PITCH,
+    WIDTH,
+    bytes_of,
+    empty_table,
+    joined,
+)
 
 UNITS = (16, 8, 4, 2, 1)  # bytes of a word
+SHORT_ROWS = 512  # bytes of a row of several below which a kernel is faster than a copy engine
 
 
 class CopyTable:
@@ -20,7 +33,9 @@ class CopyTable:
     their addresses and lengths allow.
 
     `owners` numbers what each tile's source belongs to, for `shift`; `aside` says that `run` will
-    be called with `programs`.
+    be called with `programs`. Tiles `from_host` have their sources in pinned host memory, and no owners; the
+    GPU's copy engines carry most of them out, which reach the rate of PCIe also while kernels of another
+    process have the multiprocessors.
     """
 
     def __init__(
@@ -29,8 +44,10 @@ class CopyTable:
         device: torch.device,
         owners: np.ndarray | None = None,
         aside: bool = False,
+        from_host: bool = False,
     ) -> None:
         self.device, self.bytes = device, bytes_of(tiles)
+        self.engine_copies = empty_table()
         # (codec, bytes of a word, tiles)
         self.groups: list[tuple[int, int, torch.Tensor | np.ndarray]] = []
         self.owners: list[torch.Tensor | np.ndarray] = []
@@ -39,6 +56,10 @@ class CopyTable:
         if device.type == "cpu":
             self.groups, self.owners = ([(PLAIN, 1, tiles)], [owners]) if len(tiles) else ([], [])
             return
+        if from_host:
+            chosen = of_copy_engines(tiles)
+            self.engine_copies = joined(tiles[chosen])
+            tiles, owners = tiles[~chosen], owners[~chosen]
         for codec in np.unique(tiles[:, CODEC]).tolist():
             if codec != PLAIN:
                 self._keep(tiles, owners, tiles[:, CODEC] == codec, CODECS[codec].destination.size)
@@ -82,12 +103,14 @@ class CopyTable:
 
     @property
     def launches(self) -> int:
-        """Return how many kernels `run` launches."""
-        return len(self.groups)
+        """Return how many kernels and copies `run` launches."""
+        return len(self.groups) + len(self.engine_copies)
 
     def run(self, programs: int | None = None) -> None:
         """Carry the copies out; on a GPU, enqueue them on the current stream, in no more than
         `programs` programs."""
+        if len(self.engine_copies):
+            copy_rows(self.engine_copies[:, :CODEC], self.device)
         for codec, unit, tiles in self.groups:
             if isinstance(tiles, torch.Tensor):
                 from reshard.refit.kernels import copy_tiles
@@ -95,6 +118,12 @@ class CopyTable:
                 copy_tiles(tiles, unit, programs, codec)
             else:
                 copy_on_host(tiles)
+
+
+def of_copy_engines(tiles: np.ndarray) -> np.ndarray:
+    """Return a mask of the tiles that copy engines carry out well: plain ones, but for short rows."""
+    plain: np.ndarray = tiles[:, CODEC] == PLAIN
+    return plain & ((tiles[:, ROWS] == 1) | (tiles[:, WIDTH] >= SHORT_ROWS))
 
 
 def wait_for_device(

@@ -207,12 +207,14 @@ class Sender:
         this rank's regions."""
         requests = as_sent(requests)
         table, count = source_table(memory, requests), len(requests)
+        on_host = np.array([region.tensor.device != self.device for region in self.source.regions], bool)
+        from_host = bool(on_host[requests[:, SHARD]].any())
         if requests.shape[1] == REQUEST_COLUMNS:
             destinations, places = np.zeros((count, 3), np.int64), np.zeros((0, PLACES), np.int64)
-            return Outgoing(table, np.full(count, UNSTAGED), destinations, places)
+            return Outgoing(table, np.full(count, UNSTAGED), destinations, places, from_host)
         blocks = requests[BLOCKWISE[requests[:, REQUEST_CODEC]]]
         compile_block_kernels(blocks[:, REQUEST_CODEC], True, self.device)
         places = places_of_requests(
             blocks[:, DESTINATION], blocks[:, DESTINATION_SHAPE], blocks[:, REQUEST_CODEC]
         )
-        return Outgoing(table, requests[:, STAGED_ROUND], requests[:, DESTINATION], places)
+        return Outgoing(table, requests[:, STAGED_ROUND], requests[:, DESTINATION], places, from_host)

@@ -138,6 +138,27 @@ def tiles_of(table: np.ndarray, tile_bytes: int = TILE_BYTES) -> tuple[np.ndarra
     return tiles, origin[index]
 
 
+def joined(tiles: np.ndarray) -> np.ndarray:
+    """Join tiles that follow each other on both sides: plain ones of single rows, or of equal rows."""
+    if len(tiles) < 2:
+        return tiles
+    before, after = tiles[:-1], tiles[1:]
+    single = tiles[:, ROWS] == 1
+    pitches = np.where(single[:, None], tiles[:, [WIDTH, WIDTH]], tiles[:, [SRC_PITCH, DST_PITCH]])
+    ends = tiles[:, [SRC, DST]] + tiles[:, ROWS, None] * pitches
+    follows = (
+        (ends[:-1] == after[:, [SRC, DST]]).all(1) & (before[:, CODEC] == PLAIN) & (after[:, CODEC] == PLAIN)
+    )
+    alike = (before[:, [WIDTH, SRC_PITCH, DST_PITCH]] == after[:, [WIDTH, SRC_PITCH, DST_PITCH]]).all(1)
+    follows &= (single[:-1] & single[1:]) | (~single[:-1] & ~single[1:] & alike)
+    first = np.concatenate([[0], 1 + np.flatnonzero(~follows)])
+    result = tiles[first].copy()
+    of_rows = single[first]
+    result[of_rows, WIDTH] = np.add.reduceat(tiles[:, WIDTH], first)[of_rows]
+    result[~of_rows, ROWS] = np.add.reduceat(tiles[:, ROWS], first)[~of_rows]
+    return result
+
+
 def tile_count(table: np.ndarray, tile_bytes: int = TILE_BYTES) -> int:
     """Return how many tiles `tiles_of` cuts copies destinations."""
     rows, width = table[:, ROWS], table[:, WIDTH]

@@ -19,13 +19,15 @@ class Outgoing(NamedTuple):
 
     `table` has the source's end filled in, `rounds` the engine's round (`addresses.staged_rounds_of`). For
     blocks of fp8, `destinations` says where each goes (`addresses.Pieces`), and `places` describes the
-    local tensors there (`fp8_blocks.packed.places_of_requests`).
+    local tensors there (`fp8_blocks.packed.places_of_requests`). `from_host`: sources are in host memory, while
+    the rank computes on a GPU.
     """
 
     table: np.ndarray
     rounds: np.ndarray
     destinations: np.ndarray
     places: np.ndarray
+    from_host: bool = False
 
     def of(self, number: int) -> "Outgoing":
         """Return the copies of one of the engine's rounds."""

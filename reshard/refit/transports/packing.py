@@ -55,6 +55,7 @@ class PackedPair:
 
     def __init__(self, flow: Outgoing | Incoming, end: int, limit: int) -> None:
         self.end, self.places = end, flow.places
+        self.from_host = isinstance(flow, Outgoing) and flow.from_host
         self.far, self.far_pitch = (DST, DST_PITCH) if end == SRC else (SRC, SRC_PITCH)
         blockwise = BLOCKWISE[flow.table[:, CODEC]]
         self.tiles, self.packed_width = _tiles(flow.table[~blockwise], end)
@@ -135,7 +136,9 @@ class PackedRound(NamedTuple):
         """Return that of pairs whose buffers are at these addresses."""
         tables = [empty_table(), *(pair.copies(index, start) for pair, start in pairs)]
         blocks = [table for pair, start in pairs for table in pair.blocks(index, start, device)]
-        return PackedRound(CopyTable(np.concatenate(tables), device, aside=aside), blocks)
+        from_host = any(pair.from_host for pair, _ in pairs)
+        copies = CopyTable(np.concatenate(tables), device, aside=aside, from_host=from_host)
+        return PackedRound(copies, blocks)
 
     @property
     def launches(self) -> int:
