@@ -39,20 +39,21 @@ def used_bytes() -> int:
     return total - free
 
 
+def fingerprint(tensor: torch.Tensor) -> int:
+    """A position-weighted sum of the bits of a tensor."""
+    word = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    flat = tensor.detach().contiguous().view(-1).view(word)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, len(flat), 1 << 26):
+        piece = flat[start : start + (1 << 26)].long()
+        total += (piece * (torch.arange(start, start + len(piece), device=flat.device) % 65521 + 1)).sum()
+    return int(total)
+
+
 def fingerprints(model: torch.nn.Module) -> dict[str, int]:
-    """A position-weighted sum of the bits of every parameter and buffer."""
-    found = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not tensor.numel():
-            continue
-        word = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-        flat = tensor.detach().contiguous().view(-1).view(word)
-        total = torch.zeros((), dtype=torch.int64, device=flat.device)
-        for start in range(0, len(flat), 1 << 26):
-            piece = flat[start : start + (1 << 26)].long()
-            total += (piece * (torch.arange(start, start + len(piece), device=flat.device) % 65521 + 1)).sum()
-        found[name] = int(total)
-    return found
+    """A fingerprint of every parameter and buffer."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: fingerprint(tensor) for name, tensor in tensors if tensor.numel()}
 
 
 def scribble(engine, value: float) -> None:

@@ -167,13 +167,13 @@ def compare_runs(out: Path) -> None:
 
 
 @contextmanager
-def memory(samples: Path) -> Iterator[None]:
-    """What the first GPU holds, all processes together, each 0.2 s into a file: seconds since the
+def memory(samples: Path, gpu: str = "0") -> Iterator[None]:
+    """What a GPU holds, all processes together, each 0.2 s into a file: seconds since the
     epoch and bytes."""
     if not shutil.which("nvidia-smi"):
         yield
         return
-    query = ["nvidia-smi", "-i", "0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "-i", gpu, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     over = threading.Event()
 
     def keep() -> None:

@@ -123,7 +123,7 @@ def main() -> int:
     return int(any(codes))
 
 
-def started(out: Path, run: str, line: list[str], limit: float, gpu: int = 0) -> int:
+def started(out: Path, run: str, line: list[str], limit: float, gpu: str = "0") -> int:
     """Run ms-swift's own entry with this command line, as ``megatron`` calls it, on one GPU for at
     most `limit` seconds; return its exit code."""
     paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
@@ -131,9 +131,9 @@ def started(out: Path, run: str, line: list[str], limit: float, gpu: int = 0) ->
         free.bind(("", 0))
         port = str(free.getsockname()[1])
     variables = os.environ | {"RESHARD_WATCH": str(out / f"{run}.watch"), "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": paths,
-                              "NPROC_PER_NODE": "1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": str(gpu)}  # fmt: skip
+                              "NPROC_PER_NODE": "1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": gpu}  # fmt: skip
     command = [sys.executable, "-m", "swift.cli._megatron.main", "rlhf", *line]
-    with open(out / f"{run}.log", "w", encoding="utf-8") as log, memory(out / f"{run}.memory"):
+    with open(out / f"{run}.log", "w", encoding="utf-8") as log, memory(out / f"{run}.memory", gpu):
         running = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True
         )

@@ -64,6 +64,15 @@ def sums(steps: int) -> tuple[list[dict], dict]:
     return rows, options
 
 
+def visible_gpus() -> list[str]:
+    """Return the numbers of the GPUs that this process may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        return visible.split(",")
+    found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
+    return [str(number) for number in range(len(found.stdout.splitlines()))]
+
+
 def rewards(out: Path, run: str) -> list[float]:
     """Return a run's mean reward of each step, as ms-swift has noted them."""
     figures = out / run / "logging.jsonl"
@@ -129,16 +138,14 @@ def main() -> int:
     os.environ.update(DETERMINISTIC)
 
     runs = LORA_RUNS if chosen.lora else RUNS
-    gpus = len(
-        subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.splitlines()
-    )
+    gpus = visible_gpus()
 
     def run(number: int) -> int:
         time.sleep(number * chosen.after)
         rows, options = sums(chosen.steps)
         options |= with_adapter(chosen.lora) if chosen.lora else {}
         line = [*arguments(out, runs[number], rows, options), *chosen.options]
-        return started(out, runs[number], line, chosen.limit, number % gpus)
+        return started(out, runs[number], line, chosen.limit, gpus[number % len(gpus)])
 
     with ThreadPoolExecutor(len(runs)) as pool:
         codes = list(pool.map(run, range(len(runs))))
