@@ -275,9 +275,10 @@ class Nccl(Transport):
 
     def _packed(self, pack: PackedRound, send: torch.Tensor, splits: list[int]) -> dict[int, torch.Tensor]:
         """Pack a bucket, with zeros between what is packed; return what goes to each inference rank."""
-        send.zero_()
+        leaving = send[: sum(splits)]
+        leaving.zero_()
         pack.run(PROGRAMS)
-        parts = send[: sum(splits)].split(splits)
+        parts = leaving.split(splits)
         return {rank: part for rank, part in zip(self.ranks, parts, strict=True) if len(part)}
 
     def _exchange_changes(

@@ -1,0 +1,342 @@
+"""Refits that send what changed between GPUs, beside refits that send all; all in one run.
+
+    torchrun --nproc-per-node 1 -m benchmarks.refits.delta_gpus --model qwen3-8b [--layers N] [--engine-gpu 1]
+        [--quantization fp8_per_block] [--fractions 0.001 0.01 0.05 0.2] [--json FILE]
+
+A Megatron of one rank (Transformer Engine layers, random weights) on the first GPU that is visible, a vLLM in
+processes of its own on `--engine-gpu`. A step flips a bit of the fraction in a share of the trainer's elements.
+Medians of the slower side's transfer, in ms:
+
+- pull: all, from the trainer's memory; whole: all, in NCCL's buckets;
+- delta: what changed, for each share, 20 refits in a chain; host: with ``delta_on_host``;
+
+then the steps of a delta, each with the GPU waited for: pack, compare, encode, the exchange of sizes and of
+changes, and the engine's write; beside the floor, which is both versions read once at the rate at which a copy
+reads. After the chain, the last link of which is verified, vLLM must hold the bits that a pull of the same
+weights leaves, and did not one step before. ``auto`` says what it does in the last of eight refits, over both
+routes. On one GPU (``--engine-gpu 0``) no NCCL connects the two: what is said of that is reported.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+import traceback
+from collections import defaultdict
+from functools import wraps
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from benchmarks.models import config_of, megatron_models
+from benchmarks.processes import device, start_processes
+from benchmarks.refits.offload import Fingerprints, start_engine
+from benchmarks.refits.refit import memory_rate, scribble
+
+AT_ONCE = 1 << 26  # elements that a step changes at once
+CHAIN = 20
+
+
+def synchronize() -> None:
+    """Wait for this process's GPU, if it has one."""
+    if device() == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak_bytes() -> int:
+    """Return the most that torch held of this GPU since the last call."""
+    if device() == "cpu":
+        return 0
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
+class Phases:
+    """Seconds of the steps of a delta in this process, each with the GPU waited for before and after."""
+
+    def __init__(self) -> None:
+        from reshard.refit.transports import changes
+        from reshard.refit.transports.nccl import Nccl
+
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._time(Nccl, "_packed", "pack")
+        self._time(changes.SentBuckets, "_compared", "compare")
+        self._time(changes, "encode_chunks", "encode")
+        self._time(Nccl, "_exchange_sizes", "sizes")
+        self._time(Nccl, "_write_changes", "write")
+
+    def _time(self, owner: Any, name: str, phase: str) -> None:
+        plain = getattr(owner, name)
+
+        @wraps(plain)
+        def timed(*args: Any, **keywords: Any) -> Any:
+            synchronize()
+            start = time.perf_counter()
+            result = plain(*args, **keywords)
+            synchronize()
+            self.seconds[phase] += time.perf_counter() - start
+            return result
+
+        setattr(owner, name, timed)
+
+    def taken(self) -> dict[str, float]:
+        """Return the ms since the last call."""
+        taken = {name: 1e3 * seconds for name, seconds in self.seconds.items()}
+        self.seconds.clear()
+        return taken
+
+
+class PhasesOfWorker(Fingerprints):
+    """Mixed into vLLM's workers: the same there."""
+
+    _phases: Phases | None = None
+
+    def scribbled(self) -> None:
+        """Fill what a refit writes with another value."""
+        scribble(self._reshard_engine, 3.0)
+
+    def phases(self) -> dict[str, float]:
+        if self._phases is None:
+            self._phases = Phases()
+        return self._phases.taken()
+
+
+def __getattr__(name: str):
+    # vLLM is imported only where an engine asks for its extension.
+    if name == "Extension":
+        from reshard.engines.vllm.worker import RefitExtension
+
+        return type("Extension", (RefitExtension, PhasesOfWorker), {})
+    raise AttributeError(name)
+
+
+class Run:
+    """The trainer, the engine in its process, and one connection at a time between them."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        # By the names that the environment gives the GPUs, of which this process uses the first.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+        settings = {"gpu_memory_utilization": options.gpu_memory_utilization, "enable_sleep_mode": False,
+                    "worker_extension_cls": "benchmarks.refits.delta_gpus.Extension", **json.loads(options.vllm)}  # fmt: skip
+        settings |= {"quantization": options.quantization} if options.quantization else {}
+        self.config, self.port = config_of(options.model, options.layers), options.port
+        self.process, self.pipe = start_engine(self.config, visible[options.engine_gpu], settings)
+        start_processes()
+        from reshard import MegatronLayout
+        from reshard.trainers.megatron import MegatronModel
+
+        start = time.perf_counter()
+        is_moe = "num_experts" in self.config
+        layout = MegatronLayout(tp=1, ep=1, etp=1 if is_moe else None)
+        self.models = megatron_models(self.config, layout)
+        self.trainer, self.link = MegatronModel(self.models), cast(Any, None)
+        self.random = torch.Generator(device()).manual_seed(0)
+        for parameter in self.parameters():
+            parameter.data.normal_(0, 0.02, generator=self.random)
+        print(f"Megatron {time.perf_counter() - start:.0f} s", flush=True)
+        print("vLLM", self.answer(), f"{time.perf_counter() - start:.0f} s", flush=True)
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [parameter for model in self.models for parameter in model.parameters()]
+
+    def step(self, share: float) -> None:
+        """Flip a bit of the fraction in about this share of the elements."""
+        for parameter in self.parameters():
+            for bits in parameter.data.view(-1).view(torch.int16).split(AT_ONCE):
+                chosen = torch.rand(len(bits), device=bits.device, generator=self.random) < share
+                bits ^= chosen.to(torch.int16) << 3
+
+    def tell(self, method: str, *args: Any) -> None:
+        self.pipe.send(("collective_rpc", (method,), {"args": args}))
+
+    def answer(self) -> Any:
+        answer = self.pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer[0] if isinstance(answer, list) else answer
+
+    def asked(self, method: str) -> Any:
+        self.tell(method)
+        return self.answer()
+
+    def connect(self, **options: Any) -> float:
+        """Connect anew, and return the seconds."""
+        from reshard.refit import RefitGroup, connect
+
+        if self.link is not None:
+            self.tell("reshard_close")
+            self.link.close()
+            self.answer()
+            self.link = None
+            gc.collect()
+            torch.cuda.empty_cache()
+        self.port += 1
+        start, address = time.perf_counter(), f"127.0.0.1:{self.port}"
+        self.tell("reshard_connect", address, 1, 2)
+        try:
+            self.link = connect(RefitGroup.join(address, 0, 2, timeout=60), self.trainer, **options)
+        finally:
+            self.answer()
+        return time.perf_counter() - start
+
+    def refit(self, verify: bool = False) -> dict[str, Any]:
+        """Refit; return the trainer's report with the slower side's times in ms."""
+        self.tell("reshard_refit", None, verify)
+        try:
+            report = self.link.refit(verify=verify).to_dict()
+        finally:
+            served = self.answer()
+        for key in ("transfer_seconds", "total_seconds"):
+            report[key.replace("_seconds", "_ms")] = 1e3 * max(report[key], served[key])
+        return report
+
+    def end(self) -> None:
+        self.pipe.send(None)
+        self.process.join(20)
+        self.process.kill()
+
+
+def median(reports: list[dict[str, Any]], key: str = "transfer_ms") -> float:
+    return statistics.median(report[key] for report in reports)
+
+
+def sent_whole(run: Run, rounds: int, **options: Any) -> dict[str, Any]:
+    """Connect, and time refits that send all."""
+    seconds = run.connect(**options)
+    reports = [run.refit() for _ in range(rounds + 2)]
+    routes = reports[-1]["received_bytes"] | {"of": run.link.describe()["backend"]}
+    return {"connect_seconds": seconds, "transfer_ms": median(reports[2:]), "total_ms": median(reports[2:], "total_ms"), "routes": routes}  # fmt: skip
+
+
+def summary(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what a table shows of refits that should be deltas."""
+    last = reports[-1]["delta"]
+    return {
+        "deltas": sum(report["delta"]["is_delta"] for report in reports), "of": len(reports), "changed": last["changed"],
+        "delta_mb": last["delta_bytes"] / 1e6, "whole_mb": last["whole_bytes"] / 1e6, "kept_gb": last["kept_bytes"] / 1e9,
+        "transfer_ms": median(reports), "total_ms": median(reports, "total_ms"), "reason": last["reason"],
+    }  # fmt: skip
+
+
+def chained(run: Run, shares: list[float], count: int, **options: Any) -> dict[str, Any]:
+    """Connect with deltas, and refit so often after steps of these shares, in turn; the last is verified, and
+    compared with what a pull of the same weights leaves."""
+    result: dict[str, Any] = {"connect_seconds": run.connect(delta=True, **options)}
+    peak_bytes()
+    before = peak_bytes()
+    first = run.refit()
+    result["first_transfer_ms"], earlier = first["transfer_ms"], None
+    per_share = max(1, count // len(shares))
+    for share in shares:
+        reports = []
+        for index in range(per_share):
+            is_last = share == shares[-1] and index == per_share - 1
+            earlier = run.asked("fingerprints") if is_last else earlier
+            run.step(share)
+            reports.append(run.refit(verify=is_last))
+        result[str(share)] = summary(reports)
+        print(share, json.dumps(result[str(share)]), flush=True)
+    result["trainer_extra_gb"] = (peak_bytes() - before) / 1e9
+    bits = run.asked("fingerprints")
+    result["step_is_seen"] = bits != earlier
+    run.connect(backend="auto")
+    run.asked("scribbled")
+    run.refit()
+    pulled = run.asked("fingerprints")
+    result["tensors"], result["different"] = len(pulled), sum(bits[name] != pulled[name] for name in pulled)
+    return result
+
+
+def phases(run: Run, shares: list[float]) -> dict[str, Any]:
+    """Return the ms of each step of a delta, by share, on the trainer and the engine."""
+    run.connect(backend="nccl", delta=True)
+    own, result = Phases(), {}
+    run.asked("phases")
+    for share in shares:
+        run.refit()
+        run.step(share)
+        run.refit()
+        own.taken(), run.asked("phases")
+        run.step(share)
+        report = run.refit()
+        served = run.asked("phases")
+        result[str(share)] = own.taken() | {
+            "write": served.get("write", 0.0),
+            "in_all": report["transfer_ms"],
+        }
+        print("steps", share, json.dumps(result[str(share)]), flush=True)
+    return result
+
+
+def automatic(run: Run, share: float, **options: Any) -> list[str]:
+    """Return what each of eight refits with ``auto`` does, and why."""
+    run.connect(delta="auto", **options)
+    said = []
+    for _ in range(8):
+        run.step(share)
+        report = run.refit()
+        said.append(f"{report['transfer_ms']:.1f} ms: {report['delta']['reason']}")
+    return said
+
+
+def cases(options: argparse.Namespace, run: Run):
+    """Yield the name of each case, and what runs it, the most important first."""
+    rounds = options.rounds
+    yield "pull", lambda: sent_whole(run, rounds, backend="auto")
+    if options.engine_gpu:
+        yield "whole", lambda: sent_whole(run, rounds, backend="nccl")
+        yield "delta", lambda: chained(run, options.fractions, CHAIN, backend="nccl")
+        yield "auto", lambda: automatic(run, 0.01, backend="nccl")
+        if not options.without_host:
+            yield "host", lambda: chained(run, [0.01], 3, backend="nccl", delta_on_host=True)
+    yield "auto_near", lambda: automatic(run, 0.01, backend="auto")
+    if options.engine_gpu:
+        yield "steps", lambda: phases(run, options.fractions)
+    else:
+        yield "delta_near", lambda: chained(run, [0.01], 3)
+        yield "nccl_near", lambda: run.connect(backend="nccl", delta=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="qwen3-8b")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--engine-gpu", type=int, default=1, help="its place among the visible ones")
+    parser.add_argument("--quantization", help="what vLLM serves in: fp8_per_block")
+    parser.add_argument("--vllm", default="{}", help="other settings of vLLM, as JSON")
+    parser.add_argument("--fractions", type=float, nargs="+", default=[0.001, 0.01, 0.05, 0.2])
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.5)
+    parser.add_argument("--without-host", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--port", type=int, default=29700)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    run = Run(options)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in run.parameters())
+    result: dict[str, Any] = {"model": options.model, "layers": run.config["num_hidden_layers"], "quantization": options.quantization,
+                              "gpu": torch.cuda.get_device_name() if device() == "cuda" else "none", "engine_gpu": options.engine_gpu, "weight_bytes": size}  # fmt: skip
+    rate = memory_rate() if device() == "cuda" else 1e9
+    result |= {"memory_bytes_per_second": rate, "floor_ms": 1e3 * 2 * size / rate}
+    for name, case in cases(options, run):
+        start = time.perf_counter()
+        try:
+            result[name] = case()
+        except Exception as error:
+            traceback.print_exc()
+            result[name] = {"error": f"{type(error).__name__}: {error}"[:2000]}
+        took = time.perf_counter() - start
+        print(f"{name} ({took:.1f} s)", json.dumps(result[name]), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    run.end()
+    os._exit(0)  # Megatron's and NCCL's threads have nothing more to do
+
+
+if __name__ == "__main__":
+    main()
