@@ -30,7 +30,7 @@ from reshard.engines.vllm.quantized.layers import kernel_of, processing_of
 from reshard.engines.vllm.quantized.recipes import Held
 from reshard.engines.vllm.quantized.reload import Reloads
 from reshard.engines.vllm.weights.accounts import ADAPTERS, other_accounts
-from reshard.engines.vllm.weights.block_scales import find_scales, layers_in_blocks
+from reshard.engines.vllm.weights.block_scales import begin_compiling, find_scales, layers_in_blocks
 from reshard.engines.vllm.weights.drafter import check_drafter, is_mtp, trace_drafter
 from reshard.engines.vllm.weights.kept import KeptTensors
 from reshard.engines.vllm.weights.mamba import Decay, decays, load_decay, stale_decay
@@ -129,6 +129,8 @@ class VllmModel(LiveEngine):
         self._towers = VLLM.tower_prefixes(self.model)
         language_model = self.served.without(self._towers)  # of a tower no layer is processed again
         self.blocks = layers_in_blocks(language_model)
+        device = next(self.module.parameters()).device
+        begin_compiling(self.blocks, device, self.match_vllm_rounding)
         parameters = (name for name, _ in self.module.named_parameters())
         check_towers([name for name in parameters if name.startswith(self._towers)], self.vllm_config)
         self.reloads = Reloads(language_model, self.vllm_config, self.guard.ready)

@@ -12,6 +12,7 @@ from reshard.engines.rules import PlacedTensors
 from reshard.engines.vllm.quantized.fp8 import check_blocks
 from reshard.engines.vllm.quantized.layers import blocks_of
 from reshard.engines.vllm.weights.served import Served
+from reshard.refit.fp8_blocks.items import BF16
 
 
 def layers_in_blocks(model: Served) -> dict[str, Blocks]:
@@ -24,6 +25,18 @@ def layers_in_blocks(model: Served) -> dict[str, Blocks]:
     return layers
 
 
+def begin_compiling(layers: Mapping[str, Blocks], device: torch.device, match_vllm_rounding: bool) -> None:
+    """Begin to compile, in a thread, the kernels that make these layers' blocks of bf16, since `find_scales`
+    and connect would wait for them; nothing on a CPU."""
+    if device.type != "cuda" or not layers:
+        return
+    from reshard.refit.kernels import compile_ahead
+
+    power_of_two = _power_of_two(match_vllm_rounding)
+    roundings = {power_of_two if blocks.powers_of_two else "fp32" for blocks in layers.values()}
+    compile_ahead(device, {BF16.size}, roundings, BF16.size)
+
+
 def find_scales(
     placed: PlacedTensors,
     layers: Mapping[str, Blocks],
@@ -34,9 +47,12 @@ def find_scales(
 
     Raises ReshardError if our quantization of blocks differs from vLLM's.
     """
-    # vLLM quantizes to fp32 scales first, and then once more to powers of two.
-    power_of_two = "twice" if match_vllm_rounding else "ue8m0"
-    scales = blocks.find_scales(placed, layers, tensors, power_of_two)
+    scales = blocks.find_scales(placed, layers, tensors, _power_of_two(match_vllm_rounding))
     for rounding in {entry.rounding for entry in scales.values()}:
         check_blocks(rounding, next(iter(tensors.values())).device, match_vllm_rounding)
     return scales
+
+
+def _power_of_two(match_vllm_rounding: bool) -> str:
+    # vLLM quantizes to fp32 scales first, and then once more to powers of two.
+    return "twice" if match_vllm_rounding else "ue8m0"
