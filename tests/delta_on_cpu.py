@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from reshard.delta import apply_deltas
+from reshard.delta import Chain, apply_deltas
 from reshard.engines.delta_methods import DeltaMethods
 from reshard.engines.deltas import EngineDeltas
 from reshard.engines.vllm.live import VllmModel
@@ -51,6 +51,19 @@ def follow_second(writer: DeltaWriter, workers: Workers, chain: str, loads: list
         writer.save(10 * number)
         held.append((apply_deltas(workers, chain), fingerprint(workers.side.module)))
     return held
+
+
+def calls_that_lead_nowhere(workers: Workers, chain: str) -> tuple[str, str, int]:
+    """Ask a worker for a chain that is not there, for a version with other weights than the chain has, and for
+    one that another worker could not prepare; the first two answers, and what is left of the third."""
+    absent = [workers.reshard_delta_digests(f"{chain}-not")["error"] for _ in range(2)][-1]
+    held = workers.reshard_delta_digests(chain)
+    replaced = workers.reshard_delta_prepare(held, 40, "0" * 16)["error"]
+    with Chain(chain) as opened:
+        after = opened.deltas()[-1].after
+    assert workers.reshard_delta_prepare(held, 40, after) is None and workers._reshard_deltas.prepared
+    assert workers.reshard_delta_digests(chain) == held, "remembered"
+    return absent, replaced, len(workers._reshard_deltas.prepared)
 
 
 def overtake(rank: int, writer: DeltaWriter, folder: Path) -> tuple[str, bool]:
@@ -109,6 +122,7 @@ def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: di
     move(rank, folder / "delta-000030.json", folder.parent / "delta-000030.json")
     lost = caught(lambda: apply_deltas(workers, chain)), side.ready, fingerprint(module) == held[30][0]
     move(rank, folder.parent / "delta-000030.json", folder / "delta-000030.json")
+    calls = calls_that_lead_nowhere(workers, chain)
     side.begin()
     half = caught(lambda: apply_deltas(workers, chain))
     side.guard.refitted(1)
@@ -145,6 +159,7 @@ def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: di
         "again": again,
         "behind": behind,
         "lost": lost,
+        "calls": calls,
         "half": half,
         "strange": strange,
         "healed": (healed[0], healed[1] == expected[0]),

@@ -109,6 +109,25 @@ def test_a_store_of_fsspec_holds_the_same_files(trained, chain, tmp_path):
         show("memory://nowhere")
 
 
+def test_a_bucket_is_not_made_by_a_name_that_is_misspelled(trained, tmp_path, monkeypatch):
+    store, bucket = fsspec.filesystem("memory"), f"memory://{tmp_path.name}-bucket"
+    plain = type(store).put_file
+
+    def into_bucket(self, path, to, **options):  # as S3's and Google's do
+        if not self.isdir(bucket):
+            raise FileNotFoundError(to)
+        plain(self, path, to, **options)
+
+    monkeypatch.setattr(type(store), "protocol", ("memory", "s3"))
+    monkeypatch.setattr(type(store), "put_file", into_bucket)
+    with pytest.raises(ReshardError, match="-bucket/run is not there: create its bucket first"):
+        save(trained[0], trained[1], f"{bucket}/run")
+    assert not store.exists(bucket)
+    store.mkdir(bucket)
+    save(trained[0], trained[1], f"{bucket}/run")
+    assert len(show(f"{bucket}/run")["deltas"]) == 1
+
+
 def rewrite(path: Path, **fields) -> None:
     """Change fields of a manifest, with the checksum that belongs to them."""
     manifest = json.loads(path.read_text()) | fields

@@ -66,6 +66,9 @@ def test_an_engine_follows_a_live_trainer_through_a_chain(variant, parallel, ran
         assert "ends with version 30, and the trainer's model holds other weights" in outcome["behind"]
         assert "lacks delta-000030, which delta-000040 follows" in outcome["lost"][0]
         assert outcome["lost"][1:] == (True, True), "it serves on, as it was"
+        absent, replaced, prepared = outcome["calls"]
+        assert "chain-not is no chain of deltas" in absent and prepared == 0
+        assert "was replaced while it was read: version 40 has other weights now" in replaced
         assert "the engine does not hold version 50" in outcome["withheld"][0] and not outcome["withheld"][1]
         assert outcome["unchanged"] == (0, 45, 45, 3), "the version alone"
         for said, sentence in zip(outcome["refused"], REFUSED if engine == {"tp": 2} else (), strict=True):

@@ -21,6 +21,8 @@ from reshard.storage.io.directories import sync_directory
 from reshard.storage.io.files import write_error
 
 WRITING = ".writing"  # of a directory: what is not there yet
+# Protocols of object stores, whose URLs begin with a bucket. They have no directories to make.
+BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "cos", "obs"}
 
 
 class Store(ABC):
@@ -179,8 +181,11 @@ class RemoteStore(Store):
             yield Path(scratch)
 
     def put(self, path: Path, name: str) -> None:
-        self._call("create", self.fs.makedirs, self.root, exist_ok=True)
-        self._call(name, self.fs.put_file, str(path), self._at(name))
+        protocols = {self.fs.protocol} if isinstance(self.fs.protocol, str) else set(self.fs.protocol)
+        if not protocols & BUCKETS:  # there it would make a bucket of a name that is misspelled
+            self._call("create", self.fs.makedirs, self.root, exist_ok=True)
+        absent = f"{self.where} is not there: create its bucket first"
+        self._call(name, self.fs.put_file, str(path), self._at(name), absent=absent)
         path.unlink()
 
     def close(self) -> None:
@@ -191,14 +196,15 @@ class RemoteStore(Store):
     def _at(self, name: str) -> str:
         return f"{self.root}/{name}"
 
-    def _call(self, what: str, call: Any, *arguments: Any, **options: Any) -> Any:
-        """Call the file system. Raises ReshardError for what it raises, but FileNotFoundError for a list."""
+    def _call(self, what: str, call: Any, *arguments: Any, absent: str = "", **options: Any) -> Any:
+        """Call the file system. Raises ReshardError for what it raises, `absent` for FileNotFoundError, which
+        is passed on of a list."""
         try:
             return call(*arguments, **options)
         except FileNotFoundError as error:
             if what == "list":
                 raise
-            raise ReshardError(f"{self.where} lacks {what}") from error
+            raise ReshardError(absent or f"{self.where} lacks {what}") from error
         except Exception as error:  # a store's client has errors of its own
             raise ReshardError(f"{self.where}: {what} failed ({first_line(error)})") from error
 
