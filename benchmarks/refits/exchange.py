@@ -7,7 +7,8 @@ much as a refit of 24 layers of Qwen3-30B-A3B from TP2 EP2 to TP2 brings from th
 
 - copies: by the copy engines from memory that is mapped by CUDA IPC, which is the floor;
 - sendrecv: a group of one send and one receive, as torch's all-to-all makes of it;
-- registered: the same between buffers of ``ncclMemAlloc`` in symmetric windows;
+- registered: the same between buffers of ``ncclMemAlloc`` that each rank registers, as torch's memory pools do;
+- windows: the same between such buffers in symmetric windows;
 - alltoall: ``ncclAlltoAll`` between such windows by the copy engines (``NCCL_CTA_POLICY_ZERO``), which copies
   this rank's own part too;
 - put: ``ncclPutSignal`` into the other's window, and a signal back once it is unpacked (NCCL 2.29 and later).
@@ -114,8 +115,7 @@ class Nccl:
 
 
 class Slots:
-    """Send and receive buffers, two of each; `exchange` enqueues that of one on the current stream, and
-    `is_free` says that what was received in one has been unpacked."""
+    """So many send and receive buffers of a size, and a communicator for them."""
 
     policy = UNSET
     own_part = 0  # 1: buffers have a part for this rank itself, too
@@ -132,7 +132,8 @@ class Slots:
         return int(self.tensors[-1].data_ptr())
 
     def exchange(self, slot: int, first: bool) -> None:
-        """Send a slot's buffer, and receive the other's; `first` where none has been in it before."""
+        """Enqueue on the current stream that a slot's buffer is sent, and the other's received; `first` where
+        none has been in it before."""
         where, stream = ctypes.c_size_t(self.size), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         self.nccl("GroupStart")
         for name, address in (("Send", self.send[slot]), ("Recv", self.receive[slot])):
@@ -143,6 +144,19 @@ class Slots:
 
 
 class Registered(Slots):
+    """Between registered buffers."""
+
+    def allocate(self, size: int) -> int:
+        """Return memory of NCCL's for a buffer, registered."""
+        address, handle = ctypes.c_void_p(), ctypes.c_void_p()
+        self.nccl("MemAlloc", ctypes.byref(address), ctypes.c_size_t(size))
+        self.nccl(
+            "CommRegister", self.nccl.communicator, address, ctypes.c_size_t(size), ctypes.byref(handle)
+        )
+        return int(address.value or 0)
+
+
+class Windows(Slots):
     """Between windows."""
 
     def allocate(self, size: int) -> int:
@@ -152,7 +166,7 @@ class Registered(Slots):
         return address
 
 
-class AllToAll(Registered):
+class AllToAll(Windows):
     """By the copy engines."""
 
     policy, own_part = ZERO_CTAS, 1
@@ -164,7 +178,7 @@ class AllToAll(Registered):
         self.nccl("AlltoAll", send, receive, ctypes.c_size_t(self.size), INT8, self.nccl.communicator, stream)
 
 
-class Put(Registered):
+class Put(Windows):
     """One-sided, once the other has said that the buffer is free."""
 
     def exchange(self, slot: int, first: bool) -> None:
@@ -193,7 +207,7 @@ class Put(Registered):
         nccl("WaitSignal", 1, ctypes.byref(expected), nccl.communicator, stream)
 
 
-WAYS = {"sendrecv": Slots, "registered": Registered, "alltoall": AllToAll, "put": Put}
+WAYS = {"sendrecv": Slots, "registered": Registered, "windows": Windows, "alltoall": AllToAll, "put": Put}
 
 
 def timed(run: Callable[[], None], rounds: int = 5) -> float:
@@ -209,24 +223,38 @@ def timed(run: Callable[[], None], rounds: int = 5) -> float:
     return 1e3 * statistics.median(times[1:])
 
 
+def _weights(size: int, seed: int) -> torch.Tensor:
+    """Return random bytes, the same on every rank."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    words = torch.empty(size // 8, dtype=torch.int64, device="cuda").random_(generator=generator)
+    return words.view(torch.uint8)
+
+
 class Pieces:
     """The boxes that a rank sends, those that it gets, and those that stay, in `buckets` of `size` bytes."""
 
     def __init__(self, size: int) -> None:
-        from reshard.refit.tables import table_of
-
-        expert = 3 * RUN
-        self.experts_in_bucket = size // expert
+        self.experts_in_bucket = size // (3 * RUN)
         count = LAYERS * EXPERTS
         self.buckets = -(-count // self.experts_in_bucket)
         bytes_of_all = count * (2 * RUN + ROWS * 2 * ROW)
-        self.source, self.served, self.local = (
-            torch.zeros(bytes_of_all, dtype=torch.uint8, device="cuda") for _ in range(3)
+        self.source = _weights(bytes_of_all, dist.get_rank())
+        self.served, self.local = (
+            torch.zeros(bytes_of_all, dtype=torch.uint8, device="cuda") for _ in range(2)
         )
-        self.table_of = table_of
+
+    def check(self) -> None:
+        """Raise RuntimeError where what was served is not what the other rank has, or anything else was
+        written."""
+        expected = _weights(len(self.served), 1 - dist.get_rank())
+        expected.view(-1, 2 * RUN + ROWS * 2 * ROW)[:, 2 * RUN :].unflatten(1, (ROWS, 2 * ROW))[..., ROW:] = 0
+        if not torch.equal(self.served, expected):
+            raise RuntimeError("other bytes than the other rank's have arrived")
 
     def copies(self, index: int, packed: int, memory: int, packs: bool) -> np.ndarray:
         """Return the copies of a bucket between memory and the packed bytes."""
+        from reshard.refit.tables import table_of
+
         rows = []
         first = index * self.experts_in_bucket
         for number in range(first, min(first + self.experts_in_bucket, LAYERS * EXPERTS)):
@@ -241,16 +269,16 @@ class Pieces:
                     else (dense_at, live_at, n, width, width, pitch)
                 )
                 rows.append(ends)
-        return self.table_of(rows)
+        return table_of(rows)
 
 
-def packed(slots: Slots, size: int, programs: int | None, unpacks: bool, beside: bool) -> Callable[[], None]:
-    """Return a refit by buckets: packed, exchanged, and with `unpacks` unpacked, each in a stream of its own;
-    `beside` it as many bytes are copied within this GPU."""
+def packed(slots: Slots, pieces: Pieces, programs: int, beside: bool) -> Callable[[], None]:
+    """Return a refit by buckets: packed, exchanged and unpacked, each in a stream of its own; `beside` it as
+    many bytes are copied within this GPU."""
     from reshard.refit.copies import CopyTable
     from reshard.refit.tables import tiles_of
 
-    pieces, device = Pieces(size), torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", torch.cuda.current_device())
     count = len(slots.send)
 
     def table(copies: np.ndarray) -> CopyTable:
@@ -281,15 +309,14 @@ def packed(slots: Slots, size: int, programs: int | None, unpacks: bool, beside:
                 full = packing.record_event()
             with torch.cuda.stream(sending):
                 sending.wait_event(full)
-                if index >= count and unpacks:
+                if index >= count:
                     sending.wait_event(free[index - count])
                 slots.exchange(index % count, index < count)
                 sent.append(sending.record_event())
-            if unpacks:
-                with torch.cuda.stream(unpacking):
-                    unpacking.wait_event(sent[index])
-                    unpacked_by[index].run(programs)
-                    free.append(unpacking.record_event())
+            with torch.cuda.stream(unpacking):
+                unpacking.wait_event(sent[index])
+                unpacked_by[index].run(programs)
+                free.append(unpacking.record_event())
         for stream in streams:
             torch.cuda.current_stream().wait_stream(stream)
 
@@ -336,9 +363,11 @@ def measure(result: dict, way: str, size: int, count: int, programs: list[int]) 
             slots.exchange(index % count, index < count)
 
     times = {"alone": timed(alone) * result["bytes"] / (buckets * size)}
+    pieces = Pieces(size)
     for number in programs:
-        times[f"unpacked {number}"] = timed(packed(slots, size, number, True, False))
-        times[f"beside local {number}"] = timed(packed(slots, size, number, True, True))
+        times[f"packed, {number} programs"] = timed(packed(slots, pieces, number, False))
+        times[f"and local copies, {number} programs"] = timed(packed(slots, pieces, number, True))
+    pieces.check()
     result["ways"][f"{way} {size >> 20} {count}"] = times
     say(
         way,
