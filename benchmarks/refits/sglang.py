@@ -1,0 +1,575 @@
+"""A running SGLang, refitted from Megatron: does it say what one says that has loaded the checkpoint, and how long
+does it take beside a vLLM, and beside `update_weights_from_tensor` as slime calls it?
+
+    torchrun --nproc-per-node 2 -m benchmarks.refits.sglang --model qwen3-30b-a3b --layers 6 --tp 2 --ep 2 --etp 1 \\
+        --engine '{"tp_size": 2, "ep_size": 2}' --vllm '{"enable_expert_parallel": true}' --slime [--json FILE]
+
+The trainer's ranks are torchrun's processes (Megatron with Transformer Engine layers, random weights), SGLang is a
+server and vLLM an engine, each in processes of its own on the same GPUs. In turn:
+
+- SGLang loads two checkpoints by its own loader, and says its prompt logprobs, eight greedy tokens with theirs, and
+  the digests of its weights after each. A refit from each, in turn and back, must leave the same.
+- Refits are timed, with the trainer's memory mapped each time and kept mapped; `--vllm` times the same refits into a
+  vLLM with these options; `--slime` times slime's way: whole tensors gathered on each rank, in flattened buckets of
+  512 MB, whose handles SGLang gets by HTTP.
+- `--sleep`: a refit while SGLang has released its weights must be refused, and one after it resumed leave the same.
+
+With `--fp8` SGLang serves from fp8 blocks, of checkpoints that are quantized as `reshard mcore-to-hf --quantize fp8`
+does, and of the trainer's bf16. An SGLang of the environment's is used, with kernels that are made by Triton.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.models import change, config_of, megatron_models, model_options
+from benchmarks.processes import conclude, everyone, say, start_processes
+
+LENGTHS = (9, 17, 33, 64)  # of the prompts, in tokens
+ASKED = {
+    "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True},
+    "return_logprob": True,
+    "logprob_start_len": 0,
+}
+KERNELS = {"attention_backend": "triton", "sampling_backend": "pytorch", "moe_runner_backend": "triton"}
+SIZES = {"context_length": 512, "max_total_tokens": 4096, "max_running_requests": 8, "mem_fraction_static": 0.6,
+         "cuda_graph_max_bs_decode": 8, "cuda_graph_max_bs_prefill": 128}  # fmt: skip
+SWITCHES = {"skip_tokenizer_init": True, "skip_server_warmup": True, "disable_shared_experts_fusion": True}
+OF_VLLM = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 1 << 28, "enable_sleep_mode": False}
+BUCKET = 512 << 20  # bytes, as slime's --update-weight-buffer-size
+
+
+class Server:
+    """SGLang's server of a config with dummy weights, on this process's GPUs."""
+
+    def __init__(self, folder: Path, options: dict[str, Any], port: int) -> None:
+        self.url, self.log, self.began = f"http://127.0.0.1:{port}", folder / "server.log", time.monotonic()
+        flags = []
+        for name, value in ({"load_format": "dummy"} | KERNELS | SIZES | SWITCHES | options).items():
+            flags += [f"--{name.replace('_', '-')}"] * (value is not False)
+            flags += [] if isinstance(value, bool) else [str(value)]
+        program = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder), *flags]
+        # What torchrun has set would have SGLang's ranks look for a store of torchrun's.
+        own = (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "GROUP_RANK",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        )
+        environment = {
+            k: v for k, v in os.environ.items() if k not in own and not k.startswith("TORCHELASTIC")
+        }
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*program, "--port", str(port)],
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+        (folder / "server.pid").write_text(str(self.process.pid))
+        signal.signal(signal.SIGTERM, lambda *_: (self.stop(), os._exit(1)))  # torchrun ends its processes
+
+    def call(self, route: str, body: dict[str, Any] | None = None, timeout: float = 120.0) -> Any:
+        """Return the answer of one of its routes."""
+        from reshard.comm.http import call_route
+
+        return call_route(self.url, route, body, timeout=timeout)
+
+    def wait(self, limit: float) -> float:
+        """Wait until it answers; return the seconds since its start."""
+        while time.monotonic() < self.began + limit:
+            if self.process.poll() is not None:
+                break
+            try:
+                self.call("model_info", timeout=5.0)
+                return time.monotonic() - self.began
+            except Exception:
+                time.sleep(0.3)
+        raise RuntimeError(f"SGLang did not start:\n{self.tail()}")
+
+    def tail(self) -> str:
+        """Return the end of its log."""
+        return self.log.read_text(errors="replace")[-6000:]
+
+    def says(self, vocabulary: int) -> list:
+        """Return the prompt logprobs, tokens and logprobs of each prompt, asked one after the other."""
+        answers = []
+        for number, length in enumerate(LENGTHS):
+            prompt = [(7919 * i + 104729 * (number + 1)) % vocabulary for i in range(length)]
+            meta = self.call("generate", {"input_ids": prompt, **ASKED})
+            said = meta["meta_info"]
+            answers.append([[one[:2] for one in said[f"{of}_token_logprobs"]] for of in ("input", "output")])
+        return answers
+
+    def digests(self) -> list | None:
+        """Return what SGLang says of the bits of its weights, by rank; None if it says nothing."""
+        try:
+            ranks = self.call("weights_checker", {"action": "checksum"})["ranks"]
+        except Exception as error:
+            print("no digests:", str(error)[:300], flush=True)
+            return None
+        return [rank["checksums"] for rank in ranks]
+
+    def state(self, vocabulary: int) -> tuple[list, list | None]:
+        """Return what it says, and the digests of its weights."""
+        return self.says(vocabulary), self.digests()
+
+    def stop(self) -> None:
+        """End all of its processes."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self.process.wait(20)
+
+
+def write_checkpoint(models: list, config: dict, folder: Path, in_blocks: bool) -> None:
+    """Write the trainer's weights as a Hugging Face directory, from the first rank."""
+    from reshard import export
+    from reshard.models.model import Model
+
+    rank = dist.get_rank()
+    tensors = {name: tensor.cpu() for name, tensor in export(models, folder.parent, to=0)}
+    if rank == 0:
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        if in_blocks:
+            quantized = Model.from_hf(config).quantizable() & tensors.keys()
+            tensors = dict(blocks_of(tensors, quantized))
+        (folder / "config.json").write_text(json.dumps(served_config(config, in_blocks)), encoding="utf-8")
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    dist.barrier()
+
+
+def blocks_of(tensors: dict[str, torch.Tensor], quantized: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a checkpoint's tensors, those of `quantized` as codes and scales of blocks."""
+    from reshard.quantization.fp8_blocks import SCALE_SUFFIX, encode
+
+    def encoded(name: str) -> list[tuple[str, torch.Tensor]]:
+        codes, scales = encode(tensors[name].float().numpy())
+        as_bytes = torch.from_numpy(codes.view("uint8").copy())
+        return [
+            (name, as_bytes.view(torch.float8_e4m3fn)),
+            (name + SCALE_SUFFIX, torch.from_numpy(scales.copy())),
+        ]
+
+    yield from ((name, tensor) for name, tensor in tensors.items() if name not in quantized)
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        for pairs in pool.map(encoded, sorted(quantized)):
+            yield from pairs
+
+
+def served_config(config: dict, in_blocks: bool) -> dict:
+    """Return the config that SGLang serves."""
+    if not in_blocks:
+        return config
+    from reshard.megatron.parameters import expand
+    from reshard.models.model import Model
+    from reshard.quantization.fp8_blocks import Fp8Blocks, config_of
+
+    model = Model.from_hf(config)
+    shapes = expand(model).shapes
+    plain = [name for name, shape in shapes.items() if len(shape) == 2 and name not in model.quantizable()]
+    return config | {
+        "quantization_config": config_of(Fp8Blocks(), None, [name.removesuffix(".weight") for name in plain])
+    }
+
+
+class Case:
+    """A trainer's side of one case, on each of its ranks; the first has the server and calls it."""
+
+    def __init__(
+        self, options: argparse.Namespace, config: dict, models: list, server: Server | None
+    ) -> None:
+        from reshard.trainers.megatron import MegatronModel
+
+        self.options, self.config, self.models, self.server = options, config, models, server
+        self.source, self.rank, self.size = MegatronModel(models), dist.get_rank(), dist.get_world_size()
+        self.engine_ranks = options.engine.get("tp_size", 1) * options.engine.get("pp_size", 1)
+        self.result: dict[str, Any] = {}
+        self.pool = ThreadPoolExecutor(1)
+        self.loaded: list = []
+        self.port = options.port + 10
+
+    def both(self, call: Callable[[Server], Any], meanwhile: Callable[[], Any]) -> Any:
+        """Call the server on the first rank while all ranks do their part; return what that returns."""
+        asked = self.pool.submit(call, self.server) if self.server else None
+        try:
+            return meanwhile()
+        finally:
+            if asked is not None:
+                asked.result(120)
+
+    def connect(self, keep_mapped: bool) -> Any:
+        """Connect the trainer's ranks and SGLang."""
+        from reshard.engines.sglang.calls import connect_server
+        from reshard.refit import RefitGroup, connect
+
+        self.port += 1
+        address, size = f"127.0.0.1:{self.port}", self.size + self.engine_ranks
+        return self.both(
+            lambda server: connect_server(server.url, address, self.size, size),
+            lambda: connect(
+                RefitGroup.join(address, self.rank, size, timeout=90), self.source, keep_mapped=keep_mapped
+            ),
+        )
+
+    def refit(self, link: Any, verify: bool = False) -> Any:
+        """Refit SGLang; return the report of this rank."""
+        from reshard.engines.sglang.calls import refit_server
+
+        return self.both(
+            lambda server: refit_server(server.url, None, verify), lambda: link.refit(verify=verify)
+        )
+
+    def close(self, link: Any) -> None:
+        """Close a connection, on both sides."""
+        from reshard.engines.sglang.calls import close_server
+
+        link.close()
+        if self.server:
+            close_server(self.server.url)
+        dist.barrier()
+
+    def check(self, name: str, seed: int) -> None:
+        """Note whether SGLang says, and holds, what it did when it had loaded these weights."""
+        if self.server:
+            says, digests = self.server.state(self.config["vocab_size"])
+            loaded_says, loaded_digests = self.loaded[seed]
+            same_bits = None if digests is None or loaded_digests is None else digests == loaded_digests
+            self.note(name, {"says the same": says == loaded_says, "same bits": same_bits})
+            if same_bits is False:
+                both = zip(digests, loaded_digests, strict=True)
+                differ = sorted({n for one, other in both for n in other if one.get(n) != other[n]})
+                self.note(f"{name}: tensors that differ", [len(differ), *differ[:4]])
+        dist.barrier()
+
+    def note(self, name: str, value: Any) -> None:
+        """Keep a result, and print it."""
+        self.result[name] = value
+        say(f"{name}: {value}")
+
+    def load_both(self) -> None:
+        """Let SGLang load both checkpoints by its own loader, and note what it says of each."""
+        if self.server:
+            for seed in (0, 1):
+                self.server.call(
+                    "update_weights_from_disk",
+                    {"model_path": str(self.options.folder / "trainer" / str(seed)), "load_format": "auto"},
+                )
+                self.loaded.append(self.server.state(self.config["vocab_size"]))
+            (first, _), (second, _) = self.loaded
+            apart = [abs(a[0] - b[0]) for x, y in zip(first, second, strict=True)
+                     for a, b in zip(x[0][1:], y[0][1:], strict=True)]  # fmt: skip
+            self.note("control: prompt logprobs of the two checkpoints are apart by up to", max(apart))
+        dist.barrier()
+
+    def there_and_back(self) -> None:
+        """Refit from each checkpoint's weights, and back; verified, and not."""
+        began = time.perf_counter()
+        link = self.connect(False)
+        self.note("connect_seconds", time.perf_counter() - began)
+        for number, seed in enumerate((0, 1, 0)):
+            change(self.source, seed)
+            self.refit(link, verify=number == 0)
+            self.check(f"refit {number + 1}, from checkpoint {seed}", seed)
+        self.close(link)
+
+    def time_refits(self) -> None:
+        """Note the milliseconds of refits, with the trainer's memory mapped each time, and kept."""
+        for keep_mapped in (False, True):
+            link = self.connect(keep_mapped)
+            how = "keep_mapped" if keep_mapped else "mapped each time"
+            self.note(f"SGLang, {how}", timed(lambda link=link: self.refit(link), self.options.rounds))
+            if not keep_mapped:
+                self.note("SGLang, verified", timed(lambda link=link: self.refit(link, True), 3))
+            self.close(link)
+
+    def time_slime(self) -> None:
+        """Note the milliseconds of slime's way, of both sets of weights, and that it leaves the same."""
+        from reshard.models.model import Model
+
+        slime = SlimesWay(self, Model.from_hf(self.config))
+        change(self.source, 1)
+        slime.update()
+        self.check("slime's way, from checkpoint 1", 1)
+        self.note("slime's way", timed(slime.update, 4))
+        change(self.source, 0)
+        link = self.connect(False)
+        self.refit(link)
+        self.check("refitted after slime's way, from checkpoint 0", 0)
+        self.close(link)
+
+    def sleep(self) -> None:
+        """Note what SGLang says asleep and awake, and what a refit leaves then."""
+        link = self.connect(False)
+        tags = {"tags": ["kv_cache", "weights"]}
+        free = free_bytes()
+        if self.server:
+            self.server.call("release_memory_occupation", tags)
+        dist.barrier()
+        self.note("released_bytes", free_bytes() - free)
+        self.note("refit while it sleeps", said_by(lambda: self.refit(link)))
+        if self.server:
+            self.server.call("resume_memory_occupation", tags)
+            self.note("asked before a refit", said_by(lambda: self.server.says(self.config["vocab_size"])))
+        dist.barrier()
+        change(self.source, 1)
+        self.refit(link)
+        self.check("refitted after sleep, from checkpoint 1", 1)
+        self.note("SGLang, after sleep", timed(lambda: self.refit(link), 4))
+        self.close(link)
+
+    def time_vllm(self, pipe: Any) -> None:
+        """Note the milliseconds of the same refits into a vLLM."""
+        from reshard.refit import RefitGroup, connect
+
+        def told(method: str, *arguments: Any, meanwhile: Callable[[], Any]) -> Any:
+            if pipe:
+                pipe.send(("collective_rpc", (method,), {"args": arguments}))
+            done = meanwhile()
+            answer = pipe.recv() if pipe else None
+            if isinstance(answer, Exception):
+                raise answer
+            return done
+
+        for keep_mapped in (False, True):
+            self.port += 1
+            address, size = f"127.0.0.1:{self.port}", 2 * self.size
+            members = lambda address=address, size=size: RefitGroup.join(address, self.rank, size, timeout=90)  # noqa: E731
+            link = told(
+                "reshard_connect", address, self.size, size,
+                meanwhile=lambda keep=keep_mapped, members=members: connect(members(), self.source, keep_mapped=keep),
+            )  # fmt: skip
+            how = "keep_mapped" if keep_mapped else "mapped each time"
+            refit = lambda link=link: told("reshard_refit", meanwhile=link.refit)  # noqa: E731
+            self.note(f"vLLM, {how}", timed(refit, self.options.rounds))
+            link.close()
+            dist.barrier()
+
+
+class SlimesWay:
+    """Weights into SGLang as slime's ``UpdateWeightFromTensor`` sends them: every rank gathers whole tensors, and
+    its bucket's handle goes to the engine's rank on its GPU."""
+
+    def __init__(self, case: Case, model: Any) -> None:
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+        from benchmarks.refits.refit import Today
+
+        if torch.cuda.is_available():
+            monkey_patch_torch_reductions()
+        self.case, self.bucket, self.held = case, [], 0
+        self.today = Today(case.source, model, None)
+        self.today.give = self._take
+
+    def update(self) -> None:
+        """Send all tensors."""
+        self.today.run()
+        self._send()
+        if self.case.server:
+            self.case.server.call("flush_cache", {})
+        dist.barrier()
+
+    def _take(self, whole: dict[str, torch.Tensor]) -> None:
+        for name, tensor in whole.items():
+            self.bucket.append((name, tensor))
+            self.held += tensor.nbytes
+            if self.held >= BUCKET:
+                self._send()
+
+    def _send(self) -> None:
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        if not self.bucket:
+            return
+        flat = FlattenedTensorBucket(named_tensors=self.bucket)
+        data = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
+        handle = MultiprocessingSerializer.serialize(data, output_str=True)
+        synchronize()
+        handles: list = [None] * self.case.size
+        dist.gather_object(handle, handles if self.case.rank == 0 else None)
+        if self.case.server:
+            body = {
+                "serialized_named_tensors": handles,
+                "load_format": "flattened_bucket",
+                "flush_cache": False,
+            }
+            self.case.server.call("update_weights_from_tensor", body)
+        dist.barrier()  # until then the engine reads it
+        self.bucket, self.held = [], 0
+
+
+def synchronize() -> None:
+    """Wait for this process's GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def free_bytes() -> int:
+    """Return how many bytes of this process's GPU are free; 0 without one."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+
+
+def said_by(action: Callable[[], Any]) -> str:
+    """Return the sentence of any error that an action raises."""
+    try:
+        action()
+    except Exception as error:
+        return str(error)[:300]
+    return "no error"
+
+
+def timed(action: Callable[[], Any], rounds: int) -> dict[str, list[float]]:
+    """Return milliseconds, fastest, median and slowest, of the slowest rank in each of `rounds`, after two that do not
+    count: between call and return, and as reports have them."""
+    columns: dict[str, list[float]] = {}
+    for number in range(rounds + 2):
+        dist.barrier()
+        synchronize()
+        start = time.perf_counter()
+        report = action()
+        synchronize()
+        own = {"call": time.perf_counter() - start}
+        for name in ("wait_seconds", "transfer_seconds", "total_seconds"):
+            if hasattr(report, name):
+                own[name.removesuffix("_seconds")] = getattr(report, name)
+        ranks = everyone(own)
+        if number >= 2:
+            for name in own:
+                columns.setdefault(name, []).append(1e3 * max(rank[name] for rank in ranks))
+    return {
+        name: [round(value, 2) for value in (min(times), statistics.median(times), max(times))]
+        for name, times in columns.items()
+    }
+
+
+def steps_of(case: Case, options: argparse.Namespace, pipe: Any) -> dict[str, Callable[[], None]]:
+    """Return what a case does, by name, in order."""
+    steps: dict[str, Callable[[], None]] = {"load": case.load_both, "refit": case.there_and_back}
+    if options.rounds:
+        steps["time"] = case.time_refits
+    if options.vllm is not None:
+        steps["vllm"] = lambda: case.time_vllm(pipe)
+    if options.slime:
+        steps["slime"] = case.time_slime
+    if options.sleep:
+        steps["sleep"] = case.sleep
+    return steps
+
+
+def parsed_options() -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    model_options(parser)
+    parser.add_argument("--config", type=json.loads, default={}, help="fields of the model's config, as JSON")
+    parser.add_argument("--engine", type=json.loads, default={}, help="SGLang's ServerArgs, as JSON")
+    parser.add_argument("--vllm", type=json.loads, help="vLLM's options, as JSON: time it too")
+    parser.add_argument("--slime", action="store_true")
+    parser.add_argument("--sleep", action="store_true")
+    parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--port", type=int, default=29700)
+    parser.add_argument(
+        "--start-limit", type=float, default=150.0, help="seconds that SGLang may take to start"
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="for configs, checkpoints and logs")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options, rank = parsed_options(), int(os.environ["RANK"])
+    config = config_of(options.model, options.layers) | options.config
+    server = pipe = None
+    if rank == 0:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        (options.folder / "config.json").write_text(json.dumps(served_config(config, options.fp8)))
+        server = Server(options.folder, options.engine, options.port)
+        if options.vllm is not None:
+            from benchmarks.refits.offload import start_engine
+
+            gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
+                map(str, range(int(os.environ["WORLD_SIZE"])))
+            )
+            settings = OF_VLLM | {"tensor_parallel_size": int(os.environ["WORLD_SIZE"])} | options.vllm
+            _, pipe = start_engine(config, gpus, settings)
+    start_processes()
+    result = {"model": options.model, "config": {"layers": config["num_hidden_layers"], **options.config}, "engine": options.engine,
+              "gpus": dist.get_world_size()}  # fmt: skip
+    case = None
+    try:
+        case = prepared(options, config, server, pipe)
+        for name, step in steps_of(case, options, pipe).items():
+            step()
+            say(f"-- {name} is done")
+    except Exception:
+        text = traceback.format_exc()
+        print(f"rank {rank}: {text}\n{server.tail() if server else ''}", flush=True)
+        result["failed"] = text[-1500:]
+    finally:
+        if server:
+            server.stop()
+        if pipe:
+            pipe.send(None)
+    result |= case.result if case else {}
+    if "failed" in result:  # the others may wait for this one: no barrier
+        if rank == 0 and options.json:
+            options.json.write_text(json.dumps(result) + "\n", encoding="utf-8")
+        os._exit(1)
+    conclude(result, options.json)
+
+
+def prepared(options: argparse.Namespace, config: dict, server: Server | None, pipe: Any) -> Case:
+    """Return a case whose checkpoints are written, and whose engines have started."""
+    from benchmarks.refits.refit import memory_rate
+    from reshard import MegatronLayout
+
+    layout = MegatronLayout(tp=options.tp, pp=options.pp, ep=options.ep, etp=options.etp)
+    models = megatron_models(config, layout)
+    if server:
+        (options.folder / "trainer").mkdir(exist_ok=True)
+        (options.folder / "trainer" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    case = Case(options, config, models, server)
+    size = sum(p.numel() * p.element_size() for model in models for p in model.parameters())
+    case.result |= {"megatron": str(layout), "trainer_bytes": everyone(size)}
+    if torch.cuda.is_available():
+        rate = min(everyone(memory_rate()))
+        case.result |= {"gpu": torch.cuda.get_device_name(), "memory_bytes_per_second": rate}
+        case.note("floor: a copy of a trainer's rank on its GPU, ms", 2e3 * size / rate)
+    dist.barrier()
+    for seed in (0, 1):
+        change(case.source, seed)
+        write_checkpoint(models, config, options.folder / "trainer" / str(seed), options.fp8)
+    if server:
+        case.result["start_seconds"] = server.wait(options.start_limit)
+        say(f"SGLang started in {case.result['start_seconds']:.0f} s")
+    if pipe:
+        print("vLLM:", pipe.recv(), flush=True)
+    dist.barrier()
+    return case
+
+
+if __name__ == "__main__":
+    main()
