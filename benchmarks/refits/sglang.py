@@ -463,9 +463,21 @@ def timed(action: Callable[[], Any], rounds: int) -> dict[str, list[float]]:
     }
 
 
+def wait_for(files: list[Path], limit: float = 120.0) -> None:
+    """Wait until all of these exist, or for so many seconds."""
+    end = time.monotonic() + limit
+    while time.monotonic() < end and not all(file.exists() for file in files):
+        time.sleep(0.5)
+    missing = [str(file) for file in files if not file.exists()]
+    say(f"waited; missing: {missing}")
+    dist.barrier()
+
+
 def steps_of(case: Case, options: argparse.Namespace, pipe: Any) -> dict[str, Callable[[], None]]:
     """Return what a case does, by name, in order."""
     steps: dict[str, Callable[[], None]] = {"load": case.load_both, "refit": case.there_and_back}
+    if options.after:
+        steps["wait"] = lambda: wait_for(options.after)
     if options.rounds:
         steps["time"] = case.time_refits
     if options.vllm is not None:
@@ -490,6 +502,8 @@ def parsed_options() -> argparse.Namespace:
     parser.add_argument("--sleep", action="store_true")
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--after", type=Path, nargs="*", default=[], help="files to wait for, at most two minutes, before "
+                        "anything is timed: of other cases on these GPUs")  # fmt: skip
     parser.add_argument("--port", type=int, default=29700)
     parser.add_argument(
         "--start-limit", type=float, default=150.0, help="seconds that SGLang may take to start"
