@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
+from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, inspect, lora_merge, mcore_to_hf
 from reshard.megatron.parameters import expand
 from reshard.models.family import families
 from reshard.models.model import Model
@@ -122,6 +122,36 @@ def test_fp8_blocks_are_dequantized_on_the_way_in(published, tmp_path):
     assert same(hf_tensors(tmp_path / "back"), hf_tensors(published / "bf16")) == []
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert "quantization_config" not in config
+
+
+def test_an_adapter_is_added_to_what_the_blocks_stand_for(published, tmp_path):
+    """Bit for bit as to the same numbers in bf16, of which `test_lora_files` compares the sum."""
+    generator, pairs = torch.Generator().manual_seed(4), {}
+    for name, tensor in hf_tensors(published / "bf16").items():
+        if re.search(r"(o_proj|experts\.[0-3]\.gate_proj)\.weight$", name):
+            path = f"base_model.model.{name.removesuffix('.weight')}"
+            pairs[f"{path}.lora_A.weight"] = torch.randn((4, tensor.shape[1]), generator=generator)
+            pairs[f"{path}.lora_B.weight"] = torch.randn((tensor.shape[0], 4), generator=generator) * 0.01
+    (tmp_path / "adapter").mkdir()
+    save_file(pairs, tmp_path / "adapter" / "adapter_model.safetensors")
+    adapter = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["o_proj", "gate_proj"]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
+    for kind in ("fp8", "bf16"):
+        lora_merge(published / kind, tmp_path / "adapter", tmp_path / kind)
+    ours = hf_tensors(tmp_path / "fp8")
+    assert same(ours, hf_tensors(tmp_path / "bf16")) == []
+    assert len(same(ours, hf_tensors(published / "bf16"))) == len(pairs) // 2 > 8
+    assert "quantization_config" not in json.loads((tmp_path / "fp8" / "config.json").read_text())
+    # and quantized again by way of Megatron
+    lora_merge(published / "fp8", tmp_path / "adapter", tmp_path / "mcore", format="mcore")
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back", quantize="fp8")
+    back = hf_tensors(tmp_path / "back")
+    assert set(back) == set(hf_tensors(published / "fp8"))
+    assert all(
+        torch.equal(quantize(ours[n.removesuffix("_scale_inv")])[1], back[n])
+        for n in back
+        if n.endswith("_inv")
+    )
 
 
 def test_they_are_quantized_again_on_request(published, tmp_path):
