@@ -97,9 +97,9 @@ class MegatronModel(ShardedModel):
 
     def as_published(self, model: Model) -> Trainer:
         """See `Trainer.as_published`; the weights of some norms are held less 1."""
-        names = expand(model).less_one
-        if not names:
+        if not any(row.less_one for block in model.blocks() for row in block.rows):
             return self
+        names = expand(model).less_one
         if self._as_published is None or self._as_published.model != model:
             self._as_published = PlusOne(self, model, names)
         return self._as_published
