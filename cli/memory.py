@@ -43,7 +43,9 @@ def command(
     options["recompute"] = _recompute(options)
     sizes = pop_layout(options, ("dp", "cp"))
     fitting = {name: options.pop(name) for name in ("fit", "at_most_tp", "at_most_pp", "at_most_ep", "count")}
-    engine = {name: options.pop(name) for name in ("engine", "utilization", "colocated", "trainer_offload")}
+    engine = {
+        name: options.pop(name) for name in ("engine", "utilization", "colocated", "trainer_offload", "delta")
+    }
     text = options.pop("gpu_memory")
     gpu_bytes = None if text is None else bytes_of_gpu(text)
     training, engine_setup = Training(**options), _engine(engine)
@@ -110,11 +112,13 @@ def _engine(options: dict[str, Any]) -> Any:
     from reshard.memory.phases import EngineSetup
 
     if options["engine"] is None:
+        if options["delta"] is not None:
+            raise click.UsageError("--delta needs --engine")
         return None
     names = [name.strip() for name in options["trainer_offload"].split(",")]
     return EngineSetup(
         engine_layout(options["engine"], "--engine"), options["utilization"], options["colocated"],
-        () if names == ["none"] else tuple(names),
+        () if names == ["none"] else tuple(names), delta=options["delta"],
     )  # fmt: skip
 
 
@@ -162,6 +166,10 @@ def _show(report: Any, tensors: bool) -> None:
     )
     if report.host_bytes:
         click.echo(f"host: {_gib(report.host_bytes)} GiB of optimizer for the GPUs of a host")
+    if report.delta_host_bytes:
+        click.echo(
+            f"host: {_gib(report.delta_host_bytes)} GiB kept for deltas for the GPUs of a host, at most"
+        )
     if tensors:
         click.echo("activations of that stage, GiB:")
         largest_first = sorted(peak.tensors.items(), key=lambda each: -each[1])
@@ -198,12 +206,16 @@ def _show_stages(stages: list[Any]) -> None:
 
 
 def _show_phases(phases: list[Any]) -> None:
+    from reshard.memory.phases import KEPT
+
     click.echo("phases of an RL step, GiB of the fullest GPU:")
     rows = []
     for p in phases:
         tokens = f"{p.kv_tokens.low:,} to {p.kv_tokens.high:,}" if p.kv_tokens else ""
         rows.append((p.name, p.gpus, _gib(sum(p.parts.values())), _band(p.total_band), tokens))
     _table(("phase", "GPUs", "holds", "in all", "tokens of keys and values"), rows)
+    if kept := max(p.parts.get(KEPT, 0) for p in phases):
+        click.echo(f"of which kept for deltas: {_gib(kept)} GiB of a trainer's GPU, at most")
 
 
 def _fit(

@@ -184,6 +184,9 @@ _ENGINE = (
         metavar="WHAT",
         help="What of the trainer is in host memory while it does not train; none for nothing.",
     ),
+    _choice(
+        "--delta", among="gpu host", help="Refits send what changed: where the trainer keeps what it sent."
+    ),
 )
 _OUTPUT = (
     click.option("--tensors", is_flag=True, help="List the activations of the fullest stage."),

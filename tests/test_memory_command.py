@@ -191,6 +191,30 @@ def test_the_phases_of_a_step(engine, rest, configs):
     assert sum(phases["logprob"]["parts"].values()) < sum(phases["train"]["parts"].values())
 
 
+def test_what_is_kept_for_deltas_is_a_row_of_the_trainers_phases_or_of_the_host(configs):
+    line = "--tp 2 --ep 8 --etp 1 --gpus 16 --gpu-memory H200 --engine tp=2 --separate".split()
+    plain, on_gpu, on_host = (
+        json.loads(run(configs("Qwen3-30B-A3B"), *line, *more, "--json").stdout)
+        for more in ((), ("--delta", "gpu"), ("--delta", "host"))
+    )
+    assert on_host["delta_host_bytes"] == 8 * max(map(int, (s["weights"] for s in plain["stages"])))
+    assert (
+        on_host["phases"] == plain["phases"] and on_gpu["delta_host_bytes"] == plain["delta_host_bytes"] == 0
+    )
+    for before, after in zip(map(as_dict, plain["phases"]), map(as_dict, on_gpu["phases"]), strict=True):
+        kept = after["parts"].pop("kept for deltas", 0)
+        assert after["parts"] == before["parts"]
+        assert kept == (0 if after["gpus"] == "engine's" else plain["stages"][0]["weights"])
+        assert [bound - kept for bound in after["total_band"]] == before["total_band"]
+    shown = run(configs("Qwen3-30B-A3B"), *line, "--delta", "gpu").stdout
+    assert "of which kept for deltas: " in shown
+    assert (
+        "GiB kept for deltas for the GPUs of a host"
+        in run(configs("Qwen3-30B-A3B"), *line, "--delta", "host").stdout
+    )
+    assert "--delta needs --engine" in run(configs("Qwen3-30B-A3B"), "--delta", "gpu").output
+
+
 def test_the_phases_of_a_step_that_was_measured():
     """Qwen3-8B's widths with 12 layers, and a vLLM with half of an H200
     (benchmarks/results/2026-11-23-rl-step.md); the controls are an engine with less and a trainer

@@ -9,7 +9,7 @@ from reshard.core.errors import ReshardError
 from reshard.megatron.layout import MegatronLayout
 from reshard.memory.options import Training, TrainingSetup
 from reshard.memory.outside import bytes_of_gpu
-from reshard.memory.phases import EngineSetup, phases_of
+from reshard.memory.phases import EngineSetup, kept_for_deltas, phases_of
 from reshard.memory.report import MemoryReport, report_of
 from reshard.models.model import Model
 from reshard.storage.sources.opening import read_model
@@ -50,4 +50,11 @@ def estimate_memory(
     setup = TrainingSetup.of(model, layout, Training(**options))
     size = gpu_memory if isinstance(gpu_memory, (int, type(None))) else bytes_of_gpu(gpu_memory)
     report = report_of(setup, size)
-    return report if engine is None else replace(report, phases=phases_of(setup, report, engine))
+    if engine is None:
+        return report
+    kept = max(map(kept_for_deltas, report.stages)) if engine.delta == "host" else 0
+    return replace(
+        report,
+        phases=phases_of(setup, report, engine),
+        delta_host_bytes=kept * min(report.gpus_per_host, report.ranks),
+    )

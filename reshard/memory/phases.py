@@ -17,6 +17,8 @@ from reshard.memory.report import MemoryReport, StageMemory
 from reshard.models.model import Model
 
 MOVABLE = ("weights", "grads", "optimizer")
+DELTA_PLACES = ("gpu", "host")
+KEPT = "kept for deltas"
 # Left by a sleeping engine: its context, communicators and CUDA graphs. Up to 25 GiB were reported.
 RESIDUE = Band(1 * GIB, 4 * GIB)
 # Of CUDA graphs and kernels of a running engine.
@@ -36,7 +38,8 @@ class EngineSetup:
     trainer's GPUs where it has no more ranks. `offload` is what of the trainer is in host memory
     while the engine generates, and for gradients and optimizer whenever nothing is trained.
     `kv_width` is the bytes of an element of its cache, `batched_tokens` the most that it runs at
-    once: ``max_num_batched_tokens``, ``chunked_prefill_size``.
+    once: ``max_num_batched_tokens``, ``chunked_prefill_size``. `delta` says where the trainer keeps
+    what it sent, for refits that send what changed: on the ``gpu`` or on the ``host``.
     """
 
     layout: EngineLayout
@@ -45,6 +48,7 @@ class EngineSetup:
     offload: tuple[str, ...] = MOVABLE
     kv_width: int = 2
     batched_tokens: int = 8192
+    delta: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.utilization <= 1:
@@ -52,6 +56,8 @@ class EngineSetup:
         unknown = [name for name in self.offload if name not in MOVABLE]
         if unknown:
             raise ReshardError(f"--trainer-offload: {unknown[0]!r} is none of {listed(MOVABLE)}")
+        if self.delta is not None and self.delta not in DELTA_PLACES:
+            raise ReshardError(f"--delta: {self.delta!r} is none of {listed(DELTA_PLACES)}")
 
 
 class Phase(NamedTuple):
@@ -82,16 +88,18 @@ def phases_of(setup: TrainingSetup, report: MemoryReport, engine: EngineSetup) -
     serving, beyond, tokens = _serving(setup.model, engine, report.gpu_bytes, weights, bytes_per_token)
 
     stage = max(report.stages, key=lambda each: each.static)
-    buffers = {"Transformer Engine's buffers": stage.engine_buffers} if stage.engine_buffers else {}
+    always = {"Transformer Engine's buffers": stage.engine_buffers} if stage.engine_buffers else {}
+    copy = {KEPT: kept_for_deltas(stage)} if engine.delta == "gpu" else {}
+    always |= copy
     kept = _not_offloaded(stage, engine)
     # For a forward the weights are on the GPU, the rest stays offloaded.
-    resident = {"trainer's weights": stage.weights} | kept | buffers
+    resident = {"trainer's weights": stage.weights} | kept | always
     outside = stage.outside + (_left_by_allocator(setup) if engine.offload else NOTHING)
     asleep, gpus = (RESIDUE, "both") if colocated else (NOTHING, "trainer's")
     forward = resident | {"one layer's forward, logits": _forward(setup)}
     if colocated:
         phases = [
-            _phase("generate", "both", serving | kept | buffers, outside + beyond, tokens),
+            _phase("generate", "both", serving | kept | always, outside + beyond, tokens),
             _phase("sync", gpus, resident | {"engine: weights": weights}, outside + asleep + REFIT),
         ]
     else:
@@ -103,8 +111,19 @@ def phases_of(setup: TrainingSetup, report: MemoryReport, engine: EngineSetup) -
     return [
         *phases,
         _phase("logprob", gpus, forward, outside + asleep),
-        Phase("train", gpus, _training_parts(report.peak), report.peak.total_band + asleep),
+        Phase(
+            "train",
+            gpus,
+            _training_parts(report.peak) | copy,
+            report.peak.total_band + asleep + Band(*2 * (sum(copy.values()),)),
+        ),
     ]
+
+
+def kept_for_deltas(stage: StageMemory) -> int:
+    """Return the most that a trainer's rank keeps of what it sent: each of its elements once, as engines get
+    them. Replicas of an engine share what is kept; with data parallelism each copy of the trainer sends a part."""
+    return stage.weights
 
 
 def _phase(name: str, gpus: str, parts: dict[str, int], more: Band, kv_tokens: Band | None = None) -> Phase:

@@ -49,7 +49,10 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The memory of each pipeline stage, and the assumptions of the estimate."""
+    """The memory of each pipeline stage, and the assumptions of the estimate.
+
+    `delta_host_bytes` is the host's memory in which the GPUs of a host keep what they sent, for deltas.
+    """
 
     model: str
     layout: str
@@ -63,6 +66,7 @@ class MemoryReport:
     gpu_bytes: int | None = None
     gpus_per_host: int = 8
     phases: list[Any] = field(default_factory=list)
+    delta_host_bytes: int = 0
 
     @property
     def peak(self) -> StageMemory:
