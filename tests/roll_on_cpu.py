@@ -325,6 +325,7 @@ def wrong_options() -> list[str]:
         ("RESHARD_TIMEOUT", "0"),
         ("RESHARD_TIMEOUT", "soon"),
         ("RESHARD_BACKEND", "ring"),
+        ("RESHARD_DELTA", "yes"),
     ):
         os.environ[name] = value
         results.append(caught(ours.options))

@@ -110,16 +110,20 @@ class Actor:
         make = lambda: actor.UpdateWeightFromTensor(  # noqa: E731
             args, self.shards.source.models, lambda: copies, model_name="qwen3", quantization_config=None
         )
-        updater = make()
+        os.environ["RESHARD_DELTA"] = "1"
+        updater, changing = make(), next(iter(copies.values()))
         updater.connect_rollout_engines([engine], None, engine_gpu_counts=[1], engine_gpu_offsets=[0])
-        for _ in range(2):
+        for factor in (2.0, 0.5):
+            changing.mul_(factor)
             updater.update_weights()
+        delta = updater._connection.link.deltas.report()
         for name, tensor in named.items():
             tensor.data.copy_(copies[name])
         slime.named_params_and_buffers = lambda *_: ((n, t) for n, t in named.items() if n != gone)
         args.update_weight_transport = "disk"
         return [
-            updater.weight_version, updater.pop_metrics(), caught(lambda: slime.use_refits(args)), caught(make().source), wrong
+            updater.weight_version, updater.pop_metrics(), caught(lambda: slime.use_refits(args)), caught(make().source), wrong,
+            delta.is_delta and 0 < delta.changed < 1,
         ]  # fmt: skip
 
     async def sync(self, steps: int, adapter: str | None = None) -> list:

@@ -13,12 +13,13 @@ from reshard.core.limits import check_seconds, check_switch
 from reshard.engines.base import Engine
 from reshard.integrations.calls import Calls
 from reshard.refit.connecting import AdapterLink, connect
-from reshard.refit.deltas import check_delta
+from reshard.refit.deltas import AUTO, check_delta
 from reshard.refit.link import Link, RefitReport
 from reshard.refit.routes import check_backend
 from reshard.trainers.base import Trainer
 
 TIMEOUT = 600.0
+SWITCHES = {"0": False, "1": True}  # values of environment variables
 
 
 class SyncOptions(NamedTuple):
@@ -44,23 +45,26 @@ class SyncOptions(NamedTuple):
 
     @staticmethod
     def of_environment(where: str) -> "SyncOptions":
-        """Return the options in the environment variables ``RESHARD_VERIFY``, ``RESHARD_TIMEOUT`` and
-        ``RESHARD_BACKEND``; `where` says where a user sets them.
+        """Return the options in the environment variables ``RESHARD_VERIFY``, ``RESHARD_TIMEOUT``,
+        ``RESHARD_BACKEND`` and ``RESHARD_DELTA``; `where` says where a user sets them.
 
-        Raises ReshardError for others than 0 or 1, seconds, and backends.
+        Raises ReshardError for others than 0 or 1, seconds, backends, and 0, 1 or auto.
         """
-        verify, timeout = (
+        verify, timeout, delta = (
             os.environ.get("RESHARD_VERIFY", "0"),
             os.environ.get("RESHARD_TIMEOUT", str(TIMEOUT)),
+            os.environ.get("RESHARD_DELTA", "0"),
         )
-        if verify not in ("0", "1"):
+        if verify not in SWITCHES:
             raise ReshardError(f"RESHARD_VERIFY is {verify!r}: set it to 0 or 1 in {where}")
+        if delta not in (*SWITCHES, AUTO):
+            raise ReshardError(f"RESHARD_DELTA is {delta!r}: set it to 0, 1 or auto in {where}")
         try:
             seconds: Any = float(timeout)
         except ValueError:
             seconds = timeout  # which is refused below
         backend = renamed_variable("RESHARD_EXECUTOR", "RESHARD_BACKEND", "auto")
-        return SyncOptions(verify == "1", seconds, backend).check(
+        return SyncOptions(SWITCHES[verify], seconds, backend, SWITCHES.get(delta, delta)).check(
             lambda name: f"RESHARD_{name.upper()} in {where}"
         )
 
