@@ -16,12 +16,13 @@ from reshard.quantization.fp8_blocks import BLOCK, ROUNDINGS
 
 class Blocks(NamedTuple):
     """A layer that serves from fp8 blocks: `scales` are the names of scales by those of parameters,
-    `kernel` multiplies with them, and `powers_of_two` tells whether the engine makes the scales
-    powers of two after loading."""
+    `kernel` multiplies with them, `powers_of_two` tells whether the engine makes the scales
+    powers of two after loading, and `rounding` how they are rounded where it does not."""
 
     scales: dict[str, str]
     kernel: str
     powers_of_two: bool
+    rounding: str = "fp32"
 
 
 def scale_names(module: torch.nn.Module) -> dict[str, str]:
@@ -65,7 +66,7 @@ def find_scales(
                 f"{scales_name} is {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}, "
                 f"where {[*experts, rows, columns]} in float32 are known to a refit: serve in bf16"
             )
-        rounding = power_of_two if blocks[layer].powers_of_two else "fp32"
+        rounding = power_of_two if blocks[layer].powers_of_two else blocks[layer].rounding
         scales[identity] = Scales(Region(tensor, (expert or 0) * rows * columns, columns), rounding)
     return scales
 

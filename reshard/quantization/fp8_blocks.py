@@ -23,12 +23,14 @@ SCALE_SUFFIX = "_scale_inv"
 E4M3_MAX = 448.0
 SMALLEST = 1e-4  # largest magnitude that vLLM takes a block to have at least
 FP8, FP32 = DTYPES["float8_e4m3fn"], DTYPES["float32"]
-# How an engine's scales are rounded: as they are; to powers of two (UE8M0), upwards; and as vLLM
-# leaves them where it makes the second of the first, whose numbers it quantizes again.
+# How an engine's scales are rounded: as they are; to powers of two (UE8M0), upwards; as vLLM
+# leaves them where it makes the second of the first, whose numbers it quantizes again; and, on a GPU too,
+# to the bits that files have, where the first differ from these in their last bit.
 ROUNDINGS = {
     "fp32": "fp32 scales",
     "ue8m0": "power-of-two scales",
     "twice": "fp32 scales, then power-of-two scales",
+    "stored": "fp32 scales",
 }
 
 

@@ -6,15 +6,20 @@ import triton.language as tl
 from reshard.quantization import fp8_blocks
 
 SMALLEST = tl.constexpr(fp8_blocks.SMALLEST)
+MAX = tl.constexpr(fp8_blocks.E4M3_MAX)
 RECIPROCAL_OF_MAX = tl.constexpr(1 / fp8_blocks.E4M3_MAX)
 
 
 @triton.jit
-def encode_block(value, POWER_OF_TWO: tl.constexpr):
+def encode_block(value, POWER_OF_TWO: tl.constexpr, DIVIDE: tl.constexpr):
     """Return the e4m3 codes of a block of fp32, and its scale, by the expressions of
     ``per_block_cast_to_fp8`` as Inductor compiles them on a GPU, where a division by a constant is
-    a product."""
+    a product, and others are not rounded to the nearest; with `DIVIDE` as a CPU divides, and files have
+    them."""
     largest = tl.maximum(tl.max(tl.max(tl.abs(value), 1), 0), SMALLEST)
+    if DIVIDE:
+        scale = tl.div_rn(largest, MAX)
+        return (value * tl.div_rn(1.0, scale)).to(tl.float8e4nv), scale
     scale = largest * RECIPROCAL_OF_MAX
     if POWER_OF_TWO:
         bits = scale.to(tl.int32, bitcast=True)

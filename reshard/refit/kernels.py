@@ -228,6 +228,7 @@ def _quantize(
     sums,
     POWER: tl.constexpr,
     TWICE: tl.constexpr,
+    DIVIDE: tl.constexpr,
     ALIGNED: tl.constexpr,
     ITEM_BLOCKS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -242,9 +243,9 @@ def _quantize(
         gathered = _gather(fragments + first * FRAGMENT, count, block, SIZE, ALIGNED)
         if DIGEST:
             _add_digests(gathered, fragments + first * FRAGMENT, spans + first * SPAN, count, block, sums)
-        codes, scale = encode_block(gathered.to(tl.float32), POWER and not TWICE)
+        codes, scale = encode_block(gathered.to(tl.float32), POWER and not TWICE, DIVIDE)
         if TWICE:
-            codes, scale = encode_block(codes.to(tl.float32) * scale, True)
+            codes, scale = encode_block(codes.to(tl.float32) * scale, True, False)
         r, c = tl.arange(0, EDGE)[:, None], block + tl.arange(0, EDGE)[None, :]
         where = tl.load(item + CODES).to(tl.pointer_type(tl.float8e4nv)) + (
             r * tl.load(item + CODES_PITCH) + c
@@ -276,6 +277,11 @@ def _quantize(
             tl.store(scale_at, scale)
 
 
+def _scaling(rounding: str) -> tuple[bool, bool, bool]:
+    """Return POWER, TWICE and DIVIDE of `_quantize`."""
+    return rounding in ("ue8m0", "twice"), rounding == "twice", rounding == "stored"
+
+
 def quantize_items(
     items: torch.Tensor,
     fragments: torch.Tensor,
@@ -291,7 +297,7 @@ def quantize_items(
     elements; `size` is the bytes of an element of the source: 2 (bf16), 4 (fp32), or 0 where fragments
     differ.
     """
-    how = rounding != "fp32", rounding == "twice", aligned, blocks, size, False, False
+    how = *_scaling(rounding), aligned, blocks, size, False, False
     _quantize[(len(items) * blocks,)](items, fragments, items, items, items, *how, **QUANTIZE)
 
 
@@ -310,7 +316,7 @@ def compare_items(
     `sums`, from the same reads; all has to be `aligned` then."""
     wrong = torch.zeros(len(items), dtype=torch.int32, device=items.device)
     digest = spans is not None and sums is not None
-    how = rounding != "fp32", rounding == "twice", aligned, blocks, size, True, digest
+    how = *_scaling(rounding), aligned, blocks, size, True, digest
     if len(items):
         added = (spans, sums) if digest else (items, items)
         with expected_compilation():

@@ -12,7 +12,8 @@ def layers_in_blocks(model: torch.nn.Module) -> dict[str, Blocks]:
     for name, module in model.named_modules():
         kernel = None if getattr(module, "quant_method", None) is None else compat.block_kernel(module)
         if kernel is not None:
-            layers[name] = Blocks(scale_names(module), kernel, powers_of_two=False)
+            # SGLang loads the scales of files as they are.
+            layers[name] = Blocks(scale_names(module), kernel, powers_of_two=False, rounding="stored")
     return layers
 
 

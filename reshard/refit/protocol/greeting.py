@@ -23,7 +23,7 @@ from reshard.refit.protocol.encoding import (
 )
 from reshard.refit.routes import BACKENDS
 
-PROTOCOL = 12  # of members that understand each other
+PROTOCOL = 13  # of members that understand each other
 ROLES = ("trainer", "inference")
 DELTAS = ("off", "on", "auto")  # as `connect(delta=...)` has them
 MOST_FIELDS = 1000  # of a config that are ignored
