@@ -217,7 +217,13 @@ def from_host(link, module: torch.nn.Module, training: Training) -> dict:
     host, away.host = away.host, [away.host[0][:1000]]
     source._host_copies.clear()
     said["lost"], said["unreadable"] = caught(link.refit), source.is_readable_from_host()
-    away.host = host
+    # The trainer has its copy elsewhere now, and something else where it was.
+    away.host = [part.clone() for part in host]
+    for part in host:
+        part.fill_(77)
+    link.refit(verify=True)
+    said["held where the copy is now"] = fingerprint(module)
+    said["not pinned"] = caught(lambda: source.check_memory(torch.device("cuda", 0)))
     reshard.onload(training.wrapped, grads=False, states=False)
     # As verl and ms-swift do it.
     buffers = [b for chunk in training.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]

@@ -122,6 +122,8 @@ def test_a_refit_reads_what_is_away_from_the_host(refitted):
         assert away["held"] == held != away["with another byte"], "the control: a byte of a copy counts"
         assert away["bytes"] == 0 and away["readable"] and not away["unreadable"]
         assert "has no memory, and a refit reads from cpu" in away["lost"]
+        assert away["held where the copy is now"] == held
+        assert "lies in host memory that is not pinned, and a refit reads from cuda:0" in away["not pinned"]
         assert away["readable beside buffers"] and away["held beside buffers"] == held
 
 

@@ -96,6 +96,8 @@ class Trainer(ABC):
         for index, (tensor, _, _) in enumerate(self.regions):
             if not is_readable(tensor, device):
                 where = f"is on {tensor.device}" if tensor.device != device else "has no memory"
+                if tensor.data_ptr() and (tensor.device.type, device.type) == ("cpu", "cuda"):
+                    where = "lies in host memory that is not pinned"
                 raise ReshardError(
                     f"the trainer's {self.name_of(index)} {where}, and a refit reads from {device}: move "
                     f"the whole model there first"
