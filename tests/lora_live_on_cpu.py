@@ -100,10 +100,16 @@ def numbers(name: str, shape: tuple[int, ...], version: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.1
 
 
-def peft_tensors(config: dict, targets: list[str], rank: int, version: int, shared: bool = False) -> dict:
+def peft_tensors(config: dict, targets: list[str], rank: int, version: int, kind: str = "") -> dict:
     """An adapter under PEFT's names, with one A for all that Megatron has in one layer; all experts of a layer
-    with the same where they are `shared`."""
-    tensors = {}
+    with the same where they are ``shared``; of the output layer too where it is PEFT's own."""
+    tensors, shared = {}, kind == "shared"
+    if kind == "peft":
+        sizes = {"A": (rank, config["hidden_size"]), "B": (config["vocab_size"], rank)}
+        tensors = {
+            f"{PREFIX}lm_head.lora_{m}.weight": numbers(f"lm_head {m}", size, version)
+            for m, size in sizes.items()
+        }
     for names in modules_of(config, targets).values():
         for name in names:
             rows, columns = size_of(config, name)
@@ -225,11 +231,11 @@ def sharded_peft(hf: str, settings: dict):
 
     mpu.initialize_model_parallel()
     plain = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.bfloat16)
-    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    linear = ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"]
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     rank, alpha = settings["dim"], settings["alpha"]
     model = get_peft_model(
-        plain, LoraConfig(r=rank, lora_alpha=alpha, target_modules=attention, target_parameters=experts)
+        plain, LoraConfig(r=rank, lora_alpha=alpha, target_modules=linear, target_parameters=experts)
     )
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
@@ -282,6 +288,8 @@ def slot_bits(module, slot: int) -> dict[str, tuple]:
     found = {}
     for name, layer in module.lora_manager.modules.items():
         for key, held in vars(layer).items():
+            if name == "lm_head" and key in ("lora_a_stacked", "lora_b_stacked"):
+                found[f"{name}.{key}"] = refit_sides.bits_of(held[slot])
             if key.endswith("_stacked") and isinstance(held, tuple):
                 found |= {f"{name}.{key}.{i}": refit_sides.bits_of(t[slot]) for i, t in enumerate(held)}
         if hasattr(layer, "adapter_enabled"):
@@ -311,7 +319,7 @@ def refitted(kind, flags, base, hf, settings, options, files, faults=()):
         source = MegatronModel(chunks)
     module, vllm_config, loader = engine_with_adapters(hf, **options)
     engine = VllmModel(module, vllm_config)
-    versions = [peft_tensors(config, targets, rank, version, kind == "shared") for version in range(2)]
+    versions = [peft_tensors(config, targets, rank, version, kind) for version in range(2)]
     as_loaded = in_one_tensor if options.get("packed") else dict
     directories = [
         save_peft(as_loaded(tensors), Path(files) / f"peft{i}-{torch.distributed.get_rank()}", rank, alpha)

@@ -119,6 +119,7 @@ def test_a_merge_into_megatron_and_from_it_is_the_same(llama, tmp_path):
         llama,
         tmp_path / "adapter",
         shared=False,
+        target_modules=[*LINEAR, "lm_head"],
         rank_pattern={"q_proj": 2},
         alpha_pattern={r"layers\.1\.mlp\.up_proj": 3},
         use_rslora=True,
@@ -281,7 +282,7 @@ def test_tensors_that_are_no_pair_are_refused_by_name(llama, tmp_path):
     for change, sentence in (
         (
             {"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 1000)},
-            "embed_tokens.lora_embedding_A",
+            "has an adapter of embeddings .*embed_tokens.lora_embedding_A",
         ),
         (
             {name: tensors[name][:-1].contiguous()},
@@ -298,6 +299,17 @@ def test_tensors_that_are_no_pair_are_refused_by_name(llama, tmp_path):
     (of / "adapter_model.bin").write_bytes(b"")
     with pytest.raises(ReshardError, match="as a pickle .adapter_model.bin., which is not read"):
         lora_to_megatron(of, tmp_path / "out", hf_config=llama)
+
+
+def test_an_adapter_of_the_output_layer_has_no_place_in_a_trainer(llama, checkpoint, tmp_path):
+    of = adapter(llama, tmp_path / "adapter", target_modules=["lm_head"])
+    for format in ("bridge", "mcore-bridge"):
+        with pytest.raises(
+            ReshardError, match=f"adapter of lm_head.weight, and {format} has none of the output"
+        ):
+            lora_to_megatron(of, tmp_path / "out", hf_config=llama, format=format)
+    with pytest.raises(ReshardError, match=r"no A or B of a linear layer of qwen3: .*lm_head.lora_A"):
+        lora_to_megatron(of, tmp_path / "out", hf_config=checkpoint("qwen3-tied"))
 
 
 def test_inspect_diff_and_check_know_adapters(llama, tmp_path):

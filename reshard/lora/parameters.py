@@ -17,6 +17,7 @@ from reshard.megatron.parameters import ModelParameters, Parameter
 from reshard.models.tables import HEADS
 
 WEIGHT = ".weight"
+OUTPUT_LAYER = "output_layer"
 FORMATS = ("bridge", "mcore-bridge")
 
 
@@ -75,6 +76,11 @@ def linear_layers(base: ModelParameters) -> list[LinearLayer]:
         if p.layer is not None and p.name.endswith(WEIGHT) and len(p.shape) == 2 and len(p.parts):
             layers.setdefault((p.prefix, p.name, p.layer), []).append(p)
     return [LinearLayer(name.removesuffix(WEIGHT), tuple(ps)) for (_, name, _), ps in layers.items()]
+
+
+def output_layers(base: ModelParameters) -> list[LinearLayer]:
+    """Return the output layer of a model; none of one that shares the embedding's weight."""
+    return [LinearLayer(OUTPUT_LAYER, (p,)) for p in base.parameters if p.name == f"{OUTPUT_LAYER}{WEIGHT}"]
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,11 @@ class MegatronAdapterFiles(Destination):
         self, source: AdapterSource, tensors: dict[str, TensorInfo], form: Form, iteration: int
     ) -> None:
         self.form, self.source, self.iteration = form, source, iteration
+        for weight in (name for a in source.adapters if a.layer.first.layer is None for name in a.ranks):
+            raise ReshardError(
+                f"{source.path} has an adapter of {weight}, and {form.name} has none of the output layer: train without, or "
+                f"add it to the model with reshard lora-merge"
+            )
         self.rank, self.alpha, self.rslora = _settings(source, form)
         adapters = _completed(source, self.rank)
         mapping = adapter_parameters(adapters, form)

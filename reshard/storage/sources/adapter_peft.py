@@ -10,8 +10,9 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.views import tensor_of
 from reshard.formats import safetensors
 from reshard.formats.small_files import read_json
-from reshard.lora.names import PEFT_PREFIX, A, B, peft_name
-from reshard.lora.parameters import Adapter, LinearLayer, linear_layers
+from reshard.lora.checkpoint import check_supported
+from reshard.lora.names import PEFT_PREFIX, A, B, module_of, peft_name
+from reshard.lora.parameters import Adapter, LinearLayer, linear_layers, output_layers
 from reshard.lora.peft_config import CONFIG, WEIGHTS, check_plain, scales_of
 from reshard.megatron.parameters import ModelParameters, expand
 from reshard.models.model import Model
@@ -100,11 +101,12 @@ class PeftSource(AdapterSource):
     def _adapters(self) -> list[Adapter]:
         """Return the layers that have an adapter, and note their tensors. Raises ReshardError where A and B
         do not fit one another or the model, or where tensors are left over."""
+        check_supported(self.stored, self.path)
         self.tensors: dict[str, TensorInfo] = {}
         self.of_all_experts: dict[str, ExpertMatrix] = {}
         self.scale_names: dict[str, str] = {}
         adapters = []
-        for layer in linear_layers(self.base):
+        for layer in (*linear_layers(self.base), *output_layers(self.base)):
             ranks = self._of_all_experts(layer) if layer.of_experts else {}
             weights = (name for expert in range(len(layer.weights)) for name in layer.published(expert))
             for weight in () if ranks else weights:
@@ -114,7 +116,7 @@ class PeftSource(AdapterSource):
             if ranks:
                 adapters.append(Adapter(layer, ranks))
         used = {tensor_of(name) for name in self.tensors} | {m.tensor for m in self.of_all_experts.values()}
-        left = sorted(set(self.stored) - used)
+        left = sorted(set(self.stored) - used - self._of_base())
         if left:
             raise ReshardError(
                 f"{self.path} holds {len(left)} tensors that are no A or B of a linear layer of "
@@ -123,6 +125,17 @@ class PeftSource(AdapterSource):
         if not adapters:
             raise ReshardError(f"{self.path} holds no adapter")
         return adapters
+
+    def _of_base(self) -> set[str]:
+        """Return the tensors that are the model's own: PEFT saves the frozen weight of an output layer beside its
+        adapter. Those of another shape than the model's are left."""
+        own = {}
+        for name in self.base.shapes:
+            own[f"{PEFT_PREFIX}{module_of(name)}.base_layer.weight"] = self.base.shapes[name]
+        found = {name for name, stored in self.stored.items() if own.get(name) == stored.shape}
+        if found:
+            self.notices.append(f"left out, as a copy of the model's own: {listed(sorted(found), 2)}")
+        return found
 
     def _pair(self, weight: str) -> int | None:
         """Note the matrices of a weight and return their rank; None where there are none. Raises ReshardError

@@ -26,6 +26,7 @@ class Buffers(NamedTuple):
     a: torch.Tensor
     b: torch.Tensor
     enabled: torch.Tensor | None = None
+    whole: bool = False  # every rank has the whole A and B of a layer whose weight is split
 
 
 def manager_of(model: torch.nn.Module) -> Any:
@@ -65,6 +66,8 @@ def buffers_of(layer: str, wrapper: Any) -> dict[str, list[Buffers]]:
                 "w13_weight": [Buffers(a, b, wrapper.adapter_enabled) for a, b in w13],
                 "w2_weight": [Buffers(a, b, wrapper.adapter_enabled) for a, b in w2],
             }
+        if type(wrapper).__name__ == "LogitsProcessorWithLoRA":
+            return {"weight": [Buffers(wrapper.lora_a_stacked, wrapper.lora_b_stacked, whole=True)]}
         if not isinstance(wrapper.lora_a_stacked, tuple):
             return {}
         pairs = zip(wrapper.lora_a_stacked, wrapper.lora_b_stacked, strict=True)

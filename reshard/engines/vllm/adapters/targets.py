@@ -14,12 +14,14 @@ from reshard.core.extras import importing
 with importing("vllm"):
     import torch
 
-from reshard.core.boxes import Box
+from reshard.core.boxes import Box, whole
 from reshard.core.errors import ReshardError
 from reshard.core.placement import Part, Placement
 from reshard.core.views import tensor_of
 from reshard.device.memory import Region
 from reshard.engines.vllm.adapters.compat import Buffers, buffers_of, rank_of
+
+OUTPUT_LAYER, LOGITS = "lm_head", "logits_processor"
 
 
 class Target(NamedTuple):
@@ -79,8 +81,10 @@ def find_targets(
 
 
 def _wrapped_around(layer: str, wrappers: Mapping[str, torch.nn.Module]) -> str | None:
-    """Return the wrapped layer that a parameter's module is, or is inside of."""
-    for name in (layer, layer.rpartition(".")[0]):
+    """Return the wrapped layer that a parameter's module is, or is inside of; of an output layer what makes
+    logits with it."""
+    parent, _, own = layer.rpartition(".")
+    for name in (layer, parent, *([f"{parent}.{LOGITS}".lstrip(".")] if own == OUTPUT_LAYER else [])):
         if name in wrappers:
             return name
     return None
@@ -114,6 +118,8 @@ def _of_layer(
     for start in range(0, len(joined), together):
         group = joined[start : start + together]
         expert, buffers = divmod(start // together, len(slices))
+        if slices[buffers].whole:  # of which the weight is split
+            group = [(name, whole(shapes[name])) for name, _ in group]
         for index, (name, rows, at) in enumerate(_rows_in(layer, slices[buffers], group, tp_rank)):
             share = slices[buffers].a.shape[2]
             box, ranks = group[index][1], (tp_rank * share, share)
