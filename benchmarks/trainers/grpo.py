@@ -119,12 +119,12 @@ def write(who: str, way: str, began: float, **more: Any) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def note(rank: int, served: torch.nn.Module, way: str, began: float) -> None:
+def note(rank: int, served: torch.nn.Module, way: str, began: float, **more: Any) -> None:
     """What this worker of vLLM serves now."""
     torch.cuda.synchronize()
     took = time.perf_counter() - began
     weights = digest(served)
-    write(str(rank), way, time.perf_counter() - took, weights=weights)
+    write(str(rank), way, time.perf_counter() - took, weights=weights, **more)
 
 
 def noted(out: Path, run: str) -> dict[str, list[dict]]:
@@ -138,7 +138,9 @@ def noted(out: Path, run: str) -> dict[str, list[dict]]:
 
 def told(one: dict) -> str:
     """A sync in a few words."""
-    return f"{one['way']} {one['seconds'] * 1e3:.0f} ms {one['used'] / 2**30:.1f} GiB {one.get('weights', '')[:12]}".rstrip()
+    took = f" (took {one['took'] / 2**30:.1f})" if "took" in one else ""
+    routes = " by " + ", ".join(one["received"]) if one.get("received") else ""
+    return f"{one['way']} {one['seconds'] * 1e3:.0f} ms {one['used'] / 2**30:.1f} GiB{took}{routes} {one.get('weights', '')[:12]}".rstrip()
 
 
 def compare(syncs: dict[str, list[dict]]) -> None:
@@ -148,7 +150,10 @@ def compare(syncs: dict[str, list[dict]]) -> None:
         if not rank.isdigit():
             continue
         refits, stocks = ([one["weights"] for one in some if one["way"] == way] for way in ("refit", "stock"))
+        again = [one["weights"] for one in some if one["way"] == "again"]
         equal = [a == b for a, b in zip(refits, stocks)]
+        if again:
+            equal = [same and a == b for same, a, b in zip(equal, again, stocks)]
         print(
             f"  rank {rank}: equal after each sync {equal}, {len(set(refits))} of {len(refits)} different from one another",
             flush=True,

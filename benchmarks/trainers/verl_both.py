@@ -4,7 +4,10 @@ more, which the extension `benchmarks.trainers.verl_watch.Refit` has overwritten
 step of one training both ways' bits can be compared.
 """
 
+import functools
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,16 +27,32 @@ class Adapter(ReshardServerAdapter):
     engine: ReshardMegatronEngine
 
     async def update_weights(self, weights: Any, global_steps: int | None = None, **kwargs: Any) -> None:
-        """A refit from the live shards, then verl's export of the same model through its own adapter."""
-        who = f"trainer{dist.get_rank()}"
-        began = time.perf_counter()
-        await super().update_weights(weights, global_steps=global_steps, **kwargs)
-        write(who, "refit", began)
-        began = time.perf_counter()
-        exported, _ = MegatronEngineWithLMHead.get_per_tensor_param(self.engine, base_sync_done=True)
-        await ServerAdapter.update_weights(self, exported, global_steps=global_steps, **kwargs)
-        torch.cuda.synchronize()
-        write(who, "stock", began)
+        """A refit from the live shards, in host memory but for the first, and once more, with tables that hold;
+        what verl loads for its own sync; its export of the same model through its own adapter; and what it
+        offloads afterward. Each with the bytes that this rank's torch took of its GPU meanwhile."""
+        refit = functools.partial(super().update_weights, weights, global_steps=global_steps, **kwargs)
+        with phase("refit"):
+            await refit()
+        with phase("again"):
+            await refit()
+        with phase("load"):
+            exported, _ = MegatronEngineWithLMHead.get_per_tensor_param(self.engine, base_sync_done=True)
+        with phase("stock"):
+            await ServerAdapter.update_weights(self, exported, global_steps=global_steps, **kwargs)
+        with phase("offload"):
+            self.engine.to("cpu", model=True, optimizer=False, grad=False)
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Note the seconds of a part of a sync on this rank of the trainer, and what it took of its GPU."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, began = torch.cuda.memory_allocated(), time.perf_counter()
+    yield
+    torch.cuda.synchronize()
+    took = torch.cuda.max_memory_allocated() - before
+    write(f"trainer{dist.get_rank()}", name, began, took=took)
 
 
 def remembering(engine: ReshardMegatronEngine, *args: Any, **kwargs: Any) -> tuple[Any, dict | None]:

@@ -2,7 +2,7 @@
 weight sync, and with a refit.
 
     python -m benchmarks.trainers.verl_grpo OUT [--steps 3] [--layers 4] [--hidden 1024] [--vocabulary 2048] [--tp 2] [--pp 1]
-        [--only both|refit|stock] [--check]
+        [--gpus 2] [--only both|refit|stock] [--check]
 
 A Qwen3 of random weights with a tokenizer of whole words, and rows of numbers to repeat; `--layers
 36 --hidden 4096 --vocabulary 151936` is Qwen3-8B. Written under OUT: each run's log, and what every
@@ -53,7 +53,7 @@ def rows(path: Path, count: int) -> None:
     ).to_parquet(path)  # fmt: skip
 
 
-def lines(out: Path, steps: int, tp: int, pp: int) -> list[str]:
+def lines(out: Path, steps: int, tp: int, pp: int, gpus: int) -> list[str]:
     """The config that both runs have."""
     batch = 8
     rows(out / "rows.parquet", batch)
@@ -69,11 +69,11 @@ def lines(out: Path, steps: int, tp: int, pp: int) -> list[str]:
         "actor_rollout_ref.actor.megatron.param_offload=True",
         "actor_rollout_ref.actor.megatron.override_transformer_config.attention_backend=auto",  # its own needs flash-attn
         "actor_rollout_ref.actor.megatron.optimizer_offload=True", "actor_rollout_ref.actor.optim.lr=1e-5",
-        "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2", "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.name=vllm", f"actor_rollout_ref.rollout.tensor_model_parallel_size={gpus}", "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.4", "actor_rollout_ref.rollout.enforce_eager=True",
         "actor_rollout_ref.rollout.load_format=dummy", "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
         "actor_rollout_ref.rollout.calculate_log_probs=True", f"reward.custom_reward_function.path={out}/reward.py",
-        "reward.custom_reward_function.name=compute_score", "trainer.logger=[console]", "trainer.n_gpus_per_node=2", "trainer.nnodes=1",
+        "reward.custom_reward_function.name=compute_score", "trainer.logger=[console]", f"trainer.n_gpus_per_node={gpus}", "trainer.nnodes=1",
         f"trainer.total_training_steps={steps}", "trainer.total_epochs=100", "trainer.save_freq=-1", "trainer.test_freq=-1",
         "trainer.val_before_train=False", f"trainer.default_local_dir={out}/checkpoints",
     ]  # fmt: skip
@@ -94,13 +94,14 @@ def main() -> None:
     parser = parser_of(__doc__, RUNS)
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "model").exists():
         model(out / "model", options.layers, options.hidden, options.vocabulary)
-    common = lines(out, options.steps, options.tp, options.pp)
+    common = lines(out, options.steps, options.tp, options.pp, options.gpus)
     for run in [options.only] if options.only else RUNS:
         if options.check:
             check([*common, *RUNS[run]])

@@ -22,11 +22,18 @@ class Stock(vLLMColocateWorkerExtension):
 class Refit(VerlExtension):
     """A refit, and verl's own sync into weights that were overwritten before, where that is asked for."""
 
-    def reshard_refit(self, *args: Any, **kwargs: Any) -> dict:
-        """As it is, and a note."""
+    noted: int | None = None  # the last version
+
+    def reshard_refit(self, version: int | None = None, *args: Any, **kwargs: Any) -> dict:
+        """As it is, and a note, into other weights where it is the same version once more."""
+        way = "again" if version == self.noted else "refit"
+        self.noted = version
+        if way == "again":
+            overwrite(self.model_runner.model)
         began = time.perf_counter()
-        report = super().reshard_refit(*args, **kwargs)
-        note(self.rank, self.model_runner.model, "refit", began)
+        report = super().reshard_refit(version, *args, **kwargs)
+        received = {route: size for route, size in report["received_bytes"].items() if size}
+        note(self.rank, self.model_runner.model, way, began, received=received)
         return report
 
     def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
