@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from reshard.comm.http import call_route
-from reshard.engines.sglang.calls import call, close_server, connect_server, refit_server
+from reshard.delta import save
+from reshard.engines.sglang.calls import apply_deltas, call, close_server, connect_server, refit_server
 from reshard.parity import parity
 from reshard.refit import RefitGroup, connect
 from reshard.trainers.megatron import MegatronModel
@@ -140,6 +141,7 @@ def drive(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict
     steps.meet("awake")
     call(dummy, "reshard_refit", version=9)
     results["mended"] = answers(dummy)
+    results["deltas of an engine"] = follow(dummy, f"{sides['folder']}/chain", checkpoints)
     # Of an SGLang without the plugin any such method is missing.
     results["no plugin"] = said_by(lambda: call(dummy, "reshard_nothing"))
     dummy.shutdown()
@@ -147,6 +149,17 @@ def drive(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict
     for left in set(Path("/dev/shm").glob("sglang_*")) - shared:  # by SGLang, when it ends
         left.unlink(missing_ok=True)
     return results
+
+
+def follow(served, chain: str, checkpoints: list[tuple[str, str]]) -> tuple:
+    """A chain that leads to the last checkpoint, which the engine holds, and back: what it answers then; and what is
+    said of another call after something else has written a tensor."""
+    for old, new in ((0, 1), (1, 0)):
+        save(checkpoints[old][0], checkpoints[new][0], chain)
+    reached = apply_deltas(served, chain), answers(served)
+    settle(served)
+    served.update_weights_from_tensor([("model.norm.weight", torch.full((64,), 2.0))])
+    return *reached, said_by(lambda: apply_deltas(served, chain))
 
 
 @contextmanager
@@ -181,6 +194,16 @@ def drive_server(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) 
             return answered(call_route(url, "generate", {"input_ids": PROMPTS, **ASKED}))
 
         results: dict = {"loaded": [told()], "parity": [parity(served, checkpoints[1][0], PROMPTS).ok]}
+        chain = f"{sides['folder']}/chain"
+        results["deltas"] = [
+            (
+                apply_deltas(url, chain, version, verify=True),
+                told(),
+                call_route(url, "model_info")["weight_version"],
+            )
+            for version in (1, None)
+        ]
+        results["no chain"] = said_by(lambda: apply_deltas(url, f"{chain}-not"))
         results["no group"] = said_by(lambda: refit_server(url, 5))
         results["nothing to join"] = said_by(
             lambda: call_route(url, "init_weights_update_group", {

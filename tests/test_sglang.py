@@ -177,11 +177,21 @@ def test_a_running_sglang_scores_as_transformers_does(served):
 
 def test_a_server_with_pipeline_stages_is_refitted_by_its_own_routes(served):
     _, engine = served
+    [of_one, of_two] = engine["deltas"]
+    assert of_one == (1, engine["loaded"][1], "1") and of_two == (2, engine["loaded"][0], "2")
+    assert "chain-not is no chain of deltas" in engine["no chain"]
     answers, version = engine["by http"]
     assert answers == engine["loaded"][1] != engine["loaded"][0] and version == "5"
     assert "this engine is not connected: call reshard_connect first" in engine["no group"]
     assert "no call of this SGLang waits to be joined" in engine["nothing to join"]
     assert "400" in engine["options"] and "bucket_bytes" in engine["options"]
+
+
+def test_a_running_sglang_follows_a_chain_until_something_else_writes_into_it(served):
+    _, engine = served
+    version, answers, written_by_others = engine["deltas of an engine"]
+    assert (version, answers) == (2, engine["served"][0])
+    assert "neither the base of" in written_by_others and "load the base into it first" in written_by_others
 
 
 def test_a_running_sglang_refuses_requests_until_its_weights_are_whole(served):

@@ -3,7 +3,7 @@
 import ipaddress
 import os
 import socket
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,14 @@ def parsed(address: str) -> tuple[str, int]:
     if not host or not port.isascii() or not port.isdigit() or len(port) > 5 or not 0 < int(port) < 1 << 16:
         raise ReshardError(f"{address!s:.100} is not an address such as 10.0.0.1:29600 or [::1]:29600")
     return host, int(port)
+
+
+def free_address(host: str) -> str:
+    """Return an address of this host, given without brackets, with a port that is free now."""
+    with closing(socket.socket(family_of(host))) as probe:
+        probe.bind((host, 0))
+        port = probe.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def address_towards(host: str, port: int) -> str:

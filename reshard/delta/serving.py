@@ -1,9 +1,11 @@
 """The deltas of a chain into a running engine, through the methods of its workers."""
 
+import json
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+from reshard.comm.group import RefitGroup
 from reshard.comm.http import RefusedError, call_route
 from reshard.core.errors import ReshardError
 from reshard.delta.chain import Base, Chain
@@ -44,6 +46,25 @@ async def apply_deltas_async(
     calls = _Calls(chain, version, verify)
     while call := calls.following():
         calls.answers = await _send(llm, call)
+    return calls.version
+
+
+def apply_deltas_in_group(
+    group: RefitGroup, worker: Any, chain: str | Path, version: int | None = None, verify: bool = False
+) -> int:
+    """Do what `apply_deltas` does, called by each of an engine's workers: they are the members of `group`, each
+    gives itself (`reshard.engines.delta_methods.DeltaMethods`), and all the same version. The engine empties its
+    prefix cache itself."""
+    with group.transaction("deltas"):
+        calls, number = _Calls(chain, version, verify), 0
+        while call := calls.following():
+            method, arguments = call
+            if method == RESET_PREFIX_CACHE:
+                continue
+            answer = json.dumps(getattr(worker, method)(*arguments)).encode()
+            calls.answers = [json.loads(each) for each in group.gather(f"answers/{number}", answer)]
+            number += 1
+        group.commit()
     return calls.version
 
 

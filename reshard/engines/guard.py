@@ -47,6 +47,10 @@ class Guard:
             if method is not None:
                 method()
 
+    def altered(self) -> None:
+        """Note that others have written some weights: they are of no version, and nothing may build on them."""
+        self.version, self.writes = None, self.writes + 1
+
     def refitted(self, version: int) -> None:
         """Serve again: a refit has brought all weights, of this version."""
         self.ready, self.version = True, version

@@ -1,13 +1,11 @@
 """Addresses where members of a refit can meet that Ray has started."""
 
-import socket
-from contextlib import closing
 from typing import Any
 
 import ray
 import torch.distributed as dist
 
-from reshard.comm.hosts import family_of
+from reshard.comm.hosts import free_address
 from reshard.comm.secret import new_secret
 
 
@@ -18,11 +16,7 @@ def this_host() -> str:
 
 def meeting_place() -> str:
     """Return an address of this host that other hosts reach, with a port that is free now."""
-    host = this_host()
-    with closing(socket.socket(family_of(host))) as probe:
-        probe.bind((host, 0))
-        port = probe.getsockname()[1]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return free_address(this_host())
 
 
 def agreed_meeting(group: Any = None) -> tuple[str, str]:

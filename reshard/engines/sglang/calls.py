@@ -2,10 +2,12 @@
 ``sglang.Engine``, or by the address of a running server."""
 
 import json
+from pathlib import Path
 from typing import Any
 
-from reshard.comm.hosts import parsed
+from reshard.comm.hosts import free_address, parsed
 from reshard.comm.http import RefusedError, call_route
+from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds
 from reshard.engines.sglang.group import GROUP, JOIN, VERIFIED
@@ -13,7 +15,7 @@ from reshard.engines.sglang.pipeline import UNDER_WAY
 
 MISSING = "has no attribute 'reshard_"
 # Calls that only begin, with pipeline stages, and that a second one joins.
-JOINED = ("reshard_connect", "reshard_refit", "reshard_release")
+JOINED = ("reshard_connect", "reshard_refit", "reshard_release", "reshard_apply_deltas")
 
 
 def call(engine: Any, method: str, **options: Any) -> None:
@@ -84,6 +86,36 @@ def refit_request(version: int | None, verify: bool) -> dict[str, Any]:
         "weight_version": None if version is None else str(version),
         "load_format": VERIFIED if verify else None,
     }
+
+
+def apply_deltas(
+    engine: Any,
+    chain: str | Path,
+    version: int | None = None,
+    verify: bool = False,
+    address: str | None = None,
+    timeout: float = 600.0,
+) -> int:
+    """Bring a running SGLang to a version of a chain, by default the newest; return that version. For the rest
+    see `reshard.delta.apply_deltas`.
+
+    `engine` is an ``sglang.Engine``, or the address of a server, which then tells the version as its
+    ``weight_version``. Its ranks meet at `address`, a ``host:port`` of the host of the first, by default a free
+    port of this host. `timeout` is in seconds.
+    """
+    from reshard.delta.chain import Chain  # which needs more packages than a refit
+
+    with Chain(chain) as opened:
+        deltas = opened.deltas(version)
+    reached = deltas[-1].version if deltas else 0
+    options = {"chain": str(chain), "verify": verify, "timeout": timeout, "secret": new_secret(),
+               "address": address or free_address("127.0.0.1")}  # fmt: skip
+    if not isinstance(engine, str):
+        call(engine, "reshard_apply_deltas", version=reached, **options)
+        return reached
+    body = refit_request(reached, verify) | {"load_format": json.dumps(options)}
+    _call(engine, "update_weights_from_distributed", body, body | {"load_format": JOIN}, timeout)
+    return reached
 
 
 def close_server(url: str) -> None:

@@ -230,6 +230,12 @@ def rank_in_engine(scheduler: Any) -> int:
         return int(places.pp_rank * places.tp_size + places.tp_rank)
 
 
+def ranks_of_engine(scheduler: Any) -> int:
+    """Return how many schedulers an engine has."""
+    with known("does not say its rank as it did"):
+        return int(scheduler.server_args.pp_size * scheduler.ps.tp_size)
+
+
 def has_stages(scheduler: Any) -> bool:
     """Tell whether an engine has stages of a pipeline, which SGLang calls one after the other."""
     return bool(scheduler.server_args.pp_size > 1)

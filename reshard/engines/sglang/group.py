@@ -47,7 +47,8 @@ def connect_group(connect: Callable[..., Any], updater: Any, request: Any) -> An
 
 
 def refit_group(update: Callable[..., Any], updater: Any, request: Any) -> Any:
-    """Take the trainer's weights for a group of ours. The version is the request's."""
+    """Take the trainer's weights for a group of ours, or with options as JSON for a load format those of a
+    chain (`reshard.engines.sglang.worker.SchedulerMethods.reshard_apply_deltas`). The version is the request's."""
     if request.group_name != GROUP:
         return follow_update(update, updater, request)
 
@@ -57,6 +58,11 @@ def refit_group(update: Callable[..., Any], updater: Any, request: Any) -> Any:
             raise ReshardError(f"weight_version is {version!r:.80}, not a whole number")
         if request.load_format == JOIN:
             updater.scheduler.reshard_join()
+            return
+        if (request.load_format or "").startswith("{"):
+            options = _options(request.load_format)
+            updater.scheduler.reshard_apply_deltas(version=int(version or 0), **options)
+            _check_done(updater.scheduler)
             return
         verify = request.load_format == VERIFIED
         updater.scheduler.reshard_refit(None if version is None else int(version), verify)
@@ -90,13 +96,13 @@ def _check_done(scheduler: Any) -> None:
 
 
 def _options(text: str) -> dict[str, Any]:
-    """Read the options of a connection. Raises ReshardError for anything but a JSON object."""
+    """Read the options of a call. Raises ReshardError for anything but a JSON object."""
     try:
         options = json.loads(text)
     except ValueError:
         options = None
     if not isinstance(options, dict):
         raise ReshardError(
-            f"the backend of the group {GROUP!r} is {text!r:.80}, not options as JSON, such as {{}}"
+            f"the group {GROUP!r} was given {text!r:.80}, which is not options as JSON, such as {{}}"
         )
     return options

@@ -75,5 +75,5 @@ def follow_update(update: Callable[..., Any], updater: Any, *args: Any, **kwargs
     """Let others write some weights, which then have no version of ours any more."""
     guard = _guards.get(compat.model_of(updater))
     if guard is not None:
-        guard.version = None
+        guard.altered()
     return update(updater, *args, **kwargs)

@@ -17,9 +17,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from reshard.comm.group import MOST_MEMBERS
+from reshard.comm.group import MOST_MEMBERS, RefitGroup
 from reshard.core.errors import ReshardError
-from reshard.core.limits import check_number, check_switch
+from reshard.core.limits import check_number, check_seconds, check_switch
+from reshard.engines.delta_methods import DeltaMethods
 from reshard.engines.sglang import compat, pipeline
 from reshard.engines.sglang.guard import guard_of
 from reshard.engines.sglang.live import SglangModel
@@ -28,8 +29,8 @@ from reshard.engines.worker import ConnectOptions, LinkMethods, connect_worker, 
 logger = logging.getLogger("sglang.srt.reshard")  # below SGLang's own, which shows it
 
 
-class SchedulerMethods(LinkMethods):
-    """Methods of SGLang's scheduler that connect it to a trainer and take its weights."""
+class SchedulerMethods(DeltaMethods, LinkMethods):
+    """Methods of SGLang's scheduler that connect it to a trainer and take its weights, or a chain's."""
 
     _reshard_engine: SglangModel | None = None
 
@@ -49,9 +50,7 @@ class SchedulerMethods(LinkMethods):
         check_number(first_rank, "first_rank", MOST_MEMBERS, 0)
         rank = first_rank + compat.rank_in_engine(self)
         connecting = ConnectOptions(**options)
-        # Before a thread does: whether requests are refused must not depend on how far it is.
-        model, arguments = compat.served_model(self)
-        guard_of(model, str(arguments.load_format))
+        self._reshard_guard()
 
         def connected() -> None:
             side = partial(SchedulerMethods._reshard_side, self)
@@ -67,6 +66,30 @@ class SchedulerMethods(LinkMethods):
         check_switch(verify, "verify")
         self._reshard_connected()
         return self._reshard_run(partial(LinkMethods.reshard_refit, self, version, verify))  # type: ignore[arg-type]
+
+    def reshard_apply_deltas(
+        self,
+        address: str,
+        chain: str,
+        version: int,
+        verify: bool = False,
+        timeout: float = 600.0,
+        secret: str | None = None,
+    ) -> None:
+        """Bring an engine to a version of a chain; see `reshard.delta.apply_deltas`. For a call that all of its
+        schedulers get, which meet at `address`, a ``host:port`` where the first of them runs."""
+        check_switch(verify, "verify")
+        check_seconds(timeout, "timeout")
+        rank, size = compat.rank_in_engine(self), compat.ranks_of_engine(self)
+        self._reshard_guard()
+
+        def applied() -> None:
+            from reshard.delta.serving import apply_deltas_in_group  # which needs more packages than a refit
+
+            members = RefitGroup.join(address, rank, size, timeout, secret)
+            apply_deltas_in_group(members, self, chain, version, verify)
+
+        self._reshard_run(applied)
 
     def reshard_release(self) -> None:
         """Unmap the trainer's memory, together with the trainer's `Link.release`."""
@@ -84,6 +107,12 @@ class SchedulerMethods(LinkMethods):
         pipeline.check_ended(self)
         LinkMethods.reshard_close(self)  # type: ignore[arg-type]
 
+    def _reshard_guard(self) -> None:
+        """Guard the model from now on, before a thread does: whether requests are refused must not depend on
+        how far it is."""
+        model, arguments = compat.served_model(self)
+        guard_of(model, str(arguments.load_format))
+
     def _reshard_run(self, action: Callable[[], Any]) -> Any:
         """Return what an action returns; with pipeline stages begin it, and return nothing."""
         if not compat.has_stages(self):
@@ -96,6 +125,9 @@ class SchedulerMethods(LinkMethods):
         served = self.reshard_version()
         if served != version:
             raise ReshardError(f"this SGLang serves weights of version {served}, not {version}")
+
+    def _reshard_engine_side(self) -> SglangModel:
+        return self._reshard_side()
 
     def _reshard_side(self) -> SglangModel:
         """Return this scheduler's side: that of the last connect, if SGLang still has the same model in
