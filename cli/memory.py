@@ -44,7 +44,8 @@ def command(
     sizes = pop_layout(options, ("dp", "cp"))
     fitting = {name: options.pop(name) for name in ("fit", "at_most_tp", "at_most_pp", "at_most_ep", "count")}
     engine = {
-        name: options.pop(name) for name in ("engine", "utilization", "colocated", "trainer_offload", "delta")
+        name: options.pop(name)
+        for name in ("engine", "utilization", "colocated", "trainer_offload", "delta", "from_host")
     }
     text = options.pop("gpu_memory")
     gpu_bytes = None if text is None else bytes_of_gpu(text)
@@ -114,11 +115,14 @@ def _engine(options: dict[str, Any]) -> Any:
     if options["engine"] is None:
         if options["delta"] is not None:
             raise click.UsageError("--delta needs --engine")
+        if options["from_host"]:
+            raise click.UsageError("--refit-from-host needs --engine")
         return None
     names = [name.strip() for name in options["trainer_offload"].split(",")]
     return EngineSetup(
         engine_layout(options["engine"], "--engine"), options["utilization"], options["colocated"],
         () if names == ["none"] else tuple(names), delta=options["delta"],
+        from_host=options["from_host"],
     )  # fmt: skip
 
 

@@ -187,6 +187,9 @@ _ENGINE = (
     _choice(
         "--delta", among="gpu host", help="Refits send what changed: where the trainer keeps what it sent."
     ),
+    click.option(
+        "--refit-from-host", "from_host", is_flag=True, help="Refits read offloaded weights from host memory."
+    ),
 )
 _OUTPUT = (
     click.option("--tensors", is_flag=True, help="List the activations of the fullest stage."),

@@ -11,6 +11,7 @@ from reshard.cli.main import cli
 from reshard.memory.activations import uncounted
 from reshard.memory.estimate import estimate_memory
 from reshard.memory.phases import EngineSetup, Phase
+from reshard.refit.connecting import BUCKET_BYTES
 from tests.checkpoints import model
 from tests.test_memory_measured import GIB, QWEN, of
 from tests.test_published import PUBLISHED
@@ -213,6 +214,20 @@ def test_what_is_kept_for_deltas_is_a_row_of_the_trainers_phases_or_of_the_host(
         in run(configs("Qwen3-30B-A3B"), *line, "--delta", "host").stdout
     )
     assert "--delta needs --engine" in run(configs("Qwen3-30B-A3B"), "--delta", "gpu").output
+
+
+def test_a_refit_from_host_memory_needs_a_slab_in_the_place_of_the_weights(configs):
+    line = "--tp 2 --ep 8 --etp 1 --gpus 16 --gpu-memory H200 --engine tp=2".split()
+    plain, from_host = (
+        {phase["name"]: phase for phase in map(as_dict, json.loads(run(configs("Qwen3-30B-A3B"), *line, *more, "--json").stdout)["phases"])}
+        for more in ((), ("--refit-from-host",))
+    )  # fmt: skip
+    before, after = plain.pop("sync")["parts"], from_host.pop("sync")["parts"]
+    assert before.pop("trainer's weights") > after.pop("the refit's slab") == BUCKET_BYTES
+    assert before == after and plain == from_host, "the other phases are the same"
+    assert "--refit-from-host needs --engine" in run(configs("Qwen3-30B-A3B"), "--refit-from-host").output
+    kept = run(configs("Qwen3-30B-A3B"), *line, "--refit-from-host", "--trainer-offload", "grads")
+    assert "the weights are not offloaded" in str(kept.exception)
 
 
 def test_the_phases_of_a_step_that_was_measured():

@@ -29,6 +29,9 @@ BEYOND = Band(int(0.5 * GIB), int(3.5 * GIB))
 NOTHING = Band(0, 0)
 # A refit's staging, and its table of copies.
 REFIT = Band(64 << 10, 64 << 20)
+# Filled from host memory for engines in other processes: `bucket_bytes` of `reshard.refit.connect`, unless it
+# is given.
+SLAB = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class EngineSetup:
     while the engine generates, and for gradients and optimizer whenever nothing is trained.
     `kv_width` is the bytes of an element of its cache, `batched_tokens` the most that it runs at
     once: ``max_num_batched_tokens``, ``chunked_prefill_size``. `delta` says where the trainer keeps
-    what it sent, for refits that send what changed: on the ``gpu`` or on the ``host``.
+    what it sent, for refits that send what changed: on the ``gpu`` or on the ``host``. With `from_host`
+    refits read weights that are offloaded from host memory.
     """
 
     layout: EngineLayout
@@ -49,6 +53,7 @@ class EngineSetup:
     kv_width: int = 2
     batched_tokens: int = 8192
     delta: str | None = None
+    from_host: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.utilization <= 1:
@@ -58,6 +63,8 @@ class EngineSetup:
             raise ReshardError(f"--trainer-offload: {unknown[0]!r} is none of {listed(MOVABLE)}")
         if self.delta is not None and self.delta not in DELTA_PLACES:
             raise ReshardError(f"--delta: {self.delta!r} is none of {listed(DELTA_PLACES)}")
+        if self.from_host and "weights" not in self.offload:
+            raise ReshardError("--refit-from-host: the weights are not offloaded, see --trainer-offload")
 
 
 class Phase(NamedTuple):
@@ -94,18 +101,19 @@ def phases_of(setup: TrainingSetup, report: MemoryReport, engine: EngineSetup) -
     kept = _not_offloaded(stage, engine)
     # For a forward the weights are on the GPU, the rest stays offloaded.
     resident = {"trainer's weights": stage.weights} | kept | always
+    syncing = {"the refit's slab": SLAB} | kept | always if engine.from_host else resident
     outside = stage.outside + (_left_by_allocator(setup) if engine.offload else NOTHING)
     asleep, gpus = (RESIDUE, "both") if colocated else (NOTHING, "trainer's")
     forward = resident | {"one layer's forward, logits": _forward(setup)}
     if colocated:
         phases = [
             _phase("generate", "both", serving | kept | always, outside + beyond, tokens),
-            _phase("sync", gpus, resident | {"engine: weights": weights}, outside + asleep + REFIT),
+            _phase("sync", gpus, syncing | {"engine: weights": weights}, outside + asleep + REFIT),
         ]
     else:
         phases = [
             _phase("generate", "engine's", serving, beyond, tokens),
-            _phase("sync", gpus, resident, outside + asleep + REFIT),
+            _phase("sync", gpus, syncing, outside + asleep + REFIT),
             _phase("sync", "engine's", serving, REFIT + beyond),
         ]
     return [
