@@ -8,6 +8,7 @@ JSON; LINES are verl's lines of config.
 import json
 import os
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 from tests.probe import caught
@@ -112,6 +113,12 @@ class Actor:
         )
         os.environ["RESHARD_DELTA"] = "1"
         updater, changing = make(), next(iter(copies.values()))
+        # As one says that its pipeline stages have only begun.
+        ask = partial(slime._answer, engine, "update_weights_from_distributed", slime.refit_request(1, False))
+        try:
+            refused = ask()
+        except Exception as error:
+            refused = str(error)  # with the note, which its cause is without
         updater.connect_rollout_engines([engine], None, engine_gpu_counts=[1], engine_gpu_offsets=[0])
         for factor in (2.0, 0.5):
             changing.mul_(factor)
@@ -123,7 +130,7 @@ class Actor:
         args.update_weight_transport = "disk"
         return [
             updater.weight_version, updater.pop_metrics(), caught(lambda: slime.use_refits(args)), caught(make().source), wrong,
-            delta.is_delta and 0 < delta.changed < 1,
+            delta.is_delta and 0 < delta.changed < 1, refused,
         ]  # fmt: skip
 
     async def sync(self, steps: int, adapter: str | None = None) -> list:

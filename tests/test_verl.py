@@ -188,9 +188,12 @@ def test_verls_adapter_refits_sglang_from_the_actors_process_and_from_elsewhere(
 
 
 def test_slimes_updater_reads_the_copies_of_an_offloaded_model(sglang):
-    version, metrics, disk, missing, called_otherwise, is_delta = sglang["slime"]
+    version, metrics, disk, missing, called_otherwise, is_delta, refused = sglang["slime"]
     assert (version, metrics, called_otherwise) == (2, {}, []) and sglang["version of slime"] == "2"
     assert is_delta, "RESHARD_DELTA=1"
+    assert "does not answer inference rank 1" in refused, (
+        "SGLang's own words, since verl's trainer has closed"
+    )
     assert disk.startswith("--update-weight-transport disk sends weights as files, and a refit does not")
     assert missing.startswith(
         "slime keeps no copy of decoder.final_layernorm.weight while the model is offloaded"

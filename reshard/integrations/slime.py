@@ -7,6 +7,8 @@ SGLang's schedulers load reshard's plugin by themselves.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -21,7 +23,7 @@ with importing_beside("slime", "ray", "slime", "torch"):
 
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
-from reshard.engines.sglang.calls import connect_request, refit_request
+from reshard.engines.sglang.calls import call_and_join, connect_request, refit_request
 from reshard.integrations.calls import Calls
 from reshard.integrations.connection import Connection, SyncOptions
 from reshard.integrations.meeting import agreed_meeting
@@ -35,16 +37,13 @@ REPLACED = ("UpdateWeightFromTensor", "UpdateWeightFromDistributed")
 def use_refits(arguments: Any) -> None:
     """Have slime's actor refit the rollout's weights in the place of its updates by tensors and by NCCL.
 
-    Raises ReshardError if slime is to send weights as files, SGLang has pipeline stages, or slime has no such
-    updates.
+    Raises ReshardError if slime is to send weights as files, or has no such updates.
     """
     if arguments.update_weight_transport == "disk":
         raise ReshardError(
             "--update-weight-transport disk sends weights as files, and a refit does not: leave it out, or "
             "leave out --custom-megatron-init-path reshard.integrations.slime.use_refits"
         )
-    if getattr(arguments, "sglang_pp_size", 1) > 1:
-        raise ReshardError("a refit by slime does not know SGLang's pipeline stages: --sglang-pp-size 1")
     actor = import_module(ACTOR)
     missing = [name for name in REPLACED if not hasattr(actor, name)]
     if missing:
@@ -169,14 +168,23 @@ class RefitWeights:
         """Call a method of each engine on the first rank; the calls go on while it does its part."""
         if dist.get_rank() != 0:
             return Calls({})
-        return Calls(
-            {
-                f"the rollout's engine {index}": getattr(engine, method).remote(**given).future()
-                for index, (engine, given) in enumerate(zip(self.rollout_engines, arguments, strict=True))
-            }
-        )
+        callers = ThreadPoolExecutor(len(arguments), "reshard-sglang")
+        calls = {
+            f"the rollout's engine {index}": callers.submit(
+                call_and_join, partial(_answer, engine, method), given
+            )
+            for index, (engine, given) in enumerate(zip(self.rollout_engines, arguments, strict=True))
+        }
+        callers.shutdown(wait=False)
+        return Calls(calls)
 
     def _ask(self, method: str) -> None:
         """Call a method of each engine on the first rank, and wait for them."""
         if dist.get_rank() == 0:
             ray.get([getattr(engine, method).remote() for engine in self.rollout_engines])
+
+
+def _answer(engine: Any, method: str, request: dict[str, Any]) -> Any:
+    """Return what a method of an engine returns for a request. Raises what it raises, with the text of
+    SGLang's answer, which slime adds to its error as a note."""
+    return ray.get(getattr(engine, method).remote(**request))

@@ -2,11 +2,13 @@
 ``sglang.Engine``, or by the address of a running server."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from reshard.comm.hosts import free_address, parsed
-from reshard.comm.http import RefusedError, call_route
+from reshard.comm.http import call_route
 from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds
@@ -50,7 +52,7 @@ def connect_server(
     """
     check_seconds(timeout, "timeout")
     body = connect_request(address, first_rank, size, timeout=timeout, **options)
-    _call(url, "init_weights_update_group", body, body | {"backend": JOIN}, 2 * timeout)
+    _post(url, "init_weights_update_group", body, 2 * timeout)
 
 
 def refit_server(url: str, version: int | None, verify: bool = False, timeout: float = 120.0) -> None:
@@ -59,8 +61,7 @@ def refit_server(url: str, version: int | None, verify: bool = False, timeout: f
 
     Raises ReshardError with what `SchedulerMethods.reshard_refit` raises.
     """
-    body = refit_request(version, verify)
-    _call(url, "update_weights_from_distributed", body, body | {"load_format": JOIN}, timeout)
+    _post(url, "update_weights_from_distributed", refit_request(version, verify), timeout)
 
 
 def connect_request(address: str, first_rank: int, size: int, **options: Any) -> dict[str, Any]:
@@ -114,8 +115,20 @@ def apply_deltas(
         call(engine, "reshard_apply_deltas", version=reached, **options)
         return reached
     body = refit_request(reached, verify) | {"load_format": json.dumps(options)}
-    _call(engine, "update_weights_from_distributed", body, body | {"load_format": JOIN}, timeout)
+    _post(engine, "update_weights_from_distributed", body, timeout)
     return reached
+
+
+def call_and_join(call: Callable[[dict[str, Any]], Any], request: dict[str, Any]) -> Any:
+    """Return what `call` returns for a request to connect or to refit; where it raises that pipeline stages have
+    begun, what it returns for the same request to join them."""
+    try:
+        return call(request)
+    except Exception as error:
+        if UNDER_WAY not in str(error):
+            raise
+    field = "backend" if "backend" in request else "load_format"
+    return call(request | {field: JOIN})
 
 
 def close_server(url: str) -> None:
@@ -123,11 +136,6 @@ def close_server(url: str) -> None:
     call_route(url, "destroy_weights_update_group", {"group_name": GROUP})
 
 
-def _call(url: str, route: str, body: dict[str, Any], joining: dict[str, Any], timeout: float) -> None:
-    """Call a route, and, where it says that pipeline stages have begun, call it again to join them."""
-    try:
-        call_route(url, route, body, timeout=timeout)
-    except RefusedError as error:
-        if UNDER_WAY not in str(error):
-            raise
-        call_route(url, route, joining, timeout=timeout)
+def _post(url: str, route: str, request: dict[str, Any], timeout: float) -> None:
+    """Post a request to a server, and, where pipeline stages have begun, the one that joins them."""
+    call_and_join(partial(call_route, url, route, timeout=timeout), request)

@@ -4,7 +4,7 @@ import time
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
-from reshard.comm.http import call_route
+import requests
 
 
 class SGLangEngine:
@@ -12,7 +12,13 @@ class SGLangEngine:
         self.url = url
 
     def _make_request(self, endpoint, payload=None):
-        return call_route(self.url, endpoint, payload or {}, timeout=120)
+        response = requests.post(f"{self.url}/{endpoint}", json=payload or {})
+        try:
+            response.raise_for_status()
+        except requests.exceptions.HTTPError as error:
+            error.add_note(f"{response.text=}")
+            raise
+        return response.json()
 
     def init_weights_update_group(
         self, master_address, master_port, rank_offset, world_size, group_name, backend
