@@ -144,6 +144,8 @@ def drive(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict
     results["deltas of an engine"] = follow(dummy, f"{sides['folder']}/chain", checkpoints)
     # Of an SGLang without the plugin any such method is missing.
     results["no plugin"] = said_by(lambda: call(dummy, "reshard_nothing"))
+    dummy.server_args.enable_dp_attention = True
+    results["data parallel"] = said_by(lambda: call(dummy, "reshard_release"))
     dummy.shutdown()
     results |= drive_server(steps, sides, checkpoints)
     for left in set(Path("/dev/shm").glob("sglang_*")) - shared:  # by SGLang, when it ends

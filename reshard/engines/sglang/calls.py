@@ -24,9 +24,14 @@ def call(engine: Any, method: str, **options: Any) -> None:
     """Call a method of `reshard.engines.sglang.worker.SchedulerMethods` on all ranks of an
     ``sglang.Engine``, such as ``reshard_connect``; with pipeline stages wait for it too.
 
-    Raises ReshardError with what the method raised, and where SGLang has not loaded the plugin, which
-    it only logs.
+    Raises ReshardError with what the method raised, where SGLang has not loaded the plugin, which
+    it only logs, and with data parallel attention, for which SGLang loses such calls.
     """
+    if engine.server_args.enable_dp_attention:
+        raise ReshardError(
+            "SGLang hands a call of collective_rpc to any one of the ranks of its data parallel attention, where it "
+            "may be lost: start a server, and use connect_server and refit_server"
+        )
     try:
         engine.collective_rpc(method, **options)
         if method in JOINED and engine.server_args.pp_size > 1:
