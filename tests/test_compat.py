@@ -177,3 +177,32 @@ def test_weights_that_vllm_gives_back_or_sets_to_zero_are_not_served_until_a_ref
     worker.discard(("weights", "kv_cache"))
     assert "no weights since it discarded them" in said_by(lambda: worker.model_runner.execute_model(1))
     assert guard.asleep and guard.version is None
+
+
+@pytest.mark.parametrize("theirs", [True, False])
+def test_weights_that_vllm_takes_from_others_are_of_no_version_and_counted(theirs):
+    class PlainWorker:
+        def __init__(self):
+            self.model_runner = EngineConfig(execute_model=lambda tokens: tokens)
+            self.weight_transfer_engine = EngineConfig(**{} if theirs else {"attach_reshard_worker": print})
+
+        def update_weights(self, update_info):
+            pass
+
+        def reload_weights(self, weights_iterator=None):
+            pass
+
+    worker, module = PlainWorker(), torch.nn.Linear(1, 1)
+    guard = guard_of(
+        module,
+        EngineConfig(
+            load_config=EngineConfig(load_format="auto"), model_config=EngineConfig(enable_sleep_mode=False)
+        ),
+    )
+    guard.watch(module, worker, None)
+    guard.version = 3
+    worker.update_weights({})
+    assert (guard.version, guard.writes) == ((None, 1) if theirs else (3, 0)) and guard.ready
+    guard.version = 4
+    worker.reload_weights(weights_iterator=[("weight", torch.ones(1))])
+    assert guard.version is None and guard.writes == 1 + theirs and guard.ready

@@ -3,6 +3,7 @@ weights itself."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -45,6 +46,7 @@ class VllmGuard(Guard):
             ("reload_weights", self._reloaded),
             ("discard", self._discarded),
             ("reset_weights", self._zeroed),
+            ("update_weights", partial(self._updated, worker)),
         ):
             if hasattr(worker, name):
                 setattr(worker, name, call_after(with_plain_weights(getattr(worker, name)), after))
@@ -98,6 +100,13 @@ class VllmGuard(Guard):
         some."""
         if not args and not kwargs.get("weights_iterator"):
             self.loaded()
+        else:
+            self.altered()
+
+    def _updated(self, worker: Any, *_: Any, **__: Any) -> None:
+        """After ``update_weights``, by which vLLM takes weights from a trainer: through us, or through others."""
+        if not hasattr(worker.weight_transfer_engine, "attach_reshard_worker"):
+            self.altered()
 
 
 _guards: WeakKeyDictionary[torch.nn.Module, VllmGuard] = WeakKeyDictionary()
