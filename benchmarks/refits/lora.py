@@ -8,7 +8,8 @@ merging it and refitting all weights; all in one run.
 mcore-bridge's. Adapters are on all linear layers, experts too; vLLM (`external_launcher`, with as many ranks as
 there are processes) holds the largest rank `--max-rank`. Reported, medians of the slowest rank:
 
-- refit: `link.refit()` of the adapter, in all and its parts, and with `verify=True`;
+- refit: `link.refit()` of the adapter, in all and its parts, and with `verify=True`; with several processes also where
+  mappings of the trainer's memory stay (`mapped`) and through slabs (`staged`);
 - tensors: the adapter collected as the trainer does it (PEFT's state dict, or mcore-bridge's export), and handed over
   in a request for vLLM's `LoRAModel.from_lora_tensors`, on the GPU, or by the host as verl and ms-swift have it;
 - files: the adapter saved to /dev/shm and loaded by vLLM;
@@ -35,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.processes import conclude, device, everyone, say, start_processes
+from reshard.core.errors import ReshardError
 
 HANDED_OVER, FROM_FILES = 71, 72  # ids of adapters
 PROMPTS, TOKENS = 8, 128
@@ -189,7 +191,6 @@ class Run:
         from benchmarks.refits.serving import GRAPHS
         from reshard import MegatronLayout
         from reshard.engines.vllm.live import VllmModel
-        from reshard.refit import RefitGroup, connect
 
         self.options, self.config = options, config_of(options.model, options.layers)
         folder = Path(tempfile.gettempdir()) / f"{options.model}-lora-{dist.get_rank()}"
@@ -207,10 +208,7 @@ class Run:
         say(f"trainer built in {time.perf_counter() - start:.1f} s")
         start = time.perf_counter()
         self.engine = VllmModel.from_llm(self.llm)
-        group = RefitGroup.of_process_group()
-        self.link: Any = connect(
-            group, self.trainer.source(), self.engine, adapter="policy", keep_mapped=options.keep_mapped
-        )
+        self.link = self.connected()
         self.result: dict[str, Any] = {
             "model": options.model, "layers": self.config["num_hidden_layers"], "trainer": options.trainer, "rank": options.rank,
             "connect_seconds": round(max(everyone(time.perf_counter() - start)), 2),
@@ -221,6 +219,13 @@ class Run:
         self.link.refit(verify=True)
         self.result["first_refit_seconds"] = round(max(everyone(time.perf_counter() - start)), 2)
         say(f"connected and refitted: {self.result}")
+
+    def connected(self, **options: Any) -> Any:
+        """Return a link of the trainer's adapter."""
+        from reshard.refit import RefitGroup, connect
+
+        group = RefitGroup.of_process_group()
+        return connect(group, self.trainer.source(), self.engine, adapter="policy", **options)
 
     @property
     def policy(self) -> Any:
@@ -247,6 +252,27 @@ class Run:
 
     def refits(self) -> None:
         """Time refits of the adapter."""
+        self.time_refits("refit")
+        self.result["call_ms"] = milliseconds(seconds(self.link.refit, self.options.rounds))
+        self.result["verified_ms"] = milliseconds(seconds(lambda: self.link.refit(verify=True), 3))
+
+    def other_links(self) -> None:
+        """Time refits where mappings of the trainer's memory stay, and where all passes through slabs."""
+        if dist.get_world_size() == 1:
+            return
+        for name, options in (("mapped", {"keep_mapped": True}), ("staged", {"backend": "staged"})):
+            self.link.close()
+            try:
+                self.link = self.connected(**options)
+            except ReshardError as error:
+                self.result[f"{name}_refused"] = str(error)
+                self.link = self.connected()
+                continue
+            self.link.refit(verify=True)
+            self.time_refits(name)
+
+    def time_refits(self, name: str) -> None:
+        """Time refits of the adapter by the link that there is."""
         from benchmarks.refits.lora_trainers import change
 
         for _ in range(3):
@@ -260,11 +286,9 @@ class Run:
         for part in ("wait_seconds", "transfer_seconds", "total_seconds"):
             times = everyone([getattr(report, part) for report in reports])
             slowest = [max(column) for column in zip(*times, strict=True)]
-            self.result[f"refit_{part.replace('seconds', 'ms')}"] = milliseconds(slowest)
-        self.result["refit_bytes"] = sum(everyone(sum(reports[-1].received_bytes.values())))
-        self.result["refit_launches"] = reports[-1].launches
-        self.result["call_ms"] = milliseconds(seconds(self.link.refit, self.options.rounds))
-        self.result["verified_ms"] = milliseconds(seconds(lambda: self.link.refit(verify=True), 3))
+            self.result[f"{name}_{part.replace('seconds', 'ms')}"] = milliseconds(slowest)
+        self.result[f"{name}_bytes"] = everyone(dict(reports[-1].received_bytes))
+        self.result[f"{name}_launches"] = reports[-1].launches
 
     def rivals(self) -> None:
         """Time what trainers do today."""
@@ -311,14 +335,13 @@ def main() -> None:
     parser.add_argument("--max-rank", type=int, help="the largest rank that vLLM holds, if it is not --rank")
     parser.add_argument("--slots", type=int, default=3, help="vLLM's max_loras")
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs of vLLM")
-    parser.add_argument("--keep-mapped", action="store_true", help="the trainer never frees its memory")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--rival-rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     start_processes()
     run = Run(options)
-    for part in (run.bits, run.refits, run.weights, run.rivals, run.logprobs):
+    for part in (run.bits, run.refits, run.weights, run.other_links, run.logprobs, run.rivals):
         try:
             start = time.perf_counter()
             part()
