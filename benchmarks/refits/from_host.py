@@ -211,6 +211,8 @@ class Run:
         for number in range(self.options.rounds + 2):
             dist.barrier()
             watch = Watch() if number == 1 else None
+            if watch is not None:
+                self.result[f"{name}_gpu_free_before"] = min(everyone(watch.free))
             start = time.perf_counter()
             way(name)
             synchronize()
@@ -238,7 +240,10 @@ class Run:
         start = time.perf_counter()
         reshard.onload(self.models, grads=False, states=False)
         synchronize()
-        return max(everyone(time.perf_counter() - start))
+        took = time.perf_counter() - start
+        if device() == "cuda":
+            self.result["loaded_gpu_free"] = min(everyone(torch.cuda.mem_get_info()[0]))
+        return max(everyone(took))
 
 
 def main() -> None:

@@ -126,19 +126,31 @@ def of_copy_engines(tiles: np.ndarray) -> np.ndarray:
     return plain & ((tiles[:, ROWS] == 1) | (tiles[:, WIDTH] >= SHORT_ROWS))
 
 
+def event_now(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event after all that was given to the device's current stream; None of a CPU, which has done
+    it."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 def wait_for_device(
-    device: torch.device, seconds: float, meanwhile: Callable[[], None] = lambda: None
+    device: torch.device,
+    seconds: float,
+    meanwhile: Callable[[], None] = lambda: None,
+    event: torch.cuda.Event | None = None,
 ) -> bool:
-    """Wait until the device's current stream is done; return False if it takes longer than
-    `seconds`.
+    """Wait until the device's current stream is done, or has come to an `event`; return False if it takes
+    longer than `seconds`.
 
     Calls `meanwhile` several times a second. A plain synchronize would block forever where a stream
     waits for a dead peer.
     """
-    if device.type != "cuda":
+    event = event or event_now(device)
+    if event is None:
         return True
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
     called = time.monotonic()
     deadline = called + seconds
     while not event.query():

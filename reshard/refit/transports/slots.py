@@ -1,8 +1,9 @@
 """The protocol of slots: what the transports that go through slabs have in common.
 
 A trainer's rank packs pieces into a slab, memory of its own in which every reader has two slots:
-while one is read, the next is packed. Both ends cut the same list of pieces alike, as for buckets
-(`reshard.refit.transports.packing`), and count: ``packed/READER`` says how many rounds a trainer's
+while one is read, the next is packed. A GPU is given the copies of a round before those of the last one
+have ended, so that it is not idle between the two. Both ends cut the same list of pieces alike, as for
+buckets (`reshard.refit.transports.packing`), and count: ``packed/READER`` says how many rounds a trainer's
 rank has packed, ``taken/TRAINER`` how many its reader has read.
 """
 
@@ -10,12 +11,14 @@ import itertools
 import logging
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
+
+import torch
 
 from reshard.core.errors import ReshardError, listed
 from reshard.refit.addresses import UNSTAGED
-from reshard.refit.copies import wait_for_device
+from reshard.refit.copies import event_now, wait_for_device
 from reshard.refit.protocol.encoding import readable
 from reshard.refit.protocol.slab import SlabLocation
 from reshard.refit.tables import DST, SRC, bytes_packed
@@ -55,6 +58,13 @@ class SlotRound(NamedTuple):
 Rounds = dict[int, list[SlotRound]]  # of a pair, by the engine's round
 
 
+class Packing(NamedTuple):
+    """A round for some readers that is being packed, and the GPU's event at its end."""
+
+    peers: list[int]
+    event: torch.cuda.Event | None
+
+
 class SlotTransport(Transport):
     """This member's pairs that go through slots. The tables are made again only where slots lie
     elsewhere than the last time."""
@@ -65,10 +75,12 @@ class SlotTransport(Transport):
         self.incoming: dict[int, Incoming] = {}
         # By partner and end: where its slots start, the bytes of one, and its rounds.
         self.tables: dict[tuple[int, int], tuple[int, int, Rounds]] = {}
-        # Of the refit that goes on: the rounds by partner, and how many each pair has had.
+        # Of the refit that goes on: the rounds by partner, how many each pair has had, and how many of those to
+        # each reader were begun.
         self.sending: dict[int, Rounds] = {}
         self.receiving: dict[int, Rounds] = {}
         self.counts: Counter[tuple[int, int]] = Counter()
+        self.begun: Counter[int] = Counter()
         self.received_bytes = {self.name: 0}
 
     @abstractmethod
@@ -130,25 +142,35 @@ class SlotTransport(Transport):
         if number == UNSTAGED:
             self.sending, self.receiving = self.open_pairs()
             self.counts.clear()
+            self.begun.clear()
         sends = {peer: rounds.get(number, []) for peer, rounds in self.sending.items()}
         receives = {peer: rounds.get(number, []) for peer, rounds in self.receiving.items()}
         most = max((len(rounds) for rounds in (*sends.values(), *receives.values())), default=0)
+        packing = self.begin_packing(sends, 0)
         for index in range(most):
             # All of a round's packing comes first, so that no two members wait for each other.
-            self.pack({peer: rounds[index] for peer, rounds in sends.items() if index < len(rounds)}, index)
+            next_packing = self.begin_packing(sends, index + 1)
+            self.end_packing(packing)
             self.unpack({peer: rounds[index] for peer, rounds in receives.items() if index < len(rounds)})
+            packing = next_packing
         for peer in sends:
             self.wait_for("taken", peer, self.counts[peer, SRC])
 
-    def pack(self, rounds: Mapping[int, SlotRound], index: int) -> None:
-        """Pack a round for each reader as soon as its slot is free, and tell them."""
+    def begin_packing(self, sends: Mapping[int, Sequence[SlotRound]], index: int) -> Packing:
+        """Pack a round for each reader as soon as its slot is free, at most enqueued on a GPU."""
+        rounds = {peer: rounds[index] for peer, rounds in sends.items() if index < len(rounds)}
         for peer, one in rounds.items():
             # The first slots of a round are free: the last one ended when all was taken.
             if index >= SLOTS:
-                self.wait_for("taken", peer, self.counts[peer, SRC] + 1 - SLOTS)
+                self.wait_for("taken", peer, self.begun[peer] + 1 - SLOTS)
             one.packed.run()
-        self.end_copies(rounds)
-        self.tell("packed", rounds, SRC)
+            self.begun[peer] += 1
+        return Packing([*rounds], event_now(self.device) if rounds else None)
+
+    def end_packing(self, packing: Packing) -> None:
+        """Wait until the device has packed a round, and tell its readers."""
+        self.end_copies(packing.peers, packing.event)
+        self.tell("packed", packing.peers, SRC)
 
     def unpack(self, rounds: Mapping[int, SlotRound]) -> None:
         """Unpack a round of each trainer's rank as soon as it is packed, and tell them."""
@@ -158,9 +180,9 @@ class SlotTransport(Transport):
         self.end_copies(rounds)
         self.tell("taken", rounds, DST)
 
-    def end_copies(self, rounds: Collection) -> None:
-        """Wait until the device has carried out the copies of these rounds."""
-        if rounds and not wait_for_device(self.device, self.group.timeout, self.group.report_alive):
+    def end_copies(self, rounds: Collection, event: torch.cuda.Event | None = None) -> None:
+        """Wait until the device has carried out the copies of these rounds, after which an `event` may come."""
+        if rounds and not wait_for_device(self.device, self.group.timeout, self.group.report_alive, event):
             raise ReshardError(f"the copies did not end within {self.group.timeout:g} s")
 
     def tell(self, step: str, peers: Collection[int], end: int) -> None:
