@@ -16,6 +16,7 @@ from reshard.engines.base import Engine
 from reshard.refit import RefitGroup, RefitReport, connect
 from reshard.refit.copies import host_bytes
 from reshard.refit.routes import BACKENDS, Pair, Peer
+from reshard.refit.tables import TILE_BYTES
 from reshard.refit.transports import TRANSPORTS, agent, transport_for
 from reshard.refit.transports.agent import Agent, AgentHandle
 from reshard.refit.transports.slots import SlotTransport
@@ -117,8 +118,8 @@ class OneTensor(Engine):
     hf_config, scales, staged_rounds, tp = CONFIG, {}, {}, 1
     ready, version = False, None
 
-    def __init__(self) -> None:
-        shape = (2 * ROWS, COLUMNS)
+    def __init__(self, rows: int = 2 * ROWS) -> None:
+        shape = (rows, COLUMNS)
         self.weight = torch.zeros(shape).bfloat16()
         self.regions = {"weight": Region(self.weight, 0, COLUMNS)}
         tensor = LocalTensor("weight", shape, (Part("weight", Box((0, 0), shape), (0, 0)),))
@@ -188,6 +189,34 @@ def test_each_transport_brings_every_byte_also_of_weights_that_have_moved(
             else {route: 2 * bytes_of_shard}
         )
         assert {name: size for name, size in report.received_bytes.items() if size} == expected
+
+
+@pytest.mark.parametrize("backend", ["staged", "nixl"])
+def test_a_slot_is_packed_anew_once_its_reader_has_taken_it(backend, monkeypatch):
+    """Of a reader that is late in each of seven rounds, through two slots."""
+    address, rows, late, plain = (
+        f"127.0.0.1:{free_port()}",
+        7 * (TILE_BYTES // 16),
+        [],
+        SlotTransport.wait_for,
+    )
+
+    def wait_for(self, step, peer, count):
+        plain(self, step, peer, count)
+        if step == "packed":
+            late.append(count)
+            time.sleep(0.02)
+
+    def member(rank: int):
+        members = RefitGroup.join(address, rank, 2, timeout=60)
+        source, destination = (OneShard(0, rows), None) if not rank else (None, OneTensor(rows))
+        connect(members, source, destination, backend=backend, bucket_bytes=2 * TILE_BYTES).refit()
+        return (source or destination).weight
+
+    monkeypatch.setattr(SlotTransport, "wait_for", wait_for)
+    with ThreadPoolExecutor(2) as pool:
+        sent, served = pool.map(member, range(2))
+    assert torch.equal(served, sent) and late == [1, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("backend", ["staged", "nixl"])
