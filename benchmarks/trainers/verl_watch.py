@@ -25,11 +25,9 @@ class Refit(VerlExtension):
     noted: int | None = None  # the last version
 
     def reshard_refit(self, version: int | None = None, *args: Any, **kwargs: Any) -> dict:
-        """As it is, and a note, into other weights where it is the same version once more."""
+        """As it is, and a note; the same version once more is noted as such."""
         way = "again" if version == self.noted else "refit"
         self.noted = version
-        if way == "again":
-            overwrite(self.model_runner.model)
         began = time.perf_counter()
         report = super().reshard_refit(version, *args, **kwargs)
         received = {route: size for route, size in report["received_bytes"].items() if size}
