@@ -29,8 +29,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import torch
 import torch.distributed as dist
@@ -263,9 +265,11 @@ class Case:
         dist.barrier()
 
     def note(self, name: str, value: Any) -> None:
-        """Keep a result, and print it."""
+        """Keep a result, print it, and write what there is so far."""
         self.result[name] = value
         say(f"{name}: {value}")
+        if self.rank == 0 and self.options.json:
+            self.options.json.write_text(json.dumps(self.result) + "\n", encoding="utf-8")
 
     def load_both(self) -> None:
         """Let SGLang load both checkpoints by its own loader, and note what it says of each."""
@@ -351,6 +355,10 @@ class Case:
                 raise answer
             return done
 
+        ready = vllm_said(pipe)
+        if (ready := everyone(ready)[0]) != "ready":
+            self.note("vLLM", f"did not start: {ready}")
+            return
         for keep_mapped in (False, True):
             self.port += 1
             address, size = f"127.0.0.1:{self.port}", 2 * self.size
@@ -377,6 +385,8 @@ class SlimesWay:
 
         if torch.cuda.is_available():
             monkey_patch_torch_reductions()
+        else:  # the server is no child of this process
+            torch.multiprocessing.set_sharing_strategy("file_system")
         self.case, self.bucket, self.held = case, [], 0
         self.today = Today(case.source, model, None)
         self.today.give = self._take
@@ -386,7 +396,7 @@ class SlimesWay:
         self.today.run()
         self._send()
         if self.case.server:
-            self.case.server.call("flush_cache", {})
+            urlopen(f"{self.case.server.url}/flush_cache").close()  # which answers no JSON
         dist.barrier()
 
     def _take(self, whole: dict[str, torch.Tensor]) -> None:
@@ -417,6 +427,14 @@ class SlimesWay:
             self.case.server.call("update_weights_from_tensor", body)
         dist.barrier()  # until then the engine reads it
         self.bucket, self.held = [], 0
+
+
+def vllm_said(pipe: Any) -> str:
+    """Return what the process of a vLLM says first: "ready", or why it does not."""
+    try:
+        return str(pipe.recv()) if pipe and pipe.poll(120) else "nothing"
+    except (EOFError, OSError) as error:
+        return f"its process has ended ({error})"
 
 
 def synchronize() -> None:
@@ -524,9 +542,7 @@ def main() -> None:
         if options.vllm is not None:
             from benchmarks.refits.offload import start_engine
 
-            gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
-                map(str, range(int(os.environ["WORLD_SIZE"])))
-            )
+            gpus = ",".join(map(str, range(int(os.environ["WORLD_SIZE"]))))
             settings = OF_VLLM | {"tensor_parallel_size": int(os.environ["WORLD_SIZE"])} | options.vllm
             _, pipe = start_engine(config, gpus, settings)
     start_processes()
@@ -545,8 +561,9 @@ def main() -> None:
     finally:
         if server:
             server.stop()
-        if pipe:
-            pipe.send(None)
+        with suppress(OSError):  # vLLM has ended
+            if pipe:
+                pipe.send(None)
     result |= case.result if case else {}
     if "failed" in result:  # the others may wait for this one: no barrier
         if rank == 0 and options.json:
@@ -580,7 +597,7 @@ def prepared(options: argparse.Namespace, config: dict, server: Server | None, p
         case.result["start_seconds"] = server.wait(options.start_limit)
         say(f"SGLang started in {case.result['start_seconds']:.0f} s")
     if pipe:
-        print("vLLM:", pipe.recv(), flush=True)
+        pipe.poll(60)  # nothing is timed while vLLM starts
     dist.barrier()
     return case
 
