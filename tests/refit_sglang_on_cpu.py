@@ -1,6 +1,7 @@
 """Refits on the CPU into SGLang's real model classes: as `refit_on_cpu`, for the other engine."""
 
 import json
+import logging
 
 import torch
 
@@ -161,13 +162,18 @@ def derived(rank: int, folder: str, directories: list[str]) -> list[dict]:
 
 
 def loaded(rank: int, folder: str, cases: list[tuple[str, str, dict]]) -> list[list]:
-    """Of each (Hugging Face directory, Megatron directory, options): the tensors that SGLang has loaded
-    otherwise from the second, by our option, than from the first, of how many; and what is said of wrong
-    options."""
+    """On one of two ranks, of each (Hugging Face directory, Megatron directory, options): the tensors that SGLang
+    has loaded otherwise from the second, by our option, than from the first, of how many, and what is logged;
+    and what is said of wrong options."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    alone(folder)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/both", rank=rank, world_size=2)
+    logged: list[str] = []
+    logger, handler = logging.getLogger("sglang.srt.reshard"), logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
 
     def build(directory: str, option: dict, **options) -> dict[str, tuple]:
         return held(
@@ -181,10 +187,12 @@ def loaded(rank: int, folder: str, cases: list[tuple[str, str, dict]]) -> list[l
             held(sglang_on_cpu.build(hf, **options)[0]),
         )
         differ = [name for name in theirs if ours.get(name) != theirs[name]]
-        results.append([differ, len(theirs)])
+        results.append([differ, len(theirs), [*logged]])
+        logged.clear()
     hf, mcore, _ = cases[0]
     wrong = ({"megatron": hf}, {"megatron": mcore, "threads": 2}, {"megatron": 3}, {"megatrn": mcore})
-    return [*results, [said_by(lambda option=option: build(f"{mcore}/hf", option)) for option in wrong]]  # type: ignore[misc]
+    said = [said_by(lambda option=option: build(f"{mcore}/hf", option, tp=2)) for option in wrong]  # type: ignore[misc]
+    return [*results, said]
 
 
 def said_by(action) -> str:

@@ -2,6 +2,7 @@
 checkers."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,26 @@ def test_no_module_imports_itself_through_others(graph):
 def test_a_cycle_would_be_seen():
     """The control."""
     assert modules_in_cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+
+
+def test_the_page_on_engines_counts_their_lines_as_they_are():
+    """Within a tenth, or twenty lines of a small file."""
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = " ".join(text.partition("## Add an engine")[2].partition("\n## ")[0].split())
+    engines = REPOSITORY / "reshard" / "engines"
+
+    def lines(files) -> int:
+        return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+    shared = [*engines.glob("*.py"), *engines.glob("tracing/*.py")]
+    counts = [
+        (r"an example of ([\d,]+) lines", engines.glob("sglang/*.py")),
+        (r"package has ([\d,]+):", engines.glob("vllm/**/*.py")),
+        (r"have in common has ([\d,]+)\.", shared),
+    ]
+    said = [(re.search(pattern, section)[1], lines(files)) for pattern, files in counts]  # type: ignore[index]
+    for names, number in re.findall(r"\| ((?:`\w+\.py`(?:, )?)+) \|[^|]*\| (\d+) \|", section):
+        said.append((number, lines(engines / "sglang" / name for name in re.findall(r"\w+\.py", names))))
+    assert len(said) == 3 + 9
+    for number, count in said:
+        assert abs(int(number.replace(",", "")) - count) <= max(20, count / 10), (number, count)

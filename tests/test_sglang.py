@@ -70,13 +70,17 @@ def test_a_refit_into_fp8_blocks_leaves_what_sglang_loads_from_a_checkpoint_in_f
     assert all(report["launches"] > 0 for of_rank in reports for report in of_rank)
 
 
-def on_a_rank(function: str, *arguments):
-    """Call a function of `refit_sglang_on_cpu` in a process with SGLang's packages."""
-    [result] = run_on_ranks(
-        1, function, *arguments, module="refit_sglang_on_cpu",
+def on_ranks(ranks: int, function: str, *arguments) -> list:
+    """Call a function of `refit_sglang_on_cpu` in processes with SGLang's packages."""
+    return run_on_ranks(
+        ranks, function, *arguments, module="refit_sglang_on_cpu",
         python=warm.python_of_sglang(), environment=install_sglang_cpu.environment_of_engine(),
     )  # fmt: skip
-    return result
+
+
+def on_a_rank(function: str, *arguments):
+    """Call one in a process."""
+    return on_ranks(1, function, *arguments)[0]
 
 
 REFUSALS = {
@@ -112,11 +116,27 @@ def test_what_would_serve_another_model_is_refused_by_name(converted, tmp_path):
 
 
 def test_sglang_loads_a_megatron_checkpoint_as_what_was_exported_from_it(converted, tmp_path):
-    cases = [(*converted(name)[0], {}) for name in ("qwen3-moe", "deepseek-v3")]
-    checkpoints = converted("served-mla-blocks")[:1]
+    """Each rank reads its own boxes; into fp8 blocks, the tensors that it takes a part of."""
+    engines = {
+        "qwen3-moe": dict(tp=2, ep=2),
+        "deepseek-v3": dict(tp=2, ep=2),
+        "qwen3-next": dict(tp=2, ep=2) | WITHOUT_FLA,
+    }
+    cases = [(*converted(name)[0], engine) for name, engine in engines.items()]
+    checkpoints = converted("served-moe-blocks")[:1]
     [blocks], options = published(checkpoints, tmp_path)
-    *found, said = on_a_rank("loaded", str(tmp_path), [*cases, (blocks, checkpoints[0][1], options)])
-    assert [differ for differ, _ in found] == [[]] * 3 and all(count > 20 for _, count in found)
+    cases.append((blocks, checkpoints[0][1], options | dict(pp=2)))
+    of_ranks = on_ranks(2, "loaded", str(tmp_path), cases)
+    for *found, _ in of_ranks:
+        assert [differ for differ, *_ in found] == [[]] * 4 and all(count > 20 for _, count, _ in found)
+        *boxes, [streamed] = [logged for *_, logged in found]
+        assert all(ways.endswith("each rank its own boxes") for _, ways in boxes), boxes
+        assert "of them, for fp8 blocks" in streamed
+        for (hf, _, _), (read, _) in zip(cases, boxes, strict=False):
+            size = sum(file.stat().st_size for file in Path(hf).glob("*.safetensors"))
+            share = int(read.rpartition(": ")[2].split(" bytes")[0].replace(",", "")) / size
+            assert 0.45 < share < 0.75, (read, size)
+    said = of_ranks[0][-1]
     assert said[0].endswith("to serve a Hugging Face directory") and "is no Megatron checkpoint" in said[0]
     assert said[1].startswith("--model-loader-extra-config has threads beside 'megatron'")
     assert said[2] == "'megatron' in --model-loader-extra-config is 3, not a directory"

@@ -14,6 +14,7 @@ from reshard.core.views import tensor_of
 from reshard.device.stored import plus_one, stored_tensors
 from reshard.engines.checkpoint import wants_fp8_blocks
 from reshard.engines.layout import published_tensors
+from reshard.engines.tracing.trace import Canonical
 from reshard.engines.tracing.views import StoredViews
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
@@ -27,15 +28,22 @@ MAX_THREADS = 8
 
 class StoredWeights:
     """The weights of a checkpoint, called `name` in logs. `quantized` are the names of those that the config
-    wants as fp8 blocks: they are quantized while they are read."""
+    wants as fp8 blocks: they are quantized while they are read. `taken` are the names of those that this rank
+    takes a part of, and reads; None for all."""
 
     def __init__(self, name: str, weights: Weights, quantized: frozenset[str] = frozenset()) -> None:
         self.name, self.weights, self.quantized = name, weights, quantized
+        self.taken: frozenset[str] | None = None
 
     def views(self) -> StoredViews:
         """Return how the weights lie in the tensors that an engine's loader takes."""
         shapes = {name: info.shape for name, info in self.weights.tensors.items()}
         return StoredViews(shapes, self.weights.packed)
+
+    def stored(self, views: StoredViews) -> Canonical:
+        """Return shapes and dtypes of the tensors that an engine's loader takes, for a trace."""
+        tensors = self.weights.tensors.items()
+        return views.with_dtypes({name: getattr(torch, info.dtype.name) for name, info in tensors})
 
     def check_complete(self, model: Model) -> None:
         """Raise ReshardError if tensors are missing that a model has by the mapping table: engines' loaders
@@ -65,7 +73,7 @@ class StoredWeights:
 
     def _names(self) -> list[str]:
         """Return the names of the tensors to read, in order."""
-        return list(self.weights.tensors)
+        return [name for name in self.weights.tensors if self.taken is None or name in self.taken]
 
     def _for_loader(self, name: str, raw: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what an engine's loader takes in the place of a tensor, given its bytes."""

@@ -1,6 +1,5 @@
 """A live SGLang model as the destination of a refit."""
 
-from functools import partial
 from typing import Any
 
 from reshard.core.extras import importing
@@ -18,17 +17,18 @@ from reshard.engines.layout import WITHOUT_PARAMETER, EngineRank
 from reshard.engines.live import LiveEngine, owners_of
 from reshard.engines.placing import Placer
 from reshard.engines.sglang import compat, pipeline
-from reshard.engines.sglang.blocks import layers_in_blocks, plain_matrices
+from reshard.engines.sglang.blocks import layers_in_blocks
 from reshard.engines.sglang.derived import derive_in_place, stale_tensors
 from reshard.engines.sglang.guard import guard_of
 from reshard.engines.sglang.layout import check_family
 from reshard.engines.sglang.names import SGLANG
 from reshard.engines.sglang.rank import rank_of
 from reshard.engines.sglang.supported import check_supported, check_towers
+from reshard.engines.sglang.traced import trace_model
 from reshard.engines.tracing.canonical import canonical_tensors, expert_layers, stored_tensors, stored_views
 from reshard.engines.tracing.deduplicated import ExpertLayer, trace_deduplicated
-from reshard.engines.tracing.stand_ins import layer_fingerprint, stand_ins
-from reshard.engines.tracing.trace import Canonical, Trace, trace_load
+from reshard.engines.tracing.stand_ins import layer_fingerprint
+from reshard.engines.tracing.trace import Canonical, Trace
 from reshard.models.model import Model
 from reshard.models.published import published
 
@@ -95,11 +95,7 @@ class SglangModel(LiveEngine):
 
     def _trace(self) -> Trace:
         def trace(canonical: Canonical) -> Trace:
-            plain = stand_ins(self.module, partial(plain_matrices, dtype=self.dtype))
-            with compat.without_processing(self.module), plain as parameters:
-                load: Any = self.module.load_weights
-                with_one = {name for name in self.tensors if name.endswith(f".{compat.OF_NORM}")}
-                return trace_load(self.engine, load, canonical, parameters, with_one)
+            return trace_model(self.module, canonical, self.dtype)
 
         def fingerprint(layer: ExpertLayer) -> tuple:
             return layer_fingerprint(self.module, layer, compat.experts_of)

@@ -4,11 +4,15 @@
 
 ``--load-format`` takes only SGLang's own names, which it checks before plugins are loaded. So SGLang finds config
 and tokenizer by its model path, and the plugin gives the weights in the place of its files, by their published
-names, to SGLang's own loader. Every rank reads all of them.
+names, to SGLang's own loader. If that only copies, each rank reads the boxes that it would copy, straight to
+where it would copy them, and the loader gets nothing more. Else it gets whole tensors; of layers in fp8 blocks,
+those that this rank takes a part of.
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,12 @@ import torch
 from reshard.core.errors import ReshardError, listed
 from reshard.engines.checkpoint import config_directory, megatron_directory, wants_fp8_blocks
 from reshard.engines.sglang import compat
+from reshard.engines.sglang.derived import derive_in_place
+from reshard.engines.sglang.supported import PLAIN_METHODS
+from reshard.engines.sglang.traced import trace_model
+from reshard.engines.stored_boxes import Reading, check_boxes, read_boxes
 from reshard.engines.stored_weights import StoredWeights, names_in_blocks
+from reshard.engines.tracing.trace import Trace
 from reshard.models.config_fields import ignore_hint_for
 from reshard.models.model import Model
 from reshard.storage.io.reading import weights_of_megatron
@@ -48,14 +57,48 @@ def stream_megatron(
     place: str, model_config: Any, model: torch.nn.Module
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Return the tensors of a Megatron checkpoint by their published names, in blocks of fp8 where SGLang's
-    config wants that.
+    config wants that; nothing where they are in the model already.
 
     Raises ReshardError, before the first, if it is none, or of another model than SGLang's config.
     """
     with ignore_hint_for("engine"):
         weights = _open(Path(place), model_config)
-    logger.info("%s: %d tensors", weights.name, len(weights.weights.tensors))
-    return weights.stream_and_close()
+    reading = _plan_reading(model, weights, model_config.dtype)
+    stream = weights.stream_and_close() if reading.trace is None else _read(model, weights, reading.trace)
+    logger.info("%s: %d tensors, %s", weights.name, len(weights.weights.tensors), reading)
+    return stream
+
+
+def _plan_reading(model: torch.nn.Module, weights: StoredWeights, dtype: torch.dtype) -> Reading:
+    """Return how to read the weights. Of those that this rank takes whole, `weights` is told the names."""
+    try:
+        views = weights.views()
+        trace = views.of_trace(trace_model(model, weights.stored(views), dtype))
+        if weights.quantized:
+            weights.taken = frozenset(copy.name for copy in trace.copies)
+            raise ReshardError(f"{len(weights.taken)} of them, for fp8 blocks")
+        for name, module in model.named_modules():
+            kind = type(getattr(module, "quant_method", None)).__name__
+            if kind not in ("NoneType", *PLAIN_METHODS) and not compat.is_cache(module):
+                raise ReshardError(f"{name} is loaded by {kind}")
+        idle = compat.idle_indexers(model)
+        check_boxes(
+            model, trace, views, {name for name, _ in model.named_parameters() if name.startswith(idle)}
+        )
+    except ReshardError as error:
+        return Reading(None, str(error))
+    return Reading(trace)
+
+
+def _read(model: torch.nn.Module, weights: StoredWeights, trace: Trace) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read the boxes of a trace, and let the model derive what it derives from them; return nothing more to load."""
+    began = time.perf_counter()
+    with closing(weights), weights.weights.unchanged():
+        read_boxes(model, trace, weights.weights)
+        read = f"{weights.weights.read_bytes:,} bytes"
+    derive_in_place(model)
+    logger.info("%s: %s read in %.1f s", weights.name, read, time.perf_counter() - began)
+    return iter(())
 
 
 def _open(path: Path, model_config: Any) -> StoredWeights:

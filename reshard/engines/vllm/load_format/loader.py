@@ -24,7 +24,8 @@ with importing("vllm"):
 
 
 from reshard.core.errors import ReshardError, listed
-from reshard.engines.vllm.load_format.boxes import plan_reading, read_boxes
+from reshard.engines.stored_boxes import read_boxes
+from reshard.engines.vllm.load_format.boxes import plan_reading
 from reshard.engines.vllm.load_format.opened import OpenedWeights, directory_of, open_weights
 from reshard.engines.vllm.weights.supported import PLAIN_METHODS
 from reshard.megatron.parameters import expand

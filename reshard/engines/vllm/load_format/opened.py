@@ -19,7 +19,6 @@ from reshard.core.errors import ReshardError
 from reshard.engines.checkpoint import config_directory, megatron_directory
 from reshard.engines.stored_weights import StoredWeights, names_in_blocks, tensor_from_bytes
 from reshard.engines.tracing.trace import Canonical
-from reshard.engines.tracing.views import StoredViews
 from reshard.engines.vllm.quantized import nvfp4
 from reshard.engines.vllm.quantized.compressed import stored_as
 from reshard.engines.vllm.quantized.layers import NVFP4, Compressed, compressed_of, method_of
@@ -57,8 +56,6 @@ class OpenedWeights(StoredWeights):
         super().__init__(name, weights, quantized)
         self.compressed, self.dtype = compressed, dtype
         self.schemes: dict[str, Compressed] = {}
-        # The names of tensors that this rank takes a part of; None for all.
-        self.taken: frozenset[str] | None = None
         self.device = torch.device("cpu")
         self._together: dict[str, torch.Tensor] = {}  # read, of those that share a scale
 
@@ -83,15 +80,10 @@ class OpenedWeights(StoredWeights):
             held = {name for name, _ in model.named_parameters()}
             self.quantized |= {name for name in self.weights.tensors if name + SCALE_SUFFIX in held}
 
-    def stored(self, views: StoredViews) -> Canonical:
-        """Return shapes and dtypes of the tensors that vLLM's loader takes, for a trace."""
-        tensors = self.weights.tensors.items()
-        return views.with_dtypes({name: getattr(torch, info.dtype.name) for name, info in tensors})
-
     def _names(self) -> list[str]:
         # What other ranks have, such as their experts, would stay plain, and packed layers have no
         # place for plain weights.
-        names = [name for name in self.weights.tensors if self.taken is None or name in self.taken]
+        names = super()._names()
         if self.schemes:
             # Weights that share a scale come together. Else the order is that of files in vLLM's
             # own loading, where the last one of several equal parameters counts, such as the shapes
