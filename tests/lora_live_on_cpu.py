@@ -305,7 +305,7 @@ def loaded_by_vllm(module, loader, name: str, number: int, directory: str) -> di
     return found
 
 
-def refitted(kind, flags, base, hf, settings, options, files, faults=()):
+def refitted(kind, flags, base, hf, settings, options, files, faults=(), backend="auto"):
     """What differs between a slot after each of two refits and what vLLM loads of PEFT's files of the same
     adapter; what is said of faults, by name."""
     config = json.loads((Path(hf) / "config.json").read_text())
@@ -325,7 +325,7 @@ def refitted(kind, flags, base, hf, settings, options, files, faults=()):
         save_peft(as_loaded(tensors), Path(files) / f"peft{i}-{torch.distributed.get_rank()}", rank, alpha)
         for i, tensors in enumerate(versions)
     ]
-    link = connect(RefitGroup.of_process_group(), source, engine, adapter="policy")
+    link = connect(RefitGroup.of_process_group(), source, engine, adapter="policy", backend=backend)
     slots = engine.adapter("policy").slots
     result = {"before": caught(slots.request), "different": [], "names": []}
     for version, (tensors, directory) in enumerate(zip(versions, directories, strict=True)):

@@ -328,7 +328,7 @@ IN_MEMORY = [
     ("qwen3", "bridge", f"{TP} 2", {"tp": 2}, 2, ["exchanged", "stale", "doubled", "alpha"]),
     ("qwen3", "mcore-bridge", f"{PP} 2", {"tp": 2, "fully_sharded_loras": True}, 2, []),
     ("qwen3-moe", "bridge", f"{TP} 2 {EP} 2 {ETP} 1", {"tp": 2, "enable_expert_parallel": True}, 2, []),
-    ("qwen3", "canonical", f"{TP} 2", {"tp": 2, "quantization": "fp8_per_block"}, 2, []),
+    ("qwen3", "canonical", f"{TP} 2", {"tp": 2, "quantization": "fp8_per_block", "backend": "staged"}, 2, []),
     ("qwen3-moe", "grouped", f"{EP} 2 {ETP} 1", {"tp": 2, "packed": True}, 2, ["apart"]),
     ("qwen3-moe", "peft", "", {"tp": 2}, 2, []),
     ("qwen3-moe", "shared", f"{EP} 2 {ETP} 1", {"tp": 2, "fully_sharded_loras": True}, 2, []),
@@ -353,8 +353,8 @@ def test_a_refit_leaves_in_vllms_slots_what_vllm_loads_of_the_adapters_files(
     variant, kind, parallel, engine, ranks, faults, trainers, weights, tmp_path
 ):
     """The adapter is in a trainer's modules, in DDP and in fp32; vLLM holds it in bf16, times its scale."""
-    folder = weights(variant)
-    base = folder / "mcore"
+    folder, engine = weights(variant), dict(engine)
+    base, backend = folder / "mcore", engine.pop("backend", "auto")
     if kind in ("grouped", "shared"):  # whose states only layers of Transformer Engine have
         hf_to_mcore(folder / "hf", base := tmp_path / "mcore")
     rank = 8 if kind == "mcore-bridge" else RANK  # fully sharded, on both ranks or on the first alone
@@ -362,7 +362,7 @@ def test_a_refit_leaves_in_vllms_slots_what_vllm_loads_of_the_adapters_files(
         trainers, ranks, "refitted", tmp_path / "run", module="tests.lora_live_on_cpu", kind=kind, flags=flags_at(base, parallel),
         base=str(base), hf=str(folder / "hf"),
         settings={"dim": rank, "alpha": ALPHA, "target_modules": SERVED if variant == "deepseek-v3" else LINEAR},
-        options={"max_loras": 3, "max_lora_rank": 8} | engine, files=str(tmp_path), faults=faults,
+        options={"max_loras": 3, "max_lora_rank": 8} | engine, files=str(tmp_path), faults=faults, backend=backend,
     )  # fmt: skip
     filled, exchanged = 4 * 2 * (6 if "packed" in engine else 7) + 2 * (kind == "peft"), r"qkv_proj\.lora_b"
     if variant == "deepseek-v3":  # one dense layer, and shared experts in the others

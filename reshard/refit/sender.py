@@ -154,8 +154,9 @@ class Sender:
         ):
             return addresses, allocations
         shards = self._read_by_others()
+        regions = self.source.regions  # once: a trainer may make them anew, and has ten thousands
         # Of the host's memory others map nothing: it goes through a slab.
-        self.on_host = any(self.source.regions[shard].tensor.device != self.device for shard in shards)
+        self.on_host = any(regions[shard].tensor.device != self.device for shard in shards)
         return addresses, [] if self.on_host else allocations_of(self.source, shards)
 
     def _read_by_others(self) -> list[int]:
