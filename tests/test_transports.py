@@ -1,6 +1,7 @@
 """Which transport a pair of ranks gets, and each of them between a trainer and an engine of one
 tensor: no Megatron, no vLLM, a second each."""
 
+import mmap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -17,7 +18,7 @@ from reshard.refit import RefitGroup, RefitReport, connect
 from reshard.refit.copies import host_bytes
 from reshard.refit.routes import BACKENDS, Pair, Peer
 from reshard.refit.tables import TILE_BYTES
-from reshard.refit.transports import TRANSPORTS, agent, transport_for
+from reshard.refit.transports import TRANSPORTS, agent, slots, transport_for
 from reshard.refit.transports.agent import Agent, AgentHandle
 from reshard.refit.transports.slots import SlotTransport
 from reshard.trainers.base import Trainer
@@ -217,6 +218,37 @@ def test_a_slot_is_packed_anew_once_its_reader_has_taken_it(backend, monkeypatch
     with ThreadPoolExecutor(2) as pool:
         sent, served = pool.map(member, range(2))
     assert torch.equal(served, sent) and late == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_tables_follow_slabs_that_lie_elsewhere_in_each_refit(monkeypatch):
+    address, made, blockers, plain = f"127.0.0.1:{free_port()}", [], [], slots.PackedPair
+
+    def pair(*arguments):
+        made.append(plain(*arguments))
+        return made[-1]
+
+    def member(rank: int):
+        members = RefitGroup.join(address, rank, 2, timeout=60)
+        source, destination = (OneShard(0, 32), None) if not rank else (None, OneTensor())
+        link = connect(members, source, destination, backend="staged", bucket_bytes=1 << 20)
+        [staged] = [one for one in link.transports if one.name == "staged"]
+        states = []
+        for _ in range(3):
+            if source is not None:
+                source.weight.copy_(torch.randn(32, COLUMNS))
+            link.refit()
+            states.append(
+                ((source or destination).weight.clone(), *(start for start, *_ in staged.tables.values()))
+            )
+            blockers.append(mmap.mmap(-1, 1 << 20))  # where the slab was
+        return states
+
+    monkeypatch.setattr(slots, "PackedPair", pair)
+    with ThreadPoolExecutor(2) as pool:
+        sent, served = (zip(*states, strict=True) for states in pool.map(member, range(2)))
+    for one, other in zip(*map(next, (sent, served)), strict=True):
+        assert torch.equal(one, other)
+    assert [len(set(starts)) for side in (sent, served) for starts in side] == [3, 3] and len(made) == 2
 
 
 @pytest.mark.parametrize("backend", ["staged", "nixl"])

@@ -129,6 +129,7 @@ class Run:
             if device() == "cpu":
                 settings |= {"enable_sleep_mode": False, "kv_cache_memory_bytes": 1 << 26}
             self.process, self.pipe = start_engine(config, gpus, settings, at_once=False)
+        self.blockers: list[torch.Tensor] = []
         self.began = time.perf_counter()
         start_processes()
         models = megatron_models(config, layout)
@@ -187,6 +188,11 @@ class Run:
         return self.told("reshard_refit", None, verify, meanwhile=lambda: self.link.refit(verify=verify))
 
     def from_host(self, name: str) -> None:
+        self.result["routes"][name] = self.refit()
+
+    def slabs_elsewhere(self, name: str) -> None:
+        """Refit from the host, where the slab of the last refit was something else lies now."""
+        self.blockers.append(torch.empty(self.options.bucket_mib << 20, dtype=torch.uint8, device=device()))
         self.result["routes"][name] = self.refit()
 
     def brought_back(self, name: str) -> None:
@@ -255,6 +261,7 @@ def main() -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.4)
     parser.add_argument("--wrap", choices=["ddp", "flat"], default="ddp")
     parser.add_argument("--bucket-mib", type=int, default=512)
+    parser.add_argument("--slabs-elsewhere", action="store_true", help="time refits whose slabs move, too")
     parser.add_argument("--port", type=int, default=29671)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
@@ -279,6 +286,8 @@ def main() -> None:
     run.measure("brought_back", run.brought_back, known)
     with by_kernels(run.link):
         run.measure("by_kernels", run.from_host, known)
+    if options.slabs_elsewhere:
+        run.measure("slabs_elsewhere", run.slabs_elsewhere, known)
     result["onload_seconds"] = run.onload_seconds()
     if run.rank == 0:
         run.pipe.send(None)

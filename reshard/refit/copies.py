@@ -101,6 +101,14 @@ class CopyTable:
                 tiles[:, SRC] += deltas[owners]
         return True
 
+    def move(self, end: int, delta: int) -> None:
+        """Add `delta` bytes, a multiple of 16, to the addresses of all sources (`end` is SRC) or destinations
+        (DST)."""
+        self.engine_copies[:, end] += delta
+        for *_, tiles in self.groups:
+            addresses = tiles[:, end]
+            addresses += delta
+
     @property
     def launches(self) -> int:
         """Return how many kernels and copies `run` launches."""

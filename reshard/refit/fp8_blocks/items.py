@@ -225,6 +225,12 @@ class BlockTable:
         else:
             self.fragments[:, SOURCE] += deltas[self.owners]
 
+    def move(self, delta: int) -> None:
+        """Add `delta` bytes, a multiple of 16, to the addresses of codes and scales."""
+        for column in (CODES, SCALES):
+            addresses = self.items[:, column]
+            addresses += delta
+
     def run(self) -> None:
         """Make the blocks; on a GPU, enqueue it on the current stream."""
         if isinstance(self.items, torch.Tensor) and isinstance(self.fragments, torch.Tensor):

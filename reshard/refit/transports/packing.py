@@ -140,6 +140,13 @@ class PackedRound(NamedTuple):
         copies = CopyTable(np.concatenate(tables), device, aside=aside, from_host=from_host)
         return PackedRound(copies, blocks)
 
+    def move(self, far: int, delta: int) -> None:
+        """Follow a buffer that lies `delta` bytes, a multiple of 16, further on; `far` is its end of the copies:
+        DST where it is packed, SRC where it is unpacked."""
+        self.copies.move(far, delta)
+        for blocks in self.blocks:
+            blocks.move(delta)
+
     @property
     def launches(self) -> int:
         """Kernels that `run` launches."""

@@ -21,7 +21,7 @@ from reshard.refit.addresses import UNSTAGED
 from reshard.refit.copies import event_now, wait_for_device
 from reshard.refit.protocol.encoding import readable
 from reshard.refit.protocol.slab import SlabLocation
-from reshard.refit.tables import DST, SRC, bytes_packed
+from reshard.refit.tables import ALIGNMENT, DST, SRC, bytes_packed
 from reshard.refit.transports.base import Context, Incoming, Outgoing, Transport, by_round, rounds_in
 from reshard.refit.transports.packing import PackedPair, PackedRound
 
@@ -66,8 +66,8 @@ class Packing(NamedTuple):
 
 
 class SlotTransport(Transport):
-    """This member's pairs that go through slots. The tables are made again only where slots lie
-    elsewhere than the last time."""
+    """This member's pairs that go through slots. The tables follow slots that lie elsewhere than the last
+    time."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -220,10 +220,14 @@ class SlotTransport(Transport):
 
     def rounds_of(self, peer: int, flow: Outgoing | Incoming, end: int, start: int, limit: int) -> Rounds:
         """Return the copies between memory and the slots of a pair, which start at an address."""
-        known = self.tables.get((peer, end))
-        if known is not None and known[:2] == (start, limit):
-            return known[2]
-        rounds: Rounds = {}
+        known_start, known_limit, rounds = self.tables.get((peer, end), (0, 0, {}))
+        delta = start - known_start
+        if known_limit == limit and delta % ALIGNMENT == 0:
+            for one in itertools.chain.from_iterable(rounds.values() if delta else ()):
+                one.packed.move(DST if end == SRC else SRC, delta)
+            self.tables[peer, end] = start, limit, rounds
+            return rounds
+        rounds = {}
         for number, of_peer in by_round({peer: flow}).items():
             pair = PackedPair(of_peer[peer], end, limit)
             rounds[number] = []
