@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from reshard.delta import Chain, apply_deltas
@@ -10,6 +11,8 @@ from reshard.engines.delta_methods import DeltaMethods
 from reshard.engines.deltas import EngineDeltas
 from reshard.engines.vllm.live import VllmModel
 from reshard.megatron.live.deltas import DeltaWriter
+from reshard.trainers import FsdpModel
+from tests.fsdp_on_cpu import copy_shards, sharded
 from tests.ranks import caught
 from tests.refit_on_cpu import engine_of, loaded
 from tests.refit_sides import fingerprint, trainer
@@ -89,6 +92,22 @@ def overtake(rank: int, writer: DeltaWriter, folder: Path) -> tuple[str, bool]:
 def contents(folder: Path) -> dict[str, bytes]:
     """The files of a directory."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def write_chain(
+    rank: int, mesh: dict[str, int], checkpoints: list[str], chain: str
+) -> tuple[str, list[float]]:
+    """Add the second of two checkpoints to a chain that begins with the first, and the first again, from a model in
+    fp32 whose chain is in bf16; what is said of a chain in its own dtype, and the density of each version."""
+    model = sharded(checkpoints[0], mesh, torch.float32)
+    wrong = caught(lambda: DeltaWriter(FsdpModel(model), checkpoints[0], chain, dtype="bf17"))
+    writer = DeltaWriter(FsdpModel(model), checkpoints[0], chain, dtype="bfloat16")
+    densities = []
+    for number in (1, 0):
+        copy_shards(sharded(checkpoints[number], mesh, torch.float32), model)
+        densities.append(writer.save().density)
+    assert writer.kept_bytes * dist.get_world_size() < 1.1 * 2 * sum(p.numel() for p in model.parameters())
+    return wrong, densities
 
 
 def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: dict, chain: str):

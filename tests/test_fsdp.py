@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from reshard import diff
+from reshard.delta import apply
 from tests.checkpoints import make
 from tests.ranks import free_port, run_on_ranks
 
@@ -72,6 +74,27 @@ def sides_of(mesh: dict[str, int], engines: int, together: bool, folder: Path) -
         "port": free_port(),
     }
     return sides, trainers if together else trainers + engines
+
+
+@pytest.mark.parametrize(
+    ("variant", "mesh"), [("qwen3-moe", {"shard": 3}), ("llama-rope-tied", {"replicate": 2, "shard": 1})]
+)
+def test_a_chain_from_an_fsdp_model_in_fp32_leads_a_checkpoint_in_bf16_to_its_versions(
+    variant, mesh, checkpoints, tmp_path
+):
+    first, second = checkpoints(variant)
+    ranks = torch.Size(mesh.values()).numel()
+    outcomes = run_on_ranks(
+        ranks, "write_chain", mesh, [first, second], f"{tmp_path}/chain", module="delta_on_cpu"
+    )
+    for wrong, densities in outcomes:
+        assert "dtype 'bf17' is not one of" in wrong and all(0.5 < density < 1 for density in densities)
+    for version, expected, other in ((1, second, first), (2, first, second)):
+        apply(first, tmp_path / "chain", tmp_path / f"out{version}", version=version)
+        assert (
+            diff(expected, tmp_path / f"out{version}").equal
+            and not diff(other, tmp_path / f"out{version}").equal
+        )
 
 
 @pytest.mark.parametrize(("variant", "mesh", "engine", "engines", "together"), CASES, ids=str)

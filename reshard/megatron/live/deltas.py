@@ -1,16 +1,17 @@
-"""Deltas of a live Megatron-Core model: after each step, what changed is added to a chain."""
+"""Deltas of a live model, Megatron-Core's or one under FSDP2: after each step, what changed is added to a chain."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from reshard.comm.team import Team
 from reshard.core.boxes import Box
-from reshard.core.errors import ReshardError
+from reshard.core.dtypes import DTYPES
+from reshard.core.errors import ReshardError, listed
 from reshard.core.gc import gc_paused
 from reshard.delta.chain import Base, Chain, Delta, File, check_tensors, delta_name, next_version
 from reshard.delta.digest import bits_of, digest_rows, digest_text, digest_total, seed_of
@@ -22,8 +23,12 @@ from reshard.device.staging import numpy_view
 from reshard.device.stored import plus_one
 from reshard.megatron.live.collective import check_same_options, keyword_style_errors, open_team, run_on_first
 from reshard.megatron.live.inventory import take_inventory
-from reshard.megatron.live.local_model import LocalModel, Models
+from reshard.megatron.live.local_boxes import LocalBoxes
 from reshard.megatron.live.published_model import PublishedModel
+from reshard.trainers.fsdp import FsdpModel
+
+if TYPE_CHECKING:
+    from reshard.megatron.live.local_model import Models
 
 
 class _Kept(NamedTuple):
@@ -48,9 +53,10 @@ class DeltaWriter:
     of them keeps and writes it, so all ranks together keep the weights once, and none gathers another's. What
     changed of a rank's boxes becomes a file of its own.
 
-    All ranks of torch's default process group make one, and call `save` together. `hf_config` is that of
-    `reshard.export`, `chain` a directory that all ranks reach, or a URL. `base` is what a new chain calls its
-    base: the checkpoint that the model holds now, by default `hf_config`.
+    All ranks of torch's default process group make one, and call `save` together. `models` are Megatron's, or a
+    `reshard.trainers.FsdpModel`. `hf_config` is that of `reshard.export`, `chain` a directory that all ranks
+    reach, or a URL. `base` is what a new chain calls its base: the checkpoint that the model holds now, by
+    default `hf_config`. `dtype`, such as ``bfloat16``, is the chain's where the model holds another one.
 
     Raises ReshardError on every rank where the models are not that of `hf_config`, or hold other weights than
     the newest version of the chain.
@@ -58,24 +64,27 @@ class DeltaWriter:
 
     def __init__(
         self,
-        models: Models,
+        models: "Models | FsdpModel",
         hf_config: str | Path | PublishedModel,
         chain: str | Path,
         *,
         base: str | Path | None = None,
         make_vocab_size_divisible_by: int = 128,
         metadata: Mapping[str, Any] | None = None,
+        dtype: str | None = None,
     ) -> None:
+        if dtype is not None and dtype not in DTYPES:
+            raise ReshardError(f"dtype {dtype!r:.40} is not one of {listed(sorted(DTYPES))}")
         self.chain = Chain(chain)
         self.digest = ""
         self.kept: list[_Kept] = []
         with keyword_style_errors(), gc_paused(), open_team("deltas") as team:
-            described: list[tuple[PublishedModel, LocalModel]] = []
+            described: list[tuple[PublishedModel, LocalBoxes]] = []
 
             def describe() -> None:
                 published = PublishedModel.read(hf_config)
-                local = LocalModel(models, metadata)
-                local.find_boxes(published.model, make_vocab_size_divisible_by)
+                local = _local(models, metadata)
+                local.find_boxes(published.model, make_vocab_size_divisible_by, dtype)
                 described.append((published, local))
 
             team.together(describe)
@@ -83,8 +92,8 @@ class DeltaWriter:
             check_same_options(team, "deltas", {"the digest of the config": published.digest})
             inventory = take_inventory(team, self.local, published)
             self.tensors = {n: info for n, info in inventory.tensors.items() if n not in inventory.copies}
-            self.boxes = self.local.numbered(team.scatter(inventory.assigned_numbers(team.size)))
-            team.together(self.local.trainer.sync_params)
+            self.numbers = team.scatter(inventory.assigned_numbers(team.size))
+            self._follow(team)
             self._begin(team, str(hf_config if base is None else base))
 
     def _begin(self, team: Team, name: str) -> None:
@@ -128,7 +137,7 @@ class DeltaWriter:
         """
         with keyword_style_errors(), gc_paused(), open_team("a delta") as team, ExitStack() as stack:
             check_same_options(team, "deltas", {"version": version})
-            team.together(self.local.trainer.sync_params)
+            self._follow(team)
 
             def start() -> tuple[int, int]:
                 deltas = self.chain.deltas()
@@ -150,6 +159,16 @@ class DeltaWriter:
             for kept, positions, values in pending:
                 kept.bits[positions] = values
             return DeltaReport.of(self.chain, delta)
+
+    def _follow(self, team: Team) -> None:
+        """Let the trainer finish what it has put off, and find the boxes that this rank writes where they lie."""
+
+        def follow() -> None:
+            self.local.trainer.sync_params()
+            self.local.find_regions()
+
+        team.together(follow)
+        self.boxes = self.local.numbered(self.numbers)
 
     def _scratch(self, team: Team, stack: ExitStack) -> Path:
         """Return where this rank writes what is not whole yet: the first one has made it by then."""
@@ -199,6 +218,14 @@ class DeltaWriter:
         self.chain.close()
 
 
+def _local(models: "Models | FsdpModel", metadata: Mapping[str, Any] | None) -> LocalBoxes:
+    if isinstance(models, FsdpModel):
+        return LocalBoxes(models)
+    from reshard.megatron.live.local_model import LocalModel
+
+    return LocalModel(models, metadata)
+
+
 def _box_of(slab: Slab) -> Box:
     box, rows = slab.live_box.box, slab.rows
     return Box((rows.start, *box.offsets[1:]), (rows.stop - rows.start, *box.lengths[1:]))
@@ -208,7 +235,9 @@ def _published_bits(slab: Slab, box: LiveBox) -> np.ndarray:
     held = slab.bytes
     copied = torch.empty(held.shape, dtype=torch.uint8)
     copied.copy_(held)
+    numbers = copied.view(box.region.tensor.dtype)
     if box.less_one:
-        copied = plus_one(copied.view(getattr(torch, box.dtype.name))).view(torch.uint8)
+        numbers = plus_one(numbers)
+    copied = numbers.to(getattr(torch, box.dtype.name)).view(torch.uint8)
     bits: np.ndarray = bits_of(numpy_view(copied).view(f"i{box.dtype.size}"))
     return bits

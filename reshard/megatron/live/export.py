@@ -14,7 +14,8 @@ from reshard.device.staging import byte_view
 from reshard.device.stored import plus_one, stored_tensors
 from reshard.megatron.live.collective import check_same_options, keyword_style_errors, open_team, run_on_first
 from reshard.megatron.live.inventory import Inventory, WriteAssignment, take_inventory
-from reshard.megatron.live.local_model import LocalModel, Models, box_of
+from reshard.megatron.live.local_boxes import box_of
+from reshard.megatron.live.local_model import LocalModel, Models
 from reshard.megatron.live.published_model import PublishedModel
 from reshard.storage.io.boxes import Rows
 

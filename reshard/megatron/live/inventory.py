@@ -11,7 +11,7 @@ from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError, listed
 from reshard.core.views import View
 from reshard.megatron.live.collective import run_on_first
-from reshard.megatron.live.local_model import HeldBoxes, LocalModel, box_of, uncovered_tensors
+from reshard.megatron.live.local_boxes import HeldBoxes, LocalBoxes, box_of, uncovered_tensors
 from reshard.megatron.live.published_model import PublishedModel
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
@@ -53,7 +53,7 @@ class Inventory:
         return shares
 
 
-def take_inventory(team: Team, local: LocalModel, published: PublishedModel) -> Inventory:
+def take_inventory(team: Team, local: LocalBoxes, published: PublishedModel) -> Inventory:
     """Gather what every rank holds. Raises ReshardError on every rank where all of them together
     lack a part of a tensor, hold one in two dtypes, or parts that overlap."""
     gathered = team.gather([local.held_boxes(), local.names_by_dtype()])

@@ -18,7 +18,8 @@ from reshard.core.limits import check_switch
 from reshard.device.box_loader import BoxLoader
 from reshard.device.staging import ToDevice, byte_view
 from reshard.megatron.live.collective import check_same_options, keyword_style_errors, open_team, run_on_first
-from reshard.megatron.live.local_model import LocalModel, Models, uncovered_tensors
+from reshard.megatron.live.local_boxes import uncovered_tensors
+from reshard.megatron.live.local_model import LocalModel, Models
 from reshard.megatron.live.offload import check_main_parameters
 from reshard.megatron.live.published_model import config_path, digest_of
 from reshard.models.config_fields import check_ignored
