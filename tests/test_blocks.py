@@ -324,7 +324,7 @@ def test_the_kernel_makes_what_the_host_makes():
     """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
     done = subprocess.run([sys.executable, "-m", "tests.test_blocks"], capture_output=True, text=True, timeout=300,
                           env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).resolve().parent.parent)  # fmt: skip
-    assert done.returncode == 0 and done.stdout.count("equal") == 6, done.stdout + done.stderr[-2000:]
+    assert done.returncode == 0 and done.stdout.count("equal") == 7, done.stdout + done.stderr[-2000:]
 
 
 def interpret() -> None:
@@ -374,6 +374,9 @@ def interpret() -> None:
     wanted = {of_code, of_scale}
     assert {int(block_items.items[index, CODES]) for (index,) in differing} == wanted
     assert scales_by_the_kernel("stored") != scales_by_the_kernel("fp32"), "the last bits of some"
+    from tests.test_deltas import changes_by_the_kernel
+
+    changes_by_the_kernel()
 
 
 def scales_by_the_kernel(rounding: str) -> list:

@@ -266,6 +266,40 @@ def test_rows_of_odd_lengths_at_odd_addresses_are_written_byte_by_byte():
     assert torch.equal(memory, expected) and not torch.equal(memory, before)
 
 
+def changes_by_the_kernel() -> None:
+    """Write some words of a bucket by the kernel, in Triton's interpreter, and by torch: rows with pitches, a cast, and
+    words of padding, which are nowhere."""
+    from reshard.refit.kernels import write_changes
+
+    random, widens = np.random.default_rng(0), codec_between("bfloat16", "float32")
+    rows = [
+        (16, 0, 5, 600, 640),
+        (3088, 4096, 1, 34, 34),
+        (3136, 4160, 7, 80, 96),
+        (3712, 5120, 300, 4, 8),
+        (4928, 8192, 30, 64, 256),
+    ]
+    table = np.zeros((len(rows), COLUMNS), np.int64)
+    bucket = (
+        torch.from_numpy(random.normal(size=3500).astype(np.float32)).to(torch.bfloat16).view(torch.int16)
+    )
+    positions = torch.from_numpy(random.permutation(3500)[:2000])
+    memories = []
+    for by_kernel in (True, False):
+        memory = torch.full((1 << 15,), 7, dtype=torch.uint8)
+        for row, (offset, at, n, width, pitch) in zip(table, rows, strict=True):
+            row[[SRC, DST, ROWS, WIDTH, DST_PITCH]] = offset, memory.data_ptr() + at, n, width, pitch
+        table[-1, [WIDTH, CODEC]] = 128, widens
+        served = changes.ServedBucket(table, torch.device("cpu"))
+        for codec in served.codecs if by_kernel else ():
+            write_changes(positions, bucket[positions], served.tiles, codec)
+        if not by_kernel:
+            served.write(positions, bucket[positions])
+        memories.append(memory)
+    assert torch.equal(*memories) and (memories[0] != 7).sum() > 3000
+    print("changes equal")
+
+
 SENSELESS = [None, {}, {"holds": -1}, {"holds": True}, {"why": "x" * 300}, {"whole_seconds": 1}, {"delta_seconds": -1.0},
              {"more": 1}]  # fmt: skip
 

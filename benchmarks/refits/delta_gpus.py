@@ -118,13 +118,11 @@ class Run:
     """The trainer, the engine in its process, and one connection at a time between them."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        # By the names that the environment gives the GPUs, of which this process uses the first.
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
         settings = {"gpu_memory_utilization": options.gpu_memory_utilization, "enable_sleep_mode": False,
                     "worker_extension_cls": "benchmarks.refits.delta_gpus.Extension", **json.loads(options.vllm)}  # fmt: skip
         settings |= {"quantization": options.quantization} if options.quantization else {}
         self.config, self.port = config_of(options.model, options.layers), options.port
-        self.process, self.pipe = start_engine(self.config, visible[options.engine_gpu], settings)
+        self.process, self.pipe = start_engine(self.config, str(options.engine_gpu), settings)
         start_processes()
         from reshard import MegatronLayout
         from reshard.trainers.megatron import MegatronModel

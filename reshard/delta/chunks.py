@@ -137,35 +137,36 @@ def _encode_listed(
         mask = (mask.view(-1, CHUNK) & torch.from_numpy(is_listed).to(device)[:, None]).view(-1)
     positions = marked(mask, int(changed.sum()))
     before = changed.cumsum() - changed  # changes in the chunks of the group ahead of each
-    starts = sizes.starts[span]
-    to_values, to_indices, to_offsets, forms = _on_device(
-        starts[:, 0] // 2 - before,
-        starts[:, 1] // 4 - before,
-        starts[:, 2] // 2 - before,
+    # Sections of 2-byte, 4-byte and 2-byte elements: where those of a chunk begin, less the changes ahead.
+    firsts = sizes.starts[span] // (2, 4, 2) - before[:, None]
+    counted = sizes.of_form(listed, Form.OFFSETS)
+    blocks = -(-sizes.elements[counted] // BLOCK)
+    to_values, to_indices, to_offsets, forms, to_counts, from_counts = _on_device(
+        *firsts.T,
         sizes.forms[span],
+        _spans(sizes.starts[counted, 1] // 4, blocks),
+        _spans(counted * BLOCKS, blocks),
         device=device,
     )
     order, chunk = torch.arange(len(positions), device=device), positions // CHUNK
     payload.view(torch.int16)[order + to_values[chunk]] = words[positions]
-    for form in LISTED:
+    payload.view(torch.int32)[to_counts] = compared.blocks[from_counts]
+    for form in (Form.INDICES, Form.OFFSETS):
         of_form = sizes.of_form(listed, form)
         if not len(of_form):
-            continue
-        if form is Form.BITMAP:
-            lengths = padded(-(-sizes.elements[of_form] // 8)) // SECTION
-            there = _spans(sizes.starts[of_form, 1] // SECTION, lengths, device)
-            here = _spans((of_form - begin) * BITS, lengths, device)
-            payload.view(torch.int64)[there] = packed_bits(mask).view(torch.int64)[here]
             continue
         which = order if len(of_form) == len(listed) else (forms[chunk] == int(form)).nonzero()[:, 0]
         at, of = positions[which], chunk[which]
         if form is Form.INDICES:
             payload.view(torch.int32)[which + to_indices[of]] = (at - of * CHUNK).to(torch.int32)
-            continue
-        payload.view(torch.int16)[which + to_offsets[of]] = as_uint16(at % BLOCK)
-        lengths = -(-sizes.elements[of_form] // BLOCK)
-        there = _spans(sizes.starts[of_form, 1] // 4, lengths, device)
-        payload.view(torch.int32)[there] = compared.blocks[_spans(of_form * BLOCKS, lengths, device)]
+        else:
+            payload.view(torch.int16)[which + to_offsets[of]] = as_uint16(at % BLOCK)
+    of_form = sizes.of_form(listed, Form.BITMAP)
+    if len(of_form):
+        lengths = padded(-(-sizes.elements[of_form] // 8)) // SECTION
+        there = _spans_on_device(sizes.starts[of_form, 1] // SECTION, lengths, device)
+        here = _spans_on_device((of_form - begin) * BITS, lengths, device)
+        payload.view(torch.int64)[there] = packed_bits(mask).view(torch.int64)[here]
 
 
 def decode_chunks(payload: torch.Tensor, sizes: ChunkSizes) -> Iterator[list[Words] | None]:
@@ -173,85 +174,108 @@ def decode_chunks(payload: torch.Tensor, sizes: ChunkSizes) -> Iterator[list[Wor
     numbers are not what they are said to be: nothing may be written by them then."""
     for chunks in sizes.groups():
         found, valid = [], []
-        for form in (*LISTED, Form.PLAIN):
+        for form in LISTED:
             of_form = sizes.of_form(chunks, form)
             if not len(of_form):
                 continue
-            if form is Form.PLAIN:
-                elements = sizes.elements[of_form]
-                here = _spans(sizes.starts[of_form, 0] // WORD, elements, payload.device)
-                positions = _spans(of_form * CHUNK, elements, payload.device)
-                found.append(Words(positions, payload.view(torch.int16)[here]))
-                continue
-            decode = {Form.INDICES: _indices, Form.OFFSETS: _offsets, Form.BITMAP: _bitmaps}[form]
-            positions, is_valid = decode(payload, sizes, of_form)
-            here = _spans(sizes.starts[of_form, 0] // WORD, sizes.changed[of_form], payload.device)
-            if len(positions) != len(here):
+            changes = {Form.INDICES: _indices, Form.OFFSETS: _offsets, Form.BITMAP: _bitmaps}[form](
+                payload, sizes, of_form
+            )
+            if changes is None:
                 yield None
                 return
-            found.append(Words(positions, payload.view(torch.int16)[here]))
+            words, is_valid = changes
+            found.append(words)
             end = int(of_form[-1]) * CHUNK + int(sizes.elements[of_form[-1]])
-            valid.append(is_valid & in_order(positions, end))
+            valid.append(is_valid & in_order(words.positions, end))
+        plain = sizes.of_form(chunks, Form.PLAIN)
+        if len(plain):
+            elements = sizes.elements[plain]
+            here = _spans_on_device(sizes.starts[plain, 0] // WORD, elements, payload.device)
+            positions = _spans_on_device(plain * CHUNK, elements, payload.device)
+            found.append(Words(positions, payload.view(torch.int16)[here]))
         yield found if not valid or bool(torch.stack(valid).all()) else None
 
 
-def _indices(
-    payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions of changes in chunks of this form, and whether each is in its chunk."""
-    device, changed = payload.device, sizes.changed[chunks]
-    indices = payload.view(torch.int32)[_spans(sizes.starts[chunks, 1] // 4, changed, device)].to(torch.int64)
-    first, elements = _on_device(
-        np.repeat(chunks * CHUNK, changed), np.repeat(sizes.elements[chunks], changed), device=device
+Found = tuple[Words, torch.Tensor] | None  # changes, and whether all is as it should be; None where it is not
+
+
+def _indices(payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray) -> Found:
+    """Return the changes of chunks of this form, and whether each is in its chunk."""
+    changed, starts = sizes.changed[chunks], sizes.starts[chunks]
+    to_values, to_indices, first, elements = _on_device(
+        _spans(starts[:, 0] // WORD, changed),
+        _spans(starts[:, 1] // 4, changed),
+        np.repeat(chunks * CHUNK, changed),
+        np.repeat(sizes.elements[chunks], changed),
+        device=payload.device,
     )
-    return first + indices, ((indices >= 0) & (indices < elements)).all()
+    indices = payload.view(torch.int32)[to_indices].to(torch.int64)
+    words = Words(first + indices, payload.view(torch.int16)[to_values])
+    return words, ((indices >= 0) & (indices < elements)).all()
 
 
-def _offsets(
-    payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions of changes in chunks of this form, and whether their blocks have as many as the
-    chunks."""
-    device, changed = payload.device, sizes.changed[chunks]
-    blocks = -(-sizes.elements[chunks] // BLOCK)
-    counts = payload.view(torch.int32)[_spans(sizes.starts[chunks, 1] // 4, blocks, device)].to(torch.int64)
+def _offsets(payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray) -> Found:
+    """Return the changes of chunks of this form, and whether their blocks have as many as the chunks."""
+    changed, starts, blocks = sizes.changed[chunks], sizes.starts[chunks], -(-sizes.elements[chunks] // BLOCK)
+    before = changed.cumsum() - changed
+    repeats, to_values, to_offsets, last, ends_of_chunks, to_counts, first_of_block = _on_device(
+        changed,
+        starts[:, 0] // WORD - before,
+        starts[:, 2] // WORD - before,
+        blocks.cumsum() - 1,
+        before + changed,
+        _spans(starts[:, 1] // 4, blocks),
+        _spans(chunks * CHUNK, blocks, BLOCK),
+        device=payload.device,
+    )
+    total, words = int(changed.sum()), payload.view(torch.int16)
+    which = torch.repeat_interleave(
+        torch.arange(len(chunks), device=payload.device), repeats, output_size=total
+    )
+    order = torch.arange(total, device=payload.device)
+    counts = payload.view(torch.int32)[to_counts].to(torch.int64)
     ends = counts.cumsum(0)
-    order = torch.arange(int(changed.sum()), device=device)
     # The block of each change: the first that ends after it. No count can make this read elsewhere.
     block = torch.searchsorted(ends, order, right=True).clamp_(max=len(ends) - 1)
-    here = _spans(sizes.starts[chunks, 2] // WORD, changed, device)
-    offsets = payload.view(torch.int16)[here].to(torch.int64) & (BLOCK - 1)
-    last, expected = _on_device(blocks.cumsum() - 1, changed.cumsum(), device=device)
-    positions = _spans(chunks * CHUNK, blocks, device, BLOCK)[block] + offsets
-    return positions, (counts >= 0).all() & (ends[last] == expected).all()
+    positions = first_of_block[block] + (words[order + to_offsets[which]].to(torch.int64) & (BLOCK - 1))
+    valid = (counts >= 0).all() & (ends[last] == ends_of_chunks).all()
+    return Words(positions, words[order + to_values[which]]), valid
 
 
-def _bitmaps(
-    payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions of changes in chunks of this form, and whether each chunk marks as many as it
-    has."""
-    device, changed = payload.device, sizes.changed[chunks]
+def _bitmaps(payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray) -> Found:
+    """Return the changes of chunks of this form, and whether each chunk marks as many as it has."""
+    device, changed, starts = payload.device, sizes.changed[chunks], sizes.starts[chunks]
     lengths = padded(-(-sizes.elements[chunks] // 8)) // SECTION
-    bits = payload.view(torch.int64)[_spans(sizes.starts[chunks, 1] // SECTION, lengths, device)]
+    bits = payload.view(torch.int64)[_spans_on_device(starts[:, 1] // SECTION, lengths, device)]
     marks = unpacked_bits(bits.view(torch.uint8)).nonzero()[:, 0]
+    if len(marks) != changed.sum():
+        return None
     # All chunks but the last of a run are whole.
     which = marks // CHUNK
     [first] = _on_device(chunks * CHUNK, device=device)
-    expected = _spans(np.arange(len(chunks)), changed, device, 0)
-    valid = (which == expected).all() if len(which) == len(expected) else torch.zeros((), dtype=torch.bool)
-    return first[which] + marks % CHUNK, valid
+    expected = _spans_on_device(np.arange(len(chunks)), changed, device, 0)
+    values = payload.view(torch.int16)[_spans_on_device(starts[:, 0] // WORD, changed, device)]
+    return Words(first[which] + marks % CHUNK, values), (which == expected).all()
 
 
 def _on_device(*arrays: np.ndarray, device: torch.device) -> Sequence[torch.Tensor]:
-    """Return int64 arrays of one length on a device, carried there at once."""
-    return torch.from_numpy(np.stack(arrays).astype(np.int64)).to(device).unbind()
+    """Return arrays as int64 on a device, carried there at once."""
+    whole = torch.from_numpy(np.concatenate(arrays).astype(np.int64)).to(device)
+    return whole.split([len(array) for array in arrays])
 
 
-def _spans(starts: np.ndarray, lengths: np.ndarray, device: torch.device, step: int = 1) -> torch.Tensor:
-    """Return the numbers of each span in turn, int64 ``[lengths.sum()]``: its start, and so on by `step`."""
+def _spans(starts: np.ndarray, lengths: np.ndarray, step: int = 1) -> np.ndarray:
+    """Return the numbers of each span in turn ``[lengths.sum()]``: its start, and so on by `step`."""
+    numbers: np.ndarray = np.repeat(starts - step * (lengths.cumsum() - lengths), lengths)
+    return numbers + step * np.arange(len(numbers))
+
+
+def _spans_on_device(
+    starts: np.ndarray, lengths: np.ndarray, device: torch.device, step: int = 1
+) -> torch.Tensor:
+    """Return the same on a device, made there."""
     total, before = int(lengths.sum()), lengths.cumsum() - lengths
     first, repeats = _on_device(starts - step * before, lengths, device=device)
-    return torch.repeat_interleave(first, repeats, output_size=total) + step * torch.arange(
-        total, device=device
-    )
+    numbers = torch.repeat_interleave(first, repeats, output_size=total)
+    return numbers + step * torch.arange(total, device=device)

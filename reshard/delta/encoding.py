@@ -241,8 +241,9 @@ def as_uint16(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def marked(mask: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the `count` positions that a mask marks, in order; where they are few, by looking at eight at once."""
-    if len(mask) % 8 or count * 64 > len(mask):
+    """Return the `count` positions that a mask marks, in order; on a CPU, where they are few, by looking at eight
+    at once."""
+    if mask.is_cuda or len(mask) % 8 or count * 64 > len(mask):
         return mask.nonzero()[:, 0]
     eights = mask.view(torch.int64).nonzero()[:, 0]
     row, column = mask.view(-1, 8)[eights].nonzero(as_tuple=True)

@@ -59,6 +59,74 @@ SPAN, SPAN_PIECE, SPAN_WORD, SPAN_ROW_WORDS, SPAN_ELEMENTS = _columns(
 EDGE = tl.constexpr(fp8_blocks.BLOCK)  # elements along an edge of a block with a scale
 
 
+@triton.jit(do_not_specialize=["count", "number", "steps"])
+def _write_changes(
+    positions, values, count, tiles, number, steps, COPIED: tl.constexpr, SOURCE: tl.constexpr, INTO: tl.constexpr,
+    WORD: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    where = tl.load(positions + at, mask=inside, other=0) * 2
+    # The last tile that begins at or before each word.
+    low = tl.zeros([BLOCK], tl.int32)
+    high = low + number
+    for _ in range(steps):
+        middle = (low + high) // 2
+        begins = tl.load(tiles + middle * 6) <= where
+        low = tl.where(begins, middle, low)
+        high = tl.where(begins, high, middle)
+    tile = tiles + low * 6
+    within = where - tl.load(tile)
+    inside = inside & (within >= 0) & (within < tl.load(tile + 1)) & (tl.load(tile + 5) == COPIED)
+    width = tl.load(tile + 2)
+    row = within // width
+    address = tl.load(tile + 3) + row * tl.load(tile + 4) + (within - row * width) * RATIO
+    word = tl.load(values + at, mask=inside, other=0)
+    if RATIO > 1:
+        word = word.to(SOURCE, bitcast=True).to(INTO).to(WORD, bitcast=True)
+    tl.store(address.to(tl.pointer_type(WORD)), word, mask=inside)
+
+
+def write_changes(positions: torch.Tensor, values: torch.Tensor, tiles: torch.Tensor, codec: int) -> None:
+    """Write words, int16 ``[n]``, which are at these int64 positions in a bucket, where they are served from.
+
+    `tiles`, int64 ``[tiles, 6]``, says of each tile, in their order: where it begins in the bucket, its bytes, those
+    of a row, its address and pitch there, and its codec: only words of tiles with this `codec` are written. All
+    of these are multiples of 2 bytes.
+    """
+    source, into = CODECS[codec].source, CODECS[codec].destination
+    steps = max(1, (len(tiles) - 1).bit_length())
+    plain = codec == PLAIN
+    types = (
+        (tl.int16, tl.int16, tl.int16)
+        if plain
+        else (FLOATS[source.name], FLOATS[into.name], WORDS[into.size])
+    )
+    with expected_compilation():
+        _write_changes[(triton.cdiv(len(positions), 512),)](
+            positions,
+            values,
+            len(positions),
+            tiles,
+            len(tiles),
+            steps,
+            codec,
+            *types,
+            1 if plain else into.size // 2,
+            512,
+        )
+
+
+@cache
+def compile_changes(device: torch.device) -> None:
+    """Compile the writing of changes now, of a word that is nowhere."""
+    with torch.cuda.device(device):
+        nowhere = torch.zeros((1, 6), dtype=torch.int64, device=device)
+        nowhere[0, 2] = 2
+        write_changes(nowhere[0, :1].clone(), nowhere[0, :1].to(torch.int16), nowhere, PLAIN)
+        torch.cuda.synchronize(device)
+
+
 def _signed(word: int) -> int:
     """Return the same 64 bits as a signed number.
 

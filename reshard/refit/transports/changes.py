@@ -189,10 +189,18 @@ class ServedBucket:
         self.starts, self.sizes, self.widths = map(on_device, (table[:, SRC], table[:, ROWS] * width, width))
         self.addresses, self.pitches = on_device(table[:, DST]), on_device(table[:, DST_PITCH])
         self.odd, self.codec = on_device(odd), on_device(table[:, CODEC])
+        columns = (self.starts, self.sizes, self.widths, self.addresses, self.pitches, self.codec)
+        self.tiles = torch.stack(columns, 1).contiguous()  # as `kernels.write_changes` takes them
 
     def write(self, positions: torch.Tensor, values: torch.Tensor) -> None:
         """Write words, int16 ``[n]``, which are at these positions in the bucket, where they are served from."""
-        if not len(self.starts):
+        if not len(self.starts) or not len(positions):
+            return
+        if positions.is_cuda and not self.has_odd:
+            from reshard.refit.kernels import write_changes
+
+            for codec in self.codecs:
+                write_changes(positions, values, self.tiles, codec)
             return
         where = positions * WORD
         tile = torch.searchsorted(self.starts, where, right=True) - 1
