@@ -74,7 +74,16 @@ def absorbed(link, engine, _) -> list[str]:
     ]
 
 
+def taken(link, engine, _) -> list[str]:
+    """Another connection under the same name, of one layer less."""
+    scales = dict(link.sender.source.scales())
+    scales.popitem()
+    engine.adapter("policy").take_scales(scales)
+    return [caught(link.refit), engine.adapter("policy").request().lora_name]
+
+
 FAULTS = {
+    "taken": taken,
     "absorbed": absorbed,
     "exchanged": lambda link, engine, _: fault(link, engine, exchange_keys_and_values),
     "stale": lambda link, engine, _: fault(link, engine, leave_stale),

@@ -328,6 +328,8 @@ def refitted(kind, flags, base, hf, settings, options, files, faults=(), backend
     link = connect(RefitGroup.of_process_group(), source, engine, adapter="policy", backend=backend)
     slots = engine.adapter("policy").slots
     result = {"before": caught(slots.request), "different": [], "names": []}
+    # Another link under the same name, after which the first one goes on.
+    connect(RefitGroup.of_process_group(), source, engine, adapter="policy", backend=backend)
     for version, (tensors, directory) in enumerate(zip(versions, directories, strict=True)):
         assert put_in(models, config, tensors)
         report = link.refit(verify=True)

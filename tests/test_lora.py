@@ -325,7 +325,7 @@ def read_by_torch(directory: Path) -> dict[str, torch.Tensor]:
 
 # Variant, whose adapters, the trainer's layout on how many ranks, vLLM's options on as many, and which faults are tried.
 IN_MEMORY = [
-    ("qwen3", "bridge", f"{TP} 2", {"tp": 2}, 2, ["exchanged", "stale", "doubled", "alpha"]),
+    ("qwen3", "bridge", f"{TP} 2", {"tp": 2}, 2, ["exchanged", "stale", "doubled", "alpha", "taken"]),
     ("qwen3", "mcore-bridge", f"{PP} 2", {"tp": 2, "fully_sharded_loras": True}, 2, []),
     ("qwen3-moe", "bridge", f"{TP} 2 {EP} 2 {ETP} 1", {"tp": 2, "enable_expert_parallel": True}, 2, []),
     ("qwen3", "canonical", f"{TP} 2", {"tp": 2, "quantization": "fp8_per_block", "backend": "staged"}, 2, []),
@@ -337,6 +337,7 @@ IN_MEMORY = [
 NAMED = {
     "absorbed": "vLLM multiplies by matrices that it makes of model.layers.1.self_attn.kv_b_proj.weight without its adapter",
     "exchanged": "layers.1.self_attn.k_proj.lora_B.weight, base_model.model.model.layers.1.self_attn.v_proj.lora_B",
+    "taken": "another connection refits an adapter of other layers",
     "stale": "layers.0.self_attn.q_proj.lora_A",
     "doubled": "layers.3.mlp.down_proj.lora_B",
     "alpha": "multiplies by 5 now, and by 2.5 when it was connected",

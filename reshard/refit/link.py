@@ -201,6 +201,7 @@ class Link:
             # The optimizer's work, or the engine's last step, on whatever stream.
             torch.cuda.synchronize(self.device)
         if self.receiver is not None:
+            self.receiver.check_taken()
             self.receiver.engine.check_idle()
         receiver_moved = self.receiver is not None and self.receiver.engine.refresh_regions()
         return self.sender is not None and self.sender.post_if_moved(), receiver_moved

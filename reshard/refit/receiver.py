@@ -57,6 +57,7 @@ class Receiver:
         self.memory_digests: dict[int, bytes] = {}
         self.slab = SplitBlocksSlab(engine, device)
         self._is_taken = False  # the engine has taken scales for this connection
+        self._taken_regions: object = None  # the engine's regions then
 
     def plan(self, where: str) -> None:
         """Plan which pieces this rank needs of which trainer's rank, and post the requests; `where`
@@ -70,6 +71,7 @@ class Receiver:
             scales = read_scales(self.group, self.agreed.trainers)
             self._is_taken = True
             self.engine.take_scales(scales)
+            self._taken_regions = self.engine.regions
         if self.engine.optional:
             offered = {
                 name for rank, (header, _) in messages.items() for name in names_held(header, names[rank])
@@ -122,6 +124,13 @@ class Receiver:
             return pieces
         first_round = max(self.engine.staged_rounds.values(), default=UNSTAGED) + 1
         return split_pieces(pieces, places_of(self.engine)[:, SHAPE], first_round)
+
+    def check_taken(self) -> None:
+        """Raise ReshardError where another connection has had the engine take other scales since."""
+        if self._is_taken and self.engine.regions is not self._taken_regions:
+            raise ReshardError(
+                "another connection refits an adapter of other layers, ranks or scales under this name: connect again"
+            )
 
     def close(self) -> None:
         """Let the engine give back what it took for this connection."""

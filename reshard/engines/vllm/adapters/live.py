@@ -137,7 +137,12 @@ class VllmAdapter(Engine):
                 f"the trainer's adapter has rank {highest}, and this vLLM holds ranks up to {self.most_rank}: start it with "
                 f"max_lora_rank={highest} or more"
             )
-        self._take_slices(list(self._slices(scales)))
+        slices = list(self._slices(scales))
+        if sorted(one.kind for one in slices) != sorted(stage.slice.kind for stage in self._stages.all):
+            self._take_slices(slices)
+        else:  # the memory stays where it is, since another link may write there
+            self._clean = set()
+            self._stages.prepare(list(self.slots.id_of))
 
     def _slices(self, scales: Mapping[str, Scale]) -> Iterator[Slice]:
         """Yield the slices of layers in which these weights are.

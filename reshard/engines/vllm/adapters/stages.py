@@ -30,6 +30,11 @@ class Slice(NamedTuple):
     factor: float
 
     @property
+    def kind(self) -> tuple[str, tuple[str, ...], int, float]:
+        """What memory for the slice has to hold, and how it becomes a slot's."""
+        return self.layer, tuple(self.targets), self.rank, self.factor
+
+    @property
     def shape_of_a(self) -> tuple[int, int, int]:
         """The shape of A: ``[experts, rows of A that are here, in]``."""
         target = next(iter(self.targets.values()))
