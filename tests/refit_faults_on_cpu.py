@@ -5,13 +5,13 @@ import os
 import time
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
 
 from reshard.core.errors import ReshardError
 from reshard.engines import placing
-from reshard.engines.vllm.live import VllmModel
 from reshard.refit import connect, connecting, copies
 from reshard.refit.protocol import greeting
 from reshard.refit.transports import staged
@@ -20,8 +20,14 @@ from reshard.trainers.megatron import MegatronModel
 from reshard.trainers.shards import unwrapped
 from tests import container
 from tests.ranks import caught
-from tests.refit_on_cpu import engine_of, loaded
 from tests.refit_sides import Steps, fingerprint, start, trainer
+
+
+def engine_side(sides: dict):
+    """The module that has the engine which weights go `into`: its class, how one is made and loaded, and how it runs."""
+    return import_module(
+        f"tests.{'refit_sglang_on_cpu' if sides.get('into') == 'SGLang' else 'refit_on_cpu'}"
+    )
 
 
 def joining(rank: int, sides: dict) -> str:
@@ -61,14 +67,15 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
             source.shards.append(source.shards[0]._replace(key="decoder.layers.adapter.weight"))
             source.regions.append(source.regions[0])
     else:
-        model, config = engine_of(
+        side = engine_side(sides)
+        model, config = side.engine_of(
             checkpoint[0],
             load_format="dummy",
             tp=2,
             **({"hf_overrides": {"rms_norm_eps": 0.5}} if what == "config" else {}),
             **({"dtype": "float16"} if what == "dtype" else {}),
         )
-        destination = VllmModel(model, config)
+        destination = side.ENGINE(model, config)
     steps.meet("built")
     if what == "never comes" and rank == 2:
         steps.wait("said")
@@ -119,11 +126,7 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
     said.append(caught(lambda: link.refit(version=2, verify=verify)))
     copies.copy_on_host = plain
     if is_engine:
-        said.append(
-            caught(
-                lambda: destination.module(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
-            )
-        )
+        said.append(caught(lambda: side.run_model(destination)))
         said.append(str((destination.ready, destination.version)))
     link.refit(version=3, verify=True)
     if is_engine:
@@ -139,7 +142,8 @@ def in_containers(rank: int, sides: dict, flags: list[str], checkpoint: tuple[st
     def work():
         is_trainer, _, members = start(rank, sides)
         source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
-        destination = None if is_trainer else VllmModel(*engine_of(checkpoint[0], load_format="dummy"))
+        side = engine_side(sides)
+        destination = None if is_trainer else side.ENGINE(*side.engine_of(checkpoint[0], load_format="dummy"))
         said = []
         for number, how in enumerate(hows):
             links: list = []
@@ -150,7 +154,7 @@ def in_containers(rank: int, sides: dict, flags: list[str], checkpoint: tuple[st
             ]
             for link in links:
                 answers.append(caught(lambda link=link, number=number: link.refit(version=number)))
-            right = fingerprint(destination.module) == loaded(checkpoint[0]) if destination else None
+            right = fingerprint(destination.module) == side.loaded(checkpoint[0]) if destination else None
             said.append((answers, [link.describe()["routes"] for link in links], right))
         own = greeting.Greeting(members.names[rank], [], "auto", 1, True, [])
         return said, (own.name, own.host, own.namespaces, own.user, own.pid)
@@ -178,7 +182,8 @@ def death(
     source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
     destination = None
     if not is_trainer:
-        destination = SlowEngine(*engine_of(checkpoint[0], load_format="dummy", **engine))
+        side = engine_side(sides)
+        destination = slow(side.ENGINE)(*side.engine_of(checkpoint[0], load_format="dummy", **engine))
     steps = Steps(sides, rank, sides["trainer"] + sides["engine"])
     steps.meet("built")
     where, call, *key = moment.split()
@@ -307,18 +312,21 @@ class SlowTrainer(MegatronModel):
         self._regions = value
 
 
-class SlowEngine(VllmModel):
-    """An engine that waits between saying that it is there and taking the first byte, and says that
+def slow(engine: type) -> type:
+    """An engine's class that waits between saying that it is there and taking the first byte, and says that
     it begins; where it is given what to do."""
 
-    wait = begun = None
+    class Slow(engine):
+        wait = begun = None
 
-    def begin(self):
-        if self.wait:
-            self.wait()
-        super().begin()
-        if self.begun:
-            self.begun()
+        def begin(self):
+            if self.wait:
+                self.wait()
+            super().begin()
+            if self.begun:
+                self.begun()
+
+    return Slow
 
 
 def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]]):
@@ -332,9 +340,10 @@ def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[s
         chunks, load = trainer(flags, checkpoints[0][1])
         source = SlowTrainer(chunks)
     else:
-        model, config = engine_of(checkpoints[0][0], load_format="dummy")
-        destination = SlowEngine(model, config)
-        known = [loaded(hf) for hf, _ in checkpoints]
+        side_of_engine = engine_side(sides)
+        model, config = side_of_engine.engine_of(checkpoints[0][0], load_format="dummy")
+        destination = slow(side_of_engine.ENGINE)(model, config)
+        known = [side_of_engine.loaded(hf) for hf, _ in checkpoints]
 
     def now(step: str, action, late: str = "", slow: str = "") -> None:
         """What is said, after how long; and the engine's state. One side may come late, or be slow
@@ -381,7 +390,7 @@ def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[s
     # After a refit that failed for the engine it may connect anew, with another look at the same model.
     now("engine late once more", lambda: link.refit(version=60), slow="engine")
     if destination:
-        destination = VllmModel(model, config)
+        destination = side_of_engine.ENGINE(model, config)
     now(
         "they want other ways",
         lambda: connect(members, source, destination, backend="staged" if is_trainer else "nccl"),
@@ -416,7 +425,8 @@ def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[s
 def agreement(rank: int, sides: dict, checkpoint: str, engine: dict, change: str):
     """What is said where our rules, or vLLM's state, are not what they should be."""
     start(rank, sides | {"together": True, "engine": sides["trainer"]})
-    model, config = engine_of(checkpoint, **engine)
+    side = engine_side(sides)
+    model, config = side.engine_of(checkpoint, **engine)
     before = fingerprint(model)
     plain = placing.place
     if change in ("gate and up", "expert"):
@@ -460,6 +470,6 @@ def agreement(rank: int, sides: dict, checkpoint: str, engine: dict, change: str
         for module in model.modules():
             if hasattr(getattr(module, "quant_method", None), "unquantized_backend"):
                 module.quant_method.unquantized_backend = UnquantizedMoeBackend.FLASHINFER_CUTLASS
-    said = caught(lambda: VllmModel(model, config))
+    said = caught(lambda: side.ENGINE(model, config))
     placing.place = plain
     return said, fingerprint(model) == before

@@ -22,6 +22,8 @@ from tests import vllm_on_cpu
 from tests.ranks import caught
 from tests.refit_sides import DEVICE, bits_of, fingerprint, held_by, on_the_cpu, refit_in_turn, start, trainer
 
+ENGINE = VllmModel
+
 
 def engine_of(directory: str, **options) -> tuple[torch.nn.Module, object]:
     """What `vllm_on_cpu.build` gives, where a refit is to find it."""
@@ -34,6 +36,11 @@ def loaded(directory: str, **options) -> dict[str, tuple]:
     """The `fingerprint` of what vLLM's own loader makes of a directory."""
     with on_the_cpu():
         return fingerprint(vllm_on_cpu.build(directory, **options)[0])
+
+
+def run_model(engine: VllmModel) -> None:
+    """Run an engine's model, as far as its guard lets it."""
+    engine.module(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
 
 
 def refit_twice(

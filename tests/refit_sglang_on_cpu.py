@@ -2,10 +2,12 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import torch
 
 from reshard.engines.sglang.derived import derived_tensors
+from reshard.engines.sglang.guard import check_run
 from reshard.engines.sglang.layout import sglang_placement
 from reshard.engines.sglang.live import SglangModel
 from tests import sglang_on_cpu
@@ -40,6 +42,19 @@ def built(directory: str, **options) -> tuple[torch.nn.Module, object]:
     """What `sglang_on_cpu.build` gives, as it is when it has served."""
     module, arguments = sglang_on_cpu.build(directory, **options)
     return run_routers(module), arguments
+
+
+ENGINE, engine_of = SglangModel, built
+
+
+def loaded(directory: str) -> dict[str, tuple]:
+    """The `fingerprint` of what SGLang's own loader makes of a directory."""
+    return fingerprint(built(directory)[0])
+
+
+def run_model(engine: SglangModel) -> None:
+    """Run an engine's model, as far as its guard lets it: the hook that SGLang calls in the place of a runner."""
+    check_run(lambda runner: None, SimpleNamespace(model=engine.module))
 
 
 def refit_twice(
@@ -161,7 +176,7 @@ def derived(rank: int, folder: str, directories: list[str]) -> list[dict]:
     return results
 
 
-def loaded(rank: int, folder: str, cases: list[tuple[str, str, dict]]) -> list[list]:
+def load_megatron(rank: int, folder: str, cases: list[tuple[str, str, dict]]) -> list[list]:
     """On one of two ranks, of each (Hugging Face directory, Megatron directory, options): the tensors that SGLang
     has loaded otherwise from the second, by our option, than from the first, of how many, and what is logged;
     and what is said of wrong options."""

@@ -13,39 +13,43 @@ from reshard.refit.routes import Pair, Peer
 from reshard.refit.transports import transport_for
 from tests import container
 from tests.ranks import free_port, run_on_ranks
+from tests.refits import ENGINES
 from tests.test_logits import PP, TP, flags_at
 
 
-def fault(converted, folder, what: str, variant: str = "qwen3", timeout: float = 60, flags: str = ""):
-    checkpoint = converted(variant)[0]
-    sides = {"trainer": 1, "engine": 2, "folder": str(folder), "port": free_port(), "timeout": timeout}
+def on_ranks_of(into: str, ranks: int, function: str, sides: dict, *arguments, may_die: bool = False):
+    """Call a function of `refit_faults_on_cpu` on so many ranks, with this engine's packages."""
     return run_on_ranks(
-        3,
-        "fault",
-        sides,
-        flags_at(Path(checkpoint[1]), flags),
-        checkpoint,
-        what,
-        module="refit_faults_on_cpu",
-        may_die=what in ("stalls", "trainer dies"),
-    )
+        ranks, function, sides | {"into": into}, *arguments, module="refit_faults_on_cpu", may_die=may_die,
+        python=ENGINES[into].python(), environment=ENGINES[into].environment(),
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize(("what", "flags", "sentence"), [
-    ("config", "", "the trainer's layernorm_epsilon is 1e-06, but the served model's is 0.5"),
-    ("another trainer", "--rotary-base 50000", "the trainer's rotary_base is 50000, but the served model's is 10000"),
-    ("dtype", "", "is bfloat16 in the trainer, but float16 in the engine"),
-    ("protocol", "", f"has protocol {PROTOCOL}, inference rank 2 has 99"),
-    ("NIXL", "", "inference rank 2 has NIXL 0.1: pip install 'reshard[nixl]' in the same version for both, or use backend='auto'"),
-    ("lacks a parameter", "", "the trainer's model lacks 1 parameters that the config of inference rank 1 calls for: model.layers.0.self_attn.o_proj.weight"),
-    ("lies elsewhere", "", "is on meta, and a refit reads from cpu: move the whole model there first"),
-    ("has an adapter", "", "has 1 parameters that no published tensor fills, since its sharded_state_dict leaves them out: embedding.word_embeddings.adapter"),
-    ("has one too many", "", "holds 1 parameters that qwen3 does not have: decoder.layers.adapter.weight"),
+def fault(converted, folder, what: str, into: str, timeout: float = 60, flags: str = ""):
+    checkpoint = converted("qwen3")[0]
+    sides = {"trainer": 1, "engine": 2, "folder": str(folder), "port": free_port(), "timeout": timeout}
+    arguments = sides, flags_at(Path(checkpoint[1]), flags), checkpoint, what
+    return on_ranks_of(into, 3, "fault", *arguments, may_die=what in ("stalls", "trainer dies"))
+
+
+# What the engine has a part in is done by both; the rest by turns.
+@pytest.mark.parametrize(("what", "into", "flags", "sentence"), [
+    ("config", "vLLM", "", "the trainer's layernorm_epsilon is 1e-06, but the served model's is 0.5"),
+    ("config", "SGLang", "", "the trainer's layernorm_epsilon is 1e-06, but the served model's is 0.5"),
+    ("another trainer", "SGLang", "--rotary-base 50000", "the trainer's rotary_base is 50000, but the served model's is 10000"),
+    ("dtype", "vLLM", "", "is bfloat16 in the trainer, but float16 in the engine"),
+    ("dtype", "SGLang", "", "is bfloat16 in the trainer, but float16 in the engine"),
+    ("protocol", "vLLM", "", f"has protocol {PROTOCOL}, inference rank 2 has 99"),
+    ("NIXL", "SGLang", "", "inference rank 2 has NIXL 0.1: pip install 'reshard[nixl]' in the same version for both, or use backend='auto'"),
+    ("lacks a parameter", "vLLM", "", "the trainer's model lacks 1 parameters that the config of inference rank 1 calls for: model.layers.0.self_attn.o_proj.weight"),
+    ("lies elsewhere", "SGLang", "", "is on meta, and a refit reads from cpu: move the whole model there first"),
+    ("has an adapter", "vLLM", "", "has 1 parameters that no published tensor fills, since its sharded_state_dict leaves them out: embedding.word_embeddings.adapter"),
+    ("has one too many", "SGLang", "", "holds 1 parameters that qwen3 does not have: decoder.layers.adapter.weight"),
 ])  # fmt: skip
 def test_two_sides_that_do_not_fit_are_refused_at_connect_everywhere(
-    what, flags, sentence, converted, tmp_path
+    what, into, flags, sentence, converted, tmp_path
 ):
-    for said in fault(converted, tmp_path, what, flags=flags):
+    for said in fault(converted, tmp_path, what, into, flags=flags):
         assert sentence in said[0] or (what == "protocol" and "has protocol 99, " in said[0]), said
 
 
@@ -68,15 +72,16 @@ def test_a_member_that_stalls_or_takes_the_store_with_it_is_named_within_the_tim
         assert said[2] is (True if rank else None), said
 
 
-@pytest.mark.parametrize(("what", "sentence"), [
-    ("fails in the middle", "inference rank 1: the device is gone"),
-    ("loses a tile", "tensors did not arrive as they are in the trainer: "),
-    ("loses a tile, and only the trainer asks", "tensors did not arrive as they are in the trainer: "),
+@pytest.mark.parametrize(("what", "into", "sentence"), [
+    ("fails in the middle", "vLLM", "inference rank 1: the device is gone"),
+    ("fails in the middle", "SGLang", "inference rank 1: the device is gone"),
+    ("loses a tile", "vLLM", "tensors did not arrive as they are in the trainer: "),
+    ("loses a tile, and only the trainer asks", "SGLang", "tensors did not arrive as they are in the trainer: "),
 ])  # fmt: skip
 def test_an_engine_serves_no_half_written_model_until_a_whole_refit_succeeded(
-    what, sentence, converted, tmp_path
+    what, into, sentence, converted, tmp_path
 ):
-    trainer, first, second = fault(converted, tmp_path, what)
+    trainer, first, second = fault(converted, tmp_path, what, into)
     for said in (trainer, second):
         assert said[0] == "no error" and sentence in said[1], said
     for said in (first, second):
@@ -86,7 +91,7 @@ def test_an_engine_serves_no_half_written_model_until_a_whole_refit_succeeded(
 def test_offloaded_parameters_are_refused_before_a_byte_moves_and_refitted_when_they_are_back(
     converted, tmp_path
 ):
-    for rank, said in enumerate(fault(converted, tmp_path, "is offloaded")):
+    for rank, said in enumerate(fault(converted, tmp_path, "is offloaded", "SGLang")):
         assert said[0] == said[2] == "no error" and "output_layer.weight has no memory" in said[1], said
         assert said[3] is (True if rank else None), said
 
@@ -148,7 +153,7 @@ def test_a_trainer_and_an_engine_in_two_containers_of_one_host_map_nothing_of_ea
         assert transport_for(Pair(*together, False, exported, mappable=False), "auto").name == "nccl"
 
 
-# Moments of a connect and of a refit, and whose rank dies then.
+# Moments of a connect and of a refit, and whose rank dies then; into each engine by turns.
 DEATHS = {
     "connect posts held": "trainer",
     "connect posts pieces": "engine",
@@ -183,10 +188,11 @@ def death(checkpoint, folder, moment: str):
     backend = {"packed": "staged", "meets": "nccl", "reads": "nixl"}.get(moment.split()[-1])
     sides["how"] = {"backend": backend or "auto"}
     arguments = sides, flags, checkpoint, {"tp": RANKS}, victim, moment
-    return victim, run_on_ranks(2 * RANKS, "death", *arguments, module="refit_faults_on_cpu", may_die=True)
+    into = list(ENGINES)[list(DEATHS).index(moment) % len(ENGINES)]
+    return victim, on_ranks_of(into, 2 * RANKS, "death", *arguments, may_die=True)
 
 
-def lateness(checkpoints, folder):
+def lateness(checkpoints, folder, into: str):
     """What a trainer and an engine say where one of them is late by more than the time limit."""
     # Over IPv6, as an address in brackets.
     sides = {
@@ -197,9 +203,7 @@ def lateness(checkpoints, folder):
         "timeout": LIMIT,
         "host": "[::1]",
     }
-    return run_on_ranks(
-        2, "lateness", sides, flags_at(Path(checkpoints[0][1]), ""), checkpoints, module="refit_faults_on_cpu"
-    )
+    return on_ranks_of(into, 2, "lateness", sides, flags_at(Path(checkpoints[0][1]), ""), checkpoints)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -211,15 +215,15 @@ def at_once(request):
 
 @pytest.fixture(scope="module")
 def begun(converted, tmp_path_factory):
-    """What mostly waits for time limits to run out, by name: four at a time, of which the first
-    takes as long as all others, while the tests go on that ask for nothing of it."""
+    """What mostly waits for time limits to run out, by name: five at a time, of which the first two
+    take as long as all others, while the tests go on that ask for nothing of it."""
     checkpoints = converted("qwen3")
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(5) as pool:
         made = tmp_path_factory.mktemp
-        work = {"lateness": (lateness, checkpoints, made("lateness"))}
+        work = {into: (lateness, checkpoints, made("lateness"), into) for into in ENGINES}
         work |= {
-            what: (fault, converted, made("fault"), what, "qwen3", 5)
-            for what in ("never comes", "stalls", "trainer dies")
+            what: (fault, converted, made("fault"), what, into, 5)
+            for what, into in (("never comes", "vLLM"), ("stalls", "SGLang"), ("trainer dies", "vLLM"))
         }
         work |= {moment: (death, checkpoints[0], made("death"), moment) for moment in DEATHS}
         yield {name: pool.submit(*some) for name, some in work.items()}
@@ -273,15 +277,16 @@ def blamed(sentence: str) -> set[int]:
     ("connect anew", "no error", "no error", (False, 51, None)),
     ("refit anew", "no error", "no error", (True, 61, 0)),
     ("both sides moved", "no error", "no error", (True, 62, 1)),
-    ("the engine has another parameter", "inference rank 1: vLLM's", "has been replaced by one of another shape", (True, 62, None)),
+    ("the engine has another parameter", "inference rank 1: ENGINE's", "has been replaced by one of another shape", (True, 62, None)),
     ("and has it back", "no error", "no error", (True, 63, 1)),
 ])  # fmt: skip
+@pytest.mark.parametrize("into", ENGINES)
 def test_a_member_that_is_late_in_any_phase_takes_no_torn_model_for_a_good_one(
-    step, trainer, engine, state, begun
+    step, trainer, engine, state, into, begun
 ):
-    sides = begun["lateness"].result()
+    sides = begun[into].result()
     (says, _, _), (hears, seconds, now) = (side[step] for side in sides)
-    assert trainer in says and engine in hears, (says, hears)
+    assert trainer.replace("ENGINE", into) in says and engine in hears, (says, hears)
     assert now[:2] == state[:2] and (state[2] is None or now[2] == state[2]), now
     if "late at" in step:
         # Within the limit and little more; and who comes late is told at once.

@@ -126,7 +126,7 @@ def test_sglang_loads_a_megatron_checkpoint_as_what_was_exported_from_it(convert
     checkpoints = converted("served-moe-blocks")[:1]
     [blocks], options = published(checkpoints, tmp_path)
     cases.append((blocks, checkpoints[0][1], options | dict(pp=2)))
-    of_ranks = on_ranks(2, "loaded", str(tmp_path), cases)
+    of_ranks = on_ranks(2, "load_megatron", str(tmp_path), cases)
     for *found, _ in of_ranks:
         assert [differ for differ, *_ in found] == [[]] * 4 and all(count > 20 for _, count, _ in found)
         *boxes, [streamed] = [logged for *_, logged in found]
