@@ -214,10 +214,11 @@ class Run:
             "device": torch.cuda.get_device_name() if device() == "cuda" else "cpu",
             "processes": dist.get_world_size(),
         }  # fmt: skip
+        say(f"connected: {self.result}")
         start = time.perf_counter()
         self.link.refit(verify=True)
         self.result["first_refit_seconds"] = round(max(everyone(time.perf_counter() - start)), 2)
-        say(f"connected and refitted: {self.result}")
+        say(f"refitted: {self.result}")
 
     def connected(self, **options: Any) -> Any:
         """Return a link of the trainer's adapter."""
