@@ -215,7 +215,6 @@ def from_host(link, module: torch.nn.Module, training: Training) -> dict:
     said["with another byte"] = fingerprint(module)
     away.host[0][100] ^= 1
     host, away.host = away.host, [away.host[0][:1000]]
-    source._host_copies.clear()
     said["lost"], said["unreadable"] = caught(link.refit), source.is_readable_from_host()
     # The trainer has its copy elsewhere now, and something else where it was.
     away.host = [part.clone() for part in host]

@@ -42,26 +42,33 @@ def beside(buffers: Iterable[Any]) -> dict[int, torch.Tensor]:
     }
 
 
+def place_of(
+    storage: torch.UntypedStorage, others: Mapping[int, torch.Tensor]
+) -> tuple[tuple[int, int], ...]:
+    """Return the (address, bytes) of each part of the host's copy of a storage without memory; none where it
+    has memory, or no copy is known. Known are those of `reshard.offload`, and `others` (`beside`)."""
+    return () if storage.nbytes() else tuple((p.data_ptr(), p.numel()) for p in _parts(storage, others))
+
+
+def _parts(storage: torch.UntypedStorage, others: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+    away = _away.get(storage._cdata)
+    if away is not None:
+        return away.host or []
+    copy = others.get(storage._cdata)
+    return [] if copy is None else [copy.view(-1).view(torch.uint8)]
+
+
 def copy_of(tensor: torch.Tensor, others: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
     """Return a view of the host's copy of a tensor without memory, in its shape and strides; None where
-    it has memory, or no copy in one piece is known.
-
-    Known are those of `reshard.offload`, and `others` (`beside`).
-    """
+    it has memory, or no copy in one piece is known (`place_of`)."""
     storage = tensor.untyped_storage()
     if storage.nbytes() or not tensor.numel():
         return None
-    away = _away.get(storage._cdata)
-    if away is not None:
-        parts = away.host or []
-    else:
-        copy = others.get(storage._cdata)
-        parts = [] if copy is None else [copy.view(-1).view(torch.uint8)]
     size = tensor.element_size()
     first = tensor.storage_offset() * size
     end = first + size * (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)))
     start = 0
-    for part in parts:
+    for part in _parts(storage, others):
         if start <= first and end <= start + part.numel():
             piece = part[first - start : end - start]
             if piece.storage_offset() % size or piece.data_ptr() % size:

@@ -197,10 +197,14 @@ class Sender:
     def outgoing(self) -> dict[str, dict[int, Outgoing]]:
         """Return what this rank sends, by route and inference rank."""
         outgoing: dict[str, dict[int, Outgoing]] = {route: {} for route in SENT}
-        memory = region_addresses(self.source.regions)
+        regions = self.source.regions
+        memory = region_addresses(regions)
+        on_host = np.array([region.tensor.device != self.device for region in regions], bool)
         for rank, route in self.routes().items():
             if route in SENT:
-                outgoing[route][rank] = self.sent(memory, self.requests[rank])
+                from_host = bool(on_host[self.requests[rank][:, SHARD]].any())
+                sent = self.sent(memory, self.requests[rank])
+                outgoing[route][rank] = sent._replace(from_host=from_host)
         return outgoing
 
     def sent(self, memory: np.ndarray, requests: np.ndarray) -> Outgoing:
@@ -208,14 +212,12 @@ class Sender:
         this rank's regions."""
         requests = as_sent(requests)
         table, count = source_table(memory, requests), len(requests)
-        on_host = np.array([region.tensor.device != self.device for region in self.source.regions], bool)
-        from_host = bool(on_host[requests[:, SHARD]].any())
         if requests.shape[1] == REQUEST_COLUMNS:
             destinations, places = np.zeros((count, 3), np.int64), np.zeros((0, PLACES), np.int64)
-            return Outgoing(table, np.full(count, UNSTAGED), destinations, places, from_host)
+            return Outgoing(table, np.full(count, UNSTAGED), destinations, places)
         blocks = requests[BLOCKWISE[requests[:, REQUEST_CODEC]]]
         compile_block_kernels(blocks[:, REQUEST_CODEC], True, self.device)
         places = places_of_requests(
             blocks[:, DESTINATION], blocks[:, DESTINATION_SHAPE], blocks[:, REQUEST_CODEC]
         )
-        return Outgoing(table, requests[:, STAGED_ROUND], requests[:, DESTINATION], places, from_host)
+        return Outgoing(table, requests[:, STAGED_ROUND], requests[:, DESTINATION], places)

@@ -11,7 +11,7 @@ import torch
 
 from reshard.core.dtypes import dtype_named
 from reshard.core.errors import ReshardError, first_line, listed
-from reshard.device.host_copies import beside, copy_of
+from reshard.device.host_copies import beside, copy_of, place_of
 from reshard.device.memory import Finder, Region, check_memory, is_readable
 from reshard.formats.torch_dist import Key, Stored
 from reshard.trainers.base import Trainer
@@ -81,7 +81,8 @@ class ShardedModel(Trainer):
             for kind in ("buffers", "expert_parallel_buffers")
             for buffer in _sequence(getattr(layer, kind, None))
         ]
-        self._host_copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the tensor's identity
+        # By the tensor's identity: it, the place of its storage's copy, and the copy.
+        self._host_copies: dict[int, tuple[torch.Tensor, Any, torch.Tensor]] = {}
 
     def _read(self, metadata: dict[str, Any] | None) -> None:
         from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -195,18 +196,27 @@ class ShardedModel(Trainer):
                 return now
         except TypeError:  # no tensor
             return now
-        others = beside(self._buffers)
-        return [self._on_host(tensor, others) for tensor in now]
+        others, places = beside(self._buffers), dict[int, Any]()
+        return [self._on_host(tensor, others, places) for tensor in now]
 
-    def _on_host(self, tensor: torch.Tensor, others: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return the host's copy of a tensor without memory, always the same one; else the tensor."""
-        copy = copy_of(tensor, others)
-        if copy is None:
+    def _on_host(
+        self, tensor: torch.Tensor, others: Mapping[int, torch.Tensor], places: dict[int, Any]
+    ) -> torch.Tensor:
+        """Return the host's copy of a tensor without memory, always the same one while it stays in its place;
+        else the tensor. `places` are those of storages (`place_of`) as they are looked up."""
+        storage = tensor.untyped_storage()
+        place = places.get(storage._cdata)
+        if place is None:
+            place = places[storage._cdata] = place_of(storage, others)
+        if not place:
             return tensor
         known = self._host_copies.get(id(tensor))
-        if known is None or known[0] is not tensor or known[1].data_ptr() != copy.data_ptr():
-            known = self._host_copies[id(tensor)] = tensor, copy
-        return known[1]
+        if known is None or known[0] is not tensor or known[1] != place:
+            copy = copy_of(tensor, others)
+            if copy is None:
+                return tensor
+            known = self._host_copies[id(tensor)] = tensor, place, copy
+        return known[2]
 
     def _look_into(self, now: list[Any]) -> None:
         """Look into these tensors from now on. Raises ReshardError where one differs in form from
