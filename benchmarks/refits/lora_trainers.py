@@ -120,6 +120,7 @@ class McoreTrainer:
         for name, parameter in self.model.named_parameters():
             self._fill(name, parameter, 0.02, 1.0 if "norm" in name else 0.0)
         self.settings = {"r": rank, "lora_alpha": 2 * rank, "target_modules": list(LINEAR), "bias": "none"}
+        self._chunk = _in_ddp(config, self.model)
 
     def _fill(self, name: str, parameter: torch.Tensor, std: float, mean: float = 0.0, step: int = 0) -> None:
         """Fill a parameter, alike on ranks that hold the same."""
@@ -132,7 +133,7 @@ class McoreTrainer:
         """Return the source of a refit."""
         from reshard.integrations.swift import SwiftModel
 
-        return SwiftModel([self.model])
+        return SwiftModel([self._chunk])
 
     def step(self, number: int) -> None:
         """Give the adapter the numbers of a step."""
@@ -177,6 +178,16 @@ class McoreTrainer:
         for prompt in tokens.split(1):
             rows += scored(model(prompt, positions, mask, runtime_gather_output=True), prompt)
         return rows
+
+
+def _in_ddp(config: Any, model: torch.nn.Module) -> torch.nn.Module:
+    """Return a model in DDP as ms-swift wraps it, with the adapter in the distributed optimizer's buffers."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    options = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=None)
+    chunk: torch.nn.Module = DistributedDataParallel(config, options, Float16Module(config, model))
+    return chunk
 
 
 def _config_of_bridge(folder: Path, layout: Any) -> Any:
