@@ -17,7 +17,8 @@ there are processes) holds the largest rank `--max-rank`. Reported, medians of t
 
 Compared: all that vLLM holds of adapters, bit for bit, after a refit and after its own loading of the saved files,
 and, so that a difference can show, of another step's; the logprobs of random prompts by vLLM with the adapter, by
-vLLM with merged weights and by vLLM without it, each with the trainer's own.
+vLLM with merged weights and by vLLM without it, each with the trainer's own; and, for what the two differ by without
+an adapter, those of the base.
 """
 
 import argparse
@@ -318,7 +319,10 @@ class Run:
         self.link.refit()
         own = self.trainer.logprobs(tokens)
         self.result["native"] = distance(own, logprobs_by(self.llm, tokens, self.policy))
-        self.result["without"] = distance(own, logprobs_by(self.llm, tokens, None))
+        without = logprobs_by(self.llm, tokens, None)
+        self.result["without"] = distance(own, without)
+        with self.trainer.model.disable_adapter():
+            self.result["base"] = distance(self.trainer.logprobs(tokens), without)
         self.result["merge_ms"] = milliseconds(seconds(self.trainer.merge, 1))
         self.link.weights.refit()
         self.result["merged"] = distance(own, logprobs_by(self.llm, tokens, None))
