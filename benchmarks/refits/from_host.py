@@ -81,6 +81,17 @@ class Watch(threading.Thread):
         return self.free - self.least
 
 
+def half_empty_segments() -> list[tuple[int, list[int]]]:
+    """The bytes of each of torch's segments that is large, and kept for what takes less than half of it, with the
+    sizes of that."""
+    found = []
+    for segment in torch.cuda.memory_snapshot() if device() == "cuda" else []:
+        held = [block["size"] for block in segment["blocks"] if block["state"] == "active_allocated"]
+        if segment["total_size"] >= 64 << 20 and 2 * sum(held) < segment["total_size"]:
+            found.append((segment["total_size"], held[:20]))
+    return found
+
+
 def into_one_buffer(models: list[torch.nn.Module]) -> None:
     """Lay a trainer's parameters out as DDP does, in one buffer, but without one for gradients."""
     for model in models:
@@ -219,6 +230,7 @@ class Run:
             watch = Watch() if number == 1 else None
             if watch is not None:
                 self.result[f"{name}_gpu_free_before"] = min(everyone(watch.free))
+                self.result[f"{name}_segments"] = half_empty_segments()
             start = time.perf_counter()
             way(name)
             synchronize()
