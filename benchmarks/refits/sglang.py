@@ -29,7 +29,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -429,6 +429,19 @@ class SlimesWay:
         self.bucket, self.held = [], 0
 
 
+@contextmanager
+def without_sglang() -> Iterator[None]:
+    """Let processes that are started within it find no SGLang, nor what lies beside it, such as its transformers."""
+    path, variable = sys.path.copy(), os.environ.get("PYTHONPATH", "")
+    sys.path[:] = [place for place in path if not Path(place, "sglang").is_dir()]
+    kept = [place for place in variable.split(os.pathsep) if not Path(place, "sglang").is_dir()]
+    os.environ["PYTHONPATH"] = os.pathsep.join(kept)
+    try:
+        yield
+    finally:
+        sys.path[:], os.environ["PYTHONPATH"] = path, variable
+
+
 def vllm_said(pipe: Any) -> str:
     """Return what the process of a vLLM says first: "ready", or why it does not."""
     try:
@@ -544,7 +557,8 @@ def main() -> None:
 
             gpus = ",".join(map(str, range(int(os.environ["WORLD_SIZE"]))))
             settings = OF_VLLM | {"tensor_parallel_size": int(os.environ["WORLD_SIZE"])} | options.vllm
-            _, pipe = start_engine(config, gpus, settings)
+            with without_sglang():
+                _, pipe = start_engine(config, gpus, settings)
     start_processes()
     result = {"model": options.model, "config": {"layers": config["num_hidden_layers"], **options.config}, "engine": options.engine,
               "gpus": dist.get_world_size()}  # fmt: skip
