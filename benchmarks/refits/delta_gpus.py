@@ -15,6 +15,11 @@ changes, and the engine's write; beside the floor, which is both versions read o
 reads. After the chain, the last link of which is verified, vLLM must hold the bits that a pull of the same
 weights leaves, and did not one step before. ``auto`` says what it does in the last of eight refits, over both
 routes. On one GPU (``--engine-gpu 0``) no NCCL connects the two: what is said of that is reported.
+
+    python -m benchmarks.refits.delta_gpus --gigabits 10 25 ...
+
+puts trainer and engine into a network namespace each, as two hosts with a link between them that is limited in both
+directions, and times whole refits, deltas and ``auto`` over that. Needs root and pyroute2.
 """
 
 import argparse
@@ -22,10 +27,14 @@ import gc
 import json
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
 from collections import defaultdict
-from functools import wraps
+from functools import partial, wraps
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,8 +42,9 @@ import torch
 
 from benchmarks.models import config_of, megatron_models
 from benchmarks.processes import device, start_processes
-from benchmarks.refits.offload import Fingerprints, start_engine
+from benchmarks.refits.offload import Fingerprints, engine, start_engine
 from benchmarks.refits.refit import memory_rate, scribble
+from tests import two_hosts
 
 AT_ONCE = 1 << 26  # elements that a step changes at once
 CHAIN = 20
@@ -90,6 +100,65 @@ class Phases:
         return taken
 
 
+def throttle(host: int, gigabits: float) -> None:
+    """Limit what this host sends to so many Gbit/s."""
+    from pyroute2 import IPRoute
+
+    with IPRoute() as network:
+        [link] = network.link_lookup(ifname=f"host{host}")
+        limit = {"rate": f"{gigabits * 1000:.0f}mbit", "burst": 4 << 20, "latency": "100ms"}
+        network.tc("replace", "tbf", link, 0x10000, **limit)
+
+
+def of_host(host: int) -> dict[str, str]:
+    """Return the environment of a process on a host: where libraries find its end of the link."""
+    interfaces = dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), f"host{host}")
+    interfaces["RESHARD_SECRET"] = "of the two hosts of this benchmark"
+    return os.environ | interfaces | {"VLLM_HOST_IP": two_hosts.ADDRESSES[host]}
+
+
+def start_engine_on_host(held: dict, config: dict, gpus: str, settings: dict) -> tuple:
+    """Start a vLLM on the second host; return its process, and the pipe to it."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(config))
+    listener = Listener(str(folder / "pipe"), "AF_UNIX")
+    arguments = json.dumps([str(folder / "pipe"), gpus, str(folder), settings])
+    command = [sys.executable, "-m", "benchmarks.refits.delta_gpus", "--serve", arguments]
+    process = subprocess.Popen(command, env=of_host(1), preexec_fn=partial(two_hosts.enter, held, 1))
+    pipe = listener.accept()
+    pipe.send(True)
+    return process, pipe
+
+
+def on_two_hosts() -> int:
+    """Run this program again on the first of two hosts; return its code."""
+    program = [sys.executable, "-m", "tests.two_hosts"]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as hosts:
+        assert hosts.stdin and hosts.stdout
+        held = json.loads(hosts.stdout.readline())
+        alone = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29655",
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.refits.delta_gpus",
+            *sys.argv[1:],
+            "--hosts",
+            json.dumps(held),
+        ]
+        trainer = subprocess.Popen(
+            command, env=of_host(0) | alone, preexec_fn=partial(two_hosts.enter, held, 0)
+        )
+        code = trainer.wait()
+        hosts.stdin.close()
+    return code
+
+
 class PhasesOfWorker(Fingerprints):
     """Mixed into vLLM's workers: the same there."""
 
@@ -98,6 +167,9 @@ class PhasesOfWorker(Fingerprints):
     def scribbled(self) -> None:
         """Fill what a refit writes with another value."""
         scribble(self._reshard_engine, 3.0)
+
+    def throttled(self, gigabits: float) -> None:
+        throttle(1, gigabits)
 
     def phases(self) -> dict[str, float]:
         if self._phases is None:
@@ -122,7 +194,16 @@ class Run:
                     "worker_extension_cls": "benchmarks.refits.delta_gpus.Extension", **json.loads(options.vllm)}  # fmt: skip
         settings |= {"quantization": options.quantization} if options.quantization else {}
         self.config, self.port = config_of(options.model, options.layers), options.port
-        self.process, self.pipe = start_engine(self.config, str(options.engine_gpu), settings)
+        self.bucket_bytes = options.bucket_bytes
+        self.host = "127.0.0.1"
+        if options.hosts:
+            held, self.host = json.loads(options.hosts), two_hosts.ADDRESSES[0]
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+            self.process, self.pipe = start_engine_on_host(
+                held, self.config, visible[options.engine_gpu], settings
+            )
+        else:
+            self.process, self.pipe = start_engine(self.config, str(options.engine_gpu), settings)
         start_processes()
         from reshard import MegatronLayout
         from reshard.trainers.megatron import MegatronModel
@@ -173,10 +254,17 @@ class Run:
             gc.collect()
             torch.cuda.empty_cache()
         self.port += 1
-        start, address = time.perf_counter(), f"127.0.0.1:{self.port}"
-        self.tell("reshard_connect", address, 1, 2)
+        start, address = time.perf_counter(), f"{self.host}:{self.port}"
+        self.pipe.send(
+            (
+                "collective_rpc",
+                ("reshard_connect",),
+                {"args": (address, 1, 2), "kwargs": {"bucket_bytes": self.bucket_bytes}},
+            )
+        )
         try:
-            self.link = connect(RefitGroup.join(address, 0, 2, timeout=60), self.trainer, **options)
+            group = RefitGroup.join(address, 0, 2, timeout=60)
+            self.link = connect(group, self.trainer, bucket_bytes=self.bucket_bytes, **options)
         finally:
             self.answer()
         return time.perf_counter() - start
@@ -194,7 +282,7 @@ class Run:
 
     def end(self) -> None:
         self.pipe.send(None)
-        self.process.join(20)
+        (self.process.wait if isinstance(self.process, subprocess.Popen) else self.process.join)(20)
         self.process.kill()
 
 
@@ -270,24 +358,62 @@ def phases(run: Run, shares: list[float]) -> dict[str, Any]:
     return result
 
 
-def automatic(run: Run, share: float, **options: Any) -> list[str]:
+def automatic(run: Run, share: float, count: int = 8, **options: Any) -> list[str]:
     """Return what each of eight refits with ``auto`` does, and why."""
     run.connect(delta="auto", **options)
     said = []
-    for _ in range(8):
+    for _ in range(count):
         run.step(share)
         report = run.refit()
         said.append(f"{report['transfer_ms']:.1f} ms: {report['delta']['reason']}")
     return said
 
 
+def with_buckets(run: Run, size: int, shares: list[float]) -> dict[str, Any]:
+    """Return what deltas take with buckets of so many bytes in all."""
+    usual, run.bucket_bytes = run.bucket_bytes, size
+    try:
+        return chained(run, shares, CHAIN, backend="nccl")
+    finally:
+        run.bucket_bytes = usual
+
+
+def over_link(run: Run, shares: list[float], gigabits: float) -> dict[str, Any]:
+    """Return what refits take over a link of so many Gbit/s that send all, and what changed, and what ``auto`` does
+    in the last of seven."""
+    throttle(0, gigabits)
+    run.tell("throttled", gigabits)
+    run.answer()
+    run.connect(backend="nccl")
+    whole = [run.refit() for _ in range(2)][-1]
+    result: dict[str, Any] = {"whole_ms": whole["transfer_ms"]}
+    run.connect(backend="nccl", delta=True)
+    run.refit()
+    for share in shares:
+        reports = []
+        for index in range(3):
+            run.step(share)
+            reports.append(run.refit(verify=share == shares[-1] and index == 2))
+        result[str(share)] = summary(reports)
+    size = reports[-1]["delta"]["whole_bytes"]
+    result |= {"whole_mb": size / 1e6, "floor_ms": 1e3 * size * 8 / (gigabits * 1e9)}
+    result["auto"] = automatic(run, 0.01, 7, backend="nccl")
+    return result
+
+
 def cases(options: argparse.Namespace, run: Run):
     """Yield the name of each case, and what runs it, the most important first."""
     rounds = options.rounds
+    for gigabits in options.gigabits:
+        yield f"{gigabits:g} Gbit/s", partial(over_link, run, options.fractions, gigabits)
+    if options.gigabits:
+        return
     yield "pull", lambda: sent_whole(run, rounds, backend="auto")
     if options.engine_gpu:
         yield "whole", lambda: sent_whole(run, rounds, backend="nccl")
         yield "delta", lambda: chained(run, options.fractions, CHAIN, backend="nccl")
+        for size in options.more_bucket_bytes:
+            yield f"delta, {size >> 20} MiB of buckets", partial(with_buckets, run, size, options.fractions)
         yield "auto", lambda: automatic(run, 0.01, backend="nccl")
         if not options.without_host:
             yield "host", lambda: chained(run, [0.01], 3, backend="nccl", delta_on_host=True)
@@ -311,10 +437,21 @@ def main() -> None:
     parser.add_argument("--fractions", type=float, nargs="+", default=[0.001, 0.01, 0.05, 0.2])
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.5)
     parser.add_argument("--without-host", action="store_true")
+    parser.add_argument("--bucket-bytes", type=int, default=512 << 20)
+    parser.add_argument("--more-bucket-bytes", type=int, nargs="+", default=[], help="deltas with these, too")
+    parser.add_argument("--gigabits", type=float, nargs="+", default=[], help="of a link between two hosts")
+    parser.add_argument("--hosts", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--port", type=int, default=29700)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.serve:
+        place, *arguments = json.loads(options.serve)
+        engine(Client(place, "AF_UNIX"), *arguments)
+        return
+    if options.gigabits and not options.hosts:
+        sys.exit(on_two_hosts())
     run = Run(options)
     size = sum(parameter.numel() * parameter.element_size() for parameter in run.parameters())
     result: dict[str, Any] = {"model": options.model, "layers": run.config["num_hidden_layers"], "quantization": options.quantization,
