@@ -227,15 +227,7 @@ class VllmAdapter(Engine):
         """See `Engine.mismatches`."""
         assert self._writing is not None
         self._stages.scale()
-        pairs = [
-            (memory, held)
-            for stage in self._stages.all
-            for memory, held in zip((stage.a, stage.b), stage.slot(self._writing), strict=True)
-        ]
-        if not pairs:
-            return []
-        differ = torch.stack([(memory != held).any() for memory, held in pairs]).tolist()  # one wait for all
-        wrong = {id(memory) for (memory, _), differs in zip(pairs, differ, strict=True) if differs}
+        wrong = set(map(id, self._stages.differing(self._writing)))
         return [identity for identity, region in self.regions.items() if id(region.tensor) in wrong]
 
     def end(self, version: int) -> None:

@@ -6,6 +6,8 @@ from itertools import accumulate, groupby
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
+
 from reshard.core.extras import importing
 
 with importing("vllm"):
@@ -15,8 +17,10 @@ from reshard.core.errors import ReshardError, listed
 from reshard.device.memory import ALIGNMENT
 from reshard.engines.vllm.adapters.compat import Buffers
 from reshard.engines.vllm.adapters.targets import Target
+from reshard.refit.addresses import reading_destination
 from reshard.refit.copies import CopyTable
-from reshard.refit.tables import table_of, tiles_of
+from reshard.refit.digests import Digests
+from reshard.refit.tables import WIDTH, table_of, tiles_of
 
 
 class Slice(NamedTuple):
@@ -99,17 +103,23 @@ class Stages:
                 self._scaled.append((self.memory[entries[0][1] : entries[-1][2]], factor))
         self._one = torch.ones(1, dtype=torch.int32, device=device)  # what says that experts have one
         self._tables: dict[int, CopyTable] = {}
+        # By slot, the digests of both ends of its copies.
+        self._digests: dict[int, tuple[Digests, Digests]] = {}
 
     def prepare(self, slots: Sequence[int]) -> None:
         """Make the tables of copies into these slots from where vLLM has its buffers now."""
-        self._tables = {slot: self._table(slot) for slot in slots}
+        self._tables = {slot: CopyTable(tiles_of(self._table(slot))[0], self.device) for slot in slots}
+        self._digests = {}
 
-    def _table(self, slot: int) -> CopyTable:
-        copies = [copy for stage in self.all for copy in self._copies(stage, slot)]
-        return CopyTable(tiles_of(table_of(copies))[0], self.device)
+    def _table(self, slot: int) -> np.ndarray:
+        return table_of([copy for _, copy in self._copies(slot)])
 
-    def _copies(self, stage: Stage, slot: int) -> Iterator[tuple[int, ...]]:
-        """Yield the copies of a stage into a slot, as `table_of` takes them."""
+    def _copies(self, slot: int) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+        """Yield the matrices with their copies into a slot, as `table_of` takes these."""
+        for stage in self.all:
+            yield from self._copies_of(stage, slot)
+
+    def _copies_of(self, stage: Stage, slot: int) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
         size = stage.a.element_size()
         a, b = stage.slot(slot)
         experts, rows_of_a, columns = stage.a.shape
@@ -117,13 +127,14 @@ class Stages:
             raise ReshardError(f"vLLM's adapters of {stage.layer} have rows that do not follow each other")
         if rows_of_a:
             width = rows_of_a * columns * size
-            yield stage.a.data_ptr(), a.data_ptr(), experts, width, width, a.stride(0) * size
+            yield stage.a, (stage.a.data_ptr(), a.data_ptr(), experts, width, width, a.stride(0) * size)
         width = stage.slice.rank * size
-        yield stage.b.data_ptr(), b.data_ptr(), experts * b.shape[1], width, width, b.stride(1) * size
+        rows = experts * b.shape[1]
+        yield stage.b, (stage.b.data_ptr(), b.data_ptr(), rows, width, width, b.stride(1) * size)
         enabled = stage.slice.buffers.enabled
         if enabled is not None:
             four = self._one.element_size()
-            yield self._one.data_ptr(), enabled[slot].data_ptr(), 1, four, four, four
+            yield stage.b, (self._one.data_ptr(), enabled[slot].data_ptr(), 1, four, four, four)
 
     def write(self, slot: int) -> None:
         """Write what has arrived into a slot, B times its scale, rounded as vLLM rounds it. What is in the memory
@@ -134,6 +145,21 @@ class Stages:
         self._check_common()
         self.scale()
         self._tables[slot].run()
+
+    def differing(self, slot: int) -> list[torch.Tensor]:
+        """Return the matrices of which a slot has other bits than the memory."""
+        if slot not in self._digests:
+            table = self._table(slot)
+            columns = table[:, WIDTH] // self.memory.element_size()  # of what says that experts have one, two
+            self._digests[slot] = (
+                Digests(table, columns, self.device), Digests(reading_destination(table), columns, self.device)
+            )  # fmt: skip
+        ends = self._digests[slot]
+        for digests in ends:
+            digests.begin()
+        of_memory, of_slot = (digests.result() for digests in ends)
+        matrices = [matrix for matrix, _ in self._copies(slot)]
+        return [matrix for matrix, differs in zip(matrices, of_memory != of_slot, strict=True) if differs]
 
     def _check_common(self) -> None:
         """Raise ReshardError where weights that have one A in vLLM have brought different ones."""
