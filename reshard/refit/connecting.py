@@ -177,7 +177,8 @@ def connect(
     ``nccl``; one that says another than ``auto`` decides for all. `bucket_bytes` bounds the memory of
     all buckets of a rank together; the least that a member gives counts. When a refit returns, engines
     have unmapped the trainers' memory, so that a trainer may free it; mappings stay where all trainers'
-    ranks give `keep_mapped`, for trainers that never do.
+    ranks give `keep_mapped`, for trainers that never do, and so do NCCL's buckets, which it then exchanges
+    without copies through memory of its own.
 
     With `adapter` the trainer has LoRA adapters, and the engine serves them by this name: the first refit
     of the link brings the weights below them, and each the adapter (`AdapterLink`). All members give the

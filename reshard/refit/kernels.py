@@ -520,9 +520,9 @@ def compile_ahead(
     """
 
     def compile_all() -> None:
-        compile_copy(16, device)
-        for rounding in roundings:
+        for rounding in roundings:  # first, since a look at vLLM's arithmetic waits for them
             compile_quantize(rounding, True, device, ITEM_BLOCKS, size)
+        compile_copy(16, device)
         for word, unit in ((8, 8), *((size, size) for size in sizes)):
             compile_digest(word, unit, device)
 

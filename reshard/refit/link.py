@@ -60,6 +60,7 @@ class Link:
             receiver.engine if receiver is not None else None,
             agreed.delta != OFF,
             delta_on_host,
+            agreed.keep_mapped,
         )
         self.transports: list[Transport] = [transport(context) for transport in TRANSPORTS]
         self.deltas = Deltas(agreed, self.transports, receiver) if agreed.delta != OFF else None

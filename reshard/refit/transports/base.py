@@ -99,7 +99,7 @@ class Context(NamedTuple):
     `backend` is what was chosen for all, `bucket_bytes` bounds its memory, `participants` are the
     ranks that have a side, `peers` all members. `engine` is this member's, None where it has none.
     With `delta` trainers' ranks keep what they send by buckets, for deltas, in pinned host memory with
-    `delta_on_host`.
+    `delta_on_host`. With `keep_mapped` what a refit needs may stay until the next one.
     """
 
     group: RefitGroup
@@ -111,6 +111,7 @@ class Context(NamedTuple):
     engine: Engine | None
     delta: bool = False
     delta_on_host: bool = False
+    keep_mapped: bool = False
 
 
 class Transport(ABC):

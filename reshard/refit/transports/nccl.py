@@ -22,6 +22,7 @@ from reshard.refit.protocol.buckets import exchange_bucket_counts, exchange_part
 from reshard.refit.routes import NCCL, Pair
 from reshard.refit.tables import ALIGNMENT, DST, SRC, TILE_BYTES, bytes_packed
 from reshard.refit.transports.base import Context, Incoming, Measured, Outgoing, Transport, by_round
+from reshard.refit.transports.bucket_memory import BucketMemory
 from reshard.refit.transports.changes import SentBuckets, ServedBucket, most_bytes, read_changes
 from reshard.refit.transports.communicator import communicator_of
 from reshard.refit.transports.packing import PackedPair, PackedRound
@@ -54,6 +55,7 @@ class Nccl(Transport):
         self.ranks = context.participants
         self.communicator: Any = None
         self.store: Any = None  # of the communicator, which does not keep it itself
+        self.memory: BucketMemory | None = None
         self.limit = 0  # bytes of one pair in one bucket; 0 where no pair of members goes this way
         # What was prepared before the size of buckets was agreed on.
         self.outgoing: Mapping[int, Outgoing] = {}
@@ -166,7 +168,11 @@ class Nccl(Transport):
 
     def _meet(self, fresh: bool) -> None:
         if self.limit and self.group.rank in self.ranks:
+            if self.memory is not None:
+                self.memory.abandon()
             self.communicator, self.store = communicator_of(self.group, self.ranks, self.device, fresh)
+            kept = self.context.keep_mapped
+            self.memory = BucketMemory(self.communicator, len(self.ranks), self.device, kept)
 
     def prepare(
         self,
@@ -196,12 +202,12 @@ class Nccl(Transport):
     def run(self, number: int) -> None:
         """Exchange what belongs to a round of the engines', in as many buckets as all members have agreed
         on."""
-        if self.communicator is None or not self.buckets.get(number):
+        if self.communicator is None or self.memory is None or not self.buckets.get(number):
             return
-        slots = [
-            (self._buffer(self.sends_by_round), self._buffer(self.receives_by_round))
-            for _ in range(min(SLOTS, max(self.buckets.values())))
-        ]
+        # By turns what is sent and what arrives.
+        sizes = [self.limit * len(pairs[UNSTAGED]) for pairs in (self.sends_by_round, self.receives_by_round)]
+        buffers = self.memory.of(sizes * min(SLOTS, max(self.buckets.values())))
+        slots = [*zip(buffers[::2], buffers[1::2], strict=True)]
         addresses = [(send.data_ptr(), receive.data_ptr()) for send, receive in slots]
         if addresses != self.addresses:
             # The caching allocator usually gives the same memory again, so that this happens once.
@@ -352,8 +358,10 @@ class Nccl(Transport):
                     self.served[rank, index] = ServedBucket(table, self.device)
                 self.served[rank, index].write(*words)
 
-    def _buffer(self, pairs: Mapping[int, Mapping[int, PackedPair]]) -> torch.Tensor:
-        return torch.empty(self.limit * len(pairs[UNSTAGED]), dtype=torch.uint8, device=self.device)
+    def free(self) -> None:
+        """Give back the memory of buckets, where it stays from refit to refit."""
+        if self.memory is not None:
+            self.memory.free()
 
     def _step(self, number: int, index: int, send: int, receive: int) -> BucketStep:
         """Return the work on one bucket of a round, with its buffers at these addresses."""
