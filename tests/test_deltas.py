@@ -146,9 +146,9 @@ def torn(self, index, segments, since):
     return made
 
 
-def withheld(self, bucket, segment):
+def withheld(self, key, segment):
     """Find one change less than there is."""
-    compared, counts = PLAIN_COMPARED(self, bucket, segment)
+    compared, counts = PLAIN_COMPARED(self, key, segment)
     first = compared.mask.nonzero()[:1, 0]
     compared.mask[first] = False
     compared.blocks[first // BLOCK] -= 1

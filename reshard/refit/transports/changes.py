@@ -43,6 +43,11 @@ class SentBuckets:
         self.sizes: dict[int, list[int]] = {}  # of buckets, by such a first rank
         self.buckets: dict[tuple[int, int], torch.Tensor] = {}  # by such a first rank and the bucket's number
         self.whole = self._were_whole = False  # all of what was last sent is kept
+        # Of what is kept on the host: streams to there and from there, beside that which packs, so that both
+        # directions of PCIe run at once; what has been fetched ahead; and when each bucket had been stored.
+        self.storing, self.fetching = (torch.cuda.Stream(device) if self.on_host else None for _ in range(2))
+        self._fetched: dict[tuple[int, int], torch.Tensor] = {}
+        self._stored: dict[int, torch.cuda.Event] = {}
         # Of each bucket that was compared: its words, and how many of each chunk changed.
         self._comparisons: list[tuple[int, torch.Tensor]] = []
 
@@ -65,9 +70,12 @@ class SentBuckets:
     def begin(self) -> None:
         """Begin to measure anew; `whole` is False until `end`."""
         self._comparisons, self._were_whole, self.whole = [], self.whole, False
+        self._fetched, self._stored = {}, {}
 
     def end(self) -> None:
-        """Note that all buckets have been sent."""
+        """Note that all buckets have been sent; the current stream waits for what is still being stored."""
+        if self.storing is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.storing)
         self.whole = True
 
     @property
@@ -91,8 +99,8 @@ class SentBuckets:
                 bucket = torch.empty(len(segment), dtype=torch.uint8, device=where, pin_memory=self.on_host)
                 self.buckets[rank, index] = bucket
             elif self._were_whole:
-                self._compared(bucket, segment)
-            bucket.copy_(segment, non_blocking=True)
+                self._compared((rank, index), segment)
+            self._store((rank, index), segment)
 
     def changes(self, index: int, segments: Mapping[int, torch.Tensor], since: int) -> list[torch.Tensor]:
         """Return what travels of a bucket to each inference rank: what changed since it was last kept."""
@@ -104,24 +112,57 @@ class SentBuckets:
         return [made.get(self.first[rank], nothing) for rank in segments]
 
     def _encoded(self, index: int, rank: int, segment: torch.Tensor, since: int) -> torch.Tensor:
-        bucket = self.buckets[rank, index]
-        compared, counts = self._compared(bucket, segment)
+        compared, counts = self._compared((rank, index), segment)
         sizes = ChunkSizes.of(len(compared.words), counts.cpu().numpy())
         header = np.array([since, index, len(sizes.forms), *np.stack([sizes.forms, sizes.changed], 1).flat])
         payload = torch.zeros(header.nbytes + sizes.total, dtype=torch.uint8, device=self.device)
         payload[: header.nbytes] = torch.from_numpy(header.view(np.uint8))
         encode_chunks(compared, sizes, payload[header.nbytes :])
         if sizes.total:
-            bucket.copy_(segment, non_blocking=True)
+            self._store((rank, index), segment)
         return payload
 
-    def _compared(self, bucket: torch.Tensor, segment: torch.Tensor) -> tuple[Comparison, torch.Tensor]:
+    def _compared(self, key: tuple[int, int], segment: torch.Tensor) -> tuple[Comparison, torch.Tensor]:
         """Compare what is sent with what is kept; return that, and how many words of each chunk changed."""
-        before = bucket.to(self.device, non_blocking=True)
+        before = self._kept(key)
         compared = Comparison.of(before.view(torch.int16), segment.view(torch.int16))
         counts = compared.changed
         self._comparisons.append((len(compared.words), counts))
         return compared, counts
+
+    def _kept(self, key: tuple[int, int]) -> torch.Tensor:
+        """Return what is kept of a bucket on the device, and begin to fetch the next one's."""
+        if self.fetching is None:
+            return self.buckets[key]
+        rank, index = key
+        current = torch.cuda.current_stream(self.device)
+        if key not in self._fetched:
+            self._fetch(key)
+        current.wait_stream(self.fetching)
+        kept = self._fetched.pop(key)
+        kept.record_stream(current)
+        self._fetch((rank, index + 1))
+        return kept
+
+    def _fetch(self, key: tuple[int, int]) -> None:
+        if self.fetching is not None and key in self.buckets:
+            with torch.cuda.stream(self.fetching):
+                self._fetched[key] = self.buckets[key].to(self.device, non_blocking=True)
+
+    def _store(self, key: tuple[int, int], segment: torch.Tensor) -> None:
+        """Keep what is sent of a bucket; see `wait_until_stored`."""
+        if self.storing is None:
+            self.buckets[key].copy_(segment, non_blocking=True)
+            return
+        self.storing.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.storing):
+            self.buckets[key].copy_(segment, non_blocking=True)
+            self._stored[key[1]] = self.storing.record_event()
+
+    def wait_until_stored(self, index: int) -> None:
+        """Let the current stream wait until a bucket is kept, before its memory is packed anew."""
+        if index in self._stored:
+            torch.cuda.current_stream(self.device).wait_event(self._stored[index])
 
 
 def _contents(pair: PackedPair) -> bytes:

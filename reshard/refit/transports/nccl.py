@@ -267,6 +267,7 @@ class Nccl(Transport):
                     if index >= SLOTS:
                         works[index - SLOTS].wait()
                     if kept is not None:
+                        kept.wait_until_stored(index - SLOTS)
                         kept.keep(index, self._packed(pack, send, splits_out))
                     else:
                         pack.run(PROGRAMS)
@@ -304,6 +305,7 @@ class Nccl(Transport):
         for index in range(len(steps) + 1):
             under_way, before = before, None
             if index < len(steps):
+                self.sent.wait_until_stored(index - SLOTS)
                 segments = self._packed(steps[index].pack, slots[index % SLOTS][0], steps[index].splits_out)
                 made = dict(zip(segments, self.sent.changes(index, segments, since), strict=True))
                 leaving = [made.get(rank, slots[0][0][:0]) for rank in self.ranks]
