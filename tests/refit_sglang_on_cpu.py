@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import torch
 
-from reshard.engines.sglang.derived import derived_tensors
 from reshard.engines.sglang.guard import check_run
 from reshard.engines.sglang.layout import sglang_placement
 from reshard.engines.sglang.live import SglangModel
@@ -166,7 +165,7 @@ def derived(rank: int, folder: str, directories: list[str]) -> list[dict]:
     results = []
     for directory in directories:
         engine = SglangModel(*built(directory))
-        result = {"all": sorted(derived_tensors(engine.module)), "before": engine.stale_derived()}
+        result = {"all": sorted(engine.derived.tensors()), "before": engine.stale_derived()}
         for name, tensor in engine.module.named_parameters():
             if name.endswith(("layers.1.self_attn.kv_b_proj.weight", "layers.1.mlp.gate.weight")):
                 tensor.data += 1

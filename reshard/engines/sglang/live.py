@@ -18,7 +18,7 @@ from reshard.engines.live import LiveEngine, owners_of
 from reshard.engines.placing import Placer
 from reshard.engines.sglang import compat, pipeline
 from reshard.engines.sglang.blocks import layers_in_blocks
-from reshard.engines.sglang.derived import derive_in_place, stale_tensors
+from reshard.engines.sglang.derived import DerivedTensors
 from reshard.engines.sglang.guard import guard_of
 from reshard.engines.sglang.layout import check_family
 from reshard.engines.sglang.names import SGLANG
@@ -74,6 +74,7 @@ class SglangModel(LiveEngine):
             placed = placer.main(trace)
         self.placement, self.regions = placed
         self.blocks = layers_in_blocks(model)
+        self.derived = DerivedTensors(model)
         self.scales = find_scales(placed, self.blocks, self.tensors)
         self.accounts = self._account()
         self._addresses = self.addresses()
@@ -185,12 +186,12 @@ class SglangModel(LiveEngine):
 
     def update_derived(self) -> None:
         """Let SGLang derive matrices from the new weights."""
-        derive_in_place(self.module)
+        self.derived.update()
 
     def stale_derived(self) -> list[str]:
         """Return the names of matrices that are not what SGLang derives from the weights that it has
         now."""
-        return stale_tensors(self.module)
+        return self.derived.stale()
 
     def quantized_layers(self) -> list[dict[str, Any]]:
         """Return how many layers serve from fp8 blocks; see `Engine.quantized_layers`."""

@@ -22,7 +22,7 @@ import torch
 from reshard.core.errors import ReshardError, listed
 from reshard.engines.checkpoint import config_directory, megatron_directory, wants_fp8_blocks
 from reshard.engines.sglang import compat
-from reshard.engines.sglang.derived import derive_in_place
+from reshard.engines.sglang.derived import DerivedTensors
 from reshard.engines.sglang.supported import PLAIN_METHODS
 from reshard.engines.sglang.traced import trace_model
 from reshard.engines.stored_boxes import Reading, check_boxes, read_boxes
@@ -96,7 +96,7 @@ def _read(model: torch.nn.Module, weights: StoredWeights, trace: Trace) -> Itera
     with closing(weights), weights.weights.unchanged():
         read_boxes(model, trace, weights.weights)
         read = f"{weights.weights.read_bytes:,} bytes"
-    derive_in_place(model)
+    DerivedTensors(model).update()
     logger.info("%s: %s read in %.1f s", weights.name, read, time.perf_counter() - began)
     return iter(())
 
