@@ -116,7 +116,7 @@ def encode_chunks(compared: Comparison, sizes: ChunkSizes, payload: torch.Tensor
     """Write the changes of all chunks into `payload`, zeros in uint8 ``[sizes.total]``."""
     for chunks in sizes.groups():
         plain = sizes.of_form(chunks, Form.PLAIN)
-        for run in np.split(plain, np.flatnonzero(np.diff(plain) != 1) + 1) if len(plain) else ():
+        for run in _runs(plain):
             words = compared.words[run[0] * CHUNK : (run[-1] + 1) * CHUNK].view(torch.uint8)
             start = int(sizes.starts[run[0], 0])
             payload[start : start + len(words)] = words
@@ -189,11 +189,10 @@ def decode_chunks(payload: torch.Tensor, sizes: ChunkSizes) -> Iterator[list[Wor
             end = int(of_form[-1]) * CHUNK + int(sizes.elements[of_form[-1]])
             valid.append(is_valid & in_order(words.positions, end))
         plain = sizes.of_form(chunks, Form.PLAIN)
-        if len(plain):
-            elements = sizes.elements[plain]
-            here = _spans_on_device(sizes.starts[plain, 0] // WORD, elements, payload.device)
-            positions = _spans_on_device(plain * CHUNK, elements, payload.device)
-            found.append(Words(positions, payload.view(torch.int16)[here]))
+        for run in _runs(plain):
+            first, start, count = run[0] * CHUNK, sizes.starts[run[0], 0] // WORD, sizes.elements[run].sum()
+            positions = torch.arange(first, first + count, device=payload.device)
+            found.append(Words(positions, payload.view(torch.int16)[start : start + count]))
         yield found if not valid or bool(torch.stack(valid).all()) else None
 
 
@@ -257,6 +256,11 @@ def _bitmaps(payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray) -> Fo
     expected = _spans_on_device(np.arange(len(chunks)), changed, device, 0)
     values = payload.view(torch.int16)[_spans_on_device(starts[:, 0] // WORD, changed, device)]
     return Words(first[which] + marks % CHUNK, values), (which == expected).all()
+
+
+def _runs(chunks: np.ndarray) -> list[np.ndarray]:
+    """Return these chunks in runs that follow one another; whole chunks lie so in a payload, too."""
+    return np.split(chunks, np.flatnonzero(np.diff(chunks) != 1) + 1) if len(chunks) else []
 
 
 def _on_device(*arrays: np.ndarray, device: torch.device) -> Sequence[torch.Tensor]:
