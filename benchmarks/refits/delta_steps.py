@@ -28,7 +28,7 @@ from reshard.refit.transports.changes import ServedBucket
 
 SIZES = [8, 4096 + 8, CHUNK - 8, CHUNK, CHUNK + 8, 5 * CHUNK + 24, 12 * CHUNK + 65536 + 8]  # words
 FRACTIONS = [0.0, 1e-5, 0.001, 0.02, 0.2, 0.6, 0.99, 1.0]
-ROW = 1000  # words of a row of the engine's memory, and 24 more to the next
+ROW = 1000  # words of a row of the engine's memory
 AS_WORD = torch.int16
 
 
@@ -65,24 +65,24 @@ def decoded(payload: torch.Tensor, sizes: ChunkSizes) -> list[Words]:
     return [words for group in groups for words in group or ()]
 
 
-def rows_for(words: int, codec: int = 0) -> tuple[torch.Tensor, ServedBucket]:
-    """Return memory with rows that a bucket of so many words is served from, and how to write there."""
-    size = 4 if codec else WORD
-    rows, rest = divmod(words, ROW)
-    memory = torch.zeros((rows + 1, ROW + 24), dtype=torch.int32 if codec else AS_WORD, device=device())
+def rows_for(words: int, codec: int = 0, row: int = 2 * ROW) -> tuple[torch.Tensor, ServedBucket]:
+    """Return memory, in bytes, with rows of `row` bytes that a bucket of so many words is served from, and how to
+    write there. With a codec each word becomes two."""
+    factor = 2 if codec else 1
+    (rows, rest), pitch = divmod(words * WORD, row), factor * row + 48 + row % 2
+    memory = torch.zeros((rows + 1, pitch), dtype=torch.uint8, device=device())
     table = np.zeros((2, COLUMNS), np.int64)
     table[:, CODEC] = codec
-    table[0, [SRC, DST, ROWS, WIDTH, DST_PITCH]] = 0, memory.data_ptr(), rows, ROW * size, (ROW + 24) * size
-    last = memory.data_ptr() + rows * (ROW + 24) * size
-    table[1, [SRC, DST, ROWS, WIDTH, DST_PITCH]] = rows * ROW * WORD, last, 1, rest * size, rest * size
-    table = table[table[:, ROWS] * table[:, WIDTH] > 0]
-    return memory, ServedBucket(table, memory.device)
+    last = memory.data_ptr() + rows * pitch
+    table[0, [SRC, DST, ROWS, WIDTH, DST_PITCH]] = 0, memory.data_ptr(), rows, factor * row, pitch
+    table[1, [SRC, DST, ROWS, WIDTH, DST_PITCH]] = rows * row, last, 1, factor * rest, factor * rest
+    return memory, ServedBucket(table[table[:, ROWS] * table[:, WIDTH] > 0], memory.device)
 
 
-def in_rows(memory: torch.Tensor, words: int) -> torch.Tensor:
-    """Return the words that lie in rows, and check that nothing lies between them."""
-    assert not memory[:, ROW:].any(), "words between rows"
-    return memory[:, :ROW].reshape(-1)[:words]
+def in_rows(memory: torch.Tensor, size: int, row: int) -> torch.Tensor:
+    """Return the bytes that lie in rows, and check that nothing lies between them."""
+    assert not memory[:, row:].any(), "bytes between rows"
+    return memory[:, :row].reshape(-1)[:size]
 
 
 def check() -> int:
@@ -93,19 +93,24 @@ def check() -> int:
             old, new = versions(words, fraction, words)
             pairs = zip(old.cpu().split(CHUNK), new.cpu().split(CHUNK), strict=True)
             expected = torch.cat([encode(*pair).payload for pair in pairs])
-            for codec in (0, codec_between("bfloat16", "float32")):
+            # Plain, cast, and byte by byte.
+            for codec, row in (
+                (0, 2 * ROW),
+                (codec_between("bfloat16", "float32"), 2 * ROW),
+                (0, 2 * ROW - 1),
+            ):
                 for _ in range(3):
                     sizes, payload = encoded(old, new)
                     assert torch.equal(payload.cpu(), expected), f"{words} words, {fraction}: encoded"
-                    memory, served = rows_for(words, codec)
+                    memory, served = rows_for(words, codec, row)
                     served.write(torch.arange(words, device=old.device), old)
                     for changes in decoded(payload, sizes):
                         served.write(*changes)
-                    there = new if not codec else new.view(torch.bfloat16).float().view(torch.int32)
-                    assert torch.equal(in_rows(memory, words), there), f"{words} words, {fraction}: written"
-                    if len(expected):
-                        again = rows_for(words, codec)[0]
-                        assert not torch.equal(again, memory), "the control"
+                    there = (new.view(torch.bfloat16).float() if codec else new).view(torch.uint8)
+                    written = in_rows(memory, len(there), row * (2 if codec else 1))
+                    assert torch.equal(written, there), f"{words} words, {fraction}, {row}: written"
+                    before = (old.view(torch.bfloat16).float() if codec else old).view(torch.uint8)
+                    assert torch.equal(written, before) == (not len(expected)), "the control"
                 cases += 1
     return cases
 
