@@ -1,12 +1,15 @@
 """Local tensors in the memory of a live model."""
 
+from bisect import bisect_right
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 
 from reshard.core.errors import ReshardError
 
+ADDRESS = itemgetter(0)  # of an address and a tensor
 ALIGNMENT = 256  # bytes at which tensors start in a slab or a pinned buffer, as in torch's allocator
 
 
@@ -53,10 +56,13 @@ class Finder:
     """Finds the parameter or buffer that a view looks into."""
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
-        for name, tensor in named:
+        held: dict[tuple[int, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
+        for _, tensor in named:
             if tensor.device.type != "meta" and tensor.numel():
-                self.by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+                key = tensor.untyped_storage().data_ptr(), tensor.dtype
+                held.setdefault(key, []).append((tensor.data_ptr(), tensor))
+        # By address: DDP has ten thousands in one storage.
+        self._held = {key: sorted(tensors, key=ADDRESS) for key, tensors in held.items()}
 
     def region(self, view: torch.Tensor, what: str) -> Region:
         """Return the region of a view; of more than two dims all but the first make up a row.
@@ -68,10 +74,11 @@ class Finder:
                 f"{what} has shape {list(view.shape)} and strides {list(view.stride())}: its "
                 f"rows are not contiguous"
             )
-        start = view.data_ptr()
-        for _, tensor in self.by_storage.get(view.untyped_storage().data_ptr(), ()):
-            first, size = tensor.data_ptr(), tensor.element_size()
-            if first <= start < first + tensor.numel() * size and tensor.dtype == view.dtype:
+        start, size = view.data_ptr(), view.element_size()
+        tensors = self._held.get((view.untyped_storage().data_ptr(), view.dtype), [])
+        for index in reversed(range(bisect_right(tensors, start, key=ADDRESS))):
+            first, tensor = tensors[index]
+            if start < first + tensor.numel() * size:
                 pitch = view.stride(0) if view.ndim == 2 else 1
                 return Region(tensor, (start - first) // size, pitch)
         raise ReshardError(
