@@ -75,6 +75,12 @@ _RATE = _Rate(min=0, min_open=True)
     default="transformer_engine",
     show_default=True,
 )
+@click.option(
+    "--changed",
+    type=click.FloatRange(0, 100),
+    metavar="PERCENT",
+    help="Of the elements, for refits with deltas.",
+)
 @click.option("--ranks", help="Plan these inference ranks only, such as 0,1,17.")
 @ignore_option
 @json_option
@@ -103,6 +109,8 @@ def command(
     extra = {name: source.pop(name) for name in ("dp", "cp") if name in source}
     for name in ("link_rate", "network_rate", "memory_rate"):
         options[name] *= 1e9
+    if options["changed"] is not None:
+        options["changed"] /= 100
     layouts = MegatronLayout(**source), engine_layout(engine, "--engine")
     options |= {
         "ranks": _numbers(ranks, "--ranks"),
@@ -148,6 +156,11 @@ def _show(forecast: Any) -> None:
         f"{forecast.link_rate / 1e9:g} GB/s, between hosts {forecast.network_seconds * 1e3:.1f} ms at "
         f"{forecast.network_rate / 1e9:g} GB/s"
     )
+    if forecast.delta_network_seconds is not None:
+        click.echo(
+            f"of {100 * forecast.changed:g} % changed, with delta=True: between hosts {forecast.delta_network_seconds * 1e3:.1f} ms, "
+            f"beside a comparison of all weights with the copy of them that the trainer keeps"
+        )
     click.echo(f"memory floor {forecast.memory_seconds * 1e3:.1f} ms at {forecast.memory_rate / 1e9:g} GB/s")
     click.echo(
         "extra memory of a GPU: the tables; where ranks cannot read each other's memory, the buckets (512 "

@@ -15,6 +15,7 @@ from reshard.core.gc import gc_paused
 from reshard.core.limits import MAX_RANKS, check_number
 from reshard.core.placement import Placement, local_matrix
 from reshard.core.planner import Transfer, make_plan
+from reshard.delta.forms import delta_share
 from reshard.engines.layout import EngineLayout, published_tensors
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import ModelParameters, expand, padded_vocab_size
@@ -58,7 +59,8 @@ class Forecast:
     `out_bytes` what each trainer's rank sends to other GPUs, as far as those ranks were planned. Rates are in
     bytes per second and direction. `link_seconds` and `network_seconds` are the least times that the busiest
     GPU's links within its host, and its network, need, `memory_seconds` that of the local copies, each read
-    and written once.
+    and written once. With `changed`, a share of the elements, `delta_network_seconds` is that between hosts for what
+    changed, as refits with ``delta=True`` send it: those within a host send all.
     """
 
     model: str
@@ -78,6 +80,8 @@ class Forecast:
     link_seconds: float
     network_seconds: float
     memory_seconds: float
+    changed: float | None = None
+    delta_network_seconds: float | None = None
 
     @property
     def wire_seconds(self) -> float:
@@ -112,6 +116,7 @@ def plan_refit(
     transformer_impl: str = "transformer_engine",
     make_vocab_size_divisible_by: int = 128,
     ranks: Iterable[int] | None = None,
+    changed: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Forecast:
     """Plan the refit of an engine from a Megatron trainer at these layouts, rank by rank, on simulated GPUs.
@@ -119,11 +124,14 @@ def plan_refit(
     `dp` is Megatron's data parallel size (default: the least that EP needs), `cp` its context parallel size.
     With `colocated` (default: where both sides have as many ranks) inference rank i runs on the GPU of the
     trainer's rank i; otherwise the engine's GPUs follow the trainer's. `itemsize` is that of the weights, in
-    bytes. `ranks` limits the planning to some inference ranks.
+    bytes. `ranks` limits the planning to some inference ranks. `changed` is the share of the elements that a step
+    changes, for refits that send those alone.
 
     Raises ReshardError where a size does not divide or the engine would lack a tensor, and
     PlanError where the plan cannot be proven.
     """
+    if changed is not None and not 0 <= changed <= 1:
+        raise ReshardError(f"changed is {changed!r:.40}, which is no share of the elements: 0.01 is 1 %")
     trainer.check(model)
     engine.check(model)
     ranks_per_stage = _ranks_per_stage(model, trainer, dp, cp)
@@ -143,6 +151,7 @@ def plan_refit(
         forecasts.append(_plan_rank(rank, gpu, placement, shards, traffic, widths, engine.tp))
         if progress is not None:
             progress(len(forecasts), len(planned))
+    network_seconds = traffic.busiest_network() / network_rate
     return Forecast(
         model=f"{model.family.name} ({model.num_layers} layers)",
         trainer=f"{trainer} DP{ranks_per_stage // (trainer.tp * cp)}" + f" CP{cp}" * (cp > 1),
@@ -159,8 +168,12 @@ def plan_refit(
         network_rate=network_rate,
         memory_rate=memory_rate,
         link_seconds=traffic.busiest_link() / link_rate,
-        network_seconds=traffic.busiest_network() / network_rate,
+        network_seconds=network_seconds,
         memory_seconds=2 * max(rank.local_bytes for rank in forecasts) / memory_rate,
+        changed=changed,
+        delta_network_seconds=None
+        if changed is None
+        else network_seconds * delta_share(changed, itemsize=itemsize),
     )
 
 

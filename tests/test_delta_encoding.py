@@ -12,7 +12,8 @@ from reshard.core.dtypes import DTYPES as DTYPES_BY_NAME
 from reshard.core.errors import ReshardError
 from reshard.delta import chunks
 from reshard.delta.chunks import CHUNK, ChunkSizes, Comparison, decode_chunks, encode_chunks
-from reshard.delta.encoding import BLOCK, BoxSize, Encoded, Form, apply, encode
+from reshard.delta.encoding import Encoded, apply, encode
+from reshard.delta.forms import BLOCK, BoxSize, Form
 from reshard.delta.records import Record, decode_box, encode_box, row_box
 from reshard.storage.io.streams import TensorInfo
 

@@ -12,7 +12,7 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.delta.chunks import CHUNK
-from reshard.delta.encoding import BLOCK
+from reshard.delta.forms import BLOCK
 from reshard.device.memory import Region
 from reshard.refit import RefitGroup, connect, deltas
 from reshard.refit.codecs import codec_between

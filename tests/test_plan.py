@@ -207,6 +207,30 @@ def test_the_command_prints_a_row_for_each_rank(qwen):
     )
 
 
+def test_what_changed_takes_its_share_of_the_network(qwen):
+    line = (
+        "--model",
+        qwen,
+        "--trainer",
+        "tp=8",
+        "--engine",
+        "tp=8",
+        "--separate",
+        "--ranks",
+        "0",
+        "--changed",
+        "1",
+    )
+    planned = json.loads(run(*line, "--json").output)
+    assert planned["changed"] == 0.01 and planned["network_seconds"] > 0
+    # 2 bytes of a value and 2 of its place for one element in a hundred, and 32 bytes for a MiB.
+    assert planned["delta_network_seconds"] == pytest.approx(planned["network_seconds"] * 0.02, rel=1e-2)
+    shown = f"of 1 % changed, with delta=True: between hosts {planned['delta_network_seconds'] * 1e3:.1f} ms"
+    assert shown in run(*line).output
+    with pytest.raises(ReshardError, match="is no share of the elements"):
+        plan_refit(None, None, None, changed=1.5)
+
+
 def test_the_command_plans_for_sglang_too(qwen):
     result = run("--model", qwen, "--trainer", "tp=4,pp=2", "--engine", "sglang:tp=8,dp=2")
     assert result.exit_code == 0, result.output

@@ -11,18 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from reshard.delta.encoding import (
-    BLOCK,
-    SECTION,
-    BoxSize,
-    Form,
-    as_uint16,
-    in_order,
-    marked,
-    packed_bits,
-    padded,
-    unpacked_bits,
-)
+from reshard.delta.encoding import as_uint16, in_order, marked, packed_bits, unpacked_bits
+from reshard.delta.forms import BLOCK, SECTION, BoxSize, Form, padded
 
 WORD = 2
 CHUNK = 1 << 19  # words

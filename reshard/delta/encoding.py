@@ -1,93 +1,22 @@
-"""Changes between two versions of one box of elements, encoded as the smallest of five forms.
+"""Changes between two versions of one box of elements, encoded as the smallest of five forms (`reshard.delta.forms`).
 
 Elements are compared and carried as bits: NaNs, their payloads and -0.0 count like any other value, so what
 is decoded is the new version bit for bit. Elements are numbered in row-major order.
-
-    form      sections                                                            smallest where
-    NOTHING   none                                                                nothing changed
-    INDICES   values, int32 index of each                                         a few elements changed
-    OFFSETS   values, int32 changes in each block of 65,536 elements, uint16      up to 6 % of 2-byte elements
-              offset of each change within its block
-    BITMAP    values, a bit for each element, lowest bit first                    up to 94 % of these
-    PLAIN     all elements                                                        otherwise
-
-Sections begin at multiples of 8 bytes, which zeros fill up to, and are little-endian. Whoever knows the form,
-the number of elements, their size and how many changed knows the size of the whole before it is there.
 """
 
 import sys
-from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from reshard.core.errors import ReshardError
+from reshard.delta.forms import BLOCK, BoxSize, Form, padded
 
 if sys.byteorder != "little":
     raise ImportError("deltas are little-endian, and so must be the host")
 
-BLOCK = 1 << 16  # elements that a uint16 offset reaches
-SECTION = 8  # bytes at which sections begin
-MOST_ELEMENTS = 1 << 31  # of a box with int32 indices
 # The signed integers as which elements of so many bytes are compared.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Form(IntEnum):
-    """The encoding of changes; see the table of this module."""
-
-    NOTHING = 0
-    INDICES = 1
-    OFFSETS = 2
-    BITMAP = 3
-    PLAIN = 4
-
-
-class BoxSize(NamedTuple):
-    """The size of what is compared: `elements` of `itemsize` bytes each, of which `changed` changed.
-
-    `elements` and `changed` may be arrays, of many boxes, and so are the sizes then.
-    """
-
-    elements: Any
-    itemsize: int
-    changed: Any
-
-    def sections(self, form: Form) -> list[Any]:
-        """Return the bytes of each section of a form."""
-        values = self.changed * self.itemsize
-        if form is Form.NOTHING:
-            return []
-        if form is Form.INDICES:
-            return [values, 4 * self.changed]
-        if form is Form.OFFSETS:
-            return [values, 4 * -(-self.elements // BLOCK), 2 * self.changed]
-        if form is Form.BITMAP:
-            return [values, -(-self.elements // 8)]
-        return [self.elements * self.itemsize]
-
-    def size(self, form: Form) -> Any:
-        """Return the bytes of a form, padding included.
-
-        >>> [BoxSize(1 << 20, 2, 1000).size(form) for form in Form]
-        [0, 6000, 4064, 133072, 2097152]
-        """
-        return sum(map(padded, self.sections(form)))
-
-    @property
-    def form(self) -> Form:
-        """The smallest form.
-
-        >>> [BoxSize(1 << 20, 2, changed).form.name for changed in (0, 5, 10_000, 100_000, 1_000_000)]
-        ['NOTHING', 'INDICES', 'OFFSETS', 'BITMAP', 'PLAIN']
-        """
-        if not self.changed:
-            return Form.NOTHING
-        forms = [form for form in Form if form is not Form.NOTHING and self._may_be(form)]
-        return min(forms, key=self.size)
-
-    def _may_be(self, form: Form) -> bool:
-        return form is not Form.INDICES or self.elements <= MOST_ELEMENTS
 
 
 class Encoded(NamedTuple):
@@ -219,11 +148,6 @@ def _checked_sections(encoded: Encoded, box: BoxSize) -> list[int]:
             f"as {encoded.form.name} in {encoded.payload.numel():,} bytes, which cannot be"
         )
     return box.sections(encoded.form)
-
-
-def padded(size: Any) -> Any:
-    """Return a size, or an array of them, up to where the next section may begin."""
-    return size + -size % SECTION
 
 
 def _fill(payload: torch.Tensor, box: BoxSize, form: Form, parts: list[torch.Tensor]) -> None:

@@ -17,7 +17,8 @@ import numpy as np
 from reshard.core.boxes import Box, whole
 from reshard.core.errors import ReshardError
 from reshard.delta.digest import bits_of
-from reshard.delta.encoding import Decoded, Encoded, Form, decode, encode
+from reshard.delta.encoding import Decoded, Encoded, decode, encode
+from reshard.delta.forms import Form
 from reshard.storage.io.boxes import Rows
 from reshard.storage.io.streams import TensorInfo
 

@@ -20,7 +20,7 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.delta.chunks import WORD, ChunkSizes, Comparison, Words, chunks_of, decode_chunks, encode_chunks
-from reshard.delta.encoding import Form
+from reshard.delta.forms import Form
 from reshard.refit.codecs import CODECS, PLAIN, bytes_in_source
 from reshard.refit.copies import host_bytes
 from reshard.refit.tables import CODEC, DST, DST_PITCH, ROWS, SRC, WIDTH
