@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from benchmarks.processes import device, say
 from reshard.trainers.base import Trainer
@@ -32,9 +35,14 @@ def is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
 def change(model: torch.nn.Module) -> None:
     """Give a model's adapter numbers that differ a little, as an optimizer's step does; cheaper than `step`."""
-    parameters = [p.data for name, p in model.named_parameters() if is_adapter(name)]
+    parameters = [local(p).detach() for name, p in model.named_parameters() if is_adapter(name)]
     torch._foreach_mul_(parameters, 1.01)
 
 
@@ -44,8 +52,22 @@ def scored(logits: torch.Tensor, tokens: torch.Tensor) -> list[list[float]]:
     return own.tolist()
 
 
+def save_collected(trainer: "PeftTrainer | McoreTrainer", folder: Path) -> None:
+    """Save a trainer's adapter, collected, in PEFT's files; by the first rank."""
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.contiguous() for name, tensor in trainer.collected().items()}
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / "adapter_model.safetensors")
+        described = json.dumps(trainer.settings | {"peft_type": "LORA"})
+        (folder / "adapter_config.json").write_text(described, encoding="utf-8")
+    dist.barrier()
+
+
 class PeftTrainer:
-    """A transformers model in bf16 with PEFT's adapter in fp32 on all linear layers, in one process."""
+    """A transformers model in bf16 with PEFT's adapter on all linear layers: in fp32 in one process, and in bf16 in
+    several, under FSDP2."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         from peft import LoraConfig, get_peft_model
@@ -58,7 +80,12 @@ class PeftTrainer:
         for name, parameter in plain.named_parameters():
             fill(name, parameter, 0.02, 1.0 if "norm" in name else 0.0)
         settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(LINEAR))
-        self.model: Any = get_peft_model(plain, settings).eval()
+        self._ranks = dist.get_world_size()
+        self.model: Any = get_peft_model(plain, settings, autocast_adapter_dtype=self._ranks == 1).eval()
+        if self._ranks > 1:
+            mesh = init_device_mesh(device(), (self._ranks,))
+            for module in (*plain.model.layers, self.model):
+                fully_shard(module, mesh=mesh)
         self.settings = {"r": rank, "lora_alpha": 2 * rank, "target_modules": list(LINEAR), "bias": "none"}
 
     def source(self) -> Trainer:
@@ -71,18 +98,28 @@ class PeftTrainer:
         """Give the adapter the numbers of a step."""
         for name, parameter in self.model.named_parameters():
             if is_adapter(name):
-                fill(f"{name} {number}", parameter, STD_A if ".lora_A." in name else STD_B)
+                own = local(parameter)
+                where = dist.get_rank() if own is not parameter else 0
+                fill(f"{name} {where} {number}", own, STD_A if ".lora_A." in name else STD_B)
 
     def collected(self) -> dict[str, torch.Tensor]:
         """Return the whole adapter under PEFT's names, as trainers collect it for an engine."""
         from peft import get_peft_model_state_dict
 
         tensors: dict[str, torch.Tensor] = get_peft_model_state_dict(self.model)
-        return {name: tensor.detach().to(torch.bfloat16) for name, tensor in tensors.items()}
+        return {
+            name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+            .detach()
+            .to(torch.bfloat16)
+            for name, tensor in tensors.items()
+        }
 
     def save(self, folder: Path) -> None:
-        """Save the adapter as PEFT does."""
-        self.model.save_pretrained(folder)
+        """Save the adapter, in one process as PEFT does."""
+        if self._ranks > 1:
+            save_collected(self, folder)
+        else:
+            self.model.save_pretrained(folder)
 
     def merge(self) -> None:
         """Add the adapter to the weights."""
@@ -150,15 +187,7 @@ class McoreTrainer:
 
     def save(self, folder: Path) -> None:
         """Save the adapter, collected, in PEFT's files."""
-        from safetensors.torch import save_file
-
-        tensors = {name: tensor.contiguous() for name, tensor in self.collected().items()}
-        if dist.get_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, folder / "adapter_model.safetensors")
-            described = json.dumps(self.settings | {"peft_type": "LORA"})
-            (folder / "adapter_config.json").write_text(described, encoding="utf-8")
-        dist.barrier()
+        save_collected(self, folder)
 
     def merge(self) -> None:
         """Add the adapter to the weights, as ms-swift does before a sync of merged weights."""
