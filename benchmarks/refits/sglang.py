@@ -49,7 +49,9 @@ ASKED = {
 KERNELS = {"attention_backend": "triton", "sampling_backend": "pytorch", "moe_runner_backend": "triton"}
 SIZES = {"context_length": 512, "max_total_tokens": 4096, "max_running_requests": 8, "mem_fraction_static": 0.6,
          "cuda_graph_max_bs_decode": 8, "cuda_graph_max_bs_prefill": 128}  # fmt: skip
-SWITCHES = {"skip_tokenizer_init": True, "skip_server_warmup": True, "disable_shared_experts_fusion": True}
+# The fused reduction is compiled at the start, for minutes, and changes no weights.
+SWITCHES = {"skip_tokenizer_init": True, "skip_server_warmup": True, "disable_shared_experts_fusion": True,
+            "enforce_disable_flashinfer_allreduce_fusion": True}  # fmt: skip
 OF_VLLM = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 1 << 28, "enable_sleep_mode": False}
 BUCKET = 512 << 20  # bytes, as slime's --update-weight-buffer-size
 
@@ -611,7 +613,7 @@ def prepared(options: argparse.Namespace, config: dict, server: Server | None, p
         case.result["start_seconds"] = server.wait(options.start_limit)
         say(f"SGLang started in {case.result['start_seconds']:.0f} s")
     if pipe:
-        pipe.poll(60)  # nothing is timed while vLLM starts
+        pipe.poll(120)  # nothing is timed while vLLM starts
     dist.barrier()
     return case
 
