@@ -30,8 +30,8 @@ from reshard.refit.tables import (
 WORDS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
 FLOATS = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 BLOCK = 2048
-# Of the kernel that makes blocks: so that two of its programs run on a multiprocessor, and one reads while
-# the other computes.
+# Of the kernel that makes blocks: so that two of its programs run on a multiprocessor. A pull is as fast with
+# one, which waits for the link; a check is slower.
 QUANTIZE = {"num_warps": 8, "maxnreg": 128}
 _compiling = threading.Lock()  # one at a time: the hook that is replaced belongs to the process
 
