@@ -23,6 +23,7 @@ class BucketMemory:
     def __init__(self, communicator: Any, members: int, device: torch.device, kept: bool) -> None:
         self.communicator, self.members, self.device = communicator, members, device
         self.registers = kept and hasattr(communicator, "register_mem_pool")
+        self.has_met = False  # all members have, for the first time
         self.pool: Any = None
         self.buffers: list[torch.Tensor] = []
 
@@ -39,9 +40,11 @@ class BucketMemory:
         return [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
 
     def _register(self, sizes: Sequence[int]) -> None:
-        # torch makes NCCL's communicator at the first exchange, and registers nothing before.
-        words = torch.zeros(self.members, dtype=torch.int64, device=self.device)
-        self.communicator.alltoall_base(torch.empty_like(words), words, [], []).wait()
+        if not self.has_met:
+            # torch makes NCCL's communicator at the first exchange, and registers nothing before.
+            words = torch.zeros(self.members, dtype=torch.int64, device=self.device)
+            self.communicator.alltoall_base(torch.empty_like(words), words, [], []).wait()
+            self.has_met = True
         pool = torch.cuda.MemPool(self.communicator.mem_allocator)
         with torch.cuda.use_mem_pool(pool, self.device):
             self.buffers = self._new(sizes)
