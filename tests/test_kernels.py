@@ -65,12 +65,20 @@ def test_a_table_on_the_host_copies_each_byte_to_its_place():
 def test_tiles_that_follow_each_other_are_joined_for_the_copy_engines():
     _source, dst, table, expected = make_copies()
     tiles = tiles_of(table)[0]
-    copies = joined(tiles)
+    copies = joined(tiles, tiles[:1, SRC])
     # One copy for each, and one for each row of those whose rows are longer than a tile.
     assert len(copies) == len(SHAPES) - 1 + 3 < len(tiles)
     copy_on_host(copies)
     assert torch.equal(dst, expected)
-    assert len(joined(tiles[::-1])) == len(tiles), "the control: in another order nothing follows"
+    assert len(joined(tiles[::-1], tiles[:1, SRC])) == len(tiles), (
+        "the control: in another order nothing follows"
+    )
+    [longest] = np.flatnonzero(copies[:, WIDTH] == copies[:, WIDTH].max())
+    begins = tiles[np.flatnonzero(tiles[:, SRC] == copies[longest, SRC])[0] + 1, SRC]
+    apart = joined(tiles, np.array([tiles[0, SRC], begins]))
+    assert len(apart) == len(copies) + 1 and begins in apart[:, SRC], (
+        "none reads from two allocations at once"
+    )
     short = np.isin(copies[:, WIDTH], [64, 6, 3, 48, 192]) & (copies[:, ROWS] > 1)
     assert of_copy_engines(copies).tolist() == (~short).tolist() and short.any()
 

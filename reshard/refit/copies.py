@@ -33,9 +33,9 @@ class CopyTable:
     their addresses and lengths allow.
 
     `owners` numbers what each tile's source belongs to, for `shift`; `aside` says that `run` will
-    be called with `programs`. Tiles `from_host` have their sources in pinned host memory, and no owners; the
-    GPU's copy engines carry most of them out, which reach the rate of PCIe also while kernels of another
-    process have the multiprocessors.
+    be called with `programs`. With `host_memory` the tiles have their sources in pinned host memory, which begins
+    at these addresses, and no owners; the GPU's copy engines carry most of them out, which reach the rate of PCIe
+    also while kernels of another process have the multiprocessors.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class CopyTable:
         device: torch.device,
         owners: np.ndarray | None = None,
         aside: bool = False,
-        from_host: bool = False,
+        host_memory: np.ndarray | None = None,
     ) -> None:
         self.device, self.bytes = device, bytes_of(tiles)
         self.engine_copies = empty_table()
@@ -56,9 +56,9 @@ class CopyTable:
         if device.type == "cpu":
             self.groups, self.owners = ([(PLAIN, 1, tiles)], [owners]) if len(tiles) else ([], [])
             return
-        if from_host:
+        if host_memory is not None and len(host_memory):
             chosen = of_copy_engines(tiles)
-            self.engine_copies = joined(tiles[chosen])
+            self.engine_copies = joined(tiles[chosen], host_memory)
             tiles, owners = tiles[~chosen], owners[~chosen]
         for codec in np.unique(tiles[:, CODEC]).tolist():
             if codec != PLAIN:

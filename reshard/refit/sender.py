@@ -202,9 +202,13 @@ class Sender:
         on_host = np.array([region.tensor.device != self.device for region in regions], bool)
         for rank, route in self.routes().items():
             if route in SENT:
-                from_host = bool(on_host[self.requests[rank][:, SHARD]].any())
+                shards = np.unique(self.requests[rank][:, SHARD])
+                storages = {
+                    regions[shard].tensor.untyped_storage().data_ptr()
+                    for shard in shards[on_host[shards]].tolist()
+                }
                 sent = self.sent(memory, self.requests[rank])
-                outgoing[route][rank] = sent._replace(from_host=from_host)
+                outgoing[route][rank] = sent._replace(host_memory=np.array(sorted(storages), np.int64))
         return outgoing
 
     def sent(self, memory: np.ndarray, requests: np.ndarray) -> Outgoing:

@@ -138,8 +138,9 @@ def tiles_of(table: np.ndarray, tile_bytes: int = TILE_BYTES) -> tuple[np.ndarra
     return tiles, origin[index]
 
 
-def joined(tiles: np.ndarray) -> np.ndarray:
-    """Join tiles that follow each other on both sides: plain ones of single rows, or of equal rows."""
+def joined(tiles: np.ndarray, memory: np.ndarray) -> np.ndarray:
+    """Join tiles that follow each other on both sides: plain ones of single rows, or of equal rows. `memory` are
+    the addresses, in order, at which allocations of the sources begin: CUDA copies from no two of them at once."""
     if len(tiles) < 2:
         return tiles
     before, after = tiles[:-1], tiles[1:]
@@ -151,6 +152,8 @@ def joined(tiles: np.ndarray) -> np.ndarray:
     )
     alike = (before[:, [WIDTH, SRC_PITCH, DST_PITCH]] == after[:, [WIDTH, SRC_PITCH, DST_PITCH]]).all(1)
     follows &= (single[:-1] & single[1:]) | (~single[:-1] & ~single[1:] & alike)
+    allocation = np.searchsorted(memory, tiles[:, SRC], "right")
+    follows &= allocation[:-1] == allocation[1:]
     first = np.concatenate([[0], 1 + np.flatnonzero(~follows)])
     result = tiles[first].copy()
     of_rows = single[first]

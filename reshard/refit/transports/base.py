@@ -19,15 +19,15 @@ class Outgoing(NamedTuple):
 
     `table` has the source's end filled in, `rounds` the engine's round (`addresses.staged_rounds_of`). For
     blocks of fp8, `destinations` says where each goes (`addresses.Pieces`), and `places` describes the
-    local tensors there (`fp8_blocks.packed.places_of_requests`). `from_host`: sources are in host memory, while
-    the rank computes on a GPU.
+    local tensors there (`fp8_blocks.packed.places_of_requests`). `host_memory` are the addresses, in order, at
+    which the host's memory begins where sources are in it while the rank computes on a GPU; no copy crosses one.
     """
 
     table: np.ndarray
     rounds: np.ndarray
     destinations: np.ndarray
     places: np.ndarray
-    from_host: bool = False
+    host_memory: np.ndarray = np.empty(0, np.int64)
 
     def of(self, number: int) -> "Outgoing":
         """Return the copies of one of the engine's rounds."""

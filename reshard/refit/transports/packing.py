@@ -55,7 +55,7 @@ class PackedPair:
 
     def __init__(self, flow: Outgoing | Incoming, end: int, limit: int) -> None:
         self.end, self.places = end, flow.places
-        self.from_host = isinstance(flow, Outgoing) and flow.from_host
+        self.host_memory = flow.host_memory if isinstance(flow, Outgoing) else np.empty(0, np.int64)
         self.far, self.far_pitch = (DST, DST_PITCH) if end == SRC else (SRC, SRC_PITCH)
         blockwise = BLOCKWISE[flow.table[:, CODEC]]
         self.tiles, self.packed_width = _tiles(flow.table[~blockwise], end)
@@ -136,8 +136,10 @@ class PackedRound(NamedTuple):
         """Return that of pairs whose buffers are at these addresses."""
         tables = [empty_table(), *(pair.copies(index, start) for pair, start in pairs)]
         blocks = [table for pair, start in pairs for table in pair.blocks(index, start, device)]
-        from_host = any(pair.from_host for pair, _ in pairs)
-        copies = CopyTable(np.concatenate(tables), device, aside=aside, from_host=from_host)
+        host_memory = np.unique(
+            np.concatenate([*(pair.host_memory for pair, _ in pairs), np.empty(0, np.int64)])
+        )
+        copies = CopyTable(np.concatenate(tables), device, aside=aside, host_memory=host_memory)
         return PackedRound(copies, blocks)
 
     def move(self, far: int, delta: int) -> None:
