@@ -1,6 +1,8 @@
 """Offload: a trainer that was moved to host memory and back is the same to the last bit, trains on
 alike, and refits from where it is."""
 
+import mmap
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 
 from reshard import hf_to_mcore
-from reshard.device.staging import BLOCK_BYTES, HostMemory
+from reshard.device.staging import BLOCK_BYTES, HostMemory, anonymous_memory
 from tests.checkpoints import make
 from tests.ranks import run_on_ranks
 from tests.test_logits import flags_at
@@ -76,6 +78,20 @@ def test_host_memory_of_what_is_needed_whole_fills_the_rest_of_a_piece():
     memory.release()
     [again] = memory.allocate_parts(1)
     assert any(again.data_ptr() == piece.data_ptr() for piece in kept), "used again"
+
+
+def test_a_forked_process_gets_no_copy_of_what_is_pinned():
+    plain = mmap.mmap(-1, 1 << 21, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    addresses = [
+        torch.frombuffer(one, dtype=torch.uint8).data_ptr() for one in (anonymous_memory(1 << 21), plain)
+    ]
+    left_out, span = set(), range(0)
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            span = range(*(int(end, 16) for end in line.split()[0].split("-")))
+        elif line.startswith("VmFlags:") and "dc" in line.split():
+            left_out |= {address for address in addresses if address in span}
+    assert left_out == {addresses[0]}, "and the control is copied"
 
 
 def test_what_cannot_be_moved_is_refused_in_a_sentence(trained):

@@ -1,7 +1,9 @@
 """Copies between live tensors and numpy arrays: in place on a CPU, through pinned buffers on a GPU."""
 
 import mmap
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
@@ -223,15 +225,31 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def anonymous_memory(size: int) -> mmap.mmap:
+    """Return memory of this many bytes that processes forked from this one do not have."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Large pages are pinned and found sooner; without them, in a container say, small ones do. Of pages that are
+    # pinned Linux would give a forked process copies at once: as much memory again, while the fork waits.
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            with suppress(OSError):
+                memory.madvise(getattr(mmap, advice))
+    return memory
+
+
+_pinned: "weakref.WeakSet[_Pinned]" = weakref.WeakSet()
+_parents: list[
+    "_Pinned"
+] = []  # of a forked process: there is other memory in its place, which is not to be unmapped
+os.register_at_fork(after_in_child=lambda: _parents.extend(_pinned))
+
+
 class _Pinned:
     """Anonymous memory that is pinned for as long as it lives."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.memory = size, mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            # Large pages are pinned and found sooner; without them, in a container say, small ones do.
-            with suppress(OSError):
-                self.memory.madvise(mmap.MADV_HUGEPAGE)
+        self.size, self.memory = size, anonymous_memory(size)
+        _pinned.add(self)
         self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
         self.__array_interface__ = {"data": (self.address, False), "shape": (size,), "typestr": "|u1", "version": 3}  # fmt: skip
         self.cudart = torch.cuda.cudart()
