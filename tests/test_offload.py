@@ -82,9 +82,8 @@ def test_host_memory_of_what_is_needed_whole_fills_the_rest_of_a_piece():
 
 def test_a_forked_process_gets_no_copy_of_what_is_pinned():
     plain = mmap.mmap(-1, 1 << 21, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    addresses = [
-        torch.frombuffer(one, dtype=torch.uint8).data_ptr() for one in (anonymous_memory(1 << 21), plain)
-    ]
+    memory = anonymous_memory(1 << 21), plain
+    addresses = [torch.frombuffer(one, dtype=torch.uint8).data_ptr() for one in memory]
     left_out, span = set(), range(0)
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
