@@ -91,6 +91,23 @@ def exported(base: int) -> str:
     return ctypes.string_at(handle.getPtr(), HANDLE_BYTES).hex()
 
 
+# torch's pools for tables, by device.
+_pools: dict[torch.device, Any] = {}
+
+
+def on_device(table: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy a table to a device, on a GPU into segments of its own: torch gives a segment back to the driver only
+    when nothing lies in it, and would put a table into what is left behind a trainer's parameters, which then
+    could not be offloaded."""
+    source = torch.from_numpy(table)
+    if device.type != "cuda" or not hasattr(torch.cuda, "MemPool"):
+        return source.to(device)
+    if device not in _pools:
+        _pools[device] = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(_pools[device], device):
+        return source.to(device)
+
+
 def cuda_memory(size: int, device: torch.device) -> int:
     """Return the address of `size` bytes straight from the driver, which other processes may map
     whatever torch's allocator is set to."""

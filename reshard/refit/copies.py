@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from reshard.comm.client import LOOK_SECONDS
-from reshard.device.cuda import copy_rows
+from reshard.device.cuda import copy_rows, on_device
 from reshard.refit.codecs import CODECS, PLAIN, bytes_in_source
 from reshard.refit.tables import (
     CODEC,
@@ -78,8 +78,8 @@ class CopyTable:
         group, codec = tiles[chosen, :CODEC].copy(), int(tiles[chosen, CODEC][0])
         group[:, [WIDTH, DST_PITCH]] //= unit
         group[:, SRC_PITCH] //= bytes_in_source(unit, codec)
-        self.groups.append((codec, unit, torch.from_numpy(group).to(self.device)))
-        self.owners.append(torch.from_numpy(owners[chosen].astype(np.int32)).to(self.device))
+        self.groups.append((codec, unit, on_device(group, self.device)))
+        self.owners.append(on_device(owners[chosen].astype(np.int32), self.device))
 
     def compile(self, aside: bool) -> None:
         """Compile now what `run` launches."""

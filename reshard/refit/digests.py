@@ -9,6 +9,7 @@ which. The sum is taken modulo 2**64. Bits are compared, so NaNs count like any 
 import numpy as np
 import torch
 
+from reshard.device.cuda import on_device
 from reshard.refit.codecs import CODECS, PLAIN, SOURCE_SIZES
 from reshard.refit.copies import host_bytes
 from reshard.refit.tables import (
@@ -57,7 +58,7 @@ class Digests:
 
             word, unit, codec = kind
             compile_digest(word, unit, device, codec)
-            self.tiles.append((kind, torch.from_numpy(tiles).to(device)))
+            self.tiles.append((kind, on_device(tiles, device)))
 
     def begin(self) -> None:
         """Take the digests; on a GPU, enqueue it on the current stream."""

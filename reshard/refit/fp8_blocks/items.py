@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from reshard.core.dtypes import DTYPES
+from reshard.device.cuda import on_device
 from reshard.engines.base import Engine
 from reshard.quantization.fp8_blocks import BLOCK, encode
 from reshard.refit.addresses import region_addresses
@@ -205,7 +206,7 @@ class BlockTable:
         self.fragments: torch.Tensor | np.ndarray = fragments.copy()
         self.owners: torch.Tensor | np.ndarray = blocks.owners
         self.tensors = blocks.tensors[order]
-        self.spans = torch.from_numpy(spans).to(device) if spans is not None else None
+        self.spans = on_device(spans, device) if spans is not None else None
         self.differing: torch.Tensor | np.ndarray | None = (
             None  # a mask of the items, of a check that was begun
         )
@@ -213,9 +214,9 @@ class BlockTable:
             return
         from reshard.refit.kernels import compile_quantize
 
-        self.items = torch.from_numpy(items).to(device)
-        self.fragments = torch.from_numpy(fragments).to(device)
-        self.owners = torch.from_numpy(blocks.owners.astype(np.int32)).to(device)
+        self.items = on_device(items, device)
+        self.fragments = on_device(fragments, device)
+        self.owners = on_device(blocks.owners.astype(np.int32), device)
         compile_quantize(self.rounding, self.aligned, device, self.blocks, self.size)
 
     def shift(self, deltas: np.ndarray) -> None:
