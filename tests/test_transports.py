@@ -20,6 +20,7 @@ from reshard.refit.routes import BACKENDS, Pair, Peer
 from reshard.refit.tables import TILE_BYTES
 from reshard.refit.transports import TRANSPORTS, agent, slots, transport_for
 from reshard.refit.transports.agent import Agent, AgentHandle
+from reshard.refit.transports.bucket_memory import BucketMemory
 from reshard.refit.transports.slots import SlotTransport
 from reshard.trainers.base import Trainer
 from tests.ranks import caught, free_port
@@ -249,6 +250,32 @@ def test_tables_follow_slabs_that_lie_elsewhere_in_each_refit(monkeypatch):
     for one, other in zip(*map(next, (sent, served)), strict=True):
         assert torch.equal(one, other)
     assert [len(set(starts)) for side in (sent, served) for starts in side] == [3, 3] and len(made) == 2
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_buckets_of_a_refit_that_failed_are_left_to_it_by_a_close(fails, monkeypatch):
+    """The driver would wait for a kernel that waits for a dead partner, or give it no more memory."""
+    address, calls = f"127.0.0.1:{free_port()}", []
+    for name in ("abandon", "free"):
+        monkeypatch.setattr(BucketMemory, name, lambda self, name=name: calls.append(name))
+
+    def refuse():
+        raise ReshardError("a layer is broken")
+
+    def member(rank: int):
+        members = RefitGroup.join(address, rank, 2, timeout=60)
+        source, destination = (OneShard(0, 32), None) if not rank else (None, OneTensor())
+        link = connect(members, source, destination, backend="nccl", keep_mapped=True)
+        if fails and destination is not None:
+            monkeypatch.setattr(destination, "update_derived", refuse)
+        said = caught(link.refit) if fails else link.refit()
+        link.close()
+        return said
+
+    with ThreadPoolExecutor(2) as pool:
+        said = [*pool.map(member, range(2))]
+    assert fails == all("a layer is broken" in str(one) for one in said), said
+    assert sorted(calls) == (["abandon"] * 2 if fails else []) + ["free"] * 2
 
 
 @pytest.mark.parametrize("backend", ["staged", "nixl"])

@@ -7,7 +7,6 @@ SGLang's schedulers load reshard's plugin by themselves.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -21,6 +20,7 @@ with importing_beside("slime", "ray", "slime", "torch"):
     from slime.backends.megatron_utils.update_weight.common import named_params_and_buffers
     from slime.utils.distributed_utils import get_gloo_group
 
+from reshard.comm.background import in_background
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.engines.sglang.calls import call_and_join, connect_request, refit_request
@@ -168,15 +168,14 @@ class RefitWeights:
         """Call a method of each engine on the first rank; the calls go on while it does its part."""
         if dist.get_rank() != 0:
             return Calls({})
-        callers = ThreadPoolExecutor(len(arguments), "reshard-sglang")
-        calls = {
-            f"the rollout's engine {index}": callers.submit(
-                call_and_join, partial(_answer, engine, method), given
-            )
-            for index, (engine, given) in enumerate(zip(self.rollout_engines, arguments, strict=True))
-        }
-        callers.shutdown(wait=False)
-        return Calls(calls)
+        return Calls(
+            {
+                f"the rollout's engine {index}": in_background(
+                    partial(call_and_join, partial(_answer, engine, method), given)
+                )
+                for index, (engine, given) in enumerate(zip(self.rollout_engines, arguments, strict=True))
+            }
+        )
 
     def _ask(self, method: str) -> None:
         """Call a method of each engine on the first rank, and wait for them."""

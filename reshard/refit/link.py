@@ -402,6 +402,8 @@ class Link:
         """Unmap the peers' memory, and free what was staged. vLLM gets the slots of an adapter back, which it
         serves until it needs them for others."""
         for transport in self.transports:
+            if self.broken:
+                transport.abandon()
             transport.close()
         if self.receiver is not None:
             self.receiver.close()

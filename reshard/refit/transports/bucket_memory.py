@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 _registered: "weakref.WeakSet[BucketMemory]" = weakref.WeakSet()
-_abandoned: list["BucketMemory"] = []  # on which a kernel may wait for ever for a dead partner
+# Communicators, pools and buffers, on which a kernel may wait for ever for a dead partner.
+_abandoned: list[tuple[Any, Any, list[torch.Tensor]]] = []
 
 
 class BucketMemory:
@@ -62,12 +63,12 @@ class BucketMemory:
     def abandon(self) -> None:
         """Leave the memory to an exchange that has failed, and may go on."""
         if self.pool is not None:
-            _abandoned.append(self)
+            _abandoned.append((self.communicator, self.pool, self.buffers))
+        self.buffers, self.pool = [], None
 
 
 @atexit.register
 def _free_registered() -> None:
     """Free what is NCCL's while Python, and with it the driver, is still there."""
     for memory in [*_registered]:
-        if memory not in _abandoned:
-            memory.free()
+        memory.free()

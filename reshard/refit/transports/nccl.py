@@ -168,8 +168,7 @@ class Nccl(Transport):
 
     def _meet(self, fresh: bool) -> None:
         if self.limit and self.group.rank in self.ranks:
-            if self.memory is not None:
-                self.memory.abandon()
+            self.abandon()
             self.communicator, self.store = communicator_of(self.group, self.ranks, self.device, fresh)
             kept = self.context.keep_mapped
             self.memory = BucketMemory(self.communicator, len(self.ranks), self.device, kept)
@@ -359,6 +358,11 @@ class Nccl(Transport):
                     table = self.receives_by_round[UNSTAGED][rank].copies(index, 0)
                     self.served[rank, index] = ServedBucket(table, self.device)
                 self.served[rank, index].write(*words)
+
+    def abandon(self) -> None:
+        """See `Transport.abandon`."""
+        if self.memory is not None:
+            self.memory.abandon()
 
     def free(self) -> None:
         """Give back the memory of buckets, where it stays from refit to refit."""
