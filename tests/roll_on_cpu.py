@@ -326,6 +326,7 @@ def wrong_options() -> list[str]:
         ("RESHARD_TIMEOUT", "soon"),
         ("RESHARD_BACKEND", "ring"),
         ("RESHARD_DELTA", "yes"),
+        ("RESHARD_KEEP_MAPPED", "yes"),
     ):
         os.environ[name] = value
         results.append(caught(ours.options))

@@ -167,6 +167,7 @@ def live(plugin: str, hf: str, other: str, *options: str) -> dict:
         ours, version = served(trainer), trainer._reshard_connection.link.version
         outcome["syncs"].append({"ours": ours, "version": version, "theirs": theirs(trainer), "loaded": loaded(trainer, path)})  # fmt: skip
     link = trainer._reshard_connection.link
+    outcome["keeps mappings"] = link.describe()["keep_mapped"]
     link._verify = broken
     trainer._step = 2
     outcome["failed"] = caught(trainer._move_model_to_vllm)

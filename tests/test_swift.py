@@ -22,7 +22,7 @@ PACKAGES = [
     "json-repair", "modelscope", "modelscope-hub", "multiprocess", "nvdlfw-inspect", "onnx", "onnx-ir", "onnxscript", "pandas", "peft<0.22",
     "pyarrow", "python-dateutil", "simplejson", "trl<1",
 ]  # fmt: skip
-PLUGIN = "from reshard.integrations import swift\n\nswift.use(verify=True, timeout=300)\n"
+PLUGIN = "from reshard.integrations import swift\n\nswift.use(verify=True, timeout=300, keep_mapped=True)\n"
 LAYOUTS = {
     "served-qwen3": ["--pipeline_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2"],
     "served-qwen3-moe-whole": ["--expert_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2"],
@@ -109,7 +109,7 @@ def test_ms_swifts_entry_makes_our_trainer_after_the_plugin(ranks):
     for outcome in ranks:
         assert outcome["before"] == "swift.megatron.trainers.grpo_trainer.MegatronGRPOTrainer"
         assert outcome["made"] == "reshard.integrations.swift.ReshardGRPOTrainer"
-        assert outcome["options"] == [True, 300]
+        assert outcome["options"] == [True, 300] and outcome["keeps mappings"]
 
 
 def test_it_is_called_as_ms_swifts_is(ranks):

@@ -26,13 +26,15 @@ class SyncOptions(NamedTuple):
     """Options of a weight sync.
 
     With `verify` digests of both sides are compared after each refit. `timeout` is how many seconds
-    members wait for one another; `backend` and `delta` are those of `reshard.refit.connect`.
+    members wait for one another; `backend`, `delta` and `keep_mapped` are those of
+    `reshard.refit.connect`.
     """
 
     verify: bool = False
     timeout: float = TIMEOUT
     backend: str = "auto"
     delta: bool | str = False
+    keep_mapped: bool = False
 
     def check(self, name: Callable[[str], str]) -> "SyncOptions":
         """Return these options. Raises ReshardError for a wrong value, with the option's full
@@ -41,32 +43,37 @@ class SyncOptions(NamedTuple):
         check_seconds(self.timeout, name("timeout"))
         check_backend(self.backend, name("backend"))
         check_delta(self.delta, name("delta"))
+        check_switch(self.keep_mapped, name("keep_mapped"))
         return self._replace(timeout=float(self.timeout))
 
     @staticmethod
     def of_environment(where: str) -> "SyncOptions":
         """Return the options in the environment variables ``RESHARD_VERIFY``, ``RESHARD_TIMEOUT``,
-        ``RESHARD_BACKEND`` and ``RESHARD_DELTA``; `where` says where a user sets them.
+        ``RESHARD_BACKEND``, ``RESHARD_DELTA`` and ``RESHARD_KEEP_MAPPED``; `where` says where a user
+        sets them.
 
         Raises ReshardError for others than 0 or 1, seconds, backends, and 0, 1 or auto.
         """
-        verify, timeout, delta = (
-            os.environ.get("RESHARD_VERIFY", "0"),
-            os.environ.get("RESHARD_TIMEOUT", str(TIMEOUT)),
-            os.environ.get("RESHARD_DELTA", "0"),
-        )
-        if verify not in SWITCHES:
-            raise ReshardError(f"RESHARD_VERIFY is {verify!r}: set it to 0 or 1 in {where}")
+
+        def switch(name: str) -> bool:
+            value = os.environ.get(name, "0")
+            if value not in SWITCHES:
+                raise ReshardError(f"{name} is {value!r}: set it to 0 or 1 in {where}")
+            return SWITCHES[value]
+
+        delta = os.environ.get("RESHARD_DELTA", "0")
         if delta not in (*SWITCHES, AUTO):
             raise ReshardError(f"RESHARD_DELTA is {delta!r}: set it to 0, 1 or auto in {where}")
-        try:
-            seconds: Any = float(timeout)
-        except ValueError:
-            seconds = timeout  # which is refused below
-        backend = renamed_variable("RESHARD_EXECUTOR", "RESHARD_BACKEND", "auto")
-        return SyncOptions(SWITCHES[verify], seconds, backend, SWITCHES.get(delta, delta)).check(
-            lambda name: f"RESHARD_{name.upper()} in {where}"
-        )
+        timeout: Any = os.environ.get("RESHARD_TIMEOUT", str(TIMEOUT))
+        with suppress(ValueError):  # what is no number is refused below
+            timeout = float(timeout)
+        return SyncOptions(
+            switch("RESHARD_VERIFY"),
+            timeout,
+            renamed_variable("RESHARD_EXECUTOR", "RESHARD_BACKEND", "auto"),
+            SWITCHES.get(delta, delta),
+            switch("RESHARD_KEEP_MAPPED"),
+        ).check(lambda name: f"RESHARD_{name.upper()} in {where}")
 
 
 class Connection:
@@ -98,9 +105,8 @@ class Connection:
 
         def part() -> Link | AdapterLink:
             options = self.options
-            return connect(
-                members, source, destination, backend=options.backend, adapter=adapter, delta=options.delta
-            )
+            return connect(members, source, destination, backend=options.backend, adapter=adapter,
+                           delta=options.delta, keep_mapped=options.keep_mapped)  # fmt: skip
 
         self.link = part() if calls is None else calls.alongside(members, part)
 

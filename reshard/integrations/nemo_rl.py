@@ -45,23 +45,18 @@ class ReshardCheckpointEngine(CheckpointEngine):
     """The meeting and refits of a policy and rollouts on other GPUs; no tensor passes through it.
     Made in every rank of the policy and in every worker of vLLM.
 
-    `verify`, `timeout`, `backend` and `delta` are those of `reshard.integrations.connection.SyncOptions`.
-    All members meet at the first sync, and anew after one that failed, or with
-    `release_after_refit`.
+    The `options` are those of `reshard.integrations.connection.SyncOptions`. All members meet at the
+    first sync, and anew after one that failed, or with `release_after_refit`.
     """
 
     @accepts_renamed_options
     def __init__(
         self,
         bucket_size: int = 0,
-        verify: bool = False,
-        timeout: float = TIMEOUT,
-        backend: str = "auto",
         release_after_refit: bool = False,
-        delta: bool | str = False,
-        **others: Any,
+        **options: Any,
     ) -> None:
-        self.connection = Connection(checked_options(verify, timeout, backend, others, delta))
+        self.connection = Connection(checked_options(options))
         self.rank, self.size, self.secret = 0, 0, ""
         # A group of all members that lasts as long as they live, by which each hears of another's
         # death: NeMo-RL tells them nothing.
@@ -217,9 +212,10 @@ class ColocatedSynchronizer(WeightSynchronizer):
         timeout: float = TIMEOUT,
         backend: str = "auto",
         delta: bool | str = False,
+        keep_mapped: bool = False,
     ) -> None:
         self._policy, self._generation = policy, generation
-        self._options = SyncOptions(verify, timeout, backend, delta)
+        self._options = SyncOptions(verify, timeout, backend, delta, keep_mapped)
         self._stale, self._connects = True, True
         self._address, self._secret = "", ""  # where all have met last, and with which secret
 
@@ -365,18 +361,16 @@ def not_covered(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def checked_options(
-    verify: Any, timeout: Any, backend: Any, others: Mapping[str, Any], delta: Any = False
-) -> SyncOptions:
-    """Return the options of ``policy.generation.refit_cfg``. Raises ReshardError for wrong ones,
-    and for `others`."""
+def checked_options(given: Mapping[str, Any]) -> SyncOptions:
+    """Return the options `given` in ``policy.generation.refit_cfg``. Raises ReshardError for wrong
+    ones, and for others."""
     where = f"policy.generation.refit_cfg[{BACKEND!r}]"
-    unknown = set(others) - {"update_weights_bucket_memory_ratio", "release_after_refit"}
+    ours = {name: value for name, value in given.items() if name in SyncOptions._fields}
+    unknown = given.keys() - ours.keys() - {"update_weights_bucket_memory_ratio", "release_after_refit"}
     if unknown:
-        raise ReshardError(
-            f"{where} has {sorted(unknown)}: it takes verify, timeout, backend, delta and release_after_refit"
-        )
-    return SyncOptions(verify, timeout, backend, delta).check(lambda name: f"{name} of {where}")
+        known = ", ".join([*SyncOptions._fields, "release_after_refit"])
+        raise ReshardError(f"{where} has {sorted(unknown)}: it takes {known}")
+    return SyncOptions(**ours).check(lambda name: f"{name} of {where}")
 
 
 def with_refits(setup: Callable[..., Any]) -> Callable[..., Any]:
@@ -403,10 +397,7 @@ def with_refits(setup: Callable[..., Any]) -> Callable[..., Any]:
         why = not_covered(policy_config)
         if why:
             raise ReshardError(f"{why}, which reshard does not refit: run NeMo-RL's own script")
-        others = renamed_options((generation.get("refit_cfg") or {}).get(BACKEND) or {})
-        verify, timeout = others.pop("verify", False), others.pop("timeout", TIMEOUT)
-        backend, delta = others.pop("backend", "auto"), others.pop("delta", False)
-        options = checked_options(verify, timeout, backend, others, delta)
+        options = checked_options(renamed_options((generation.get("refit_cfg") or {}).get(BACKEND) or {}))
         engine = generation.setdefault("vllm_kwargs", {})
         if engine.setdefault("worker_cls", WORKER) != WORKER:
             raise ReshardError(

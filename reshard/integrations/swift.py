@@ -40,15 +40,17 @@ log = logging.getLogger("reshard.swift")
 
 
 @accepts_renamed_options
-def use(verify: bool = False, timeout: float = TIMEOUT, backend: str = "auto") -> None:
+def use(
+    verify: bool = False, timeout: float = TIMEOUT, backend: str = "auto", keep_mapped: bool = False
+) -> None:
     """Let ms-swift's entry make the trainer of GRPO that refits; called in a file that
     ``--external_plugins`` names.
 
     The arguments are those of `reshard.integrations.connection.SyncOptions`. The last call's count.
     Raises ReshardError for wrong ones.
     """
-    options = SyncOptions(verify, timeout, backend).check(lambda name: f"{name} of swift.use")
-    ReshardGRPOTrainer.reshard_options = options
+    options = SyncOptions(verify, timeout, backend, keep_mapped=keep_mapped)
+    ReshardGRPOTrainer.reshard_options = options.check(lambda name: f"{name} of swift.use")
     trainers.MegatronGRPOTrainer = ReshardGRPOTrainer
 
 

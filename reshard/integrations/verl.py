@@ -131,7 +131,7 @@ def options_of(config: Any) -> SyncOptions:
     unknown = sorted(options.keys() - set(SyncOptions._fields))
     if unknown:
         raise ReshardError(
-            f"checkpoint_engine.engine_kwargs.{BACKEND} has {unknown}: it takes verify, timeout, backend and delta"
+            f"checkpoint_engine.engine_kwargs.{BACKEND} has {unknown}: it takes {', '.join(SyncOptions._fields)}"
         )
     return _checked(SyncOptions(**options))
 
@@ -155,8 +155,9 @@ class ReshardCheckpointEngine(CheckpointEngine):
         timeout: float = TIMEOUT,
         backend: str = "auto",
         delta: bool | str = False,
+        keep_mapped: bool = False,
     ) -> None:
-        self.connection = Connection(_checked(SyncOptions(verify, timeout, backend, delta)))
+        self.connection = Connection(_checked(SyncOptions(verify, timeout, backend, delta, keep_mapped)))
         self.member = f"{socket.gethostname()} {id(self)} {ray.get_runtime_context().get_worker_id()}"
         self.topology: dict[str, Any] = {}  # the last arguments of `init_process_group`
         self.is_new = True
