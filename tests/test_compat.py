@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from reshard import ReshardError
+from reshard.engines.sglang import guard as sglang_guard
 from reshard.engines.vllm import compat
 from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.worker import RefitExtension
@@ -179,6 +180,17 @@ def test_weights_that_vllm_gives_back_or_sets_to_zero_are_not_served_until_a_ref
     assert guard.asleep and guard.version is None
 
 
+@pytest.mark.parametrize("success", [True, False])
+def test_weights_that_sglang_loads_from_a_disk_are_of_no_version_also_where_that_fails(success):
+    """It then loads what it was started with."""
+    model = torch.nn.Linear(1, 1)
+    updater = EngineConfig(tp_worker=EngineConfig(model_runner=EngineConfig(model=model)))
+    guard = sglang_guard.guard_of(model, "auto")
+    guard.version = 3
+    sglang_guard.follow_load(lambda _: EngineConfig(success=success), updater)
+    assert guard.version is None and guard.writes and guard.ready
+
+
 @pytest.mark.parametrize("theirs", [True, False])
 def test_weights_that_vllm_takes_from_others_are_of_no_version_and_counted(theirs):
     class PlainWorker:
@@ -187,10 +199,12 @@ def test_weights_that_vllm_takes_from_others_are_of_no_version_and_counted(their
             self.weight_transfer_engine = EngineConfig(**{} if theirs else {"attach_reshard_worker": print})
 
         def update_weights(self, update_info):
-            pass
+            if "names" not in update_info:
+                raise RuntimeError("half of them were written")
 
         def reload_weights(self, weights_iterator=None):
-            pass
+            if not weights_iterator:
+                raise RuntimeError("half of them were loaded")
 
     worker, module = PlainWorker(), torch.nn.Linear(1, 1)
     guard = guard_of(
@@ -201,8 +215,13 @@ def test_weights_that_vllm_takes_from_others_are_of_no_version_and_counted(their
     )
     guard.watch(module, worker, None)
     guard.version = 3
-    worker.update_weights({})
+    worker.update_weights({"names": []})
     assert (guard.version, guard.writes) == ((None, 1) if theirs else (3, 0)) and guard.ready
     guard.version = 4
     worker.reload_weights(weights_iterator=[("weight", torch.ones(1))])
     assert guard.version is None and guard.writes == 1 + theirs and guard.ready
+    for fails in (worker.reload_weights, *[lambda: worker.update_weights({})] * theirs):
+        guard.version, before = 5, guard.writes
+        with pytest.raises(RuntimeError, match="half of them"):
+            fails()
+        assert guard.version is None and guard.writes > before

@@ -64,6 +64,9 @@ def follow_release(release: Callable[..., Any], updater: Any, *args: Any, **kwar
 
 def follow_load(load: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
     """Load all weights from a disk, and serve again."""
+    guard = _guards.get(compat.model_of(updater))
+    if guard is not None:
+        guard.altered()  # also by a load that fails: SGLang then loads what it started with
     result = load(updater, *args, **kwargs)
     guard = _guards.get(compat.model_of(updater))
     if guard is not None and result.success:

@@ -3,7 +3,7 @@ weights itself."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -43,13 +43,14 @@ class VllmGuard(Guard):
         for name, after in (
             ("sleep", self._slept),
             ("wake_up", self._woken),
-            ("reload_weights", self._reloaded),
             ("discard", self._discarded),
             ("reset_weights", self._zeroed),
-            ("update_weights", partial(self._updated, worker)),
         ):
             if hasattr(worker, name):
                 setattr(worker, name, call_after(with_plain_weights(getattr(worker, name)), after))
+        for name, around in (("reload_weights", self._reloading), ("update_weights", self._updating)):
+            if hasattr(worker, name):
+                setattr(worker, name, around(with_plain_weights(getattr(worker, name)), worker))
 
     def _checked(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def checked(*args: Any, **kwargs: Any) -> Any:
@@ -95,18 +96,30 @@ class VllmGuard(Guard):
         weights."""
         self.lose("zeros since its weights were reset")
 
-    def _reloaded(self, *args: Any, **kwargs: Any) -> None:
-        """After ``reload_weights``: vLLM has loaded all weights from the disk, unless it was given
-        some."""
-        if not args and not kwargs.get("weights_iterator"):
-            self.loaded()
-        else:
-            self.altered()
+    def _reloading(self, reload: Callable[..., Any], _: Any) -> Callable[..., Any]:
+        """Follow ``reload_weights``, by which vLLM loads all weights from the disk, unless it is given some; one that
+        fails may have written some."""
 
-    def _updated(self, worker: Any, *_: Any, **__: Any) -> None:
-        """After ``update_weights``, by which vLLM takes weights from a trainer: through us, or through others."""
-        if not hasattr(worker.weight_transfer_engine, "attach_reshard_worker"):
+        @wraps(reload)
+        def reloaded(*args: Any, **kwargs: Any) -> Any:
             self.altered()
+            result = reload(*args, **kwargs)
+            if not args and not kwargs.get("weights_iterator"):
+                self.loaded()
+            return result
+
+        return reloaded
+
+    def _updating(self, update: Callable[..., Any], worker: Any) -> Callable[..., Any]:
+        """Follow ``update_weights``, by which vLLM takes weights from a trainer: through us, or through others."""
+
+        @wraps(update)
+        def updated(*args: Any, **kwargs: Any) -> Any:
+            if not hasattr(worker.weight_transfer_engine, "attach_reshard_worker"):
+                self.altered()
+            return update(*args, **kwargs)
+
+        return updated
 
 
 _guards: WeakKeyDictionary[torch.nn.Module, VllmGuard] = WeakKeyDictionary()
