@@ -50,6 +50,7 @@ class SentBuckets:
         self._stored: dict[int, torch.cuda.Event] = {}
         # Of each bucket that was compared: its words, and how many of each chunk changed.
         self._comparisons: list[tuple[int, torch.Tensor]] = []
+        self._measured: Measured | None = None  # by these, once somebody has asked
 
     def arrange(self, pairs: Mapping[int, PackedPair]) -> None:
         """Take what goes out, by inference rank."""
@@ -69,7 +70,7 @@ class SentBuckets:
 
     def begin(self) -> None:
         """Begin to measure anew; `whole` is False until `end`."""
-        self._comparisons, self._were_whole, self.whole = [], self.whole, False
+        self._comparisons, self._measured, self._were_whole, self.whole = [], None, self.whole, False
         self._fetched, self._stored = {}, {}
 
     def end(self) -> None:
@@ -81,12 +82,20 @@ class SentBuckets:
     @property
     def measured(self) -> Measured:
         """The changes that comparisons have found since `begin`; waits for the device."""
-        measured = Measured()
-        for words, counts in self._comparisons:
-            sizes = ChunkSizes.of(words, counts.cpu().numpy())
-            changed, size = int(sizes.changed.sum()), header_bytes(WORD * words) + sizes.total
-            measured = measured.plus(Measured(changed, words, size, WORD * words))
-        return measured
+        if self._measured is None and self._comparisons:
+            counts = torch.cat([counts for _, counts in self._comparisons]).cpu().numpy()
+            self._measured, start = Measured(), 0
+            for words, _ in self._comparisons:
+                sizes = ChunkSizes.of(words, counts[start : start + chunks_of(words)])
+                start += len(sizes.forms)
+                found = (
+                    int(sizes.changed.sum()),
+                    words,
+                    header_bytes(WORD * words) + sizes.total,
+                    WORD * words,
+                )
+                self._measured = self._measured.plus(Measured(*found))
+        return self._measured or Measured()
 
     def keep(self, index: int, segments: Mapping[int, torch.Tensor]) -> None:
         """Keep what is sent whole, and measure what changed, where that can be told; on a GPU, enqueue it."""
@@ -128,6 +137,7 @@ class SentBuckets:
         compared = Comparison.of(before.view(torch.int16), segment.view(torch.int16))
         counts = compared.changed
         self._comparisons.append((len(compared.words), counts))
+        self._measured = None
         return compared, counts
 
     def _kept(self, key: tuple[int, int]) -> torch.Tensor:
