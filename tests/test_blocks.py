@@ -328,7 +328,7 @@ def test_the_kernel_makes_what_the_host_makes():
 
 
 def interpret() -> None:
-    from reshard.refit.kernels import compare_items, quantize_items
+    from reshard.refit.fp8_blocks.kernels import compare_items, quantize_items
 
     # The interpreter does not round fp8 as GPUs do: these are numbers that become codes without.
     rng = np.random.default_rng(0)
@@ -381,7 +381,7 @@ def interpret() -> None:
 
 def scales_by_the_kernel(rounding: str) -> list:
     """The scales of any numbers, which are the host's: "stored" by a division, others by a product."""
-    from reshard.refit.kernels import quantize_items
+    from reshard.refit.fp8_blocks.kernels import quantize_items
 
     values = rounded(weights(512, 1024))
     table, into, held = pieces_of(values, [(0, 0, *values.shape)])
@@ -395,7 +395,7 @@ def scales_by_the_kernel(rounding: str) -> list:
 def digests_are_equal(block_items, table: np.ndarray, tables: tuple, how: tuple) -> None:
     """The digests that a check of blocks takes along, by the kernel and the host, against those of the pieces
     by themselves; of a piece that is padding there is none."""
-    from reshard.refit.kernels import compare_items
+    from reshard.refit.fp8_blocks.kernels import compare_items
 
     columns, plain = table[:, WIDTH], table.copy()
     plain[:, CODEC], plain[:, WIDTH] = BEFORE_BLOCKS[table[:, CODEC]], columns * BF16.size

@@ -212,7 +212,7 @@ class BlockTable:
         )
         if device.type == "cpu":
             return
-        from reshard.refit.kernels import compile_quantize
+        from reshard.refit.fp8_blocks.kernels import compile_quantize
 
         self.items = on_device(items, device)
         self.fragments = on_device(fragments, device)
@@ -235,7 +235,7 @@ class BlockTable:
     def run(self) -> None:
         """Make the blocks; on a GPU, enqueue it on the current stream."""
         if isinstance(self.items, torch.Tensor) and isinstance(self.fragments, torch.Tensor):
-            from reshard.refit.kernels import quantize_items
+            from reshard.refit.fp8_blocks.kernels import quantize_items
 
             how = self.rounding, self.aligned, self.blocks, self.size
             quantize_items(self.items, self.fragments, *how)
@@ -246,7 +246,7 @@ class BlockTable:
         """Compare with what `run` would write, and write nothing; on a GPU, enqueue it on the current
         stream. The digests of the pieces in `spans` are added to `sums`."""
         if isinstance(self.items, torch.Tensor) and isinstance(self.fragments, torch.Tensor):
-            from reshard.refit.kernels import compare_items
+            from reshard.refit.fp8_blocks.kernels import compare_items
 
             how = self.rounding, self.aligned, self.blocks, self.size
             self.differing = compare_items(self.items, self.fragments, *how, self.spans, sums)

@@ -70,7 +70,8 @@ def compile_block_kernels(codecs: np.ndarray, encodes: bool, device: torch.devic
     """
     if device.type != "cuda" or not len(codecs):
         return
-    from reshard.refit.kernels import compile_copy, compile_quantize
+    from reshard.refit.fp8_blocks.kernels import compile_quantize
+    from reshard.refit.kernels import compile_copy
 
     if not encodes:
         compile_copy(SCALE, device, 1)

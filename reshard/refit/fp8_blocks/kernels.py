@@ -1,0 +1,228 @@
+"""The Triton kernel that makes fp8 blocks, or compares them with those that an engine serves, from tables of
+items and their fragments (`reshard.refit.tables`)."""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from reshard.quantization import fp8_blocks
+from reshard.quantization.fp8_blocks_triton import encode_block
+from reshard.refit.kernels import POSITION, columns, expected_compilation, mix
+from reshard.refit.tables import ITEM_BLOCKS
+
+# Of the kernel that makes blocks: so that two of its programs run on a multiprocessor. A pull is as fast with
+# one, which waits for the link; a check is slower.
+QUANTIZE = {"num_warps": 8, "maxnreg": 128}
+
+ITEM, CODES, CODES_PITCH, SCALES, ITEM_ROWS, ITEM_COLUMNS, FIRST_FRAGMENT, FRAGMENTS = columns(
+    "ITEM CODES CODES_PITCH SCALES ITEM_ROWS ITEM_COLUMNS FIRST_FRAGMENT FRAGMENTS"
+)
+FRAGMENT, SOURCE, SOURCE_PITCH, TOP, LEFT, FRAGMENT_ROWS, FRAGMENT_COLUMNS, ELEMENT_BYTES = columns(
+    "FRAGMENT SOURCE SOURCE_PITCH TOP LEFT FRAGMENT_ROWS FRAGMENT_COLUMNS ELEMENT_BYTES"
+)
+SPAN, SPAN_PIECE, SPAN_WORD, SPAN_ROW_WORDS, SPAN_ELEMENTS = columns(
+    "SPAN SPAN_PIECE SPAN_WORD SPAN_ROW_WORDS SPAN_ELEMENTS"
+)
+EDGE = tl.constexpr(fp8_blocks.BLOCK)  # elements along an edge of a block with a scale
+
+
+@triton.jit
+def _inside(row, r, c):
+    """Return the mask of the elements at rows `r` and columns `c` of an item that are in a
+    fragment."""
+    top, left = tl.load(row + TOP).to(tl.int32), tl.load(row + LEFT).to(tl.int32)
+    below, right = (
+        top + tl.load(row + FRAGMENT_ROWS).to(tl.int32),
+        left + tl.load(row + FRAGMENT_COLUMNS).to(tl.int32),
+    )
+    return (r >= top) & (r < below) & (c >= left) & (c < right)
+
+
+@triton.jit
+def _read(row, r, c, FROM: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
+    """Return these elements of a fragment as bf16. Where it does not have the `WHOLE` of them, the
+    others are zeros."""
+    src = tl.load(row + SOURCE).to(tl.pointer_type(FROM))
+    top, left = tl.load(row + TOP).to(tl.int32), tl.load(row + LEFT).to(tl.int32)
+    where = src + ((r - top) * tl.load(row + SOURCE_PITCH) + (c - left))
+    if ALIGNED:
+        where = tl.multiple_of(tl.max_contiguous(where, [1, 8]), [1, 16])
+    if WHOLE:
+        value = tl.load(where)  # no mask, which would split it into many small loads
+    else:
+        inside = _inside(row, r, c)
+        if ALIGNED:
+            inside = tl.max_constancy(inside, [1, 16])
+        value = tl.load(where, mask=inside, other=0.0)
+    return value.to(tl.bfloat16)
+
+
+@triton.jit
+def _read_any(row, r, c, SIZE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
+    """Return `_read` for elements of `SIZE` bytes; where that is 0, of this fragment's bytes."""
+    if SIZE == 2:
+        value = _read(row, r, c, tl.bfloat16, ALIGNED, WHOLE)
+    elif SIZE == 4:
+        value = _read(row, r, c, tl.float32, ALIGNED, WHOLE)
+    else:
+        if tl.load(row + ELEMENT_BYTES) == 4:
+            value = _read(row, r, c, tl.float32, ALIGNED, WHOLE)
+        else:
+            value = _read(row, r, c, tl.bfloat16, ALIGNED, WHOLE)
+    return value
+
+
+@triton.jit
+def _gather(fragments, count, block, SIZE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the elements ``[128, 128]`` of an item's block that starts at a column, in bf16, and
+    zeros outside of the item."""
+    r, c = tl.arange(0, EDGE)[:, None], block + tl.arange(0, EDGE)[None, :]
+    top, left = tl.load(fragments + TOP), tl.load(fragments + LEFT)
+    rows, right = tl.load(fragments + FRAGMENT_ROWS), left + tl.load(fragments + FRAGMENT_COLUMNS)
+    if (top == 0) & (rows == EDGE) & (left <= block) & (right >= block + EDGE):
+        value = _read_any(fragments, r, c, SIZE, ALIGNED, True)
+    else:
+        value = _read_any(fragments, r, c, SIZE, ALIGNED, False)
+        for more in range(1, count):
+            row = fragments + more * FRAGMENT
+            value = tl.where(_inside(row, r, c), _read_any(row, r, c, SIZE, ALIGNED, False), value)
+    return value
+
+
+@triton.jit
+def _add_digests(value, fragments, spans, count, block, sums):
+    """Add the digests of the bf16 ``[128, 128]`` of an item's block, by the pieces that its fragments are of."""
+    bits = value.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    even, odd = tl.split(tl.reshape(bits, [EDGE, EDGE // SPAN_ELEMENTS, 2, 2]))
+    low, high = tl.split(even | (odd << 16))
+    words = (low.to(tl.int64) & ((1 << 32) - 1)) | (high.to(tl.int64) << 32)
+    r = tl.arange(0, EDGE)[:, None]
+    c = block + tl.arange(0, EDGE // SPAN_ELEMENTS)[None, :] * SPAN_ELEMENTS
+    for number in range(count):
+        fragment, span = fragments + number * FRAGMENT, spans + number * SPAN
+        piece = tl.load(span + SPAN_PIECE)
+        if piece >= 0:
+            down, along = r - tl.load(fragment + TOP), (c - tl.load(fragment + LEFT)) // SPAN_ELEMENTS
+            position = tl.load(span + SPAN_WORD) + down * tl.load(span + SPAN_ROW_WORDS) + along
+            mixed = tl.where(_inside(fragment, r, c), mix(words, position * POSITION), 0)
+            tl.atomic_add(sums + piece, tl.sum(mixed))
+
+
+@triton.jit
+def _quantize(
+    items,
+    fragments,
+    wrong,
+    spans,
+    sums,
+    POWER: tl.constexpr,
+    TWICE: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ITEM_BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    COMPARE: tl.constexpr,
+    DIGEST: tl.constexpr,
+):
+    item = items + (tl.program_id(0) // ITEM_BLOCKS).to(tl.int64) * ITEM
+    block = (tl.program_id(0) % ITEM_BLOCKS) * EDGE
+    n_rows, n_columns = tl.load(item + ITEM_ROWS).to(tl.int32), tl.load(item + ITEM_COLUMNS).to(tl.int32)
+    if block < n_columns:
+        count, first = tl.load(item + FRAGMENTS).to(tl.int32), tl.load(item + FIRST_FRAGMENT)
+        gathered = _gather(fragments + first * FRAGMENT, count, block, SIZE, ALIGNED)
+        if DIGEST:
+            _add_digests(gathered, fragments + first * FRAGMENT, spans + first * SPAN, count, block, sums)
+        codes, scale = encode_block(gathered.to(tl.float32), POWER and not TWICE, DIVIDE)
+        if TWICE:
+            codes, scale = encode_block(codes.to(tl.float32) * scale, True, False)
+        r, c = tl.arange(0, EDGE)[:, None], block + tl.arange(0, EDGE)[None, :]
+        where = tl.load(item + CODES).to(tl.pointer_type(tl.float8e4nv)) + (
+            r * tl.load(item + CODES_PITCH) + c
+        )
+        if ALIGNED:
+            where = tl.multiple_of(tl.max_contiguous(where, [1, 16]), [1, 16])
+        scale_at = tl.load(item + SCALES).to(tl.pointer_type(tl.float32)) + block // EDGE
+        inside = (r < n_rows) & (c < n_columns)
+        if ALIGNED:
+            inside = tl.max_constancy(inside, [1, 16])
+        whole = (n_rows == EDGE) & (n_columns >= block + EDGE)  # no mask, which would split loads and stores
+        if COMPARE:
+            if whole:
+                served = tl.load(where)
+            else:
+                served = tl.load(where, mask=inside, other=0.0)
+            unlike = served.to(tl.uint8, bitcast=True) != codes.to(tl.uint8, bitcast=True)
+            differing = tl.sum((unlike & inside).to(tl.int32))
+            differing += (
+                tl.load(scale_at).to(tl.int32, bitcast=True) != scale.to(tl.int32, bitcast=True)
+            ).to(tl.int32)
+            if differing > 0:
+                tl.atomic_add(wrong + tl.program_id(0) // ITEM_BLOCKS, differing)
+        else:
+            if whole:
+                tl.store(where, codes)
+            else:
+                tl.store(where, codes, mask=inside)
+            tl.store(scale_at, scale)
+
+
+def _scaling(rounding: str) -> tuple[bool, bool, bool]:
+    """Return POWER, TWICE and DIVIDE of `_quantize`."""
+    return rounding in ("ue8m0", "twice"), rounding == "twice", rounding == "stored"
+
+
+def quantize_items(
+    items: torch.Tensor,
+    fragments: torch.Tensor,
+    rounding: str,
+    aligned: bool,
+    blocks: int = ITEM_BLOCKS,
+    size: int = 2,
+) -> None:
+    """Gather the blocks of a table of items, each of at most `blocks` of them, and write their
+    codes and scales.
+
+    `aligned` says that all addresses and pitches are multiples of 16 bytes, and all columns of 16
+    elements; `size` is the bytes of an element of the source: 2 (bf16), 4 (fp32), or 0 where fragments
+    differ.
+    """
+    how = *_scaling(rounding), aligned, blocks, size, False, False
+    _quantize[(len(items) * blocks,)](items, fragments, items, items, items, *how, **QUANTIZE)
+
+
+def compare_items(
+    items: torch.Tensor,
+    fragments: torch.Tensor,
+    rounding: str,
+    aligned: bool,
+    blocks: int = ITEM_BLOCKS,
+    size: int = 2,
+    spans: torch.Tensor | None = None,
+    sums: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return a mask of the items of which codes or scales have other bits than `quantize_items` would
+    write; it takes the same. With `spans` of the fragments, the digests of their pieces are added to
+    `sums`, from the same reads; all has to be `aligned` then."""
+    wrong = torch.zeros(len(items), dtype=torch.int32, device=items.device)
+    digest = spans is not None and sums is not None
+    how = *_scaling(rounding), aligned, blocks, size, True, digest
+    if len(items):
+        added = (spans, sums) if digest else (items, items)
+        with expected_compilation():
+            _quantize[(len(items) * blocks,)](items, fragments, wrong, *added, *how, **QUANTIZE)
+    return wrong != 0
+
+
+@cache
+def compile_quantize(
+    rounding: str, aligned: bool, device: torch.device, blocks: int = ITEM_BLOCKS, size: int = 2
+) -> None:
+    """Compile the quantizing of items of so many blocks, from elements of `size` bytes, now, on an
+    empty item."""
+    with torch.cuda.device(device), expected_compilation():
+        items = torch.zeros((1, ITEM.value), dtype=torch.int64, device=device)
+        fragments = torch.zeros((1, FRAGMENT.value), dtype=torch.int64, device=device)
+        quantize_items(items, fragments, rounding, aligned, blocks, size)
+        torch.cuda.synchronize(device)
