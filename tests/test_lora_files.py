@@ -301,6 +301,23 @@ def test_tensors_that_are_no_pair_are_refused_by_name(llama, tmp_path):
         lora_to_megatron(of, tmp_path / "out", hf_config=llama)
 
 
+def test_an_adapter_that_brings_another_output_layer_than_the_base_has_is_refused(checkpoint, tmp_path):
+    """In the other dtype it is the same, as in a model that was loaded in fp32 for training."""
+    base = checkpoint("llama", dtype=torch.bfloat16)
+    of, copy = (
+        adapter(base, tmp_path / "adapter", target_modules=["lm_head"]),
+        "base_model.model.lm_head.base_layer.weight",
+    )
+    stored = load_file(of / "adapter_model.safetensors")
+    assert stored[copy].dtype == torch.float32
+    lora_merge(base, of, tmp_path / "merged")
+    stored[copy][-1, -1] += 0.5
+    save_file(stored, of / "adapter_model.safetensors")
+    with pytest.raises(ReshardError, match="holds another lm_head.weight than .*: give the model on which"):
+        lora_merge(base, of, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 def test_an_adapter_of_the_output_layer_has_no_place_in_a_trainer(llama, checkpoint, tmp_path):
     of = adapter(llama, tmp_path / "adapter", target_modules=["lm_head"])
     for format in ("bridge", "mcore-bridge"):

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from reshard.core.errors import ReshardError
 from reshard.lora.parameters import Adapter
 from reshard.lora.scale import Scale
@@ -18,7 +20,7 @@ class AdapterSource(Source, ABC):
     `base` is the expanded table of the model that it belongs to, `adapters` are its layers, and
     `scales` the ranks and alphas by published weight. `base_name` is the model's name, where it is said.
     `parameters` are the scales of parameters, by name, that PEFT has one adapter for as a whole: those
-    with all experts of a layer.
+    with all experts of a layer. `copies_of_base` are the tensors, by published weight, that should be the model's own.
     """
 
     base: ModelParameters
@@ -26,6 +28,11 @@ class AdapterSource(Source, ABC):
     scales: dict[str, Scale]
     base_name: str | None = None
     parameters: Mapping[str, Scale] = MappingProxyType({})
+    copies_of_base: Mapping[str, str] = MappingProxyType({})
+
+    def read_copy_of_base(self, weight: str, start: int, stop: int) -> np.ndarray:
+        """Read rows of the copy of a weight in `copies_of_base`."""
+        raise NotImplementedError
 
     def described_adapter(self) -> dict[str, Any]:
         """Return what `inspect` shows of any adapter."""

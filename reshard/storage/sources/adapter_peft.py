@@ -128,14 +128,23 @@ class PeftSource(AdapterSource):
 
     def _of_base(self) -> set[str]:
         """Return the tensors that are the model's own: PEFT saves the frozen weight of an output layer beside its
-        adapter. Those of another shape than the model's are left."""
-        own = {}
-        for name in self.base.shapes:
-            own[f"{PEFT_PREFIX}{module_of(name)}.base_layer.weight"] = self.base.shapes[name]
-        found = {name for name, stored in self.stored.items() if own.get(name) == stored.shape}
+        adapter. Those of another shape than the model's are left; whether they have its numbers is seen where these are
+        (`MergedSource`)."""
+        copies = {
+            weight: f"{PEFT_PREFIX}{module_of(weight)}.base_layer.weight" for weight in self.base.shapes
+        }
+        self.copies_of_base = {
+            weight: name
+            for weight, name in copies.items()
+            if name in self.stored and self.stored[name].shape == self.base.shapes[weight]
+        }
+        found = set(self.copies_of_base.values())
         if found:
             self.notices.append(f"left out, as a copy of the model's own: {listed(sorted(found), 2)}")
         return found
+
+    def read_copy_of_base(self, weight: str, start: int, stop: int) -> np.ndarray:
+        return self._rows(self.copies_of_base[weight], start, stop)
 
     def _pair(self, weight: str) -> int | None:
         """Note the matrices of a weight and return their rank; None where there are none. Raises ReshardError

@@ -12,6 +12,7 @@ import numpy as np
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.lora.names import A, B, peft_name
+from reshard.storage.io.streams import SLAB_BYTES
 from reshard.storage.sources.adapter import AdapterSource
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.derived import DerivedSource
@@ -51,6 +52,24 @@ class MergedSource(DerivedSource):
         }
         self.notices = list(dict.fromkeys([*base.notices, *adapter.notices]))
         self.last = _LastA()
+        for weight in adapter.copies_of_base.keys() & base.tensors.keys():
+            self._check_copy(weight)
+
+    def _check_copy(self, weight: str) -> None:
+        """Raise ReshardError where the adapter's copy of a weight has other numbers than the base, as far as the
+        narrower dtype of both holds them: PEFT would put it in the place of the base's."""
+        rows, columns = self.base.tensors[weight].shape
+        step = max(1, SLAB_BYTES // (4 * columns))
+        for start in range(0, rows, step):
+            stop = min(rows, start + step)
+            held = self.base.read_rows(weight, start, stop)
+            copy = self.adapter.read_copy_of_base(weight, start, stop)
+            dtype = min(held.dtype, copy.dtype, key=lambda dtype: dtype.itemsize)
+            if held.astype(dtype).tobytes() != copy.astype(dtype).tobytes():
+                raise ReshardError(
+                    f"{self.adapter.path} holds another {weight} than {self.base.path}: give the model on which the adapter "
+                    f"was trained"
+                )
 
     def changes(self, name: str) -> bool:
         return name in self.adapter.scales
