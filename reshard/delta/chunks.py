@@ -46,12 +46,12 @@ class Comparison(NamedTuple):
 
     @property
     def changed(self) -> torch.Tensor:
-        """How many words of each chunk changed."""
+        """The number of words that changed in each chunk."""
         return self.blocks.view(-1, BLOCKS).sum(1)
 
 
 class ChunkSizes(NamedTuple):
-    """Where the changes of each chunk lie in their payload: an element of each array for each chunk.
+    """The places of each chunk's changes in their payload: an element of each array for each chunk.
 
     `elements` are its words, of which `changed` changed; `forms` is a `Form`, and `starts` the first byte of
     each of its sections ``[chunks, 3]``; `total` are the bytes of all.
@@ -154,16 +154,16 @@ def _encode_listed(
     of_form = sizes.of_form(listed, Form.BITMAP)
     if len(of_form):
         lengths = padded(-(-sizes.elements[of_form] // 8)) // SECTION
-        there = _spans_on_device(sizes.starts[of_form, 1] // SECTION, lengths, device)
-        here = _spans_on_device((of_form - begin) * BITS, lengths, device)
-        payload.view(torch.int64)[there] = packed_bits(mask).view(torch.int64)[here]
+        to_bits = _spans_on_device(sizes.starts[of_form, 1] // SECTION, lengths, device)
+        from_bits = _spans_on_device((of_form - begin) * BITS, lengths, device)
+        payload.view(torch.int64)[to_bits] = packed_bits(mask).view(torch.int64)[from_bits]
 
 
 def decode_chunks(payload: torch.Tensor, sizes: ChunkSizes) -> Iterator[list[Words] | None]:
     """Yield the changes of groups of chunks; None where positions lie outside of their chunks, or their
     numbers are not what they are said to be: nothing may be written by them then."""
     for chunks in sizes.groups():
-        found, valid = [], []
+        decoded, valid = [], []
         for form in LISTED:
             of_form = sizes.of_form(chunks, form)
             if not len(of_form):
@@ -175,21 +175,23 @@ def decode_chunks(payload: torch.Tensor, sizes: ChunkSizes) -> Iterator[list[Wor
                 yield None
                 return
             words, is_valid = changes
-            found.append(words)
+            decoded.append(words)
             end = int(of_form[-1]) * CHUNK + int(sizes.elements[of_form[-1]])
             valid.append(is_valid & in_order(words.positions, end))
         plain = sizes.of_form(chunks, Form.PLAIN)
         for run in _runs(plain):
             first, start, count = run[0] * CHUNK, sizes.starts[run[0], 0] // WORD, sizes.elements[run].sum()
             positions = torch.arange(first, first + count, device=payload.device)
-            found.append(Words(positions, payload.view(torch.int16)[start : start + count]))
-        yield found if not valid or bool(torch.stack(valid).all()) else None
+            decoded.append(Words(positions, payload.view(torch.int16)[start : start + count]))
+        yield decoded if not valid or bool(torch.stack(valid).all()) else None
 
 
-Found = tuple[Words, torch.Tensor] | None  # changes, and whether all is as it should be; None where it is not
+Decoded = (
+    tuple[Words, torch.Tensor] | None
+)  # changes, and whether all is as it should be; None where it is not
 
 
-def _indices(payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray) -> Found:
+def _indices(payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray) -> Decoded:
     """Return the changes of chunks of this form, and whether each is in its chunk."""
     changed, starts = sizes.changed[chunks], sizes.starts[chunks]
     to_values, to_indices, first, elements = _on_device(
@@ -204,7 +206,7 @@ def _indices(payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray) -> Fo
     return words, ((indices >= 0) & (indices < elements)).all()
 
 
-def _offsets(payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray) -> Found:
+def _offsets(payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray) -> Decoded:
     """Return the changes of chunks of this form, and whether their blocks have as many as the chunks."""
     changed, starts, blocks = sizes.changed[chunks], sizes.starts[chunks], -(-sizes.elements[chunks] // BLOCK)
     before = changed.cumsum() - changed
@@ -232,7 +234,7 @@ def _offsets(payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray) -> Fo
     return Words(positions, words[order + to_values[which]]), valid
 
 
-def _bitmaps(payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray) -> Found:
+def _bitmaps(payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray) -> Decoded:
     """Return the changes of chunks of this form, and whether each chunk marks as many as it has."""
     device, changed, starts = payload.device, sizes.changed[chunks], sizes.starts[chunks]
     lengths = padded(-(-sizes.elements[chunks] // 8)) // SECTION

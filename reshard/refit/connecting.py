@@ -336,7 +336,7 @@ def _compile_ahead(trainer: Trainer | None, engine: Engine | None, device: torch
     """Begin to compile the kernels that these sides will need, in a thread; nothing on a CPU."""
     if device.type != "cuda":
         return None
-    from reshard.refit.kernels import compile_ahead
+    from reshard.refit.compiling import compile_ahead
 
     held = [region.tensor.dtype for region in (trainer.regions if trainer is not None else ())]
     served = [region.tensor.dtype for region in (engine.regions.values() if engine is not None else ())]

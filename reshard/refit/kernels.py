@@ -5,7 +5,7 @@ They take raw addresses, so that one launch can read many tensors, and other GPU
 """
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -17,7 +17,6 @@ from triton import knobs
 from reshard.refit import tables
 from reshard.refit.codecs import CODECS, PLAIN
 from reshard.refit.tables import (
-    ITEM_BLOCKS,
     MIX_FINAL,
     MIX_FIRST_SHIFT,
     MIX_POSITION,
@@ -292,26 +291,3 @@ def compile_digest(word: int, unit: int, device: torch.device, codec: int = PLAI
         nothing[0, ADDRESS.value] = nothing.data_ptr()
         digest_tiles(nothing, out, word, unit, codec)
         torch.cuda.synchronize(device)
-
-
-def compile_ahead(
-    device: torch.device, sizes: Iterable[int], roundings: Iterable[str], size: int
-) -> threading.Thread:
-    """Begin to compile what nearly every refit launches, in a thread, since planning takes as long.
-
-    `sizes` are the bytes of elements that are copied, `roundings` those of blocks, which are made
-    of elements of `size` bytes. A kernel that is needed before it is compiled is waited for.
-    """
-
-    from reshard.refit.fp8_blocks.kernels import compile_quantize
-
-    def compile_all() -> None:
-        for rounding in roundings:  # first, since a look at vLLM's arithmetic waits for them
-            compile_quantize(rounding, True, device, ITEM_BLOCKS, size)
-        compile_copy(16, device)
-        for word, unit in ((8, 8), *((size, size) for size in sizes)):
-            compile_digest(word, unit, device)
-
-    thread = threading.Thread(target=compile_all, name="reshard compiles")
-    thread.start()
-    return thread

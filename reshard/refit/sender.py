@@ -104,7 +104,7 @@ class Sender:
 
     @property
     def times_read(self) -> float:
-        """How often inference ranks read an element of this rank, on average."""
+        """The number of times that inference ranks read an element of this rank, on average."""
         wanted = sum(
             int(pieces[:, [ROW_COUNT, COLUMN_COUNT]].prod(1).sum()) for pieces in self.requests.values()
         )

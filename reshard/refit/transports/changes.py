@@ -88,13 +88,9 @@ class SentBuckets:
             for words, _ in self._comparisons:
                 sizes = ChunkSizes.of(words, counts[start : start + chunks_of(words)])
                 start += len(sizes.forms)
-                found = (
-                    int(sizes.changed.sum()),
-                    words,
-                    header_bytes(WORD * words) + sizes.total,
-                    WORD * words,
-                )
-                self._measured = self._measured.plus(Measured(*found))
+                encoded = header_bytes(WORD * words) + sizes.total
+                more = Measured(int(sizes.changed.sum()), words, encoded, WORD * words)
+                self._measured = self._measured.plus(more)
         return self._measured or Measured()
 
     def keep(self, index: int, segments: Mapping[int, torch.Tensor]) -> None:

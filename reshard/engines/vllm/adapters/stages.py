@@ -35,7 +35,7 @@ class Slice(NamedTuple):
 
     @property
     def kind(self) -> tuple[str, tuple[str, ...], int, float]:
-        """What memory for the slice has to hold, and how it becomes a slot's."""
+        """The shape of what memory for the slice has to hold, and the factor by which it becomes a slot's."""
         return self.layer, tuple(self.targets), self.rank, self.factor
 
     @property

@@ -30,7 +30,7 @@ def begin_compiling(layers: Mapping[str, Blocks], device: torch.device, match_vl
     and connect would wait for them; nothing on a CPU."""
     if device.type != "cuda" or not layers:
         return
-    from reshard.refit.kernels import compile_ahead
+    from reshard.refit.compiling import compile_ahead
 
     power_of_two = _power_of_two(match_vllm_rounding)
     roundings = {power_of_two if blocks.powers_of_two else "fp32" for blocks in layers.values()}

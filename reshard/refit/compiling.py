@@ -1,0 +1,31 @@
+"""Compile the kernels that nearly every refit launches, in a thread, while both sides plan."""
+
+import threading
+from collections.abc import Iterable
+
+import torch
+
+from reshard.refit.fp8_blocks.kernels import compile_quantize
+from reshard.refit.kernels import compile_copy, compile_digest
+from reshard.refit.tables import ITEM_BLOCKS
+
+
+def compile_ahead(
+    device: torch.device, sizes: Iterable[int], roundings: Iterable[str], size: int
+) -> threading.Thread:
+    """Begin to compile what nearly every refit launches, in a thread, since planning takes as long.
+
+    `sizes` are the bytes of elements that are copied, `roundings` those of blocks, which are made
+    of elements of `size` bytes. A kernel that is needed before it is compiled is waited for.
+    """
+
+    def compile_all() -> None:
+        for rounding in roundings:  # first, since a look at vLLM's arithmetic waits for them
+            compile_quantize(rounding, True, device, ITEM_BLOCKS, size)
+        compile_copy(16, device)
+        for word, unit in ((8, 8), *((size, size) for size in sizes)):
+            compile_digest(word, unit, device)
+
+    thread = threading.Thread(target=compile_all, name="reshard compiles")
+    thread.start()
+    return thread
