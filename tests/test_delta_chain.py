@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from reshard import MegatronLayout, ReshardError, diff, hf_to_mcore, mcore_to_hf
 from reshard.core.dtypes import DTYPES
-from reshard.delta import Chain, apply, digest, save, show
+from reshard.delta import Chain, apply, apply_deltas, digest, save, show
 from reshard.delta.chain import _checksum
+from reshard.engines.delta_methods import DeltaMethods
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import TensorInfo
 from tests.checkpoints import make
@@ -350,6 +351,36 @@ def test_of_two_savers_at_once_in_a_store_the_slower_adds_nothing(begun, trained
     assert {path: fs.cat_file(path) for path in fs.ls(url, detail=False)} == files
     apply(trained[0], url, tmp_path / "out")
     assert not differing(tmp_path / "out", trained[3])
+
+
+class TwoWorkers:
+    """An engine one of whose two workers cannot write a delta, such as by a store that is gone."""
+
+    def __init__(self, held: str) -> None:
+        self.answers = {
+            "reshard_delta_digests": [held] * 2,
+            "reshard_delta_write": [None, Broken().reshard_delta_write(1, "")],
+        }
+        self.calls: list[str] = []
+
+    def collective_rpc(self, method: str, args: tuple = ()) -> list:
+        self.calls.append(method)
+        return self.answers.get(method, [None] * 2)
+
+
+class Broken(DeltaMethods):
+    """A worker without memory for a delta."""
+
+    def _reshard_opened(self):
+        raise RuntimeError("out of memory")
+
+
+def test_where_one_worker_cannot_write_a_delta_none_serves(chain):
+    with Chain(chain) as opened:
+        engine = TwoWorkers(opened.base.digest)
+    with pytest.raises(ReshardError, match="RuntimeError: out of memory"):
+        apply_deltas(engine, chain)
+    assert engine.calls[-2:] == ["reshard_delta_write", "reshard_delta_invalidate"]
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,11 @@ def _calls(chain: str | Path, version: int | None, verify: bool) -> Generator[Ca
         if held != digest:
             _checked((yield "reshard_delta_prepare", (held, target, digest)))
         if target:
-            _checked((yield "reshard_delta_write", (target, digest)))
+            written = yield "reshard_delta_write", (target, digest)
+            if any(isinstance(answer, dict) for answer in written):
+                # Others have written theirs, and must not serve beside one that does not.
+                yield "reshard_delta_invalidate", ()
+            _checked(written)
         if held != digest:
             yield RESET_PREFIX_CACHE, ()
         if verify:

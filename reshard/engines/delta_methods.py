@@ -1,19 +1,22 @@
 """Methods of an engine's worker by which deltas of a chain are written into it."""
 
+import logging
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, first_line
 
 if TYPE_CHECKING:
     from reshard.engines.base import Engine
     from reshard.engines.deltas import EngineDeltas
 
+log = logging.getLogger("reshard")
+
 
 def _answering(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a method answer ``{"error": sentence}`` instead of raising ReshardError: an engine that waits for
-    several workers would leave what the others answer to the next call."""
+    """Have a method answer ``{"error": sentence}`` instead of raising: an engine that waits for several workers would
+    leave what the others answer to the next call."""
 
     @wraps(method)
     def answering(*args: Any, **kwargs: Any) -> Any:
@@ -21,6 +24,9 @@ def _answering(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(*args, **kwargs)
         except ReshardError as error:
             return {"error": str(error)}
+        except Exception as error:
+            log.exception("a delta failed")
+            return {"error": f"{type(error).__name__}: {first_line(error)}"}
 
     return answering
 
