@@ -272,6 +272,12 @@ def test_a_save_that_fails_leaves_no_chain_and_one_at_a_time_writes(trained, tmp
     with pytest.raises(ReshardError, match="points outside of the file"):
         save(trained[0], copy, tmp_path / "chain")
     assert not (tmp_path / "chain").exists()
+    before = sorted(path.name for path in copy.iterdir())
+    with pytest.raises(
+        ReshardError, match="new holds a checkpoint .config.json.: give a chain a directory of its own"
+    ):
+        save(trained[0], trained[1], copy)
+    assert sorted(path.name for path in copy.iterdir()) == before
     save(trained[0], trained[1], tmp_path / "chain", version=10)
     shutil.copytree(tmp_path / "chain", tmp_path / "headless")
     (tmp_path / "headless" / "base.json").unlink()
@@ -300,6 +306,10 @@ def test_a_chain_is_shown_only_if_its_files_are_there_in_full(trained, tmp_path)
     os.truncate(payload, payload.stat().st_size - 1)
     with pytest.raises(ReshardError, match=r"delta-000001.safetensors is truncated: it has"):
         show(chain)
+    with pytest.raises(
+        ReshardError, match="chain is a chain of deltas, not a model: reshard delta apply writes"
+    ):
+        save(chain, trained[1], tmp_path / "other")
     payload.unlink()
     with pytest.raises(ReshardError, match="lacks delta-000001.safetensors: bring it back"):
         show(chain)

@@ -32,6 +32,8 @@ BASE, FIRST_VERSION, MOST_VERSION = "base.json", 1, 10**12
 _MANIFEST = re.compile(r"delta-(\d{6,13})\.json")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 _READ_BYTES = 4 << 20
+# A directory with one of these is a model, an adapter, or Megatron's.
+CHECKPOINT_FILES = ("config.json", "adapter_config.json", "latest_checkpointed_iteration.txt", ".metadata")
 
 
 def delta_name(version: int) -> str:
@@ -121,11 +123,19 @@ class Chain:
 
     @property
     def exists(self) -> bool:
-        """True where the chain was begun, though it may have lost its base since."""
+        """True where the chain was begun, though it may have lost its base since. Raises ReshardError where it was not,
+        and a checkpoint lies there: what loads that would take the deltas for some of its weights."""
         if self._base is not None:
             return True
         names = self.store.names()
-        return BASE in names or bool(_manifests(names))
+        if BASE in names or _manifests(names):
+            return True
+        of_checkpoint = sorted(name for name in names if name in CHECKPOINT_FILES)
+        if of_checkpoint:
+            raise ReshardError(
+                f"{self.where} holds a checkpoint ({listed(of_checkpoint, 3)}): give a chain a directory of its own"
+            )
+        return False
 
     def deltas(self, version: int | None = None) -> list[Delta]:
         """Return the deltas from the base to a version, by default the newest, in order.

@@ -260,6 +260,14 @@ def check_config(path: Path) -> None:
             f"{path} is a LoRA adapter{of} ({ADAPTER}), not a model: reshard lora-merge adds it to its "
             f"model, reshard lora-to-megatron converts it"
         )
+    if (path / "adapter_model.safetensors").is_file():
+        raise ReshardError(
+            f"{path} holds the matrices of a LoRA adapter (adapter_model.safetensors), and lacks its {ADAPTER}: bring it back"
+        )
+    if (path / "base.json").is_file() and any(path.glob("delta-*.json")):
+        raise ReshardError(
+            f"{path} is a chain of deltas, not a model: reshard delta apply writes a version of it"
+        )
     names = sorted(file.name for file in path.glob("*.gguf"))
     if names and not any(path.glob("*.safetensors")):
         raise ReshardError(
