@@ -24,8 +24,10 @@ def command(path: str, hf_config: str | None, tensors: bool, as_json: bool) -> N
         return
     for notice in inspection.notices:
         print_note(notice)
-    for label, value in _rows(inspection):
-        click.echo(f"{label:<12}{value}")
+    rows = _rows(inspection)
+    width = max(11, *(len(label) for label, _ in rows)) + 1
+    for label, value in rows:
+        click.echo(f"{label:<{width}}{value}")
     if tensors:
         for name, entry in inspection.tensors.items():
             click.echo(f"  {name}  {entry['dtype']}  {entry['shape']}")

@@ -1,5 +1,6 @@
 """``reshard plan``."""
 
+import contextlib
 import math
 from typing import Any
 
@@ -25,6 +26,19 @@ class _Rate(click.FloatRange):
 
 
 _RATE = _Rate(min=0, min_open=True)
+
+
+class _Percent(click.ParamType):
+    """A percentage, with or without its sign, as a share of 1."""
+
+    name = "percent"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        with contextlib.suppress(ValueError):
+            percent = float(str(value).removesuffix("%"))
+            if 0 <= percent <= 100:
+                return percent / 100
+        self.fail(f"{value!r:.40} is no percentage from 0 to 100, such as 1 or 0.3%", param, ctx)
 
 
 @click.command("plan")
@@ -77,8 +91,7 @@ _RATE = _Rate(min=0, min_open=True)
 )
 @click.option(
     "--changed",
-    type=click.FloatRange(0, 100),
-    metavar="PERCENT",
+    type=_Percent(),
     help="Of the elements, for refits with deltas.",
 )
 @click.option("--ranks", help="Plan these inference ranks only, such as 0,1,17.")
@@ -109,8 +122,6 @@ def command(
     extra = {name: source.pop(name) for name in ("dp", "cp") if name in source}
     for name in ("link_rate", "network_rate", "memory_rate"):
         options[name] *= 1e9
-    if options["changed"] is not None:
-        options["changed"] /= 100
     layouts = MegatronLayout(**source), engine_layout(engine, "--engine")
     options |= {
         "ranks": _numbers(ranks, "--ranks"),

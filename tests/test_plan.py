@@ -225,6 +225,13 @@ def test_what_changed_takes_its_share_of_the_network(qwen):
     assert planned["changed"] == 0.01 and planned["network_seconds"] > 0
     # 2 bytes of a value and 2 of its place for one element in a hundred, and 32 bytes for a MiB.
     assert planned["delta_network_seconds"] == pytest.approx(planned["network_seconds"] * 0.02, rel=1e-2)
+    with_sign = run(*line[:-1], "1%", "--json").output
+    assert json.loads(with_sign)["changed"] == 0.01
+    for wrong in ("nan", "101", "few", "-1%"):
+        refused = run(*line[:-1], wrong)
+        assert (
+            refused.exit_code == 2 and "is no percentage from 0 to 100, such as 1 or 0.3%" in refused.output
+        )
     shown = f"of 1 % changed, with delta=True: between hosts {planned['delta_network_seconds'] * 1e3:.1f} ms"
     assert shown in run(*line).output
     with pytest.raises(ReshardError, match="is no share of the elements"):
