@@ -164,6 +164,8 @@ def megatron(checkpoint, tmp_path_factory):
     (["lora-to-peft", "no/such", "{out}"], 1, "no/such is no directory: give a PEFT directory"),
     (["lora-to-megatron", "{src}", "{out}", "--format", "nemo"], 2, "Invalid value for '--format'"),
     (["lora-merge", "{src}", "{src}", "{out}"], 1, "{src} holds no LoRA adapter"),
+    (["lora-merge", "{src}", "{src}", "{out}", "--tp", "2"], 2, "--tp has no effect with --format hf: give --format mcore"),
+    (["lora-merge", "{src}", "{src}", "{out}", "--format", "mcore", "--max-shard-size", "1GB"], 2, "has no effect with --format mcore"),
     (["lora-merge", "{src}", "{mcore}", "{out}", "--tp", "2", "--format", "pt"], 2, "Invalid value for '--format'"),
     (["hf-to-mcore", "", "{out}"], 2, "it is empty; say . for the current directory"),
     (["hf-to-mcore", "{src}", ""], 2, "it is empty"),
