@@ -25,6 +25,7 @@ from reshard import (
     lora_to_peft,
     mcore_to_hf,
 )
+from reshard.parity.systems import opening
 from tests import lora_in_vllm
 from tests.oracle import hf_tensors, same
 from tests.test_engine import run
@@ -154,14 +155,17 @@ def test_adapters_that_cannot_share_an_a_become_canonical_lora(llama, tmp_path):
     for options, sentence in (
         (
             {"canonical": False},
-            "q_proj.weight differs from|differs from .*q_proj|but Megatron holds the two as one parameter",
+            "have different A, where bridge without --canonical has one A .*: --canonical has one",
         ),
-        ({"format": "mcore-bridge"}, "but Megatron holds the two as one parameter"),
+        (
+            {"format": "mcore-bridge"},
+            "have different A, where mcore-bridge has one A .*: --format bridge has one",
+        ),
     ):
         with pytest.raises(ReshardError, match=sentence):
             lora_to_megatron(of, tmp_path / "refused", hf_config=llama, **options)
         assert not (tmp_path / "refused").exists()
-    with pytest.raises(ReshardError, match="mcore-bridge has one adapter for .*k_proj.* has none"):
+    with pytest.raises(ReshardError, match="k_proj.weight has no adapter, .* where mcore-bridge has one A"):
         lora_to_megatron(two, tmp_path / "refused", hf_config=llama, format="mcore-bridge")
     assert [path.name for path in tmp_path.iterdir() if "refused" in path.name] == []
 
@@ -179,7 +183,9 @@ def test_an_adapter_goes_from_one_trainer_to_the_other(llama, tmp_path):
         lora_to_megatron(of, tmp_path / "five", hf_config=llama, format="mcore-bridge", tp=5)
     unlike = adapter(llama, tmp_path / "unlike", shared=False)
     lora_to_megatron(unlike, tmp_path / "canonical", hf_config=llama)
-    with pytest.raises(ReshardError, match="but Megatron holds the two as one parameter"):
+    with pytest.raises(
+        ReshardError, match="have different A, where mcore-bridge has one A for all of them: --format bridge"
+    ):
         lora_to_megatron(tmp_path / "canonical", tmp_path / "refused", format="mcore-bridge")
 
 
@@ -295,6 +301,10 @@ def test_tensors_that_are_no_pair_are_refused_by_name(llama, tmp_path):
         with pytest.raises(ReshardError, match=sentence):
             lora_to_megatron(of, tmp_path / "out", hf_config=llama)
         assert not (tmp_path / "out").exists()
+    bare = shutil.copytree(of, tmp_path / "bare")
+    (bare / "adapter_config.json").unlink()
+    with pytest.raises(ReshardError, match="adapter_model.safetensors., and lacks its adapter_config.json"):
+        inspect(bare)
     (of / "adapter_model.safetensors").unlink()
     (of / "adapter_model.bin").write_bytes(b"")
     with pytest.raises(ReshardError, match="as a pickle .adapter_model.bin., which is not read"):
@@ -325,8 +335,25 @@ def test_an_adapter_of_the_output_layer_has_no_place_in_a_trainer(llama, checkpo
             ReshardError, match=f"adapter of lm_head.weight, and {format} has none of the output"
         ):
             lora_to_megatron(of, tmp_path / "out", hf_config=llama, format=format)
-    with pytest.raises(ReshardError, match=r"no A or B of a linear layer of qwen3: .*lm_head.lora_A"):
+    with pytest.raises(
+        ReshardError, match="adapter of lm_head.weight, which in this model is model.embed_tokens.weight"
+    ):
         lora_to_megatron(of, tmp_path / "out", hf_config=checkpoint("qwen3-tied"))
+
+
+def test_what_is_given_beside_a_checkpoint_does_not_contradict_it(llama, tmp_path):
+    """An alpha that the checkpoint has too leaves rsLoRA as it is."""
+    of = adapter(llama, tmp_path / "adapter", use_rslora=True)
+    lora_to_megatron(of, tmp_path / "lora", hf_config=llama, format="mcore-bridge", tp=2)
+    lora_to_peft(tmp_path / "lora", tmp_path / "back", alpha=10, tp=2)
+    assert diff(of, tmp_path / "back", hf_config=llama).equal
+    for given, sentence in (
+        ({"alpha": 20}, "--alpha 20 contradicts .*adapter_config.json, which says 10: leave it out"),
+        ({"tp": 4}, "was saved at tensor-parallel size 2, not 4"),
+    ):
+        with pytest.raises(ReshardError, match=sentence):
+            lora_to_peft(tmp_path / "lora", tmp_path / "other", **given)
+        assert not (tmp_path / "other").exists()
 
 
 def test_inspect_diff_and_check_know_adapters(llama, tmp_path):
@@ -341,6 +368,10 @@ def test_inspect_diff_and_check_know_adapters(llama, tmp_path):
     lora_to_megatron(of, tmp_path / "back", hf_config=llama)
     assert inspect(tmp_path / "back").details["adapter_format"] == "bridge" and check(tmp_path / "back").ok
     assert diff(tmp_path / "back", of, hf_config=llama).equal
+    with pytest.raises(ReshardError, match="adapter is a LoRA adapter and .* a model: reshard lora-merge"):
+        diff(llama, of, hf_config=llama)
+    with pytest.raises(ReshardError, match="adapter is a LoRA adapter.*, not a model: reshard lora-merge"):
+        opening.model_of(str(of))
     other = shutil.copytree(of, tmp_path / "other")
     config = json.loads((of / "adapter_config.json").read_text())
     (other / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 20}))

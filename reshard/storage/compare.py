@@ -111,6 +111,7 @@ def diff(
         left.close()
         raise
     try:
+        _check_kinds(left, right)
         check_ignored(left.model, right.model)
         chosen = only or (lambda name: True)
         common = [name for name in left.tensors if name in right.tensors and chosen(name)]
@@ -143,6 +144,15 @@ def diff(
     finally:
         left.close()
         right.close()
+
+
+def _check_kinds(left: Source, right: Source) -> None:
+    """Raise ReshardError where one is an adapter and the other a model, which have no tensor in common."""
+    if isinstance(left, AdapterSource) is not isinstance(right, AdapterSource):
+        adapter, model = (left, right) if isinstance(left, AdapterSource) else (right, left)
+        raise ReshardError(
+            f"{adapter.path} is a LoRA adapter and {model.path} a model: reshard lora-merge adds the adapter to its model first"
+        )
 
 
 def _compare_scales(left: AdapterSource, right: AdapterSource, result: Diff) -> None:

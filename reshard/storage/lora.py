@@ -252,11 +252,17 @@ def _path(path: str | Path | None) -> Path | None:
 
 def _form(source: AdapterSource, format: str, canonical: bool | None, tp: int) -> Form:
     """Return the form of the checkpoint to write: canonical where it has to be, unless that is refused."""
+    if canonical:
+        return Form(canonical=True, swiglu_ranks=tp)
+    reason = _not_fused(source)
+    if reason and (format == "mcore-bridge" or canonical is False):
+        another = "--format bridge" if format == "mcore-bridge" else "--canonical"
+        raise ReshardError(
+            f"{source.path}: {reason}, where {format}{'' if format == 'mcore-bridge' else ' without --canonical'} "
+            f"has one A for all of them: {another} has one for each"
+        )
     if format == "mcore-bridge":
         return Form(adapter=ADAPTER_NAME, swiglu_ranks=tp)
-    if canonical is not None:
-        return Form(canonical=canonical, swiglu_ranks=tp)
-    reason = _not_fused(source)
     if reason:
         source.notices.append(f"written as canonical LoRA: {reason}")
     return Form(canonical=bool(reason), swiglu_ranks=tp)

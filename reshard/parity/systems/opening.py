@@ -11,7 +11,7 @@ from reshard.parity.systems.huggingface import HuggingFace
 from reshard.storage.sources.base import read_config
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.opening import open_source
-from reshard.storage.sources.paths import locate
+from reshard.storage.sources.paths import check_config, locate
 
 
 def is_megatron(spec: str) -> bool:
@@ -27,6 +27,7 @@ def model_of(spec: str, hf_config: Path | None = None) -> Model:
     Raises ReshardError where it is no checkpoint that can be opened."""
     path = local_directory(checkpoint_of(spec))
     if not is_megatron(spec):
+        check_config(path)
         if not (path / "config.json").is_file():
             raise ReshardError(
                 f"{path} is no checkpoint: it has no config.json, and nothing that Megatron wrote"

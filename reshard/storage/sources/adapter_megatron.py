@@ -62,7 +62,8 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
         self.model_class = class_of_keys(self.checkpoint.keys)  # of its base, where that is there
         self.base = expand(self.model, model_class=self.model_class)
         where = self.checkpoint.directory
-        ranks = self.given_ranks or self._saved_tp()
+        saved = self._saved_tp()
+        ranks = self.given_ranks or saved
         self.adapters: list[Adapter]
         self.form: Form
         layers, self.form = find_adapters(self.keys, where, self.model, self.base, ranks or 1)
@@ -70,6 +71,11 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
         self._check_expert_tensor_parallel(layers)
         self.adapters = [adapter for adapter in layers if adapter.ranks]
         gated = any(a.layer.first.halves == 2 and not a.layer.of_experts for a in self.adapters)
+        if saved is not None and ranks != saved and gated and self.form.by_rank:
+            raise ReshardError(
+                f"{where} says that it was saved at tensor-parallel size {saved}, not {ranks}, by which the rows of gate and up "
+                f"lie: leave the option out"
+            )
         if ranks is None and gated and self.form.by_rank:
             raise ReshardError(
                 f"{where} has the rows of gate and up in an order that depends on the tensor-parallel size, which it does "
@@ -124,31 +130,45 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
         }
 
     def _alpha(self) -> tuple[float, bool]:
-        """Return alpha, and whether it is divided by the rank's square root."""
-        if self.given_alpha is not None:
-            return as_number(self.given_alpha, "--alpha", self.path), False
+        """Return alpha, and whether it is divided by the rank's square root. Raises ReshardError where the one that is
+        given is not the checkpoint's."""
+        recorded = self._recorded_alpha()
+        if self.given_alpha is None:
+            if recorded is not None:
+                return recorded[:2]
+            raise ReshardError(
+                f"{self.path} does not say the adapter's alpha: there is no {RUN_CONFIG} of Megatron-Bridge and no "
+                f"{CONFIG}; pass --alpha with the value that it was trained with"
+            )
+        given = as_number(self.given_alpha, "--alpha", self.path)
+        if recorded is not None and given != recorded[0]:
+            raise ReshardError(
+                f"--alpha {given:g} contradicts {recorded[2]}, which says {recorded[0]:g}: leave it out"
+            )
+        return given, recorded is not None and recorded[1]
+
+    def _recorded_alpha(self) -> tuple[float, bool, str] | None:
+        """Return what the checkpoint says of alpha, of rsLoRA, and where; None where it says no alpha, and where a
+        given one stands for what is no number."""
         for directory in (self.checkpoint.directory, self.root):
-            if (directory / RUN_CONFIG).is_file():
-                settings = _section(directory / RUN_CONFIG, "peft")
-                if "alpha" in settings:
-                    return _number(settings["alpha"], directory / RUN_CONFIG), False
-            if (directory / CONFIG).is_file():
-                config = read_json(directory / CONFIG)
-                check_plain(config, directory / CONFIG)
+            path = directory / RUN_CONFIG
+            if path.is_file() and (text := _section(path, "peft").get("alpha")) is not None:
+                if self.given_alpha is not None and not _is_number(text):
+                    return None
+                return _number(text, path), False, str(path)
+            path = directory / CONFIG
+            if path.is_file():
+                config = read_json(path)
+                check_plain(config, path)
                 if config.get("alpha_pattern") and self.manifest() is None:
-                    raise ReshardError(
-                        f"{directory / CONFIG}: alpha_pattern by Megatron's names is not converted"
-                    )
-                alpha = as_number(config.get("lora_alpha"), "lora_alpha", directory / CONFIG)
-                return alpha, bool(config.get("use_rslora"))
+                    raise ReshardError(f"{path}: alpha_pattern by Megatron's names is not converted")
+                alpha = as_number(config.get("lora_alpha"), "lora_alpha", path)
+                return alpha, bool(config.get("use_rslora")), str(path)
         args = self.checkpoint.common().get("args") or {}
         if args.get("lora_alpha") is not None:
-            alpha = as_number(args["lora_alpha"], "lora_alpha", f"{self.checkpoint.directory} (args)")
-            return alpha, bool(args.get("use_rslora"))
-        raise ReshardError(
-            f"{self.path} does not say the adapter's alpha: there is no {RUN_CONFIG} of Megatron-Bridge and no "
-            f"{CONFIG}; pass --alpha with the value that it was trained with"
-        )
+            where = f"{self.checkpoint.directory} (args)"
+            return as_number(args["lora_alpha"], "lora_alpha", where), bool(args.get("use_rslora")), where
+        return None
 
     def _towers(self) -> tuple[Path, dict[str, safetensors.Tensor]]:
         return self.root, {}
@@ -179,8 +199,15 @@ def _section(path: Path, name: str) -> dict[str, str]:
     return settings
 
 
-def _number(text: str, where: Path) -> float:
+def _is_number(text: str) -> bool:
     try:
-        return as_number(float(text), "peft.alpha", where)
+        float(text)
     except ValueError:
-        raise ReshardError(f"{where}: peft.alpha is {text!r:.80}, not a number: pass --alpha") from None
+        return False
+    return True
+
+
+def _number(text: str, where: Path) -> float:
+    if not _is_number(text):
+        raise ReshardError(f"{where}: peft.alpha is {text!r:.80}, not a number: pass --alpha")
+    return as_number(float(text), "peft.alpha", where)

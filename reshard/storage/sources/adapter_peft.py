@@ -118,6 +118,7 @@ class PeftSource(AdapterSource):
         used = {tensor_of(name) for name in self.tensors} | {m.tensor for m in self.of_all_experts.values()}
         left = sorted(set(self.stored) - used - self._of_base())
         if left:
+            self._check_tied(left)
             raise ReshardError(
                 f"{self.path} holds {len(left)} tensors that are no A or B of a linear layer of "
                 f"{self.model.family.name}: {listed(left, 3)}"
@@ -125,6 +126,16 @@ class PeftSource(AdapterSource):
         if not adapters:
             raise ReshardError(f"{self.path} holds no adapter")
         return adapters
+
+    def _check_tied(self, left: list[str]) -> None:
+        """Raise ReshardError where the adapter is of an output layer that is the embedding's weight: adding it would
+        change what the model reads, too."""
+        for copy, primary in self.base.copies.items():
+            if any(name.startswith(f"{PEFT_PREFIX}{module_of(copy)}.") for name in left):
+                raise ReshardError(
+                    f"{self.path} has an adapter of {copy}, which in this model is {primary} (tie_word_embeddings): a merge "
+                    f"would change the embedding too, and is refused"
+                )
 
     def _of_base(self) -> set[str]:
         """Return the tensors that are the model's own: PEFT saves the frozen weight of an output layer beside its
