@@ -240,7 +240,7 @@ def test_rows_of_odd_lengths_at_odd_addresses_are_written_byte_by_byte():
     before, start = memory.clone(), memory.data_ptr()
     # Offset in the bucket, of the first byte in memory, rows, bytes of a row, and pitch; and a cast.
     rows = [
-        (0, 1, 5, 7, 11),
+        (4, 1, 5, 7, 11),
         (48, 100, 1, 13, 0),
         (64, 200, 4, 8, 16),
         (96, 303, 3, 6, 64),
@@ -268,7 +268,7 @@ def test_rows_of_odd_lengths_at_odd_addresses_are_written_byte_by_byte():
 
 def changes_by_the_kernel() -> None:
     """Write some words of a bucket by the kernel, in Triton's interpreter, and by torch: rows with pitches, a cast, and
-    words of padding, which are nowhere."""
+    words of padding, before the first row too, which are nowhere: what lies around the rows stays."""
     from reshard.refit.kernels import write_changes
 
     random, widens = np.random.default_rng(0), codec_between("bfloat16", "float32")
@@ -286,9 +286,10 @@ def changes_by_the_kernel() -> None:
     positions = torch.from_numpy(random.permutation(3500)[:2000])
     memories = []
     for by_kernel in (True, False):
-        memory = torch.full((1 << 15,), 7, dtype=torch.uint8)
+        memory = torch.full((1 << 16,), 7, dtype=torch.uint8)
+        middle = memory.data_ptr() + (1 << 15)
         for row, (offset, at, n, width, pitch) in zip(table, rows, strict=True):
-            row[[SRC, DST, ROWS, WIDTH, DST_PITCH]] = offset, memory.data_ptr() + at, n, width, pitch
+            row[[SRC, DST, ROWS, WIDTH, DST_PITCH]] = offset, middle + at, n, width, pitch
         table[-1, [WIDTH, CODEC]] = 128, widens
         served = changes.ServedBucket(table, torch.device("cpu"))
         for codec in served.codecs if by_kernel else ():

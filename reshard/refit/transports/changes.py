@@ -250,13 +250,13 @@ class ServedBucket:
                 write_changes(positions, values, self.tiles, codec)
             return
         where = positions * WORD
-        tile = torch.searchsorted(self.starts, where, right=True) - 1
+        tile = self._tile(where)
         if self.has_odd:
             as_bytes = self.odd[tile] != 0
             self._write_bytes(where[as_bytes], values[as_bytes])
             where, tile, values = where[~as_bytes], tile[~as_bytes], values[~as_bytes]
         for codec in self.codecs:
-            inside = where - self.starts[tile] < self.sizes[tile]  # and not in the padding behind
+            inside = self._inside(where, tile)
             if len(self.codecs) > 1:
                 inside &= self.codec[tile] == codec
             chosen = tile[inside]
@@ -265,9 +265,18 @@ class ServedBucket:
     def _write_bytes(self, where: torch.Tensor, values: torch.Tensor) -> None:
         """Write words byte by byte, where a row has an odd number of bytes, or begins at an odd address."""
         where = (where[:, None] + torch.arange(WORD, device=where.device)).reshape(-1)
-        tile = torch.searchsorted(self.starts, where, right=True) - 1
-        inside = where - self.starts[tile] < self.sizes[tile]
+        tile = self._tile(where)
+        inside = self._inside(where, tile)
         write_words(self._addresses(where[inside], tile[inside], PLAIN), values.view(torch.uint8)[inside])
+
+    def _tile(self, where: torch.Tensor) -> torch.Tensor:
+        """Return the last tile that begins at or before these bytes of the bucket, or the first one."""
+        return (torch.searchsorted(self.starts, where, right=True) - 1).clamp_(min=0)
+
+    def _inside(self, where: torch.Tensor, tile: torch.Tensor) -> torch.Tensor:
+        """Return the mask of the bytes that are in these tiles, and not in the padding ahead or behind."""
+        within = where - self.starts[tile]
+        return (within >= 0) & (within < self.sizes[tile])
 
     def _addresses(self, where: torch.Tensor, tile: torch.Tensor, codec: int) -> torch.Tensor:
         """Return the addresses of what is at these bytes of the bucket, within these tiles."""
