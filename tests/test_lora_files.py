@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from reshard import (
+    MegatronLayout,
     ReshardError,
     check,
     diff,
@@ -98,6 +99,31 @@ def test_a_merge_is_the_exact_sum_rounded_once(checkpoint, tmp_path):
     assert unequal <= 2 and max(steps(ours[name], wanted[name]) for name in wanted) <= 1
     assert (tmp_path / "merged" / "config.json").read_bytes() == (source / "config.json").read_bytes()
     assert check(tmp_path / "merged").ok
+
+
+def test_a_merge_into_codes_with_a_manifest_is_that_into_their_numbers(checkpoint, tmp_path):
+    """Checksums are of the codes and scales as they are stored; one that was changed is named."""
+    source = checkpoint("llama", dtype=torch.bfloat16)
+    of = adapter(source, tmp_path / "adapter", torch.bfloat16)
+    hf_to_mcore(source, tmp_path / "mcore")
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "fp8", quantize="fp8")
+    hf_to_mcore(tmp_path / "fp8", tmp_path / "numbers")
+    lora_merge(tmp_path / "numbers", of, tmp_path / "wanted")
+    lora_merge(tmp_path / "fp8", of, tmp_path / "merged")
+    assert diff(tmp_path / "merged", tmp_path / "wanted").equal
+    lora_merge(tmp_path / "fp8", of, tmp_path / "merged-mcore", format="mcore", layout=MegatronLayout(tp=2))
+    assert diff(tmp_path / "merged-mcore", tmp_path / "wanted").equal
+    for suffix in ("weight", "weight_scale_inv"):
+        damaged = shutil.copytree(tmp_path / "fp8", tmp_path / suffix)
+        stored = load_file(damaged / "model.safetensors")
+        name = f"model.layers.1.mlp.up_proj.{suffix}"
+        stored[name].view(torch.uint8)[0, 0] ^= 1
+        save_file(stored, damaged / "model.safetensors", {"format": "pt"})
+        with pytest.raises(
+            ReshardError, match=f"up_proj.{suffix} does not have the checksum of reshard.json"
+        ):
+            lora_merge(damaged, of, tmp_path / "refused")
+        assert not (tmp_path / "refused").exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -359,12 +385,7 @@ def test_what_is_given_beside_a_checkpoint_does_not_contradict_it(llama, tmp_pat
 def test_inspect_diff_and_check_know_adapters(llama, tmp_path):
     of = adapter(llama, tmp_path / "adapter")
     details = inspect(of, hf_config=llama).details
-    assert (
-        details["adapter"] == "LoRA"
-        and details["rank"] == 4
-        and details["alpha"] == 10
-        and details["adapted_weights"] == 28
-    )
+    assert [details[key] for key in ("adapter", "rank", "alpha", "adapted_weights")] == ["LoRA", 4, 10, 28]
     lora_to_megatron(of, tmp_path / "back", hf_config=llama)
     assert inspect(tmp_path / "back").details["adapter_format"] == "bridge" and check(tmp_path / "back").ok
     assert diff(tmp_path / "back", of, hf_config=llama).equal

@@ -23,9 +23,14 @@ class DerivedSource(Source):
         """Return True for a tensor that is not as the base has it."""
 
     def checks(self) -> SourceChecks:
-        """Return the checksums of the base's manifest for the tensors that stay as they are."""
+        """Return the checksums of the base's manifest for the tensors that stay as they are, and for codes, which are
+        read again to be checked."""
         checks = SourceChecks(self.base)
-        checks.entries = {name: entry for name, entry in checks.entries.items() if not self.changes(name)}
+        checks.entries = {
+            name: entry
+            for name, entry in checks.entries.items()
+            if not self.changes(name) or not checks.plain(name)
+        }
         return checks
 
     def strips(self, name: str) -> list[Strip] | None:
