@@ -385,12 +385,18 @@ class Broken(DeltaMethods):
         raise RuntimeError("out of memory")
 
 
-def test_where_one_worker_cannot_write_a_delta_none_serves(chain):
+def test_no_engine_serves_half_a_delta_or_goes_back(chain):
     with Chain(chain) as opened:
         engine = TwoWorkers(opened.base.digest)
     with pytest.raises(ReshardError, match="RuntimeError: out of memory"):
         apply_deltas(engine, chain)
     assert engine.calls[-2:] == ["reshard_delta_write", "reshard_delta_invalidate"]
+    newer = TwoWorkers(show(chain)["deltas"][4]["digest"])
+    with pytest.raises(
+        ReshardError, match="engine holds version 5 of .*, and goes forward only: to go back to version 3"
+    ):
+        apply_deltas(newer, chain, version=3)
+    assert newer.calls == ["reshard_delta_digests"]
 
 
 @pytest.mark.parametrize(

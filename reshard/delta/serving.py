@@ -141,6 +141,12 @@ def _calls(chain: str | Path, version: int | None, verify: bool) -> Generator[Ca
         versions = {base.digest: 0, **{delta.after: delta.version for delta in deltas}}
         target, digest = (deltas[-1].version, deltas[-1].after) if deltas else (0, base.digest)
         if held not in versions:
+            newer = [delta.version for delta in opened.deltas() if delta.after == held]
+            if newer:
+                raise ReshardError(
+                    f"the engine holds version {newer[-1]} of {opened.where}, and goes forward only: to go back to version {target}, "
+                    f"load the base or an older version into it first"
+                )
             raise ReshardError(
                 f"the engine holds weights with digest {held}, which are neither the base of {opened.where} ({base.name}) "
                 f"nor a version up to {target}: load the base into it first"
