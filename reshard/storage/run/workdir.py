@@ -43,7 +43,8 @@ class Workdir:
         resume: bool,
         process: int = 0,
     ) -> None:
-        self.source, self.reads, self.destination = source, list(reads), Path(os.path.abspath(destination))
+        self.source, self.reads, self.given = source, list(reads), destination
+        self.destination = Path(os.path.abspath(destination))
         self.path = partial_directory(self.destination)
         self.tree = self.path / TREE
         self.overwrite, self.resume, self.process = overwrite, resume, process
@@ -72,6 +73,10 @@ class Workdir:
                 where = "" if destination.exists() else " to nowhere"
                 raise ReshardError(f"{destination} is a symbolic link{where}; give the directory itself")
             if not parent.is_dir():
+                if str(*self.given.parts[:1]).endswith(":"):  # of s3://bucket/run, as a path
+                    raise ReshardError(
+                        f"{self.given} is an address; give a local directory, and copy it from there"
+                    )
                 raise ReshardError(f"{parent} is not a directory; create it first")
             if not os.access(parent, os.W_OK | os.X_OK):
                 raise ReshardError(f"cannot write in {parent}: permission denied or read-only")
