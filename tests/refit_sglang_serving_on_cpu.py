@@ -127,9 +127,9 @@ def drive(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict
     results["version"] = said_by(lambda: call(dummy, "reshard_check_version", version=1))
     results["other version"] = said_by(lambda: call(dummy, "reshard_check_version", version=7))
     sampling = {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True}
+    steps.meet("busy")  # first, since the trainer may be late, and the request be over by then
     stream = dummy.generate(input_ids=PROMPTS[0], sampling_params=sampling, stream=True)
     next(stream)  # the request runs
-    steps.meet("busy")
     results["busy"] = said_by(lambda: call(dummy, "reshard_refit", version=7))
     results["goes on"] = [len(part["output_ids"]) for part in stream][-1], answers(dummy)
     settle(dummy)
