@@ -111,7 +111,7 @@ class Actor:
         make = lambda: actor.UpdateWeightFromTensor(  # noqa: E731
             args, self.shards.source.models, lambda: copies, model_name="qwen3", quantization_config=None
         )
-        os.environ["RESHARD_DELTA"] = "1"
+        os.environ |= {"RESHARD_DELTA": "1", "RESHARD_DELTA_ON_HOST": "1"}
         updater, changing = make(), next(iter(copies.values()))
         # As one says that its pipeline stages have only begun.
         ask = partial(slime._answer, engine, "update_weights_from_distributed", slime.refit_request(1, False))

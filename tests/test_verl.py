@@ -65,9 +65,10 @@ def test_the_lines_of_config_put_ours_in_the_place_of_verls(outcome):
         "backend": "auto",
         "delta": False,
         "keep_mapped": False,
+        "delta_on_host": False,
     }
     assert outcome["wrong options"] == [
-        "checkpoint_engine.engine_kwargs.reshard has ['verfy']: it takes verify, timeout, backend, delta, keep_mapped",
+        "checkpoint_engine.engine_kwargs.reshard has ['verfy']: it takes verify, timeout, backend, delta, keep_mapped, delta_on_host",
         "checkpoint_engine.engine_kwargs.reshard.verify is 1; it is true or false",
         "checkpoint_engine.engine_kwargs.reshard.timeout is 0; it is a number of seconds above 0",
         "checkpoint_engine.engine_kwargs.reshard.backend 'bucket' is not one of auto, cuda_ipc, staged, nixl, nccl",

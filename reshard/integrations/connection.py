@@ -26,8 +26,8 @@ class SyncOptions(NamedTuple):
     """Options of a weight sync.
 
     With `verify` digests of both sides are compared after each refit. `timeout` is how many seconds
-    members wait for one another; `backend`, `delta` and `keep_mapped` are those of
-    `reshard.refit.connect`.
+    members wait for one another; `backend`, `delta`, `keep_mapped` and
+    `delta_on_host` are those of `reshard.refit.connect`.
     """
 
     verify: bool = False
@@ -35,6 +35,7 @@ class SyncOptions(NamedTuple):
     backend: str = "auto"
     delta: bool | str = False
     keep_mapped: bool = False
+    delta_on_host: bool = False
 
     def check(self, name: Callable[[str], str]) -> "SyncOptions":
         """Return these options. Raises ReshardError for a wrong value, with the option's full
@@ -44,13 +45,14 @@ class SyncOptions(NamedTuple):
         check_backend(self.backend, name("backend"))
         check_delta(self.delta, name("delta"))
         check_switch(self.keep_mapped, name("keep_mapped"))
+        check_switch(self.delta_on_host, name("delta_on_host"))
         return self._replace(timeout=float(self.timeout))
 
     @staticmethod
     def of_environment(where: str) -> "SyncOptions":
         """Return the options in the environment variables ``RESHARD_VERIFY``, ``RESHARD_TIMEOUT``,
-        ``RESHARD_BACKEND``, ``RESHARD_DELTA`` and ``RESHARD_KEEP_MAPPED``; `where` says where a user
-        sets them.
+        ``RESHARD_BACKEND``, ``RESHARD_DELTA``, ``RESHARD_DELTA_ON_HOST`` and ``RESHARD_KEEP_MAPPED``;
+        `where` says where a user sets them.
 
         Raises ReshardError for others than 0 or 1, seconds, backends, and 0, 1 or auto.
         """
@@ -73,6 +75,7 @@ class SyncOptions(NamedTuple):
             renamed_variable("RESHARD_EXECUTOR", "RESHARD_BACKEND", "auto"),
             SWITCHES.get(delta, delta),
             switch("RESHARD_KEEP_MAPPED"),
+            switch("RESHARD_DELTA_ON_HOST"),
         ).check(lambda name: f"RESHARD_{name.upper()} in {where}")
 
 
@@ -106,7 +109,8 @@ class Connection:
         def part() -> Link | AdapterLink:
             options = self.options
             return connect(members, source, destination, backend=options.backend, adapter=adapter,
-                           delta=options.delta, keep_mapped=options.keep_mapped)  # fmt: skip
+                           delta=options.delta, keep_mapped=options.keep_mapped,
+                           delta_on_host=options.delta_on_host)  # fmt: skip
 
         self.link = part() if calls is None else calls.alongside(members, part)
 

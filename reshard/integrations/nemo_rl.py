@@ -213,9 +213,10 @@ class ColocatedSynchronizer(WeightSynchronizer):
         backend: str = "auto",
         delta: bool | str = False,
         keep_mapped: bool = False,
+        delta_on_host: bool = False,
     ) -> None:
         self._policy, self._generation = policy, generation
-        self._options = SyncOptions(verify, timeout, backend, delta, keep_mapped)
+        self._options = SyncOptions(verify, timeout, backend, delta, keep_mapped, delta_on_host)
         self._stale, self._connects = True, True
         self._address, self._secret = "", ""  # where all have met last, and with which secret
 

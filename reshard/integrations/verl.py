@@ -156,8 +156,10 @@ class ReshardCheckpointEngine(CheckpointEngine):
         backend: str = "auto",
         delta: bool | str = False,
         keep_mapped: bool = False,
+        delta_on_host: bool = False,
     ) -> None:
-        self.connection = Connection(_checked(SyncOptions(verify, timeout, backend, delta, keep_mapped)))
+        options = SyncOptions(verify, timeout, backend, delta, keep_mapped, delta_on_host)
+        self.connection = Connection(_checked(options))
         self.member = f"{socket.gethostname()} {id(self)} {ray.get_runtime_context().get_worker_id()}"
         self.topology: dict[str, Any] = {}  # the last arguments of `init_process_group`
         self.is_new = True
