@@ -238,9 +238,8 @@ def anonymous_memory(size: int) -> mmap.mmap:
 
 
 _pinned: "weakref.WeakSet[_Pinned]" = weakref.WeakSet()
-_parents: list[
-    "_Pinned"
-] = []  # of a forked process: there is other memory in its place, which is not to be unmapped
+# Of a forked process, the parent's: other memory may lie in its place there, so it must not be unmapped.
+_parents: list["_Pinned"] = []
 os.register_at_fork(after_in_child=lambda: _parents.extend(_pinned))
 
 

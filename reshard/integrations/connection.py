@@ -70,12 +70,12 @@ class SyncOptions(NamedTuple):
         with suppress(ValueError):  # what is no number is refused below
             timeout = float(timeout)
         return SyncOptions(
-            switch("RESHARD_VERIFY"),
-            timeout,
-            renamed_variable("RESHARD_EXECUTOR", "RESHARD_BACKEND", "auto"),
-            SWITCHES.get(delta, delta),
-            switch("RESHARD_KEEP_MAPPED"),
-            switch("RESHARD_DELTA_ON_HOST"),
+            verify=switch("RESHARD_VERIFY"),
+            timeout=timeout,
+            backend=renamed_variable("RESHARD_EXECUTOR", "RESHARD_BACKEND", "auto"),
+            delta=SWITCHES.get(delta, delta),
+            keep_mapped=switch("RESHARD_KEEP_MAPPED"),
+            delta_on_host=switch("RESHARD_DELTA_ON_HOST"),
         ).check(lambda name: f"RESHARD_{name.upper()} in {where}")
 
 

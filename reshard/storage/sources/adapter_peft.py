@@ -149,10 +149,10 @@ class PeftSource(AdapterSource):
             for weight, name in copies.items()
             if name in self.stored and self.stored[name].shape == self.base.shapes[weight]
         }
-        found = set(self.copies_of_base.values())
-        if found:
-            self.notices.append(f"left out, as a copy of the model's own: {listed(sorted(found), 2)}")
-        return found
+        left_out = set(self.copies_of_base.values())
+        if left_out:
+            self.notices.append(f"left out, as a copy of the model's own: {listed(sorted(left_out), 2)}")
+        return left_out
 
     def read_copy_of_base(self, weight: str, start: int, stop: int) -> np.ndarray:
         return self._rows(self.copies_of_base[weight], start, stop)
