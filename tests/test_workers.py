@@ -122,6 +122,43 @@ stop.set()
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("kill", [True, False], ids=["killed", "stopped by an error"])
+def test_a_worker_that_ends_within_its_result_leaves_nobody_waiting_for_the_rest(kill, tmp_path):
+    """A long result goes through its pipe as a length and then the bytes."""
+    code = f"""
+import multiprocessing.connection, os, signal, time
+from pathlib import Path
+from reshard.core.errors import ReshardError
+from reshard.storage.run.workers import run_jobs
+half = Path("half")
+def job(name):
+    send = multiprocessing.connection.Connection._send
+    def send_half(self, data, *write):
+        send(self, data, *write)
+        if len(data) == 4:
+            half.touch()
+            if {kill}:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(600)
+    if name == "b":
+        multiprocessing.connection.Connection._send = send_half
+        return bytes(20_000)
+    time.sleep(600)
+def check():
+    if half.exists() and not {kill}:
+        raise ReshardError("the disk is full")
+try:
+    run_jobs(dict.fromkeys("ab", 1 << 30), job, 2, check=check)
+except ReshardError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    expected = "a worker of this command was ended (SIGKILL)" if kill else "the disk is full"
+    assert done.stdout.startswith(expected), done.stderr
+
+
 @pytest.mark.parametrize("what", [
     "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
     """

@@ -170,6 +170,7 @@ class Workers:
             try:
                 future = self.pool.ended.get(timeout=CHECK_SECONDS)
             except queue.Empty:
+                self.pool.check()
                 yield []
                 continue
             left -= 1
@@ -224,6 +225,16 @@ class _Processes:
             self._kill()
             raise _NoWorkerError(len(self.children), error) from error
         self.children = [c for c in multiprocessing.active_children() if c not in before]
+        # A worker may be ended when only half of its result has been sent. The executor waits for
+        # the rest until nobody is left who could send it: which this process, too, could.
+        self.executor._result_queue._writer.close()  # type: ignore[attr-defined]
+
+    def check(self) -> None:
+        """End all workers where one has ended, as the executor does, unless it waits for the rest of
+        that one's result."""
+        if not all(child.is_alive() for child in self.children):
+            for child in self.children:
+                child.terminate()
 
     def error(self) -> ReshardError:
         """Return the error for a worker that has ended before its time."""
@@ -270,6 +281,9 @@ class _Threads:
         except RuntimeError as error:
             self.end(at_once=True)
             raise _NoWorkerError(0, error) from error
+
+    def check(self) -> None:
+        """Do nothing: a thread does not end before its time."""
 
     def error(self) -> ReshardError:
         """Return the error for a worker that has ended before its time: a thread does not."""
