@@ -24,6 +24,7 @@ from nemo_rl.models.policy.workers.checkpoint_engine import (
 )
 
 from reshard.integrations import nemo_rl as ours
+from reshard.integrations.connection import SyncOptions
 from reshard.integrations.nemo_rl_worker import ReshardWorker
 from tests.probe import Probed, after, alone, caught
 
@@ -181,7 +182,10 @@ def main() -> None:
     separate._bucket_size_bytes = 1 << 20  # else it asks for a GPU's memory
     for name, synchronizer in (
         ("separate", separate),
-        ("colocated", ours.ColocatedSynchronizer(policy, generation, verify=True, timeout=120)),
+        (
+            "colocated",
+            ours.ColocatedSynchronizer(policy, generation, SyncOptions(verify=True, timeout=120.0)),
+        ),
     ):
         synchronizer.init_communicator()
         synced = outcome[name] = {"stale": [synchronizer.is_stale], "syncs": []}

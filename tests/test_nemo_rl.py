@@ -109,7 +109,7 @@ def test_a_rollout_that_drafts_tokens_is_refitted(outcome):
 
 
 @pytest.mark.parametrize(("config", "sentence"), [
-    ("a wrong option", f"policy.generation.refit_cfg['{BACKEND}'] has ['verfy']: it takes verify, timeout, backend, delta, keep_mapped, delta_on_host, release_after_refit"),
+    ("a wrong option", f"policy.generation.refit_cfg['{BACKEND}'] has ['verfy']: it takes verify, timeout, backend, delta, keep_mapped, delta_on_host, release_after_refit, update_weights_bucket_memory_ratio"),
     ("a wrong time", f"timeout of policy.generation.refit_cfg['{BACKEND}'] is 0; it is a number of seconds above 0"),
     ("separate", f"policy and vLLM do not share GPUs: run NeMo-RL's own script, with policy.generation.refit_transport={BACKEND}"),
     ("another backend", "policy.generation.backend is sglang: reshard refits vllm"),

@@ -2,7 +2,7 @@
 common."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -47,6 +47,21 @@ class SyncOptions(NamedTuple):
         check_switch(self.keep_mapped, name("keep_mapped"))
         check_switch(self.delta_on_host, name("delta_on_host"))
         return self._replace(timeout=float(self.timeout))
+
+    @staticmethod
+    def of_config(
+        config: Mapping[str, Any], where: str, name: Callable[[str], str], others: Collection[str] = ()
+    ) -> "SyncOptions":
+        """Return the options in a section of a trainer's config. `where` names the section, `name` an option
+        in it; `others` are the trainer's own options there.
+
+        Raises ReshardError for an unknown option and for a wrong value.
+        """
+        known = (*SyncOptions._fields, *others)
+        if unknown := sorted(config.keys() - set(known)):
+            raise ReshardError(f"{where} has {unknown}: it takes {', '.join(known)}")
+        options = {field: config[field] for field in SyncOptions._fields if field in config}
+        return SyncOptions(**options).check(name)
 
     @staticmethod
     def of_environment(where: str) -> "SyncOptions":

@@ -30,13 +30,15 @@ from reshard.comm.secret import new_secret
 from reshard.core.deprecated import accepts_renamed_options, renamed_options
 from reshard.core.errors import ReshardError, listed
 from reshard.integrations.calls import ANSWER_SECONDS, Calls
-from reshard.integrations.connection import TIMEOUT, Connection, SyncOptions
+from reshard.integrations.connection import Connection, SyncOptions
 from reshard.integrations.meeting import meeting_place
 from reshard.trainers.megatron import MegatronModel
 
 BACKEND = "reshard.integrations.nemo_rl:ReshardCheckpointEngine"
 WORKER = "reshard.integrations.nemo_rl_worker.ReshardWorker"
 WAITS = 3  # time limits, one after the other, that a sync may take in all
+# What NeMo-RL itself takes beside our options.
+NEMO_RL_OPTIONS = ("release_after_refit", "update_weights_bucket_memory_ratio")
 # The axes of vLLM's workers of which the first of each data parallel group talks to its engine.
 ONE_OF_EACH_ENGINE = ["tensor_parallel", "pipeline_parallel"]
 
@@ -208,15 +210,9 @@ class ColocatedSynchronizer(WeightSynchronizer):
         self,
         policy: Any,
         generation: Any,
-        verify: bool = False,
-        timeout: float = TIMEOUT,
-        backend: str = "auto",
-        delta: bool | str = False,
-        keep_mapped: bool = False,
-        delta_on_host: bool = False,
+        options: SyncOptions,
     ) -> None:
-        self._policy, self._generation = policy, generation
-        self._options = SyncOptions(verify, timeout, backend, delta, keep_mapped, delta_on_host)
+        self._policy, self._generation, self._options = policy, generation, options
         self._stale, self._connects = True, True
         self._address, self._secret = "", ""  # where all have met last, and with which secret
 
@@ -366,12 +362,7 @@ def checked_options(given: Mapping[str, Any]) -> SyncOptions:
     """Return the options `given` in ``policy.generation.refit_cfg``. Raises ReshardError for wrong
     ones, and for others."""
     where = f"policy.generation.refit_cfg[{BACKEND!r}]"
-    ours = {name: value for name, value in given.items() if name in SyncOptions._fields}
-    unknown = given.keys() - ours.keys() - {"update_weights_bucket_memory_ratio", "release_after_refit"}
-    if unknown:
-        known = ", ".join([*SyncOptions._fields, "release_after_refit"])
-        raise ReshardError(f"{where} has {sorted(unknown)}: it takes {known}")
-    return SyncOptions(**ours).check(lambda name: f"{name} of {where}")
+    return SyncOptions.of_config(given, where, lambda name: f"{name} of {where}", NEMO_RL_OPTIONS)
 
 
 def with_refits(setup: Callable[..., Any]) -> Callable[..., Any]:
@@ -406,7 +397,7 @@ def with_refits(setup: Callable[..., Any]) -> Callable[..., Any]:
             )
         started = setup(master_config, *args, **kwargs)
         policy, rollout = started[:2]
-        rollout.weight_synchronizer = ColocatedSynchronizer(policy, rollout, *options)
+        rollout.weight_synchronizer = ColocatedSynchronizer(policy, rollout, options)
         rollout.weight_synchronizer.init_communicator()
         return started
 

@@ -15,7 +15,7 @@ plugin. What a refit does not cover (LoRA that is merged, QAT) takes verl's own 
 
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from reshard.comm.group import RefitGroup
 from reshard.comm.secret import new_secret
 from reshard.core.deprecated import accepts_renamed_options, renamed_options
 from reshard.core.errors import ReshardError
-from reshard.integrations.connection import TIMEOUT, Connection, SyncOptions
+from reshard.integrations.connection import Connection, SyncOptions
 from reshard.integrations.meeting import meeting_place
 from reshard.trainers.megatron import MegatronModel
 
@@ -127,39 +127,27 @@ def adapter_of(model_config: Any) -> str | None:
 def options_of(config: Any) -> SyncOptions:
     """Return the options in ``rollout.checkpoint_engine.engine_kwargs.reshard``. Raises
     ReshardError for wrong ones."""
-    options = renamed_options((config.checkpoint_engine.engine_kwargs or {}).get(BACKEND, {}))
-    unknown = sorted(options.keys() - set(SyncOptions._fields))
-    if unknown:
-        raise ReshardError(
-            f"checkpoint_engine.engine_kwargs.{BACKEND} has {unknown}: it takes {', '.join(SyncOptions._fields)}"
-        )
-    return _checked(SyncOptions(**options))
+    return checked_options(renamed_options((config.checkpoint_engine.engine_kwargs or {}).get(BACKEND, {})))
 
 
-def _checked(options: SyncOptions) -> SyncOptions:
-    return options.check(lambda name: f"checkpoint_engine.engine_kwargs.{BACKEND}.{name}")
+def checked_options(given: Mapping[str, Any]) -> SyncOptions:
+    """Return the options `given` in that section of the config. Raises ReshardError for wrong ones."""
+    where = f"checkpoint_engine.engine_kwargs.{BACKEND}"
+    return SyncOptions.of_config(given, where, lambda name: f"{where}.{name}")
 
 
 @CheckpointEngineRegistry.register(BACKEND)
 class ReshardCheckpointEngine(CheckpointEngine):
     """The meeting of an actor and rollouts on other GPUs; no tensor passes through it. Made in the
     actor's ranks and beside each of the rollout's workers. verl calls all its methods at every
-    sync; the connection stays while the members do."""
+    sync; the connection stays while the members do.
+
+    The `options` are those of `reshard.integrations.connection.SyncOptions`.
+    """
 
     @accepts_renamed_options
-    def __init__(
-        self,
-        bucket_size: int = 0,
-        is_master: bool = False,
-        verify: bool = False,
-        timeout: float = TIMEOUT,
-        backend: str = "auto",
-        delta: bool | str = False,
-        keep_mapped: bool = False,
-        delta_on_host: bool = False,
-    ) -> None:
-        options = SyncOptions(verify, timeout, backend, delta, keep_mapped, delta_on_host)
-        self.connection = Connection(_checked(options))
+    def __init__(self, bucket_size: int = 0, is_master: bool = False, **options: Any) -> None:
+        self.connection = Connection(checked_options(options))
         self.member = f"{socket.gethostname()} {id(self)} {ray.get_runtime_context().get_worker_id()}"
         self.topology: dict[str, Any] = {}  # the last arguments of `init_process_group`
         self.is_new = True
