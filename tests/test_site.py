@@ -10,6 +10,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -25,7 +26,8 @@ def site(tmp_path_factory):
     """Build the site as a release does: a dead link, a page outside of the navigation or an unknown
     name is an error."""
     directory = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", directory]
+    # Not `--quiet`: with it mkdocs counts no warning, and `--strict` accepts everything.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", directory]
     done = subprocess.run(
         command, cwd=REPOSITORY, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
     )
@@ -38,6 +40,23 @@ def test_every_page_is_in_the_navigation_and_has_text(site):
     generated = {"changelog.md", "contributing.md"}
     short = [str(page) for page in pages if page.name not in generated and len(page.read_text().split()) < 60]
     assert len(pages) > 30 and short == []
+
+
+def test_every_link_within_the_site_leads_to_a_file_and_its_anchor(site):
+    """Read from the pages as built: mkdocs does not see the anchors of listings and of commands."""
+    texts = {
+        page: page.read_text(encoding="utf-8") for page in site.rglob("*.html") if page.name != "404.html"
+    }
+    anchors = {page: set(re.findall(r'\b(?:id|name)="([^"]+)"', text)) for page, text in texts.items()}
+    checked, dead = 0, []
+    for page, text in texts.items():
+        for link in set(re.findall(r'\b(?:href|src)="([^":]+)"', text)):
+            path, _, anchor = unquote(link).partition("#")
+            target = Path(os.path.normpath(page.parent / path)) if path else page
+            checked += 1
+            if not target.exists() or (anchor and anchor not in anchors[target]):
+                dead.append(f"{page.relative_to(site)}: {link}")
+    assert checked > 1000 and sorted(dead) == []
 
 
 def test_pages_fetch_nothing_from_other_hosts(site):
