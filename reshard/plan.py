@@ -132,49 +132,32 @@ def plan_refit(
     """
     if changed is not None and not 0 <= changed <= 1:
         raise ReshardError(f"changed is {changed!r:.40}, which is no share of the elements: 0.01 is 1 %")
-    trainer.check(model)
-    engine.check(model)
-    ranks_per_stage = _ranks_per_stage(model, trainer, dp, cp)
+    ranks_per_stage = _checked_ranks_per_stage(model, trainer, engine, dp, cp)
     trainer_ranks, engine_ranks = trainer.pp * ranks_per_stage, engine.world_size
-    check_number(trainer_ranks, "the number of the trainer's ranks", MAX_RANKS)
-    check_number(engine_ranks, "the number of the engine's ranks", MAX_RANKS)
     colocated = _check_colocated(colocated, trainer_ranks, engine_ranks)
     planned = _check_planned(ranks, engine_ranks)
     vocab = padded_vocab_size(model.symbols["V"], make_vocab_size_divisible_by, trainer.tp)
     parameters = expand(model, transformer_impl, vocab)
-    widths = {name: 4 if name in parameters.fp32 else itemsize for name in parameters.shapes}
-    shards = _TrainerShards(parameters, Ranks(model, trainer, ranks_per_stage))
+    shards = _TrainerShards(parameters, Ranks(model, trainer, ranks_per_stage), itemsize)
     traffic = _Traffic(trainer_ranks if colocated else trainer_ranks + engine_ranks, gpus_per_host)
     forecasts: list[RankForecast] = []
     for rank, placement in _placements(model, engine, planned, itemsize):
         gpu = rank if colocated else trainer_ranks + rank
-        forecasts.append(_plan_rank(rank, gpu, placement, shards, traffic, widths, engine.tp))
+        forecasts.append(_plan_rank(rank, gpu, placement, shards, traffic, engine.tp))
         if progress is not None:
             progress(len(forecasts), len(planned))
+    label = f"{trainer} DP{ranks_per_stage // (trainer.tp * cp)}" + f" CP{cp}" * (cp > 1)
     network_seconds = traffic.busiest_network() / network_rate
     return Forecast(
-        model=f"{model.family.name} ({model.num_layers} layers)",
-        trainer=f"{trainer} DP{ranks_per_stage // (trainer.tp * cp)}" + f" CP{cp}" * (cp > 1),
-        engine_name=engine.engine,
-        engine=str(engine),
-        trainer_ranks=trainer_ranks,
-        engine_ranks=engine_ranks,
-        gpus=len(traffic.seats),
-        colocated=colocated,
-        ranks=forecasts,
-        trainer_bytes=shards.bytes_of_ranks(trainer_ranks, widths),
+        model=f"{model.family.name} ({model.num_layers} layers)", trainer=label, engine_name=engine.engine,
+        engine=str(engine), trainer_ranks=trainer_ranks, engine_ranks=engine_ranks, gpus=len(traffic.seats),
+        colocated=colocated, ranks=forecasts, trainer_bytes=shards.bytes_of_ranks(trainer_ranks),
         out_bytes=traffic.sent()[:trainer_ranks].tolist(),
-        link_rate=link_rate,
-        network_rate=network_rate,
-        memory_rate=memory_rate,
-        link_seconds=traffic.busiest_link() / link_rate,
-        network_seconds=network_seconds,
-        memory_seconds=2 * max(rank.local_bytes for rank in forecasts) / memory_rate,
-        changed=changed,
-        delta_network_seconds=None
-        if changed is None
-        else network_seconds * delta_share(changed, itemsize=itemsize),
-    )
+        link_rate=link_rate, network_rate=network_rate, memory_rate=memory_rate,
+        link_seconds=traffic.busiest_link() / link_rate, network_seconds=network_seconds,
+        memory_seconds=2 * max(rank.local_bytes for rank in forecasts) / memory_rate, changed=changed,
+        delta_network_seconds=None if changed is None else network_seconds * delta_share(changed, itemsize),
+    )  # fmt: skip
 
 
 def _placements(
@@ -223,17 +206,15 @@ def _plan_rank(
     placement: Placement,
     trainer: "_TrainerShards",
     traffic: "_Traffic",
-    widths: dict[str, int],
     tp: int,
 ) -> RankForecast:
-    """Plan the copies of one inference rank, and count their bytes in `traffic`. `widths` are the bytes of an
-    element by name, `tp` is the engine's."""
+    """Plan the copies of one inference rank, and count their bytes in `traffic`. `tp` is the engine's."""
     began = time.perf_counter()
     shards = trainer.needed_by(placement)
     plan = make_plan(Placement.of(placement.shapes, (shard.tensor for shard in shards.values())), placement)
     rows, bytes_by_holders = [], Counter[tuple[int, ...]]()
     for t in plan.transfers:
-        width = widths[t.name]
+        width = trainer.widths[t.name]
         rows.append(_table_row(t, shards[t.src].tensor.shape, placement.tensors[t.dst].shape, width))
         bytes_by_holders[shards[t.src].ranks] += t.box.volume * width
     bytes_by_distance, partners = [0, 0, 0, 0], set()
@@ -292,10 +273,12 @@ class _Traffic:
 
 
 class _TrainerShards:
-    """The shards of a trainer's ranks, made when a placement needs them."""
+    """The shards of a trainer's ranks, made when a placement needs them. `widths` are the bytes of an element by
+    name, `itemsize` of those that are not always fp32."""
 
-    def __init__(self, mapping: ModelParameters, ranks: Ranks) -> None:
+    def __init__(self, mapping: ModelParameters, ranks: Ranks, itemsize: int) -> None:
         self.parameters = mapping.parameters
+        self.widths = {name: 4 if name in mapping.fp32 else itemsize for name in mapping.shapes}
         self.index_of = {part.name: index for index, p in enumerate(mapping.parameters) for part in p.parts}
         self.ranks = ranks
         self.made: dict[int, list[LiveShard]] = {}
@@ -313,12 +296,12 @@ class _TrainerShards:
             self.made[index] = [shard._replace(tensor=local_matrix(shard.tensor)) for shard in shards]
         return self.made[index]
 
-    def bytes_of_ranks(self, ranks: int, widths: dict[str, int]) -> list[int]:
+    def bytes_of_ranks(self, ranks: int) -> list[int]:
         """Return the bytes of each rank's weights, vocabulary padding left out."""
         total = np.zeros(ranks, np.int64)
         for index in range(len(self.parameters)):
             for shard in self._shards(index):
-                size = sum(part.box.volume * widths[part.name] for part in shard.tensor.parts)
+                size = sum(part.box.volume * self.widths[part.name] for part in shard.tensor.parts)
                 total[list(shard.ranks)] += size
         return total.tolist()
 
@@ -332,6 +315,19 @@ def _check_bytes(placement: Placement, itemsize: int, rank: int) -> None:
             f"the engine's rank {rank} would hold {sum(held.values()):,} bytes of weights, {held[largest]:,} of them in "
             f"{largest[0]}, and no GPU holds more than {MAX_RANK_BYTES:,}: plan more ranks, or correct the config"
         )
+
+
+def _checked_ranks_per_stage(
+    model: Model, trainer: MegatronLayout, engine: EngineLayout, dp: int | None, cp: int
+) -> int:
+    """Return the ranks of a pipeline stage of the trainer. Raises ReshardError where a model does not fit a layout,
+    or there would be too many ranks."""
+    trainer.check(model)
+    engine.check(model)
+    ranks = _ranks_per_stage(model, trainer, dp, cp)
+    check_number(trainer.pp * ranks, "the number of the trainer's ranks", MAX_RANKS)
+    check_number(engine.world_size, "the number of the engine's ranks", MAX_RANKS)
+    return ranks
 
 
 def _ranks_per_stage(model: Model, trainer: MegatronLayout, dp: int | None, cp: int) -> int:

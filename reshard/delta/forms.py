@@ -82,12 +82,13 @@ def padded(size: Any) -> Any:
     return size + -size % SECTION
 
 
-def delta_share(changed: float, elements: int = 1 << 19, itemsize: int = 2) -> float:
+def delta_share(changed: float, itemsize: int = 2) -> float:
     """Return the bytes that changes take for each byte of the weights, where this share of the elements changed,
     here and there.
 
     >>> [round(delta_share(changed), 4) for changed in (0.0, 0.01, 0.2, 1.0)]
     [0.0, 0.02, 0.2625, 1.0]
     """
+    elements = 1 << 19  # of a box
     box = BoxSize(elements, itemsize, round(changed * elements))
     return float(box.size(box.form) / (elements * itemsize))

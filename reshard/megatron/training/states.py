@@ -20,7 +20,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from reshard.core.errors import ReshardError, listed
@@ -179,8 +178,3 @@ def state_chunks(chunks: Iterable[Chunk], names: Iterable[str]) -> Iterator[Chun
             if has_state and chunk.key in keys:
                 tensor = _of_state(chunk.tensor, prefix, (prefix + chunk.key, chunk.offsets))
                 yield chunk._replace(key=prefix + chunk.key, tensor=tensor)
-
-
-def state_bytes(states: OptimizerStates, keys: Mapping[str, Key]) -> int:
-    """Return the bytes of states that can be moved."""
-    return sum(prod(keys[name].shape) * keys[name].dtype.size for name in states.names())
