@@ -41,6 +41,7 @@ from reshard.refit.tables import (
     SRC,
     SRC_PITCH,
     WIDTH,
+    BlockKernel,
     empty_table,
 )
 from reshard.refit.transports.base import Incoming, Outgoing
@@ -352,9 +353,9 @@ def interpret() -> None:
         table, into, held = pieces_of(values, cuts, shift, sources)
         places, codes, scales = places_for((rows, columns))
         block_items = cut(table, into, np.arange(len(cuts)), places, blocks)
-        how = rounding, not shift, blocks, size_of(block_items.fragments[:, ELEMENT_BYTES])
+        kernel = BlockKernel(rounding, not shift, blocks, size_of(block_items.fragments[:, ELEMENT_BYTES]))
         tables = torch.from_numpy(block_items.items), torch.from_numpy(block_items.fragments)
-        quantize_items(*tables, *how)
+        quantize_items(*tables, kernel)
         expected, expected_scales = encode(values, rounding, divide=rounding == "stored")
         encoded = codes[:, :columns].view(FP8.numpy()).astype(np.float32)
         assert np.array_equal(scales, expected_scales) and np.array_equal(
@@ -363,13 +364,13 @@ def interpret() -> None:
         assert np.array_equal(np.signbit(encoded), np.signbit(expected.astype(np.float32)))
         assert (codes[:, columns:] == 0xEE).all() and len(held) == len(cuts)
         if not shift:
-            digests_are_equal(block_items, table, tables, how)
+            digests_are_equal(block_items, table, tables, kernel)
         print(rounding, "equal")
     # Of the last, a block at a time: nothing differs; then a code and a scale do.
-    assert not compare_items(*tables, *how).any()
+    assert not compare_items(*tables, kernel).any()
     codes[150, 9] ^= 1
     scales[0, 1] *= 2
-    differing = {tuple(at) for at in np.argwhere(compare_items(*tables, *how).numpy())}
+    differing = {tuple(at) for at in np.argwhere(compare_items(*tables, kernel).numpy())}
     of_code, of_scale = codes.ctypes.data + 128 * codes.strides[0], codes.ctypes.data + 128
     wanted = {of_code, of_scale}
     assert {int(block_items.items[index, CODES]) for (index,) in differing} == wanted
@@ -387,12 +388,14 @@ def scales_by_the_kernel(rounding: str) -> list:
     table, into, held = pieces_of(values, [(0, 0, *values.shape)])
     places, _, scales = places_for(values.shape)
     items = items_of(table, into, np.zeros(1, np.int64), places)
-    quantize_items(torch.from_numpy(items.items), torch.from_numpy(items.fragments), rounding, True)
+    quantize_items(
+        torch.from_numpy(items.items), torch.from_numpy(items.fragments), BlockKernel(rounding, True)
+    )
     assert np.array_equal(scales, encode(values, rounding, divide=rounding == "stored")[1]) and held
     return scales.tolist()
 
 
-def digests_are_equal(block_items, table: np.ndarray, tables: tuple, how: tuple) -> None:
+def digests_are_equal(block_items, table: np.ndarray, tables: tuple, kernel: BlockKernel) -> None:
     """The digests that a check of blocks takes along, by the kernel and the host, against those of the pieces
     by themselves; of a piece that is padding there is none."""
     from reshard.refit.fp8_blocks.kernels import compare_items
@@ -404,7 +407,7 @@ def digests_are_equal(block_items, table: np.ndarray, tables: tuple, how: tuple)
     expected[1] = 0
     spans, (_, fragments) = spans_of(block_items._replace(owners=owners), table), tables
     by_kernel, on_host = torch.zeros((2, len(table)), dtype=torch.int64)
-    assert not compare_items(*tables, *how, torch.from_numpy(spans), by_kernel).any()
+    assert not compare_items(*tables, kernel, torch.from_numpy(spans), by_kernel).any()
     digest_on_host(fragments.numpy(), spans, on_host.numpy().view(np.uint64))
     assert by_kernel.tolist() == on_host.tolist() == expected.tolist() and len({*expected}) == len(table)
 

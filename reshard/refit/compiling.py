@@ -7,7 +7,7 @@ import torch
 
 from reshard.refit.fp8_blocks.kernels import compile_quantize
 from reshard.refit.kernels import compile_copy, compile_digest
-from reshard.refit.tables import ITEM_BLOCKS
+from reshard.refit.tables import BlockKernel
 
 
 def compile_ahead(
@@ -21,7 +21,7 @@ def compile_ahead(
 
     def compile_all() -> None:
         for rounding in roundings:  # first, since a look at vLLM's arithmetic waits for them
-            compile_quantize(rounding, True, device, ITEM_BLOCKS, size)
+            compile_quantize(BlockKernel(rounding, True, size=size), device)
         compile_copy(16, device)
         for word, unit in ((8, 8), *((size, size) for size in sizes)):
             compile_digest(word, unit, device)

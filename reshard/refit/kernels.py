@@ -27,6 +27,7 @@ from reshard.refit.tables import (
 WORDS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
 FLOATS = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 BLOCK = 2048
+CHANGES = 512  # words of a program that writes them
 _compiling = threading.Lock()  # one at a time: the hook that is replaced belongs to the process
 
 
@@ -35,10 +36,14 @@ def columns(names: str) -> list[tl.constexpr]:
     return [tl.constexpr(getattr(tables, name)) for name in names.split()]
 
 
-# Of copies, without the codec at their end, which is the same for all in a launch; of tiles of digests.
+# Of copies, without the codec at their end, which is the same for all in a launch; of tiles of digests, and of
+# buckets of which changes are written.
 COPY, SRC, DST, ROWS, WIDTH, SRC_PITCH, DST_PITCH = columns("CODEC SRC DST ROWS WIDTH SRC_PITCH DST_PITCH")
 TILE, ADDRESS, PIECE, TILE_ROWS, TILE_WORDS, TILE_PITCH, FIRST_WORD = columns(
     "TILE ADDRESS PIECE TILE_ROWS TILE_WORDS TILE_PITCH FIRST_WORD"
+)
+SERVED, SERVED_START, SERVED_BYTES, SERVED_WIDTH, SERVED_ADDRESS, SERVED_PITCH, SERVED_CODEC = columns(
+    "SERVED SERVED_START SERVED_BYTES SERVED_WIDTH SERVED_ADDRESS SERVED_PITCH SERVED_CODEC"
 )
 
 
@@ -55,15 +60,17 @@ def _write_changes(
     high = low + number
     for _ in range(steps):
         middle = (low + high) // 2
-        begins = tl.load(tiles + middle * 6) <= where
+        begins = tl.load(tiles + middle * SERVED + SERVED_START) <= where
         low = tl.where(begins, middle, low)
         high = tl.where(begins, high, middle)
-    tile = tiles + low * 6
-    within = where - tl.load(tile)
-    inside = inside & (within >= 0) & (within < tl.load(tile + 1)) & (tl.load(tile + 5) == COPIED)
-    width = tl.load(tile + 2)
+    tile = tiles + low * SERVED
+    within = where - tl.load(tile + SERVED_START)
+    inside = inside & (within >= 0) & (within < tl.load(tile + SERVED_BYTES))
+    inside = inside & (tl.load(tile + SERVED_CODEC) == COPIED)
+    width = tl.load(tile + SERVED_WIDTH)
     row = within // width
-    address = tl.load(tile + 3) + row * tl.load(tile + 4) + (within - row * width) * RATIO
+    column = (within - row * width) * RATIO
+    address = tl.load(tile + SERVED_ADDRESS) + row * tl.load(tile + SERVED_PITCH) + column
     word = tl.load(values + at, mask=inside, other=0)
     if RATIO > 1:
         word = word.to(SOURCE, bitcast=True).to(INTO).to(WORD, bitcast=True)
@@ -73,30 +80,17 @@ def _write_changes(
 def write_changes(positions: torch.Tensor, values: torch.Tensor, tiles: torch.Tensor, codec: int) -> None:
     """Write words, int16 ``[n]``, which are at these int64 positions in a bucket, where they are served from.
 
-    `tiles`, int64 ``[tiles, 6]``, says of each tile, in their order: where it begins in the bucket, its bytes, those
-    of a row, its address and pitch there, and its codec: only words of tiles with this `codec` are written. All
-    of these are multiples of 2 bytes.
+    `tiles`, int64 ``[tiles, 6]``, has the columns `tables.SERVED`, in the order of the bucket; all are multiples of
+    2 bytes. Only words of tiles with this `codec` are written.
     """
-    source, into = CODECS[codec].source, CODECS[codec].destination
     steps = max(1, (len(tiles) - 1).bit_length())
-    plain = codec == PLAIN
-    types = (
-        (tl.int16, tl.int16, tl.int16)
-        if plain
-        else (FLOATS[source.name], FLOATS[into.name], WORDS[into.size])
-    )
+    how: tuple = (tl.int16, tl.int16, tl.int16, 1)
+    if codec != PLAIN:
+        size = CODECS[codec].destination.size
+        how = *_floats(codec), WORDS[size], size // 2
     with expected_compilation():
-        _write_changes[(triton.cdiv(len(positions), 512),)](
-            positions,
-            values,
-            len(positions),
-            tiles,
-            len(tiles),
-            steps,
-            codec,
-            *types,
-            1 if plain else into.size // 2,
-            512,
+        _write_changes[(triton.cdiv(len(positions), CHANGES),)](
+            positions, values, len(positions), tiles, len(tiles), steps, codec, *how, CHANGES
         )
 
 
@@ -104,8 +98,8 @@ def write_changes(positions: torch.Tensor, values: torch.Tensor, tiles: torch.Te
 def compile_changes(device: torch.device) -> None:
     """Compile the writing of changes now, of a word that is nowhere."""
     with torch.cuda.device(device):
-        nowhere = torch.zeros((1, 6), dtype=torch.int64, device=device)
-        nowhere[0, 2] = 2
+        nowhere = torch.zeros((1, SERVED.value), dtype=torch.int64, device=device)
+        nowhere[0, SERVED_WIDTH.value] = 2
         write_changes(nowhere[0, :1].clone(), nowhere[0, :1].to(torch.int16), nowhere, PLAIN)
         torch.cuda.synchronize(device)
 

@@ -7,6 +7,7 @@ This module imports no kernel and nothing that runs one: `reshard.refit.copies` 
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,21 @@ ITEM = 7
 CODES, CODES_PITCH, SCALES, ITEM_ROWS, ITEM_COLUMNS, FIRST_FRAGMENT, FRAGMENTS = range(ITEM)
 ITEM_BLOCKS = 8  # blocks of an item
 
+
+class BlockKernel(NamedTuple):
+    """The variant of the kernel that makes blocks of fp8 of items.
+
+    `rounding` is one of `reshard.quantization.fp8_blocks.ROUNDINGS`. `aligned` says that all addresses and pitches
+    are multiples of 16 bytes, and all columns of 16 elements; an item has at most `blocks` blocks. `size` is the
+    bytes of an element of the source: 2 (bf16), 4 (fp32), or 0 where fragments differ.
+    """
+
+    rounding: str
+    aligned: bool
+    blocks: int = ITEM_BLOCKS
+    size: int = 2
+
+
 # A fragment of an item: address and pitch in elements of the source, first row and column within
 # the item, rows, columns, and the bytes of an element of the source.
 FRAGMENT = 7
@@ -42,6 +58,11 @@ SPAN_ELEMENTS = 4  # bf16 of a word
 # the pitch in loads, and the index of its first word.
 TILE = 6
 ADDRESS, PIECE, TILE_ROWS, TILE_WORDS, TILE_PITCH, FIRST_WORD = range(TILE)
+
+# A tile of a bucket, from which changed words are written to where they are served: its first byte in the
+# bucket, its bytes there, those of a row, its address, the bytes from one row to the next there, and its codec.
+SERVED = 6
+SERVED_START, SERVED_BYTES, SERVED_WIDTH, SERVED_ADDRESS, SERVED_PITCH, SERVED_CODEC = range(SERVED)
 
 # How a digest mixes a word of 64 bits and its position, modulo 2**64, with shifts that bring in
 # zeros:
@@ -162,15 +183,15 @@ def joined(tiles: np.ndarray, memory: np.ndarray) -> np.ndarray:
     return result
 
 
-def tile_count(table: np.ndarray, tile_bytes: int = TILE_BYTES) -> int:
-    """Return how many tiles `tiles_of` cuts copies destinations."""
+def tile_count(table: np.ndarray) -> int:
+    """Return how many tiles `tiles_of` cuts these copies into."""
     rows, width = table[:, ROWS], table[:, WIDTH]
     read = bytes_in_source(width, table[:, CODEC])
     contiguous = (rows == 1) | ((table[:, SRC_PITCH] == read) & (table[:, DST_PITCH] == width))
-    in_one_row = -(-rows * width // tile_bytes)
-    row_by_row = rows * -(-width // tile_bytes)
-    whole_rows = -(-rows // np.maximum(1, tile_bytes // np.maximum(1, width)))
-    return int(np.where(contiguous, in_one_row, np.where(width > tile_bytes, row_by_row, whole_rows)).sum())
+    in_one_row = -(-rows * width // TILE_BYTES)
+    row_by_row = rows * -(-width // TILE_BYTES)
+    whole_rows = -(-rows // np.maximum(1, TILE_BYTES // np.maximum(1, width)))
+    return int(np.where(contiguous, in_one_row, np.where(width > TILE_BYTES, row_by_row, whole_rows)).sum())
 
 
 def interleaved(groups: np.ndarray) -> np.ndarray:

@@ -51,6 +51,7 @@ from reshard.refit.tables import (
     SRC_PITCH,
     TOP,
     WIDTH,
+    BlockKernel,
 )
 
 # Columns of `places_of`: the addresses of codes and scales, their pitches in elements, rows and
@@ -196,20 +197,18 @@ class BlockTable:
         order: np.ndarray,
         spans: np.ndarray | None = None,
     ) -> None:
-        self.rounding, self.device = rounding, device
-        items = blocks.items[order]
-        fragments = blocks.fragments
-        self.aligned, self.size = is_aligned(blocks), size_of(fragments[:, ELEMENT_BYTES])
+        self.device = device
+        items, fragments = blocks.items[order], blocks.fragments
         # Programs for an item; two kernels, not one for each width.
-        self.blocks = 1 if (items[:, ITEM_COLUMNS] <= BLOCK).all() else ITEM_BLOCKS
+        of_item = 1 if (items[:, ITEM_COLUMNS] <= BLOCK).all() else ITEM_BLOCKS
+        self.kernel = BlockKernel(rounding, is_aligned(blocks), of_item, size_of(fragments[:, ELEMENT_BYTES]))
         self.items: torch.Tensor | np.ndarray = items
         self.fragments: torch.Tensor | np.ndarray = fragments.copy()
         self.owners: torch.Tensor | np.ndarray = blocks.owners
         self.tensors = blocks.tensors[order]
         self.spans = on_device(spans, device) if spans is not None else None
-        self.differing: torch.Tensor | np.ndarray | None = (
-            None  # a mask of the items, of a check that was begun
-        )
+        # A mask of the items, of a check that was begun.
+        self.differing: torch.Tensor | np.ndarray | None = None
         if device.type == "cpu":
             return
         from reshard.refit.fp8_blocks.kernels import compile_quantize
@@ -217,7 +216,7 @@ class BlockTable:
         self.items = on_device(items, device)
         self.fragments = on_device(fragments, device)
         self.owners = on_device(blocks.owners.astype(np.int32), device)
-        compile_quantize(self.rounding, self.aligned, device, self.blocks, self.size)
+        compile_quantize(self.kernel, device)
 
     def shift(self, deltas: np.ndarray) -> None:
         """Add `deltas` bytes, multiples of 16, by owner, to the addresses of the sources."""
@@ -237,10 +236,9 @@ class BlockTable:
         if isinstance(self.items, torch.Tensor) and isinstance(self.fragments, torch.Tensor):
             from reshard.refit.fp8_blocks.kernels import quantize_items
 
-            how = self.rounding, self.aligned, self.blocks, self.size
-            quantize_items(self.items, self.fragments, *how)
+            quantize_items(self.items, self.fragments, self.kernel)
         elif isinstance(self.items, np.ndarray) and isinstance(self.fragments, np.ndarray):
-            quantize_on_host(self.items, self.fragments, self.rounding)
+            quantize_on_host(self.items, self.fragments, self.kernel.rounding)
 
     def begin_check(self, sums: torch.Tensor | None = None) -> None:
         """Compare with what `run` would write, and write nothing; on a GPU, enqueue it on the current
@@ -248,10 +246,9 @@ class BlockTable:
         if isinstance(self.items, torch.Tensor) and isinstance(self.fragments, torch.Tensor):
             from reshard.refit.fp8_blocks.kernels import compare_items
 
-            how = self.rounding, self.aligned, self.blocks, self.size
-            self.differing = compare_items(self.items, self.fragments, *how, self.spans, sums)
+            self.differing = compare_items(self.items, self.fragments, self.kernel, self.spans, sums)
         elif isinstance(self.items, np.ndarray) and isinstance(self.fragments, np.ndarray):
-            self.differing = compare_on_host(self.items, self.fragments, self.rounding)
+            self.differing = compare_on_host(self.items, self.fragments, self.kernel.rounding)
             if self.spans is not None and sums is not None:
                 digest_on_host(self.fragments, self.spans.numpy(), sums.numpy().view(np.uint64))
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from reshard.quantization import fp8_blocks
 from reshard.quantization.fp8_blocks_triton import encode_block
 from reshard.refit.kernels import POSITION, columns, expected_compilation, mix
-from reshard.refit.tables import ITEM_BLOCKS
+from reshard.refit.tables import BlockKernel
 
 # Of the kernel that makes blocks: so that two of its programs run on a multiprocessor. A pull is as fast with
 # one, which waits for the link; a check is slower.
@@ -168,61 +168,44 @@ def _quantize(
             tl.store(scale_at, scale)
 
 
-def _scaling(rounding: str) -> tuple[bool, bool, bool]:
-    """Return POWER, TWICE and DIVIDE of `_quantize`."""
-    return rounding in ("ue8m0", "twice"), rounding == "twice", rounding == "stored"
+def _constants(kernel: BlockKernel) -> tuple[bool, bool, bool, bool, int, int]:
+    """Return the constants of `_quantize` from POWER to SIZE."""
+    rounding = kernel.rounding
+    power, twice, divide = rounding in ("ue8m0", "twice"), rounding == "twice", rounding == "stored"
+    return power, twice, divide, kernel.aligned, kernel.blocks, kernel.size
 
 
-def quantize_items(
-    items: torch.Tensor,
-    fragments: torch.Tensor,
-    rounding: str,
-    aligned: bool,
-    blocks: int = ITEM_BLOCKS,
-    size: int = 2,
-) -> None:
-    """Gather the blocks of a table of items, each of at most `blocks` of them, and write their
-    codes and scales.
-
-    `aligned` says that all addresses and pitches are multiples of 16 bytes, and all columns of 16
-    elements; `size` is the bytes of an element of the source: 2 (bf16), 4 (fp32), or 0 where fragments
-    differ.
-    """
-    how = *_scaling(rounding), aligned, blocks, size, False, False
-    _quantize[(len(items) * blocks,)](items, fragments, items, items, items, *how, **QUANTIZE)
+def quantize_items(items: torch.Tensor, fragments: torch.Tensor, kernel: BlockKernel) -> None:
+    """Gather the blocks of a table of items, and write their codes and scales."""
+    how = *_constants(kernel), False, False
+    _quantize[(len(items) * kernel.blocks,)](items, fragments, items, items, items, *how, **QUANTIZE)
 
 
 def compare_items(
     items: torch.Tensor,
     fragments: torch.Tensor,
-    rounding: str,
-    aligned: bool,
-    blocks: int = ITEM_BLOCKS,
-    size: int = 2,
+    kernel: BlockKernel,
     spans: torch.Tensor | None = None,
     sums: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return a mask of the items of which codes or scales have other bits than `quantize_items` would
-    write; it takes the same. With `spans` of the fragments, the digests of their pieces are added to
+    write. With `spans` of the fragments, the digests of their pieces are added to
     `sums`, from the same reads; all has to be `aligned` then."""
     wrong = torch.zeros(len(items), dtype=torch.int32, device=items.device)
     digest = spans is not None and sums is not None
-    how = *_scaling(rounding), aligned, blocks, size, True, digest
+    how = *_constants(kernel), True, digest
     if len(items):
         added = (spans, sums) if digest else (items, items)
         with expected_compilation():
-            _quantize[(len(items) * blocks,)](items, fragments, wrong, *added, *how, **QUANTIZE)
+            _quantize[(len(items) * kernel.blocks,)](items, fragments, wrong, *added, *how, **QUANTIZE)
     return wrong != 0
 
 
 @cache
-def compile_quantize(
-    rounding: str, aligned: bool, device: torch.device, blocks: int = ITEM_BLOCKS, size: int = 2
-) -> None:
-    """Compile the quantizing of items of so many blocks, from elements of `size` bytes, now, on an
-    empty item."""
+def compile_quantize(kernel: BlockKernel, device: torch.device) -> None:
+    """Compile this variant of `quantize_items` now, on an empty item."""
     with torch.cuda.device(device), expected_compilation():
         items = torch.zeros((1, ITEM.value), dtype=torch.int64, device=device)
         fragments = torch.zeros((1, FRAGMENT.value), dtype=torch.int64, device=device)
-        quantize_items(items, fragments, rounding, aligned, blocks, size)
+        quantize_items(items, fragments, kernel)
         torch.cuda.synchronize(device)

@@ -47,6 +47,7 @@ from reshard.refit.tables import (
     SRC_PITCH,
     TOP,
     WIDTH,
+    BlockKernel,
     empty_table,
 )
 
@@ -83,7 +84,7 @@ def compile_block_kernels(codecs: np.ndarray, encodes: bool, device: torch.devic
             "bf16"
         )
     for rounding, mask in by_rounding(codecs):
-        compile_quantize(rounding, True, device, 1, size_of(SOURCE_SIZES[codecs[mask]]))
+        compile_quantize(BlockKernel(rounding, True, 1, size_of(SOURCE_SIZES[codecs[mask]])), device)
 
 
 def cut_into_blocks(table: np.ndarray, destinations: np.ndarray, places: np.ndarray) -> BlockItems:

@@ -237,7 +237,7 @@ class ServedBucket:
         self.addresses, self.pitches = on_device(table[:, DST]), on_device(table[:, DST_PITCH])
         self.odd, self.codec = on_device(odd), on_device(table[:, CODEC])
         columns = (self.starts, self.sizes, self.widths, self.addresses, self.pitches, self.codec)
-        self.tiles = torch.stack(columns, 1).contiguous()  # as `kernels.write_changes` takes them
+        self.tiles = torch.stack(columns, 1).contiguous()  # of `tables.SERVED`
 
     def write(self, positions: torch.Tensor, values: torch.Tensor) -> None:
         """Write words, int16 ``[n]``, which are at these positions in the bucket, where they are served from."""
