@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import torch
 
+from reshard.engines.layout import place
 from reshard.engines.vllm.guard import guard_of
-from reshard.engines.vllm.layout import vllm_placement
 from reshard.engines.vllm.live import VllmModel
+from reshard.engines.vllm.names import VLLM
 from reshard.engines.vllm.quantized import layers, reload
 from reshard.lora.parameters import linear_layers
 from reshard.lora.scale import Scale
@@ -66,7 +67,7 @@ def refit_twice(
         model, config = engine_of(checkpoints[0][0], **{"load_format": "dummy"} | engine)
         destination = VllmModel(model if nested is None else nested(model), config)
         if not traced and nested is None:
-            by_rules = vllm_placement(destination.model, destination.rank)
+            by_rules = place(VLLM, destination.model, destination.rank)
             assert held_by(destination.placement) == held_by(by_rules), "not by the table, but by the trace"
         return destination
 

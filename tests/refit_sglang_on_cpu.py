@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import torch
 
+from reshard.engines.layout import place
 from reshard.engines.sglang.guard import check_run
-from reshard.engines.sglang.layout import sglang_placement
 from reshard.engines.sglang.live import SglangModel
+from reshard.engines.sglang.names import SGLANG
 from tests import sglang_on_cpu
 from tests.ranks import caught
 from tests.refit_sides import bits_of, fingerprint, held_by, refit_in_turn
@@ -66,7 +67,7 @@ def refit_twice(
 
     def make_engine() -> SglangModel:
         destination = SglangModel(*built(checkpoints[0][0], **{"load_format": "dummy"} | engine))
-        by_rules = sglang_placement(destination.model, destination.rank)
+        by_rules = place(SGLANG, destination.model, destination.rank)
         assert traced or held_by(destination.placement) == held_by(by_rules), (
             "not by the table, but the trace"
         )

@@ -71,9 +71,16 @@ def find_scales(
     return scales
 
 
-def in_words(rounding: str) -> str:
-    """Return, for logs, what becomes of a layer that serves from blocks."""
-    return f"blocks of 128x128 in fp8, {ROUNDINGS[rounding]}, while they are copied"
+def served_in_blocks(
+    scales: Mapping[Any, Scales], blocks: Mapping[str, Blocks]
+) -> dict[str, tuple[str, str]]:
+    """Return, for logs, what becomes of each layer that serves from blocks, and its kernel, by the layer's name."""
+    layers = {}
+    for (name, *_), entry in scales.items():
+        layer = name.rpartition(".")[0]
+        how = f"blocks of 128x128 in fp8, {ROUNDINGS[entry.rounding]}, while they are copied"
+        layers[layer] = how, blocks[layer].kernel
+    return layers
 
 
 def counted(layers: Mapping[str, tuple[str, str]]) -> list[dict[str, Any]]:

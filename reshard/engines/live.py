@@ -1,25 +1,47 @@
 """What engines have in common whose model is a torch module of this process: its tensors by name, and
 following them when the engine replaces or moves them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 
 from reshard.core.errors import ReshardError
+from reshard.engines.accounts import Account, summary
 from reshard.engines.base import Engine
 
 
 class LiveEngine(Engine):
     """An engine whose `tensors`, parameters and buffers by name, belong to torch modules; `owners` are
-    these modules, and the tensors' names there."""
+    these modules, and the tensors' names there. `accounts` says what a refit does to each tensor."""
 
     engine: str  # its own name, for errors
+    module: torch.nn.Module
     tensors: dict[str, torch.Tensor]
     owners: dict[str, tuple[torch.nn.Module, str]]
+    accounts: dict[str, Account]
 
     def addresses(self) -> list[int]:
         """Return the current addresses of parameters and buffers."""
         return list(map(torch.Tensor.data_ptr, self.tensors.values()))
+
+    def written(self) -> set[int]:
+        """Return the identities of the tensors that a refit writes into."""
+        return {id(region.tensor) for region in (*self.regions.values(), *self._scale_regions().values())}
+
+    def tensor_accounts(self) -> list[dict[str, Any]]:
+        """Return what a refit does to the tensors, counted; see `Engine.tensor_accounts`."""
+        return summary(self.accounts)
+
+    def still_serves(self, module: torch.nn.Module) -> bool:
+        """Return True if this is the side of an engine that has the same model as at connect, in the same order."""
+        if self.module is not module:
+            return False
+        try:
+            self.refresh_regions()
+        except ReshardError:
+            return False
+        return True
 
     def refresh_regions(self) -> bool:
         """Find the tensors that the engine has replaced or moved; return True if there were any.
@@ -66,6 +88,16 @@ class LiveEngine(Engine):
             else scales
             for identity, scales in self.scales.items()
         }
+
+
+def check_towers(towers: Collection[str], load_format: str, otherwise: str = "") -> None:
+    """Raise ReshardError if tensors of other parts of the model than its language model, which no trainer has, are
+    dummy weights. `otherwise` says what else a user may do than to load a checkpoint."""
+    if towers and load_format == "dummy":
+        raise ReshardError(
+            f"{min(towers)} and {len(towers) - 1} tensors beside the language model are dummy weights "
+            f"(load_format='dummy'), and no refit brings them: load a checkpoint{otherwise}"
+        )
 
 
 def owners_of(

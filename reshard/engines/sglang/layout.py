@@ -19,6 +19,7 @@ from reshard.engines.layout import (
     place,
 )
 from reshard.engines.sglang.names import COMPUTED, SGLANG, WITHOUT_DP_ATTENTION, WITHOUT_TP
+from reshard.megatron.stages import divisors, numbers
 from reshard.models.model import Model
 
 
@@ -73,10 +74,9 @@ class SglangLayout:
             )
         heads = model.symbols["NQ"]
         if heads % (self.tp // self.dp):
-            divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise ReshardError(
                 f"SGLang's tp / dp {self.tp // self.dp} does not divide {heads} attention heads; sizes that "
-                f"do: {divisors}"
+                f"do: {numbers(divisors(heads))}"
             )
         if self.pp > model.num_layers:
             raise ReshardError(f"SGLang's pp {self.pp} is more than the model's {model.num_layers} layers")
@@ -105,7 +105,7 @@ class SglangLayout:
 
     def placement(self, model: Model, rank: int) -> Placement:
         """Return the parameters of one rank. Raises ReshardError if a size does not divide."""
-        return sglang_placement(model, self.rank(model, rank))
+        return place(SGLANG, model, self.rank(model, rank))
 
 
 def check_family(model: Model) -> None:
@@ -121,8 +121,3 @@ def check_family(model: Model) -> None:
 def attention_shards(attention: Shard) -> Mapping[str, Shard]:
     """Return how parameters of some kinds are split, given how attention is."""
     return {"attention": attention, "embedding": attention}
-
-
-def sglang_placement(model: Model, rank: EngineRank) -> Placement:
-    """Return the parameters of an SGLang rank; see `reshard.engines.layout.place`."""
-    return place(SGLANG, model, rank)

@@ -11,10 +11,10 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.gc import gc_paused
 from reshard.core.views import tensor_of
 from reshard.device.cuda import is_mapped
-from reshard.engines.accounts import DERIVED, LEFT_ALONE, Account, account_for, summary
-from reshard.engines.blocks import counted, find_scales, in_words
+from reshard.engines.accounts import DERIVED, LEFT_ALONE, OF_TOWER, SCALE_OF_CACHE, Account, account_for
+from reshard.engines.blocks import counted, find_scales, served_in_blocks
 from reshard.engines.layout import WITHOUT_PARAMETER, EngineRank
-from reshard.engines.live import LiveEngine, owners_of
+from reshard.engines.live import LiveEngine, check_towers, owners_of
 from reshard.engines.placing import Placer
 from reshard.engines.sglang import compat, pipeline
 from reshard.engines.sglang.blocks import layers_in_blocks
@@ -23,7 +23,7 @@ from reshard.engines.sglang.guard import guard_of
 from reshard.engines.sglang.layout import check_family
 from reshard.engines.sglang.names import SGLANG
 from reshard.engines.sglang.rank import rank_of
-from reshard.engines.sglang.supported import check_supported, check_towers
+from reshard.engines.sglang.supported import check_supported
 from reshard.engines.sglang.traced import trace_model
 from reshard.engines.tracing.canonical import canonical_tensors, expert_layers, stored_tensors, stored_views
 from reshard.engines.tracing.deduplicated import ExpertLayer, trace_deduplicated
@@ -35,11 +35,7 @@ from reshard.models.published import published
 NOT_SAVED = Account(LEFT_ALONE, "SGLang computes it from the config, and saves it nowhere")
 OF_THE_ROUTER = Account(DERIVED, "a copy of the router's weights in fp32")
 WITH_ONE = Account(DERIVED, "a norm's weights, with 1 added")
-SCALE_OF_CACHE = Account(
-    LEFT_ALONE, "a scale of the attention's cache, which comes with a checkpoint or is 1"
-)
 IDLE = Account(LEFT_ALONE, "of an indexer whose layer takes what another layer's has chosen")
-OF_TOWER = Account(LEFT_ALONE, "of another part than the language model, as it was loaded")
 
 
 class SglangModel(LiveEngine):
@@ -62,7 +58,8 @@ class SglangModel(LiveEngine):
         check_family(self.model)
         check_supported(model, arguments)
         self._towers = SGLANG.tower_prefixes(self.model)
-        check_towers(model, self._towers, arguments)
+        parameters = (name for name, _ in model.named_parameters())
+        check_towers([name for name in parameters if name.startswith(self._towers)], arguments.load_format)
         self.tensors = dict([*model.named_parameters(), *model.named_buffers()])
         self.owners = owners_of(dict(model.named_modules()), self.tensors)
         self.rank: EngineRank = rank_of(model, self.model, self.tensors)
@@ -127,8 +124,7 @@ class SglangModel(LiveEngine):
     def _account(self) -> dict[str, Account]:
         """Return what a refit does to each tensor. Raises ReshardError for tensors that have no
         account."""
-        regions = [*self.regions.values(), *(scales.region for scales in self.scales.values())]
-        written = {id(region.tensor) for region in regions}
+        written = self.written()
         brought = {name: tensor for name, tensor in self.tensors.items() if id(tensor) in written}
         others: dict[str, Account] = {}
         idle = compat.idle_indexers(self.module)
@@ -195,12 +191,4 @@ class SglangModel(LiveEngine):
 
     def quantized_layers(self) -> list[dict[str, Any]]:
         """Return how many layers serve from fp8 blocks; see `Engine.quantized_layers`."""
-        layers = {}
-        for (name, _), scales in self.scales.items():
-            layer = name.rpartition(".")[0]
-            layers[layer] = in_words(scales.rounding), self.blocks[layer].kernel
-        return counted(layers)
-
-    def tensor_accounts(self) -> list[dict[str, Any]]:
-        """Return what a refit does to the tensors, counted; see `Engine.tensor_accounts`."""
-        return summary(self.accounts)
+        return counted(served_in_blocks(self.scales, self.blocks))

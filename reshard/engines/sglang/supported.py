@@ -47,17 +47,6 @@ def check_supported(module: torch.nn.Module, arguments: Any) -> None:
             _check_experts(name, child, experts)
 
 
-def check_towers(module: torch.nn.Module, prefixes: tuple[str, ...], arguments: Any) -> None:
-    """Raise ReshardError if tensors of other parts of the model, whose names begin with `prefixes`, are
-    dummy weights: no trainer has them."""
-    towers = [name for name, _ in module.named_parameters() if name.startswith(prefixes)] if prefixes else []
-    if towers and arguments.load_format == "dummy":
-        raise ReshardError(
-            f"{towers[0]} and {len(towers) - 1} tensors beside the language model are dummy weights "
-            f"(load_format='dummy'), and no refit brings them: load a checkpoint"
-        )
-
-
 def _check_method(name: str, module: torch.nn.Module, arguments: Any) -> None:
     method = type(module.quant_method).__name__
     if compat.is_cache(module):

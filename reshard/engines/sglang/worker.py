@@ -13,7 +13,6 @@ With pipeline stages a call returns at once, and ``reshard_join`` when both side
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -137,12 +136,9 @@ class SchedulerMethods(DeltaMethods, LinkMethods):
             call.check_idle()
         last = self._reshard_engine
         model, _ = compat.served_model(self)
-        if last is not None and last.module is model:
-            with suppress(ReshardError):
-                last.refresh_regions()
-                return last
-        self._reshard_engine = SglangModel.from_scheduler(self)
-        return self._reshard_engine
+        if last is None or not last.still_serves(model):
+            last = self._reshard_engine = SglangModel.from_scheduler(self)
+        return last
 
 
 def _methods() -> dict[str, Callable[..., Any] | None]:

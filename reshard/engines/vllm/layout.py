@@ -124,16 +124,11 @@ class VllmLayout:
 
     def placement(self, model: Model, rank: int) -> Placement:
         """Return the parameters of one rank. Raises ReshardError if a size does not divide."""
-        return vllm_placement(model, self.rank(model, rank))
+        return place(VLLM, model, self.rank(model, rank))
 
     def _local_experts(self, experts: tuple[int, ...], ranks: int, rank: int) -> tuple[int, ...]:
         """Return the experts of one of the ranks that they are distributed over."""
         return experts[rank::ranks] if self.round_robin else experts_of_rank(len(experts), ranks, rank)
-
-
-def vllm_placement(model: Model, rank: EngineRank) -> Placement:
-    """Return the parameters of a vLLM rank; see `reshard.engines.layout.place`."""
-    return place(VLLM, model, rank)
 
 
 # vLLM keeps an MTP layer's transformer layer in a module of its own, unless its published names tell the two apart.
@@ -142,7 +137,7 @@ MTP_BLOCK = "mtp_block."
 
 def drafter_placement(model: Model, rank: EngineRank, prefix: str) -> Placement:
     """Return the parameters of the transformer layers of a drafter made of MTP layers, as
-    `vllm_placement` does for the main model; their names begin with `prefix`. What is around these
+    `reshard.engines.layout.place` does for the main model; their names begin with `prefix`. What is around these
     layers, each of vLLM's models holds in its own way."""
     expansion = Expansion(VLLM, model, rank)
     own, inside = model.mtp_prefixes(0)

@@ -13,9 +13,9 @@ from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
 from reshard.device.cuda import is_mapped
-from reshard.engines.accounts import LEFT_ALONE, Account, account_for, summary
-from reshard.engines.blocks import counted, in_words
-from reshard.engines.live import LiveEngine, owners_of
+from reshard.engines.accounts import LEFT_ALONE, Account, account_for
+from reshard.engines.blocks import counted, served_in_blocks
+from reshard.engines.live import LiveEngine, check_towers, owners_of
 from reshard.engines.placing import Placer
 from reshard.engines.rules import PlacedTensors
 from reshard.engines.tracing.canonical import expert_layers, mtp_names, stored_tensors
@@ -38,7 +38,7 @@ from reshard.engines.vllm.weights.mla import derive_in_place, deriving_attention
 from reshard.engines.vllm.weights.rank import rank_of
 from reshard.engines.vllm.weights.served import DRAFT, Served
 from reshard.engines.vllm.weights.stand_ins import layer_fingerprint, trace_model
-from reshard.engines.vllm.weights.supported import check_supported, check_towers
+from reshard.engines.vllm.weights.supported import check_supported
 from reshard.models.model import Model
 from reshard.models.published import published
 
@@ -132,7 +132,11 @@ class VllmModel(LiveEngine):
         device = next(self.module.parameters()).device
         begin_compiling(self.blocks, device, self.match_vllm_rounding)
         parameters = (name for name, _ in self.module.named_parameters())
-        check_towers([name for name in parameters if name.startswith(self._towers)], self.vllm_config)
+        check_towers(
+            [name for name in parameters if name.startswith(self._towers)],
+            self.vllm_config.load_config.load_format,
+            ", or serve text alone, where vLLM builds the model so (language_model_only=True)",
+        )
         self.reloads = Reloads(language_model, self.vllm_config, self.guard.ready)
         if not self.model.family.experts_apart and (self.blocks or self.reloads.round_of):
             layer = min({*self.blocks, *self.reloads.round_of})
@@ -215,8 +219,7 @@ class VllmModel(LiveEngine):
     def _account(self) -> dict[str, Account]:
         """Return what a refit does to each tensor. Raises ReshardError for tensors that have no
         account."""
-        regions = [*self.regions.values(), *(scales.region for scales in self.scales.values())]
-        written = {id(region.tensor) for region in regions}
+        written = self.written()
         brought = {name: tensor for name, tensor in self.tensors.items() if id(tensor) in written}
         others = other_accounts(
             self._modules, self.tensors, self.reloads.round_of, self.attentions, self.decays, self._towers
@@ -313,18 +316,11 @@ class VllmModel(LiveEngine):
     def quantized_layers(self) -> list[dict[str, Any]]:
         """Return how many layers serve from fp8 blocks or from what vLLM's processing makes; see
         `Engine.quantized_layers`."""
-        layers: dict[str, tuple[str, str]] = {}
-        for identity, scales in self.scales.items():
-            layer = _layer_of(identity)
-            layers[layer] = in_words(scales.rounding), self.blocks[layer].kernel
+        layers = served_in_blocks(self.scales, self.blocks)
         for layer in self.reloads.round_of:
             module = self._modules[layer]
             layers[layer] = f"{processing_of(module)} of vLLM, by a slab", kernel_of(module)
         return counted(layers)
-
-    def tensor_accounts(self) -> list[dict[str, Any]]:
-        """Return what a refit does to the tensors, counted; see `Engine.tensor_accounts`."""
-        return summary(self.accounts)
 
 
 def _layer_of(identity: tuple) -> str:

@@ -10,7 +10,6 @@ returns when both sides are done.
 """
 
 import logging
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -99,13 +98,11 @@ class RefitExtension(DeltaMethods, LinkMethods):
         """Return this worker's side: that of the last connect, if vLLM still has the same model in
         the same order."""
         last: VllmModel | None = getattr(self, "_reshard_engine", None)
-        same_model = last is not None and last.module is self.get_model()  # type: ignore[attr-defined]
-        if last is not None and same_model and last.match_vllm_rounding == match_vllm_rounding:
-            with suppress(ReshardError):
-                last.refresh_regions()
-                return last
-        self._reshard_engine = VllmModel.from_worker(self, match_vllm_rounding=match_vllm_rounding)
-        return self._reshard_engine
+        model = self.get_model()  # type: ignore[attr-defined]
+        same_rounding = last is not None and last.match_vllm_rounding == match_vllm_rounding
+        if last is None or not same_rounding or not last.still_serves(model):
+            last = self._reshard_engine = VllmModel.from_worker(self, match_vllm_rounding=match_vllm_rounding)
+        return last
 
     def _reshard_engine_side(self) -> VllmModel:
         """Return this worker's side, for deltas: that of the connection, where there is one."""

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from reshard.engines.accounts import DERIVED, LEFT_ALONE, Account
+from reshard.engines.accounts import DERIVED, LEFT_ALONE, OF_TOWER, SCALE_OF_CACHE, Account
 from reshard.engines.vllm.layers import has_cache, has_experts
 from reshard.engines.vllm.weights.mla import DERIVED_PREFIX
 
@@ -13,17 +13,15 @@ PROCESSED = Account(DERIVED, "vLLM's own processing makes it of the weights that
 ABSORBED = Account(DERIVED, "vLLM's own processing makes it of kv_b_proj")
 COMPUTED = Account(DERIVED, "vLLM's own loader makes it of A_log")
 ADAPTERS = Account(LEFT_ALONE, "the adapters of a layer, which hold what vLLM has loaded into them")
-OF_TOWER = Account(LEFT_ALONE, "of another part than the language model, as it was loaded")
 NOT_SAVED = Account(LEFT_ALONE, "vLLM computes it from the config, and saves it nowhere")
 
-# Which modules, by a test; the names of their tensors, without leading underscores; why a refit
-# leaves them alone.
+PLACES_OF_EXPERTS = Account(LEFT_ALONE, "vLLM computes from the config where experts lie")
+
+# Which modules, by a test; the names of their tensors, without leading underscores; their account.
 LEFT_ALONE_BY_KIND = (
-    (has_cache, {"k_scale", "v_scale", "q_scale", "prob_scale"},
-     "a scale of the attention's cache, which comes with a checkpoint or is 1"),
+    (has_cache, {"k_scale", "v_scale", "q_scale", "prob_scale"}, SCALE_OF_CACHE),
     (has_experts, {"expert_map", "expert_mask", "expert_global_to_physical", "expert_physical_to_global",
-                   "expert_local_to_global"},
-     "vLLM computes from the config where experts lie"),
+                   "expert_local_to_global"}, PLACES_OF_EXPERTS),
 )  # fmt: skip
 
 
@@ -57,7 +55,7 @@ def other_accounts(
         elif key in module._non_persistent_buffers_set:
             accounts[name] = NOT_SAVED
         else:
-            for is_of_kind, keys, why in LEFT_ALONE_BY_KIND:
+            for is_of_kind, keys, account in LEFT_ALONE_BY_KIND:
                 if key.lstrip("_") in keys and is_of_kind(module):
-                    accounts[name] = Account(LEFT_ALONE, why)
+                    accounts[name] = account
     return accounts

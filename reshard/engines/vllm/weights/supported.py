@@ -1,7 +1,6 @@
 """Which of vLLM's layers a refit can write to: those that serve from weights as they were loaded,
 and those it can process again."""
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -27,16 +26,6 @@ def check_supported(model: Served, config: Any) -> None:
             _check_cache_scales(name, config)
         elif not _is_processed_again(module):
             _check_plain(name, module, method)
-
-
-def check_towers(towers: Collection[str], config: Any) -> None:
-    """Raise ReshardError if tensors of other parts of the model, which no trainer has, are dummy weights."""
-    if towers and config.load_config.load_format == "dummy":
-        raise ReshardError(
-            f"{min(towers)} and {len(towers) - 1} tensors beside the language model are dummy weights "
-            f"(load_format='dummy'), and no refit brings them: load a checkpoint, or serve text alone, where vLLM "
-            f"builds the model so (language_model_only=True)"
-        )
 
 
 def _check_cache_scales(name: str, config: Any) -> None:
