@@ -19,6 +19,27 @@ class RefusedError(ReshardError):
         self.code = code
 
 
+class Server:
+    """A server of an engine, called by its routes.
+
+    `timeout` is in seconds; `start_it` says in an error how to start it so that it has the routes that are called.
+    """
+
+    def __init__(self, url: str, timeout: float, start_it: str) -> None:
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+            raise ReshardError(f"{url!r:.200} is no address of a server such as http://127.0.0.1:8000")
+        self.url, self.timeout, self._start_it = url.rstrip("/"), timeout, start_it
+
+    def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> Any:
+        """Return a route's answer. Raises ReshardError, with the server's text, if it refuses or does not answer."""
+        try:
+            return call_route(self.url, route, body, timeout=self.timeout, method=method)
+        except RefusedError as error:
+            if error.code != 404:
+                raise
+            raise ReshardError(f"{self.url} answers /{route} with 404: {self._start_it}") from error
+
+
 def call_route(
     url: str,
     route: str,

@@ -186,12 +186,11 @@ def decode_chunks(payload: torch.Tensor, sizes: ChunkSizes) -> Iterator[list[Wor
         yield decoded if not valid or bool(torch.stack(valid).all()) else None
 
 
-Decoded = (
-    tuple[Words, torch.Tensor] | None
-)  # changes, and whether all is as it should be; None where it is not
+# Changes, and whether all is as it should be; None where it is not.
+ListedWords = tuple[Words, torch.Tensor] | None
 
 
-def _indices(payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray) -> Decoded:
+def _indices(payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray) -> ListedWords:
     """Return the changes of chunks of this form, and whether each is in its chunk."""
     changed, starts = sizes.changed[chunks], sizes.starts[chunks]
     to_values, to_indices, first, elements = _on_device(
@@ -206,7 +205,7 @@ def _indices(payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray) -> De
     return words, ((indices >= 0) & (indices < elements)).all()
 
 
-def _offsets(payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray) -> Decoded:
+def _offsets(payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray) -> ListedWords:
     """Return the changes of chunks of this form, and whether their blocks have as many as the chunks."""
     changed, starts, blocks = sizes.changed[chunks], sizes.starts[chunks], -(-sizes.elements[chunks] // BLOCK)
     before = changed.cumsum() - changed
@@ -234,7 +233,7 @@ def _offsets(payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray) -> De
     return Words(positions, words[order + to_values[which]]), valid
 
 
-def _bitmaps(payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray) -> Decoded:
+def _bitmaps(payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray) -> ListedWords:
     """Return the changes of chunks of this form, and whether each chunk marks as many as it has."""
     device, changed, starts = payload.device, sizes.changed[chunks], sizes.starts[chunks]
     lengths = padded(-(-sizes.elements[chunks] // 8)) // SECTION

@@ -58,15 +58,8 @@ class DeltaReport:
         """Return the report of a delta."""
         base = chain.base
         weights = sum(info.size_bytes for info in base.tensors.values())
-        return DeltaReport(
-            chain.where,
-            delta.version,
-            delta.follows,
-            delta.changed,
-            base.elements,
-            delta.bytes,
-            weights,
-        )
+        numbers = delta.version, delta.follows, delta.changed
+        return DeltaReport(chain.where, *numbers, base.elements, delta.bytes, weights)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as the object that ``--json`` prints."""

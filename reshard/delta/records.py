@@ -81,9 +81,9 @@ class Change(NamedTuple):
 
 def row_box(info: TensorInfo, start: int, stop: int) -> Box:
     """Return the box of whole rows `start` .. `stop` of a tensor."""
-    return whole(info.shape) if not info.shape else Box(
-        (start, *(0,) * (len(info.shape) - 1)), (stop - start, *info.shape[1:])
-    )  # fmt: skip
+    if not info.shape:
+        return whole(info.shape)
+    return Box((start, *(0,) * (len(info.shape) - 1)), (stop - start, *info.shape[1:]))
 
 
 def encode_box(name: str, box: Box, old: np.ndarray, new: np.ndarray) -> tuple[Record, np.ndarray] | None:

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from reshard.comm.group import RefitGroup
-from reshard.comm.http import RefusedError, call_route
+from reshard.comm.http import Server
 from reshard.core.errors import ReshardError
 from reshard.delta.chain import Base, Chain
 from reshard.delta.digest import digest_text, digest_total
 
 CALL_SECONDS = 3600.0  # for a server to fetch and write what changed
+START_IT = "start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls reshard.engines.vllm.worker.RefitExtension"
 # What a worker says of its weights: their digest, or (name, rows and columns, sum) of each box that it holds.
 Answer = str | list[tuple[str, list[int], int]]
 # A method of all workers, and its arguments; or RESET_PREFIX_CACHE, which is the engine's own.
@@ -32,7 +33,7 @@ def apply_deltas(llm: Any, chain: str | Path, version: int | None = None, verify
     Raises ReshardError, before the first byte, where a delta is missing, altered or out of order, or the engine
     holds weights that are in no version up to the one asked for.
     """
-    llm = _Server(llm) if isinstance(llm, str) else llm
+    llm = _VllmServer(llm, CALL_SECONDS, START_IT) if isinstance(llm, str) else llm
     calls = _Calls(chain, version, verify)
     while call := calls.following():
         calls.answers = _send(llm, call)
@@ -76,34 +77,18 @@ def _send(llm: Any, call: Call) -> Any:
     return llm.collective_rpc(method, args=arguments)
 
 
-class _Server:
+class _VllmServer(Server):
     """The calls of an ``LLM``, by the routes of a ``vllm serve``."""
 
-    def __init__(self, url: str) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ReshardError(f"{url!r:.200} is no address of a server such as http://127.0.0.1:8000")
-        self.url = url.rstrip("/")
-
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        answer = self._call("collective_rpc", {"method": method, "args": list(args)})
+        answer = self._call("POST", "collective_rpc", {"method": method, "args": list(args)})
         results = answer.get("results") if isinstance(answer, dict) else None
         if not isinstance(results, list):
             raise ReshardError(f"{self.url} answers /collective_rpc without results")
         return results
 
     def reset_prefix_cache(self) -> None:
-        self._call("reset_prefix_cache", {})
-
-    def _call(self, route: str, body: dict[str, Any]) -> Any:
-        try:
-            return call_route(self.url, route, body, timeout=CALL_SECONDS)
-        except RefusedError as error:
-            if error.code != 404:
-                raise
-            raise ReshardError(
-                f"{self.url} answers /{route} with 404: start it with VLLM_SERVER_DEV_MODE=1 and "
-                f"--worker-extension-cls reshard.engines.vllm.worker.RefitExtension"
-            ) from error
+        self._call("POST", "reset_prefix_cache", {})
 
 
 class _Calls:

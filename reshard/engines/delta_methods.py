@@ -51,9 +51,8 @@ class DeltaMethods:
             self._reshard_deltas = EngineDeltas(engine)
         deltas = self._reshard_deltas
         deltas.open(chain)
-        if (
-            not anew
-        ):  # which is asked where weights were written that an engine of several stages does not serve yet
+        # Anew is asked where weights were written that an engine of several stages does not serve yet.
+        if not anew:
             engine.guard.check_ready()
         digest, writes = deltas.left
         return digest if writes == engine.guard.writes and not anew else deltas.digests()

@@ -1,7 +1,7 @@
 """Calls of engines that an adapter's process has under way while it does its own part of a connect
 or a refit."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, TypeVar
 
@@ -11,6 +11,8 @@ from reshard.core.errors import ReshardError, first_line, listed
 Result = TypeVar("Result")
 # How long an engine may take to say why it has failed, once others have given it up.
 ANSWER_SECONDS = 1.0
+# Time limits, one after the other, that a call of an engine may take in all: to meet, to connect, to refit.
+WAITS = 3
 
 
 class Calls:
@@ -56,13 +58,18 @@ class Calls:
         if failure := self.first_failure():
             raise ReshardError(failure)
         if late := [name for name, call in self.calls.items() if not call.done()]:
-            raise ReshardError(f"{listed(late)} did not answer within {seconds:g} s: dead or stalled")
+            raise late_error(late, seconds)
 
     def _failures(self) -> Iterator[str]:
         for name, call in self.calls.items():
             error = call.exception() if call.done() and not call.cancelled() else None
             if error is not None:
                 yield f"{name} has failed: {error_line(error)}"
+
+
+def late_error(names: Iterable[str], seconds: float) -> ReshardError:
+    """Return the error for calls, by the names of whom they were made to, that have not returned in time."""
+    return ReshardError(f"{listed(names)} did not answer within {seconds:g} s: dead or stalled")
 
 
 def error_line(error: BaseException) -> str:

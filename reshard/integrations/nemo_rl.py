@@ -28,15 +28,14 @@ with importing_beside("NeMo-RL", "nemo_rl", "ray"):
 from reshard.comm.group import RefitGroup
 from reshard.comm.secret import new_secret
 from reshard.core.deprecated import accepts_renamed_options, renamed_options
-from reshard.core.errors import ReshardError, listed
-from reshard.integrations.calls import ANSWER_SECONDS, Calls
+from reshard.core.errors import ReshardError
+from reshard.integrations.calls import ANSWER_SECONDS, WAITS, Calls, late_error
 from reshard.integrations.connection import Connection, SyncOptions
 from reshard.integrations.meeting import meeting_place
 from reshard.trainers.megatron import MegatronModel
 
 BACKEND = "reshard.integrations.nemo_rl:ReshardCheckpointEngine"
 WORKER = "reshard.integrations.nemo_rl_worker.ReshardWorker"
-WAITS = 3  # time limits, one after the other, that a sync may take in all
 # What NeMo-RL itself takes beside our options.
 NEMO_RL_OPTIONS = ("release_after_refit", "update_weights_bucket_memory_ratio")
 # The axes of vLLM's workers of which the first of each data parallel group talks to its engine.
@@ -301,9 +300,7 @@ class ColocatedSynchronizer(WeightSynchronizer):
             if isinstance(error, ray.exceptions.GetTimeoutError):
                 late = _late_ranks(policy_calls)
                 late += [name for name, call in calls.calls.items() if not call.done()]
-                raise ReshardError(
-                    f"{listed(late)} did not answer within {seconds:g} s: dead or stalled"
-                ) from error
+                raise late_error(late, seconds) from error
             raise
 
     def _get(self, calls: list[Any]) -> list[Any]:
@@ -313,9 +310,7 @@ class ColocatedSynchronizer(WeightSynchronizer):
             answers: list[Any] = ray.get(calls, timeout=self._options.timeout)
             return answers
         except ray.exceptions.GetTimeoutError as error:
-            raise ReshardError(
-                f"{listed(_late_ranks(calls))} did not answer within {self._options.timeout:g} s: dead or stalled"
-            ) from error
+            raise late_error(_late_ranks(calls), self._options.timeout) from error
 
     def _on_policy(self, method: str, **arguments: Any) -> list[Any]:
         return self._policy.worker_group.run_all_workers_single_data(

@@ -70,15 +70,9 @@ class Meeting(NamedTuple):
 
     def arguments(self, timeout: float, adapter: str | None) -> dict[str, Any]:
         """Return the arguments of `RefitExtension.reshard_connect`."""
-        address, first_rank, size, secret, _ = self
-        return {
-            "address": address,
-            "first_rank": first_rank,
-            "size": size,
-            "timeout": timeout,
-            "secret": secret,
-            "adapter": adapter,
-        }
+        meeting = self._asdict()
+        del meeting["is_new"]
+        return meeting | {"timeout": timeout, "adapter": adapter}
 
 
 @EngineRegistry.register("language_model", "megatron", device="cuda", vendor="nvidia")
@@ -188,13 +182,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         self, rank: int, size: int, address: str, members: list[str], secret: str, is_new: bool
     ) -> None:
         """Note the arguments; the sync uses them."""
-        self.topology = {
-            "rank": rank,
-            "size": size,
-            "address": address,
-            "members": members,
-            "secret": secret,
-        }
+        self.topology = {"rank": rank, "size": size, "address": address, "members": members, "secret": secret}
         self.is_new = is_new
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:

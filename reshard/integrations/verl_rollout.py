@@ -9,12 +9,10 @@ import torch.distributed as dist
 
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
-from reshard.integrations.calls import Calls, error_line
+from reshard.integrations.calls import WAITS, Calls, error_line, late_error
 from reshard.integrations.connection import Connection, SyncOptions
 from reshard.integrations.meeting import agreed_meeting
 from reshard.integrations.verl import Meeting, Shards, adapter_of, options_of
-
-WAITS = 3  # time limits, one after the other, that a call of an engine may take in all
 
 
 class RefittedRollout:
@@ -110,9 +108,7 @@ class RefittedRollout:
         try:
             await asyncio.wait_for(asyncio.wrap_future(call), seconds)
         except (asyncio.TimeoutError, TimeoutError):
-            raise ReshardError(
-                f"{self._replica()} did not answer within {seconds:g} s: dead or stalled"
-            ) from None
+            raise late_error([self._replica()], seconds) from None
         except (ReshardError, ray.exceptions.RayError) as error:
             raise ReshardError(f"{self._replica()} has failed: {error_line(error)}") from error
 

@@ -10,9 +10,10 @@ with importing_beside("verl", "verl", "sglang"):
     from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
 from reshard.engines.sglang.calls import connect_server, refit_server
+from reshard.integrations.calls import WAITS
 from reshard.integrations.connection import SyncOptions
 from reshard.integrations.verl import NO_ADAPTERS, Meeting, Shards
-from reshard.integrations.verl_rollout import WAITS, RefittedRollout
+from reshard.integrations.verl_rollout import RefittedRollout
 
 
 class ReshardSglangAdapter(RefittedRollout, ServerAdapter):

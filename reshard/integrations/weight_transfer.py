@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from reshard.comm.background import in_background
 from reshard.comm.group import MOST_MEMBERS, RefitGroup, check_rank
-from reshard.comm.http import RefusedError, call_route
+from reshard.comm.http import Server
 from reshard.comm.secret import given_secret, new_secret
 from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError
@@ -50,15 +50,13 @@ class Client(Protocol):
         vLLM tells which version made an answer."""
 
 
-class HttpClient:
+class HttpClient(Server):
     """A ``vllm serve`` with ``VLLM_SERVER_DEV_MODE=1``, called by its routes. `timeout` is in
     seconds."""
 
     def __init__(self, url: str, timeout: float = 600.0) -> None:
         check_seconds(timeout, "timeout of HttpClient")
-        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
-            raise ReshardError(f"{url!r:.200} is no address of a server such as http://127.0.0.1:8000")
-        self.url, self.timeout = url.rstrip("/"), timeout
+        super().__init__(url, timeout, DEV_MODE)
 
     def world_size(self) -> int:
         """Return how many workers it has, over all of its data parallel ranks."""
@@ -99,16 +97,6 @@ class HttpClient:
     def reset_prefix_cache(self) -> None:
         """Drop what was computed from the old weights."""
         self._call("POST", "reset_prefix_cache", {})
-
-    def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> Any:
-        """Return a route's answer. Raises ReshardError, with the server's text, if it refuses or
-        does not answer."""
-        try:
-            return call_route(self.url, route, body, timeout=self.timeout, method=method)
-        except RefusedError as error:
-            if error.code != 404:
-                raise
-            raise ReshardError(f"{self.url} answers /{route} with 404: {DEV_MODE}") from error
 
 
 class LlmClient:

@@ -26,10 +26,8 @@ NO_FLAG = {"context_parallel_size", "layernorm_zero_centered_gamma", *MLA_YARN}
 OLDEST, NEWEST = (0, 12), (0, 20)
 PADDED_VOCAB_AND_ROPE_TYPE, PIPELINE_STRINGS, YARN_WITHOUT_MLA, INDEXER = (0, 14), (0, 13), (0, 19), (0, 19)
 SINKS = (0, 19)
-HYBRID = (
-    0,
-    19,
-)  # with latent attention among the letters of a pattern, and a loader of a GPTModel's checkpoints
+# With latent attention among the letters of a pattern, and a loader of a GPTModel's checkpoints.
+HYBRID = (0, 19)
 # Before, multi-latent attention took max_position_embeddings for YaRN's original length, and mscale
 # for the softmax too.
 YARN_LENGTH = (0, 14)

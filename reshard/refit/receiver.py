@@ -200,7 +200,7 @@ class Receiver:
 
     def copies(self, rank: int, memory: np.ndarray) -> np.ndarray:
         """Return the table of what comes from a trainer's rank, with the destination's end filled
-        in; `memory` is `located` of the engine's regions."""
+        in; `memory` is `region_addresses` of the engine's regions."""
         pieces = self.pieces[rank]
         return self.slab.placed(rank, destination_table(memory, pieces), pieces)
 

@@ -212,8 +212,8 @@ class Sender:
         return outgoing
 
     def sent(self, memory: np.ndarray, requests: np.ndarray) -> Outgoing:
-        """Return what an inference rank gets that asks for these pieces; `memory` is `located` of
-        this rank's regions."""
+        """Return what an inference rank gets that asks for these pieces; `memory` is
+        `region_addresses` of this rank's regions."""
         requests = as_sent(requests)
         table, count = source_table(memory, requests), len(requests)
         if requests.shape[1] == REQUEST_COLUMNS:

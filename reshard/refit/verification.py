@@ -39,9 +39,8 @@ class SentDigests:
 
     def __init__(self, sender: Sender) -> None:
         self.sender = sender
-        self.made_for: tuple[list[int], dict[int, str]] | None = (
-            None  # the addresses and routes that `pieces` are of
-        )
+        # The addresses and routes that `pieces` are of.
+        self.made_for: tuple[list[int], dict[int, str]] | None = None
         self.pieces: dict[int, Digests] = {}
         self.blocks: dict[int, np.ndarray] = {}
 

@@ -130,19 +130,16 @@ class Transport(ABC):
 
     name: ClassVar[str]
     sends: ClassVar[bool] = True  # the trainer's rank takes part; else it is only read
-    replaces: ClassVar[Set[str]] = (
-        frozenset()
-    )  # transports for which it stands in on GPUs where they reach nothing
+    # Transports for which it stands in on GPUs where they reach nothing.
+    replaces: ClassVar[Set[str]] = frozenset()
 
     received_bytes: Mapping[str, int] = {}  # that a refit brings to this rank, by route
-    numbers: Set[int] = (
-        frozenset()
-    )  # the engines' rounds in which there is something to do, besides `UNSTAGED`
+    # The engines' rounds in which there is something to do, besides `UNSTAGED`.
+    numbers: Set[int] = frozenset()
     is_sending = False  # prepared copies read this trainer's rank's memory
     is_blocking = False  # a GPU may wait for a partner in `run`, however long that takes
-    shards: Mapping[
-        int, np.ndarray
-    ] = {}  # (address here, pitch in bytes) of shards that are read in place, by trainer's rank
+    # (address here, pitch in bytes) of shards that are read in place, by trainer's rank.
+    shards: Mapping[int, np.ndarray] = {}
 
     # Of deltas, where a transport makes them.
     carries_changes = False  # it sends changes between some members of this connection; the same on all

@@ -34,9 +34,8 @@ class Nixl(SlotTransport):
         self.agent: Agent | None = None
         self.slab: RegisteredSlab | None = None  # from which others read
         self.landing: RegisteredSlab | None = None  # into which this member reads
-        self.sources: dict[
-            int, tuple[AgentHandle, int]
-        ] = {}  # others' slabs, and where the slots start in each
+        # Others' slabs, and where the slots start in each.
+        self.sources: dict[int, tuple[AgentHandle, int]] = {}
         self.landed: list[SlotRound] = []  # that are read, and not unpacked
 
     @staticmethod
