@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -262,6 +263,26 @@ def test_who_knows_that_a_process_is_gone_ends_the_transaction_for_all(phase, to
         thread.join(90)
     assert time.monotonic() - began < 10, "of 60"
     assert sorted(said) == [0, 1] and all(gone in sentence for sentence in said.values())
+
+
+def test_an_outcome_that_came_while_a_process_was_held_up_is_the_same_for_it():
+    """As one that is stopped, and goes on: all others have committed, and so has it."""
+    members, committed = met(2), threading.Event()
+    answer_to = members[0]._answer_to
+    members[0]._answer_to = lambda number, _, watches: answer_to(number, time.monotonic() + 0.2, watches)
+
+    def held_up() -> str:
+        assert committed.wait(60)
+        time.sleep(0.2)
+        return ""
+
+    def commit(rank: int) -> None:
+        with members[rank].transaction("a refit"), members[rank].watching(str if rank else held_up):
+            time.sleep(0.15 * rank)
+            members[rank].commit()
+        committed.set()
+
+    assert in_threads(partial(commit, 0), partial(commit, 1)) == ["no error"] * 2
 
 
 def test_a_transaction_that_nobody_ends_says_who_is_gone_as_long_as_the_others_live():

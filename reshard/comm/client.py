@@ -157,15 +157,16 @@ class HubClient:
         while number not in self._answers:
             watched = self._watched if watches and not gave_up else None
             left = deadline - time.monotonic()
-            if left <= 0:
-                self._lose(f"nothing came within {self.timeout:g} s")
             try:
-                message = self.channel.receive(left if watched is None else min(left, LOOK_SECONDS))
+                # Also once the time is over: what came while this process was stopped counts.
+                message = self.channel.receive(max(0.0, left if watched is None else min(left, LOOK_SECONDS)))
             except BrokenChannelError as error:
                 self._raise_failed()
                 self._lose(str(error))
             if message is not None:
                 self._keep(message)
+            elif left <= 0:
+                self._lose(f"nothing came within {self.timeout:g} s")
             elif watched is not None and (reason := watched()):
                 gave_up = True
                 self._fail(reason)
