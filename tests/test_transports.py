@@ -14,7 +14,7 @@ from reshard.core.errors import ReshardError
 from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.device.memory import Region
 from reshard.engines.base import Engine
-from reshard.refit import RefitGroup, RefitReport, connect
+from reshard.refit import Link, RefitGroup, RefitReport, connect
 from reshard.refit.copies import host_bytes
 from reshard.refit.routes import BACKENDS, Pair, Peer
 from reshard.refit.tables import TILE_BYTES
@@ -219,6 +219,40 @@ def test_a_slot_is_packed_anew_once_its_reader_has_taken_it(backend, monkeypatch
     with ThreadPoolExecutor(2) as pool:
         sent, served = pool.map(member, range(2))
     assert torch.equal(served, sent) and late == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_call_of_another_thread_within_a_refit_is_refused_and_takes_nothing_from_it(monkeypatch):
+    """A close would unmap the slab that is being packed; a second refit would take the answers of the first."""
+    address, said, plain = f"127.0.0.1:{free_port()}", {}, SlotTransport.tell
+
+    def tell(self, step, peers, end):
+        if step == "packed" and peers and not said:
+            link = links[0]
+            calls = (link.close, link.release, link.refit, lambda: connect(link.group, OneShard(0)))
+            with ThreadPoolExecutor(1) as pool:
+                said.update(enumerate(pool.map(caught, calls)))
+        plain(self, step, peers, end)
+
+    links: dict[int, Link] = {}
+
+    def member(rank: int):
+        members = RefitGroup.join(address, rank, 2, timeout=5)
+        source, destination = (OneShard(0, 2 * ROWS), None) if not rank else (None, OneTensor())
+        link = links[rank] = connect(members, source, destination, backend="staged")
+        link.refit()
+        link.refit(verify=True)
+        link.close()
+        return (source or destination).weight
+
+    monkeypatch.setattr(SlotTransport, "tell", tell)
+    with ThreadPoolExecutor(2) as pool:
+        sent, served = pool.map(member, range(2))
+    calls = ("close", "release", "refit", "connect")
+    assert list(said.values()) == [
+        f"trainer rank 0 cannot {call} while it is in another call (refit): call it again once that has returned"
+        for call in calls
+    ]
+    assert torch.equal(served, sent)
 
 
 def test_tables_follow_slabs_that_lie_elsewhere_in_each_refit(monkeypatch):

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -69,6 +70,7 @@ class RefitGroup(HubClient):
         self.verify = False  # some member has asked for a check of this refit
         self._notes: dict[int, str] = {}
         self._prepared_version: int | None = None
+        self._call, self._call_lock = "", threading.Lock()  # that goes on, in words
 
     @staticmethod
     def of_process_group(
@@ -175,6 +177,24 @@ class RefitGroup(HubClient):
         return HubStore(self.address, self.secret, self.timeout, self.transaction_number)
 
     # Transactions
+
+    @contextmanager
+    def one_call(self, what: str) -> Iterator[None]:
+        """A call that uses these members from its first message to its last: a connect, refit, release or close.
+
+        Raises ReshardError in another thread, or a signal's handler, that begins one meanwhile: it would take the
+        answers of the first, or give back memory that the first copies from.
+        """
+        if not self._call_lock.acquire(blocking=False):
+            raise ReshardError(
+                f"{self.names[self.rank]} cannot {what} while it is in another call ({self._call}): call it again "
+                f"once that has returned"
+            )
+        try:
+            self._call = what
+            yield
+        finally:
+            self._call_lock.release()
 
     @contextmanager
     def transaction(self, what: str) -> Iterator[None]:

@@ -249,6 +249,11 @@ class Options(NamedTuple):
 
 def _connect(group: RefitGroup, source: Any, destination: Any, options: Options) -> Link:
     """Connect two sides, each given as `connect` takes it."""
+    with group.one_call("connect"):
+        return _connected(group, source, destination, options)
+
+
+def _connected(group: RefitGroup, source: Any, destination: Any, options: Options) -> Link:
     link: Link | None = None
     receiver: Receiver | None = None
     compiling: Thread | None = None
@@ -279,7 +284,7 @@ def _connect(group: RefitGroup, source: Any, destination: Any, options: Options)
             compiling.join()
         with suppress(ReshardError):
             if link is not None:
-                link.close()
+                link.give_back()
             elif receiver is not None:
                 receiver.close()
         raise

@@ -148,6 +148,10 @@ class Link:
         begun to write then refuse to serve until a whole refit succeeded, since weights are written
         in place and nothing can be rolled back.
         """
+        with self.group.one_call("refit"):
+            return self._refit(version, verify)
+
+    def _refit(self, version: int | None, verify: bool) -> RefitReport:
         start = time.perf_counter()
         self.refits += 1
         try:
@@ -344,13 +348,14 @@ class Link:
     def release(self) -> None:
         """Unmap the trainers' memory, where mappings were to stay (`connect(keep_mapped=True)`).
         Every member calls this."""
-        self.keep_mapped, kept = False, self.keep_mapped
-        try:
-            with self.group.transaction("release"):
-                self._release()
-                self.group.commit()
-        finally:
-            self.keep_mapped = kept
+        with self.group.one_call("release"):
+            self.keep_mapped, kept = False, self.keep_mapped
+            try:
+                with self.group.transaction("release"):
+                    self._release()
+                    self.group.commit()
+            finally:
+                self.keep_mapped = kept
 
     def describe(self) -> dict[str, Any]:
         """Return how this member gets its bytes, for logs.
@@ -401,6 +406,11 @@ class Link:
     def close(self) -> None:
         """Unmap the peers' memory, and free what was staged. vLLM gets the slots of an adapter back, which it
         serves until it needs them for others."""
+        with self.group.one_call("close"):
+            self.give_back()
+
+    def give_back(self) -> None:
+        """Do what `close` does, within a call of the group's that goes on."""
         for transport in self.transports:
             if self.broken:
                 transport.abandon()
