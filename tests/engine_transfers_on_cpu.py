@@ -115,6 +115,7 @@ def transfer(pairs: list, url: str, port: int) -> dict:
         end_server(url)
     outcome["no server"] = on_all_ranks(lambda: meet([server], port + 2, engine_ranks=[1]))
     outcome["not asked"] = on_all_ranks(lambda: meet([server], port + 3))
+    outcome["asked in vain"] = on_all_ranks(lambda: meet([DeadActor()], port + 5))
     if first:
         llm.llm_engine.engine_core.shutdown()
     return outcome
@@ -138,6 +139,15 @@ def transfer_data_parallel(pairs: list, urls: list, port: int) -> dict:
     link.send(1, verify=True)
     server.reset_prefix_cache()
     return results | {"refitted": outcome(0)}
+
+
+class DeadActor:
+    """A client of a user's own, with errors of its own."""
+
+    init_weight_transfer_engine = None
+
+    def world_size(self) -> int:
+        raise RuntimeError("the actor is dead")
 
 
 def on_all_ranks(action) -> list:

@@ -118,6 +118,7 @@ def test_what_is_no_address_of_a_server_is_refused():
     ("dead at a refit", "inference rank 3 is gone: "),
     ("no server", "does not answer /init_weight_transfer_engine ("),
     ("not asked", "does not answer /get_world_size ("),
+    ("asked in vain", "DeadActor does not say how many workers its engine has (the actor is dead): give engine_ranks"),
 ])  # fmt: skip
 def test_an_engine_that_is_gone_is_not_waited_for_on_any_rank(outcome, fault, sentence):
     for results, seconds in outcome[fault]:

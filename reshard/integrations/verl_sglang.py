@@ -1,6 +1,7 @@
 """verl's adapter to an SGLang server, whose weight sync is a refit."""
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from reshard.core.errors import ReshardError
@@ -9,6 +10,7 @@ from reshard.core.extras import importing_beside
 with importing_beside("verl", "verl", "sglang"):
     from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
+from reshard.comm.background import in_background
 from reshard.engines.sglang.calls import connect_server, refit_server
 from reshard.integrations.calls import WAITS
 from reshard.integrations.connection import SyncOptions
@@ -18,8 +20,6 @@ from reshard.integrations.verl_rollout import RefittedRollout
 
 class ReshardSglangAdapter(RefittedRollout, ServerAdapter):
     """verl's adapter to SGLang, which calls reshard's plugin in its schedulers by the server's routes."""
-
-    _caller: ThreadPoolExecutor | None = None
 
     async def refit(self, weights: Shards | Meeting, version: int | None) -> None:
         """See `RefittedRollout.refit`."""
@@ -38,13 +38,12 @@ class ReshardSglangAdapter(RefittedRollout, ServerAdapter):
         return self._start(refit_server, version, options.verify, timeout=WAITS * options.timeout)
 
     def _start(self, call: Any, *arguments: Any, **options: Any) -> Future[Any] | None:
-        """Call the server's routes in a thread, on the rank that talks to it."""
+        """Call the server's routes in a thread of the call's own, on the rank that talks to it: a server that does
+        not answer holds up neither the next call nor the end of this process."""
         if self._engine is None:
             return None
-        if self._caller is None:
-            self._caller = ThreadPoolExecutor(1, "reshard-sglang")
         served = self._engine.server_args
-        return self._caller.submit(call, f"http://{served.host}:{served.port}", *arguments, **options)
+        return in_background(partial(call, f"http://{served.host}:{served.port}", *arguments, **options))
 
     async def _refit_done(self, version: int | None, options: SyncOptions) -> None:
         """The refit has flushed the cache."""

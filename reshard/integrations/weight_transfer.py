@@ -22,7 +22,7 @@ from reshard.comm.group import MOST_MEMBERS, RefitGroup, check_rank
 from reshard.comm.http import Server
 from reshard.comm.secret import given_secret, new_secret
 from reshard.core.deprecated import accepts_renamed_options
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import check_number, check_seconds
 from reshard.integrations.calls import Calls
 from reshard.refit.connecting import BUCKET_BYTES, connect
@@ -278,7 +278,17 @@ def _workers(client: Any) -> int:
         raise ReshardError(
             f"{type(client).__name__} does not say how many workers its engine has: give engine_ranks"
         )
-    return _workers_of(client.world_size(), type(client).__name__)
+    try:
+        count = client.world_size()
+    except ReshardError:
+        raise
+    except (
+        Exception
+    ) as error:  # of whatever kind a user's own client raises: the other ranks wait for the answer
+        raise ReshardError(
+            f"{type(client).__name__} does not say how many workers its engine has ({first_line(error)}): give engine_ranks"
+        ) from error
+    return _workers_of(count, type(client).__name__)
 
 
 def _workers_of(count: Any, who: str) -> int:
