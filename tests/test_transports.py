@@ -5,15 +5,19 @@ import mmap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
+from socket import SHUT_RDWR
+from threading import Barrier, Event
 
 import pytest
 import torch
 
+from reshard.comm.hub import Hub
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
 from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.device.memory import Region
 from reshard.engines.base import Engine
+from reshard.engines.guard import Guard
 from reshard.refit import Link, RefitGroup, RefitReport, connect
 from reshard.refit.copies import host_bytes
 from reshard.refit.routes import BACKENDS, Pair, Peer
@@ -253,6 +257,43 @@ def test_a_call_of_another_thread_within_a_refit_is_refused_and_takes_nothing_fr
         for call in calls
     ]
     assert torch.equal(served, sent)
+
+
+class TwoSlots(OneTensor):
+    """An engine's rank that serves what it has until another version is whole, as an adapter's."""
+
+    def __init__(self):
+        super().__init__()
+        self.guard = Guard("engine", True)
+
+    def end(self, version):
+        self.guard.refitted(version)
+
+
+def test_a_rank_that_does_not_learn_how_a_refit_ended_serves_nothing_beside_others_that_do(monkeypatch):
+    """As where the process that has the hub is killed while it answers."""
+    address, together, dies, plain = f"127.0.0.1:{free_port()}", Barrier(3), Event(), Hub._answer
+
+    def answer(self, wait, *of_wait):
+        if dies.is_set() and (wait.key, wait.rank) == ("/commit", 2):
+            self.members[2].connection.shutdown(SHUT_RDWR)
+        plain(self, wait, *of_wait)
+
+    def member(rank: int):
+        members = RefitGroup.join(address, rank, 3, timeout=60)
+        engine = TwoSlots() if rank else None
+        link = connect(members, None if rank else OneShard(0, 2 * ROWS), engine)
+        link.refit(version=1)
+        together.wait(60)
+        dies.set()
+        said = caught(lambda: link.refit(version=2))
+        return said, engine and (engine.guard.ready, engine.guard.version)
+
+    monkeypatch.setattr(Hub, "_answer", answer)
+    with ThreadPoolExecutor(3) as pool:
+        trainer, first, second = pool.map(member, range(3))
+    assert trainer == ("no error", None) and first == ("no error", (True, 2))
+    assert "which serves the hub" in second[0] and second[1] == (False, 1)
 
 
 def test_tables_follow_slabs_that_lie_elsewhere_in_each_refit(monkeypatch):

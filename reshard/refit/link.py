@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from reshard.comm.client import TransactionFailedError
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, first_line
 from reshard.refit.addresses import UNSTAGED, region_addresses
@@ -172,7 +173,7 @@ class Link:
                 if self.group.verify:
                     self._verify()
                 self._release()
-                self.group.commit()
+                self._commit()
         except BaseException:
             self._clean_up()
             raise
@@ -186,6 +187,20 @@ class Link:
             self.deltas.end(self.group, transferred_at - prepared_at)
         seconds = prepared_at - start, transferred_at - prepared_at, time.perf_counter() - start
         return self._report(agreed_version, *seconds)
+
+    def _commit(self) -> None:
+        """Wait until all have what they need. A rank that does not learn how that ended refuses to serve, also what
+        it had before: others of its engine may serve the new weights."""
+        try:
+            self.group.commit()
+        except TransactionFailedError:
+            raise
+        except BaseException:
+            if self.receiver is not None and len(self.agreed.engines) > 1:
+                self.receiver.engine.guard.invalidate(
+                    "weights that other ranks may not have, since it did not learn how a refit ended"
+                )
+            raise
 
     def _report(self, version: int, waited: float, transferred: float, total: float) -> RefitReport:
         received: dict[str, int] = {}
