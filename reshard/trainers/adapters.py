@@ -5,6 +5,7 @@ The matrices are published under PEFT's names. Where Megatron has one A for seve
 keys and values; gate and up), each of them is published, from the same memory.
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from reshard.lora.checkpoint import check_supported, find_adapters
 from reshard.lora.names import PEFT_PREFIX, peft_name
 from reshard.lora.parameters import Adapter, adapter_parameters
 from reshard.lora.scale import Scale
-from reshard.megatron.checkpoint import ADAPTER, placement_of_keys
+from reshard.megatron.checkpoint import ADAPTER
 from reshard.megatron.hybrid import class_of_models
 from reshard.megatron.parameters import Parameter, expand
 from reshard.models.model import Model
@@ -62,7 +63,7 @@ class MegatronAdapter(ShardedModel):
     and where parameters of the base are trained too.
     """
 
-    def __init__(self, models: Sequence[torch.nn.Module], metadata: Any = None) -> None:
+    def __init__(self, models: Sequence[torch.nn.Module], metadata: Any) -> None:
         super().__init__(models, metadata)
         check_supported((shard.key for shard in self.shards), WHERE)
         check_frozen(self.models)
@@ -82,31 +83,17 @@ class MegatronAdapter(ShardedModel):
         """See `Trainer.regions`: a region for each published matrix, of which several may be in the same
         memory."""
         shards = super().regions
-        return [
-            shards[matrix.shard]._replace(
-                offset=shards[matrix.shard].offset + self._rows_before(shards[matrix.shard], matrix),
-                pitch=self._pitch(shards[matrix.shard], matrix),
-            )
-            for matrix in (self._published.matrices if self._published is not None else ())
-        ]
+        matrices = self._published.matrices if self._published is not None else []
+        return [self._region(shards[matrix.shard], matrix) for matrix in matrices]
 
-    def _rows_before(self, region: Region, matrix: Matrix) -> int:
-        """Return the elements from a shard's first to a matrix's: whole matrices lie a pitch apart."""
-        if len(self._matrix_shape(matrix.shard)) < 3:
-            return 0
-        rows, columns = self._matrix_shape(matrix.shard)[-2:]
-        return matrix.before // (rows * columns) * region.pitch
-
-    def _pitch(self, region: Region, matrix: Matrix) -> int:
-        return region.pitch if len(self._matrix_shape(matrix.shard)) < 3 else matrix.columns
-
-    def _matrix_shape(self, shard: int) -> tuple[int, ...]:
-        """Return the sizes of a shard without the leading dims of one element, three where it has several
-        experts."""
-        sizes = self.shards[shard].sizes
-        while len(sizes) > 2 and sizes[0] == 1:
-            sizes = sizes[1:]
-        return sizes
+    def _region(self, shard: Region, matrix: Matrix) -> Region:
+        """Return the region of a matrix in a shard's: all of it, unless the shard has several experts, whose whole
+        matrices lie a pitch apart."""
+        *stacked, rows, columns = (1, *self.shards[matrix.shard].sizes)
+        if math.prod(stacked) == 1:
+            return shard
+        before = matrix.before // (rows * columns) * shard.pitch
+        return shard._replace(offset=shard.offset + before, pitch=matrix.columns)
 
     def addresses(self) -> list[int]:
         """See `Trainer.addresses`; called before every refit, so that a scale that has changed is seen."""
@@ -150,16 +137,13 @@ class MegatronAdapter(ShardedModel):
         config: Any = self.config
         adapters, form = find_adapters(keys, WHERE, model, base, config.tensor_model_parallel_size)
         parameters = adapter_parameters(adapters, form)
-        placed = placement_of_keys(keys, self.objects, WHERE, model, parameters, complete=False)
-        index_of = {(shard.key, shard.offsets, shard.sizes): index for index, shard in enumerate(self.shards)}
         copies: dict[str, list[str]] = defaultdict(list)
         for name, primary in parameters.copies.items():
             copies[primary].append(name)
         held: list[LocalTensor] = []
         matrices: list[Matrix] = []
-        for tensor in placed.placement.tensors.values():
-            *chunk, before = tensor.id
-            matrix = Matrix(index_of[tuple(chunk)], before, tensor.shape[-1])
+        for shard, before, tensor in self._placed(model, parameters, WHERE):
+            matrix = Matrix(shard, before, tensor.shape[-1])
             for same in _with_copies(tensor, copies):
                 held.append(same._replace(id=len(held)))
                 matrices.append(matrix)
@@ -207,6 +191,10 @@ def _spelled(model: torch.nn.Module, name: str) -> str:
     if match is not None:
         layer: Any = model.get_submodule(match[0].rstrip("."))
         name = f"decoder.layers.{layer.layer_number - 1}.{name[match.end() :]}"
+    return _as_in_keys(name)
+
+
+def _as_in_keys(name: str) -> str:
     for pattern, spelling in _SPELLINGS:
         name = pattern.sub(spelling, name)
     return name
@@ -219,10 +207,8 @@ def _scale(alphas: dict[str, Alpha], adapter: Adapter, rank: int) -> Scale:
         [alpha] = kinds
         return Scale(rank, *alpha)
     p: Parameter = adapter.layer.first
-    name = f"{p.prefix}{p.layer}." if p.prefix == "decoder.layers." else p.prefix
-    name += adapter.layer.module
-    for pattern, spelling in _SPELLINGS:
-        name = pattern.sub(spelling, name)
+    prefix = f"{p.prefix}{p.layer}." if p.prefix == "decoder.layers." else p.prefix
+    name = _as_in_keys(prefix + adapter.layer.module)
     if name not in alphas:
         raise ReshardError(f"{WHERE} has no module that says the alpha of {name}")
     return Scale(rank, *alphas[name])

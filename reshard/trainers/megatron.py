@@ -11,7 +11,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor
 from reshard.lora.checkpoint import WRAPPED
 from reshard.megatron.arguments import megatron_args
-from reshard.megatron.checkpoint import ADAPTER, EMBEDDING, OUTPUT, placement_of_keys
+from reshard.megatron.checkpoint import ADAPTER, EMBEDDING, OUTPUT
 from reshard.megatron.hybrid import as_gpt_args, class_of_models, pattern_of
 from reshard.megatron.parameters import expand
 from reshard.models.config_fields import ignored
@@ -81,12 +81,8 @@ class MegatronModel(ShardedModel):
         if model.mtp_layers and not any(key.startswith("mtp.") for key in keys):
             model = replace(model, mtp_layers=0)
         mapping = expand(model, padded_vocab=vocabulary, model_class=class_of_models(self.models))
-        placement = placement_of_keys(keys, self.objects, where, model, mapping, complete=False).placement
-        index_of = {(shard.key, shard.offsets, shard.sizes): index for index, shard in enumerate(self.shards)}
         held: dict[int, LocalTensor] = {}
-        for tensor in placement.tensors.values():
-            *chunk, before = tensor.id
-            index = index_of[tuple(chunk)]
+        for index, before, tensor in self._placed(model, mapping, where):
             if before or index in held:
                 raise ReshardError(
                     f"{where} has several layers or experts in one shard of {self.shards[index].key}, which "

@@ -11,9 +11,13 @@ import torch
 
 from reshard.core.dtypes import dtype_named
 from reshard.core.errors import ReshardError, first_line, listed
+from reshard.core.placement import LocalTensor
 from reshard.device.host_copies import beside, copy_of, place_of
 from reshard.device.memory import Finder, Region, check_memory, is_readable
 from reshard.formats.torch_dist import Key, Stored
+from reshard.megatron.checkpoint import placement_of_keys
+from reshard.megatron.parameters import ModelParameters
+from reshard.models.model import Model
 from reshard.trainers.base import Trainer
 
 # Where a checkpoint's chunk would name its file.
@@ -242,6 +246,17 @@ class ShardedModel(Trainer):
             key = keys.setdefault(shard.key, Key(dtype_named(shard.dtype), shard.shape))
             key.chunks[shard.offsets, shard.sizes] = IN_MEMORY
         return keys
+
+    def _placed(
+        self, model: Model, parameters: ModelParameters, where: str
+    ) -> Iterator[tuple[int, int, LocalTensor]]:
+        """Yield what this rank holds of these parameters: the index of the shard, how many of its elements are ahead,
+        and the local tensor. Raises ReshardError for a shard of another shape than `model` calls for."""
+        placed = placement_of_keys(self._keys(), self.objects, where, model, parameters, complete=False)
+        index_of = {(shard.key, shard.offsets, shard.sizes): index for index, shard in enumerate(self.shards)}
+        for tensor in placed.placement.tensors.values():
+            *chunk, before = tensor.id
+            yield index_of[tuple(chunk)], before, tensor
 
 
 def _places(

@@ -166,9 +166,8 @@ class Stages:
         pairs = [(stage, other) for stage in self.all for other in stage.others]
         if not pairs:
             return
-        differ = torch.stack(
-            [(stage.a != other).any() for stage, other in pairs]
-        ).tolist()  # one wait for all
+        # One wait for all.
+        differ = torch.stack([(stage.a != other).any() for stage, other in pairs]).tolist()
         layers = [stage.layer for (stage, _), differs in zip(pairs, differ, strict=True) if differs]
         if layers:
             raise ReshardError(

@@ -12,7 +12,7 @@ from reshard.engines.stored_boxes import Reading, check_boxes
 from reshard.engines.tracing.trace import Trace
 from reshard.engines.vllm.load_format.opened import OpenedWeights
 from reshard.engines.vllm.weights.stand_ins import trace_model
-from reshard.engines.vllm.weights.supported import PLAIN_METHODS
+from reshard.engines.vllm.weights.supported import loading_method
 from reshard.models.family import families
 
 
@@ -36,9 +36,8 @@ def _trace_boxes(model: torch.nn.Module, model_config: ModelConfig, opened: Open
     if not architectures <= known:
         raise ReshardError(f"{listed(sorted(architectures - known))} has no table")
     for name, module in model.named_modules():
-        kind = type(getattr(module, "quant_method", None)).__name__
-        if kind not in ("NoneType", *PLAIN_METHODS) and not kind.endswith("KVCacheMethod"):
-            raise ReshardError(f"{name} is loaded by {kind}")
+        if method := loading_method(module):
+            raise ReshardError(f"{name} is loaded by {method}")
     if opened.quantized:
         raise ReshardError("the config wants fp8 blocks")
     views = opened.views()

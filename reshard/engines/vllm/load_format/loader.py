@@ -27,7 +27,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.engines.stored_boxes import read_boxes
 from reshard.engines.vllm.load_format.boxes import plan_reading
 from reshard.engines.vllm.load_format.opened import OpenedWeights, directory_of, open_weights
-from reshard.engines.vllm.weights.supported import PLAIN_METHODS
+from reshard.engines.vllm.weights.supported import CACHE_METHOD, loading_method
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
 from reshard.storage.sources.base import read_config
@@ -136,13 +136,13 @@ def _check_loaded(model: torch.nn.Module, model_config: ModelConfig, loaded: set
         return
     missing = []
     for layer, names in _parameters_by_layer(model).items():
-        kind = type(getattr(model.get_submodule(layer), "quant_method", None)).__name__
-        if kind.endswith("KVCacheMethod"):
+        module = model.get_submodule(layer)
+        if type(getattr(module, "quant_method", None)).__name__.endswith(CACHE_METHOD):
             continue
         # vLLM says ``experts.w13_weight`` for ``experts.routed_experts.w13_weight``.
         outer = layer.rpartition(".")[0]
         absent = [name for name in names if not loaded & {name, outer + name.removeprefix(layer)}]
-        if kind in ("NoneType", *PLAIN_METHODS) or len(absent) == len(names):
+        if not loading_method(module) or len(absent) == len(names):
             missing += absent
     if missing:
         raise ReshardError(f"{model_config.model} has nothing for vLLM's {listed(missing, 3)}")

@@ -23,7 +23,7 @@ from reshard.engines.vllm.quantized import nvfp4
 from reshard.engines.vllm.quantized.compressed import stored_as
 from reshard.engines.vllm.quantized.layers import NVFP4, Compressed, compressed_of, method_of
 from reshard.engines.vllm.weights.stand_ins import trace_model
-from reshard.engines.vllm.weights.supported import PLAIN_METHODS
+from reshard.engines.vllm.weights.supported import loading_method
 from reshard.quantization import channels, compressed_tensors, modelopt
 from reshard.quantization.fp8_blocks import SCALE_SUFFIX
 from reshard.quantization.nvfp4 import fused
@@ -174,8 +174,8 @@ def _schemes(model: torch.nn.Module, canonical: Canonical) -> tuple[dict[str, Co
     """
     by_parameter: dict[str, Compressed] = {}
     for name, module in model.named_modules():
-        how, kind = compressed_of(module), type(getattr(module, "quant_method", None)).__name__
-        if how is None and kind not in ("NoneType", *PLAIN_METHODS) and not kind.endswith("KVCacheMethod"):
+        how = compressed_of(module)
+        if how is None and loading_method(module):
             raise ReshardError(
                 f"{name} is loaded by {method_of(module)}, for which reshard cannot quantize Megatron's "
                 f"weights"

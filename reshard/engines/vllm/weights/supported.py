@@ -12,6 +12,7 @@ from reshard.engines.vllm.weights.served import Served
 
 # Methods that serve from weights as they were loaded.
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+CACHE_METHOD = "KVCacheMethod"  # ends the names of methods of an attention's cache
 PLAIN_MOE_BACKENDS = ("TRITON", "BATCHED_TRITON", "OOT", "CPU")  # "CPU" only if it has not packed them
 
 
@@ -22,10 +23,17 @@ def check_supported(model: Served, config: Any) -> None:
         method = plain_method(getattr(module, "quant_method", None))
         if method is None:
             continue
-        if type(method).__name__.endswith("KVCacheMethod"):
+        if type(method).__name__.endswith(CACHE_METHOD):
             _check_cache_scales(name, config)
         elif not _is_processed_again(module):
             _check_plain(name, module, method)
+
+
+def loading_method(module: torch.nn.Module) -> str:
+    """Return the name of the method by which vLLM loads a layer otherwise than as plain weights; empty for others."""
+    kind = type(getattr(module, "quant_method", None)).__name__
+    is_plain = kind in ("NoneType", *PLAIN_METHODS) or kind.endswith(CACHE_METHOD)
+    return "" if is_plain else kind
 
 
 def _check_cache_scales(name: str, config: Any) -> None:
