@@ -1,9 +1,9 @@
 """Workers: jobs by name, on all cores.
 
-Workers are the processes of an executor, forked from this one: they have the sources, the plan and
-the open files as they are, and an interpreter's lock of their own. In a program that has loaded
-torch or runs other threads, where a fork is not safe (another thread's lock stays locked in the
-child), they are threads.
+Workers are processes, forked from this one: they have the sources, the plan and the open files as
+they are, and an interpreter's lock of their own. In a program that has loaded torch or runs other
+threads, where a fork is not safe (another thread's lock stays locked in the child), they are
+threads.
 """
 
 import contextlib
@@ -11,16 +11,20 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
+import socket
+import struct
 import sys
 import threading
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from multiprocessing.connection import wait as wait_for
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +44,8 @@ BATCH_BYTES, WORKER_BYTES, NAME_BYTES = 16 << 20, 8 << 20, 128 << 10
 BATCHES_PER_WORKER, MIN_BATCHES_PER_WORKER = 64, 4
 # How often it is looked whether a run has failed elsewhere.
 CHECK_SECONDS = 0.1
+# Messages between a worker and its parent: the number of a batch, and the length of an answer.
+NUMBER, READ_BYTES = struct.Struct("<Q"), 1 << 20
 PR_SET_PDEATHSIG = 1
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -152,9 +158,9 @@ class Workers:
                 try:
                     return kind(self.job, self.batches, count)
                 except _NoWorkerError as error:
-                    count = min(error.started, count - 1)  # the executor's own threads count too
-                    if self.requested is not None or count < 1:
+                    if self.requested is not None or not error.started:
                         raise
+                    count = max(1, error.started - 1)  # the thread that syncs counts too
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -167,17 +173,9 @@ class Workers:
         """
         left = len(self.batches)
         while left and self.pool is not None:
-            try:
-                future = self.pool.ended.get(timeout=CHECK_SECONDS)
-            except queue.Empty:
-                self.pool.check()
-                yield []
-                continue
-            left -= 1
-            try:
-                yield future.result()
-            except BrokenProcessPool as error:
-                raise self.pool.error() from error
+            ended = self.pool.ended()
+            left -= len(ended)
+            yield [result for batch in ended for result in batch]
 
     def __exit__(self, kind: type | None, *exc: object) -> None:
         """Wait for the workers, also where Ctrl-C comes meanwhile: they write to files that are
@@ -205,44 +203,75 @@ class _NoWorkerError(ReshardError):
 
 
 class _Processes:
-    """Workers in forked processes. `ended` gets the futures of batches as these end."""
+    """Workers in forked processes.
+
+    A worker has a connection of its own, through which it gets the number of a batch and sends the
+    results. Nobody else has its end of it, neither this process nor another worker: where it dies,
+    be it within its results, the connection ends.
+    """
 
     def __init__(self, job: Job, batches: list[list[str]], count: int) -> None:
-        before = multiprocessing.active_children()
-        self.ended: queue.SimpleQueue[Future] = queue.SimpleQueue()
+        self.left = iter(range(len(batches)))
+        self.workers: dict[socket.socket, BaseProcess] = {}  # by our end of the connection
+        self.received: dict[socket.socket, bytearray] = defaultdict(bytearray)
+        context = multiprocessing.get_context("fork")
         try:
-            # The arguments of the initializer are inherited by a fork, not pickled.
-            self.executor = ProcessPoolExecutor(
-                count, multiprocessing.get_context("fork"), _become_worker, (os.getpid(), job)
-            )
-            with warnings.catch_warnings():
-                # Of native threads, which hold no lock of ours.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                # The first submission forks all workers, and then starts the executor's thread.
-                _submit(self.executor, batches, _run_batch, self.ended)
-        except (OSError, RuntimeError, NotImplementedError) as error:
-            self.children = [c for c in multiprocessing.active_children() if c not in before]
-            self._kill()
-            raise _NoWorkerError(len(self.children), error) from error
-        self.children = [c for c in multiprocessing.active_children() if c not in before]
-        # A worker may be ended when only half of its result has been sent. The executor waits for
-        # the rest until nobody is left who could send it: which this process, too, could.
-        self.executor._result_queue._writer.close()  # type: ignore[attr-defined]
+            for _ in range(count):
+                ours, theirs = socket.socketpair()
+                with theirs, warnings.catch_warnings():
+                    # Of native threads, which hold no lock of ours.
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    worker = context.Process(
+                        target=_work, args=(theirs, os.getpid(), job, batches), daemon=True
+                    )
+                    worker.start()
+                self.workers[ours] = worker
+        except OSError as error:
+            self.end(at_once=True)
+            raise _NoWorkerError(len(self.workers), error) from error
+        for ours in self.workers:
+            self._hand_out(ours)
 
-    def check(self) -> None:
-        """End all workers where one has ended, as the executor does, unless it waits for the rest of
-        that one's result."""
-        if not all(child.is_alive() for child in self.children):
-            for child in self.children:
-                child.terminate()
+    def _hand_out(self, ours: socket.socket) -> None:
+        """Send a worker the number of the next batch, where there is one."""
+        number = next(self.left, None)
+        if number is not None:
+            with contextlib.suppress(OSError):  # it has ended, which reading will tell
+                ours.sendall(NUMBER.pack(number))
 
-    def error(self) -> ReshardError:
+    def ended(self) -> list[list[tuple[str, Any]]]:
+        """Return the results of the batches that have ended, as `Workers.completed` yields them."""
+        batches = []
+        ready: list[Any] = wait_for(self.workers, CHECK_SECONDS)
+        for ours in ready:
+            answer = self._read(ours)
+            if answer is not None:
+                results, error, where = pickle.loads(answer)
+                if error is not None:
+                    raise error from RuntimeError(where)
+                batches.append(results)
+                self._hand_out(ours)
+        return batches
+
+    def _read(self, ours: socket.socket) -> bytearray | None:
+        """Read what has come from a worker; return its answer once all of that is there. Nothing
+        here waits for the rest: the worker may never send it, and others have something to say."""
+        try:
+            data = ours.recv(READ_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            raise self._error(self.workers[ours])
+        received = self.received[ours]
+        received += data
+        if len(received) < NUMBER.size or len(received) < NUMBER.size + NUMBER.unpack_from(received)[0]:
+            return None
+        return self.received.pop(ours)[NUMBER.size :]
+
+    def _error(self, worker: BaseProcess) -> ReshardError:
         """Return the error for a worker that has ended before its time."""
-        for child in self.children:
-            child.join()
-        codes = [child.exitcode for child in self.children]
-        # The executor ends the others by SIGTERM.
-        code = next((code for code in codes if code not in (0, None, -signal.SIGTERM)), codes[0] or None)
+        worker.join()
+        code = worker.exitcode
         status = "exit status unknown" if code is None else f"status {code}"
         if code is not None and code < 0:
             status = signal.Signals(-code).name
@@ -253,41 +282,38 @@ class _Processes:
             resumable=True,
         )
 
-    def _kill(self) -> None:
-        for child in self.children:
-            child.kill()
-        for child in self.children:
-            child.join()
-
     def end(self, at_once: bool) -> None:
-        """Wait until all workers have ended; kill them `at_once`, where that is asked for."""
-        if at_once:
-            self._kill()
-        self.executor.shutdown()
+        """Kill the workers. Those that are not to end `at_once` have nothing left to do."""
+        for worker in self.workers.values():
+            worker.kill()
+        for ours, worker in self.workers.items():
+            worker.join()
+            ours.close()
 
 
 class _Threads:
     """Workers in threads."""
 
     def __init__(self, job: Job, batches: list[list[str]], count: int) -> None:
-        self.ended: queue.SimpleQueue[Future] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[Future] = queue.SimpleQueue()
         self.stopped = threading.Event()
         self.executor = ThreadPoolExecutor(count)
         self.futures: list[Future] = []
         try:
-            self.futures = _submit(
-                self.executor, batches, partial(_run_batch, job=job, stopped=self.stopped), self.ended
-            )
+            for names in batches:
+                self.futures.append(self.executor.submit(_run_batch, names, job, self.stopped))
+                self.futures[-1].add_done_callback(self.queue.put)
         except RuntimeError as error:
             self.end(at_once=True)
             raise _NoWorkerError(0, error) from error
 
-    def check(self) -> None:
-        """Do nothing: a thread does not end before its time."""
-
-    def error(self) -> ReshardError:
-        """Return the error for a worker that has ended before its time: a thread does not."""
-        raise NotImplementedError
+    def ended(self) -> list[list[tuple[str, Any]]]:
+        """Return the results of a batch that has ended, as `Workers.completed` yields them."""
+        try:
+            future = self.queue.get(timeout=CHECK_SECONDS)
+        except queue.Empty:
+            return []
+        return [future.result()]
 
     def end(self, at_once: bool) -> None:
         """Wait until all workers have ended; they end their job, and do no further one where they
@@ -326,39 +352,27 @@ def in_batches(
     return [names for _, names in sorted(turns, key=lambda turn: turn[0])]
 
 
-def _submit(
-    executor: ProcessPoolExecutor | ThreadPoolExecutor,
-    batches: list[list[str]],
-    run: Callable[[list[str]], Any],
-    ended: "queue.SimpleQueue[Future]",
-) -> list[Future]:
-    """Submit all batches; return their futures, which go to `ended` as they end."""
-    futures = []
-    for names in batches:
-        try:
-            future = executor.submit(run, names)
-        except BrokenProcessPool as error:  # a worker has ended already
-            future = Future()
-            future.set_exception(error)
-        future.add_done_callback(ended.put)
-        futures.append(future)
-    return futures
+def _work(theirs: socket.socket, parent: int, job: Job, batches: list[list[str]]) -> None:
+    """Run, as a worker, the batches whose numbers come through its connection, and send back the
+    results of each, or its error and where that was raised."""
+    _become_worker(parent)
+    with contextlib.suppress(OSError):  # the parent is gone
+        while number := theirs.recv(NUMBER.size):
+            names = batches[NUMBER.unpack(number)[0]]
+            try:
+                answer = pickle.dumps((_run_batch(names, job), None, ""))
+            except BaseException as error:
+                answer = pickle.dumps((None, error, traceback.format_exc()))
+            theirs.sendall(NUMBER.pack(len(answer)) + answer)
 
 
-# The job of a worker that is a process.
-_job: Job | None = None
-
-
-def _become_worker(parent: int, job: Job) -> None:
+def _become_worker(parent: int) -> None:
     """Prepare a forked worker: it ends with its parent, leaves Ctrl-C to it, and runs none of its
     signal handlers."""
-    global _job
-    _job = job
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the executor ends it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -368,12 +382,8 @@ def _become_worker(parent: int, job: Job) -> None:
     gc.freeze()
 
 
-def _run_batch(
-    names: list[str], job: Job | None = None, stopped: threading.Event | None = None
-) -> list[tuple[str, Any]]:
+def _run_batch(names: list[str], job: Job, stopped: threading.Event | None = None) -> list[tuple[str, Any]]:
     """Run the worker's job for each name; return the names and results, fewer once it is `stopped`."""
-    job = job or _job
-    assert job is not None
     results = []
     for name in names:
         if stopped is not None and stopped.is_set():
