@@ -26,7 +26,7 @@ COMMANDS = {
     "inspect": "Show what a checkpoint of either format holds.",
     "diff": "Compare two checkpoints bit for bit, whatever their formats.",
     "check": "Compare a checkpoint's bytes with its manifest.",
-    "plan": "Plan a refit of vLLM from Megatron, without a GPU.",
+    "plan": "Plan a refit of vLLM or SGLang from Megatron, without a GPU.",
     "memory": "Estimate the GPU memory of training at a layout, or find layouts that fit.",
     "parity": "Compare the logprobs that two systems give the same prompts.",
     "demo": "Convert a small model there and back, and prove it with Megatron's own loader.",
@@ -75,7 +75,7 @@ class Commands(click.Group):
 @click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="reshard")
 def cli() -> None:
-    """Move LLM weights between Hugging Face, Megatron-Core and vLLM, exactly and fast."""
+    """Move LLM weights between Hugging Face, Megatron-Core, vLLM and SGLang, exactly and fast."""
     from reshard.models.config_fields import ignore_hint_for
 
     click.get_current_context().with_resource(ignore_hint_for("command"))

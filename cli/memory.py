@@ -15,6 +15,11 @@ from reshard.core.errors import ReshardError
 
 GIB = 1 << 30
 SHOWN = 16
+# Options that say something about what another one asks for, and nothing without it.
+NEEDING = {
+    "engine": ("utilization", "colocated", "trainer_offload", "delta", "from_host"),
+    "fit": ("at_most_tp", "at_most_pp", "at_most_ep", "count"),
+}
 
 
 @click.command("memory", cls=grouped(GROUPS))
@@ -40,6 +45,7 @@ def command(
     from reshard.models.config_fields import check_ignored
     from reshard.storage.sources.opening import read_model
 
+    _check_needed(context)
     options["recompute"] = _recompute(options)
     sizes = pop_layout(options, ("dp", "cp"))
     fitting = {name: options.pop(name) for name in ("fit", "at_most_tp", "at_most_pp", "at_most_ep", "count")}
@@ -78,6 +84,21 @@ def command(
         context.exit(1)
 
 
+def _check_needed(context: click.Context) -> None:
+    """Raise UsageError for an option that would have no effect, since the one that it belongs to was not given."""
+    given = [
+        option
+        for option in context.command.params
+        if option.name is not None
+        and context.get_parameter_source(option.name) is click.core.ParameterSource.COMMANDLINE
+    ]
+    names = {option.name for option in given}
+    for needed, needing in NEEDING.items():
+        for option in given:
+            if option.name in needing and needed not in names:
+                raise click.UsageError(f"{'/'.join(option.opts + option.secondary_opts)} needs --{needed}")
+
+
 def _recompute(options: dict[str, Any]) -> str:
     """Return the recomputation as one text, from ``--recompute`` or Megatron's four options."""
     text, granularity, method, layers, modules = (
@@ -113,10 +134,6 @@ def _engine(options: dict[str, Any]) -> Any:
     from reshard.memory.phases import EngineSetup
 
     if options["engine"] is None:
-        if options["delta"] is not None:
-            raise click.UsageError("--delta needs --engine")
-        if options["from_host"]:
-            raise click.UsageError("--refit-from-host needs --engine")
         return None
     names = [name.strip() for name in options["trainer_offload"].split(",")]
     return EngineSetup(
@@ -237,9 +254,11 @@ def _fit(
         raise click.UsageError("--fit needs --gpu-memory")
     if training.gpus is None:
         raise click.UsageError("--fit needs --gpus")
+    if was_given("engine"):
+        raise click.UsageError("--fit searches layouts for training alone: give --engine with one layout")
     fixed_names = set(sizes) if was_given("trainer") else {name for name in LAYOUT_NAMES if was_given(name)}
     others = sorted(fixed_names - {"tp", "pp", "vpp", "ep"})
-    others += [name for name in ("recompute", "recompute_granularity", "dp", "engine") if was_given(name)]
+    others += [name for name in ("recompute", "recompute_granularity", "dp") if was_given(name)]
     if others:
         raise click.UsageError(f"--fit chooses --{others[0].replace('_', '-')} itself")
     fixed = {name: (sizes[name],) for name in fixed_names}

@@ -17,12 +17,15 @@ from reshard.core.placement import Placement, local_matrix
 from reshard.core.planner import Transfer, make_plan
 from reshard.delta.forms import delta_share
 from reshard.engines.layout import EngineLayout, published_tensors
-from reshard.megatron.layout import MegatronLayout
+from reshard.engines.sglang.layout import SglangLayout
+from reshard.engines.vllm.layout import VllmLayout
+from reshard.megatron.layout import MegatronLayout, checked_layout
 from reshard.megatron.parameters import ModelParameters, expand, padded_vocab_size
 from reshard.megatron.ranks import LiveShard, Ranks, live_shards
 from reshard.models.model import Model
 from reshard.refit.routes import Seat, distance, nearest
 from reshard.refit.tables import table_of, tile_count
+from reshard.storage.sources.opening import read_model
 
 # More than the memory of any GPU.
 MAX_RANK_BYTES = 1 << 40
@@ -101,7 +104,7 @@ class Forecast:
 @accepts_renamed_options
 @gc_paused()
 def plan_refit(
-    model: Model,
+    model: Model | str,
     trainer: MegatronLayout,
     engine: EngineLayout,
     *,
@@ -121,6 +124,8 @@ def plan_refit(
 ) -> Forecast:
     """Plan the refit of an engine from a Megatron trainer at these layouts, rank by rank, on simulated GPUs.
 
+    `model` is a `reshard.models.model.Model`, or what `reshard.read_model` takes: a directory of either format,
+    a config.json, a hub id. `engine` is a `reshard.VllmLayout` or `reshard.SglangLayout`.
     `dp` is Megatron's data parallel size (default: the least that EP needs), `cp` its context parallel size.
     With `colocated` (default: where both sides have as many ranks) inference rank i runs on the GPU of the
     trainer's rank i; otherwise the engine's GPUs follow the trainer's. `itemsize` is that of the weights, in
@@ -132,6 +137,8 @@ def plan_refit(
     """
     if changed is not None and not 0 <= changed <= 1:
         raise ReshardError(f"changed is {changed!r:.40}, which is no share of the elements: 0.01 is 1 %")
+    if not isinstance(model, Model):
+        model = read_model(model)
     ranks_per_stage = _checked_ranks_per_stage(model, trainer, engine, dp, cp)
     trainer_ranks, engine_ranks = trainer.pp * ranks_per_stage, engine.world_size
     colocated = _check_colocated(colocated, trainer_ranks, engine_ranks)
@@ -322,7 +329,9 @@ def _checked_ranks_per_stage(
 ) -> int:
     """Return the ranks of a pipeline stage of the trainer. Raises ReshardError where a model does not fit a layout,
     or there would be too many ranks."""
-    trainer.check(model)
+    checked_layout(trainer).check(model)
+    if not isinstance(engine, VllmLayout | SglangLayout):
+        raise ReshardError(f"engine is {engine!r:.80}, not a layout such as reshard.VllmLayout(tp=2)")
     engine.check(model)
     ranks = _ranks_per_stage(model, trainer, dp, cp)
     check_number(trainer.pp * ranks, "the number of the trainer's ranks", MAX_RANKS)

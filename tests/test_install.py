@@ -175,7 +175,7 @@ STATEMENTS = {
     "from reshard.refit import connect": "megatron", "import reshard.trainers.megatron": "megatron",
     "import reshard.megatron.build": "megatron", "import reshard.engines.vllm.live": "vllm",
     "import reshard.engines.vllm.worker": "vllm", "from reshard.parity import parity; parity('A', 'B')": "parity",
-    "from reshard.parity import LiveVllm": "parity",
+    "from reshard.parity import LiveVllm": "parity", "from reshard import load": "megatron",
 }  # fmt: skip
 
 

@@ -238,6 +238,24 @@ def test_what_changed_takes_its_share_of_the_network(qwen):
         plan_refit(None, None, None, changed=1.5)
 
 
+def test_the_call_takes_what_the_command_takes_and_names_what_is_no_layout(qwen):
+    call = {"ranks": [0], "itemsize": 2}
+    by_path, by_model = (
+        plan_refit(which, MegatronLayout(tp=2), VllmLayout(tp=2), **call)
+        for which in (qwen, model("Qwen3-32B"))
+    )
+    assert by_path.out_bytes == by_model.out_bytes and by_path.model == by_model.model
+    for arguments, said in (
+        (({"tp": 2}, VllmLayout()), "layout is {'tp': 2}, not a reshard.MegatronLayout"),
+        ((MegatronLayout(), "tp=2"), "engine is 'tp=2', not a layout such as reshard.VllmLayout"),
+    ):
+        with pytest.raises(ReshardError, match=said):
+            plan_refit(qwen, *arguments)
+    for layout, engine in ((VllmLayout, "vLLM"), (SglangLayout, "SGLang")):
+        with pytest.raises(ReshardError, match=f"{engine}'s tp is '2'; it is a whole number"):
+            layout(tp="2")
+
+
 def test_the_command_plans_for_sglang_too(qwen):
     result = run("--model", qwen, "--trainer", "tp=4,pp=2", "--engine", "sglang:tp=8,dp=2")
     assert result.exit_code == 0, result.output

@@ -2,7 +2,6 @@
 imports none of the libraries behind them."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +18,7 @@ def lazy(
     """Return the ``__getattr__`` of a `package` whose names lie in these `places`: ``module`` if it
     has the same name there, ``module:name`` if it has another, and the submodule itself.
 
-    Missing packages that `extra` brings are named in a ReshardError. `renamed` maps old names to
+    Missing packages are named in a ReshardError, with `extra` or the extra that is known to bring them. `renamed` maps old names to
     new ones, in full if they are in another package.
 
     >>> lazy("reshard", {"splits": "reshard.core.splits:split"})("splits").__name__
@@ -37,8 +36,7 @@ def lazy(
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, _, attribute = places[name].partition(":")
-        around: AbstractContextManager[None] = nullcontext() if extra is None else importing(extra)
-        with around:
+        with importing(extra):
             loaded = import_module(module)
             return loaded if module == f"{package}.{name}" else getattr(loaded, attribute or name)
 

@@ -225,6 +225,15 @@ class MegatronLayout:
         return " ".join([*shown, *filter(None, [self.pipeline_model_parallel_layout])])
 
 
+def checked_layout(layout: MegatronLayout | None) -> MegatronLayout:
+    """Return the layout, by default that of one rank. Raises ReshardError for something else."""
+    if not isinstance(layout, MegatronLayout | None):
+        raise ReshardError(
+            f"layout is {layout!r:.80}, not a reshard.MegatronLayout such as MegatronLayout(tp=2)"
+        )
+    return layout or MegatronLayout()
+
+
 _DEFAULTS = {field.name: field.default for field in fields(MegatronLayout)}
 
 

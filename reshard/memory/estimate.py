@@ -6,7 +6,7 @@ from typing import Any
 
 from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError
-from reshard.megatron.layout import MegatronLayout
+from reshard.megatron.layout import MegatronLayout, checked_layout
 from reshard.memory.options import Training, TrainingSetup
 from reshard.memory.outside import bytes_of_gpu
 from reshard.memory.phases import EngineSetup, kept_for_deltas, phases_of
@@ -40,8 +40,7 @@ def estimate_memory(
     """
     if not isinstance(model, Model):
         model = read_model(model)
-    if not isinstance(layout, MegatronLayout):
-        layout = MegatronLayout(**(layout or {}))
+    layout = MegatronLayout(**layout) if isinstance(layout, Mapping) else checked_layout(layout)
     unknown = options.keys() - Training.__dataclass_fields__.keys()
     if unknown:
         raise ReshardError(

@@ -57,7 +57,9 @@ class EngineSetup:
 
     def __post_init__(self) -> None:
         if not 0 < self.utilization <= 1:
-            raise ReshardError(f"--gpu-memory-utilization is {self.utilization}; it is above 0 and at most 1")
+            raise ReshardError(
+                f"the engine's share of a GPU is {self.utilization}; it is above 0 and at most 1"
+            )
         unknown = [name for name in self.offload if name not in MOVABLE]
         if unknown:
             raise ReshardError(f"--trainer-offload: {unknown[0]!r} is none of {listed(MOVABLE)}")

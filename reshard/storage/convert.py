@@ -13,7 +13,7 @@ from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE, check_number
 from reshard.megatron.arguments import caveats
 from reshard.megatron.flags import version_of
 from reshard.megatron.hybrid import MODEL_CLASSES, class_of
-from reshard.megatron.layout import MegatronLayout
+from reshard.megatron.layout import MegatronLayout, checked_layout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
 from reshard.megatron.training.progress import TrainingState
 from reshard.models.config_fields import check_ignored
@@ -257,15 +257,6 @@ def run_options(
     allow_many_files()
     worker_count(workers)
     return RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow)
-
-
-def checked_layout(layout: MegatronLayout | None) -> MegatronLayout:
-    """Return the layout, by default that of one rank. Raises ReshardError for something else."""
-    if not isinstance(layout, MegatronLayout | None):
-        raise ReshardError(
-            f"layout is {layout!r:.80}, not a reshard.MegatronLayout such as MegatronLayout(tp=2)"
-        )
-    return layout or MegatronLayout()
 
 
 def megatron_form(

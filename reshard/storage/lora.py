@@ -12,12 +12,11 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import MAX_ITERATION, check_number
 from reshard.lora.names import A, module_of, peft_name
 from reshard.lora.parameters import FORMATS, Form
-from reshard.megatron.layout import MegatronLayout
+from reshard.megatron.layout import MegatronLayout, checked_layout
 from reshard.storage.convert import (
     carry_out,
     check_both_ends,
     check_towers,
-    checked_layout,
     megatron_form,
     run_options,
     to_hf,

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from reshard.core.errors import ReshardError
+from reshard.core.limits import MAX_RANKS, check_number
 from reshard.core.placement import Placement
 from reshard.engines.layout import (
     EngineRank,
@@ -35,8 +36,7 @@ class SglangLayout:
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "dp", "ep"):
-            if getattr(self, name) < 1:
-                raise ReshardError(f"SGLang's {name} is {getattr(self, name)}; sizes start at 1")
+            check_number(getattr(self, name), f"SGLang's {name}", MAX_RANKS)
 
     @property
     def engine(self) -> str:

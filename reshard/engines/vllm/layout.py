@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from reshard.core.errors import ReshardError
+from reshard.core.limits import MAX_RANKS, check_number
 from reshard.core.placement import Placement
 from reshard.engines.layout import (
     WITHOUT_PARAMETER,
@@ -42,8 +43,7 @@ class VllmLayout:
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "dp"):
-            if getattr(self, name) < 1:
-                raise ReshardError(f"vLLM's {name} is {getattr(self, name)}; sizes start at 1")
+            check_number(getattr(self, name), f"vLLM's {name}", MAX_RANKS)
 
     @property
     def engine(self) -> str:

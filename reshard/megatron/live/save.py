@@ -18,7 +18,7 @@ from reshard.core.limits import MAX_ITERATION, check_number, check_switch
 from reshard.device.staging import byte_view, copy_to_host
 from reshard.megatron.flags import version_of
 from reshard.megatron.hybrid import class_of_models, pattern_of
-from reshard.megatron.layout import MegatronLayout
+from reshard.megatron.layout import MegatronLayout, checked_layout
 from reshard.megatron.live.collective import (
     check_same_options,
     keyword_style_errors,
@@ -260,10 +260,7 @@ class _Save:
             check_switch(getattr(self, name), name)
         if self.format not in FORMATS:
             raise ReshardError(f"format is {self.format!r:.80}, which is not one of {listed(FORMATS)}")
-        if not isinstance(self.layout, (MegatronLayout, type(None))):
-            raise ReshardError(
-                f"layout is {self.layout!r:.80}, not a reshard.MegatronLayout such as MegatronLayout(tp=2)"
-            )
+        checked_layout(self.layout)
         if self.transformer_impl not in (*TRANSFORMER_IMPLS, None):
             raise ReshardError(
                 f"transformer_impl {self.transformer_impl} is not one of {listed(TRANSFORMER_IMPLS)}"
