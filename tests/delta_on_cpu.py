@@ -101,7 +101,7 @@ def write_chain(
     fp32 whose chain is in bf16; what is said of a chain in its own dtype, and the density of each version."""
     model = sharded(checkpoints[0], mesh, torch.float32)
     wrong = caught(lambda: DeltaWriter(FsdpModel(model), checkpoints[0], chain, dtype="bf17"))
-    writer = DeltaWriter(FsdpModel(model), checkpoints[0], chain, dtype="bfloat16")
+    writer = DeltaWriter(FsdpModel(model), checkpoints[0], chain, dtype="bf16")
     densities = []
     for number in (1, 0):
         copy_shards(sharded(checkpoints[number], mesh, torch.float32), model)

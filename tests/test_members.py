@@ -119,6 +119,7 @@ def test_old_names_of_options_and_backends_are_warned_of_and_work(old, new):
 
 def test_connect_and_the_environment_take_old_names_of_options(monkeypatch):
     members = RefitGroup.join(f"127.0.0.1:{free_port()}", 0, 1, timeout=20)
+    assert "group is a str: give reshard.refit.RefitGroup" in caught(lambda: connect("127.0.0.1:1"))
     with pytest.warns(DeprecationWarning, match="executor= is now backend="):
         sentence = caught(lambda: connect(members, executor="nvlink"))
     assert "backend 'nvlink' is not one of auto, cuda_ipc, staged, nixl, nccl" in sentence

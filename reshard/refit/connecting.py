@@ -195,6 +195,10 @@ def connect(
     Raises ReshardError on every member, before a byte moves, where the two sides do not hold the
     same model, where the engine's loader disagrees with our rules, or where a member does not come.
     """
+    if not isinstance(group, RefitGroup):
+        raise ReshardError(
+            f"group is a {type(group).__name__}: give reshard.refit.RefitGroup.of_process_group(), or what its join returns"
+        )
     adapter_name = "" if adapter is None else adapter
     options = Options(backend, bucket_bytes, keep_mapped, adapter_name, delta, delta_on_host)
     if adapter is None:

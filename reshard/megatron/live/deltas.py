@@ -10,8 +10,7 @@ import torch
 
 from reshard.comm.team import Team
 from reshard.core.boxes import Box
-from reshard.core.dtypes import DTYPES
-from reshard.core.errors import ReshardError, listed
+from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
 from reshard.delta.chain import Base, Chain, Delta, File, check_tensors, delta_name, next_version
 from reshard.delta.digest import bits_of, digest_rows, digest_text, digest_total, seed_of
@@ -25,6 +24,7 @@ from reshard.megatron.live.collective import check_same_options, keyword_style_e
 from reshard.megatron.live.inventory import take_inventory
 from reshard.megatron.live.local_boxes import LocalBoxes
 from reshard.megatron.live.published_model import PublishedModel
+from reshard.storage.io.casts import float_dtype
 from reshard.trainers.fsdp import FsdpModel
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class DeltaWriter:
     All ranks of torch's default process group make one, and call `save` together. `models` are Megatron's, or a
     `reshard.trainers.FsdpModel`. `hf_config` is that of `reshard.export`, `chain` a directory that all ranks
     reach, or a URL. `base` is what a new chain calls its base: the checkpoint that the model holds now, by
-    default `hf_config`. `dtype`, such as ``bfloat16``, is the chain's where the model holds another one.
+    default `hf_config`. `dtype`, such as ``bf16``, is the chain's where the model holds another one.
 
     Raises ReshardError on every rank where the models are not that of `hf_config`, or hold other weights than
     the newest version of the chain.
@@ -73,8 +73,9 @@ class DeltaWriter:
         metadata: Mapping[str, Any] | None = None,
         dtype: str | None = None,
     ) -> None:
-        if dtype is not None and dtype not in DTYPES:
-            raise ReshardError(f"dtype {dtype!r:.40} is not one of {listed(sorted(DTYPES))}")
+        with keyword_style_errors():
+            target = float_dtype(dtype)
+        name = None if target is None else target.name
         self.chain = Chain(chain)
         self.digest = ""
         self.kept: list[_Kept] = []
@@ -84,7 +85,7 @@ class DeltaWriter:
             def describe() -> None:
                 published = PublishedModel.read(hf_config)
                 local = _local(models, metadata)
-                local.find_boxes(published.model, make_vocab_size_divisible_by, dtype)
+                local.find_boxes(published.model, make_vocab_size_divisible_by, name)
                 described.append((published, local))
 
             team.together(describe)
