@@ -52,6 +52,18 @@ def test_the_command_exits_0_within_the_limits(megatron_of):
     assert lines[-2:] == [limits, "A and B hold the same model: every figure is within its limit"]
 
 
+@pytest.mark.parametrize(("option", "said"), [
+    (("--engine", "tp=2"), "engine TP2 is for a system with vllm: or sglang: before it: neither has"),
+    (("--tp", "2"), "layout TP2 is for a Megatron checkpoint: neither"),
+    (("--quantization", "fp8_per_block"), "quantization fp8_per_block is for a system with vllm: before it"),
+])  # fmt: skip
+def test_an_option_of_a_system_that_is_not_there_is_refused(option, said, checkpoint):
+    """Without its prefix a vLLM that was meant is a transformers model, which agrees with itself."""
+    hf = str(checkpoint("qwen3"))
+    done = CliRunner().invoke(cli, ["parity", hf, hf, *option])
+    assert done.exit_code == 1 and said in str(done.exception or done.output)
+
+
 def test_a_directory_that_lacks_weights_is_refused_before_they_are_drawn_at_random(checkpoint, tmp_path):
     whole = checkpoint("qwen3")
     broken = tmp_path / "broken"

@@ -148,11 +148,14 @@ def _check_same_model(
 ) -> None:
     """Raise ReshardError where two checkpoints have other tensors, by name, shape or dtype."""
     for name in sorted({*old, *new}):
-        if old.get(name) != new.get(name):
-            raise ReshardError(
-                f"{new_name} is no new version of {old_name}: {name} is {in_words(new.get(name))}, and was "
-                f"{in_words(old.get(name))}; convert one with --dtype, where only that differs"
-            )
+        before, after = old.get(name), new.get(name)
+        if before == after:
+            continue
+        cast = before is not None and after is not None and before.shape == after.shape
+        raise ReshardError(
+            f"{new_name} is no new version of {old_name}: {name} is {in_words(after)}, and was {in_words(before)}"
+            + "; convert one with --dtype" * cast
+        )
 
 
 def _check_same_config(left: Source, right: Source, old_name: str, new_name: str) -> None:

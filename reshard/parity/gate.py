@@ -12,7 +12,7 @@ from reshard.core.errors import ReshardError
 from reshard.core.extras import require
 from reshard.engines.layout import EngineLayout
 from reshard.megatron.configs import config_differences, sentences_on
-from reshard.megatron.layout import MegatronLayout
+from reshard.megatron.layout import MegatronLayout, checked_layout
 from reshard.models.model import Model
 from reshard.parity.limits import Limits
 from reshard.parity.metrics import metrics_of, routing_of
@@ -78,11 +78,12 @@ def parity(
 
     a, b = (str(side) if isinstance(side, Path) else side for side in (a, b))
     dtype = _checked_dtype(dtype)
-    _check_engine_options(a, b, quantization, match_vllm_rounding)
+    _check_engine_options(a, b, engine, quantization, match_vllm_rounding)
+    _check_layout_has_a_model(a, b, layout)
     limits_by_kind = _limits_by_kind(limits or Limits.of_dtype, dtype, a, b)
     config_path = Path(hf_config) if hf_config is not None else None
     options = SystemOptions(
-        dtype, layout or MegatronLayout(), config_path, engine, quantization, match_vllm_rounding
+        dtype, checked_layout(layout), config_path, engine, quantization, match_vllm_rounding
     )
     join_processes()
     comparison = Comparison(a, b, options)
@@ -179,18 +180,33 @@ def _is_served(side: "str | System") -> TypeGuard[str]:
 
 
 def _check_engine_options(
-    a: "str | System", b: "str | System", quantization: str | None, match_vllm_rounding: bool
+    a: "str | System",
+    b: "str | System",
+    engine: EngineLayout | None,
+    quantization: str | None,
+    match_vllm_rounding: bool,
 ) -> None:
     """Raise ReshardError for options of an engine that neither system has."""
     from reshard.parity.systems.opening import is_megatron
 
     served = [side for side in (a, b) if _is_served(side)]
+    if engine is not None and not served:
+        raise ReshardError(f"engine {engine} is for a system with vllm: or sglang: before it: neither has")
     if quantization is not None and not any(ENGINES[engine_of(side)].quantizes for side in served):
         raise ReshardError(f"quantization {quantization} is for a system with vllm: before it: neither has")
     if match_vllm_rounding and not any(map(is_megatron, served)):
         raise ReshardError(
             "match_vllm_rounding is for a vLLM that is refitted, vllm: and a Megatron checkpoint: neither system is one"
         )
+
+
+def _check_layout_has_a_model(a: "str | System", b: "str | System", layout: MegatronLayout | None) -> None:
+    """Raise ReshardError for a layout where neither system is a Megatron checkpoint, which alone has one."""
+    from reshard.parity.systems.opening import is_megatron
+
+    paths = [side for side in (a, b) if isinstance(side, str)]
+    if checked_layout(layout) != MegatronLayout() and len(paths) == 2 and not any(map(is_megatron, paths)):
+        raise ReshardError(f"layout {layout} is for a Megatron checkpoint: neither {a} nor {b} is one")
 
 
 def _limits_by_kind(
