@@ -1,5 +1,6 @@
 """Chains of deltas on disk and in a store: the bits that training left, and every fault by name."""
 
+import asyncio
 import errno
 import json
 import os
@@ -18,9 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from reshard import MegatronLayout, ReshardError, diff, hf_to_mcore, mcore_to_hf
 from reshard.core.dtypes import DTYPES
-from reshard.delta import Chain, apply, apply_deltas, digest, save, show
+from reshard.delta import Chain, apply, apply_deltas, apply_deltas_async, digest, save, show
 from reshard.delta.chain import _checksum
 from reshard.engines.delta_methods import DeltaMethods
+from reshard.engines.sglang import calls as sglang
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import TensorInfo
 from tests.checkpoints import make
@@ -377,6 +379,9 @@ class TwoWorkers:
         self.calls.append(method)
         return self.answers.get(method, [None] * 2)
 
+    def reset_prefix_cache(self) -> None:
+        self.calls.append("reset_prefix_cache")
+
 
 class Broken(DeltaMethods):
     """A worker without memory for a delta."""
@@ -397,6 +402,24 @@ def test_no_engine_serves_half_a_delta_or_goes_back(chain):
     ):
         apply_deltas(newer, chain, version=3)
     assert newer.calls == ["reshard_delta_digests"]
+
+
+def test_what_is_no_engine_is_refused_by_name(chain):
+    class Awaited(TwoWorkers):
+        async def collective_rpc(self, method, args=()): ...
+
+    for engine, said in (
+        (Awaited(""), "the calls of this Awaited are awaited: await apply_deltas_async"),
+        (None, "llm is a NoneType: give a vLLM LLM, .* an SGLang takes reshard.engines.sglang.calls"),
+        ("127.0.0.1:8000", "'127.0.0.1:8000' is no address of a server such as http://"),
+    ):
+        with pytest.raises(ReshardError, match=said):
+            apply_deltas(engine, chain)
+    with pytest.raises(ReshardError, match="are not awaited: call apply_deltas"):
+        asyncio.run(apply_deltas_async(TwoWorkers(""), chain))
+    for call in (sglang.apply_deltas, lambda url, _: sglang.connect_server(url, "127.0.0.1:1", 1, 2)):
+        with pytest.raises(ReshardError, match="'127.0.0.1:30000' is no address of a server"):
+            call("127.0.0.1:30000", chain)
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,7 @@ class Server:
     """
 
     def __init__(self, url: str, timeout: float, start_it: str) -> None:
-        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
-            raise ReshardError(f"{url!r:.200} is no address of a server such as http://127.0.0.1:8000")
-        self.url, self.timeout, self._start_it = url.rstrip("/"), timeout, start_it
+        self.url, self.timeout, self._start_it = checked_url(url), timeout, start_it
 
     def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> Any:
         """Return a route's answer. Raises ReshardError, with the server's text, if it refuses or does not answer."""
@@ -38,6 +36,13 @@ class Server:
             if error.code != 404:
                 raise
             raise ReshardError(f"{self.url} answers /{route} with 404: {self._start_it}") from error
+
+
+def checked_url(url: Any) -> str:
+    """Return the address of a server without a slash at its end. Raises ReshardError for what is none."""
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+        raise ReshardError(f"{url!r:.200} is no address of a server such as http://127.0.0.1:8000")
+    return url.rstrip("/")
 
 
 def call_route(
@@ -50,8 +55,10 @@ def call_route(
 ) -> Any:
     """Return the answer of a server's route: to a POST of the `body`, or without one to a GET.
 
-    Raises ReshardError, with the server's text, if it refuses (`RefusedError`) or does not answer.
+    Raises ReshardError, with the server's text, if it refuses (`RefusedError`) or does not answer, and where `url`
+    is no address.
     """
+    url = checked_url(url)
     data = None if body is None else json.dumps(body).encode()
     request = Request(f"{url}/{route}", data, {"Content-Type": "application/json"}, method=method)
     try:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Generator
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def apply_deltas(llm: Any, chain: str | Path, version: int | None = None, verify
     Raises ReshardError, before the first byte, where a delta is missing, altered or out of order, or the engine
     holds weights that are in no version up to the one asked for.
     """
-    llm = _VllmServer(llm, CALL_SECONDS, START_IT) if isinstance(llm, str) else llm
+    server = isinstance(llm, str)
+    llm = _VllmServer(llm, CALL_SECONDS, START_IT) if server else _checked_llm(llm, awaited=False)
     calls = _Calls(chain, version, verify)
     while call := calls.following():
         calls.answers = _send(llm, call)
@@ -44,6 +46,7 @@ async def apply_deltas_async(
     llm: Any, chain: str | Path, version: int | None = None, verify: bool = False
 ) -> int:
     """Do what `apply_deltas` does, for an ``AsyncLLM``. Pause generation around it where requests are running."""
+    llm = _checked_llm(llm, awaited=True)
     calls = _Calls(chain, version, verify)
     while call := calls.following():
         calls.answers = await _send(llm, call)
@@ -67,6 +70,20 @@ def apply_deltas_in_group(
             number += 1
         group.commit()
     return calls.version
+
+
+def _checked_llm(llm: Any, awaited: bool) -> Any:
+    """Return vLLM's ``LLM``, or its ``AsyncLLM`` where calls are `awaited`. Raises ReshardError for another
+    object."""
+    if not hasattr(llm, "collective_rpc") or not hasattr(llm, RESET_PREFIX_CACHE):
+        raise ReshardError(
+            f"llm is a {type(llm).__name__}: give a vLLM LLM, or the address of a vllm serve; an SGLang takes "
+            f"reshard.engines.sglang.calls.apply_deltas"
+        )
+    if iscoroutinefunction(llm.collective_rpc) != awaited:
+        are, instead = ("are not", "call apply_deltas") if awaited else ("are", "await apply_deltas_async")
+        raise ReshardError(f"the calls of this {type(llm).__name__} {are} awaited: {instead}")
+    return llm
 
 
 def _send(llm: Any, call: Call) -> Any:
