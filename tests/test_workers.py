@@ -214,6 +214,25 @@ hf_to_mcore({str(source)!r}, {str(tmp_path / "out")!r}, MegatronLayout(tp=2, ep=
     assert "KeyboardInterrupt" not in done.stderr
 
 
+def test_ctrl_c_as_the_workers_start_leaves_none_of_them():
+    """It comes when all are there: a program that goes on would have them write on, and hold the lock."""
+    code = """
+import multiprocessing, os, signal, time
+from reshard.storage.run.workers import run_jobs
+fork = os.fork
+def forked():
+    os.kill(os.getpid(), signal.SIGINT)
+    return fork()
+os.fork = forked
+try:
+    run_jobs(dict.fromkeys("abc", 1 << 30), lambda name: time.sleep(600), 2)
+except KeyboardInterrupt:
+    print(multiprocessing.active_children())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
 def test_errors_of_the_system_stay_what_they_are_and_odd_results_are_reported():
     code = """
 from reshard.storage.run.workers import run_jobs

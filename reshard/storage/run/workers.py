@@ -141,11 +141,15 @@ class Workers:
         self.pool: _Processes | _Threads | None = None
 
     def __enter__(self) -> "Workers":
-        if self.count:
-            self.pool = self._start()
+        try:
+            if self.count:
+                self._start()
+        except BaseException as error:  # Ctrl-C, when they have started
+            self.__exit__(type(error))
+            raise
         return self
 
-    def _start(self) -> "_Processes | _Threads":
+    def _start(self) -> None:
         """Start the workers: fewer where the system has no more and nobody asked for so many.
 
         No signal comes between a fork and either side's knowing what it is: in the child it would
@@ -156,7 +160,8 @@ class Workers:
             kind, count = (_Processes if can_fork() else _Threads), self.count
             while True:
                 try:
-                    return kind(self.job, self.batches, count)
+                    self.pool = kind(self.job, self.batches, count)
+                    return
                 except _NoWorkerError as error:
                     if self.requested is not None or not error.started:
                         raise
