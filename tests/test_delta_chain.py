@@ -17,7 +17,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from reshard import MegatronLayout, ReshardError, diff, hf_to_mcore, mcore_to_hf
+from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, mcore_to_hf
 from reshard.core.dtypes import DTYPES
 from reshard.delta import Chain, apply, apply_deltas, apply_deltas_async, digest, save, show
 from reshard.delta.chain import _checksum
@@ -299,6 +299,15 @@ def test_a_save_that_fails_leaves_no_chain_and_one_at_a_time_writes(trained, tmp
     save(trained[1], trained[2], tmp_path / "chain", version=20)
     assert [delta["follows"] for delta in show(tmp_path / "chain")["deltas"]] == [0, 10]
     assert not (tmp_path / "chain" / ".writing").exists()
+
+
+def test_a_file_system_that_gives_less_than_it_was_asked_for_changes_no_byte(trained, tmp_path, monkeypatch):
+    """As one over a network may, which Python passes on."""
+    read = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, length, at: read(file, length // 2 + 1, at))
+    save(trained[0], trained[20], tmp_path / "chain")
+    apply(trained[0], tmp_path / "chain", tmp_path / "out")
+    assert not differing(tmp_path / "out", trained[20]) and check(tmp_path / "out").ok
 
 
 def test_a_chain_is_shown_only_if_its_files_are_there_in_full(trained, tmp_path):

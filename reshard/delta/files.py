@@ -80,7 +80,8 @@ class RecordWriter:
         for key in keys:
             offset, size = self.places[key]
             for start in range(offset, offset + size, _COPY_BYTES):
-                data = self.files.read(self.waiting, start, min(_COPY_BYTES, offset + size - start))
+                data = memoryview(bytearray(min(_COPY_BYTES, offset + size - start)))
+                self.files.read_into(self.waiting, start, data)
                 self.files.write(self.path, position, data)
                 digest.update(data)
                 position += len(data)

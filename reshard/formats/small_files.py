@@ -46,6 +46,16 @@ def read_file(path: Path, limit: int) -> bytes:
     return data
 
 
+def read_at(descriptor: int, length: int, offset: int) -> bytes:
+    """Return `length` bytes of an open file, fewer only at its end: a system may give fewer at a time.
+    Raises OSError."""
+    pieces = []
+    while length and (piece := os.pread(descriptor, length, offset)):
+        pieces.append(piece)
+        length, offset = length - len(piece), offset + len(piece)
+    return b"".join(pieces)
+
+
 def read_json(path: Path, what: str = "JSON", limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Read a JSON file that holds an object; in errors it is called `what`.
 

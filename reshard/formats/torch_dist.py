@@ -21,6 +21,7 @@ from reshard.formats.small_files import (
     MAX_METADATA_BYTES,
     MAX_TRACKER_BYTES,
     a_name,
+    read_at,
     read_file,
     read_json,
     whole_numbers,
@@ -109,7 +110,7 @@ def _reader(path: Path, start: int) -> Callable[[int, int], bytes]:
     def read(offset: int, length: int) -> bytes:
         try:
             with open(path, "rb") as file:
-                return os.pread(file.fileno(), length, start + offset)
+                return read_at(file.fileno(), length, start + offset)
         except OSError as error:
             raise ReshardError(f"cannot read {path}: {error.strerror}") from error
 

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 from reshard.core.errors import ReshardError
+from reshard.formats.small_files import read_at
 
 
 class OpenFiles:
@@ -55,7 +56,7 @@ class OpenFiles:
         """Return `length` bytes of a file, fewer at its end. Raises ReshardError where it cannot be
         read."""
         try:
-            return os.pread(self.descriptor(path), length, offset)
+            return read_at(self.descriptor(path), length, offset)
         except OSError as error:
             raise ReshardError(f"cannot read {path} at byte {offset}: {error.strerror}") from error
 

@@ -240,10 +240,10 @@ class PeftSource(AdapterSource):
 
     def _rows(self, tensor: str, start: int, stop: int) -> np.ndarray:
         stored = self.stored[tensor]
-        row_bytes = stored.shape[1] * stored.dtype.size
-        offset = stored.offset + start * row_bytes
-        data = self.files.read(self.path / stored.file, offset, (stop - start) * row_bytes)
-        return np.frombuffer(data, stored.dtype.numpy()).reshape(stop - start, stored.shape[1])
+        rows = np.empty((stop - start, stored.shape[1] * stored.dtype.size), np.uint8)
+        offset = stored.offset + start * rows.shape[1]
+        self.files.read_into(self.path / stored.file, offset, memoryview(rows.reshape(-1)))
+        return rows.view(stored.dtype.numpy())
 
     def hf_directory(self) -> Path | None:
         return None
