@@ -27,6 +27,16 @@ SMALL = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_si
          "torch_dtype": "bfloat16"}  # fmt: skip
 
 
+def shortened(config: dict, layers: int) -> dict:
+    """Return a config with so many layers; lists that say something of each layer are cut."""
+    per_layer = {
+        name: value[:layers]
+        for name, value in config.items()
+        if isinstance(value, list) and len(value) == config["num_hidden_layers"]
+    }
+    return config | per_layer | {"num_hidden_layers": layers}
+
+
 def main(options: argparse.Namespace, folder: Path) -> None:
     cuda = torch.cuda.is_available()
     if cuda:
@@ -44,9 +54,7 @@ def main(options: argparse.Namespace, folder: Path) -> None:
     from reshard.trainers.megatron import MegatronModel
 
     config = dict(read_model(options.model).config) if options.model else SMALL
-    (folder / "config.json").write_text(
-        json.dumps(config | {"num_hidden_layers": options.layers}), encoding="utf-8"
-    )
+    (folder / "config.json").write_text(json.dumps(shortened(config, options.layers)), encoding="utf-8")
     size = dist.get_world_size()
     # --8<-- [start:engine]
     with plain_weights():  # vLLM first: it sizes its cache by the memory that is free
@@ -115,8 +123,13 @@ if __name__ == "__main__":
     parser.add_argument(
         "--vllm-pp", type=int, default=1, help="pipeline stages of vLLM; the rest of the processes are its TP"
     )
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("torchrun starts it: torchrun --nproc-per-node 2 examples/refit_colocated.py")
+    if int(os.environ["WORLD_SIZE"]) % options.vllm_pp:
+        parser.error(f"--vllm-pp {options.vllm_pp} does not divide the {os.environ['WORLD_SIZE']} processes")
     from reshard.megatron.build import without_gpu
 
     with tempfile.TemporaryDirectory() as made, without_gpu():
-        main(parser.parse_args(), Path(made))
+        main(options, Path(made))
     os._exit(0)  # vLLM's shut-down would wait for processes that have no more to say

@@ -30,6 +30,16 @@ SMALL = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "v
          "attention_bias": False, "hidden_act": "silu", "torch_dtype": "bfloat16"}  # fmt: skip
 
 
+def shortened(config: dict, layers: int) -> dict:
+    """Return a config with so many layers; lists that say something of each layer are cut."""
+    per_layer = {
+        name: value[:layers]
+        for name, value in config.items()
+        if isinstance(value, list) and len(value) == config["num_hidden_layers"]
+    }
+    return config | per_layer | {"num_hidden_layers": layers}
+
+
 def engine(pipe, gpus: str, folder: str, options: dict) -> None:
     """A process that owns a vLLM and does what it is told: (method, arguments) in, result out."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -72,6 +82,8 @@ def main() -> None:
     parser.add_argument("--engine-gpus", help="default: the trainer's")
     parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("torchrun starts it: torchrun --nproc-per-node 2 examples/refit_separate.py")
 
     # What Megatron and vLLM look for while they are imported.
     cuda = torch.cuda.is_available()
@@ -120,9 +132,7 @@ def main() -> None:
             return result
 
     folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(
-        json.dumps(config | {"num_hidden_layers": options.layers}), encoding="utf-8"
-    )
+    (folder / "config.json").write_text(json.dumps(shortened(config, options.layers)), encoding="utf-8")
     if rank == 0:
         pipe, theirs = multiprocessing.Pipe()
         memory = {"gpu_memory_utilization": 0.3} if cuda else {"kv_cache_memory_bytes": 1 << 27}

@@ -18,6 +18,7 @@ from transformers import (
     GlmMoeDsaConfig,
     GptOssConfig,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
     NemotronHConfig,
     OlmoeConfig,
@@ -118,7 +119,8 @@ VARIANTS = {
     "llama": LlamaConfig(**GQA, tie_word_embeddings=False),
     "llama-rope-tied": LlamaConfig(**GQA, head_dim=16, tie_word_embeddings=True, **rope(LLAMA3_ROPE)),
     "llama-bias": LlamaConfig(**GQA, tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
-    "llama-mha": LlamaConfig(**GQA | dict(num_key_value_heads=8), tie_word_embeddings=False),
+    # As many key heads as query heads, and a window, as Mistral 7B v0.1 has one.
+    "mistral": MistralConfig(**GQA | dict(num_key_value_heads=8), sliding_window=12, tie_word_embeddings=False),
     "qwen2": Qwen2Config(**GQA, tie_word_embeddings=False),
     "qwen2-tied": Qwen2Config(**GQA, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**GQA, head_dim=32, tie_word_embeddings=False),

@@ -23,6 +23,7 @@ MODELS = (
     "kimi_k25",
     "llama",
     "minimax_m2",
+    "mistral",
     "mixtral",
     "olmoe",
     "qwen2",

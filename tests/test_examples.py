@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -50,6 +51,15 @@ def test_the_example_on_ray_says_how_to_get_ray():
     assert (done.returncode, done.stderr) == (1, f"{needs}{sys.executable} -m pip install ray\n")
 
 
+@pytest.mark.parametrize("example", ["refit_colocated.py", "refit_separate.py"])
+def test_an_example_for_torchrun_says_so(example):
+    done = run_to_the_end([sys.executable, EXAMPLES / example], 100)
+    assert (
+        done.returncode == 2
+        and f"torchrun starts it: torchrun --nproc-per-node 2 examples/{example}" in done.stderr
+    )
+
+
 def test_what_the_package_offers_is_listed_and_there():
     assert set(reshard.__all__) <= set(dir(reshard)) and "hf_to_mcore" in dir(reshard)
     assert all(callable(getattr(reshard, name)) for name in reshard.__all__)
@@ -65,10 +75,15 @@ def refit(example: str, *options) -> list[str]:
     ]
 
 
-def test_refit_colocated():
-    steps = refit("refit_colocated.py", "--vllm-pp", 2)
+def test_refit_colocated(tmp_path):
+    """Of a saved model, whose config has a list for each layer, with fewer layers."""
+    config = make(tmp_path / "qwen", "qwen3") / "config.json"
+    fields = json.loads(config.read_text())
+    assert len(fields["layer_types"]) == 4
+    config.write_text(json.dumps(fields | {"max_position_embeddings": 2048}))
+    steps = refit("refit_colocated.py", tmp_path / "qwen", "--layers", 2, "--vllm-pp", 2)
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in steps]
-    assert len(losses) == 3 and min(losses[1:]) < losses[0] and "version 2, 0.8 MB" in steps[2]
+    assert len(losses) == 3 and min(losses[1:]) < losses[0] and "version 2, 0.4 MB" in steps[2]
     assert len({line.split("then ")[1] for line in steps}) == 3
 
 

@@ -52,12 +52,26 @@ def test_args_are_of_the_one_family_that_made_them_and_a_wrong_one_that_is_named
             with pytest.raises(ReshardError, match="args may be of .*: pass --hf-config .*, or --family"):
                 family_of_args(args, "args")
         else:
-            # GLM-4.7-Flash is a DeepSeek-V3 to Megatron.
-            expected = "deepseek_v3" if variant == "glm4-moe-lite" else VARIANTS[variant].model_type
+            # To Megatron GLM-4.7-Flash is a DeepSeek-V3, and Mistral a Llama.
+            others = {"glm4-moe-lite": "deepseek_v3", "mistral": "llama"}
+            expected = others.get(variant, VARIANTS[variant].model_type)
             assert fitting == {family_of_args(args, "args").name} == {expected}
     for name in ("qwen3_moe", "glm4_moe"):
         with pytest.raises(ReshardError, match="makes another model of the weights"):
             model_of_args(EXPERTS | {"moe_router_score_function": "softmax"}, "args", name)
+
+
+def test_args_with_a_window_are_a_mistrals_and_refused_as_a_llamas():
+    with_window = Model.from_hf(config_of("mistral"))
+    args = megatron_args(with_window)
+    assert model_of_args(args, "args", "mistral").config["sliding_window"] == 12
+    with pytest.raises(
+        ReshardError, match="window_size is .*11.* makes another model of the weights than llama"
+    ):
+        model_of_args(args, "args")
+    without = megatron_args(Model.from_hf(config_of("mistral") | {"sliding_window": None}))
+    assert model_of_args(without, "args", "mistral").config["sliding_window"] is None
+    assert model_of_args(without, "args").family.name == "llama"
 
 
 def test_args_of_mixtral_as_megatron_lms_own_example_has_them_are_read():
@@ -72,6 +86,7 @@ def test_any_two_families_differ_in_an_argument_by_which_both_are_identified():
     identified = [family for family in families().values() if family.identifies]
     assert {*families()} - {family.name for family in identified} == {
         "glm4_moe_lite",  # a DeepSeek-V3
+        "mistral",  # a Llama
         "qwen3_vl_moe_text",  # a Qwen3-MoE
     }
     for a, b in itertools.combinations(identified, 2):

@@ -70,7 +70,7 @@ RELOADS = [
     ("llama", MegatronLayout(tp=2, pp=2), f"{TP} 4", 4),
     ("llama-rope-tied", MegatronLayout(tp=4), f"{PP} 2 {VPP} 2", 2),
     ("llama-bias", MegatronLayout(tp=8), f"{TP} 2", 2),
-    ("llama-mha", MegatronLayout(pp=2, vpp=2), f"{TP} 2", 2),
+    ("mistral", MegatronLayout(pp=2, vpp=2), f"{TP} 2", 2),
     ("qwen2-tied", MegatronLayout(pp=4), f"{TP} 2 {PP} 2", 4),
     (
         "qwen3",

@@ -25,7 +25,7 @@ SAME = [
     ("llama", MegatronLayout(tp=2), dict(pp=2, vpp=2)),
     ("llama-rope-tied", MegatronLayout(pp=2), dict(tp=2, pp=2)),
     ("llama-bias", MegatronLayout(), dict(tp=2)),
-    ("llama-mha", MegatronLayout(tp=4), dict(pp=2, num_layers_in_first_pipeline_stage=1)),
+    ("mistral", MegatronLayout(tp=4), dict(pp=2, num_layers_in_first_pipeline_stage=1)),
     ("qwen2", MegatronLayout(pp=2), dict(tp=4)),
     ("qwen3", MegatronLayout(tp=2, pp=2), dict(tp=2)),
     ("qwen3-moe", MegatronLayout(ep=4, etp=1), dict(tp=2, ep=2, etp=1)),

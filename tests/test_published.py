@@ -252,6 +252,7 @@ PUBLISHED["Moonlight-16B-A3B"] = (
 _LINES = (Path(__file__).parent / "published_configs.jsonl").read_text().splitlines()
 _CONFIGS = {entry["name"].rpartition("/")[2]: entry["config"] for entry in map(json.loads, _LINES)}
 PUBLISHED |= {
+    "Mistral-7B-v0.1": (_CONFIGS["Mistral-7B-v0.1"], 7.24, MegatronLayout(tp=4, pp=2)),
     "Mixtral-8x7B-v0.1": (_CONFIGS["Mixtral-8x7B-v0.1"], 46.7, MegatronLayout(tp=2, pp=4, ep=8, etp=1)),
     "Mixtral-8x22B-v0.1": (_CONFIGS["Mixtral-8x22B-v0.1"], 140.6, MegatronLayout(tp=4, pp=4, ep=4, etp=2)),
     "MiniMax-M2.7": (_CONFIGS["MiniMax-M2.7"], 228.7, MegatronLayout(tp=8, pp=2, ep=32, etp=1)),

@@ -18,7 +18,7 @@ from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
 # shown without processes (test_plan.py, test_planner.py).
 MOVING, DDP = {"moving": True}, {"ddp": True}
 LAYOUTS = [
-    ("llama", f"{TP} 2 {PP} 2", 4, dict(tp=4), 4, True, {}),
+    ("mistral", f"{TP} 2 {PP} 2", 4, dict(tp=4), 4, True, {}),
     ("llama-rope-tied", f"{PP} 2 {VPP} 2", 4, dict(tp=2), 2, False, DDP),
     ("llama-bias", f"{PP} 2 --decoder-first-pipeline-num-layers 1", 2, dict(tp=2), 2, True, {}),
     ("qwen2", f"{TP} 2", 2, dict(tp=4), 4, False, {}),  # twice the key heads

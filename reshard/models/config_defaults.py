@@ -16,6 +16,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"is_encoder_decoder": False},
     "llama": {"is_encoder_decoder": False},
     "minimax_m2": {"is_encoder_decoder": False},
+    "mistral": {"is_encoder_decoder": False},
     "mixtral": {"is_encoder_decoder": False},
     "nemotron_h": {"is_encoder_decoder": False, "sliding_window": None},
     "olmoe": {"is_encoder_decoder": False},

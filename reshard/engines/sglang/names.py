@@ -62,6 +62,7 @@ IN_A_LARGER_ONE = (
 
 FAMILIES = {
     "llama": EngineFamily(),
+    "mistral": EngineFamily(),
     "qwen2": EngineFamily(),
     "qwen3": EngineFamily(),
     "qwen3_moe": EngineFamily(on_every_stage=("output",)),
@@ -81,7 +82,7 @@ FAMILIES = {
     "glm_moe_dsa": EngineFamily((*LATENT_ATTENTION, *INDEXER)),
 }
 # Families whose classes split attention by TP alone, and cannot have attention that is data parallel.
-WITHOUT_DP_ATTENTION = ("llama", "qwen2", "mixtral", "olmoe")
+WITHOUT_DP_ATTENTION = ("llama", "mistral", "qwen2", "mixtral", "olmoe")
 # Families whose classes norm all heads together on each rank, and so cannot split them.
 WITHOUT_TP = ("olmoe",)
 # Families whose classes compute a parameter while they load, and do not keep what they compute it from.

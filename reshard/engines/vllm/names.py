@@ -80,6 +80,7 @@ OF_DRAFTER = (("mtp.", "model."),)
 
 FAMILIES = {
     "llama": EngineFamily(),
+    "mistral": EngineFamily(),
     "qwen2": EngineFamily(),
     "qwen3": EngineFamily(),
     "qwen3_moe": EngineFamily(on_every_stage=OUTER),
