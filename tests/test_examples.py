@@ -83,7 +83,7 @@ def test_refit_colocated(tmp_path):
     config.write_text(json.dumps(fields | {"max_position_embeddings": 2048}))
     steps = refit("refit_colocated.py", tmp_path / "qwen", "--layers", 2, "--vllm-pp", 2)
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in steps]
-    assert len(losses) == 3 and min(losses[1:]) < losses[0] and "version 2, 0.4 MB" in steps[2]
+    assert len(losses) == 3 and min(losses[1:]) < losses[0] and "version 2, 0.2 MB" in steps[2]
     assert len({line.split("then ")[1] for line in steps}) == 3
 
 
