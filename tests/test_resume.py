@@ -4,12 +4,16 @@ a kill or an interrupt has left."""
 import os
 import shutil
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from reshard import MegatronLayout, hf_to_mcore, mcore_to_hf
+from reshard.storage.io.files import OpenFiles
+from reshard.storage.io.sync import EarlySync
 from tests.disk import (
     DIRECTIONS,
     SUFFIX,
@@ -56,6 +60,28 @@ def test_an_interrupt_after_a_failed_sync_forgets_nothing_of_it(whole, tmp_path)
         stderr = go()
     assert process.returncode == 130 and "Traceback" not in stderr
     assert resumed("hf-to-mcore", whole, tmp_path / "out") < 135
+
+
+def test_ctrl_c_while_a_sync_is_waited_for_lets_it_end(tmp_path, monkeypatch):
+    """What it says is written to the journal, which is closed after that."""
+    begun, ended = threading.Event(), []
+
+    def slow(descriptor):
+        begun.set()
+        time.sleep(0.3)
+        ended.append(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", slow)
+    (tmp_path / "file").touch()
+    interrupt = threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+    with (
+        OpenFiles.of_destination(write=True) as files,
+        pytest.raises(KeyboardInterrupt),
+        EarlySync(files, [tmp_path / "file"]),
+    ):
+        assert begun.wait(60)
+        interrupt.start()
+    assert ended
 
 
 @pytest.mark.parametrize(("direction", "loss"), [

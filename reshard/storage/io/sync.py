@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from reshard.core.errors import ReshardError
+from reshard.core.interrupts import wait_out
 from reshard.storage.io.files import OpenFiles, write_error
 
 
@@ -34,7 +35,7 @@ class EarlySync:
         self.files, self.paths, self.journal = files, paths, record
         self.waiting: list = []
         self.lock = threading.Lock()
-        self.ended = threading.Event()
+        self.ended, self.has_ended = threading.Event(), threading.Event()
         self.error: ReshardError | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
 
@@ -54,6 +55,12 @@ class EarlySync:
         return items
 
     def _run(self) -> None:
+        try:
+            self._sync_until_ended()
+        finally:
+            self.has_ended.set()
+
+    def _sync_until_ended(self) -> None:
         while not self.ended.wait(0.02) and self.error is None:
             items = self._take()
             for path in self.paths:
@@ -91,10 +98,15 @@ class EarlySync:
                 f"the system has no thread left for this process ({error}); use fewer --workers",
                 resumable=True,
             ) from error
+        except BaseException:
+            self.ended.set()
+            raise
         return self
 
     def __exit__(self, kind: type | None, *exc: object) -> None:
         self.ended.set()
+        # A thread whose join was interrupted counts as ended in Python up to 3.12.
+        wait_out(self.has_ended.wait)
         self.thread.join()
         if kind is not None:
             return

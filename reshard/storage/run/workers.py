@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.core.errors import ReshardError
+from reshard.core.interrupts import wait_out
 from reshard.core.limits import MAX_WORKERS, check_number
 
 # Called with the bytes that are done and the bytes in all.
@@ -185,15 +186,9 @@ class Workers:
     def __exit__(self, kind: type | None, *exc: object) -> None:
         """Wait for the workers, also where Ctrl-C comes meanwhile: they write to files that are
         closed after this."""
-        interrupt: KeyboardInterrupt | None = None
-        while self.pool is not None:
-            try:
-                self.pool.end(at_once=kind is not None)
-                break
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+        pool = self.pool
+        if pool is not None:
+            wait_out(lambda: pool.end(at_once=kind is not None))
 
 
 class _NoWorkerError(ReshardError):
