@@ -14,7 +14,8 @@ import time
 import psutil
 import pytest
 
-from reshard import MegatronLayout, hf_to_mcore
+from reshard import MegatronLayout, ReshardError, hf_to_mcore
+from reshard.comm import team
 from tests.disk import (
     DIRECTIONS,
     beside,
@@ -73,6 +74,18 @@ def test_processes_wait_for_a_slow_one_and_end_at_once_with_a_dead_one(victim, w
         runs[victim].send_signal(signal.SIGCONT)
         assert [run.wait(300) for run in runs] == [0, 0, 0], (tmp_path / "slow").read_text()
     assert tree(tmp_path / "out") == whole["hf-to-mcore"][1] and beside(tmp_path) == ["dead", "out", "slow"]
+
+
+def test_a_process_whose_others_were_never_started_says_for_whom_it_waits(monkeypatch, caplog):
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(team, "NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(team, "JOIN_SECONDS", 1.0)
+    alone = "unset RANK and WORLD_SIZE in the environment for a single process"
+    with pytest.raises(ReshardError, match=f"process 0 of 2 cannot reach the others: .*; {alone}$"):
+        team.Team.from_environment()
+    assert caplog.messages == [f"process 0 of 2 waits for the others to start; {alone}"]
 
 
 def together(arguments, size, log, faults=None):

@@ -10,7 +10,9 @@ or dies, of which all learn at once. A host that is gone is noticed within a min
 import contextlib
 import itertools
 import json
+import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -22,9 +24,11 @@ from reshard.comm.protocol import Failure
 from reshard.core.errors import ReshardError, first_line, is_resumable
 from reshard.core.extras import importing
 
-# Time limits: for the others to start, and for all to stop once one has failed.
-JOIN_SECONDS, STOP_SECONDS = 600.0, 60.0
+# Time limits: for the others to start, and for all to stop once one has failed. Before the first is
+# over, it is said who is waited for: a launcher's variables may be there without its processes.
+JOIN_SECONDS, STOP_SECONDS, NOTICE_SECONDS = 600.0, 60.0, 30.0
 AGAIN = "run again with --resume"
+log = logging.getLogger("reshard")
 
 
 class Team:
@@ -54,7 +58,15 @@ class Team:
                 f"RANK={process} and WORLD_SIZE={size} in the environment are no process and "
                 f"number of processes"
             )
-        return _meet(process, size)
+        alone = "unset RANK and WORLD_SIZE in the environment for a single process"
+        waiting = f"process {process} of {size} waits for the others to start; {alone}"
+        notice = threading.Timer(NOTICE_SECONDS, log.warning, [waiting])
+        notice.daemon = True
+        notice.start()
+        try:
+            return _meet(process, size, f"; {alone}")
+        finally:
+            notice.cancel()
 
     @staticmethod
     def of_process_group() -> "Team":
@@ -220,15 +232,15 @@ def _number(name: str) -> int:
     return int(text)
 
 
-def _meet(process: int, size: int) -> Team:
-    """Meet by torchrun's store, or that of the process group. Raises ReshardError where the others
-    cannot be reached."""
+def _meet(process: int, size: int, hint: str = "") -> Team:
+    """Meet by torchrun's store, or that of the process group. Raises ReshardError, which ends with
+    the `hint`, where the others cannot be reached."""
     try:
         store = _store(process, size)
         return Team(process, size, RefitGroup.of_store(store, process, size, "reshard-team", JOIN_SECONDS))
     except (OSError, RuntimeError, ValueError, ReshardError) as error:
         raise ReshardError(
-            f"process {process} of {size} cannot reach the others: {first_line(error)}"
+            f"process {process} of {size} cannot reach the others: {first_line(error)}{hint}"
         ) from error
 
 
