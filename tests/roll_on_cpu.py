@@ -327,6 +327,8 @@ def wrong_options() -> list[str]:
         ("RESHARD_BACKEND", "ring"),
         ("RESHARD_DELTA", "yes"),
         ("RESHARD_KEEP_MAPPED", "yes"),
+        ("RESHARD_VERIFI", "1"),
+        ("RESHARD_TEST_VERIFIED", "1"),
     ):
         os.environ[name] = value
         results.append(caught(ours.options))

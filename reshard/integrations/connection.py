@@ -4,6 +4,7 @@ common."""
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from reshard.comm.group import RefitGroup
@@ -20,6 +21,13 @@ from reshard.trainers.base import Trainer
 
 TIMEOUT = 600.0
 SWITCHES = {"0": False, "1": True}  # values of environment variables
+PREFIX = "RESHARD_"  # of their names
+OTHER_VARIABLES = (
+    "SECRET",
+    "DEBUG",
+    "IGNORE_CONFIG_FIELDS",
+    "EXECUTOR",
+)  # those that are no options of a sync
 
 
 class SyncOptions(NamedTuple):
@@ -69,8 +77,10 @@ class SyncOptions(NamedTuple):
         ``RESHARD_BACKEND``, ``RESHARD_DELTA``, ``RESHARD_DELTA_ON_HOST`` and ``RESHARD_KEEP_MAPPED``;
         `where` says where a user sets them.
 
-        Raises ReshardError for others than 0 or 1, seconds, backends, and 0, 1 or auto.
+        Raises ReshardError for others than 0 or 1, seconds, backends, and 0, 1 or auto, and for a variable that is
+        spelled nearly as one of these.
         """
+        _check_spelling(where)
 
         def switch(name: str) -> bool:
             value = os.environ.get(name, "0")
@@ -92,6 +102,17 @@ class SyncOptions(NamedTuple):
             keep_mapped=switch("RESHARD_KEEP_MAPPED"),
             delta_on_host=switch("RESHARD_DELTA_ON_HOST"),
         ).check(lambda name: f"RESHARD_{name.upper()} in {where}")
+
+
+def _check_spelling(where: str) -> None:
+    """Raise ReshardError for an environment variable that is nearly one of the options, and so would be passed
+    over."""
+    options = [field.upper() for field in SyncOptions._fields]
+    known = {PREFIX + name for name in (*options, *OTHER_VARIABLES)}
+    for name in sorted(os.environ):
+        if name.startswith(PREFIX) and name not in known:
+            for meant in get_close_matches(name.removeprefix(PREFIX), options, 1, 0.75):
+                raise ReshardError(f"{name} in {where} is no option: {PREFIX}{meant} is")
 
 
 class Connection:
