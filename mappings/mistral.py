@@ -4,6 +4,7 @@ The entries are explained in `reshard.models.family`, the columns of `layer` in 
 """
 
 from reshard.models.family import Family
+from reshard.models.layer_kinds import check_layer_types
 
 
 class Mistral(Family):
@@ -32,7 +33,7 @@ class Mistral(Family):
 
     # None: without a window the same arguments are a Llama's.
     identifies = {}
-    reads = ("sliding_window",)
+    reads = ("sliding_window", "layer_types")
 
     #    HF parameter                       shape      Megatron parameter                             arrangement  split   when
     layer = (
@@ -49,6 +50,12 @@ class Mistral(Family):
 
     # Refused by name: what Megatron-Core has no place for.
     refused = (("hidden_act", ("silu",), "Megatron's --swiglu is SiLU"),)
+
+    def layer_kinds(self, config, where):
+        """Refuse other `layer_types`, which engines add, than those that `sliding_window` makes."""
+        windowed = bool(config.get("sliding_window", 4096))
+        check_layer_types(config, "sliding_attention" if windowed else "full_attention", where)
+        return super().layer_kinds(config, where)
 
     def derived_args(self, config):
         """Add the window of all layers, which counts a token itself; null is none, and absence 4096."""

@@ -80,7 +80,7 @@ DECIDING = {
 OF_FAMILY = {
     "llama": {"use_qk_norm": True, "qkv_bias": True, "bias": True, "sliding_window": 4096, "num_experts": 8,
               "layer_types": ["full_attention", "sliding_attention"]},
-    "mistral": {"use_qk_norm": True, "qkv_bias": True, "mlp_bias": True, "num_experts": 8, "layer_types": ["full_attention", "sliding_attention"]},
+    "mistral": {"use_qk_norm": True, "qkv_bias": True, "mlp_bias": True, "num_experts": 8},
     "qwen2": {"qkv_bias": False, "use_qk_norm": True, "mlp_bias": True, "n_routed_experts": 64},
     "qwen3": {"qkv_bias": True, "use_qk_norm": False, "mlp_bias": True},
     "qwen3_moe": {"qkv_bias": True, "use_qk_norm": False, "shared_expert_intermediate_size": 512, "scoring_func": "sigmoid",

@@ -69,6 +69,11 @@ def test_args_with_a_window_are_a_mistrals_and_refused_as_a_llamas():
         ReshardError, match="window_size is .*11.* makes another model of the weights than llama"
     ):
         model_of_args(args, "args")
+    engines = {"model_type": "", "layer_types": ["sliding_attention"] * 4}  # as vLLM makes it of params.json
+    assert Model.from_hf(with_window.config | engines).kinds == with_window.kinds
+    for types in (["full_attention"] * 4, ["sliding_attention", "full_attention"] * 2):
+        with pytest.raises(ReshardError, match="all layers are sliding_attention, but layer_types is"):
+            Model.from_hf(with_window.config | {"layer_types": types})
     without = megatron_args(Model.from_hf(config_of("mistral") | {"sliding_window": None}))
     assert model_of_args(without, "args", "mistral").config["sliding_window"] is None
     assert model_of_args(without, "args").family.name == "llama"

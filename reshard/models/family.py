@@ -393,11 +393,15 @@ def family_of(config: dict, where: str) -> Family:
         kind = config.get("model_type")
         wrapped = is_wrapped(family, config)
         if wrapped or family.architecture.lower() in lowercase_names or (not names and kind == family.name):
-            if kind not in (
-                None,
-                family.name,
-                *family.model_types,
-                *(family.wrapped_in[1:] if wrapped else ()),
+            if (
+                kind
+                not in (
+                    None,
+                    "",  # of a config that an engine has made of another format
+                    family.name,
+                    *family.model_types,
+                    *(family.wrapped_in[1:] if wrapped else ()),
+                )
             ):
                 raise ReshardError(
                     f"{where}: model_type is {kind!r:.80}, but architectures names {names[0]}, "

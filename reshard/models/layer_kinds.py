@@ -109,6 +109,13 @@ def windows_by_layer_types(config: dict[str, Any], where: str) -> list[int]:
     return [known[kind] for kind in types]
 
 
+def check_layer_types(config: dict[str, Any], kind: str, where: str) -> None:
+    """Raise ReshardError where `layer_types` names another kind of layers than this one, which all are."""
+    types = config.get("layer_types") or [kind]
+    if not isinstance(types, list) or any(each != kind for each in types):
+        raise ReshardError(f"{where}: all layers are {kind}, but layer_types is {types!r:.80}")
+
+
 def window_args(config: dict[str, Any]) -> dict[str, Any]:
     """Return Megatron's arguments for `sliding_window`, which counts a token itself, and the layers
     that have it."""
