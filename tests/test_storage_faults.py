@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 
 from reshard import MegatronLayout, ReshardError, check, hf_to_mcore, mcore_to_hf
+from reshard.formats.torch_dist import TRACKER
+from reshard.storage.run.added_iteration import AddedIteration
+from reshard.storage.run.partial import SAVE
 from tests.disk import (
     DIRECTIONS,
     RENAME_EXCHANGE_UNKNOWN,
@@ -291,6 +294,30 @@ def test_what_nobody_expected_leaves_nothing_and_an_interrupt_what_resume_needs(
     with pytest.raises(type(error)):
         hf_to_mcore(whole["hf-to-mcore"][0], tmp_path / "out", MegatronLayout(tp=2, ep=2), progress=progress)
     assert beside(tmp_path) == ([".out.reshard-partial"] if kept else [])
+
+
+def test_a_run_names_an_iteration_once_both_are_on_the_disk(tmp_path, monkeypatch):
+    """Else a crash of the machine may leave a tracker of no bytes."""
+    events, sync, replace = [], os.fsync, os.replace
+
+    def noted_sync(descriptor):
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).relative_to(tmp_path))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(os, "replace", lambda old, new: (events.append(new), replace(old, new)))
+    work = AddedIteration(tmp_path / "config", (), tmp_path / "run" / "iter_0000003", False, False)
+    work.check_destination()
+    work.open(SAVE, False)
+    work.write_file("weights", b"1", sync=True)
+    work.publish()
+    work.close()
+    assert (tmp_path / "run" / TRACKER).read_text() == "3"
+    before, after = events[: events.index(tmp_path / "run" / TRACKER)], events[-1]
+    assert before[-2:] == [
+        Path("run", ".iter_0000003.reshard-partial", TRACKER),
+        Path("run"),
+    ] and after == Path("run")
 
 
 def test_arguments_of_the_wrong_kind_are_one_sentence(source, tmp_path):

@@ -5,6 +5,7 @@ import os
 
 from reshard.core.errors import ReshardError
 from reshard.formats.torch_dist import TRACKER
+from reshard.storage.io.directories import sync_directory
 from reshard.storage.io.files import write_error
 from reshard.storage.run.partial import PARTIAL_SUFFIX
 from reshard.storage.run.workdir import Workdir
@@ -47,11 +48,16 @@ class AddedIteration(Workdir):
             with contextlib.suppress(OSError):  # somebody has put something there
                 self.destination.parent.rmdir()
 
-    def _after_rename(self) -> None:
+    def _after_rename(self, sync: bool) -> None:
         tracker, new = self.destination.parent / TRACKER, self.path / TRACKER
         number = str(int(self.destination.name.removeprefix("iter_")))
         try:
-            new.write_text(number, encoding="utf-8")
+            with open(new, "w", encoding="utf-8") as file:
+                file.write(number)
+                if sync:
+                    file.flush()
+                    os.fsync(file.fileno())
+            sync_directory(self.destination.parent)  # the iteration first
             os.replace(new, tracker)
         except OSError as error:
             raise ReshardError(

@@ -296,13 +296,13 @@ class Workdir:
                 f"run again with --resume",
                 True,
             ) from error
-        self._after_rename()
+        self._after_rename(sync)
         sync_directory(self.destination.parent)
         with contextlib.suppress(OSError):  # the next run removes the rest
             self._empty()
             shutil.rmtree(self.path)
 
-    def _after_rename(self) -> None:
+    def _after_rename(self, sync: bool) -> None:
         """Put in its place what follows the tree: nothing here."""
 
     def _replace(self) -> None:
