@@ -1,7 +1,8 @@
 """Install SGLang into ``.sglang-cpu``, without its kernels: with that on PYTHONPATH before the ordinary
 environment's packages, its model classes can be built and loaded without a GPU, and dense models served.
 
-    python tests/install_sglang_cpu.py       # the versions of tests/sglang-cpu.txt
+    python tests/install_sglang_cpu.py                   # the versions of tests/sglang-cpu.txt
+    python tests/install_sglang_cpu.py sglang==0.5.23    # others of some, into the folder that SGLANG_CPU names; the tests look there too
 
 What else it needs comes from the ordinary environment, such as torch.
 """
@@ -23,6 +24,12 @@ def installed() -> bool:
     return any(TARGET.glob("sglang-*.dist-info"))
 
 
+def version() -> tuple[int, ...]:
+    """Return its version: (0, 5, 16)."""
+    [metadata] = TARGET.glob("sglang-*.dist-info")
+    return tuple(map(int, metadata.name.removeprefix("sglang-").removesuffix(".dist-info").split(".")))
+
+
 def environment_of_engine() -> dict[str, str]:
     """Return the environment variables of a process that uses SGLang's classes."""
     assert installed(), "SGLang is not installed: run python tests/install_sglang_cpu.py"
@@ -30,12 +37,21 @@ def environment_of_engine() -> dict[str, str]:
     return os.environ | WITHOUT_GPU | {"PYTHONPATH": path}
 
 
+def packages(others: list[str]) -> list[str]:
+    """Return the packages of tests/sglang-cpu.txt, with `others` in the place of those of their names."""
+    lines = Path(__file__).with_name("sglang-cpu.txt").read_text(encoding="utf-8").splitlines()
+    pinned = [line for line in lines if not line.startswith("#")]
+    return list({line.partition("==")[0]: line for line in (*pinned, *others)}.values())
+
+
 def main() -> None:
     if installed():
         return
-    into = ["--python", sys.executable, "--target", TARGET]
-    packages = ["--no-deps", "--requirement", Path(__file__).with_name("sglang-cpu.txt")]
-    subprocess.run([sys.executable, "-m", "uv", "pip", "install", "--quiet", *into, *packages], check=True)
+    if sys.argv[1:] and "SGLANG_CPU" not in os.environ:
+        sys.exit("SGLANG_CPU is not set: name a folder for other versions than those of tests/sglang-cpu.txt")
+    into = ["--python", sys.executable, "--target", TARGET, "--no-deps"]
+    command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", *into, *packages(sys.argv[1:])]
+    subprocess.run(command, check=True)
 
 
 if __name__ == "__main__":

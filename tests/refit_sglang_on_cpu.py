@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from reshard.engines.layout import place
+from reshard.engines.sglang import compat
 from reshard.engines.sglang.guard import check_run
 from reshard.engines.sglang.live import SglangModel
 from reshard.engines.sglang.names import SGLANG
@@ -84,6 +85,18 @@ def alone(folder: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/alone", rank=0, world_size=1)
 
 
+class Arguments:
+    """An engine's ``ServerArgs``, as SGLang has resolved them, which a test may change."""
+
+    _resolved_overrides = ()
+
+    def __init__(self, arguments: object) -> None:
+        self._arguments = compat.resolved(arguments)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._arguments, name)
+
+
 # Of each layer's eight experts, the first two exchanged.
 OTHER_ORDER = json.dumps({"physical_to_logical_map": [[1, 0, *range(2, 8)]] * 4})
 
@@ -95,7 +108,8 @@ def refusals(rank: int, folder: str, directories: dict[str, str], in_blocks: dic
 
     def said(variant: str, change=lambda model, arguments: None, **options) -> str:
         options = {"load_format": "dummy"} | options
-        model, arguments = sglang_on_cpu.build(directories[variant], **options)
+        model, given = sglang_on_cpu.build(directories[variant], **options)
+        arguments = Arguments(given)
         change(model, arguments)
         return caught(lambda: SglangModel(model, arguments))
 
@@ -116,6 +130,9 @@ def refusals(rank: int, folder: str, directories: dict[str, str], in_blocks: dic
 
     def drafting(_, arguments) -> None:
         arguments.speculative_algorithm = "EAGLE"
+
+    def kept(model: torch.nn.Module, _) -> None:
+        model.model.layers[1]._derived_weight_cache_error = "Restart without it."
 
     def cached(_, arguments) -> None:
         arguments.weight_cache_mode = "client"
@@ -147,6 +164,7 @@ def refusals(rank: int, folder: str, directories: dict[str, str], in_blocks: dic
         "shared experts": said("glm4-moe", shared),
         "drafting": said("qwen3", drafting),
         "weight cache": said("qwen3", cached),
+        "copies": said("qwen3", kept),
         "experts by load": said("qwen3-moe", balanced),
         "another copy of experts": said("qwen3-moe", ep_num_redundant_experts=2),
         "another order of experts": said("qwen3-moe", init_expert_location=OTHER_ORDER),

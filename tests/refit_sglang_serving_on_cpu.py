@@ -193,9 +193,12 @@ def drive_server(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) 
         served = f"sglang:{url}"
 
         def told() -> list:
-            return answered(call_route(url, "generate", {"input_ids": PROMPTS, **ASKED}))
+            outputs = call_route(url, "generate", {"input_ids": PROMPTS, **ASKED})
+            results["versions"].append({output["meta_info"]["weight_version"] for output in outputs})
+            return answered(outputs)
 
-        results: dict = {"loaded": [told()], "parity": [parity(served, checkpoints[1][0], PROMPTS).ok]}
+        results: dict = {"versions": []}
+        results |= {"loaded": [told()], "parity": [parity(served, checkpoints[1][0], PROMPTS).ok]}
         chain = f"{sides['folder']}/chain"
         results["deltas"] = [
             (

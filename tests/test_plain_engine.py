@@ -70,6 +70,22 @@ def test_a_loader_has_to_fill_each_element_exactly_once(places, lengths, whole):
     assert matrix.eq(1).all()
 
 
+def test_a_copy_of_another_parameter_is_taken_only_into_one_that_the_engine_makes_anew():
+    weight, with_one = (torch.empty(4, device="meta") for _ in range(2))
+    names = {storage_id(weight): "norm.weight", storage_id(with_one): "norm.with_one"}
+
+    def load(weights) -> None:
+        for _, tensor in weights:
+            weight.copy_(tensor)
+            with_one.copy_(weight).add_(1.0)
+
+    published = {"norm": ((4,), torch.float32)}
+    trace = trace_load("it", load, published, names, {"norm.with_one"})
+    assert [copy.parameter for copy in trace.copies] == ["norm.weight"] and trace.fills == []
+    with pytest.raises(ReshardError, match="something else than a published tensor into norm.with_one"):
+        trace_load("it", load, published, names)
+
+
 def test_what_is_not_vllms_imports_nothing_of_vllm():
     for path in sorted(ENGINES.glob("*.py")):
         if path.name == "__init__.py":  # names the engines that there are

@@ -25,14 +25,20 @@ LAYOUTS = [
     ("mixtral", "", 1, {}, 1, True),
     ("deepseek-v3", f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2, ep=2, dp=2), 2, True),
     ("glm4-moe", f"{PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, pp=2, ep=2), 4, True),
-    ("minimax-m2", f"{EP} 2 {ETP} 1", 2, dict(tp=2, dp=2), 2, True),
+    ("minimax-m2", f"{EP} 2 {ETP} 1", 4, dict(tp=2, dp=2, pp=2), 4, True),
     ("gpt-oss", f"{TP} 2 {ETP} 1", 2, dict(tp=2, attention_backend="triton"), 2, True),
     ("qwen3-next", f"{EP} 2 {ETP} 1", 2, dict(tp=2) | WITHOUT_FLA, 2, True),
-    ("glm4-moe-lite", "", 1, {}, 1, True),
+    ("glm4-moe-lite", f"{PP} 2", 2, dict(pp=2), 2, True),
     ("deepseek-v32", "", 1, {}, 1, True),
     ("glm-moe-dsa-shared", f"{EP} 2 {ETP} 1", 2, dict(tp=2, ep=2), 2, True),
     ("olmoe-mha", "", 1, {}, 1, True),
 ]
+# Before 0.5.17 SGLang serves them only beside their vision tower (`test_wrapped`).
+if install_sglang_cpu.installed() and install_sglang_cpu.version() > (0, 5, 16):
+    LAYOUTS += [
+        ("qwen3.5", f"{TP} 2", 2, dict(tp=2, dp=2) | WITHOUT_FLA, 2, True),
+        ("qwen3.5-moe", f"{EP} 2 {ETP} 1", 2, dict(tp=2, ep=2) | WITHOUT_FLA, 2, True),
+    ]
 
 
 @pytest.mark.parametrize(("variant", "parallel", "trainers", "engine", "engines", "together"), LAYOUTS,
@@ -94,6 +100,7 @@ REFUSALS = {
     "shared experts": "start SGLang with --disable-shared-experts-fusion",
     "drafting": "drafts tokens by another model (--speculative-algorithm)",
     "weight cache": "(--weight-cache-mode), which a refit cannot write",
+    "copies": "model.layers.1 keeps copies of weights that SGLang does not make anew, and a refit does not bring: Restart without it.",
     "experts by load": "start it without --enable-eplb, --init-expert-location and --ep-num-redundant-experts",
     "another copy of experts": "places experts by their load (EPLB)",
     "another order of experts": "places experts by their load (EPLB)",
@@ -148,9 +155,12 @@ def test_what_sglang_derives_is_checked_and_made_anew(converted, tmp_path):
     directories = [converted(name)[0][0] for name in ("deepseek-v3", "glm4-moe")]
     latent, router = on_a_rank("derived", str(tmp_path), directories)
     assert latent["changed"] == [f"model.layers.1.self_attn.{name}" for name in ("w_kc", "w_vc")]
-    assert router["changed"] == ["model.layers.1.mlp.gate._weight_fp32"]
+    # From 0.5.19 on GLM's routers have their weights in fp32, and no copies.
+    copied = ["model.layers.1.mlp.gate._weight_fp32"] if install_sglang_cpu.version() < (0, 5, 19) else []
+    assert router["changed"] == copied
+    assert len(latent["all"]) > 2 and bool(copied) == (len(router["all"]) > 1)
     for found in (latent, router):
-        assert len(found["all"]) > len(found["changed"]) and found["before"] == found["after"] == []
+        assert found["before"] == found["after"] == []
 
 
 def test_stages_that_are_called_one_after_the_other_are_refitted_together(converted, tmp_path):
@@ -203,6 +213,7 @@ def test_a_server_with_pipeline_stages_is_refitted_by_its_own_routes(served):
     assert "chain-not is no chain of deltas" in engine["no chain"]
     answers, version = engine["by http"]
     assert answers == engine["loaded"][1] != engine["loaded"][0] and version == "5"
+    assert engine["versions"] == [{"default"}, {"1"}, {"2"}, {"5"}, {"5"}], "what each answer says"
     assert "this engine is not connected: call reshard_connect first" in engine["no group"]
     assert "no call of this SGLang waits to be joined" in engine["nothing to join"]
     assert "400" in engine["options"] and "bucket_bytes" in engine["options"]

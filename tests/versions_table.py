@@ -45,6 +45,7 @@ SUMMARY = """\
 | Python | 3.10 to 3.13 | 3.12 |
 | Megatron-Core | 0.12 to main | 0.19 |
 | vLLM | 0.24 to 0.33 | 0.26 |
+| SGLang | 0.5.16 to 0.5.23 | 0.5.16 |
 | transformers | 4.57 on | 5.23 |
 
 There are no upper bounds: a newer version works, or is refused by name. The tables below are written by

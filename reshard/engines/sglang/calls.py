@@ -12,6 +12,7 @@ from reshard.comm.http import call_route
 from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds
+from reshard.engines.sglang import compat
 from reshard.engines.sglang.group import GROUP, JOIN, VERIFIED
 from reshard.engines.sglang.pipeline import UNDER_WAY
 
@@ -27,7 +28,7 @@ def call(engine: Any, method: str, **options: Any) -> None:
     Raises ReshardError with what the method raised, where SGLang has not loaded the plugin, which
     it only logs, and with data parallel attention, for which SGLang loses such calls.
     """
-    if engine.server_args.enable_dp_attention:
+    if compat.has_dp_attention(engine.server_args):
         raise ReshardError(
             "SGLang hands a call of collective_rpc to any one of the ranks of its data parallel attention, where it "
             "may be lost: start a server, and use connect_server and refit_server"

@@ -1,4 +1,4 @@
-"""Uses of SGLang that are no part of its interface, for SGLang 0.5.16.
+"""Uses of SGLang that are no part of its interface, for SGLang 0.5.16 to 0.5.23.
 
 Importing this changes nothing in SGLang.
 """
@@ -31,6 +31,8 @@ REQUEST = f"{_SCHEDULER}.Scheduler._add_request_to_queue"
 RELEASE = f"{_UPDATER}.release_memory_occupation"
 LOAD = f"{_UPDATER}.update_weights_from_disk"
 UPDATES = tuple(f"{_UPDATER}.update_weights_from_{name}" for name in ("tensor", "ipc"))
+# From 0.5.21 on an update is a session, in which others may also write with no call of SGLang's.
+BEGIN = f"{_UPDATER}.begin_weight_update"
 # Their way to weights that come over a group of processes, and the names of their answers.
 CONNECT = f"{_UPDATER}.init_weights_update_group"
 UPDATE = f"{_UPDATER}.update_weights_from_distributed"
@@ -39,7 +41,7 @@ GET_LOADER = "sglang.srt.model_loader.loader.get_model_loader"
 CONNECTED = "InitWeightsUpdateGroupReqOutput"
 UPDATED = "UpdateWeightsFromDistributedReqOutput"
 DESTROYED = "DestroyWeightsUpdateGroupReqOutput"
-_TESTED = TestedEngine("SGLang", "sglang", "0.5.16: use that one")
+_TESTED = TestedEngine("SGLang", "sglang", "0.5.16 to 0.5.23: use one of those")
 unknown, known = _TESTED.unknown, _TESTED.known
 
 
@@ -50,6 +52,16 @@ class Parallel(NamedTuple):
     pp: Shard
     ep: Shard
     moe_tp: Shard
+
+
+def resolved(arguments: Any) -> Any:
+    """Return a ``ServerArgs`` with what SGLang has decided in the place of what it was given: from 0.5.19 on
+    it keeps the two apart."""
+    try:
+        from sglang.srt.arg_groups.model_override_base import resolving_view
+    except ImportError:
+        return arguments
+    return resolving_view(arguments)
 
 
 def parallel() -> Parallel:
@@ -124,7 +136,8 @@ def block_kernel(module: torch.nn.Module) -> str | None:
             return None
         if is_moe(module):
             return None if method.is_fp4_expert else expert_runner(module)
-        kernel = str(method.w8a8_block_fp8_linear.__name__)
+        linear = method.w8a8_block_fp8_linear
+        kernel = str(getattr(linear, "func", linear).__name__)  # which 0.5.19 binds options to
         return kernel if kernel in BLOCK_KERNELS and not method.use_marlin else None
 
 
@@ -161,13 +174,23 @@ def shard_of(module: torch.nn.Module) -> Shard | None:
     """Return by how many ranks a linear layer or an embedding is split, None for other modules."""
     ranks = getattr(module, "tp_size", None)
     if ranks is None:
-        return None
+        return _shard_of_group(module)
     indices = getattr(module, "shard_indices", None)
     if indices is None:
         return Shard(ranks, getattr(module, "tp_rank", 0))
     # An embedding does not say its rank, only where its rows begin.
     rows = indices.num_elements_padded
     return Shard(ranks, int(indices.padded_org_vocab_start_index // rows))
+
+
+def _shard_of_group(module: torch.nn.Module) -> Shard | None:
+    """Return by how many ranks a linear layer is split, which from 0.5.22 on has a group in the place of
+    sizes, and none if it is not split."""
+    if not hasattr(module, "tp_group"):
+        return None
+    with known("does not say how a layer is split as it did"):
+        group: Any = module.tp_group
+        return Shard(1, 0) if group is None else Shard(group.world_size, group.rank_in_group)
 
 
 @contextmanager
@@ -207,10 +230,16 @@ def interleaves_gate_and_up() -> bool:
     return os.environ.get("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "").lower() in ("1", "true", "yes", "y")
 
 
+def frozen_copies(module: torch.nn.Module) -> str | None:
+    """Return why SGLang takes no other weights for a module, of which it keeps copies that it does not make
+    anew, as a sentence of its own; None if it does."""
+    return getattr(module, "_derived_weight_cache_error", None)
+
+
 def served_model(scheduler: Any) -> tuple[torch.nn.Module, Any]:
-    """Return the model that a scheduler runs, and its ``ServerArgs``."""
+    """Return the model that a scheduler runs, and its ``ServerArgs``, resolved."""
     with known("keeps its model elsewhere"):
-        return scheduler.tp_worker.model_runner.model, scheduler.server_args
+        return scheduler.tp_worker.model_runner.model, resolved(scheduler.server_args)
 
 
 def rank_in_engine(scheduler: Any) -> int:
@@ -219,26 +248,31 @@ def rank_in_engine(scheduler: Any) -> int:
     Raises ReshardError where SGLang does not call all of an engine's schedulers: replicas of a model are
     called each on its own.
     """
-    arguments = scheduler.server_args
-    if arguments.dp_size > 1 and not arguments.enable_dp_attention:
+    arguments = resolved(scheduler.server_args)
+    if arguments.dp_size > 1 and not has_dp_attention(arguments):
         raise ReshardError(
             "SGLang's replicas of one server (--dp-size without --enable-dp-attention) cannot be called "
             "together: start a server for each, and connect them as engines of their own"
         )
-    with known("does not say its rank as it did"):
-        places = scheduler.ps
-        return int(places.pp_rank * places.tp_size + places.tp_rank)
+    places = parallel()
+    return places.pp.rank * places.tp.ranks + places.tp.rank
 
 
-def ranks_of_engine(scheduler: Any) -> int:
-    """Return how many schedulers an engine has."""
-    with known("does not say its rank as it did"):
-        return int(scheduler.server_args.pp_size * scheduler.ps.tp_size)
+def has_dp_attention(arguments: Any) -> bool:
+    """Tell whether attention is data parallel, given the ``ServerArgs``: ``--attn-dp-size`` from 0.5.22 on."""
+    arguments = resolved(arguments)
+    return bool(arguments.enable_dp_attention) or getattr(arguments, "attn_dp_size", None) not in (None, 1)
+
+
+def ranks_of_engine() -> int:
+    """Return how many schedulers this process's engine has."""
+    places = parallel()
+    return places.pp.ranks * places.tp.ranks
 
 
 def has_stages(scheduler: Any) -> bool:
     """Tell whether an engine has stages of a pipeline, which SGLang calls one after the other."""
-    return bool(scheduler.server_args.pp_size > 1)
+    return bool(resolved(scheduler.server_args).pp_size > 1)
 
 
 def is_asleep(scheduler: Any) -> bool:
@@ -296,7 +330,7 @@ def model_of(updater: Any) -> torch.nn.Module:
 
 def keeps_released_weights(updater: Any) -> bool:
     """Tell whether weights whose memory was released come back with it."""
-    return bool(getattr(updater.scheduler.server_args, "enable_weights_cpu_backup", False))
+    return bool(getattr(resolved(updater.scheduler.server_args), "enable_weights_cpu_backup", False))
 
 
 def refuse_request(scheduler: Any, request: Any, why: str) -> None:
@@ -308,7 +342,17 @@ def refuse_request(scheduler: Any, request: Any, why: str) -> None:
 
         reason = {"type": "abort", "status_code": HTTPStatus.SERVICE_UNAVAILABLE, "message": why}
         abort = AbortReq(finished_reason=reason, rid=request.rid)
-        scheduler.ipc_channels.send_to_tokenizer.send_output(abort, request)
+        if hasattr(scheduler, "send_abort_output"):
+            scheduler.send_abort_output(abort, request)
+        else:
+            scheduler.ipc_channels.send_to_tokenizer.send_output(abort, request)
+
+
+def record_version(scheduler: Any, version: str | None) -> None:
+    """Let a scheduler tell this version of the requests that it serves from now on, where it does that."""
+    record = getattr(scheduler, "record_weight_version_change", None)
+    if record is not None:
+        record(new_version=version)
 
 
 def answer(kind: str, success: bool, message: str) -> Any:
@@ -342,6 +386,14 @@ def add_to_scheduler(methods: Mapping[str, Any]) -> None:
 
         for name, method in methods.items():
             setattr(Scheduler, name, method)
+
+
+def has_sessions() -> bool:
+    """Tell whether SGLang's updates of weights are sessions."""
+    with known("keeps its updates elsewhere"):
+        from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+        return hasattr(SchedulerWeightUpdaterManager, "begin_weight_update")
 
 
 def hook_around(target: str, hook: Callable[..., Any]) -> None:

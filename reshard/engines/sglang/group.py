@@ -58,15 +58,14 @@ def refit_group(update: Callable[..., Any], updater: Any, request: Any) -> Any:
             raise ReshardError(f"weight_version is {version!r:.80}, not a whole number")
         if request.load_format == JOIN:
             updater.scheduler.reshard_join()
-            return
-        if (request.load_format or "").startswith("{"):
+        elif (request.load_format or "").startswith("{"):
             options = _options(request.load_format)
             updater.scheduler.reshard_apply_deltas(version=int(version or 0), **options)
-            _check_done(updater.scheduler)
-            return
-        verify = request.load_format == VERIFIED
-        updater.scheduler.reshard_refit(None if version is None else int(version), verify)
+        else:
+            verify = request.load_format == VERIFIED
+            updater.scheduler.reshard_refit(None if version is None else int(version), verify)
         _check_done(updater.scheduler)
+        compat.record_version(updater.scheduler, version)
 
     return _answer(compat.UPDATED, refitted, "refitted")
 

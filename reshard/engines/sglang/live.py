@@ -49,6 +49,7 @@ class SglangModel(LiveEngine):
     engine = SGLANG.engine
 
     def __init__(self, model: torch.nn.Module, arguments: Any, scheduler: Any = None) -> None:
+        arguments = compat.resolved(arguments)
         self.module, self.arguments, self.scheduler = model, arguments, scheduler
         # Before anything can fail: an engine that cannot be connected must not serve dummy weights
         # either.

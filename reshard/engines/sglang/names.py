@@ -69,7 +69,7 @@ FAMILIES = {
     "deepseek_v3": EngineFamily(LATENT_ATTENTION),
     "glm4_moe": EngineFamily(on_every_stage=("output",)),
     "mixtral": EngineFamily(BLOCK_SPARSE_MOE, on_every_stage=("output",)),
-    "minimax_m2": EngineFamily(BLOCK_SPARSE_MOE),
+    "minimax_m2": EngineFamily(BLOCK_SPARSE_MOE, on_every_stage=("embedding",)),
     "olmoe": EngineFamily(),
     "gpt_oss": EngineFamily(
         GPT_OSS, on_every_stage=("output",), added_once=("mlp.experts.{expert}.down_proj.bias",)
@@ -77,7 +77,7 @@ FAMILIES = {
     "qwen3_next": EngineFamily(ATTENTION_IN_LAYER),
     "qwen3_5_text": EngineFamily(ATTENTION_IN_LAYER),
     "qwen3_5_moe_text": EngineFamily(ATTENTION_IN_LAYER),
-    "glm4_moe_lite": EngineFamily(LATENT_ATTENTION),
+    "glm4_moe_lite": EngineFamily(LATENT_ATTENTION, on_every_stage=("output",)),
     "deepseek_v32": EngineFamily(LATENT_ATTENTION),
     "glm_moe_dsa": EngineFamily((*LATENT_ATTENTION, *INDEXER)),
 }

@@ -28,7 +28,7 @@ def register() -> None:
     compat.hook_around(compat.UPDATE, group.refit_group)
     compat.hook_around(compat.CLOSE, group.close_group)
     compat.hook_around(compat.GET_LOADER, choose_loader)
-    for update in compat.UPDATES:
+    for update in (*compat.UPDATES, *([compat.BEGIN] if compat.has_sessions() else [])):
         compat.hook_around(update, guard.follow_update)
 
 

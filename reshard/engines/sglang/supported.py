@@ -40,6 +40,12 @@ def check_supported(module: torch.nn.Module, arguments: Any) -> None:
             "which a refit does not support: unset that variable"
         )
     for name, child in module.named_modules():
+        reason = compat.frozen_copies(child)
+        if reason is not None:
+            raise ReshardError(
+                f"{name or 'the model'} keeps copies of weights that SGLang does not make anew, and a refit does "
+                f"not bring: {reason}"
+            )
         if getattr(child, "quant_method", None) is not None:
             _check_method(name, child, arguments)
         experts = compat.experts_of(child)

@@ -79,7 +79,7 @@ class SchedulerMethods(DeltaMethods, LinkMethods):
         schedulers get, which meet at `address`, a ``host:port`` where the first of them runs."""
         check_switch(verify, "verify")
         check_seconds(timeout, "timeout")
-        rank, size = compat.rank_in_engine(self), compat.ranks_of_engine(self)
+        rank, size = compat.rank_in_engine(self), compat.ranks_of_engine()
         self._reshard_guard()
 
         def applied() -> None:

@@ -66,8 +66,8 @@ def trace_load(
     """Return what `load` would copy and fill, given canonical tensors (shape, dtype) without bytes.
 
     `parameters` are the names of the stand-ins that the loader writes into, by `storage_id`. Into
-    those named in `computed`, which the engine makes anew after a refit, it may compute something, which
-    is not recorded. `engine` names the engine in errors. Raises ReshardError, naming the parameter, if
+    those named in `computed`, which the engine makes anew after a refit, it may compute something, or copy
+    another parameter, which is not recorded. `engine` names the engine in errors. Raises ReshardError, naming the parameter, if
     the loader computes something instead of copying, and if it fails.
     """
     tensors = {
@@ -233,6 +233,8 @@ class _Recorder(TorchDispatchMode):
         parameter = self._parameter(dst)
         if self.of_itself.get(storage_id(src), ("", src))[0] == parameter:
             return
+        if parameter in self.computed and storage_id(src) in self.parameters:
+            return  # made of another parameter
         name, shape = self._published(src, parameter)
         if src.shape != dst.shape:
             raise turned(self.engine, name, parameter)
