@@ -21,7 +21,8 @@ from tests.warm import python_of_ranks
 # How long the others may go on where a rank has failed: they wait for it, some for very long, and
 # it has said why.
 GRACE_SECONDS = 10
-_ports = itertools.count(os.getpid() % 4000)
+# Far from those of a process that was started right before or after this one.
+_ports = itertools.count(os.getpid() * 97 % 4000)
 CODE = "import sys; from tests.ranks import rank_in; rank_in(*sys.argv[1:])"
 
 

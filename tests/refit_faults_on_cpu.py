@@ -221,7 +221,7 @@ def death(
 
             def map_late(handle: str, whose: str):
                 steps.wait_for_the_end_of(victim)
-                while os.path.exists(handle) and "memfd:reshard" in os.path.realpath(handle):
+                while "memfd:reshard" in opened(handle):
                     time.sleep(0.01)
                 return plain_map(handle, whose)
 
@@ -239,10 +239,18 @@ def death(
     took = time.monotonic() - began
     if torch.cuda.is_initialized():
         assert torch.ones(1, device="cuda").item() == 1, "this process can go on with its GPU"
-    slabs = [file for file in Path("/proc/self/fd").iterdir() if "memfd:reshard" in os.path.realpath(file)]
+    slabs = [file for file in Path("/proc/self/fd").iterdir() if "memfd:reshard" in opened(file)]
     agents = [one for link in links for one in link.transports if getattr(one, "agent", None) is not None]
     state = (destination.ready, destination.version) if destination else None
     return said, took, state, len(slabs) + len(agents)
+
+
+def opened(file: str | Path) -> str:
+    """What a process has open, by its file in ``/proc``; nothing where a thread closes it just then."""
+    try:
+        return os.readlink(file)
+    except OSError:
+        return ""
 
 
 def dies_at(owner, name: str, last, key: str = "", after: bool = False) -> None:
