@@ -95,7 +95,8 @@ class AdapterLink:
 
     def _weights_are_wanted(self) -> bool:
         """Return True, on all members, where an engine's rank does not have the trainer's weights."""
-        with self.group.transaction("the look at the weights below the adapter"):
+        what = "the look at the weights below the adapter"
+        with self.group.one_call("refit"), self.group.transaction(what):
             self.group.post("weights", json.dumps(self._lacks_weights()).encode())
             answers = self.group.read_all("weights", self.weights.agreed.engines)
             self.group.commit()
