@@ -91,6 +91,7 @@ def refit_and_serve(cases: list) -> dict:
         trainer = Megatron(Path(pairs[0][1]), "fp32", MegatronLayout(**layout))
         with plain_weights():
             llm = engine(pairs[0][0], load_format="dummy", **options)
+        named = [path.name for path in Path("/dev/shm").glob(f"reshard-{os.getpid()}-*")]
         before = answers(llm)  # nobody has looked at it yet; from then on it refuses
         destination = VllmModel.from_llm(llm)
         link = connect(RefitGroup.of_process_group(), MegatronModel(trainer.models), destination)
@@ -118,6 +119,7 @@ def refit_and_serve(cases: list) -> dict:
         mended = answers(llm)
         trainer.close()
         results[name] = {
+            "named": named,
             "before": before,
             "unfit": unfit,
             "served": served,

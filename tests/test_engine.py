@@ -80,6 +80,7 @@ def test_a_live_vllm_serves_what_it_was_refitted_with(name, served):
     assert results["served"][0] != results["served"][1] and results["before"] not in results["served"]
     assert results["unfit"].startswith("this vLLM holds dummy weights (load_format='dummy')")
     assert not results["moved"] and results["version"] == 2
+    assert not results["named"], "nothing is left in /dev/shm where the engine is killed"
     assert (
         results["refused"].startswith("this vLLM holds a half-written model")
         and results["mended"] == results["served"][1]

@@ -8,7 +8,7 @@ put back.
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import wraps
 from importlib.util import find_spec
 from typing import Any
@@ -126,10 +126,10 @@ def plain_weights() -> Iterator[None]:
 @contextmanager
 def own_shared_memory() -> Iterator[None]:
     """While it is open, the ranks of an engine started by torchrun share memory under a name of
-    their own; nothing on a GPU.
+    their own, and under none once all have mapped it; nothing on a GPU.
 
     vLLM gives that of every such engine of a host the same name, and fails where one is running or
-    was killed.
+    was killed. It takes the name away when it ends, and so leaves the memory where it is killed.
     """
     if not on_cpu():
         yield
@@ -138,12 +138,18 @@ def own_shared_memory() -> Iterator[None]:
 
     shared = getattr(cpu_communicator, "_CPUSHMDistributed", None)
     what = "names its shared memory in another way"
-    if shared is None or not hasattr(shared, "make_group_name"):
+    if shared is None or not (hasattr(shared, "make_group_name") and hasattr(shared, "_init_cpu_shm")):
         raise unknown(what)
     if hasattr(shared.make_group_name, "of_vllm"):  # opened twice
         yield
         return
-    plain = shared.make_group_name
+    plain, plain_init = shared.make_group_name, shared._init_cpu_shm
+
+    def mapped(self: Any) -> int:
+        handle: int = plain_init(self)  # whose last step is a barrier, when each rank has mapped that of all
+        with suppress(FileNotFoundError):
+            os.unlink(f"/dev/shm/{self.group_name}_{self.communicator.rank}")
+        return handle
 
     def named(communicator: Any) -> str:
         if not hasattr(communicator, "reshard_name"):
@@ -153,7 +159,10 @@ def own_shared_memory() -> Iterator[None]:
         return f"{communicator.reshard_name}-{plain(communicator).lstrip('/')}"
 
     named.of_vllm = plain  # type: ignore[attr-defined]
-    with _replaced(shared, "make_group_name", staticmethod(named), what):
+    with (
+        _replaced(shared, "make_group_name", staticmethod(named), what),
+        _replaced(shared, "_init_cpu_shm", mapped, what),
+    ):
         yield
 
 
