@@ -9,6 +9,7 @@ bytes travel over Gloo, vLLM's build for the CPU serves, and does not sleep.
 """
 
 import argparse
+import atexit
 import json
 import multiprocessing
 import os
@@ -22,7 +23,6 @@ import torch.distributed as dist
 
 from reshard import MegatronLayout, read_model
 
-ADDRESS = "127.0.0.1:29617"
 SMALL = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 1000, "hidden_size": 128,
          "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
          "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1,
@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--engine-gpus", help="default: the trainer's")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--address", default="127.0.0.1:29617", help="where members meet; any free port")
     options = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("torchrun starts it: torchrun --nproc-per-node 2 examples/refit_separate.py")
@@ -141,6 +142,7 @@ def main() -> None:
             target=engine, args=(theirs, gpus, str(folder), settings)
         )
         process.start()
+        atexit.register(process.kill)  # else an error here would wait for an engine that goes on
         theirs.close()  # with a copy here the pipe would stay open when the engine's process ends
         print("engine", answer(), flush=True)
     dist.barrier()
@@ -155,8 +157,8 @@ def main() -> None:
 
     # --8<-- [start:connect]
     # The part that goes into a trainer: connect once ...
-    tell("collective_rpc", "reshard_connect", args=(ADDRESS, trainers, trainers + tp))
-    members = RefitGroup.join(ADDRESS, rank, trainers + tp)
+    tell("collective_rpc", "reshard_connect", args=(options.address, trainers, trainers + tp))
+    members = RefitGroup.join(options.address, rank, trainers + tp)
     with members.watching(gone):
         link = connect(members, MegatronModel(models))
     answer()
