@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import fcntl
 import json
 import os
 import random
@@ -334,7 +335,8 @@ def test_a_chain_is_not_overwritten_by_a_version_of_it(trained, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "owner, call", [(os, "pwritev"), (os, "fsync"), (Path, "write_text"), (OpenFiles, "close")]
+    "owner, call",
+    [(os, "pwritev"), (os, "fsync"), (fcntl, "flock"), (Path, "write_text"), (OpenFiles, "close")],
 )
 def test_a_full_disk_is_named_and_a_second_try_adds_the_version(owner, call, trained, tmp_path, monkeypatch):
     def full(*of, **options):

@@ -121,6 +121,8 @@ class LocalStore(Store):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(lock)
+            if not isinstance(error, BlockingIOError):  # a file system without locks
+                raise write_error(self.path, error) from error
             raise ReshardError(f"another process writes a delta to {self.path}: wait for it") from error
         return made, lock
 
