@@ -98,6 +98,39 @@ def test_a_cycle_would_be_seen():
     assert modules_in_cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
 
 
+def proxies_in_dataclasses(tree: ast.Module) -> list[str]:
+    """Return the fields of dataclasses whose default is a mapping proxy, which Python 3.11 takes for mutable."""
+
+    def is_proxy(value: ast.expr | None) -> bool:
+        return isinstance(value, ast.Call) and ast.unparse(value.func).endswith("MappingProxyType")
+
+    assigned = [
+        node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign) and is_proxy(node.value)
+    ]
+    names = {
+        ast.unparse(target) for node in assigned for target in getattr(node, "targets", None) or [node.target]
+    }
+    return [
+        f"{node.name}.{ast.unparse(field.target)}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and any("dataclass" in ast.unparse(one) for one in node.decorator_list)
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and field.value
+        if is_proxy(field.value) or ast.unparse(field.value) in names
+    ]
+
+
+def test_no_dataclass_has_a_default_that_python_3_11_refuses():
+    found = [
+        one for path in modules().values() for one in proxies_in_dataclasses(ast.parse(path.read_text()))
+    ]
+    control = (
+        "_NONE: Mapping = MappingProxyType({})\n@dataclass(frozen=True)\nclass A:\n    a: Mapping = _NONE"
+    )
+    assert proxies_in_dataclasses(ast.parse(control)) == ["A.a"] and found == []
+
+
 def test_the_page_on_engines_counts_their_lines_as_they_are():
     """Within a tenth, or twenty lines of a small file."""
     text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")

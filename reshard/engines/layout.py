@@ -9,9 +9,8 @@ is padded to a multiple of 64 and then split. Experts are one ``[experts, rows, 
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
-from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from reshard.core.boxes import Box, whole
@@ -35,9 +34,6 @@ class Shard(NamedTuple):
     rank: int
 
 
-_ALL_BY_TP: Mapping[str, Shard] = MappingProxyType({})
-
-
 @dataclass(frozen=True)
 class EngineRank:
     """One rank of an engine.
@@ -54,7 +50,7 @@ class EngineRank:
     experts: tuple[int, ...]
     layers: tuple[int, ...]
     outer: frozenset[str]
-    shards: Mapping[str, Shard] = _ALL_BY_TP
+    shards: Mapping[str, Shard] = field(default_factory=dict)
 
     def shard_of(self, model: Model, row: Row, axis: str) -> Shard:
         """Return how a row is split that the mapping table splits along a mesh axis."""
