@@ -296,6 +296,41 @@ def test_a_rank_that_does_not_learn_how_a_refit_ended_serves_nothing_beside_othe
     assert "which serves the hub" in second[0] and second[1] == (False, 1)
 
 
+class InRounds(OneTensor):
+    """An engine's rank that processes what arrives together with another, as ranks that find scales do."""
+
+    def __init__(self, together: Barrier):
+        super().__init__()
+        self.staged_rounds, self.together = {"weight": 0}, together
+
+    def process_round(self, number):
+        self.together.wait(10)
+
+
+def test_a_rank_whose_copies_fail_still_meets_the_other_rank_in_what_they_do_together(monkeypatch):
+    """Else its next collective would be taken for the one that it has left out."""
+    address, together, plain = f"127.0.0.1:{free_port()}", Barrier(2), SlotTransport.unpack
+
+    def unpack(self, rounds):
+        plain(self, rounds)
+        if rounds and (self.group.rank, self.group.what) == (2, "refit 2"):
+            raise RuntimeError("the trainer is gone")
+
+    def member(rank: int):
+        members = RefitGroup.join(address, rank, 3, timeout=60)
+        source, engine = (None, InRounds(together)) if rank else (OneShard(0, 2 * ROWS), None)
+        link = connect(members, source, engine, backend="staged")
+        said = [caught(link.refit) for _ in range(3)]
+        return said, (source or engine).weight
+
+    monkeypatch.setattr(SlotTransport, "unpack", unpack)
+    with ThreadPoolExecutor(3) as pool:
+        (said, sent), *engines = pool.map(member, range(3))
+    for told, served in ((said, sent), *engines):
+        assert (told[0], told[2]) == ("no error", "no error") and "the trainer is gone" in told[1], told
+        assert torch.equal(served, sent)
+
+
 def test_tables_follow_slabs_that_lie_elsewhere_in_each_refit(monkeypatch):
     address, made, blockers, plain = f"127.0.0.1:{free_port()}", [], [], slots.PackedPair
 

@@ -29,6 +29,7 @@ from reshard.refit.transports.base import Context, Transport
 from reshard.refit.verification import ReceivedDigests, SentDigests
 
 log = logging.getLogger("reshard")
+SETTLE_SECONDS = 1.0  # for what a GPU was given before copies failed
 
 
 class Link:
@@ -280,12 +281,20 @@ class Link:
     def _run_rounds(self, numbers: Sequence[int], work: Callable[[int], None] | None) -> None:
         """Run the copies of these rounds, and after each of this engine's `work`.
 
-        Where that fails all the same the rest is run, since others wait for copies, and the
-        engine's other ranks for this one. The first failure is raised at the end.
+        Where work fails, all the same the rest is run, since others wait for copies; and where copies fail, the
+        rest of the work is done, on whatever is there: the engine's other ranks may wait for this one in it,
+        with a collective that the next one would be taken for. The first failure is raised at the end.
         """
-        failure: ReshardError | None = None
+        failure: ReshardError | RuntimeError | None = None
+        cut_off = False  # copies have failed
         for number in numbers:
-            self._run(number)
+            try:
+                if not cut_off:
+                    self._run(number)
+            except (ReshardError, RuntimeError) as error:
+                failure, cut_off = failure or error, True
+                if not wait_for_device(self.device, SETTLE_SECONDS):
+                    raise  # a kernel waits for a partner that is gone, and work would wait for the kernel
             if work is not None and self.receiver is not None and number in self.receiver.rounds:
                 try:
                     work(number)
