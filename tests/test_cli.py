@@ -188,7 +188,7 @@ def megatron(checkpoint, tmp_path_factory):
     (["plan", "--model", "{src}", "--trainer", "tp=2", "--engine", "tp=2", "--link-rate", "nan"], 2, "nan is not a rate"),
     (["plan", "--model", "{src}", "--trainer", "", "--engine", "tp=2"], 2, "--trainer is empty"),
     (["demo", "--keep", "{out}/a/b"], 1, "{out}/a is not a directory; create it first"),
-    (["hf-to-mcore", "{src}", "s3://bucket/run"], 1, "s3:/bucket/run is an address; give a local directory"),
+    (["hf-to-mcore", "{src}", "s3://bucket/run"], 1, "s3://bucket/run is an address; give a local directory"),
     (["inspect", "{out}"], 1, "neither a directory nor a hub id"),
     (["check", "{src}"], 1, "has no reshard.json"),
 ])  # fmt: skip

@@ -229,7 +229,20 @@ def test_a_spoiled_config_is_refused(text, message, source, tmp_path):
     (source / "config.json").write_text(text)
     refused(lambda: hf_to_mcore(source, tmp_path / "out"), message)
     (source / "config.json").unlink()
-    refused(lambda: hf_to_mcore(source, tmp_path / "out"), "cannot read .*config.json: No such file")
+    refused(
+        lambda: hf_to_mcore(source, tmp_path / "out"),
+        "has no config.json, and so is no .*: give a directory that has one, or a hub id",
+    )
+    for name in ("checkpoint-1", "checkpoint-2"):
+        (source / name).mkdir()
+        (source / name / "config.json").write_text(text)
+    refused(
+        lambda: hf_to_mcore(source, tmp_path / "out"),
+        "has no config.json.*: give .*/checkpoint-2, which has one",
+    )
+    refused(
+        lambda: hf_to_mcore("https://huggingface.co/Qwen/Qwen3-8B", tmp_path / "out"), ": give Qwen/Qwen3-8B$"
+    )
     refused(lambda: inspect(tmp_path), "neither a Hugging Face directory")
 
 

@@ -74,8 +74,9 @@ class Workdir:
                 raise ReshardError(f"{destination} is a symbolic link{where}; give the directory itself")
             if not parent.is_dir():
                 if str(*self.given.parts[:1]).endswith(":"):  # of s3://bucket/run, as a path
+                    address = str(self.given).replace(":/", "://", 1)
                     raise ReshardError(
-                        f"{self.given} is an address; give a local directory, and copy it from there"
+                        f"{address} is an address; give a local directory, and copy it from there"
                     )
                 raise ReshardError(f"{parent} is not a directory; create it first")
             if not os.access(parent, os.W_OK | os.X_OK):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.core.errors import listed
+from reshard.core.errors import ReshardError, listed
 from reshard.formats.small_files import MAX_COPIED_BYTES, read_json
 from reshard.formats.torch_dist import TRACKER
 from reshard.megatron.parameters import ModelParameters
@@ -176,7 +176,15 @@ def has_tokenizer(names: Iterable[str]) -> bool:
 
 def read_config(path: Path) -> dict[str, Any]:
     """Read a Hugging Face ``config.json``. Raises ReshardError where it is missing or not a JSON
-    object."""
+    object, naming a directory below it that has one."""
+    folder = path.parent
+    if folder.is_dir() and not os.path.lexists(path):
+        below = [each.parent for way in ("*", "snapshots/*") for each in folder.glob(f"{way}/{path.name}")]
+        newest = max(
+            below, key=lambda each: (len(each.name), each.name), default=None
+        )  # checkpoint-100 after -99
+        hint = f"give {newest}, which has one" if newest else "give a directory that has one, or a hub id"
+        raise ReshardError(f"{folder} has no {path.name}, and so is no Hugging Face directory: {hint}")
     return read_json(path)
 
 

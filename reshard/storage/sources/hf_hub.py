@@ -59,5 +59,7 @@ def check_hub_id(source: str) -> tuple[str, str | None]:
     """Return the name and the revision of a hub id. Raises ReshardError for what cannot be one."""
     match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", source, re.ASCII)
     if match is None or source.startswith((".", "/")):
-        raise ReshardError(f"{source[:300]!s} is neither a directory nor a hub id such as Qwen/Qwen3-0.6B")
+        page = re.match(r"(?:https?://(?:huggingface\.co|hf\.co)/|hf://)([\w.-]+/[\w.-]+)", source, re.ASCII)
+        example = f": give {page[1]}" if page else " such as Qwen/Qwen3-0.6B"
+        raise ReshardError(f"{source[:300]!s} is neither a directory nor a hub id{example}")
     return match[1], match[2]
