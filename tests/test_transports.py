@@ -314,7 +314,7 @@ def test_a_rank_whose_copies_fail_still_meets_the_other_rank_in_what_they_do_tog
     def unpack(self, rounds):
         plain(self, rounds)
         if rounds and (self.group.rank, self.group.what) == (2, "refit 2"):
-            raise RuntimeError("the trainer is gone")
+            raise ReshardError("the trainer is gone")
 
     def member(rank: int):
         members = RefitGroup.join(address, rank, 3, timeout=60)
