@@ -17,6 +17,12 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def synchronize() -> None:
+    """Wait for all work of this process's GPU, if there is one."""
+    if device() == "cuda":
+        torch.cuda.synchronize()
+
+
 def start_processes() -> None:
     """Join torchrun's process group, on this process's GPU if there is one."""
     # vLLM and Megatron read these when they are imported.

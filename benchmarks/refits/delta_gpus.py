@@ -41,19 +41,13 @@ from typing import Any, cast
 import torch
 
 from benchmarks.models import config_of, megatron_models
-from benchmarks.processes import device, start_processes
+from benchmarks.processes import device, start_processes, synchronize
 from benchmarks.refits.offload import Fingerprints, engine, start_engine
 from benchmarks.refits.refit import memory_rate, scribble
 from tests import two_hosts
 
 AT_ONCE = 1 << 26  # elements that a step changes at once
 CHAIN = 20
-
-
-def synchronize() -> None:
-    """Wait for this process's GPU, if it has one."""
-    if device() == "cuda":
-        torch.cuda.synchronize()
 
 
 def peak_bytes() -> int:

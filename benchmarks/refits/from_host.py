@@ -31,14 +31,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.models import config_of, megatron_models
-from benchmarks.processes import conclude, device, everyone, say, start_processes
+from benchmarks.processes import conclude, device, everyone, say, start_processes, synchronize
 from benchmarks.refits.offload import Trainer, start_engine
-
-
-def synchronize() -> None:
-    """Wait for this process's GPU, if there is one."""
-    if device() == "cuda":
-        torch.cuda.synchronize()
 
 
 def pinned_rate(n: int = 1 << 30) -> float:

@@ -36,16 +36,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.processes import conclude, device, everyone, say, start_processes
+from benchmarks.processes import conclude, device, everyone, say, start_processes, synchronize
 
 HANDED_OVER, FROM_FILES = 71, 72  # ids of adapters
 PROMPTS, TOKENS = 8, 128
-
-
-def synchronize() -> None:
-    """Wait for all work of this process's GPU."""
-    if device() == "cuda":
-        torch.cuda.synchronize()
 
 
 def seconds(

@@ -36,64 +36,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.models import change, config_of, megatron_models, model_options
-from benchmarks.processes import conclude, everyone, say, start_processes
+from benchmarks.processes import conclude, everyone, say, start_processes, synchronize
+from benchmarks.refits.served_checkpoint import served_config, write_checkpoint
 from benchmarks.refits.sglang_server import Server
 
 OF_VLLM = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 1 << 28, "enable_sleep_mode": False}
 BUCKET = 512 << 20  # bytes, as slime's --update-weight-buffer-size
-
-
-def write_checkpoint(models: list, config: dict, folder: Path, in_blocks: bool) -> None:
-    """Write the trainer's weights as a Hugging Face directory, from the first rank."""
-    from reshard import export
-    from reshard.models.model import Model
-
-    rank = dist.get_rank()
-    tensors = {name: tensor.cpu() for name, tensor in export(models, folder.parent, to=0)}
-    if rank == 0:
-        from safetensors.torch import save_file
-
-        folder.mkdir(parents=True, exist_ok=True)
-        if in_blocks:
-            quantized = Model.from_hf(config).quantizable() & tensors.keys()
-            tensors = dict(blocks_of(tensors, quantized))
-        (folder / "config.json").write_text(json.dumps(served_config(config, in_blocks)), encoding="utf-8")
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    dist.barrier()
-
-
-def blocks_of(tensors: dict[str, torch.Tensor], quantized: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a checkpoint's tensors, those of `quantized` as codes and scales of blocks."""
-    from reshard.quantization.fp8_blocks import SCALE_SUFFIX, encode
-
-    def encoded(name: str) -> list[tuple[str, torch.Tensor]]:
-        codes, scales = encode(tensors[name].float().numpy())
-        as_bytes = torch.from_numpy(codes.view("uint8").copy())
-        return [
-            (name, as_bytes.view(torch.float8_e4m3fn)),
-            (name + SCALE_SUFFIX, torch.from_numpy(scales.copy())),
-        ]
-
-    yield from ((name, tensor) for name, tensor in tensors.items() if name not in quantized)
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        for pairs in pool.map(encoded, sorted(quantized)):
-            yield from pairs
-
-
-def served_config(config: dict, in_blocks: bool) -> dict:
-    """Return the config that SGLang serves."""
-    if not in_blocks:
-        return config
-    from reshard.megatron.parameters import expand
-    from reshard.models.model import Model
-    from reshard.quantization.fp8_blocks import Fp8Blocks, config_of
-
-    model = Model.from_hf(config)
-    shapes = expand(model).shapes
-    plain = [name for name, shape in shapes.items() if len(shape) == 2 and name not in model.quantizable()]
-    return config | {
-        "quantization_config": config_of(Fp8Blocks(), None, [name.removesuffix(".weight") for name in plain])
-    }
 
 
 class Case:
@@ -349,12 +297,6 @@ def vllm_said(pipe: Any) -> str:
         return str(pipe.recv()) if pipe and pipe.poll(120) else "nothing"
     except (EOFError, OSError) as error:
         return f"its process has ended ({error})"
-
-
-def synchronize() -> None:
-    """Wait for this process's GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def free_bytes() -> int:

@@ -19,7 +19,7 @@ class RefusedError(ReshardError):
         self.code = code
 
 
-class Server:
+class EngineServer:
     """A server of an engine, called by its routes.
 
     `timeout` is in seconds; `start_it` says in an error how to start it so that it has the routes that are called.

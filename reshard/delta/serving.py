@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.comm.group import RefitGroup
-from reshard.comm.http import Server
+from reshard.comm.http import EngineServer
 from reshard.core.errors import ReshardError
 from reshard.delta.chain import Base, Chain
 from reshard.delta.digest import digest_text, digest_total
@@ -94,7 +94,7 @@ def _send(llm: Any, call: Call) -> Any:
     return llm.collective_rpc(method, args=arguments)
 
 
-class _VllmServer(Server):
+class _VllmServer(EngineServer):
     """The calls of an ``LLM``, by the routes of a ``vllm serve``."""
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:

@@ -13,6 +13,11 @@ ADDRESS = itemgetter(0)  # of an address and a tensor
 ALIGNMENT = 256  # bytes at which tensors start in a slab or a pinned buffer, as in torch's allocator
 
 
+def aligned(size: int) -> int:
+    """Return a size in bytes up to where the next tensor may start."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 class Region(NamedTuple):
     """Rows of a live tensor: the first element is `offset` elements after the tensor's first, rows follow
     every `pitch` elements. A vector has rows of one element.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.device.memory import ALIGNMENT, Region
+from reshard.device.memory import Region, aligned
 from reshard.storage.io.boxes import Rows
 from reshard.storage.io.streams import SLAB_BYTES
 
@@ -161,7 +161,7 @@ def _pinned_views(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return a pinned buffer, the given one where it is large enough, and views of it in the shapes of these
     bytes."""
-    sizes = [-(-target.numel() // ALIGNMENT) * ALIGNMENT for target in targets]
+    sizes = [aligned(target.numel()) for target in targets]
     if pinned is None or pinned.numel() < sum(sizes):
         size = max(PINNED_BYTES, sum(sizes))
         pinned = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -185,7 +185,7 @@ class HostMemory:
     def reserve(self, sizes: Iterable[int]) -> None:
         """Let what is allocated next in these sizes lie in one piece, which stays this memory's own; where
         other bytes are here already, do nothing. Raises RuntimeError or MemoryError where there is none."""
-        size = sum(map(_aligned, sizes))
+        size = sum(map(aligned, sizes))
         if self.blocks or self.rest.numel() or not size:
             return
         if self.reserved is None or self.reserved.numel() < size:
@@ -198,7 +198,7 @@ class HostMemory:
         if size > self.rest.numel():
             self.rest = self._block(size)
             self.blocks.append(self.rest)
-        memory, self.rest = self.rest[:size], self.rest[_aligned(size) :]
+        memory, self.rest = self.rest[:size], self.rest[aligned(size) :]
         return memory
 
     def _block(self, size: int) -> torch.Tensor:
@@ -219,10 +219,6 @@ class HostMemory:
         """Make its blocks spare ones: nobody needs their bytes any more."""
         self.spare += self.blocks
         self.blocks, self.rest = [], self.rest[:0]
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def anonymous_memory(size: int) -> mmap.mmap:

@@ -90,7 +90,7 @@ class LiveEngine(Engine):
         }
 
 
-def check_towers(towers: Collection[str], load_format: str, otherwise: str = "") -> None:
+def check_towers_loaded(towers: Collection[str], load_format: str, otherwise: str = "") -> None:
     """Raise ReshardError if tensors of other parts of the model than its language model, which no trainer has, are
     dummy weights. `otherwise` says what else a user may do than to load a checkpoint."""
     if towers and load_format == "dummy":

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from reshard.comm.background import in_background
 from reshard.comm.group import MOST_MEMBERS, RefitGroup, check_rank
-from reshard.comm.http import Server
+from reshard.comm.http import EngineServer
 from reshard.comm.secret import given_secret, new_secret
 from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError, first_line
@@ -50,7 +50,7 @@ class Client(Protocol):
         vLLM tells which version made an answer."""
 
 
-class HttpClient(Server):
+class HttpClient(EngineServer):
     """A ``vllm serve`` with ``VLLM_SERVER_DEV_MODE=1``, called by its routes. `timeout` is in
     seconds."""
 

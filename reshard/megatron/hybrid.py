@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reshard.core.errors import ReshardError
-from reshard.megatron.stages import Stage
+from reshard.megatron.stages import Stage, shortened
 from reshard.models.model import Model, has_experts
 
 MODEL_CLASSES = ("gpt", "hybrid")
@@ -183,11 +183,11 @@ def stages_of_pattern(pattern: str, pp: int) -> dict[str, Any]:
         each = max(len(decoder) // pp, 1)
         segments = [decoder[i : i + each] for i in range(0, len(decoder), each)]
     if len(segments) % pp:
-        raise ReshardError(f"the pattern {_short(pattern)} has no {pp} stages: pass layout=")
+        raise ReshardError(f"the pattern {shortened(pattern)} has no {pp} stages: pass layout=")
     letters = 1 if MAMBA in decoder else 2  # of a decoder layer
     if any(len(segment) % letters for segment in segments):
         raise ReshardError(
-            f"in the pattern {_short(pattern)} a pipeline stage ends between an attention and its MLP: pass layout="
+            f"in the pattern {shortened(pattern)} a pipeline stage ends between an attention and its MLP: pass layout="
         )
     counts = [len(segment) // letters for segment in segments]
     if len(set(counts)) == 1:
@@ -226,7 +226,7 @@ def pairs(pattern: str, where: object) -> list[str]:
     layers = [pattern[i : i + 2] for i in range(0, len(pattern), 2)]
     if not layers or not all(len(pair) == 2 and pair[0] in ATTENTION and pair[1] in MLP for pair in layers):
         raise ReshardError(
-            f"{where}: in the pattern {_short(pattern)} attention ({' '.join(ATTENTION)}) and MLP ({' '.join(MLP)}) do not "
+            f"{where}: in the pattern {shortened(pattern)} attention ({' '.join(ATTENTION)}) and MLP ({' '.join(MLP)}) do not "
             f"alternate, as they do in the models of all families here"
         )
     return layers
@@ -255,20 +255,20 @@ def as_gpt_args(args: Mapping[str, Any], where: object) -> dict[str, Any]:
         del gpt["spec"]
     if "[" in pattern:
         raise ReshardError(
-            f"{where}: the pattern {_short(pattern)} groups layers in brackets, which is not read: train without them"
+            f"{where}: the pattern {shortened(pattern)} groups layers in brackets, which is not read: train without them"
         )
     decoder = decoder.replace(STAGE, "")
     if MAMBA in decoder:
         if set(mtp) - {MTP_OF_MAMBA}:
             raise ReshardError(
-                f"{where}: an MTP layer of the pattern {_short(pattern)} is not {MTP_OF_MAMBA}, as in all published models"
+                f"{where}: an MTP layer of the pattern {shortened(pattern)} is not {MTP_OF_MAMBA}, as in all published models"
             )
         gpt |= {"num_layers": len(decoder), "hybrid_layer_pattern": decoder}
         return gpt | ({"mtp_num_layers": mtp_layers} if mtp else {})
     layers = pairs(decoder, where)
     if any(len(pairs(inside, where)) != 1 for inside in set(mtp)):
         raise ReshardError(
-            f"{where}: an MTP layer of the pattern {_short(pattern)} is not one attention and one MLP"
+            f"{where}: an MTP layer of the pattern {shortened(pattern)} is not one attention and one MLP"
         )
     gpt |= {"num_layers": len(layers)} | _kinds_as_args(layers)
     if mtp:
@@ -299,7 +299,3 @@ def _kinds_as_args(layers: list[str]) -> dict[str, Any]:
     if "D" in attentions:
         args["experimental_attention_variant"] = "dsa"
     return args
-
-
-def _short(pattern: str) -> str:
-    return repr(pattern) if len(pattern) <= 100 else repr(pattern[:100]) + " ..."

@@ -134,7 +134,7 @@ def parse_pipeline(text: str) -> list[str]:
         # Digits are counted before they are read: Python refuses to read thousands of them.
         if len(unrolled) > 4 * MAX_LAYERS:
             raise ReshardError(
-                f"pipeline layout {_short(text)} has {len(text):,} characters; it describes "
+                f"pipeline layout {shortened(text)} has {len(text):,} characters; it describes "
                 f"at most {MAX_LAYERS} layers"
             )
         too_long = [
@@ -143,20 +143,21 @@ def parse_pipeline(text: str) -> list[str]:
         if too_long or sum(len(m[1]) * int(m[2]) for m in re.finditer(pattern, unrolled)) > 2 * MAX_LAYERS:
             part = too_long[0][0] if too_long else text
             raise ReshardError(
-                f"pipeline layout {_short(text)} repeats {_short(part)}; at most "
+                f"pipeline layout {shortened(text)} repeats {shortened(part)}; at most "
                 f"{MAX_LAYERS} layers can be laid out"
             )
         unrolled = re.sub(pattern, lambda match: match.group(1) * int(match.group(2)), unrolled)
     unknown = set(unrolled) - set("EtmL|")
     if unknown or not unrolled:
         raise ReshardError(
-            f"pipeline layout {_short(text)} has {' '.join(sorted(unknown)[:20]) or 'nothing'} in it; it is "
+            f"pipeline layout {shortened(text)} has {' '.join(sorted(unknown)[:20]) or 'nothing'} in it; it is "
             f"made of E, t, m, L, | and *n"
         )
     return unrolled.split("|")
 
 
-def _short(text: str) -> str:
+def shortened(text: str) -> str:
+    """Return a text as errors quote it: its first 100 characters."""
     return repr(text) if len(text) <= 100 else repr(text[:100]) + " ..."
 
 

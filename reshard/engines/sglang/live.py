@@ -14,7 +14,7 @@ from reshard.device.cuda import is_mapped
 from reshard.engines.accounts import DERIVED, LEFT_ALONE, OF_TOWER, SCALE_OF_CACHE, Account, account_for
 from reshard.engines.blocks import counted, find_scales, served_in_blocks
 from reshard.engines.layout import WITHOUT_PARAMETER, EngineRank
-from reshard.engines.live import LiveEngine, check_towers, owners_of
+from reshard.engines.live import LiveEngine, check_towers_loaded, owners_of
 from reshard.engines.placing import Placer
 from reshard.engines.sglang import compat, pipeline
 from reshard.engines.sglang.blocks import layers_in_blocks
@@ -60,7 +60,9 @@ class SglangModel(LiveEngine):
         check_supported(model, arguments)
         self._towers = SGLANG.tower_prefixes(self.model)
         parameters = (name for name, _ in model.named_parameters())
-        check_towers([name for name in parameters if name.startswith(self._towers)], arguments.load_format)
+        check_towers_loaded(
+            [name for name in parameters if name.startswith(self._towers)], arguments.load_format
+        )
         self.tensors = dict([*model.named_parameters(), *model.named_buffers()])
         self.owners = owners_of(dict(model.named_modules()), self.tensors)
         self.rank: EngineRank = rank_of(model, self.model, self.tensors)

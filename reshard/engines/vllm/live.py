@@ -15,7 +15,7 @@ from reshard.core.gc import gc_paused
 from reshard.device.cuda import is_mapped
 from reshard.engines.accounts import LEFT_ALONE, Account, account_for
 from reshard.engines.blocks import counted, served_in_blocks
-from reshard.engines.live import LiveEngine, check_towers, owners_of
+from reshard.engines.live import LiveEngine, check_towers_loaded, owners_of
 from reshard.engines.placing import Placer
 from reshard.engines.rules import PlacedTensors
 from reshard.engines.tracing.canonical import expert_layers, mtp_names, stored_tensors
@@ -132,7 +132,7 @@ class VllmModel(LiveEngine):
         device = next(self.module.parameters()).device
         begin_compiling(self.blocks, device, self.match_vllm_rounding)
         parameters = (name for name, _ in self.module.named_parameters())
-        check_towers(
+        check_towers_loaded(
             [name for name in parameters if name.startswith(self._towers)],
             self.vllm_config.load_config.load_format,
             ", or serve text alone, where vLLM builds the model so (language_model_only=True)",

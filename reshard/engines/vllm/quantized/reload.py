@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from reshard.core.errors import ReshardError, first_line, listed
-from reshard.device.memory import ALIGNMENT, same_bits
+from reshard.device.memory import aligned, same_bits
 from reshard.engines.vllm.compat import tensor_parallel_group
 from reshard.engines.vllm.layers import experts_of
 from reshard.engines.vllm.quantized.compressed import CompressedQuantizer
@@ -78,7 +78,7 @@ class Reloads:
         if not plans:
             return
         sizes = [
-            sum(_aligned(_bytes(template)) for template in templates.values()) for *_, templates, _ in plans
+            sum(aligned(_bytes(template)) for template in templates.values()) for *_, templates, _ in plans
         ]
         limit = max(ROUND_BYTES, *sizes)
         starts, end = [], limit  # so that the first one begins a round
@@ -130,7 +130,7 @@ class Reloads:
             tensor.__class__ = template.__class__
             tensor.__dict__ = dict(template.__dict__)
             views[name] = tensor
-            start += _aligned(_bytes(template))
+            start += aligned(_bytes(template))
         return views
 
     def process_round(self, number: int, timeout: float) -> None:
@@ -268,10 +268,6 @@ def _templates(name: str, module: torch.nn.Module, how: Compressed | None) -> di
 
 def _bytes(tensor: torch.Tensor) -> int:
     return prod(tensor.shape) * tensor.element_size()
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _put(name: str, served: torch.Tensor, processed: torch.Tensor) -> None:
