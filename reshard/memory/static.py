@@ -27,9 +27,8 @@ SECTION = re.compile(r"(\.(?:weight|bias))\.\w+$")
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of a block as one rank holds it: `count` of them, one for each local expert. `tensor` is
-    whether it is a weight of one of Transformer Engine's linear layers, `trained` False for a router's bias,
-    which is a buffer."""
+    """A parameter of a block as one rank holds it: `count` of them, one for each local expert. `trained` is
+    False for a router's bias, which is a buffer."""
 
     name: str
     shape: tuple[int, ...]

@@ -126,32 +126,20 @@ class AdapterLink:
 
 @overload
 def connect(
-    group: RefitGroup,
-    source: "Trainer | Callable[[], Trainer] | None" = None,
-    destination: "Engine | Callable[[], Engine] | None" = None,
-    *,
-    backend: str = "auto",
-    bucket_bytes: int = BUCKET_BYTES,
-    keep_mapped: bool = False,
-    adapter: None = None,
-    delta: bool | str = False,
-    delta_on_host: bool = False,
-) -> Link: ...
+    group: RefitGroup, source: "Trainer | Callable[[], Trainer] | None" = None,
+    destination: "Engine | Callable[[], Engine] | None" = None, *, backend: str = "auto",
+    bucket_bytes: int = BUCKET_BYTES, keep_mapped: bool = False, adapter: None = None,
+    delta: bool | str = False, delta_on_host: bool = False,
+) -> Link: ...  # fmt: skip
 
 
 @overload
 def connect(
-    group: RefitGroup,
-    source: "Trainer | Callable[[], Trainer] | None" = None,
-    destination: "Engine | Callable[[], Engine] | None" = None,
-    *,
-    backend: str = "auto",
-    bucket_bytes: int = BUCKET_BYTES,
-    keep_mapped: bool = False,
-    adapter: str | None,
-    delta: bool | str = False,
-    delta_on_host: bool = False,
-) -> Link | AdapterLink: ...
+    group: RefitGroup, source: "Trainer | Callable[[], Trainer] | None" = None,
+    destination: "Engine | Callable[[], Engine] | None" = None, *, backend: str = "auto",
+    bucket_bytes: int = BUCKET_BYTES, keep_mapped: bool = False, adapter: str | None,
+    delta: bool | str = False, delta_on_host: bool = False,
+) -> Link | AdapterLink: ...  # fmt: skip
 
 
 @accepts_renamed_options

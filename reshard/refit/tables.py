@@ -2,8 +2,8 @@
 columns; and tables of copies between addresses, cut into tiles.
 
 This module imports no kernel and nothing that runs one: `reshard.refit.copies` carries out copies,
-`reshard.refit.fp8_blocks.items` makes blocks of fp8, `reshard.refit.digests` digests, and
-`reshard.refit.kernels` has the kernels of all three.
+`reshard.refit.digests` digests, `reshard.refit.fp8_blocks.items` makes blocks of fp8; the kernels are in
+`reshard.refit.kernels` and `reshard.refit.fp8_blocks.kernels`.
 """
 
 from collections.abc import Sequence

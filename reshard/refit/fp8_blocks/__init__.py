@@ -1,6 +1,6 @@
 """Blocks of fp8 with a scale each, made of a trainer's bf16 or fp32 on the way into an engine.
 
-An engine's rank makes a block itself where it can read all of its fragments in place (`strips`).
+An engine's rank makes a block itself where it can read all of its fragments in place (`items`).
 What is sent instead is made where it lies, and travels as codes and scales (`packed`): half the
 bytes of bf16. Between hosts these bytes are the time of a refit: of Qwen3-235B on 8 GPUs 59 GB each
 as bf16 and 30 GB as blocks, 1.4 and 0.7 s at 42 GB/s; over NVLink 24 layers of Qwen3-30B-A3B take

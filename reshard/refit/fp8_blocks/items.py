@@ -1,5 +1,5 @@
 """The tables by which blocks of fp8 are made of a trainer's bf16 or fp32, and what the host makes
-of them. `reshard.refit.kernels` has the kernel.
+of them. `reshard.refit.fp8_blocks.kernels` has the kernel.
 
 A block of 128x128 elements of a local tensor may come in *fragments*, from several shards and
 ranks. They are gathered, rounded to bf16 where they are wider, and encoded straight to where the
@@ -95,7 +95,7 @@ def items_of(
     """Cut pieces at the borders of blocks, and collect the fragments of each item. Blocks that no
     piece reaches are in no item: they come by another way.
 
-    `table` has the source's end and the codec of each piece filled in, `into` is its local tensor's
+    `table` has the source's end and the codec of each piece filled in, `destinations` are its local tensor's
     index, row and column, and `places` says where the local tensors lie (`places_of`).
     """
     items = cut(table, destinations, owners, places, ITEM_BLOCKS)
