@@ -7,14 +7,16 @@ split over TP as Megatron's are; key and value heads are repeated if TP exceeds 
 is padded to a multiple of 64 and then split. Experts are one ``[experts, rows, columns]`` tensor.
 """
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 from reshard.core.boxes import Box, whole
 from reshard.core.errors import ReshardError
+from reshard.core.limits import MAX_RANKS, check_number
 from reshard.core.placement import LocalTensor, Part, Placement, as_matrix
 from reshard.core.splits import split
 from reshard.core.views import View
@@ -69,39 +71,45 @@ def kind_of(model: Model, row: Row) -> str:
     return "shared_experts" if model.family.shared_experts in row.conditions else "mlp"
 
 
-class EngineLayout(Protocol):
+@dataclass(frozen=True)
+class EngineLayout(ABC):
     """The parallel sizes of an engine: `tp` and `pp`, its tensor and pipeline parallel sizes, and others
-    that are its own. Ranks of a pipeline stage follow one another."""
+    that are its own. TP tells replicas apart, and ranks of a pipeline stage follow one another."""
+
+    names: ClassVar[EngineNames]
+    # True if the share of a GPU's memory that the engine is started with is for all that it holds; False if it is
+    # for weights, keys and values alone.
+    share_holds_all: ClassVar[bool]
+
+    tp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            if entry.type is int:
+                check_number(getattr(self, entry.name), f"{self.engine}'s {entry.name}", MAX_RANKS)
 
     @property
     def engine(self) -> str:
         """The engine's name."""
+        return self.names.engine
 
     @property
-    def tp(self) -> int:
-        """The tensor parallel size, which tells replicas apart."""
-
-    @property
-    def pp(self) -> int:
-        """The number of pipeline stages."""
-
-    @property
+    @abstractmethod
     def world_size(self) -> int:
         """The number of ranks."""
 
-    @property
-    def share_holds_all(self) -> bool:
-        """True if the share of a GPU's memory that the engine is started with is for all that it holds;
-        False if it is for weights, keys and values alone."""
-
+    @abstractmethod
     def check(self, model: Model) -> None:
-        """Raise ReshardError if the engine would not start at these sizes."""
+        """Raise ReshardError if the engine would not start at these sizes, or cannot be refitted with the model."""
 
+    @abstractmethod
     def rank(self, model: Model, rank: int) -> EngineRank:
         """Return one rank. Raises ReshardError if a size does not divide."""
 
     def placement(self, model: Model, rank: int) -> Placement:
         """Return the parameters of one rank. Raises ReshardError if a size does not divide."""
+        return place(self.names, model, self.rank(model, rank))
 
 
 def layers_of_stage(counts: Sequence[int], stage: int) -> tuple[int, ...]:

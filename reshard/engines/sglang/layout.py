@@ -9,15 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from reshard.core.errors import ReshardError
-from reshard.core.limits import MAX_RANKS, check_number
-from reshard.core.placement import Placement
 from reshard.engines.layout import (
+    EngineLayout,
     EngineRank,
     Shard,
     experts_of_rank,
     layers_of_stage,
     outer_of_stage,
-    place,
 )
 from reshard.engines.sglang.names import COMPUTED, SGLANG, WITHOUT_DP_ATTENTION, WITHOUT_TP
 from reshard.megatron.stages import divisors, numbers
@@ -25,33 +23,20 @@ from reshard.models.model import Model
 
 
 @dataclass(frozen=True)
-class SglangLayout:
+class SglangLayout(EngineLayout):
     """SGLang's parallel sizes: its ``tp_size``, ``pp_size``, ``ep_size``, and, with
     ``enable_dp_attention``, its ``dp_size``."""
 
-    tp: int = 1
-    pp: int = 1
+    names = SGLANG
+    share_holds_all = False  # ``mem_fraction_static``
+
     dp: int = 1
     ep: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "ep"):
-            check_number(getattr(self, name), f"SGLang's {name}", MAX_RANKS)
-
-    @property
-    def engine(self) -> str:
-        """The engine's name."""
-        return SGLANG.engine
 
     @property
     def world_size(self) -> int:
         """Return how many ranks there are: PP times TP."""
         return self.pp * self.tp
-
-    @property
-    def share_holds_all(self) -> bool:
-        """False: ``mem_fraction_static`` is for weights, keys and values."""
-        return False
 
     def __str__(self) -> str:
         sizes = (("TP", self.tp), ("PP", self.pp), ("DP-attention", self.dp), ("EP", self.ep))
@@ -102,10 +87,6 @@ class SglangLayout:
             outer_of_stage(SGLANG, model, pp_rank == 0, pp_rank == self.pp - 1),
             attention_shards(Shard(self.tp // self.dp, tp_rank % (self.tp // self.dp))),
         )
-
-    def placement(self, model: Model, rank: int) -> Placement:
-        """Return the parameters of one rank. Raises ReshardError if a size does not divide."""
-        return place(SGLANG, model, self.rank(model, rank))
 
 
 def check_family(model: Model) -> None:

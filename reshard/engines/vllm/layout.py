@@ -7,17 +7,16 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from reshard.core.errors import ReshardError
-from reshard.core.limits import MAX_RANKS, check_number
 from reshard.core.placement import Placement
 from reshard.engines.layout import (
     WITHOUT_PARAMETER,
+    EngineLayout,
     EngineRank,
     Expansion,
     Shard,
     experts_of_rank,
     layers_of_stage,
     outer_of_stage,
-    place,
 )
 from reshard.engines.vllm.names import VLLM
 from reshard.megatron.stages import divisors, numbers
@@ -29,36 +28,23 @@ WHOLE_SHARED_EXPERTS = {"shared_experts": Shard(1, 0)}
 
 
 @dataclass(frozen=True)
-class VllmLayout:
+class VllmLayout(EngineLayout):
     """vLLM's parallel sizes: its ``tensor_parallel_size``, ``pipeline_parallel_size``,
     ``data_parallel_size``, ``enable_expert_parallel`` and, with `round_robin`,
     ``expert_placement_strategy="round_robin"`` (with DP vLLM 0.26 heeds that only on the DeepEP
     low-latency and NIXL backends)."""
 
-    tp: int = 1
-    pp: int = 1
+    names = VLLM
+    share_holds_all = True  # ``gpu_memory_utilization``
+
     dp: int = 1
     expert_parallel: bool = False
     round_robin: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp"):
-            check_number(getattr(self, name), f"vLLM's {name}", MAX_RANKS)
-
-    @property
-    def engine(self) -> str:
-        """The engine's name."""
-        return VLLM.engine
 
     @property
     def world_size(self) -> int:
         """Return how many ranks there are: DP times PP times TP."""
         return self.dp * self.pp * self.tp
-
-    @property
-    def share_holds_all(self) -> bool:
-        """True: ``gpu_memory_utilization`` is for all that vLLM holds."""
-        return True
 
     def __str__(self) -> str:
         experts = " EP" + " round-robin" * self.round_robin if self.expert_parallel else ""
@@ -121,10 +107,6 @@ class VllmLayout:
         shards = WHOLE_SHARED_EXPERTS if self.expert_parallel and self.tp > 1 and self.dp > 1 else {}
         layers = layers_of_stage(counts, pp_rank)
         return EngineRank(self.tp, tp_rank, moe_tp, moe_tp_rank, experts, layers, outer, shards)
-
-    def placement(self, model: Model, rank: int) -> Placement:
-        """Return the parameters of one rank. Raises ReshardError if a size does not divide."""
-        return place(VLLM, model, self.rank(model, rank))
 
     def _local_experts(self, experts: tuple[int, ...], ranks: int, rank: int) -> tuple[int, ...]:
         """Return the experts of one of the ranks that they are distributed over."""
