@@ -191,7 +191,8 @@ def local_specs(config, vp_stage: int | None):
         from reshard.megatron import compat, gated_delta
 
         KEPT.enter_context(compat.without_linear_attention_kernels())
-        common = sys.modules["megatron.core.ssm.gated_delta_net.common"]
+        module = "megatron.core.ssm.gated_delta_net"
+        common = sys.modules.get(f"{module}.common") or sys.modules[module]  # before 0.19
         common.get_cuda_rng_tracker = lambda *a, **k: _Tracker()
         config.deterministic_mode = True
         spec, last = gated_delta.layer_specs(config, "local", vp_stage)

@@ -17,13 +17,20 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.training import checkpointing
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 
 from tests import megatron_on_cpu
 from tests.hybrid_on_cpu import as_hybrid
 from tests.live_megatron_on_cpu import UNTOUCHED, spoil, unlike
+
+try:
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+except ImportError:  # before 0.18
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+    def destroy_moe_metrics_tracker() -> None:
+        get_moe_layer_wise_logging_tracker().clear()
 
 
 def without_steps() -> None:

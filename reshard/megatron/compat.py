@@ -113,12 +113,10 @@ def without_transformer_engine() -> Iterator[None]:
 def without_linear_attention_kernels() -> Iterator[None]:
     """Let gated delta nets be built and run in torch where flash-linear-attention, whose names they
     use without a check, is not installed."""
-    try:
-        common: Any = import_module("megatron.core.ssm.gated_delta_net.common")
-    except ImportError:  # before 0.19
-        yield
-        return
-    before = (common.HAVE_FLA, common.l2norm)
+    common: Any = import_module("megatron.core.ssm.gated_delta_net")
+    with suppress(ImportError):  # 0.19 on
+        common = import_module("megatron.core.ssm.gated_delta_net.common")
+    before = (common.HAVE_FLA, getattr(common, "l2norm", None))  # 0.17 has none without it
     if not common.HAVE_FLA:
         common.HAVE_FLA, common.l2norm = True, _unit_length
     try:
