@@ -75,14 +75,17 @@ def environment(
     base_python = interpreter(python) if python else sys.executable
     run([*UV, "venv", "--quiet", "--python", base_python, folder])
     inside = folder / "bin" / "python"
-    run([*UV, "pip", "install", "--quiet", "--python", inside, *options, *packages])
+    if packages:
+        run([*UV, "pip", "install", "--quiet", "--python", inside, *options, *packages])
     return inside
 
 
-def environment_before_ours(folder: Path, packages: Sequence[str]) -> Path:
-    """Make a virtual environment with these packages, without their dependencies, which finds the
-    packages of this process after its own; return its Python."""
-    inside = environment(folder, packages, options=["--no-deps"])
+def environment_before_ours(
+    folder: Path, packages: Sequence[str], options: Sequence[str | Path] = ("--no-deps",)
+) -> Path:
+    """Make a virtual environment with these packages, by default without their dependencies, which
+    finds the packages of this process after its own; return its Python."""
+    inside = environment(folder, packages, options=options)
     site_packages = next(folder.glob("lib/python*/site-packages"))
     (site_packages / "behind.pth").write_text(
         f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"

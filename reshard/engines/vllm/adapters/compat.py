@@ -1,4 +1,4 @@
-"""Uses of vLLM's LoRA that are no part of its interface, for vLLM 0.26: its manager of adapters, the
+"""Uses of vLLM's LoRA that are no part of its interface, for vLLM 0.24 to 0.33: its manager of adapters, the
 buffers in which its layers hold them, and its requests."""
 
 from collections.abc import Callable, Sequence
