@@ -9,7 +9,7 @@ import click
 from reshard.cli.groups import grouped
 from reshard.cli.layout import LAYOUT_NAMES, engine_layout, layout_options, pop_layout, trainer_option
 from reshard.cli.memory_options import GROUPS, memory_options
-from reshard.cli.output import ignore_option, json_option, print_json, print_note
+from reshard.cli.output import ignore_option, json_option, print_json, print_note, write_page
 from reshard.cli.places import model_argument
 from reshard.core.errors import ReshardError
 
@@ -67,11 +67,10 @@ def command(
         return
     report = estimate_memory(model, layout, gpu_memory=gpu_bytes, engine=engine_setup, **options)
     if html is not None:
-        from reshard.html import UNENCODABLE
         from reshard.memory.html import html_report
 
         try:
-            Path(html).write_text(html_report(report, str(path)), encoding="utf-8", errors=UNENCODABLE)
+            write_page(Path(html), html_report(report, str(path)))
         except OSError as error:
             raise ReshardError(f"--html: cannot write {html}: {error.strerror}") from error
     if as_json:

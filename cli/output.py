@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -180,3 +181,18 @@ def print_report(report: Any, as_json: bool, seconds: float) -> None:
         if report.resumed_tensors:
             click.echo(f"resumed: {report.resumed_tensors} tensors were done before")
         click.echo(f"{seconds:.1f} s, {size(int(report.read_bytes / max(seconds, 1e-9)))}/s")
+
+
+def write_page(page: Path, text: str) -> None:
+    """Write a report, whole or not at all: what was there before stays where that fails. Raises OSError."""
+    from reshard.html import UNENCODABLE
+
+    in_place = page.is_symlink() or (page.exists() and not page.is_file())  # such as a terminal
+    partial = page if in_place else page.with_name(f".{page.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8", errors=UNENCODABLE)
+        if not in_place:
+            partial.replace(page)
+    finally:
+        if not in_place:
+            partial.unlink(missing_ok=True)

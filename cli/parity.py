@@ -8,7 +8,7 @@ import click
 
 from reshard.cli.dtypes import DtypeChoice
 from reshard.cli.layout import engine_layout, engine_option, layout_options, pop_layout, trainer_option
-from reshard.cli.output import ignore_option, json_option, print_json, quiet
+from reshard.cli.output import ignore_option, json_option, print_json, quiet, write_page
 from reshard.cli.places import PathOrHubId
 from reshard.core.errors import ReshardError
 
@@ -220,10 +220,10 @@ def _try_to_write(path: Path) -> None:
 def _write_page(page: Path, report: Any, systems: list[str], divergence: str | None) -> bool:
     """Write the report as a page. Return False, with the error on stderr, where that fails: the
     result stands."""
-    from reshard.parity.html import UNENCODABLE, html_report
+    from reshard.parity.html import html_report
 
     try:
-        page.write_text(html_report(report, systems, divergence), encoding="utf-8", errors=UNENCODABLE)
+        write_page(page, html_report(report, systems, divergence))
     except OSError as error:
         click.echo(f"Error: --html: cannot write {page}: {error.strerror}", err=True)
         return False

@@ -11,9 +11,9 @@ from bokeh.models import ColumnDataSource, HoverTool, TapTool
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from reshard.html import chart, describe, page
+from reshard.html import UNENCODABLE, chart, describe, page
 from reshard.parity import Limits, Scores, metrics_of
-from reshard.parity.html import KEPT, POINTS, UNENCODABLE, WORST, html_report
+from reshard.parity.html import KEPT, POINTS, WORST, html_report
 from reshard.parity.report import ParityReport
 from tests.html_pages import Parsed, assert_stands_alone
 

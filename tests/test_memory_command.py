@@ -1,6 +1,7 @@
 """`reshard memory`: the command, the search for a layout, the phases of an RL step."""
 
 import json
+import resource
 
 import pytest
 from click.testing import CliRunner
@@ -295,6 +296,14 @@ def test_the_page_has_every_stage_and_part(configs, tmp_path):
     ]
     run(configs("Llama-3.1-70B"), *line)
     text = page.read_text(encoding="utf-8")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # as on a full disk
+    try:
+        failed = run(configs("Llama-3.1-70B"), *line)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert f"--html: cannot write {page}: File too large" in str(failed.exception)
+    assert page.read_text(encoding="utf-8") == text and list(tmp_path.iterdir()) == [page]
     for said in (
         "llama (80 layers)",
         "The phases of an RL step",

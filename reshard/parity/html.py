@@ -11,11 +11,9 @@ from bokeh.models import ColumnDataSource
 from bokeh.plotting import figure
 
 from reshard.core.errors import ReshardError
-from reshard.html import GUIDE, MARK, UNENCODABLE, chart, describe, number, page
+from reshard.html import GUIDE, MARK, chart, describe, number, page
 from reshard.parity.prompts import token_texts
 from reshard.parity.report import ParityReport
-
-__all__ = ["UNENCODABLE", "html_report"]
 
 TEMPLATE = Path(__file__).resolve().with_name("report.html")
 # Points that a chart shows at most, and how many of those are the tokens that differ most.
