@@ -137,8 +137,7 @@ def plan_refit(
     """
     if changed is not None and not 0 <= changed <= 1:
         raise ReshardError(f"changed is {changed!r:.40}, which is no share of the elements: 0.01 is 1 %")
-    if not isinstance(model, Model):
-        model = read_model(model)
+    model = model if isinstance(model, Model) else read_model(model)
     ranks_per_stage = _checked_ranks_per_stage(model, trainer, engine, dp, cp)
     trainer_ranks, engine_ranks = trainer.pp * ranks_per_stage, engine.world_size
     colocated = _check_colocated(colocated, trainer_ranks, engine_ranks)
@@ -153,11 +152,11 @@ def plan_refit(
         forecasts.append(_plan_rank(rank, gpu, placement, shards, traffic, engine.tp))
         if progress is not None:
             progress(len(forecasts), len(planned))
-    label = f"{trainer} DP{ranks_per_stage // (trainer.tp * cp)}" + f" CP{cp}" * (cp > 1)
     network_seconds = traffic.busiest_network() / network_rate
     return Forecast(
-        model=f"{model.family.name} ({model.num_layers} layers)", trainer=label, engine_name=engine.engine,
-        engine=str(engine), trainer_ranks=trainer_ranks, engine_ranks=engine_ranks, gpus=len(traffic.seats),
+        model=f"{model.family.name} ({model.num_layers} layers)",
+        trainer=f"{trainer} DP{ranks_per_stage // (trainer.tp * cp)}" + f" CP{cp}" * (cp > 1),
+        engine_name=engine.engine, engine=str(engine), trainer_ranks=trainer_ranks, engine_ranks=engine_ranks, gpus=len(traffic.seats),
         colocated=colocated, ranks=forecasts, trainer_bytes=shards.bytes_of_ranks(trainer_ranks),
         out_bytes=traffic.sent()[:trainer_ranks].tolist(),
         link_rate=link_rate, network_rate=network_rate, memory_rate=memory_rate,
