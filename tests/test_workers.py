@@ -214,6 +214,28 @@ hf_to_mcore({str(source)!r}, {str(tmp_path / "out")!r}, MegatronLayout(tp=2, ep=
     assert "KeyboardInterrupt" not in done.stderr
 
 
+def test_ctrl_c_as_threads_get_their_jobs_has_them_do_no_further_one():
+    """In a process that has loaded torch, whose native threads take a signal that is blocked in this one."""
+    code = """
+import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from reshard.storage.run.workers import run_jobs
+sys.modules["torch"] = sys
+submit, calls, done = ThreadPoolExecutor.submit, iter(range(6)), []
+def interrupted(self, *arguments):
+    if next(calls) == 3:
+        raise KeyboardInterrupt
+    return submit(self, *arguments)
+ThreadPoolExecutor.submit = interrupted
+try:
+    run_jobs(dict.fromkeys("abcdef", 1 << 30), lambda name: done.append(name) or time.sleep(0.2), 1)
+except KeyboardInterrupt:
+    print(threading.active_count(), len(done))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "1 1\n", done.stdout + done.stderr
+
+
 def test_ctrl_c_as_the_workers_start_leaves_none_of_them():
     """It comes when all are there: a program that goes on would have them write on, and hold the lock."""
     code = """

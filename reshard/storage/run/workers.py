@@ -145,7 +145,7 @@ class Workers:
         try:
             if self.count:
                 self._start()
-        except BaseException as error:  # Ctrl-C, when they have started
+        except BaseException as error:  # Ctrl-C, when some or all have started
             self.__exit__(type(error))
             raise
         return self
@@ -160,8 +160,9 @@ class Workers:
         try:
             kind, count = (_Processes if can_fork() else _Threads), self.count
             while True:
+                self.pool = kind(self.job, self.batches)
                 try:
-                    self.pool = kind(self.job, self.batches, count)
+                    self.pool.start(count)
                     return
                 except _NoWorkerError as error:
                     if self.requested is not None or not error.started:
@@ -210,10 +211,13 @@ class _Processes:
     be it within its results, the connection ends.
     """
 
-    def __init__(self, job: Job, batches: list[list[str]], count: int) -> None:
-        self.left = iter(range(len(batches)))
+    def __init__(self, job: Job, batches: list[list[str]]) -> None:
+        self.job, self.batches, self.left = job, batches, iter(range(len(batches)))
         self.workers: dict[socket.socket, BaseProcess] = {}  # by our end of the connection
         self.received: dict[socket.socket, bytearray] = defaultdict(bytearray)
+
+    def start(self, count: int) -> None:
+        """Start so many workers, each with a batch; none is left where the system has no more."""
         context = multiprocessing.get_context("fork")
         try:
             for _ in range(count):
@@ -222,7 +226,7 @@ class _Processes:
                     # Of native threads, which hold no lock of ours.
                     warnings.simplefilter("ignore", DeprecationWarning)
                     worker = context.Process(
-                        target=_work, args=(theirs, os.getpid(), job, batches), daemon=True
+                        target=_work, args=(theirs, os.getpid(), self.job, self.batches), daemon=True
                     )
                     worker.start()
                 self.workers[ours] = worker
@@ -294,14 +298,19 @@ class _Processes:
 class _Threads:
     """Workers in threads."""
 
-    def __init__(self, job: Job, batches: list[list[str]], count: int) -> None:
+    def __init__(self, job: Job, batches: list[list[str]]) -> None:
+        self.job, self.batches = job, batches
         self.queue: queue.SimpleQueue[Future] = queue.SimpleQueue()
         self.stopped = threading.Event()
-        self.executor = ThreadPoolExecutor(count)
+        self.executor: ThreadPoolExecutor | None = None
         self.futures: list[Future] = []
+
+    def start(self, count: int) -> None:
+        """Start so many workers, and submit all batches."""
+        self.executor = ThreadPoolExecutor(count)
         try:
-            for names in batches:
-                self.futures.append(self.executor.submit(_run_batch, names, job, self.stopped))
+            for names in self.batches:
+                self.futures.append(self.executor.submit(_run_batch, names, self.job, self.stopped))
                 self.futures[-1].add_done_callback(self.queue.put)
         except RuntimeError as error:
             self.end(at_once=True)
@@ -322,7 +331,8 @@ class _Threads:
             self.stopped.set()
         # Not by joining: a thread whose join was interrupted counts as ended in Python up to 3.12.
         wait(self.futures)
-        self.executor.shutdown()
+        if self.executor is not None:
+            self.executor.shutdown()
 
 
 def in_batches(
