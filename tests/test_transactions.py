@@ -200,6 +200,20 @@ def test_who_is_in_a_long_call_and_says_so_is_not_blamed():
     assert second == f"rank 0: {first}"
 
 
+def test_a_call_that_is_interrupted_as_it_begins_does_not_say_that_it_goes_on(monkeypatch):
+    [member], plain = met(1), threading.Thread.start
+
+    def start(thread) -> None:
+        plain(thread)
+        if thread.name == "reshard alive":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt), member.reporting_alive():
+        raise AssertionError("it has begun")
+    assert not [one for one in threading.enumerate() if one.name == "reshard alive"]
+
+
 DIES = """
 import os, sys
 from reshard.refit import RefitGroup

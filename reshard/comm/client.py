@@ -129,12 +129,13 @@ class HubClient:
                 self.report_alive()
 
         thread = threading.Thread(target=report, name="reshard alive", daemon=True)
-        thread.start()
         try:
+            thread.start()  # in which Ctrl-C may come as well, when it runs already
             yield
         finally:
             ended.set()
-            thread.join()
+            if thread.is_alive():
+                thread.join()
 
     def _wait_for(self, request: Request, body: bytes = b"") -> Message:
         """Return the answer to a request that waits for others. Raises ReshardError where the
