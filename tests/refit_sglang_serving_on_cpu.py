@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -144,8 +145,12 @@ def drive(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict
     results["deltas of an engine"] = follow(dummy, f"{sides['folder']}/chain", checkpoints)
     # Of an SGLang without the plugin any such method is missing.
     results["no plugin"] = said_by(lambda: call(dummy, "reshard_nothing"))
-    dummy.server_args.enable_dp_attention = True
-    results["data parallel"] = said_by(lambda: call(dummy, "reshard_release"))
+    for by in (
+        dict(enable_dp_attention=True),
+        dict(enable_dp_attention=False, attn_dp_size=2),
+    ):  # from 0.5.22 on
+        apart = SimpleNamespace(server_args=SimpleNamespace(**by))
+        results.setdefault("data parallel", []).append(said_by(lambda of=apart: call(of, "reshard_release")))
     dummy.shutdown()
     results |= drive_server(steps, sides, checkpoints)
     for left in set(Path("/dev/shm").glob("sglang_*")) - shared:  # by SGLang, when it ends

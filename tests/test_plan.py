@@ -148,6 +148,14 @@ def test_gpt_oss_is_not_planned_at_a_tp_above_its_key_heads_where_vllm_does_not_
         plan_refit(gpt_oss, MegatronLayout(), VllmLayout(tp=16))
 
 
+def test_olmoe_is_planned_into_sglang_as_its_class_there_can_be_split():
+    olmoe = model("OLMoE-1B-7B-0924")
+    for sizes, sentence in ({"tp": 2}, "use tp=1"), ({"pp": 2}, "has no pipeline stages: use pp=1"):
+        with pytest.raises(ReshardError, match=f"SGLang's class of OlmoeForCausalLM .*{sentence}"):
+            plan_refit(olmoe, MegatronLayout(), SglangLayout(**sizes))
+    SglangLayout(pp=2).check(model("MiniMax-M2.7"))
+
+
 @pytest.mark.parametrize("change", [{"kv_lora_rank": 10**9}, {"q_lora_rank": 10**9}, {"vocab_size": 2 * 10**9, "hidden_size": 10**6}])  # fmt: skip
 def test_sizes_that_no_gpu_holds_are_refused_at_once_and_in_little_memory(change, tmp_path):
     """Planned piece by piece they took gigabytes and half a minute."""

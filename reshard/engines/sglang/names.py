@@ -85,6 +85,8 @@ FAMILIES = {
 WITHOUT_DP_ATTENTION = ("llama", "mistral", "qwen2", "mixtral", "olmoe")
 # Families whose classes norm all heads together on each rank, and so cannot split them.
 WITHOUT_TP = ("olmoe",)
+# Families whose classes have no pipeline stages.
+WITHOUT_STAGES = ("olmoe", "qwen3_next")
 # Families whose classes compute a parameter while they load, and do not keep what they compute it from.
 COMPUTED = {"nemotron_h": "A of Mamba layers, of the published A_log,"}
 
