@@ -5,6 +5,7 @@ Without its kernels SGLang runs dense models by torch alone.
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from reshard.engines.sglang.calls import apply_deltas, call, close_server, conne
 from reshard.parity import parity
 from reshard.refit import RefitGroup, connect
 from reshard.trainers.megatron import MegatronModel
+from tests import install_sglang_cpu
 from tests.ranks import caught
 from tests.refit_sides import Steps, trainer
 from tests.sglang_on_cpu import only_our_models
@@ -181,7 +183,9 @@ def server(mcore: str, port: int):
     from sglang.srt.utils import kill_process_tree
 
     only_our_models()
-    with subprocess.Popen([*program, *switches]) as process:
+    # From 0.5.19 on it has to be told where more stages run than the host has nodes of memory.
+    where = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"} if install_sglang_cpu.version() > (0, 5, 18) else {}
+    with subprocess.Popen([*program, *switches], env=os.environ | where) as process:
         try:
             while caught(lambda: call_route(url, "model_info")) != "no error":
                 assert process.poll() is None and time.monotonic() < deadline
