@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -70,7 +69,7 @@ class RefitGroup(HubClient):
         self.verify = False  # some member has asked for a check of this refit
         self._notes: dict[int, str] = {}
         self._prepared_version: int | None = None
-        self._call, self._call_lock = "", threading.Lock()  # that goes on, in words
+        self._call = ""  # that goes on, in words
 
     @staticmethod
     def of_process_group(
@@ -185,16 +184,16 @@ class RefitGroup(HubClient):
         Raises ReshardError in another thread, or a signal's handler, that begins one meanwhile: it would take the
         answers of the first, or give back memory that the first copies from.
         """
-        if not self._call_lock.acquire(blocking=False):
+        if self._call:
             raise ReshardError(
                 f"{self.names[self.rank]} cannot {what} while it is in another call ({self._call}): call it again "
                 f"once that has returned"
             )
         try:
-            self._call = what
+            self._call = what  # no lock, which Ctrl-C would leave locked right after it was taken
             yield
         finally:
-            self._call_lock.release()
+            self._call = ""
 
     @contextmanager
     def transaction(self, what: str) -> Iterator[None]:
