@@ -146,6 +146,8 @@ def cells() -> list[Cell]:
     every_cell += [Cell("Disk commands", f"Python {python}, lowest of all", _disk(python, "--resolution", "lowest-direct"))
               for python in ("3.10", "3.11", "3.12")]  # fmt: skip
     every_cell += [Cell("Disk commands", "Python 3.12, numpy 1.26.4", _disk("3.12", "numpy==1.26.4"))]
+    workers = _own(["torch==2.15.0"], ("tests/test_workers.py",), python="3.14", without=("nixl", "vllm"))
+    every_cell += [Cell("Disk commands", "Python 3.14, torch 2.15.0, tests of workers", workers)]
     every_cell += [
         Cell("Flags, asked of Megatron-LM's parser", tag.removeprefix("core_v"), _flags(tag))
         for tag in PARSERS
