@@ -167,7 +167,14 @@ def follow(served, chain: str, checkpoints: list[tuple[str, str]]) -> tuple:
         save(checkpoints[old][0], checkpoints[new][0], chain)
     reached = apply_deltas(served, chain), answers(served)
     settle(served)
+    has_sessions = hasattr(
+        served, "begin_weight_update"
+    )  # from 0.5.21 on, and outside of one nothing is written
+    if has_sessions:
+        served.begin_weight_update()
     served.update_weights_from_tensor([("model.norm.weight", torch.full((64,), 2.0))])
+    if has_sessions:
+        served.end_weight_update()
     return *reached, said_by(lambda: apply_deltas(served, chain))
 
 
