@@ -156,6 +156,14 @@ def test_olmoe_is_planned_into_sglang_as_its_class_there_can_be_split():
     SglangLayout(pp=2).check(model("MiniMax-M2.7"))
 
 
+def test_gpt_oss_is_planned_into_sglang_without_expert_parallelism():
+    SglangLayout(tp=2).check(model("gpt-oss-20b"))
+    with pytest.raises(
+        ReshardError, match="GptOssForCausalLM cannot be refitted with expert parallelism: use ep=1"
+    ):
+        plan_refit(model("gpt-oss-20b"), MegatronLayout(), SglangLayout(tp=2, ep=2))
+
+
 @pytest.mark.parametrize("change", [{"kv_lora_rank": 10**9}, {"q_lora_rank": 10**9}, {"vocab_size": 2 * 10**9, "hidden_size": 10**6}])  # fmt: skip
 def test_sizes_that_no_gpu_holds_are_refused_at_once_and_in_little_memory(change, tmp_path):
     """Planned piece by piece they took gigabytes and half a minute."""

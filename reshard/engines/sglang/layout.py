@@ -17,7 +17,14 @@ from reshard.engines.layout import (
     layers_of_stage,
     outer_of_stage,
 )
-from reshard.engines.sglang.names import COMPUTED, SGLANG, WITHOUT_DP_ATTENTION, WITHOUT_STAGES, WITHOUT_TP
+from reshard.engines.sglang.names import (
+    COMPUTED,
+    SGLANG,
+    WITHOUT_DP_ATTENTION,
+    WITHOUT_EP,
+    WITHOUT_STAGES,
+    WITHOUT_TP,
+)
 from reshard.megatron.stages import divisors, numbers
 from reshard.models.model import Model
 
@@ -56,6 +63,11 @@ class SglangLayout(EngineLayout):
         if self.pp > 1 and model.family.name in WITHOUT_STAGES:
             raise ReshardError(
                 f"SGLang's class of {model.family.architecture} has no pipeline stages: use pp=1"
+            )
+        if self.ep > 1 and model.family.name in WITHOUT_EP:
+            raise ReshardError(
+                f"SGLang's class of {model.family.architecture} cannot be refitted with expert parallelism: "
+                f"use ep=1"
             )
         if self.tp > 1 and model.family.name in WITHOUT_TP:
             raise ReshardError(

@@ -85,6 +85,8 @@ FAMILIES = {
 WITHOUT_DP_ATTENTION = ("llama", "mistral", "qwen2", "mixtral", "olmoe")
 # Families whose classes norm all heads together on each rank, and so cannot split them.
 WITHOUT_TP = ("olmoe",)
+# Families whose loaders, with EP, read a rank's experts in a way that the trace cannot follow.
+WITHOUT_EP = ("gpt_oss",)
 # Families whose classes have no pipeline stages.
 WITHOUT_STAGES = ("olmoe", "qwen3_next")
 # Families whose classes compute a parameter while they load, and do not keep what they compute it from.
