@@ -4,6 +4,7 @@ tiles."""
 import os
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from triton import knobs
 
 from reshard.refit.codecs import BLOCKWISE, CODECS, PLAIN, codec_between
-from reshard.refit.copies import CopyTable, copy_on_host, of_copy_engines
+from reshard.refit.copies import CopyTable, copy_on_host, of_copy_engines, wait_for_all_streams
 from reshard.refit.digests import Digests, word_tiles
 from reshard.refit.kernels import expected_compilation
 from reshard.refit.tables import (
@@ -323,3 +324,11 @@ def test_who_watches_for_compilation_is_not_told_of_what_connect_compiles(monkey
         assert knobs.runtime.jit_post_compile_hook is None
         raise KeyError
     assert knobs.runtime.jit_post_compile_hook is watching
+
+
+def test_a_gpu_that_is_never_done_is_waited_for_as_long_as_said(monkeypatch):
+    gpu, done = torch.device("cuda", 0), threading.Event()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.wait(60))
+    assert not wait_for_all_streams(gpu, 0.05)
+    done.set()
+    assert wait_for_all_streams(gpu, 60) and wait_for_all_streams(gpu, None)

@@ -4,10 +4,13 @@
 import ctypes
 import time
 from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 
 import numpy as np
 import torch
 
+from reshard.comm.background import in_background
 from reshard.comm.client import LOOK_SECONDS
 from reshard.device.cuda import copy_rows, on_device
 from reshard.refit.codecs import CODECS, PLAIN, bytes_in_source
@@ -169,6 +172,21 @@ def wait_for_device(
             called = now
             meanwhile()
         time.sleep(20e-6)
+    return True
+
+
+def wait_for_all_streams(device: torch.device, seconds: float | None) -> bool:
+    """Wait until a GPU has done all that it was given, on whatever stream; return False if it takes
+    longer than `seconds`, where they are given: a kernel that waits for a lost partner never ends."""
+    if device.type != "cuda":
+        return True
+    if seconds is None:
+        torch.cuda.synchronize(device)
+        return True
+    try:
+        in_background(partial(torch.cuda.synchronize, device)).result(seconds)
+    except FutureTimeoutError:
+        return False
     return True
 
 

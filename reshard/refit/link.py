@@ -16,7 +16,7 @@ from reshard.core.errors import ReshardError, first_line
 from reshard.refit.addresses import UNSTAGED, region_addresses
 from reshard.refit.agreement import Agreement, names_of
 from reshard.refit.codecs import CODECS, PLAIN
-from reshard.refit.copies import wait_for_device
+from reshard.refit.copies import wait_for_all_streams, wait_for_device
 from reshard.refit.deltas import OFF, Deltas
 from reshard.refit.protocol.memory import TrainerMemory, exchange_unmapped
 from reshard.refit.receiver import Receiver
@@ -217,28 +217,18 @@ class Link:
         """Finish what this GPU has to do first. Returns whether this trainer's rank has moved,
         which it then tells others, and whether this engine's has."""
         if self.sender is not None and self.sender.source.has_pending_sync:
-            self._sync_params(self.sender)
-        if self.device.type == "cuda":
-            # The optimizer's work, or the engine's last step, on whatever stream.
-            torch.cuda.synchronize(self.device)
+            self.sender.sync_params()
+        # The optimizer's work, or the engine's last step.
+        if not wait_for_all_streams(self.device, self.group.timeout if self.broken else None):
+            raise ReshardError(
+                f"the GPU of {self.group.names[self.group.rank]} is not done within {self.group.timeout:g} s: it may "
+                f"wait for a partner that was lost in the refit before; start this process again"
+            )
         if self.receiver is not None:
             self.receiver.check_taken()
             self.receiver.engine.check_idle()
         receiver_moved = self.receiver is not None and self.receiver.engine.refresh_regions()
         return self.sender is not None and self.sender.post_if_moved(), receiver_moved
-
-    def _sync_params(self, sender: Sender) -> None:
-        """Let the trainer's ranks finish what training has put off; not before all have come, since
-        torch bounds their wait for each other by a limit of its own."""
-        sender.source.check_memory(self.device)
-        self.group.post("sync")
-        self.group.wait("sync", self.agreed.trainers)
-        with self.group.reporting_alive():
-            sender.source.sync_params()
-            if not wait_for_device(self.device, self.group.timeout):
-                raise ReshardError(
-                    f"the trainer's parameters were not gathered after its last step within {self.group.timeout:g} s"
-                )
 
     def _follow(self, sender_moved: bool, receiver_moved: bool) -> None:
         """Refresh addresses on both sides, and map again what was unmapped."""

@@ -29,6 +29,7 @@ from reshard.refit.addresses import (
 )
 from reshard.refit.agreement import Agreement
 from reshard.refit.codecs import BLOCKWISE
+from reshard.refit.copies import wait_for_device
 from reshard.refit.fp8_blocks.items import PLACES
 from reshard.refit.fp8_blocks.packed import compile_block_kernels, places_of_requests
 from reshard.refit.protocol.encoding import digest
@@ -88,6 +89,19 @@ class Sender:
             return list(map(local_matrix, self.source.publish(model)))
         except ValueError as error:
             raise ReshardError(f"the trainer's {error}, which a refit does not support") from error
+
+    def sync_params(self) -> None:
+        """Let the trainer's ranks finish what training has put off; not before all have come, since
+        torch bounds their wait for each other by a limit of its own."""
+        self.source.check_memory(self.device)
+        self.group.post("sync")
+        self.group.wait("sync", self.agreed.trainers)
+        with self.group.reporting_alive():
+            self.source.sync_params()
+            if not wait_for_device(self.device, self.group.timeout):
+                raise ReshardError(
+                    f"the trainer's parameters were not gathered after its last step within {self.group.timeout:g} s"
+                )
 
     def receive_requests(self) -> None:
         """Read which pieces every inference rank wants, and post where they are."""
