@@ -29,7 +29,7 @@ VOCAB_MULTIPLE = 64
 WITHOUT_PARAMETER = ("copy", "ignored")
 
 
-class Shard(NamedTuple):
+class Split(NamedTuple):
     """The number of ranks that split a parameter, and which of them this is."""
 
     ranks: int
@@ -41,7 +41,7 @@ class EngineRank:
     """One rank of an engine.
 
     `moe_tp` ranks split each expert; `experts` are the global ids of the rank's experts in their
-    order; `outer` are the published names of its parameters outside the layers. `shards` says of
+    order; `outer` are the published names of its parameters outside the layers. `splits` says of
     parameters of a kind (`kind_of`) by how many ranks they are split, where it is not by TP.
     """
 
@@ -52,13 +52,13 @@ class EngineRank:
     experts: tuple[int, ...]
     layers: tuple[int, ...]
     outer: frozenset[str]
-    shards: Mapping[str, Shard] = field(default_factory=dict)
+    splits: Mapping[str, Split] = field(default_factory=dict)
 
-    def shard_of(self, model: Model, row: Row, axis: str) -> Shard:
+    def split_of(self, model: Model, row: Row, axis: str) -> Split:
         """Return how a row is split that the mapping table splits along a mesh axis."""
         if axis == "etp":
-            return Shard(self.moe_tp, self.moe_tp_rank)
-        return self.shards.get(kind_of(model, row), Shard(self.tp, self.tp_rank))
+            return Split(self.moe_tp, self.moe_tp_rank)
+        return self.splits.get(kind_of(model, row), Split(self.tp, self.tp_rank))
 
 
 def kind_of(model: Model, row: Row) -> str:
@@ -298,7 +298,7 @@ class Expansion:
         if axis_and_dim is None or row.hf in self.names.family(self.model).whole:
             return whole(shape), 0
         axis, dim = axis_and_dim
-        ranks, index = self.rank.shard_of(self.model, row, axis)
+        ranks, index = self.rank.split_of(self.model, row, axis)
         engine = self.names.engine
         what = f"{engine}'s expert tp" if axis == "etp" else f"{engine}'s tp"
         if row.arrangement == "vocab":

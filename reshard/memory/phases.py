@@ -9,7 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from reshard.core.errors import ReshardError, listed
-from reshard.engines.layout import EngineLayout, EngineRank, Shard
+from reshard.engines.layout import EngineLayout, EngineRank, Split
 from reshard.memory.activations import Sizes, layer_tensors
 from reshard.memory.options import GIB, TrainingSetup
 from reshard.memory.outside import CONTEXT, Band
@@ -199,9 +199,9 @@ def _engine_bytes(model: Model, engine: EngineSetup) -> tuple[int, int]:
     return weights, per_token
 
 
-def _attention(rank: EngineRank) -> Shard:
+def _attention(rank: EngineRank) -> Split:
     """Return by how many ranks attention is split."""
-    return rank.shards.get("attention", Shard(rank.tp, rank.tp_rank))
+    return rank.splits.get("attention", Split(rank.tp, rank.tp_rank))
 
 
 def _profiled(model: Model, engine: EngineSetup) -> Band:

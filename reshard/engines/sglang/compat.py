@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from reshard.core.errors import ReshardError
 from reshard.core.extras import importing
-from reshard.engines.layout import Shard
+from reshard.engines.layout import Split
 from reshard.engines.tested import TestedEngine
 
 with importing("sglang"):
@@ -48,10 +48,10 @@ unknown, known = _TESTED.unknown, _TESTED.known
 class Parallel(NamedTuple):
     """The places of this process in SGLang's groups."""
 
-    tp: Shard
-    pp: Shard
-    ep: Shard
-    moe_tp: Shard
+    tp: Split
+    pp: Split
+    ep: Split
+    moe_tp: Split
 
 
 def resolved(arguments: Any) -> Any:
@@ -71,10 +71,10 @@ def parallel() -> Parallel:
 
         groups = get_parallel()
         return Parallel(
-            Shard(groups.tp_size, groups.tp_rank),
-            Shard(groups.pp_size, groups.pp_rank),
-            Shard(groups.moe_ep_size, groups.moe_ep_rank),
-            Shard(groups.moe_tp_size, groups.moe_tp_rank),
+            Split(groups.tp_size, groups.tp_rank),
+            Split(groups.pp_size, groups.pp_rank),
+            Split(groups.moe_ep_size, groups.moe_ep_rank),
+            Split(groups.moe_tp_size, groups.moe_tp_rank),
         )
 
 
@@ -170,27 +170,27 @@ def experts_of(module: torch.nn.Module) -> Experts | None:
         return Experts(local, int(layer.moe_ep_rank) * (local - shared), shared)
 
 
-def shard_of(module: torch.nn.Module) -> Shard | None:
+def split_of(module: torch.nn.Module) -> Split | None:
     """Return by how many ranks a linear layer or an embedding is split, None for other modules."""
     ranks = getattr(module, "tp_size", None)
     if ranks is None:
-        return _shard_of_group(module)
+        return _split_of_group(module)
     indices = getattr(module, "shard_indices", None)
     if indices is None:
-        return Shard(ranks, getattr(module, "tp_rank", 0))
+        return Split(ranks, getattr(module, "tp_rank", 0))
     # An embedding does not say its rank, only where its rows begin.
     rows = indices.num_elements_padded
-    return Shard(ranks, int(indices.padded_org_vocab_start_index // rows))
+    return Split(ranks, int(indices.padded_org_vocab_start_index // rows))
 
 
-def _shard_of_group(module: torch.nn.Module) -> Shard | None:
+def _split_of_group(module: torch.nn.Module) -> Split | None:
     """Return by how many ranks a linear layer is split, which from 0.5.22 on has a group in the place of
     sizes, and none if it is not split."""
     if not hasattr(module, "tp_group"):
         return None
     with known("does not say how a layer is split as it did"):
         group: Any = module.tp_group
-        return Shard(1, 0) if group is None else Shard(group.world_size, group.rank_in_group)
+        return Split(1, 0) if group is None else Split(group.world_size, group.rank_in_group)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from reshard.core.errors import ReshardError
 from reshard.engines.layout import (
     EngineLayout,
     EngineRank,
-    Shard,
+    Split,
     experts_of_rank,
     layers_of_stage,
     outer_of_stage,
@@ -101,7 +101,7 @@ class SglangLayout(EngineLayout):
             experts_of_rank(model.num_experts, self.ep, tp_rank // moe_tp),
             layers_of_stage(counts, pp_rank),
             outer_of_stage(SGLANG, model, pp_rank == 0, pp_rank == self.pp - 1),
-            attention_shards(Shard(self.tp // self.dp, tp_rank % (self.tp // self.dp))),
+            attention_splits(Split(self.tp // self.dp, tp_rank % (self.tp // self.dp))),
         )
 
 
@@ -115,6 +115,6 @@ def check_family(model: Model) -> None:
         )
 
 
-def attention_shards(attention: Shard) -> Mapping[str, Shard]:
+def attention_splits(attention: Split) -> Mapping[str, Split]:
     """Return how parameters of some kinds are split, given how attention is."""
     return {"attention": attention, "embedding": attention}

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import torch
 
-from reshard.engines.layout import EngineRank, Shard, experts_of_rank, outer_of_stage
+from reshard.engines.layout import EngineRank, Split, experts_of_rank, outer_of_stage
 from reshard.engines.placing import layers_of
 from reshard.engines.sglang import compat
 from reshard.engines.sglang.names import SGLANG
@@ -27,13 +27,13 @@ def rank_of(module: torch.nn.Module, model: Model, tensors: Collection[str]) -> 
     Experts lie in order (`check_supported`).
     """
     groups = compat.parallel()
-    shards: dict[str, Shard] = {}
+    splits: dict[str, Split] = {}
     for name, child in module.named_modules():
         for kind, ends in SPLIT_APART:
-            shard = compat.shard_of(child) if name.endswith(ends) else None
-            if shard is not None and kind not in shards:
-                shards[kind] = shard
+            split = compat.split_of(child) if name.endswith(ends) else None
+            if split is not None and kind not in splits:
+                splits[kind] = split
     outer = outer_of_stage(SGLANG, model, groups.pp.rank == 0, groups.pp.rank == groups.pp.ranks - 1)
     experts = experts_of_rank(model.num_experts, groups.ep.ranks, groups.ep.rank)
     layers = layers_of(SGLANG, model, tensors)
-    return EngineRank(*groups.tp, *groups.moe_tp, experts, layers, outer, shards)
+    return EngineRank(*groups.tp, *groups.moe_tp, experts, layers, outer, splits)

@@ -13,7 +13,7 @@ from reshard.engines.layout import (
     EngineLayout,
     EngineRank,
     Expansion,
-    Shard,
+    Split,
     experts_of_rank,
     layers_of_stage,
     outer_of_stage,
@@ -24,7 +24,7 @@ from reshard.models.model import Model
 from reshard.models.tables import Row
 
 # Where MoE layers split tokens over TP, every rank has all of the shared experts.
-WHOLE_SHARED_EXPERTS = {"shared_experts": Shard(1, 0)}
+WHOLE_SHARED_EXPERTS = {"shared_experts": Split(1, 0)}
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ class VllmLayout(EngineLayout):
             experts = self._local_experts(experts, moe_tp, moe_tp_rank)
             moe_tp, moe_tp_rank = 1, 0
         outer = outer_of_stage(VLLM, model, pp_rank == 0, pp_rank == self.pp - 1)
-        shards = WHOLE_SHARED_EXPERTS if self.expert_parallel and self.tp > 1 and self.dp > 1 else {}
+        splits = WHOLE_SHARED_EXPERTS if self.expert_parallel and self.tp > 1 and self.dp > 1 else {}
         layers = layers_of_stage(counts, pp_rank)
-        return EngineRank(self.tp, tp_rank, moe_tp, moe_tp_rank, experts, layers, outer, shards)
+        return EngineRank(self.tp, tp_rank, moe_tp, moe_tp_rank, experts, layers, outer, splits)
 
     def _local_experts(self, experts: tuple[int, ...], ranks: int, rank: int) -> tuple[int, ...]:
         """Return the experts of one of the ranks that they are distributed over."""

@@ -37,5 +37,5 @@ def rank_of(module: torch.nn.Module, model: Model, tensors: Collection[str], con
         break  # all layers have the same
     # Some of vLLM's models have the output layer on every pipeline stage.
     layers, outer = layers_of(VLLM, model, tensors), outer_of(VLLM, model, tensors)
-    shards = WHOLE_SHARED_EXPERTS if config.parallel_config.use_sequence_parallel_moe else {}
-    return EngineRank(tp, tp_rank, moe_tp, moe_tp_rank, local_experts, layers, outer, shards)
+    splits = WHOLE_SHARED_EXPERTS if config.parallel_config.use_sequence_parallel_moe else {}
+    return EngineRank(tp, tp_rank, moe_tp, moe_tp_rank, local_experts, layers, outer, splits)
