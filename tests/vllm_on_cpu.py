@@ -72,6 +72,7 @@ from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.layers.fused_moe import config as experts_config
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.models import utils as model_utils
 from vllm.v1.worker import workspace
 
 from tests import vllm_models
@@ -187,6 +188,8 @@ def build(
         experts = config.model_config.is_moe, config.parallel_config.enable_expert_parallel
         make_groups(rank, tp, pp, dp, *experts)
         workspace.init_workspace_manager(torch.device("cpu"))  # as the worker does
+        # vLLM keeps which layers a model lacks by its id(), which models before this one may have had.
+        model_utils._model_to_pp_missing_layer_names.clear()
         model = get_model_loader(config.load_config).load_model(
             vllm_config=config, model_config=config.model_config
         )
