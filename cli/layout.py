@@ -114,6 +114,17 @@ def with_new_names(command: str | None, args: list[str]) -> list[str]:
     return replaced + args[end:]
 
 
+def given_options() -> dict[str, click.Parameter]:
+    """Return the options that stand on the command line, by name, in the command's order."""
+    context = click.get_current_context()
+    return {
+        option.name: option
+        for option in context.command.params
+        if option.name is not None
+        and context.get_parameter_source(option.name) is click.core.ParameterSource.COMMANDLINE
+    }
+
+
 def pop_layout(options: dict[str, Any], extra: Collection[str] = ()) -> dict[str, Any]:
     """Take a command's parallel sizes out of its options: those of `layout_options`, or the list of
     ``--trainer``.
@@ -125,9 +136,9 @@ def pop_layout(options: dict[str, Any], extra: Collection[str] = ()) -> dict[str
     text = options.pop("trainer", None)
     if text is None:
         return layout
-    context = click.get_current_context()
+    given = given_options()
     for name in (*LAYOUT_NAMES, *extra):
-        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+        if name in given:
             raise click.UsageError(
                 f"--trainer and --{name.replace('_', '-')} both give sizes: use one of the two"
             )

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from reshard.cli.adapter_options import ALPHA, SAVED_TP, adapter_options
-from reshard.cli.layout import LAYOUT_NAMES, layout_options, pop_layout
+from reshard.cli.layout import LAYOUT_NAMES, given_options, layout_options, pop_layout
 from reshard.cli.output import print_report, progress_bar
 from reshard.cli.places import PathOrHubId, resumable
 
@@ -51,12 +51,8 @@ def command(base: str, adapter: str, destination: str, as_json: bool, **options:
 def _check_options_of(format: str) -> None:
     """Raise UsageError for an option of the other format, which would have no effect."""
     of_other = ("max_shard_size",) if format == "mcore" else (*LAYOUT_NAMES, "transformer_impl")
-    context = click.get_current_context()
-    for option in context.command.params:
-        if (
-            option.name in of_other
-            and context.get_parameter_source(option.name) is click.core.ParameterSource.COMMANDLINE
-        ):
+    for name, option in given_options().items():
+        if name in of_other:
             raise click.UsageError(
                 f"{option.opts[0]} has no effect with --format {format}: give --format {'hf' if format == 'mcore' else 'mcore'}, "
                 f"or leave it out"

@@ -7,7 +7,14 @@ from typing import Any
 import click
 
 from reshard.cli.groups import grouped
-from reshard.cli.layout import LAYOUT_NAMES, engine_layout, layout_options, pop_layout, trainer_option
+from reshard.cli.layout import (
+    LAYOUT_NAMES,
+    engine_layout,
+    given_options,
+    layout_options,
+    pop_layout,
+    trainer_option,
+)
 from reshard.cli.memory_options import GROUPS, memory_options
 from reshard.cli.output import ignore_option, json_option, print_json, print_note, write_page
 from reshard.cli.places import model_argument
@@ -45,7 +52,7 @@ def command(
     from reshard.models.config_fields import check_ignored
     from reshard.storage.sources.opening import read_model
 
-    _check_needed(context)
+    _check_needed()
     options["recompute"] = _recompute(options)
     sizes = pop_layout(options, ("dp", "cp"))
     fitting = {name: options.pop(name) for name in ("fit", "at_most_tp", "at_most_pp", "at_most_ep", "count")}
@@ -83,18 +90,12 @@ def command(
         context.exit(1)
 
 
-def _check_needed(context: click.Context) -> None:
+def _check_needed() -> None:
     """Raise UsageError for an option that would have no effect, since the one that it belongs to was not given."""
-    given = [
-        option
-        for option in context.command.params
-        if option.name is not None
-        and context.get_parameter_source(option.name) is click.core.ParameterSource.COMMANDLINE
-    ]
-    names = {option.name for option in given}
+    given = given_options()
     for needed, needing in NEEDING.items():
-        for option in given:
-            if option.name in needing and needed not in names:
+        for name, option in given.items():
+            if name in needing and needed not in given:
                 raise click.UsageError(f"{'/'.join(option.opts + option.secondary_opts)} needs --{needed}")
 
 
