@@ -8,13 +8,17 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 
 from reshard import ReshardError
 from reshard.comm.client import PeerMemoryError
 from reshard.comm.protocol import PREPARE
 from reshard.refit import RefitGroup
+from reshard.refit.copies import wait_for_device
 from tests.ranks import caught, free_port
 
 pytestmark = pytest.mark.slow
@@ -198,6 +202,25 @@ def test_who_is_in_a_long_call_and_says_so_is_not_blamed():
     first, second = in_threads(reads, exchanges)
     assert "rank 2 is silent, and rank 1, which waits for it, did not reach" in first, first
     assert second == f"rank 0: {first}"
+
+
+def test_who_waits_for_a_gpu_learns_at_once_that_another_has_failed():
+    """The GPU waits in a kernel that a lost partner never lets go."""
+    members, gpu = met(2), torch.device("cuda")
+
+    def waits() -> None:
+        with members[0].transaction("a refit"):
+            wait_for_device(
+                gpu, 60, members[0].attend, cast(torch.cuda.Event, SimpleNamespace(query=lambda: False))
+            )
+
+    def fails() -> None:
+        with members[1].transaction("a refit"):
+            raise ReshardError("a layer is broken")
+
+    began = time.monotonic()
+    first, second = in_threads(waits, fails)
+    assert first == f"rank 1: {second}" and time.monotonic() < began + 30
 
 
 def test_a_call_that_is_interrupted_as_it_begins_does_not_say_that_it_goes_on(monkeypatch):

@@ -22,7 +22,7 @@ from reshard.refit import Link, RefitGroup, RefitReport, connect
 from reshard.refit.copies import host_bytes
 from reshard.refit.routes import BACKENDS, Pair, Peer
 from reshard.refit.tables import TILE_BYTES
-from reshard.refit.transports import TRANSPORTS, agent, slots, transport_for
+from reshard.refit.transports import TRANSPORTS, agent, nccl, slots, transport_for
 from reshard.refit.transports.agent import Agent, AgentHandle
 from reshard.refit.transports.bucket_memory import BucketMemory
 from reshard.refit.transports.slots import SlotTransport
@@ -363,11 +363,13 @@ def test_tables_follow_slabs_that_lie_elsewhere_in_each_refit(monkeypatch):
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_the_buckets_of_a_refit_that_failed_are_left_to_it_by_a_close(fails, monkeypatch):
-    """The driver would wait for a kernel that waits for a dead partner, or give it no more memory."""
-    address, calls = f"127.0.0.1:{free_port()}", []
+def test_a_refit_that_failed_ends_its_exchange_and_leaves_the_rest_of_the_buckets_to_it(fails, monkeypatch):
+    """A kernel that waits for a dead partner has to end; where it does not, the driver would wait for it, or give it
+    no more memory."""
+    address, calls, plain = f"127.0.0.1:{free_port()}", [], nccl.abort
     for name in ("abandon", "free"):
         monkeypatch.setattr(BucketMemory, name, lambda self, name=name: calls.append(name))
+    monkeypatch.setattr(nccl, "abort", lambda *arguments: (calls.append("abort"), plain(*arguments)))
 
     def refuse():
         raise ReshardError("a layer is broken")
@@ -385,7 +387,7 @@ def test_the_buckets_of_a_refit_that_failed_are_left_to_it_by_a_close(fails, mon
     with ThreadPoolExecutor(2) as pool:
         said = [*pool.map(member, range(2))]
     assert fails == all("a layer is broken" in str(one) for one in said), said
-    assert sorted(calls) == (["abandon"] * 2 if fails else []) + ["free"] * 2
+    assert sorted(calls) == sorted((["abort", "free", "abandon"] * 2 if fails else []) + ["free"] * 2)
 
 
 @pytest.mark.parametrize("backend", ["staged", "nixl"])

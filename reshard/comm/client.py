@@ -118,6 +118,12 @@ class HubClient:
             with suppress(BrokenChannelError):  # the process with the hub is gone, as all will find out
                 self.channel.send(encode(Alive()))
 
+    def attend(self) -> None:
+        """Say that this member is alive, and raise ReshardError where the others wait for nothing any more: see
+        `report_alive` and `check`. For calls that look again and again whether a GPU is done."""
+        self.report_alive()
+        self.check()
+
     @contextmanager
     def reporting_alive(self) -> Iterator[None]:
         """While it is open, a thread says that this member is alive: for calls that do not return soon."""

@@ -260,6 +260,7 @@ class Link:
         """Carry out all copies, and let the engine process the rounds that it processes itself."""
         self._run_rounds((UNSTAGED, *self._rounds()), self.receiver.process_round if self.receiver else None)
         if self.receiver is not None:
+            self._wait_for_partners()
             self.receiver.engine.update_derived()
 
     def _transfer_rounds_again(self) -> None:
@@ -278,14 +279,17 @@ class Link:
         failure: ReshardError | RuntimeError | None = None
         cut_off = False  # copies have failed
         for number in numbers:
+            works = work is not None and self.receiver is not None and number in self.receiver.rounds
             try:
                 if not cut_off:
                     self._run(number)
+                    if works:
+                        self._wait_for_partners()
             except (ReshardError, RuntimeError) as error:
                 failure, cut_off = failure or error, True
                 if not wait_for_device(self.device, SETTLE_SECONDS):
                     raise  # a kernel waits for a partner that is gone, and work would wait for the kernel
-            if work is not None and self.receiver is not None and number in self.receiver.rounds:
+            if work is not None and works:
                 try:
                     work(number)
                 except ReshardError as error:
@@ -306,15 +310,25 @@ class Link:
             for transport in self.transports:
                 transport.join()
 
+    @property
+    def _is_blocking(self) -> bool:
+        return any(transport.is_blocking for transport in self.transports)
+
+    def _wait_for_partners(self) -> None:
+        """Wait until a GPU that may wait for a partner has what it waits for: before work in which this process
+        waits for the GPU with no limit. Raises RuntimeError where a partner is late, ReshardError where one fails."""
+        if self._is_blocking and not wait_for_device(self.device, self.group.timeout, self.group.attend):
+            raise RuntimeError(f"nothing arrived within {self.group.timeout:g} s")
+
     def _bounded(self, work: Callable[[], None]) -> None:
         """Do work to its end. Raises ReshardError, naming the ranks that do not respond, where a
         partner dies or stalls."""
         # On a GPU work is only enqueued, and waited for below, unless a transport blocks.
-        blocks = self.device.type == "cpu" or any(transport.is_blocking for transport in self.transports)
+        blocks = self.device.type == "cpu" or self._is_blocking
         try:
             with self.group.reporting_alive() if blocks else nullcontext():
                 work()
-            finished = wait_for_device(self.device, self.group.timeout, self.group.report_alive)
+            finished = wait_for_device(self.device, self.group.timeout, self.group.attend)
             reason = f"nothing arrived within {self.group.timeout:g} s"
         except RuntimeError as error:
             finished, reason = False, first_line(error)
@@ -328,14 +342,16 @@ class Link:
         """After a refit that failed: unmap the trainers' memory, and give everything back, since a link
         that failed may not be used again, nor be closed."""
         self.broken = True
+        for transport in self.transports:
+            transport.abort()
         if self.sender is not None:
             self.sender.forget()
         with suppress(ReshardError, RuntimeError):
             if wait_for_device(self.device, self.group.timeout):  # not under a kernel that reads it
                 self._release()
-                # A kernel of a blocking transport may wait for a dead partner for ever, and the
+                # A kernel of torch's own communicator may wait for a dead partner for ever, and the
                 # driver would wait for that.
-                if not any(transport.is_blocking for transport in self.transports):
+                if not self._is_blocking:
                     for transport in self.transports:
                         transport.close()
 

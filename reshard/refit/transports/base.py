@@ -123,7 +123,8 @@ class Transport(ABC):
     - at a refit: `update_addresses` if memory has moved, and `prepare` again where that is not enough;
       `run(UNSTAGED)`, then `run` for each of `numbers` in order, with `join` after each; `release`, `free`;
     - with ``verify=True``: `run` for each of `numbers` once more;
-    - after a failure: `close`, and `renew` at the next refit; or `abandon` and `close`, where there is none.
+    - after a failure: `abort` and `close`, and `renew` at the next refit; or `abandon` and `close`, where there is
+      none.
 
     Both ends of a pair see the same pieces in the same order.
     """
@@ -227,6 +228,9 @@ class Transport(ABC):
 
     def free(self) -> None:  # noqa: B027
         """Give back memory of its own, which nobody has mapped any more; the next refit makes it anew."""
+
+    def abort(self) -> None:  # noqa: B027
+        """End at once, after a failure, what would keep this member's GPU waiting for a partner that is lost."""
 
     def abandon(self) -> None:  # noqa: B027
         """Leave its own memory to a transfer that has failed, and may go on: `close` then does not wait for that."""

@@ -1,11 +1,12 @@
 """The communicator of NCCL's and Gloo's exchanges: torch's own, or one that members make among themselves."""
 
 import atexit
+import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -65,7 +66,8 @@ def _new_communicator(group: RefitGroup, store: Any, index: int, size: int, devi
         torch.cuda.set_device(device)  # of this thread, which is new
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        communicator = dist.ProcessGroupNCCL(named, index, size, options)
+        with _surviving_errors():
+            communicator = dist.ProcessGroupNCCL(named, index, size, options)
         _communicators.add(communicator)
         return communicator
     gloo: Any = dist.ProcessGroupGloo
@@ -74,6 +76,29 @@ def _new_communicator(group: RefitGroup, store: Any, index: int, size: int, devi
     settings = gloo._Options()
     settings._timeout, settings._devices = timeout, [gloo.create_device(hostname=group.local_address)]
     return gloo(named, index, size, settings)
+
+
+@contextmanager
+def _surviving_errors() -> Iterator[None]:
+    """Within it communicators are made that leave the process alone when a partner is lost: by itself torch's
+    watchdog ends it, and an engine can be refitted by the next trainer."""
+    variable = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(variable)
+    os.environ[variable] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+
+
+def abort(communicator: Any, seconds: float) -> None:
+    """End what a communicator of `communicator_of` has under way, such as a kernel that waits for a partner for ever;
+    it is not used again. Waits no longer than so many `seconds`."""
+    _communicators.discard(communicator)
+    wait([in_background(communicator.abort)], seconds)
 
 
 @atexit.register

@@ -24,7 +24,7 @@ from reshard.refit.tables import ALIGNMENT, DST, SRC, TILE_BYTES, bytes_packed
 from reshard.refit.transports.base import Context, Incoming, Measured, Outgoing, Transport, by_round
 from reshard.refit.transports.bucket_memory import BucketMemory
 from reshard.refit.transports.changes import SentBuckets, ServedBucket, most_bytes, read_changes
-from reshard.refit.transports.communicator import communicator_of
+from reshard.refit.transports.communicator import abort, communicator_of
 from reshard.refit.transports.packing import PackedPair, PackedRound
 
 SLOTS = 2  # buckets of a pair that are under way at once
@@ -343,7 +343,7 @@ class Nccl(Transport):
 
     def _wait_for_device(self) -> None:
         """Wait until what was enqueued is done. Raises RuntimeError where a partner is late."""
-        if not wait_for_device(self.device, self.group.timeout, self.group.report_alive):
+        if not wait_for_device(self.device, self.group.timeout, self.group.attend):
             raise RuntimeError(f"nothing arrived within {self.group.timeout:g} s")
 
     def _write_changes(
@@ -358,6 +358,12 @@ class Nccl(Transport):
                     table = self.receives_by_round[UNSTAGED][rank].copies(index, 0)
                     self.served[rank, index] = ServedBucket(table, self.device)
                 self.served[rank, index].write(*words)
+
+    def abort(self) -> None:
+        """See `Transport.abort`; torch's own communicator is not for this connection to end."""
+        if self.communicator is not None and self.store is not None:
+            abort(self.communicator, self.group.timeout)
+            self.communicator = self.store = None
 
     def abandon(self) -> None:
         """See `Transport.abandon`."""

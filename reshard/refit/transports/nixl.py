@@ -145,8 +145,7 @@ class Nixl(SlotTransport):
                 raise RuntimeError(f"the bytes of {who} did not come within {seconds:g} s")
             if now - checked > CHECK_SECONDS:
                 checked = now
-                self.group.check()
-                self.group.report_alive()
+                self.group.attend()
             time.sleep(POLL_SECONDS)
 
     def _unpack_landed(self) -> None:

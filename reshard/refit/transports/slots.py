@@ -183,7 +183,7 @@ class SlotTransport(Transport):
 
     def end_copies(self, rounds: Collection, event: torch.cuda.Event | None = None) -> None:
         """Wait until the device has carried out the copies of these rounds, after which an `event` may come."""
-        if rounds and not wait_for_device(self.device, self.group.timeout, self.group.report_alive, event):
+        if rounds and not wait_for_device(self.device, self.group.timeout, self.group.attend, event):
             raise ReshardError(f"the copies did not end within {self.group.timeout:g} s")
 
     def tell(self, step: str, peers: Collection[int], end: int) -> None:
