@@ -275,7 +275,8 @@ def setups(policy, generation) -> dict:
             type(generation.weight_synchronizer).__name__,
             seen[1][2],
         ]
-        return [*results, *generation.weight_synchronizer._options[:2]]
+        options = generation.weight_synchronizer._options
+        return [*results, options.verify, options.timeout]
 
     return {
         "plain": made(), "options": made(refit_cfg={ours.BACKEND: {"verify": True, "timeout": 5}}),

@@ -152,11 +152,11 @@ def live(plugin: str, hf: str, other: str, *options: str) -> dict:
     outcome["control"] = takes(
         type("Other", (), {"_move_model_to_vllm": lambda self: 0, "to_samples": lambda self: 0}), base
     )
-    outcome["options"] = list(trainer.reshard_options[:2])
+    outcome["options"] = trainer.reshard_options.to_config()
     outcome["wrong options"] = [
         caught(lambda: swift.use(verify="yes")), caught(lambda: swift.use(timeout=0)), caught(lambda: swift.use(timeout="60")), caught(lambda: swift.use(backend="ipc")),
     ]  # fmt: skip
-    outcome["still"] = list(trainer.reshard_options[:2])
+    outcome["still"] = trainer.reshard_options.to_config()
 
     outcome["syncs"] = []
     for step, path in enumerate((hf, other)):

@@ -12,7 +12,7 @@ from reshard.cli.main import cli
 from reshard.memory.activations import uncounted
 from reshard.memory.estimate import estimate_memory
 from reshard.memory.phases import EngineSetup, Phase
-from reshard.refit.connecting import BUCKET_BYTES
+from reshard.refit.options import BUCKET_BYTES
 from tests.checkpoints import model
 from tests.test_memory_measured import GIB, QWEN, of
 from tests.test_published import PUBLISHED

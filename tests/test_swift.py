@@ -109,7 +109,8 @@ def test_ms_swifts_entry_makes_our_trainer_after_the_plugin(ranks):
     for outcome in ranks:
         assert outcome["before"] == "swift.megatron.trainers.grpo_trainer.MegatronGRPOTrainer"
         assert outcome["made"] == "reshard.integrations.swift.ReshardGRPOTrainer"
-        assert outcome["options"] == [True, 300] and outcome["keeps mappings"]
+        options = {name: outcome["options"][name] for name in ("verify", "timeout", "keep_mapped")}
+        assert options == {"verify": True, "timeout": 300, "keep_mapped": True} and outcome["keeps mappings"]
 
 
 def test_it_is_called_as_ms_swifts_is(ranks):

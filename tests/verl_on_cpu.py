@@ -67,7 +67,7 @@ def main() -> None:
     from reshard.integrations.verl_worker import VerlExtension
 
     outcome["adapters"] = adapters(verl, model)
-    outcome["options"] = verl.options_of(rollout)._asdict()
+    outcome["options"] = verl.options_of(rollout).to_config()
     outcome["wrong options"] = []
     for given in ({"verfy": True}, {"verify": 1}, {"timeout": 0}, {"backend": "bucket"}):
         rollout.checkpoint_engine.engine_kwargs["reshard"] = given

@@ -6,48 +6,61 @@ An engine's own module has its way into them, and says how a worker makes its si
 import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from inspect import Parameter, Signature
+from typing import Any
 
 from reshard.comm.group import RefitGroup, check_rank
 from reshard.comm.hosts import parsed
 from reshard.core.errors import ReshardError
-from reshard.core.limits import MOST_BUCKET_BYTES, check_number, check_seconds, check_switch
+from reshard.core.limits import check_seconds, check_switch
 from reshard.engines.base import Engine
 from reshard.models.config_fields import ignore_hint_for
-from reshard.refit.connecting import BUCKET_BYTES, AdapterLink, connect
+from reshard.refit.connecting import AdapterLink, connect_with
 from reshard.refit.link import Link
-from reshard.refit.routes import check_backend
+from reshard.refit.options import ConnectOptions
 
 
-class ConnectOptions(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions(ConnectOptions):
     """The options with which a worker connects.
 
-    `backend` and `bucket_bytes` are those of `reshard.refit.connect`. `timeout` is for how many
-    seconds members wait for each other, when they connect and in every refit.
+    `timeout` is for how many seconds members wait for each other, when they connect and in every refit.
     `match_vllm_rounding` is that of `VllmModel`. `secret` is that of `RefitGroup.join`, the same
-    for all members. `adapter` is that of `reshard.refit.connect`.
+    for all members.
     """
 
-    backend: str = "auto"
-    bucket_bytes: int = BUCKET_BYTES
     timeout: float = 60.0
     match_vllm_rounding: bool = False
     secret: str | None = None
-    adapter: str | None = None
 
-    def check(self) -> None:
-        """Raise ReshardError for a wrong value."""
-        check_backend(self.backend)
-        check_number(self.bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
-        check_seconds(self.timeout, "timeout")
-        check_switch(self.match_vllm_rounding, "match_vllm_rounding")
+    @staticmethod
+    def of_call(*arguments: Any, **named: Any) -> "WorkerOptions":
+        """Return the options in the arguments of a call, which may have those of `ARGUMENTS`, in this order or
+        by name. Raises TypeError, as any call does, for others."""
+        return WorkerOptions(**ARGUMENTS.bind(*arguments, **named).arguments)
+
+    def checked(self, name: Callable[[str], str] = str) -> "WorkerOptions":
+        """Return these options; see `ConnectOptions.checked`."""
+        check_seconds(self.timeout, name("timeout"))
+        check_switch(self.match_vllm_rounding, name("match_vllm_rounding"))
+        return super().checked(name)
+
+
+# What a worker's call takes: what else `ConnectOptions` has is for a trainer's ranks to give.
+ARGUMENTS = Signature(
+    [
+        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=getattr(WorkerOptions, name))
+        for name in ("backend", "bucket_bytes", "timeout", "match_vllm_rounding", "secret", "adapter")
+    ]
+)
 
 
 def connect_worker(
     address: str,
     rank: int,
     size: int,
-    options: ConnectOptions,
+    options: WorkerOptions,
     destination: Callable[[], Engine],
     close: Callable[[], None],
 ) -> Link | AdapterLink:
@@ -59,17 +72,11 @@ def connect_worker(
     """
     parsed(address)
     check_rank(rank, size)
-    options.check()
+    options = options.checked()
     close()
     members = RefitGroup.join(address, rank, size, options.timeout, options.secret)
     with ignore_hint_for("refit"):
-        return connect(
-            members,
-            destination=destination,
-            backend=options.backend,
-            bucket_bytes=options.bucket_bytes,
-            adapter=options.adapter,
-        )
+        return connect_with(options, members, destination=destination)
 
 
 def log_connected(logger: logging.Logger, link: Link | AdapterLink) -> None:

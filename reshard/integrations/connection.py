@@ -4,8 +4,9 @@ common."""
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 from reshard.comm.group import RefitGroup
 from reshard.core.deprecated import renamed_variable
@@ -13,10 +14,10 @@ from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds, check_switch
 from reshard.engines.base import Engine
 from reshard.integrations.calls import Calls
-from reshard.refit.connecting import AdapterLink, connect
-from reshard.refit.deltas import AUTO, check_delta
+from reshard.refit.connecting import AdapterLink, connect_with
+from reshard.refit.deltas import AUTO
 from reshard.refit.link import Link, RefitReport
-from reshard.refit.routes import check_backend
+from reshard.refit.options import ConnectOptions
 from reshard.trainers.base import Trainer
 
 TIMEOUT = 600.0
@@ -30,31 +31,28 @@ OTHER_VARIABLES = (
 )  # those that are no options of a sync
 
 
-class SyncOptions(NamedTuple):
-    """Options of a weight sync.
+@dataclass(frozen=True, kw_only=True)
+class SyncOptions(ConnectOptions):
+    """Options of a weight sync, of which a user gives those in `NAMES`.
 
     With `verify` digests of both sides are compared after each refit. `timeout` is how many seconds
-    members wait for one another; `backend`, `delta`, `keep_mapped` and
-    `delta_on_host` are those of `reshard.refit.connect`.
+    members wait for one another.
     """
+
+    NAMES: ClassVar = ("verify", "timeout", "backend", "delta", "keep_mapped", "delta_on_host")
 
     verify: bool = False
     timeout: float = TIMEOUT
-    backend: str = "auto"
-    delta: bool | str = False
-    keep_mapped: bool = False
-    delta_on_host: bool = False
 
-    def check(self, name: Callable[[str], str]) -> "SyncOptions":
-        """Return these options. Raises ReshardError for a wrong value, with the option's full
-        `name`, given its short one."""
+    def checked(self, name: Callable[[str], str] = str) -> "SyncOptions":
+        """Return these options; see `ConnectOptions.checked`."""
         check_switch(self.verify, name("verify"))
         check_seconds(self.timeout, name("timeout"))
-        check_backend(self.backend, name("backend"))
-        check_delta(self.delta, name("delta"))
-        check_switch(self.keep_mapped, name("keep_mapped"))
-        check_switch(self.delta_on_host, name("delta_on_host"))
-        return self._replace(timeout=float(self.timeout))
+        return replace(super().checked(name), timeout=float(self.timeout))
+
+    def to_config(self) -> dict[str, Any]:
+        """Return the options as `of_config` takes them."""
+        return {name: getattr(self, name) for name in self.NAMES}
 
     @staticmethod
     def of_config(
@@ -65,11 +63,11 @@ class SyncOptions(NamedTuple):
 
         Raises ReshardError for an unknown option and for a wrong value.
         """
-        known = (*SyncOptions._fields, *others)
+        known = (*SyncOptions.NAMES, *others)
         if unknown := sorted(config.keys() - set(known)):
             raise ReshardError(f"{where} has {unknown}: it takes {', '.join(known)}")
-        options = {field: config[field] for field in SyncOptions._fields if field in config}
-        return SyncOptions(**options).check(name)
+        options = {field: config[field] for field in SyncOptions.NAMES if field in config}
+        return SyncOptions(**options).checked(name)
 
     @staticmethod
     def of_environment(where: str) -> "SyncOptions":
@@ -101,13 +99,13 @@ class SyncOptions(NamedTuple):
             delta=SWITCHES.get(delta, delta),
             keep_mapped=switch("RESHARD_KEEP_MAPPED"),
             delta_on_host=switch("RESHARD_DELTA_ON_HOST"),
-        ).check(lambda name: f"RESHARD_{name.upper()} in {where}")
+        ).checked(lambda name: f"RESHARD_{name.upper()} in {where}")
 
 
 def _check_spelling(where: str) -> None:
     """Raise ReshardError for an environment variable that is nearly one of the options, and so would be passed
     over."""
-    options = [field.upper() for field in SyncOptions._fields]
+    options = [field.upper() for field in SyncOptions.NAMES]
     known = {PREFIX + name for name in (*options, *OTHER_VARIABLES)}
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and name not in known:
@@ -143,10 +141,7 @@ class Connection:
         """Connect, while `calls` of engines are under way; see `reshard.refit.connect`."""
 
         def part() -> Link | AdapterLink:
-            options = self.options
-            return connect(members, source, destination, backend=options.backend, adapter=adapter,
-                           delta=options.delta, keep_mapped=options.keep_mapped,
-                           delta_on_host=options.delta_on_host)  # fmt: skip
+            return connect_with(replace(self.options, adapter=adapter), members, source, destination)
 
         self.link = part() if calls is None else calls.alongside(members, part)
 

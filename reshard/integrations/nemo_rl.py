@@ -227,7 +227,7 @@ class ColocatedSynchronizer(WeightSynchronizer):
                 "init_checkpoint_engine",
                 backend=BACKEND,
                 bucket_size_bytes=0,
-                engine_kwargs=self._options._asdict(),
+                engine_kwargs=self._options.to_config(),
             )
         )
 

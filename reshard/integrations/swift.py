@@ -49,8 +49,8 @@ def use(
     The arguments are those of `reshard.integrations.connection.SyncOptions`. The last call's count.
     Raises ReshardError for wrong ones.
     """
-    options = SyncOptions(verify, timeout, backend, keep_mapped=keep_mapped)
-    ReshardGRPOTrainer.reshard_options = options.check(lambda name: f"{name} of swift.use")
+    options = SyncOptions(verify=verify, timeout=timeout, backend=backend, keep_mapped=keep_mapped)
+    ReshardGRPOTrainer.reshard_options = options.checked(lambda name: f"{name} of swift.use")
     trainers.MegatronGRPOTrainer = ReshardGRPOTrainer
 
 

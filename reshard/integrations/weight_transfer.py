@@ -25,8 +25,9 @@ from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import check_number, check_seconds
 from reshard.integrations.calls import Calls
-from reshard.refit.connecting import BUCKET_BYTES, connect
+from reshard.refit.connecting import connect_with
 from reshard.refit.link import RefitReport
+from reshard.refit.options import BUCKET_BYTES, ConnectOptions
 from reshard.trainers.base import Trainer
 
 DEV_MODE = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "reshard"}\''
@@ -170,14 +171,14 @@ class WeightTransfer:
 
         calls = self._call(join)
         members = RefitGroup.join(address, self.rank, size, timeout, secret)
-        options: dict[str, Any] = {
-            "backend": backend,
-            "bucket_bytes": bucket_bytes,
-            "keep_mapped": keep_mapped,
-            "delta": delta,
-            "delta_on_host": delta_on_host,
-        }
-        self.link = calls.alongside(members, lambda: connect(members, source, **options))
+        options = ConnectOptions(
+            backend=backend,
+            bucket_bytes=bucket_bytes,
+            keep_mapped=keep_mapped,
+            delta=delta,
+            delta_on_host=delta_on_host,
+        )
+        self.link = calls.alongside(members, lambda: connect_with(options, members, source))
 
     def send(self, version: int | None = None, verify: bool = False) -> RefitReport:
         """Refit all engines; see `Link.refit`. Returns when they have the weights.

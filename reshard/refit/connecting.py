@@ -5,9 +5,10 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from threading import Thread
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import torch
 
@@ -16,7 +17,6 @@ from reshard.comm.hosts import has_rdma
 from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
-from reshard.core.limits import MOST_BUCKET_BYTES, check_number, check_switch
 from reshard.engines.base import Engine
 from reshard.models.config_fields import ignored, ignored_config_fields
 from reshard.models.model import Model
@@ -24,7 +24,8 @@ from reshard.refit.agreement import Agreement, agreement_of, check_sides
 from reshard.refit.deltas import check_delta
 from reshard.refit.fp8_blocks.items import BF16
 from reshard.refit.link import Link
-from reshard.refit.protocol.encoding import is_word, readable
+from reshard.refit.options import BUCKET_BYTES, ConnectOptions
+from reshard.refit.protocol.encoding import readable
 from reshard.refit.protocol.greeting import (
     DeviceInfo,
     Greeting,
@@ -35,12 +36,11 @@ from reshard.refit.protocol.greeting import (
 )
 from reshard.refit.receiver import Receiver
 from reshard.refit.report import RefitReport
-from reshard.refit.routes import NIXL, check_backend
+from reshard.refit.routes import NIXL
 from reshard.refit.sender import Sender
 from reshard.refit.transports.agent import installed_version
 from reshard.trainers.base import Trainer
 
-BUCKET_BYTES = 512 << 20
 TRAINERS = "reshard.trainers.MegatronModel(models), or another Trainer"
 ENGINES = "reshard.engines.VllmModel.from_llm(llm), or .from_worker(worker)"
 
@@ -184,15 +184,31 @@ def connect(
     Raises ReshardError on every member, before a byte moves, where the two sides do not hold the
     same model, where the engine's loader disagrees with our rules, or where a member does not come.
     """
+    options = ConnectOptions(
+        backend=backend,
+        bucket_bytes=bucket_bytes,
+        keep_mapped=keep_mapped,
+        adapter=adapter,
+        delta=delta,
+        delta_on_host=delta_on_host,
+    )
+    return connect_with(options, group, source, destination)
+
+
+def connect_with(
+    options: ConnectOptions,
+    group: RefitGroup,
+    source: "Trainer | Callable[[], Trainer] | None" = None,
+    destination: "Engine | Callable[[], Engine] | None" = None,
+) -> Link | AdapterLink:
+    """Connect as `connect` does, with its options as a value."""
     if not isinstance(group, RefitGroup):
         raise ReshardError(
             f"group is a {type(group).__name__}: give reshard.refit.RefitGroup.of_process_group(), or what its join returns"
         )
-    adapter_name = "" if adapter is None else adapter
-    options = Options(backend, bucket_bytes, keep_mapped, adapter_name, delta, delta_on_host)
-    if adapter is None:
+    if options.adapter is None:
         return _connect(group, source, destination, options)
-    return _connect_with_adapter(group, source, destination, adapter, options)
+    return _connect_with_adapter(group, source, destination, options.adapter, options)
 
 
 def _connect_with_adapter(
@@ -200,7 +216,7 @@ def _connect_with_adapter(
     source: "Trainer | Callable[[], Trainer] | None",
     destination: "Engine | Callable[[], Engine] | None",
     adapter: str,
-    options: "Options",
+    options: ConnectOptions,
 ) -> AdapterLink:
     """Connect the weights below an adapter, and then the adapter."""
     of_trainer: list[Trainer] = []
@@ -217,7 +233,7 @@ def _connect_with_adapter(
     try:
         own_adapter = partial(engine.adapter, adapter) if engine is not None else None
         # Its slots in the engine take turns, so that none has the version before.
-        whole = options._replace(delta=False)
+        whole = replace(options, delta=False)
         adapters = _connect(group, next(iter(of_trainer), None), own_adapter, whole)
     except BaseException:
         with suppress(ReshardError):
@@ -226,27 +242,13 @@ def _connect_with_adapter(
     return AdapterLink(weights, adapters)
 
 
-class Options(NamedTuple):
-    """The options of `connect`, of which members tell each other all but `delta_on_host`.
-
-    `adapter` is empty for weights alone; `delta` is a bool, or ``auto``.
-    """
-
-    backend: str
-    bucket_bytes: int
-    keep_mapped: bool
-    adapter: str
-    delta: bool | str
-    delta_on_host: bool
-
-
-def _connect(group: RefitGroup, source: Any, destination: Any, options: Options) -> Link:
+def _connect(group: RefitGroup, source: Any, destination: Any, options: ConnectOptions) -> Link:
     """Connect two sides, each given as `connect` takes it."""
     with group.one_call("connect"):
         return _connected(group, source, destination, options)
 
 
-def _connected(group: RefitGroup, source: Any, destination: Any, options: Options) -> Link:
+def _connected(group: RefitGroup, source: Any, destination: Any, options: ConnectOptions) -> Link:
     link: Link | None = None
     receiver: Receiver | None = None
     compiling: Thread | None = None
@@ -284,20 +286,20 @@ def _connected(group: RefitGroup, source: Any, destination: Any, options: Option
     return link
 
 
-def _greeting(rank: int, source: Any, destination: Any, options: Options) -> Greeting:
+def _greeting(rank: int, source: Any, destination: Any, options: ConnectOptions) -> Greeting:
     """Return what a member tells the others first. Raises ReshardError for an option that cannot be."""
-    backend = check_backend(options.backend)
-    check_number(options.bucket_bytes, "bucket_bytes", MOST_BUCKET_BYTES)
-    check_switch(options.keep_mapped, "keep_mapped")
-    check_switch(options.delta_on_host, "delta_on_host")
-    check_adapter_name(options.adapter)
-    delta = check_delta(options.delta)
+    options = options.checked()
     sides = (("trainer", source), ("inference", destination))
     roles = [role for role, side in sides if side is not None]
-    name = f"{' and '.join(roles) or 'idle'} rank {rank}"
-    keep_mapped = options.keep_mapped or source is None
     return Greeting(
-        name, roles, backend, options.bucket_bytes, keep_mapped, sorted(ignored()), options.adapter, delta
+        name=f"{' and '.join(roles) or 'idle'} rank {rank}",
+        roles=roles,
+        backend=options.backend,
+        bucket_bytes=options.bucket_bytes,
+        keep_mapped=options.keep_mapped or source is None,
+        ignored=sorted(ignored()),
+        adapter=options.adapter or "",
+        delta=check_delta(options.delta),
     )
 
 
@@ -361,11 +363,3 @@ def _device(trainer: Trainer | None, engine: Engine | None) -> torch.device:
     if engine is not None:
         return engine.device
     return torch.device("cpu")
-
-
-def check_adapter_name(name: str) -> None:
-    """Raise ReshardError for a name of an adapter that cannot be; empty stands for none."""
-    if not is_word(name) or "@" in name or name != name.strip():
-        raise ReshardError(
-            f"adapter is {name!r:.80}, which is no name: give the one that requests ask vLLM for, without '@'"
-        )

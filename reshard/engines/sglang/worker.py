@@ -23,7 +23,7 @@ from reshard.engines.delta_methods import DeltaMethods
 from reshard.engines.sglang import compat, pipeline
 from reshard.engines.sglang.guard import guard_of
 from reshard.engines.sglang.live import SglangModel
-from reshard.engines.worker import ConnectOptions, LinkMethods, connect_worker, log_connected
+from reshard.engines.worker import LinkMethods, WorkerOptions, connect_worker, log_connected
 
 logger = logging.getLogger("sglang.srt.reshard")  # below SGLang's own, which shows it
 
@@ -41,14 +41,14 @@ class SchedulerMethods(DeltaMethods, LinkMethods):
         a rule. `first_rank` is how many members come before the engine, which are the trainer's
         ranks, and the schedulers of engines before this one: this scheduler is that member plus its
         own rank within the engine. `size` is how many members there are in all. The options are
-        those of `ConnectOptions`.
+        those of `WorkerOptions.of_call`.
 
         Raises ReshardError, as on every other member, if the two sides do not hold the same model
         or a member is missing.
         """
         check_number(first_rank, "first_rank", MOST_MEMBERS, 0)
         rank = first_rank + compat.rank_in_engine(self)
-        connecting = ConnectOptions(**options)
+        connecting = WorkerOptions.of_call(**options)
         self._reshard_guard()
 
         def connected() -> None:

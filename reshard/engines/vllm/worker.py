@@ -23,7 +23,7 @@ from reshard.engines.vllm.adapters.live import VllmAdapter
 from reshard.engines.vllm.compat import with_plain_weights
 from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.live import VllmModel
-from reshard.engines.worker import ConnectOptions, LinkMethods, connect_worker, log_connected
+from reshard.engines.worker import LinkMethods, WorkerOptions, connect_worker, log_connected
 
 logger = logging.getLogger("vllm.reshard")  # below vLLM's own, which shows it
 # Methods of a worker that make layers or load weights.
@@ -64,7 +64,7 @@ class RefitExtension(DeltaMethods, LinkMethods):
         a rule. `first_rank` is how many members come before the engine, which are the trainer's
         ranks, and the workers of engines before this one: this worker is that member plus its own
         rank within the engine. `size` is how many members there are in all. The options are those
-        of `ConnectOptions`.
+        of `WorkerOptions.of_call`.
 
         Raises ReshardError, as on every other member, if the two sides do not hold the same model
         or a member is missing. Wrong arguments are refused before the present connection is given
@@ -83,7 +83,7 @@ class RefitExtension(DeltaMethods, LinkMethods):
     ) -> None:
         """Connect this worker as member `rank`: for trainers that call each worker by itself; else as
         `reshard_connect`."""
-        connecting = ConnectOptions(*options, **named_options)
+        connecting = WorkerOptions.of_call(*options, **named_options)
         side = partial(self._reshard_side, connecting.match_vllm_rounding)
         self._reshard_link = connect_worker(address, rank, size, connecting, side, self.reshard_close)
         if self.rank == 0:  # type: ignore[attr-defined]
