@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 _registered: "weakref.WeakSet[BucketMemory]" = weakref.WeakSet()
-# Communicators, pools and buffers, on which a kernel may wait for ever for a dead partner.
+# Communicators, pools and buffers, on which a kernel may wait for ever for a dead partner, or which a communicator that
+# was aborted cannot give back.
 _abandoned: list[tuple[Any, Any, list[torch.Tensor]]] = []
 
 
@@ -61,7 +62,7 @@ class BucketMemory:
         self.buffers, self.pool = [], None
 
     def abandon(self) -> None:
-        """Leave the memory to an exchange that has failed, and may go on."""
+        """Leave the memory to an exchange that has failed, and may go on, or to the end of the process."""
         if self.pool is not None:
             _abandoned.append((self.communicator, self.pool, self.buffers))
         self.buffers, self.pool = [], None

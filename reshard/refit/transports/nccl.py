@@ -363,6 +363,7 @@ class Nccl(Transport):
         """See `Transport.abort`; torch's own communicator is not for this connection to end."""
         if self.communicator is not None and self.store is not None:
             abort(self.communicator, self.group.timeout)
+            self.abandon()  # torch crashes where memory is taken back from a communicator that was aborted
             self.communicator = self.store = None
 
     def abandon(self) -> None:
