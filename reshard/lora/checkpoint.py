@@ -7,7 +7,7 @@ from dataclasses import replace
 from reshard.core.errors import ReshardError, listed
 from reshard.formats.torch_dist import Key
 from reshard.lora.names import CANONICAL, A, B, MatrixKey, megatron_name, parse_key
-from reshard.lora.parameters import Adapter, Form, LinearLayer, linear_layers, part_names
+from reshard.lora.parameters import Adapter, AdapterForm, LinearLayer, linear_layers, part_names
 from reshard.megatron.checkpoint import ADAPTER, EMBEDDING, possible_keys
 from reshard.megatron.parameters import ModelParameters
 from reshard.models.model import Model
@@ -43,7 +43,7 @@ def without_adapters(keys: Mapping[str, Key]) -> dict[str, Key]:
 
 def find_adapters(
     keys: Mapping[str, Key], where: object, model: Model, base: ModelParameters, swiglu_ranks: int = 1
-) -> tuple[list[Adapter], Form]:
+) -> tuple[list[Adapter], AdapterForm]:
     """Return the adapters whose matrices are among these keys, and the form that they have.
 
     Raises ReshardError, naming it, for an adapter that is more than pairs of matrices, and for keys
@@ -75,7 +75,7 @@ def check_supported(keys: Iterable[str], where: object) -> None:
             )
 
 
-def _form_of(parsed: Mapping[str, MatrixKey], where: object, swiglu_ranks: int) -> Form:
+def _form_of(parsed: Mapping[str, MatrixKey], where: object, swiglu_ranks: int) -> AdapterForm:
     adapters = {matrix.adapter for matrix in parsed.values()}
     if len(adapters) > 1:
         names = sorted("Megatron-Bridge's" if name is None else repr(name) for name in adapters)
@@ -84,10 +84,12 @@ def _form_of(parsed: Mapping[str, MatrixKey], where: object, swiglu_ranks: int) 
         )
     [adapter] = adapters
     canonical = any(matrix.part in CANONICAL.values() for matrix in parsed.values())
-    return Form(canonical, adapter, swiglu_ranks)
+    return AdapterForm(canonical, adapter, swiglu_ranks)
 
 
-def _adapter_of(layer: LinearLayer, keys: Mapping[str, Key], model: Model, form: Form) -> Adapter | None:
+def _adapter_of(
+    layer: LinearLayer, keys: Mapping[str, Key], model: Model, form: AdapterForm
+) -> Adapter | None:
     """Return the adapter of a layer, or None where no key has one."""
     if form.canonical and len(layer.published()) > 1 and not layer.of_experts:
         ranks = {}

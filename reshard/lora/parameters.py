@@ -22,7 +22,7 @@ FORMATS = ("bridge", "mcore-bridge")
 
 
 @dataclass(frozen=True)
-class Form:
+class AdapterForm:
     """The form in which a Megatron checkpoint has an adapter.
 
     `canonical`: each published part of a fused layer has a pair of its own, as CanonicalLoRA of
@@ -95,7 +95,7 @@ class Adapter:
     missing_rank: int | None = None
 
 
-def adapter_parameters(adapters: Iterable[Adapter], form: Form) -> ModelParameters:
+def adapter_parameters(adapters: Iterable[Adapter], form: AdapterForm) -> ModelParameters:
     """Return the matrices of these adapters as Megatron's parameters in this `form`, made of
     canonical tensors that have PEFT's names.
 
@@ -111,7 +111,7 @@ def adapter_parameters(adapters: Iterable[Adapter], form: Form) -> ModelParamete
 
 
 class _Matrices:
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: AdapterForm) -> None:
         self.form = form
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.parameters: list[Parameter] = []

@@ -27,7 +27,7 @@ ABSOLUTE_LIMITS_NOTE = (
 )
 
 
-class Comparison:
+class SystemComparison:
     """Two systems, the prompts that both score, and their scores.
 
     By side, ``A`` or ``B``: `specs` (paths or systems), `runs` (scores) and `names`. `far_runs` are

@@ -22,7 +22,7 @@ from reshard.parity.report import ParityReport
 from reshard.parity.served import ENGINES, engine_of
 
 if TYPE_CHECKING:
-    from reshard.parity.comparison import Comparison
+    from reshard.parity.comparison import SystemComparison
     from reshard.parity.systems.base import System
 
 
@@ -72,7 +72,7 @@ def parity(
     prompt does not fit, or logprobs are missing, NaN or infinite.
     """
     require("parity", "torch")
-    from reshard.parity.comparison import Comparison
+    from reshard.parity.comparison import SystemComparison
     from reshard.parity.systems.base import SystemOptions
     from reshard.parity.systems.processes import join_processes
 
@@ -86,7 +86,7 @@ def parity(
         dtype, checked_layout(layout), config_path, engine, quantization, match_vllm_rounding
     )
     join_processes()
-    comparison = Comparison(a, b, options)
+    comparison = SystemComparison(a, b, options)
     _check_same_architecture(*comparison.models)
     prompts = _checked_prompts(comparison.models, prompts, lengths, seed)
     far = far_prompt(comparison.models[0], max(map(len, prompts)), seed) if reach else None
@@ -120,7 +120,7 @@ def _checked_prompts(
     return prompts
 
 
-def _report(comparison: "Comparison", limits: Limits, noise: Noise | None) -> ParityReport:
+def _report(comparison: "SystemComparison", limits: Limits, noise: Noise | None) -> ParityReport:
     """Compute the figures of a comparison that was run, and hold them against the limits."""
     import torch.distributed as dist
 
@@ -164,7 +164,7 @@ def _report(comparison: "Comparison", limits: Limits, noise: Noise | None) -> Pa
     )
 
 
-def _exceeded_at_far_positions(comparison: "Comparison", limits: Limits) -> list[str]:
+def _exceeded_at_far_positions(comparison: "SystemComparison", limits: Limits) -> list[str]:
     """Return a sentence for each limit that the far positions exceed. Where rounding was measured
     there, only what is left in fp32 counts."""
     noise, far = comparison.far_noise(), comparison.far

@@ -11,7 +11,7 @@ from reshard.comm.team import Team
 from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import MAX_ITERATION, check_number
 from reshard.lora.names import A, module_of, peft_name
-from reshard.lora.parameters import FORMATS, Form
+from reshard.lora.parameters import FORMATS, AdapterForm
 from reshard.megatron.layout import MegatronLayout, checked_layout
 from reshard.storage.convert import (
     carry_out,
@@ -249,10 +249,10 @@ def _path(path: str | Path | None) -> Path | None:
     return local_directory(str(path), ["config.json"])
 
 
-def _form(source: AdapterSource, format: str, canonical: bool | None, tp: int) -> Form:
+def _form(source: AdapterSource, format: str, canonical: bool | None, tp: int) -> AdapterForm:
     """Return the form of the checkpoint to write: canonical where it has to be, unless that is refused."""
     if canonical:
-        return Form(canonical=True, swiglu_ranks=tp)
+        return AdapterForm(canonical=True, swiglu_ranks=tp)
     reason = _not_fused(source)
     if reason and (format == "mcore-bridge" or canonical is False):
         another = "--format bridge" if format == "mcore-bridge" else "--canonical"
@@ -261,10 +261,10 @@ def _form(source: AdapterSource, format: str, canonical: bool | None, tp: int) -
             f"has one A for all of them: {another} has one for each"
         )
     if format == "mcore-bridge":
-        return Form(adapter=ADAPTER_NAME, swiglu_ranks=tp)
+        return AdapterForm(adapter=ADAPTER_NAME, swiglu_ranks=tp)
     if reason:
         source.notices.append(f"written as canonical LoRA: {reason}")
-    return Form(canonical=bool(reason), swiglu_ranks=tp)
+    return AdapterForm(canonical=bool(reason), swiglu_ranks=tp)
 
 
 def _not_fused(source: AdapterSource) -> str:

@@ -35,7 +35,7 @@ class ExpertMatrices(NamedTuple):
     alpha: Alpha
 
 
-class Placed(NamedTuple):
+class PlacedMatrix(NamedTuple):
     """A published matrix: the parameter that it is in, by its index, its first element and its pitch there,
     and what it is."""
 
@@ -62,7 +62,7 @@ class FsdpAdapter(FsdpShards):
         self._of_experts = _matrices_of_experts(model)
         self._copies: dict[int, torch.Tensor] = {}  # of B of all experts, by the parameter's index
         self._model: Model | None = None
-        self._placed: list[Placed] = []
+        self._placed: list[PlacedMatrix] = []
 
     def _publishes(self, name: str) -> bool:
         return name in self.adapter_names
@@ -131,14 +131,14 @@ class FsdpAdapter(FsdpShards):
         """See `Trainer.publish`."""
         return [placed.tensor for placed in self.as_published(model)._placed]
 
-    def _place(self, model: Model) -> list[Placed]:
+    def _place(self, model: Model) -> list[PlacedMatrix]:
         shapes, published_names = expand(model).shapes, model.names_in_memory()
         alphas = {
             without_peft(name): alpha
             for name, module in self.model.named_modules()
             if (alpha := alpha_of(module)) is not None
         }
-        placed: list[Placed] = []
+        placed: list[PlacedMatrix] = []
         unknown = []
         for index, held in enumerate(self.held):
             of_experts = self._of_experts.get(id(held.module))
@@ -160,7 +160,9 @@ class FsdpAdapter(FsdpShards):
                 continue
             self._scales[weight] = Scale(rank, *alphas[module])
             part = Part(peft_name(weight, matrix), held.box, (0, 0))
-            placed.append(Placed(index, 0, held.box.lengths[1], LocalTensor(0, held.box.lengths, (part,))))
+            placed.append(
+                PlacedMatrix(index, 0, held.box.lengths[1], LocalTensor(0, held.box.lengths, (part,)))
+            )
         if unknown:
             raise ReshardError(
                 f"{WHERE} holds {len(unknown)} matrices of no linear layer that {model.family.name} has by itself: "
@@ -170,7 +172,7 @@ class FsdpAdapter(FsdpShards):
 
     def _expert_matrices(
         self, index: int, held: LocalParameter, of: ExpertMatrices, published_names: Any
-    ) -> Iterator[tuple[str, Placed]]:
+    ) -> Iterator[tuple[str, PlacedMatrix]]:
         """Yield each expert's matrices in a parameter that has those of all, with the weights that they are of,
         and note the scales of these."""
         parts, (first, _), (rows, columns) = FUSED[of.parameter], *held.box
@@ -192,7 +194,7 @@ class FsdpAdapter(FsdpShards):
                 if of.matrix == B:
                     before += expert * rows * rank
                 part = Part(peft_name(weight, of.matrix), box, (0, 0))
-                yield weight, Placed(index, before, width, LocalTensor(0, box.lengths, (part,)))
+                yield weight, PlacedMatrix(index, before, width, LocalTensor(0, box.lengths, (part,)))
 
 
 def _fits(shape: tuple[int, ...], tensor: LocalTensor, matrix: str) -> bool:

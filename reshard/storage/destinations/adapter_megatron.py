@@ -10,7 +10,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import Placement
 from reshard.core.planner import make_plan
 from reshard.formats import torch_dist
-from reshard.lora.parameters import Adapter, Form, adapter_parameters, linear_layers, part_names
+from reshard.lora.parameters import Adapter, AdapterForm, adapter_parameters, linear_layers, part_names
 from reshard.lora.peft_config import CONFIG
 from reshard.lora.scale import most_common
 from reshard.megatron.checkpoint import Chunk, chunks_to_write
@@ -49,7 +49,7 @@ class MegatronAdapterFiles(Destination):
     format = "megatron adapter"
 
     def __init__(
-        self, source: AdapterSource, tensors: dict[str, TensorInfo], form: Form, iteration: int
+        self, source: AdapterSource, tensors: dict[str, TensorInfo], form: AdapterForm, iteration: int
     ) -> None:
         self.form, self.source, self.iteration = form, source, iteration
         for weight in (name for a in source.adapters if a.layer.first.layer is None for name in a.ranks):
@@ -179,7 +179,7 @@ def _check_stacked(chunks: list[Chunk], source: AdapterSource) -> None:
             )
 
 
-def _settings(source: AdapterSource, form: Form) -> tuple[int, float, bool]:
+def _settings(source: AdapterSource, form: AdapterForm) -> tuple[int, float, bool]:
     """Return the one rank, alpha and kind of scale that a trainer has for all layers.
 
     Raises ReshardError where the layers have several: a trainer would compute another model.

@@ -12,7 +12,7 @@ from reshard.formats import safetensors, torch_dist
 from reshard.formats.small_files import MAX_COPIED_BYTES, read_file, read_json
 from reshard.lora.checkpoint import adapter_keys, find_adapters
 from reshard.lora.names import A, peft_name
-from reshard.lora.parameters import Adapter, Form, adapter_parameters
+from reshard.lora.parameters import Adapter, AdapterForm, adapter_parameters
 from reshard.lora.peft_config import CONFIG, check_plain
 from reshard.lora.scale import Scale, as_number
 from reshard.megatron.hybrid import class_of_keys
@@ -65,7 +65,7 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
         saved = self._saved_tp()
         ranks = self.given_ranks or saved
         self.adapters: list[Adapter]
-        self.form: Form
+        self.form: AdapterForm
         layers, self.form = find_adapters(self.keys, where, self.model, self.base, ranks or 1)
         layers = self._as_recorded(layers)
         self._check_expert_tensor_parallel(layers)
