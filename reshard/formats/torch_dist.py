@@ -65,11 +65,11 @@ class Checkpoint:
         """Return a function that reads (offset, length) within a stored container."""
         return _reader(self.directory / stored.file, stored.offset)
 
-    def tensor_at(self, stored: Stored) -> torch_zip.StoredTensor:
+    def tensor_at(self, stored: Stored) -> torch_zip.ContainedTensor:
         """Return where a chunk's bytes lie; the offset counts from the start of its file."""
         where = f"{self.directory / stored.file} at byte {stored.offset}"
         tensor = torch_zip.stored_tensor(self.reader(stored), stored.length, where)
-        return torch_zip.StoredTensor(tensor.dtype, tensor.shape, stored.offset + tensor.offset)
+        return torch_zip.ContainedTensor(tensor.dtype, tensor.shape, stored.offset + tensor.offset)
 
     def common(self) -> dict[str, Any]:
         """Return the common state: ``args``, ``iteration`` and the like, as plain data; ``args`` as

@@ -238,7 +238,7 @@ def _wide(extra: bytes, *narrow: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class ContainedTensor:
     """A tensor inside a container: its bytes start at `offset` and are row-major."""
 
     dtype: Dtype
@@ -246,7 +246,7 @@ class StoredTensor:
     offset: int
 
 
-def stored_tensor(read: Any, size: int, where: str) -> StoredTensor:
+def stored_tensor(read: Any, size: int, where: str) -> ContainedTensor:
     """Return where the one tensor of a container lies. Raises ReshardError for a container that
     holds something else."""
     value, placed = _data_pkl(read, size, where)
@@ -283,7 +283,7 @@ def stored_tensor(read: Any, size: int, where: str) -> StoredTensor:
     offset, length = placed.get(f"data/{record}", (0, -1)) if isinstance(record, str) else (0, -1)
     if (start + prod(shape)) * dtype.size > length:
         raise ReshardError(f"{where}: the tensor's bytes are missing or cut short")
-    return StoredTensor(dtype, tuple(shape), offset + start * dtype.size)
+    return ContainedTensor(dtype, tuple(shape), offset + start * dtype.size)
 
 
 def stored_object(read: Any, size: int, where: str) -> Any:

@@ -33,7 +33,7 @@ from reshard.trainers.base import Trainer
 DEV_MODE = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "reshard"}\''
 
 
-class Client(Protocol):
+class EngineClient(Protocol):
     """The calls of an engine: vLLM's own ``VLLMWeightSyncClient`` (``HTTPVLLMWeightSyncClient``,
     ``RayVLLMWeightSyncClient``), or a client of this module."""
 
@@ -65,20 +65,20 @@ class HttpClient(EngineServer):
         return _workers_of(answer.get("world_size") if isinstance(answer, dict) else None, self.url)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """See `Client`."""
+        """See `EngineClient`."""
         self._call("POST", "init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        """See `Client`; vLLM 0.24 and 0.25 would put the weights on the meta device for a
+        """See `EngineClient`; vLLM 0.24 and 0.25 would put the weights on the meta device for a
         checkpoint format."""
         self._call("POST", "start_weight_update", {"is_checkpoint_format": False})
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """See `Client`."""
+        """See `EngineClient`."""
         self._call("POST", "update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """See `Client`; older versions of vLLM ignore the version."""
+        """See `EngineClient`; older versions of vLLM ignore the version."""
         named = {} if weight_version is None else {"weight_version": weight_version}
         self._call("POST", "finish_weight_update", named)
 
@@ -111,11 +111,11 @@ class LlmClient:
         return int(self.llm.llm_engine.vllm_config.parallel_config.world_size_across_dp)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """See `Client`."""
+        """See `EngineClient`."""
         self.llm.init_weight_transfer_engine({"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        """See `Client`; vLLM 0.24 and 0.25 would put the weights on the meta device for a
+        """See `EngineClient`; vLLM 0.24 and 0.25 would put the weights on the meta device for a
         checkpoint format."""
         try:
             self.llm.start_weight_update(is_checkpoint_format=False)
@@ -123,11 +123,11 @@ class LlmClient:
             self.llm.start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """See `Client`."""
+        """See `EngineClient`."""
         self.llm.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """See `Client`; older versions of vLLM ignore the version."""
+        """See `EngineClient`; older versions of vLLM ignore the version."""
         _finish(self.llm, weight_version)
 
     def shutdown_weight_transfer_engine(self) -> None:
@@ -151,7 +151,7 @@ class WeightTransfer:
     """
 
     @accepts_renamed_options
-    def __init__(self, source: Trainer | Callable[[], Trainer], clients: Client | Sequence[Client], address: str, *,
+    def __init__(self, source: Trainer | Callable[[], Trainer], clients: EngineClient | Sequence[EngineClient], address: str, *,
                  engine_ranks: Sequence[int] | None = None, rank: int | None = None, ranks: int | None = None,
                  timeout: float = 60.0, secret: str | None = None, backend: str = "auto", bucket_bytes: int = BUCKET_BYTES,
                  keep_mapped: bool = False, delta: bool | str = False, delta_on_host: bool = False) -> None:  # fmt: skip
@@ -219,7 +219,7 @@ def _finish(engine: Any, version: str | None) -> None:
         engine.finish_weight_update()
 
 
-def _clients(value: Any) -> list[Client]:
+def _clients(value: Any) -> list[EngineClient]:
     """Return a list of clients. Raises ReshardError for what is no client of an engine."""
     clients = list(value) if isinstance(value, list | tuple) else [value]
     for client in clients:
@@ -231,12 +231,12 @@ def _clients(value: Any) -> list[Client]:
     return clients
 
 
-def _name(client: Client, index: int) -> str:
+def _name(client: EngineClient, index: int) -> str:
     return f"engine {index} ({getattr(client, 'url', type(client).__name__)})"
 
 
 def _agree(
-    clients: Sequence[Client],
+    clients: Sequence[EngineClient],
     engine_ranks: Sequence[int] | None,
     in_group: bool,
     alone: bool,

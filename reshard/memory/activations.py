@@ -205,7 +205,7 @@ def extra_rows(model: Model, chunk: Stage, z: Sizes) -> list[Saved]:
     return rows
 
 
-class Chunk(NamedTuple):
+class ChunkBytes(NamedTuple):
     """Bytes of a virtual stage on a rank for one microbatch: what it keeps until its backward, and what its
     forward and its backward need besides for their time. `tensors` is `kept` by name."""
 
@@ -215,7 +215,7 @@ class Chunk(NamedTuple):
     tensors: dict[str, float]
 
 
-def chunk_bytes(setup: TrainingSetup, chunk: Stage, imbalance: float) -> Chunk:
+def chunk_bytes(setup: TrainingSetup, chunk: Stage, imbalance: float) -> ChunkBytes:
     """Return the activations of a virtual stage for a microbatch, in bytes.
 
     Full recomputation keeps the input of each group of layers, and has one group whole in its backward;
@@ -262,7 +262,7 @@ def chunk_bytes(setup: TrainingSetup, chunk: Stage, imbalance: float) -> Chunk:
         keep("MTP: logits", 4 * setup.model.mtp_layers * _vocab(setup))
     # Of the last norm nothing is left when the layers' backward begins.
     head = tensors.get("final norm", 0.0)
-    return Chunk(sum(tensors.values()), loss, max(tokens * backward - head, loss), tensors)
+    return ChunkBytes(sum(tensors.values()), loss, max(tokens * backward - head, loss), tensors)
 
 
 def _recomputed(r: Recompute, kinds: list[str]) -> tuple[list[list[str]], int]:

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from reshard.megatron.stages import Stage
-from reshard.memory.activations import Chunk, chunk_bytes, uncounted
+from reshard.memory.activations import ChunkBytes, chunk_bytes, uncounted
 from reshard.memory.options import TrainingSetup
 from reshard.memory.outside import IMBALANCE, RESERVED, Band, outside
 from reshard.memory.schedule import Moment, moments
@@ -101,7 +101,7 @@ class MemoryReport:
 
 def report_of(setup: TrainingSetup, gpu_bytes: int | None = None) -> MemoryReport:
     """Compute the report of a setup."""
-    by_kind: dict[tuple, tuple[Static, list[Chunk], list[Chunk]]] = {}
+    by_kind: dict[tuple, tuple[Static, list[ChunkBytes], list[ChunkBytes]]] = {}
     stages = []
     for rank, chunks in enumerate(setup.layout.stages(setup.model)):
         kinds = tuple(
@@ -129,7 +129,7 @@ class Peak:
     moment: Moment
 
 
-def peak_of(setup: TrainingSetup, rank: int, chunks: list[Chunk]) -> Peak:
+def peak_of(setup: TrainingSetup, rank: int, chunks: list[ChunkBytes]) -> Peak:
     """Return the fullest moment of pipeline rank `rank` over the schedule."""
     t = setup.training
     group = t.microbatch_group_size or setup.layout.pp
@@ -146,12 +146,12 @@ def peak_of(setup: TrainingSetup, rank: int, chunks: list[Chunk]) -> Peak:
     return best
 
 
-def _parts(setup: TrainingSetup, stages: list[Stage]) -> tuple[Static, list[Chunk], list[Chunk]]:
+def _parts(setup: TrainingSetup, stages: list[Stage]) -> tuple[Static, list[ChunkBytes], list[ChunkBytes]]:
     """Return what does not depend on the pipeline rank: static bytes, and a microbatch's bytes in
     each chunk, with the given routing and with that of the band's upper end."""
     t, static = setup.training, static_bytes(setup, stages)
 
-    def chunks(imbalance: float) -> list[Chunk]:
+    def chunks(imbalance: float) -> list[ChunkBytes]:
         sizes = [chunk_bytes(setup, chunk, imbalance) for chunk in stages]
         return [size._replace(backward=size.backward + static.largest) for size in sizes]
 
@@ -165,8 +165,8 @@ def _stage(
     rank: int,
     stages: list[Stage],
     static: Static,
-    chunks: list[Chunk],
-    fuller: list[Chunk],
+    chunks: list[ChunkBytes],
+    fuller: list[ChunkBytes],
 ) -> StageMemory:
     peak = peak_of(setup, rank, chunks)
     busy = static.total + round(peak.activations + peak.transient)

@@ -30,7 +30,7 @@ slab_numbers = itertools.count()  # tell a slab of this process from a later one
 log = logging.getLogger("reshard")
 
 
-class Slab(Protocol):
+class SharedSlab(Protocol):
     """Memory of this process that others read."""
 
     @property
@@ -88,7 +88,7 @@ class SlotTransport(Transport):
         """Return the bytes of a slot of a slab with so many readers; the same on both ends."""
 
     @abstractmethod
-    def own_slab(self, size: int) -> Slab:
+    def own_slab(self, size: int) -> SharedSlab:
         """Return this member's slab of so many bytes, made now where there is none."""
 
     @abstractmethod

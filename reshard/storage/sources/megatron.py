@@ -128,7 +128,7 @@ class MegatronSource(Source):
     def _open_readers(self) -> None:
         """Prepare what reads the tensors, and what it remembers of their places."""
         self.paths: dict[str, Path] = {}
-        self.known_frames: dict[int, list[tuple[bytes, bytes, torch_zip.StoredTensor]]] = defaultdict(list)
+        self.known_frames: dict[int, list[tuple[bytes, bytes, torch_zip.ContainedTensor]]] = defaultdict(list)
         self.less_one = self.mapping.less_one
         self.reader = StripReader(self.tensors, self.files, self.less_one)
         self.held_reader = StripReader(self.tensors, self.files)
@@ -311,7 +311,7 @@ class MegatronSource(Source):
         return strip_of(transfer.box.offsets, transfer.box.lengths, transfer.src_at, local, path,
                         tensor.offset + before * dtype.size, dtype.size)  # fmt: skip
 
-    def tensor_at(self, stored: torch_dist.Stored) -> torch_zip.StoredTensor:
+    def tensor_at(self, stored: torch_dist.Stored) -> torch_zip.ContainedTensor:
         """Return a container's tensor; its offset counts from the start of the file. A container
         whose bytes around the data were seen before is not parsed again."""
         path = self.paths.setdefault(stored.file, self.checkpoint.directory / stored.file)

@@ -17,7 +17,7 @@ from reshard.engines.base import Engine
 from reshard.engines.guard import Guard
 from reshard.engines.vllm.adapters.compat import check_config, manager_of
 from reshard.engines.vllm.adapters.slots import slots_of
-from reshard.engines.vllm.adapters.stages import Slice, Stage, Stages
+from reshard.engines.vllm.adapters.stages import Slice, StagedSlice, Stages
 from reshard.engines.vllm.adapters.targets import Target, find_targets
 from reshard.engines.vllm.guard import VllmGuard
 from reshard.engines.vllm.weights.mla import absorbing_attentions
@@ -244,7 +244,7 @@ class VllmAdapter(Engine):
         return [{"what": "brought", "how": how, "tensors": len(self.regions), "first": first}]
 
 
-def _matrices(stage: Stage, target: Target) -> Iterator[tuple[str, tuple[int, int], Box, Region]]:
+def _matrices(stage: StagedSlice, target: Target) -> Iterator[tuple[str, tuple[int, int], Box, Region]]:
     """Yield A and B of a weight: the shape of the whole, the box of it that is here, and where that arrives."""
     (out_size, in_size), rank = target.shape, stage.slice.rank
     column, columns = target.box.offsets[1], target.box.lengths[1]

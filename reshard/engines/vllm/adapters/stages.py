@@ -55,7 +55,7 @@ class Slice(NamedTuple):
         return 1 + max(target.part for target in self.targets.values())
 
 
-class Stage(NamedTuple):
+class StagedSlice(NamedTuple):
     """Memory for one slice of a layer as it arrives, before it is written into a slot: A and B. Several weights
     with one A in vLLM bring one each, which have to be equal: those after the first are `others`."""
 
@@ -91,7 +91,7 @@ class Stages:
             for start, shape in zip([0, *ends], shapes, strict=False)
         ]
         self.all = [
-            Stage(one, a, b, [torch.zeros_like(a) for _ in range(1, one.parts)])
+            StagedSlice(one, a, b, [torch.zeros_like(a) for _ in range(1, one.parts)])
             for one, a, b in zip(ordered, views[: len(ordered)], views[len(ordered) :], strict=True)
         ]
         # By the factor, all B that have it.
@@ -119,7 +119,7 @@ class Stages:
         for stage in self.all:
             yield from self._copies_of(stage, slot)
 
-    def _copies_of(self, stage: Stage, slot: int) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    def _copies_of(self, stage: StagedSlice, slot: int) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
         size = stage.a.element_size()
         a, b = stage.slot(slot)
         experts, rows_of_a, columns = stage.a.shape
