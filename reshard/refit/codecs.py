@@ -9,7 +9,6 @@ are digested as codes and scales; of blocks that the engine's side makes, both e
 that they are made of, since a trainer's rank may not have all of a block.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -102,21 +101,9 @@ def block_codec(rounding: str, source: str = "bfloat16") -> int:
     return number
 
 
-def by_rounding(codecs: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield each rounding among codecs of blocks, and the mask of the codecs that have it.
-
-    The fragments of a block may have several source dtypes, but one rounding.
-
-    >>> [(name, mask.tolist()) for name, mask in by_rounding(np.array([PLAIN, block_codec("fp32", "float32")]))]
-    [('fp32', [False, True])]
-    """
-    for rounding in ROUNDINGS:
-        numbers = [n for n, codec in enumerate(CODECS) if getattr(codec, "rounding", None) == rounding]
-        mask = np.isin(codecs, numbers)
-        if mask.any():
-            yield rounding, mask
-
-
+# The index in `ROUNDINGS` of each codec's rounding; of codecs that make no blocks, one that is past its end. The
+# fragments of a block may have several source dtypes, but one rounding.
+CODEC_ROUNDINGS = np.array([[*ROUNDINGS, None].index(getattr(codec, "rounding", None)) for codec in CODECS])
 # For each codec of blocks the number of the codec that makes the bf16 that blocks are made of;
 # other codecs stand for themselves.
 BEFORE_BLOCKS = np.array(

@@ -10,18 +10,16 @@ from reshard.refit.kernels import compile_copy, compile_digest
 from reshard.refit.tables import BlockKernel
 
 
-def compile_ahead(
-    device: torch.device, sizes: Iterable[int], roundings: Iterable[str], size: int
-) -> threading.Thread:
+def compile_ahead(device: torch.device, sizes: Iterable[int], blocks: bool, size: int) -> threading.Thread:
     """Begin to compile what nearly every refit launches, in a thread, since planning takes as long.
 
-    `sizes` are the bytes of elements that are copied, `roundings` those of blocks, which are made
+    `sizes` are the bytes of elements that are copied. With `blocks` an engine serves fp8 blocks, which are made
     of elements of `size` bytes. A kernel that is needed before it is compiled is waited for.
     """
 
     def compile_all() -> None:
-        for rounding in roundings:  # first, since a look at vLLM's arithmetic waits for them
-            compile_quantize(BlockKernel(rounding, True, size=size), device)
+        if blocks:  # first, since a look at vLLM's arithmetic waits for it
+            compile_quantize(BlockKernel(True, size=size), device)
         compile_copy(16, device)
         for word, unit in ((8, 8), *((size, size) for size in sizes)):
             compile_digest(word, unit, device)

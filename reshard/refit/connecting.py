@@ -340,11 +340,11 @@ def _compile_ahead(trainer: Trainer | None, engine: Engine | None, device: torch
 
     held = [region.tensor.dtype for region in (trainer.regions if trainer is not None else ())]
     served = [region.tensor.dtype for region in (engine.regions.values() if engine is not None else ())]
-    roundings = {scales.rounding for scales in engine.scales.values()} if engine is not None else set[str]()
+    blocks = engine is not None and bool(engine.scales)
     itemsize, _ = Counter(dtype.itemsize for dtype in held).most_common(1)[0] if held else (BF16.size, 0)
     # What has elements of one byte is made of blocks, or has rows of whole words.
     sizes = {dtype.itemsize for dtype in {*held, *served}} - {1}
-    return compile_ahead(device, sizes, roundings, itemsize)
+    return compile_ahead(device, sizes, blocks, itemsize)
 
 
 def _device_info(device: torch.device, greetings: Sequence[Greeting]) -> DeviceInfo:

@@ -22,21 +22,21 @@ TILE_BYTES = 64 << 10
 ALIGNMENT = 16  # bytes, of what lies packed
 
 # An item, which is a strip of blocks of fp8 beside each other: address and pitch in bytes of its
-# codes, address of its first scale, rows, columns, its first fragment and how many there are.
-ITEM = 7
-CODES, CODES_PITCH, SCALES, ITEM_ROWS, ITEM_COLUMNS, FIRST_FRAGMENT, FRAGMENTS = range(ITEM)
+# codes, address of its first scale, rows, columns, its first fragment and how many there are, and the
+# index of its rounding in `reshard.quantization.fp8_blocks.ROUNDINGS`.
+ITEM = 8
+CODES, CODES_PITCH, SCALES, ITEM_ROWS, ITEM_COLUMNS, FIRST_FRAGMENT, FRAGMENTS, ROUNDING = range(ITEM)
 ITEM_BLOCKS = 8  # blocks of an item
 
 
 class BlockKernel(NamedTuple):
     """The variant of the kernel that makes blocks of fp8 of items.
 
-    `rounding` is one of `reshard.quantization.fp8_blocks.ROUNDINGS`. `aligned` says that all addresses and pitches
-    are multiples of 16 bytes, and all columns of 16 elements; an item has at most `blocks` blocks. `size` is the
-    bytes of an element of the source: 2 (bf16), 4 (fp32), or 0 where fragments differ.
+    `aligned` says that all addresses and pitches are multiples of 16 bytes, and all columns of 16 elements; an
+    item has at most `blocks` blocks. `size` is the bytes of an element of the source: 2 (bf16), 4 (fp32), or 0
+    where fragments differ.
     """
 
-    rounding: str
     aligned: bool
     blocks: int = ITEM_BLOCKS
     size: int = 2

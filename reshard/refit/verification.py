@@ -76,7 +76,7 @@ class SentDigests:
         memory = region_addresses(self.sender.source.regions)
         outgoing = self.sender.sent(memory, request[as_blocks])
         blocks = cut_into_blocks(outgoing.table, outgoing.destinations, outgoing.places)
-        return digest_requantized(blocks, outgoing.places, self.sender.device)
+        return digest_requantized(blocks, self.sender.device)
 
 
 def _as_blocks(request: np.ndarray, route: str) -> np.ndarray:

@@ -130,7 +130,7 @@ class VllmModel(LiveEngine):
         language_model = self.served.without(self._towers)  # of a tower no layer is processed again
         self.blocks = layers_in_blocks(language_model)
         device = next(self.module.parameters()).device
-        begin_compiling(self.blocks, device, self.match_vllm_rounding)
+        begin_compiling(self.blocks, device)
         parameters = (name for name, _ in self.module.named_parameters())
         check_towers_loaded(
             [name for name in parameters if name.startswith(self._towers)],

@@ -9,7 +9,7 @@ import torch
 
 from reshard.engines.base import Engine
 from reshard.refit.addresses import Pieces, destination_table, fills_of, region_addresses, with_sources
-from reshard.refit.codecs import BEFORE_BLOCKS, BLOCKWISE, by_rounding
+from reshard.refit.codecs import BEFORE_BLOCKS, BLOCKWISE
 from reshard.refit.digests import Digests
 from reshard.refit.fp8_blocks.items import (
     BF16,
@@ -59,32 +59,24 @@ class BlockCheck:
         self.count = ends[-1]
         table = np.concatenate([*tables, self.fills.table[padding]])
         places = np.concatenate([*destinations, self.fills.destinations[padding]])
-        self.blocks = self._block_tables(table, places, places_of(engine))
-        together = all(blocks.spans is not None for blocks in self.blocks)
+        self.blocks = self._block_table(table, places, places_of(engine)) if len(table) else None
+        together = self.blocks is None or self.blocks.spans is not None
         self.digests = None if together else self._digests(table[: self.count])
 
-    def _block_tables(
-        self, table: np.ndarray, destinations: np.ndarray, places: np.ndarray
-    ) -> list[BlockTable]:
-        """Return what compares the blocks, by rounding; the rows after `count` are padding."""
+    def _block_table(self, table: np.ndarray, destinations: np.ndarray, places: np.ndarray) -> BlockTable:
+        """Return what compares the blocks; the rows after `count` are padding."""
         owners = np.arange(len(table))
         owners[self.count :] = NO_PIECE
         ranks = np.repeat(
             [*self.rows, NO_PIECE], [*(r.stop - r.start for r in self.rows.values()), len(table) - self.count]
         )
-        cut = []
-        for rounding, mask in by_rounding(table[:, CODEC]):
-            chosen = table[mask]
-            take_kernel_of_pieces(chosen, owners[mask] == NO_PIECE, rounding)
-            cut.append((rounding, items_of(chosen, destinations[mask], owners[mask], places)))
+        table = table.copy()
+        take_kernel_of_pieces(table, owners == NO_PIECE)
+        blocks = items_of(table, destinations, owners, places)
         in_words = (table[: self.count, WIDTH] % SPAN_ELEMENTS == 0).all()
-        together = in_words and all(is_aligned(blocks) for _, blocks in cut)
-        tables = []
-        for rounding, blocks in cut:
-            order = interleaved(ranks[blocks.owners[blocks.items[:, FIRST_FRAGMENT]]])
-            spans = spans_of(blocks, table) if together else None
-            tables.append(BlockTable(blocks, rounding, self.device, order, spans))
-        return tables
+        spans = spans_of(blocks, table) if in_words and is_aligned(blocks) else None
+        order = interleaved(ranks[blocks.owners[blocks.items[:, FIRST_FRAGMENT]]])
+        return BlockTable(blocks, self.device, order, spans)
 
     def _digests(self, table: np.ndarray) -> Digests:
         """Return the digests of the bf16 of pieces."""
@@ -95,8 +87,8 @@ class BlockCheck:
     def begin(self) -> None:
         """Begin the check; on a GPU, enqueue it on the current stream."""
         self.sums = torch.zeros(self.count, dtype=torch.int64, device=self.device)
-        for table in self.blocks:
-            table.begin_check(self.sums)
+        if self.blocks is not None:
+            self.blocks.begin_check(self.sums)
         if self.digests is not None:
             self.digests.begin()
 
@@ -106,5 +98,5 @@ class BlockCheck:
         assert self.sums is not None
         digests = self.sums.cpu().numpy() if self.digests is None else self.digests.result()
         self.sums = None
-        mismatches = [index for table in self.blocks for index in table.mismatches()]
+        mismatches = self.blocks.mismatches() if self.blocks is not None else []
         return mismatches, {rank: digests[rows] for rank, rows in self.rows.items()}

@@ -16,9 +16,9 @@ import torch
 from reshard.core.dtypes import DTYPES
 from reshard.device.cuda import on_device
 from reshard.engines.base import Engine
-from reshard.quantization.fp8_blocks import BLOCK, encode
+from reshard.quantization.fp8_blocks import BLOCK, ROUNDINGS, encode
 from reshard.refit.addresses import region_addresses
-from reshard.refit.codecs import BEFORE_BLOCKS, CODECS, SOURCE_SIZES, block_codec
+from reshard.refit.codecs import BEFORE_BLOCKS, CODEC_ROUNDINGS, CODECS, SOURCE_SIZES, block_codec
 from reshard.refit.copies import host_bytes
 from reshard.refit.digests import mixed
 from reshard.refit.tables import (
@@ -38,6 +38,7 @@ from reshard.refit.tables import (
     ITEM_ROWS,
     LEFT,
     NO_PIECE,
+    ROUNDING,
     ROWS,
     SCALES,
     SOURCE,
@@ -102,10 +103,10 @@ def items_of(
     return items if _all_reached(items) else cut(table, destinations, owners, places, 1)
 
 
-def take_kernel_of_pieces(table: np.ndarray, padding: np.ndarray, rounding: str) -> None:
-    """Give the rows of a table that are `padding`, zeros of whatever width, the codec that the others
+def take_kernel_of_pieces(table: np.ndarray, padding: np.ndarray) -> None:
+    """Give the rows of a table that are `padding`, zeros of whatever width, a codec that others
     have, for which there is a kernel already."""
-    table[padding, CODEC] = table[~padding, CODEC].max(initial=block_codec(rounding))
+    table[padding, CODEC] = table[~padding, CODEC].max(initial=block_codec("fp32"))
 
 
 def _all_reached(blocks: BlockItems) -> bool:
@@ -149,7 +150,7 @@ def cut(
     keys = keys[order]
     starts = np.flatnonzero(np.concatenate([[True], (keys[1:] != keys[:-1]).any(1)]) if len(keys) else [])
     tensor, at_row, at_strip = keys[starts].T if len(starts) else np.zeros((3, 0), np.int64)
-    codes, scales, codes_pitch, scales_pitch, height, width, _ = places[tensor].T
+    codes, scales, codes_pitch, scales_pitch, height, width, codec = places[tensor].T
     items = np.empty((len(starts), ITEM), np.int64)
     items[:, CODES] = codes + at_row * BLOCK * codes_pitch + at_strip * wide
     items[:, CODES_PITCH] = codes_pitch
@@ -158,6 +159,7 @@ def cut(
     items[:, ITEM_COLUMNS] = np.minimum(wide, width - at_strip * wide)
     items[:, FIRST_FRAGMENT] = starts
     items[:, FRAGMENTS] = np.diff(np.append(starts, len(keys)))
+    items[:, ROUNDING] = CODEC_ROUNDINGS[codec]
     return BlockItems(items, fragments[order], owners[piece][order], tensor)
 
 
@@ -186,13 +188,12 @@ def spans_of(blocks: BlockItems, table: np.ndarray) -> np.ndarray:
 
 
 class BlockTable:
-    """Items of one rounding, ready to run, kept on the GPU. `order` is the order of items in which
+    """Items, ready to run, kept on the GPU. `order` is the order of items in which
     the links to all peers are busy at once. A check with `spans` (`spans_of`) takes digests too."""
 
     def __init__(
         self,
         blocks: BlockItems,
-        rounding: str,
         device: torch.device,
         order: np.ndarray,
         spans: np.ndarray | None = None,
@@ -201,7 +202,7 @@ class BlockTable:
         items, fragments = blocks.items[order], blocks.fragments
         # Programs for an item; two kernels, not one for each width.
         of_item = 1 if (items[:, ITEM_COLUMNS] <= BLOCK).all() else ITEM_BLOCKS
-        self.kernel = BlockKernel(rounding, is_aligned(blocks), of_item, size_of(fragments[:, ELEMENT_BYTES]))
+        self.kernel = BlockKernel(is_aligned(blocks), of_item, size_of(fragments[:, ELEMENT_BYTES]))
         self.items: torch.Tensor | np.ndarray = items
         self.fragments: torch.Tensor | np.ndarray = fragments.copy()
         self.owners: torch.Tensor | np.ndarray = blocks.owners
@@ -238,7 +239,7 @@ class BlockTable:
 
             quantize_items(self.items, self.fragments, self.kernel)
         elif isinstance(self.items, np.ndarray) and isinstance(self.fragments, np.ndarray):
-            quantize_on_host(self.items, self.fragments, self.kernel.rounding)
+            quantize_on_host(self.items, self.fragments)
 
     def begin_check(self, sums: torch.Tensor | None = None) -> None:
         """Compare with what `run` would write, and write nothing; on a GPU, enqueue it on the current
@@ -248,7 +249,7 @@ class BlockTable:
 
             self.differing = compare_items(self.items, self.fragments, self.kernel, self.spans, sums)
         elif isinstance(self.items, np.ndarray) and isinstance(self.fragments, np.ndarray):
-            self.differing = compare_on_host(self.items, self.fragments, self.kernel.rounding)
+            self.differing = compare_on_host(self.items, self.fragments)
             if self.spans is not None and sums is not None:
                 digest_on_host(self.fragments, self.spans.numpy(), sums.numpy().view(np.uint64))
 
@@ -270,19 +271,19 @@ def size_of(sizes: np.ndarray) -> int:
     return int(known[0]) if len(known) == 1 else 0
 
 
-def quantize_on_host(items: np.ndarray, fragments: np.ndarray, rounding: str) -> None:
+def quantize_on_host(items: np.ndarray, fragments: np.ndarray) -> None:
     """Make the blocks of items within this process's memory."""
-    for served, made in _on_host(items, fragments, rounding):
+    for served, made in _on_host(items, fragments):
         for place, values in zip(served, made, strict=True):
             place[...] = values
 
 
-def compare_on_host(items: np.ndarray, fragments: np.ndarray, rounding: str) -> np.ndarray:
+def compare_on_host(items: np.ndarray, fragments: np.ndarray) -> np.ndarray:
     """Return a mask of the items within this process's memory of which codes or scales are others
     than `quantize_on_host` would make."""
     same = [
         all(np.array_equal(place, values) for place, values in zip(served, made, strict=True))
-        for served, made in _on_host(items, fragments, rounding)
+        for served, made in _on_host(items, fragments)
     ]
     return ~np.array(same, bool)
 
@@ -300,16 +301,17 @@ def digest_on_host(fragments: np.ndarray, spans: np.ndarray, sums: np.ndarray) -
 
 
 def _on_host(
-    items: np.ndarray, fragments: np.ndarray, rounding: str
+    items: np.ndarray, fragments: np.ndarray
 ) -> Iterator[tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]]:
     """Yield for each item the bytes of its codes and scales where they are served from, and those that
     its fragments make."""
-    for codes, codes_pitch, scales, height, length, first, count in items.tolist():
+    roundings = [*ROUNDINGS]
+    for codes, codes_pitch, scales, height, length, first, count, rounding in items.tolist():
         values = np.zeros((height, length), BF16.numpy())
         for fragment in fragments[first : first + count]:
             top, left, high, wide = fragment[[TOP, LEFT, FRAGMENT_ROWS, FRAGMENT_COLUMNS]]
             values[top : top + high, left : left + wide] = _bf16_bytes(fragment).view(BF16.numpy())
-        new_codes, new_scales = encode(values, rounding)
+        new_codes, new_scales = encode(values, roundings[rounding])
         served = host_bytes(codes, height, length, codes_pitch), host_bytes(scales, 1, new_scales.size * 4, 0)
         yield served, (new_codes.view(np.uint8), new_scales.view(np.uint8).reshape(1, -1))
 

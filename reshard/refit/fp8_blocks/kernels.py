@@ -16,8 +16,8 @@ from reshard.refit.tables import BlockKernel
 # one, which waits for the link; a check is slower.
 QUANTIZE = {"num_warps": 8, "maxnreg": 128}
 
-ITEM, CODES, CODES_PITCH, SCALES, ITEM_ROWS, ITEM_COLUMNS, FIRST_FRAGMENT, FRAGMENTS = columns(
-    "ITEM CODES CODES_PITCH SCALES ITEM_ROWS ITEM_COLUMNS FIRST_FRAGMENT FRAGMENTS"
+ITEM, CODES, CODES_PITCH, SCALES, ITEM_ROWS, ITEM_COLUMNS, FIRST_FRAGMENT, FRAGMENTS, ROUNDING = columns(
+    "ITEM CODES CODES_PITCH SCALES ITEM_ROWS ITEM_COLUMNS FIRST_FRAGMENT FRAGMENTS ROUNDING"
 )
 FRAGMENT, SOURCE, SOURCE_PITCH, TOP, LEFT, FRAGMENT_ROWS, FRAGMENT_COLUMNS, ELEMENT_BYTES = columns(
     "FRAGMENT SOURCE SOURCE_PITCH TOP LEFT FRAGMENT_ROWS FRAGMENT_COLUMNS ELEMENT_BYTES"
@@ -26,6 +26,9 @@ SPAN, SPAN_PIECE, SPAN_WORD, SPAN_ROW_WORDS, SPAN_ELEMENTS = columns(
     "SPAN SPAN_PIECE SPAN_WORD SPAN_ROW_WORDS SPAN_ELEMENTS"
 )
 EDGE = tl.constexpr(fp8_blocks.BLOCK)  # elements along an edge of a block with a scale
+UE8M0, TWICE, STORED = (
+    tl.constexpr([*fp8_blocks.ROUNDINGS].index(name)) for name in ("ue8m0", "twice", "stored")
+)
 
 
 @triton.jit
@@ -117,9 +120,6 @@ def _quantize(
     wrong,
     spans,
     sums,
-    POWER: tl.constexpr,
-    TWICE: tl.constexpr,
-    DIVIDE: tl.constexpr,
     ALIGNED: tl.constexpr,
     ITEM_BLOCKS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -134,8 +134,9 @@ def _quantize(
         gathered = _gather(fragments + first * FRAGMENT, count, block, SIZE, ALIGNED)
         if DIGEST:
             _add_digests(gathered, fragments + first * FRAGMENT, spans + first * SPAN, count, block, sums)
-        codes, scale = encode_block(gathered.to(tl.float32), POWER and not TWICE, DIVIDE)
-        if TWICE:
+        rounding = tl.load(item + ROUNDING)
+        codes, scale = encode_block(gathered.to(tl.float32), rounding == UE8M0, rounding == STORED)
+        if rounding == TWICE:
             codes, scale = encode_block(codes.to(tl.float32) * scale, True, False)
         r, c = tl.arange(0, EDGE)[:, None], block + tl.arange(0, EDGE)[None, :]
         where = tl.load(item + CODES).to(tl.pointer_type(tl.float8e4nv)) + (
@@ -168,16 +169,9 @@ def _quantize(
             tl.store(scale_at, scale)
 
 
-def _constants(kernel: BlockKernel) -> tuple[bool, bool, bool, bool, int, int]:
-    """Return the constants of `_quantize` from POWER to SIZE."""
-    rounding = kernel.rounding
-    power, twice, divide = rounding in ("ue8m0", "twice"), rounding == "twice", rounding == "stored"
-    return power, twice, divide, kernel.aligned, kernel.blocks, kernel.size
-
-
 def quantize_items(items: torch.Tensor, fragments: torch.Tensor, kernel: BlockKernel) -> None:
     """Gather the blocks of a table of items, and write their codes and scales."""
-    how = *_constants(kernel), False, False
+    how = *kernel, False, False
     _quantize[(len(items) * kernel.blocks,)](items, fragments, items, items, items, *how, **QUANTIZE)
 
 
@@ -193,7 +187,7 @@ def compare_items(
     `sums`, from the same reads; all has to be `aligned` then."""
     wrong = torch.zeros(len(items), dtype=torch.int32, device=items.device)
     digest = spans is not None and sums is not None
-    how = *_constants(kernel), True, digest
+    how = *kernel, True, digest
     if len(items):
         added = (spans, sums) if digest else (items, items)
         with expected_compilation():

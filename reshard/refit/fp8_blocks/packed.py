@@ -15,7 +15,7 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.quantization.fp8_blocks import BLOCK
-from reshard.refit.codecs import SOURCE_SIZES, by_rounding
+from reshard.refit.codecs import SOURCE_SIZES
 from reshard.refit.digests import Digests
 from reshard.refit.fp8_blocks.items import (
     ENCODING,
@@ -83,8 +83,7 @@ def compile_block_kernels(codecs: np.ndarray, encodes: bool, device: torch.devic
             f"{torch.cuda.get_device_name(device)} cannot: put trainer and engine on one host, or serve in "
             "bf16"
         )
-    for rounding, mask in by_rounding(codecs):
-        compile_quantize(BlockKernel(rounding, True, 1, size_of(SOURCE_SIZES[codecs[mask]])), device)
+    compile_quantize(BlockKernel(True, 1, size_of(SOURCE_SIZES[codecs])), device)
 
 
 def cut_into_blocks(table: np.ndarray, destinations: np.ndarray, places: np.ndarray) -> BlockItems:
@@ -140,18 +139,10 @@ def packed(items: np.ndarray, begins: np.ndarray) -> np.ndarray:
     return items
 
 
-def encode_tables(
-    blocks: BlockItems, places: np.ndarray, begins: np.ndarray, device: torch.device
-) -> list[BlockTable]:
-    """Return the tables that make these blocks, by rounding, each packed from its address in
-    `begins` on."""
+def encode_table(blocks: BlockItems, begins: np.ndarray, device: torch.device) -> BlockTable:
+    """Return the table that makes these blocks, each packed from its address in `begins` on."""
     items = packed(blocks.items, begins)
-    codecs = places[blocks.tensors, ENCODING]
-    tables = []
-    for rounding, mask in by_rounding(codecs):
-        chosen = blocks._replace(items=items[mask])
-        tables.append(BlockTable(chosen, rounding, device, np.arange(len(chosen.items))))
-    return tables
+    return BlockTable(blocks._replace(items=items), device, np.arange(len(items)))
 
 
 def unpack_copies(blocks: BlockItems, begins: np.ndarray) -> np.ndarray:
@@ -178,15 +169,14 @@ def slice_blocks(blocks: BlockItems, first: int, last: int) -> BlockItems:
     )
 
 
-def digest_requantized(blocks: BlockItems, places: np.ndarray, device: torch.device) -> np.ndarray:
+def digest_requantized(blocks: BlockItems, device: torch.device) -> np.ndarray:
     """Return a digest of the codes and scale of each block, made anew on the trainer's rank."""
     digests = [np.zeros(0, np.int64)]
     for batch in _batches(blocks):
         slot = BLOCK * BLOCK + ALIGNMENT
         memory = torch.empty(len(batch.items) * slot, dtype=torch.uint8, device=device)
         begins = memory.data_ptr() + np.arange(len(batch.items), dtype=np.int64) * slot
-        for table in encode_tables(batch, places, begins, device):
-            table.run()
+        encode_table(batch, begins, device).run()
         digests.append(_digests(packed(batch.items, begins), device))
     return np.concatenate(digests)
 

@@ -31,7 +31,7 @@ from reshard.refit.addresses import (
     ROW_COUNT,
     Pieces,
 )
-from reshard.refit.codecs import BEFORE_BLOCKS, BLOCKWISE, by_rounding
+from reshard.refit.codecs import BEFORE_BLOCKS, BLOCKWISE
 from reshard.refit.fp8_blocks.items import BF16, ENCODING, BlockTable, items_of, places_of
 from reshard.refit.tables import (
     CODEC,
@@ -202,7 +202,7 @@ class SplitBlocksSlab:
         self.memory: torch.Tensor | None = None
         self.through: dict[int, np.ndarray] = {}
         self.numbers: set[int] = set()
-        self.made: dict[int, list[BlockTable]] = {}
+        self.made: dict[int, BlockTable] = {}
         self.pieces = Pieces.none()
 
     def arrange(self, pieces: Mapping[int, Pieces], sent: Collection[int]) -> None:
@@ -222,12 +222,12 @@ class SplitBlocksSlab:
         if self.memory is None or len(self.memory) != size:
             self.memory = torch.zeros(size, dtype=torch.uint8, device=self.device) if size else None
         self.numbers = set(parts[:, PART_ROUND].tolist())
-        self.made = {number: self._tables(number) for number in self.numbers}
+        self.made = {number: self._table(number) for number in self.numbers}
 
     @property
     def launches(self) -> int:
         """Return how many kernels make the blocks of all rounds."""
-        return sum(len(tables) for tables in self.made.values())
+        return len(self.made)
 
     def described(self) -> dict[str, int]:
         """Return, for logs, the bytes that come through it, in how many rounds, and its own bytes."""
@@ -254,22 +254,18 @@ class SplitBlocksSlab:
     def make(self, number: int) -> None:
         """Make the blocks of a round, whose parts are in the slab; on a GPU, enqueue it on the
         current stream."""
-        for table in self.made[number]:
-            table.run()
+        self.made[number].run()
 
     def mismatches(self, number: int) -> list[int]:
         """Return the indices of the local tensors whose blocks are not what the parts in the slab
         make."""
-        return [index for table in self._tables(number) for index in table.mismatches()]
+        return self._table(number).mismatches()
 
-    def _tables(self, number: int) -> list[BlockTable]:
+    def _table(self, number: int) -> BlockTable:
         places = places_of(self.engine)
         table, destinations = self._sources(number, places)
-        tables = []
-        for rounding, mask in by_rounding(table[:, CODEC]):
-            blocks = items_of(table[mask], destinations[mask], np.zeros(mask.sum(), np.int64), places)
-            tables.append(BlockTable(blocks, rounding, self.device, np.arange(len(blocks.items))))
-        return tables
+        blocks = items_of(table, destinations, np.zeros(len(table), np.int64), places)
+        return BlockTable(blocks, self.device, np.arange(len(blocks.items)))
 
     def _sources(self, number: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the table of a round's pieces with the source's end, the slab, filled in, and

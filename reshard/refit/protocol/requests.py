@@ -21,7 +21,7 @@ from reshard.refit.addresses import (
     STAGED_ROUND,
     UNSTAGED,
 )
-from reshard.refit.codecs import BLOCKWISE, CODECS, PLAIN, ROUNDINGS
+from reshard.refit.codecs import BLOCKWISE, CODEC_ROUNDINGS, CODECS, PLAIN
 from reshard.refit.protocol.encoding import DIGEST_BYTES, pack_array, unpack_array
 from reshard.refit.protocol.held import DTYPE_NUMBERS, ShardSizes
 
@@ -31,7 +31,6 @@ MOST_TENSORS = 1 << 20
 MOST_ROUNDS = 1 << 14
 MOST_TIMES = 64
 CODEC_SOURCES = np.array([DTYPE_NUMBERS[codec.source.name] for codec in CODECS])
-CODEC_ROUNDINGS = np.array([[*ROUNDINGS, None].index(getattr(codec, "rounding", None)) for codec in CODECS])
 
 
 class PieceRequest(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 
 from reshard.core.errors import ReshardError, rewrite_message
 from reshard.refit.addresses import SHARD, UNSTAGED, fills_of, staged_rounds_of, with_sources
-from reshard.refit.codecs import BLOCKWISE, by_rounding
+from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.copies import CopyTable
 from reshard.refit.fp8_blocks.items import (
     FIRST_FRAGMENT,
@@ -65,7 +65,7 @@ class CudaIpc(Transport):
         self.lane: torch.cuda.Stream | None = None
         self.followed: dict[int, TrainerMemory] | None = None  # the memory that the tables are of, all mapped
         self.once: CopyTable | None = None
-        self.blocks: list[BlockTable] = []
+        self.blocks: BlockTable | None = None
         self.rounds: dict[int, CopyTable] = {}
 
     @staticmethod
@@ -117,7 +117,7 @@ class CudaIpc(Transport):
         )
         blockwise = BLOCKWISE[copies.table[:, CODEC]]
         self.once = self._copy_table(copies.where(~blockwise & (rounds == UNSTAGED)))
-        self.blocks = self._block_tables(copies.where(blockwise))
+        self.blocks = self._block_table(copies.where(blockwise)) if blockwise.any() else None
         # Also rounds in which all that is not padding comes by another transport.
         self.numbers = {*engine.staged_rounds.values(), *np.unique(rounds).tolist()} - {UNSTAGED}
         self.rounds = {
@@ -131,7 +131,7 @@ class CudaIpc(Transport):
     @property
     def launches(self) -> int:
         """See `Transport.launches`."""
-        return sum(table.launches for table in self._copy_tables) + len(self.blocks)
+        return sum(table.launches for table in self._copy_tables) + (self.blocks is not None)
 
     def _padding(self, elsewhere: Iterable[Incoming]) -> Placed:
         """Return copies of zeros into rows of padding, but for blocks that other transports bring
@@ -159,23 +159,15 @@ class CudaIpc(Transport):
         order = interleaved(copies.ranks[origin])
         return CopyTable(tiles[order], self.device, copies.owners[origin][order], self.shares_gpu)
 
-    def _block_tables(self, copies: OwnedCopies) -> list[BlockTable]:
-        """Return what is quantized on the way, by rounding."""
-        if not len(copies.table):
-            return []
+    def _block_table(self, copies: OwnedCopies) -> BlockTable:
+        """Return what is quantized on the way, in an order in which the links to all peers are busy at once."""
         assert self.context.engine is not None
+        take_kernel_of_pieces(copies.table, copies.ranks == PADDING)
+        owners = np.stack([copies.owners, copies.ranks], 1)
         places = places_of(self.context.engine)
-        tables = []
-        for rounding, mask in by_rounding(copies.table[:, CODEC]):
-            chosen = copies.where(mask)
-            take_kernel_of_pieces(chosen.table, chosen.ranks == PADDING, rounding)
-            owners = np.stack([chosen.owners, chosen.ranks], 1)
-            strips = items_of(chosen.table, chosen.destinations, owners, places)
-            order = interleaved(strips.owners[strips.items[:, FIRST_FRAGMENT], 1])
-            tables.append(
-                BlockTable(strips._replace(owners=strips.owners[:, 0]), rounding, self.device, order)
-            )
-        return tables
+        strips = items_of(copies.table, copies.destinations, owners, places)
+        order = interleaved(strips.owners[strips.items[:, FIRST_FRAGMENT], 1])
+        return BlockTable(strips._replace(owners=strips.owners[:, 0]), self.device, order)
 
     def update_addresses(self, memory: Mapping[int, TrainerMemory]) -> bool:
         """See `Transport.update_addresses`: shift the tables where shards have only moved."""
@@ -198,8 +190,8 @@ class CudaIpc(Transport):
             deltas[first : first + len(shards)] = shards[:, 0] - self.shards[rank][:, 0]
         if not all(table.shift(deltas) for table in self._copy_tables):
             return False
-        for blocks in self.blocks:
-            blocks.shift(deltas)
+        if self.blocks is not None:
+            self.blocks.shift(deltas)
         self.shards, self.followed = now, dict(memory)
         return True
 
@@ -245,8 +237,8 @@ class CudaIpc(Transport):
             return
         assert self.once is not None
         self.once.run(programs)
-        for blocks in self.blocks:
-            blocks.run()
+        if self.blocks is not None:
+            self.blocks.run()
 
     def join(self) -> None:
         """See `Transport.join`."""

@@ -24,7 +24,7 @@ from reshard.refit.copies import CopyTable
 from reshard.refit.fp8_blocks.items import BlockTable
 from reshard.refit.fp8_blocks.packed import (
     cut_into_blocks,
-    encode_tables,
+    encode_table,
     packed_bytes,
     slice_blocks,
     unpack_copies,
@@ -82,12 +82,12 @@ class PackedPair:
         return np.concatenate([table, unpack_copies(items, start + self.offset[n + first : n + last])])
 
     def blocks(self, index: int, start: int, device: torch.device) -> list[BlockTable]:
-        """Return the tables that make the blocks of a round, in a buffer at address `start`."""
+        """Return the table, if any, that makes the blocks of a round, in a buffer at address `start`."""
         n, (first, last) = len(self.tiles), self._blocks_of_round(index)
         if self.end == DST or first == last:
             return []
         begins = start + self.offset[n + first : n + last]
-        return encode_tables(slice_blocks(self.block_items, first, last), self.places, begins, device)
+        return [encode_table(slice_blocks(self.block_items, first, last), begins, device)]
 
     def _blocks_of_round(self, index: int) -> tuple[int, int]:
         """Return the first of a round's blocks, which follow each other, and the one after the last."""

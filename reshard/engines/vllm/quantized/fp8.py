@@ -53,7 +53,7 @@ def our_blocks(values: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch
     places = np.zeros((1, PLACES), np.int64)
     places[0] = codes.data_ptr(), scales.data_ptr(), columns, across, rows, columns, codec
     strips = items_of(table, into, np.zeros(4, np.int64), places)
-    BlockTable(strips, rounding, values.device, np.arange(len(strips.items))).run()
+    BlockTable(strips, values.device, np.arange(len(strips.items))).run()
     return codes.view(torch.float8_e4m3fn), scales
 
 

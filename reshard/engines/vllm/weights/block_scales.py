@@ -25,16 +25,14 @@ def layers_in_blocks(model: Served) -> dict[str, Blocks]:
     return layers
 
 
-def begin_compiling(layers: Mapping[str, Blocks], device: torch.device, match_vllm_rounding: bool) -> None:
-    """Begin to compile, in a thread, the kernels that make these layers' blocks of bf16, since `find_scales`
+def begin_compiling(layers: Mapping[str, Blocks], device: torch.device) -> None:
+    """Begin to compile, in a thread, the kernel that makes these layers' blocks of bf16, since `find_scales`
     and connect would wait for them; nothing on a CPU."""
     if device.type != "cuda" or not layers:
         return
     from reshard.refit.compiling import compile_ahead
 
-    power_of_two = _power_of_two(match_vllm_rounding)
-    roundings = {power_of_two if blocks.powers_of_two else "fp32" for blocks in layers.values()}
-    compile_ahead(device, {BF16.size}, roundings, BF16.size)
+    compile_ahead(device, {BF16.size}, True, BF16.size)
 
 
 def find_scales(
