@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +35,7 @@ from reshard.refit.tables import (
     CODEC,
     CODES,
     DST,
+    DST_PITCH,
     ELEMENT_BYTES,
     ITEM_BLOCKS,
     NO_PIECE,
@@ -358,7 +360,9 @@ def interpret() -> None:
         block_items = cut(table, into, np.arange(len(cuts)), places, blocks)
         kernel = BlockKernel(not shift, blocks, size_of(block_items.fragments[:, ELEMENT_BYTES]))
         tables = torch.from_numpy(block_items.items), torch.from_numpy(block_items.fragments)
-        quantize_items(*tables, kernel)
+        tiles, copied = tiles_to_copy(rng)
+        quantize_items(*tables, kernel, torch.from_numpy(tiles))
+        assert copied()
         expected, expected_scales = encode(values, rounding, divide=rounding == "stored")
         encoded = codes[:, :columns].view(FP8.numpy()).astype(np.float32)
         assert np.array_equal(scales, expected_scales) and np.array_equal(
@@ -377,23 +381,46 @@ def interpret() -> None:
     of_code, of_scale = codes.ctypes.data + 128 * codes.strides[0], codes.ctypes.data + 128
     wanted = {of_code, of_scale}
     assert {int(block_items.items[index, CODES]) for (index,) in differing} == wanted
-    assert scales_by_the_kernel("stored") != scales_by_the_kernel("fp32"), "the last bits of some"
+    scales_in_one_launch()
     from tests.test_deltas import changes_by_the_kernel
 
     changes_by_the_kernel()
 
 
-def scales_by_the_kernel(rounding: str) -> list:
-    """The scales of any numbers, which are the host's: "stored" by a division, others by a product."""
+def tiles_to_copy(rng: np.random.Generator) -> tuple[np.ndarray, Callable[[], bool]]:
+    """Tiles of 16-byte words, a single row and rows with a pitch; and what tells if they have been copied, and
+    nothing around them."""
+    source = rng.integers(-(1 << 62), 1 << 62, (24, 40, 2))
+    out = np.zeros_like(source)
+    tiles = np.zeros((2, CODEC), np.int64)
+    tiles[0, [SRC, DST, ROWS, WIDTH]] = source.ctypes.data, out.ctypes.data, 1, 3 * 40
+    tiles[1, [SRC, DST]] = source[5, 7].ctypes.data, out[5, 7].ctypes.data
+    tiles[1, [ROWS, WIDTH, SRC_PITCH, DST_PITCH]] = 15, 21, 40, 40
+
+    def copied() -> bool:
+        expected = np.zeros_like(source)
+        expected[:3], expected[5:20, 7:28] = source[:3], source[5:20, 7:28]
+        return np.array_equal(out, expected)
+
+    return tiles, copied
+
+
+def scales_in_one_launch() -> None:
+    """The scales of any numbers in blocks of all roundings are the host's: "stored" by a division, others by a
+    product, and so unlike in the last bits of some."""
     from reshard.refit.fp8_blocks.kernels import quantize_items
 
-    values = rounded(weights(512, 1024))
-    table, into, held = pieces_of(values, [(0, 0, *values.shape)])
-    places, _, scales = places_for(values.shape, rounding)
-    items = items_of(table, into, np.zeros(1, np.int64), places)
+    values = rounded(weights(256, 1024))
+    placed = {rounding: places_for(values.shape, rounding) for rounding in ROUNDINGS}
+    pieces, _, held = zip(*(pieces_of(values, [(0, 0, *values.shape)]) for _ in placed), strict=True)
+    places = np.concatenate([at for at, *_ in placed.values()])
+    into = np.array([(index, 0, 0) for index in range(len(placed))])
+    items = items_of(np.concatenate(pieces), into, np.zeros(len(placed), np.int64), places)
     quantize_items(torch.from_numpy(items.items), torch.from_numpy(items.fragments), BlockKernel(True))
-    assert np.array_equal(scales, encode(values, rounding, divide=rounding == "stored")[1]) and held
-    return scales.tolist()
+    made = {rounding: scales for rounding, (_, _, scales) in placed.items()}
+    for rounding, scales in made.items():
+        assert np.array_equal(scales, encode(values, rounding, divide=rounding == "stored")[1]) and held
+    assert len({made[rounding].tobytes() for rounding in ("fp32", "ue8m0", "stored")}) == 3
 
 
 def digests_are_equal(block_items, table: np.ndarray, tables: tuple, kernel: BlockKernel) -> None:

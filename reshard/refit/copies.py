@@ -117,12 +117,23 @@ class CopyTable:
         """Return how many kernels and copies `run` launches."""
         return len(self.groups) + len(self.engine_copies)
 
-    def run(self, programs: int | None = None) -> None:
+    @property
+    def of_widest_words(self) -> torch.Tensor | None:
+        """Return the plain tiles on the GPU whose words have 16 bytes, nearly all of most models, if there
+        are any."""
+        for codec, unit, tiles in self.groups:
+            if (codec, unit) == (PLAIN, UNITS[0]) and isinstance(tiles, torch.Tensor):
+                return tiles
+        return None
+
+    def run(self, programs: int | None = None, without: torch.Tensor | None = None) -> None:
         """Carry the copies out; on a GPU, enqueue them on the current stream, in no more than
-        `programs` programs."""
+        `programs` programs, `without` tiles that another kernel carries out (`of_widest_words`)."""
         if len(self.engine_copies):
             copy_rows(self.engine_copies[:, :CODEC], self.device)
         for codec, unit, tiles in self.groups:
+            if tiles is without:
+                continue
             if isinstance(tiles, torch.Tensor):
                 from reshard.refit.kernels import copy_tiles
 

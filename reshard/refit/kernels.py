@@ -128,7 +128,8 @@ def mix(word, place):
 
 
 @triton.jit
-def _copy_tile(row, FROM: tl.constexpr, INTO: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr):
+def copy_tile(row, FROM: tl.constexpr, INTO: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr):
+    """Carry out one tile, of words of `PAIR` elements."""
     src = tl.load(row + SRC).to(tl.pointer_type(FROM))
     dst = tl.load(row + DST).to(tl.pointer_type(INTO))
     n_rows, width = tl.load(row + ROWS).to(tl.int32), tl.load(row + WIDTH).to(tl.int32)
@@ -152,7 +153,7 @@ def _copy_tile(row, FROM: tl.constexpr, INTO: tl.constexpr, PAIR: tl.constexpr, 
 
 @triton.jit
 def _copy(table, FROM: tl.constexpr, INTO: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr):
-    _copy_tile(table + tl.program_id(0).to(tl.int64) * COPY, FROM, INTO, PAIR, BLOCK)
+    copy_tile(table + tl.program_id(0).to(tl.int64) * COPY, FROM, INTO, PAIR, BLOCK)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -160,7 +161,7 @@ def _copy_aside(
     table, tiles, FROM: tl.constexpr, INTO: tl.constexpr, PAIR: tl.constexpr, BLOCK: tl.constexpr
 ):
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        _copy_tile(table + tile * COPY, FROM, INTO, PAIR, BLOCK)
+        copy_tile(table + tile * COPY, FROM, INTO, PAIR, BLOCK)
 
 
 def copy_tiles(tiles: torch.Tensor, unit: int, programs: int | None = None, codec: int = PLAIN) -> None:

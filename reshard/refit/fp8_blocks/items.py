@@ -232,12 +232,13 @@ class BlockTable:
             addresses = self.items[:, column]
             addresses += delta
 
-    def run(self) -> None:
-        """Make the blocks; on a GPU, enqueue it on the current stream."""
+    def run(self, tiles: torch.Tensor | None = None) -> None:
+        """Make the blocks; on a GPU, enqueue it on the current stream, with `tiles` of copies between the blocks
+        (`CopyTable.of_widest_words`)."""
         if isinstance(self.items, torch.Tensor) and isinstance(self.fragments, torch.Tensor):
             from reshard.refit.fp8_blocks.kernels import quantize_items
 
-            quantize_items(self.items, self.fragments, self.kernel)
+            quantize_items(self.items, self.fragments, self.kernel, tiles)
         elif isinstance(self.items, np.ndarray) and isinstance(self.fragments, np.ndarray):
             quantize_on_host(self.items, self.fragments)
 

@@ -1,5 +1,5 @@
 """The Triton kernel that makes fp8 blocks, or compares them with those that an engine serves, from tables of
-items and their fragments (`reshard.refit.tables`)."""
+items and their fragments (`reshard.refit.tables`). It carries out copies between blocks."""
 
 from functools import cache
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from reshard.quantization import fp8_blocks
 from reshard.quantization.fp8_blocks_triton import encode_block
-from reshard.refit.kernels import POSITION, columns, expected_compilation, mix
+from reshard.refit.kernels import BLOCK, COPY, POSITION, columns, copy_tile, expected_compilation, mix
 from reshard.refit.tables import BlockKernel
 
 # Of the kernel that makes blocks: so that two of its programs run on a multiprocessor. A pull is as fast with
@@ -114,20 +114,13 @@ def _add_digests(value, fragments, spans, count, block, sums):
 
 
 @triton.jit
-def _quantize(
-    items,
-    fragments,
-    wrong,
-    spans,
-    sums,
-    ALIGNED: tl.constexpr,
-    ITEM_BLOCKS: tl.constexpr,
-    SIZE: tl.constexpr,
-    COMPARE: tl.constexpr,
-    DIGEST: tl.constexpr,
-):
-    item = items + (tl.program_id(0) // ITEM_BLOCKS).to(tl.int64) * ITEM
-    block = (tl.program_id(0) % ITEM_BLOCKS) * EDGE
+def _encode(
+    number, items, fragments, wrong, spans, sums, ALIGNED: tl.constexpr, ITEM_BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr, COMPARE: tl.constexpr, DIGEST: tl.constexpr,
+):  # fmt: skip
+    """Make the block of this number, or compare it; each item has `ITEM_BLOCKS` numbers."""
+    item = items + (number // ITEM_BLOCKS).to(tl.int64) * ITEM
+    block = (number % ITEM_BLOCKS).to(tl.int32) * EDGE
     n_rows, n_columns = tl.load(item + ITEM_ROWS).to(tl.int32), tl.load(item + ITEM_COLUMNS).to(tl.int32)
     if block < n_columns:
         count, first = tl.load(item + FRAGMENTS).to(tl.int32), tl.load(item + FIRST_FRAGMENT)
@@ -160,7 +153,7 @@ def _quantize(
                 tl.load(scale_at).to(tl.int32, bitcast=True) != scale.to(tl.int32, bitcast=True)
             ).to(tl.int32)
             if differing > 0:
-                tl.atomic_add(wrong + tl.program_id(0) // ITEM_BLOCKS, differing)
+                tl.atomic_add(wrong + number // ITEM_BLOCKS, differing)
         else:
             if whole:
                 tl.store(where, codes)
@@ -169,10 +162,38 @@ def _quantize(
             tl.store(scale_at, scale)
 
 
-def quantize_items(items: torch.Tensor, fragments: torch.Tensor, kernel: BlockKernel) -> None:
-    """Gather the blocks of a table of items, and write their codes and scales."""
-    how = *kernel, False, False
-    _quantize[(len(items) * kernel.blocks,)](items, fragments, items, items, items, *how, **QUANTIZE)
+@triton.jit(do_not_specialize=["count"])
+def _quantize(
+    tiles, count, items, fragments, wrong, spans, sums, ALIGNED: tl.constexpr, ITEM_BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr, COMPARE: tl.constexpr, DIGEST: tl.constexpr, COPIED: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    if COMPARE:
+        _encode(program, items, fragments, wrong, spans, sums, ALIGNED, ITEM_BLOCKS, SIZE, COMPARE, DIGEST)
+    else:
+        # Of `count` tiles and the blocks each takes its turn, evenly.
+        programs = tl.num_programs(0)
+        before = program * count // programs  # tiles that were others' turns
+        if (program + 1) * count // programs > before:
+            copy_tile(tiles + before * COPY, tl.int64, tl.int64, 2, COPIED)
+        else:
+            _encode(
+                program - before, items, fragments, wrong, spans, sums, ALIGNED, ITEM_BLOCKS, SIZE, COMPARE,
+                DIGEST,
+            )  # fmt: skip
+
+
+def quantize_items(
+    items: torch.Tensor, fragments: torch.Tensor, kernel: BlockKernel, tiles: torch.Tensor | None = None
+) -> None:
+    """Gather the blocks of a table of items, and write their codes and scales; between them carry out `tiles`,
+    plain copies in words of 16 bytes."""
+    count = 0 if tiles is None else len(tiles)
+    programs = count + len(items) * kernel.blocks
+    how = *kernel, False, False, BLOCK // 2
+    _quantize[(programs,)](
+        items if tiles is None else tiles, count, items, fragments, items, items, items, *how, **QUANTIZE
+    )
 
 
 def compare_items(
@@ -187,11 +208,12 @@ def compare_items(
     `sums`, from the same reads; all has to be `aligned` then."""
     wrong = torch.zeros(len(items), dtype=torch.int32, device=items.device)
     digest = spans is not None and sums is not None
-    how = *kernel, True, digest
+    how = *kernel, True, digest, BLOCK // 2
     if len(items):
         added = (spans, sums) if digest else (items, items)
         with expected_compilation():
-            _quantize[(len(items) * kernel.blocks,)](items, fragments, wrong, *added, *how, **QUANTIZE)
+            programs = len(items) * kernel.blocks
+            _quantize[(programs,)](items, 0, items, fragments, wrong, *added, *how, **QUANTIZE)
     return wrong != 0
 
 

@@ -1,8 +1,8 @@
 """CUDA IPC: an inference rank reads the trainer's memory where it lies, in its own process or
 mapped from another one's.
 
-All copies are one launch. What the engine serves in blocks of fp8 is quantized on the way, in
-another; what it makes of plain weights itself comes in rounds. Rows of padding are filled with
+All copies are one launch. What the engine serves in blocks of fp8 is quantized on the way, in the
+same launch; what it makes of plain weights itself comes in rounds. Rows of padding are filled with
 zeros along the way.
 """
 
@@ -131,7 +131,8 @@ class CudaIpc(Transport):
     @property
     def launches(self) -> int:
         """See `Transport.launches`."""
-        return sum(table.launches for table in self._copy_tables) + (self.blocks is not None)
+        blocks = self.blocks is not None and self._between_blocks(None) is None
+        return sum(table.launches for table in self._copy_tables) + blocks
 
     def _padding(self, elsewhere: Iterable[Incoming]) -> Placed:
         """Return copies of zeros into rows of padding, but for blocks that other transports bring
@@ -236,9 +237,17 @@ class CudaIpc(Transport):
             self.rounds[number].run(programs)
             return
         assert self.once is not None
-        self.once.run(programs)
+        between = self._between_blocks(programs)
+        self.once.run(programs, between)
         if self.blocks is not None:
-            self.blocks.run()
+            self.blocks.run(between)
+
+    def _between_blocks(self, programs: int | None) -> torch.Tensor | None:
+        """Return the tiles that are copied between blocks. Much of what is not quantized lies on the rank's own GPU
+        (embeddings): by itself it would be copied while the links are idle."""
+        if self.once is None or self.blocks is None or programs is not None:
+            return None
+        return self.once.of_widest_words
 
     def join(self) -> None:
         """See `Transport.join`."""
