@@ -17,6 +17,22 @@ from reshard.models.tables import Row, words_of
 # Published name, the engine's parameter, when (as in `reshard.models.tables`); `*` is the rest of
 # the name: weight or bias.
 NameRow = tuple[str, str, str]
+# What all engines here fuse alike.
+FUSED: tuple[NameRow, ...] = (
+    ("self_attn.q_proj.*",             "self_attn.qkv_proj.*",              "always"),
+    ("self_attn.k_proj.*",             "self_attn.qkv_proj.*",              "always"),
+    ("self_attn.v_proj.*",             "self_attn.qkv_proj.*",              "always"),
+    ("mlp.gate_proj.*",                "mlp.gate_up_proj.*",                "always"),
+    ("mlp.up_proj.*",                  "mlp.gate_up_proj.*",                "always"),
+    ("mlp.shared_experts.gate_proj.*", "mlp.shared_experts.gate_up_proj.*", "always"),
+    ("mlp.shared_experts.up_proj.*",   "mlp.shared_experts.gate_up_proj.*", "always"),
+    ("mlp.shared_expert.gate_proj.*",  "mlp.shared_expert.gate_up_proj.*",  "always"),
+    ("mlp.shared_expert.up_proj.*",    "mlp.shared_expert.gate_up_proj.*",  "always"),
+    ("linear_attn.in_proj_qkv.*",      "linear_attn.in_proj_qkvz.*",        "always"),
+    ("linear_attn.in_proj_z.*",        "linear_attn.in_proj_qkvz.*",        "always"),
+    ("linear_attn.in_proj_b.*",        "linear_attn.in_proj_ba.*",          "always"),
+    ("linear_attn.in_proj_a.*",        "linear_attn.in_proj_ba.*",          "always"),
+)  # fmt: skip
 # The parts of a model outside its layers.
 OUTER = ("embedding", "norm", "output")
 

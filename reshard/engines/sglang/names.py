@@ -1,26 +1,14 @@
 """SGLang's names for the parameters of a layer, and which of them it fuses, by family."""
 
-from reshard.engines.names import EngineFamily, EngineNames
+from reshard.engines.names import FUSED, EngineFamily, EngineNames
 
 # published name, SGLang's parameter, when (as in `reshard.models.tables`); `*` is the rest of the
 # name: weight or bias
 NAMES = (
-    ("self_attn.q_proj.*",                    "self_attn.qkv_proj.*",              "always"),
-    ("self_attn.k_proj.*",                    "self_attn.qkv_proj.*",              "always"),
-    ("self_attn.v_proj.*",                    "self_attn.qkv_proj.*",              "always"),
-    ("mlp.gate_proj.*",                       "mlp.gate_up_proj.*",                "always"),
-    ("mlp.up_proj.*",                         "mlp.gate_up_proj.*",                "always"),
-    ("mlp.shared_experts.gate_proj.*",        "mlp.shared_experts.gate_up_proj.*", "always"),
-    ("mlp.shared_experts.up_proj.*",          "mlp.shared_experts.gate_up_proj.*", "always"),
-    ("mlp.shared_expert.gate_proj.*",         "mlp.shared_expert.gate_up_proj.*",  "always"),
-    ("mlp.shared_expert.up_proj.*",           "mlp.shared_expert.gate_up_proj.*",  "always"),
-    ("linear_attn.in_proj_qkv.*",             "linear_attn.in_proj_qkvz.*",        "always"),
-    ("linear_attn.in_proj_z.*",               "linear_attn.in_proj_qkvz.*",        "always"),
-    ("linear_attn.in_proj_b.*",               "linear_attn.in_proj_ba.*",          "always"),
-    ("linear_attn.in_proj_a.*",               "linear_attn.in_proj_ba.*",          "always"),
-    ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.w13_weight",            "always"),
-    ("mlp.experts.{expert}.up_proj.weight",   "mlp.experts.w13_weight",            "always"),
-    ("mlp.experts.{expert}.down_proj.weight", "mlp.experts.w2_weight",             "always"),
+    *FUSED,
+    ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.w13_weight", "always"),
+    ("mlp.experts.{expert}.up_proj.weight",   "mlp.experts.w13_weight", "always"),
+    ("mlp.experts.{expert}.down_proj.weight", "mlp.experts.w2_weight",  "always"),
 )  # fmt: skip
 BLOCK_SPARSE_MOE = (
     ("block_sparse_moe.experts.{expert}.w1.weight", "block_sparse_moe.experts.w13_weight", "always"),
