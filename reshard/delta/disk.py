@@ -23,11 +23,12 @@ from reshard.delta.files import RecordWriter
 from reshard.delta.records import RECORD_BYTES, row_box
 from reshard.delta.source import DeltaSource, own_tensors
 from reshard.megatron.configs import config_differences
-from reshard.storage.convert import check_towers, run_options, to_hf
+from reshard.storage.convert import check_towers, to_hf
 from reshard.storage.destinations.huggingface import parse_size
 from reshard.storage.io.files import allow_many_files
 from reshard.storage.io.streams import TensorInfo
 from reshard.storage.report import ConversionReport
+from reshard.storage.run.job import RunOptions
 from reshard.storage.run.workers import Progress, run_jobs
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.hf_hub import local_directory
@@ -207,7 +208,7 @@ def apply(
     Raises ReshardError, and leaves no destination, where a delta is missing, altered or out of order, or the
     base is another.
     """
-    options = run_options(overwrite, resume, sync, workers, dry_run, progress)
+    options = RunOptions(overwrite, resume, sync, workers, dry_run, progress).checked()
     shard_bytes = None if max_shard_size is None else parse_size(max_shard_size)
     config = None if hf_config is None else Path(hf_config)
     with ExitStack() as stack:

@@ -20,7 +20,6 @@ from reshard.models.config_fields import check_ignored
 from reshard.storage.destinations.huggingface import HuggingFaceFiles, parse_size
 from reshard.storage.destinations.megatron import MegatronFiles
 from reshard.storage.io.casts import float_dtype
-from reshard.storage.io.files import allow_many_files
 from reshard.storage.io.streams import TensorInfo
 from reshard.storage.quantized import Quantized, Scheme, scheme_named
 from reshard.storage.report import (
@@ -33,7 +32,7 @@ from reshard.storage.report import (
 from reshard.storage.run.conversion import run_conversion
 from reshard.storage.run.job import ConversionJob, RunOptions, tensors_to_store
 from reshard.storage.run.workdir import Workdir
-from reshard.storage.run.workers import Progress, worker_count
+from reshard.storage.run.workers import Progress
 from reshard.storage.sources.adapter import AdapterSource
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.derived import DerivedSource
@@ -81,7 +80,7 @@ def hf_to_mcore(
     form = megatron_form(
         transformer_impl, model_class, make_vocab_size_divisible_by, megatron_version, iteration
     )
-    options = run_options(overwrite, resume, sync, workers, dry_run, progress, allow_overflow)
+    options = RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow).checked()
     # Codes are dequantized to a dtype that holds them all, so that the cast can count what overflows.
     wide = DTYPES["float32"] if target is not None and target.name == "float16" else target
     with (
@@ -126,7 +125,7 @@ def mcore_to_mcore(
         transformer_impl, model_class, make_vocab_size_divisible_by, megatron_version, iteration
     )
     config = Path(hf_config) if hf_config is not None else None
-    options = run_options(overwrite, resume, sync, workers, dry_run, progress, allow_overflow)
+    options = RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow).checked()
     states: States = "none" if without_optimizer else "all"
     multiple = make_vocab_size_divisible_by * layout.tp
     with (
@@ -202,7 +201,7 @@ def mcore_to_hf(
     target = float_dtype(dtype)
     shard_bytes = None if max_shard_size is None else parse_size(max_shard_size)
     config = Path(hf_config) if hf_config is not None else None
-    options = run_options(overwrite, resume, sync, workers, dry_run, progress, allow_overflow)
+    options = RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow).checked()
     with (
         Team.from_environment() as team,
         closing(MegatronSource(Path(source), config, family, without_adapters)) as src,
@@ -241,22 +240,6 @@ def to_hf(
     }
     job = ConversionJob(src, source, checks, tensors, quantized, files, workdir, team, options)
     return carry_out(job, settings, new_report(direction, job, destination, "whole tensors"))
-
-
-def run_options(
-    overwrite: bool,
-    resume: bool,
-    sync: bool,
-    workers: int | None,
-    dry_run: bool,
-    progress: Progress | None,
-    allow_overflow: bool = False,
-) -> RunOptions:
-    """Return the options of a run, for which this process may then open many files. Raises ReshardError
-    for a number of workers that cannot be."""
-    allow_many_files()
-    worker_count(workers)
-    return RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow)
 
 
 def megatron_form(

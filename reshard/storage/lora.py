@@ -18,7 +18,6 @@ from reshard.storage.convert import (
     check_both_ends,
     check_towers,
     megatron_form,
-    run_options,
     to_hf,
     to_mcore,
 )
@@ -28,7 +27,7 @@ from reshard.storage.destinations.huggingface import parse_size
 from reshard.storage.io.casts import float_dtype
 from reshard.storage.quantized import Quantized
 from reshard.storage.report import ConversionReport, new_report
-from reshard.storage.run.job import ConversionJob, tensors_to_store
+from reshard.storage.run.job import ConversionJob, RunOptions, tensors_to_store
 from reshard.storage.run.workers import Progress
 from reshard.storage.sources.adapter import AdapterSource
 from reshard.storage.sources.adapter_fused import FusedExpertsSource
@@ -72,7 +71,7 @@ def lora_to_peft(
     """
     if experts not in EXPERTS:
         raise ReshardError(f"--experts {experts} is not one of {listed(EXPERTS)}")
-    options = run_options(overwrite, resume, sync, workers, dry_run, progress)
+    options = RunOptions(overwrite, resume, sync, workers, dry_run, progress).checked()
     with (
         Team.from_environment() as team,
         closing(open_adapter(Path(source), _path(hf_config), alpha, tp)) as src,
@@ -130,7 +129,7 @@ def lora_to_megatron(
         )
     if iteration:
         check_number(iteration, "--iteration", MAX_ITERATION)
-    options = run_options(overwrite, resume, sync, workers, dry_run, progress)
+    options = RunOptions(overwrite, resume, sync, workers, dry_run, progress).checked()
     with (
         Team.from_environment() as team,
         closing(open_adapter(Path(source), _path(hf_config), alpha, saved_tp)) as src,
@@ -183,7 +182,7 @@ def lora_merge(
     """
     if format not in ("hf", "mcore"):
         raise ReshardError(f"--format {format} is not one of hf, mcore")
-    options = run_options(overwrite, resume, sync, workers, dry_run, progress)
+    options = RunOptions(overwrite, resume, sync, workers, dry_run, progress).checked()
     layout, target = checked_layout(layout), float_dtype(dtype)
     shard_bytes = None if max_shard_size is None else parse_size(max_shard_size)
     form = megatron_form(transformer_impl, "gpt", 128, None, None)

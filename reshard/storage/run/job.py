@@ -8,10 +8,11 @@ from typing import Any
 from reshard.comm.team import Team
 from reshard.core.dtypes import Dtype
 from reshard.storage.destinations.base import Destination
+from reshard.storage.io.files import allow_many_files
 from reshard.storage.io.streams import Strip, TensorInfo
 from reshard.storage.quantized import Quantized
 from reshard.storage.run.workdir import Workdir
-from reshard.storage.run.workers import Progress
+from reshard.storage.run.workers import Progress, worker_count
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.verify import SourceChecks
 
@@ -28,6 +29,13 @@ class RunOptions:
     dry_run: bool = False
     progress: Progress | None = None
     allow_overflow: bool = False
+
+    def checked(self) -> "RunOptions":
+        """Return these options, for which this process may then open many files. Raises ReshardError for a number
+        of workers that cannot be."""
+        allow_many_files()
+        worker_count(self.workers)
+        return self
 
 
 @dataclass(frozen=True)
