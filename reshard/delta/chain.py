@@ -11,7 +11,8 @@ A manifest says which version it is and which one it follows, the digest of all 
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,21 @@ class Chain:
                 f"{self.where} {has} since this process read it: one process at a time may write to a chain; "
                 f"reshard delta show says what it holds now"
             )
+
+    @contextmanager
+    def adding(self, delta: Delta, is_first: bool = False) -> Iterator[None]:
+        """Publish the files of a delta inside, and its manifest last; where that fails, the files are removed again,
+        and the base too of a chain whose first version this is. Once its manifest is there a version stays."""
+        try:
+            yield
+        except BaseException:
+            with suppress(ReshardError):  # such as of a store that is gone, which is what failed
+                manifests = [name for name, _ in _manifests(self.store.names())]
+                if f"{delta_name(delta.version)}.json" not in manifests:
+                    begun = [BASE] if is_first and not manifests else []
+                    for name in (*begun, *(file.name for file in delta.files)):
+                        self.store.remove(name)
+            raise
 
     def begin(self, base: Base, scratch: Path) -> None:
         """Publish the base of a new chain."""

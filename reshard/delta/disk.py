@@ -110,11 +110,12 @@ def save(
         _check_old(base, deltas, before, str(old), target.where)
         file = writer.finish(number, follows)
         target.check_end(follows if exists else None)
-        target.store.put(writer.path, file.name)
-        if not exists:
-            target.begin(base, scratch)
         delta = Delta(number, follows, before, after, writer.changed, [file])
-        target.append(delta, scratch)
+        with target.adding(delta, is_first=not exists):
+            target.store.put(writer.path, file.name)
+            if not exists:
+                target.begin(base, scratch)
+            target.append(delta, scratch)
         return DeltaReport.of(target, delta)
 
 

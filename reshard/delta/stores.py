@@ -59,6 +59,10 @@ class Store(ABC):
         """Publish a file, which is moved away from `path`, under a name."""
 
     @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+
+    @abstractmethod
     def close(self) -> None:
         """Remove what was fetched."""
 
@@ -104,10 +108,7 @@ class LocalStore(Store):
             yield scratch
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-            if made:
-                with contextlib.suppress(OSError):
-                    self.path.rmdir()  # where nothing was published
-            os.close(lock)
+            self._leave(made, lock)
 
     def _lock(self) -> tuple[bool, int]:
         """Make the directory, if it is not there, and lock it; return whether it was made, and the lock."""
@@ -120,11 +121,18 @@ class LocalStore(Store):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            os.close(lock)
+            self._leave(made, lock)
             if not isinstance(error, BlockingIOError):  # a file system without locks
                 raise write_error(self.path, error) from error
             raise ReshardError(f"another process writes a delta to {self.path}: wait for it") from error
         return made, lock
+
+    def _leave(self, made: bool, lock: int) -> None:
+        """Give the lock back, and remove the directory if it was made and nothing was published in it."""
+        if made:
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+        os.close(lock)
 
     def put(self, path: Path, name: str) -> None:
         with write_errors(self.path / name):
@@ -132,6 +140,10 @@ class LocalStore(Store):
                 os.fsync(file.fileno())
             os.replace(path, self.path / name)
             sync_directory(self.path)
+
+    def remove(self, name: str) -> None:
+        with write_errors(self.path / name):
+            (self.path / name).unlink(missing_ok=True)
 
     def close(self) -> None:
         pass
@@ -189,6 +201,10 @@ class RemoteStore(Store):
         absent = f"{self.where} is not there: create its bucket first"
         self._call(name, self.fs.put_file, str(path), self._at(name), absent=absent)
         path.unlink()
+
+    def remove(self, name: str) -> None:
+        if name in self.names():
+            self._call(name, self.fs.rm_file, self._at(name))
 
     def close(self) -> None:
         if self.fetched is not None:

@@ -1,7 +1,7 @@
 """Deltas of a live model, Megatron-Core's or one under FSDP2: after each step, what changed is added to a chain."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -151,11 +151,12 @@ class DeltaWriter:
             written = team.together(lambda: self._write(team, scratch, number, follows, pending))
             run_on_first(team, lambda: self.chain.check_end(follows))
             own, _, _ = written[team.process]
-            team.together(lambda: self.chain.store.put(scratch / own[0], own[0]) if own else None)
             after = digest_text(int(self.digest, 16) + digest_total(change for _, _, change in written))
             files = [File(*file) for file, _, _ in written if file]
             delta = Delta(number, follows, self.digest, after, sum(n for _, n, _ in written), files)
-            run_on_first(team, lambda: self.chain.append(delta, scratch))
+            with self.chain.adding(delta) if team.process == 0 else nullcontext():
+                team.together(lambda: self.chain.store.put(scratch / own[0], own[0]) if own else None)
+                run_on_first(team, lambda: self.chain.append(delta, scratch))
             self.digest = after
             for kept, positions, values in pending:
                 kept.bits[positions] = values
