@@ -14,7 +14,7 @@ from importlib import metadata
 import click
 
 from reshard.cli.output import print_json
-from reshard.core.errors import ReshardError, first_line
+from reshard.core.errors import OptionError, ReshardError, first_line
 from reshard.core.extras import lacking
 from reshard.core.version import __version__
 
@@ -43,7 +43,7 @@ def status_of(error: BaseException, interrupted: bool = False) -> int:
     if isinstance(error, OSError) and error.errno == errno.EPIPE:
         return 1  # who was to read it has gone
     sentence = _sentence(error)
-    return _end(f"Error: {sentence}", sentence, 1)
+    return _end(f"Error: {sentence}", sentence, 2 if isinstance(error, OptionError) else 1)
 
 
 def _sentence(error: BaseException) -> str:

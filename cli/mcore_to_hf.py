@@ -54,5 +54,11 @@ def command(source: str, destination: str, as_json: bool, quantize: str | None, 
 
     start = time.perf_counter()
     with progress_bar("mcore-to-hf") as progress, resumable(destination):
-        report = mcore_to_hf(source, destination, quantize=quantize or False, progress=progress, **options)
+        report = mcore_to_hf(
+            source,
+            destination,
+            quantize=False if quantize is None else quantize,
+            progress=progress,
+            **options,
+        )
     print_report(report, as_json, time.perf_counter() - start)

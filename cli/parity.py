@@ -121,6 +121,10 @@ def command(
     if prompts is not None and count is not None:
         raise click.UsageError("--prompts and --random exclude each other")
     numbers = _lengths(lengths)
+    if options["routing_margin"] is not None and not options["routing"]:
+        raise click.UsageError("--no-routing leaves nothing for --max-routing-margin to limit")
+    if options["noise_ratio"] is not None and options["noise"] is False:
+        raise click.UsageError("--no-noise leaves nothing for --max-noise-ratio to limit")
     from reshard.core.extras import require
     from reshard.megatron.layout import MegatronLayout
     from reshard.parity.gate import parity
@@ -137,8 +141,6 @@ def command(
     require("parity", "torch", "transformers", *(["bokeh", "jinja2"] if html is not None else []))
     quiet()
     given = {name: value for name in LIMITED if (value := options.pop(name, None)) is not None}
-    if "routing_margin" in given and not options["routing"]:
-        raise click.UsageError("--no-routing leaves nothing for --max-routing-margin to limit")
     layout = MegatronLayout(**pop_layout(options))
     wanted = read_prompts(Path(prompts), lambda: tokenizer_of([a, b])) if prompts is not None else count or 8
     served = engine_layout(engine, "--engine", ["tp"]) if engine is not None else None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from reshard.core.deprecated import accepts_renamed_options
-from reshard.core.errors import ReshardError, listed
+from reshard.core.errors import OptionError, ReshardError, listed
 from reshard.core.gc import gc_paused
 from reshard.core.limits import MAX_RANKS, check_number
 from reshard.core.placement import Placement, local_matrix
@@ -136,7 +136,7 @@ def plan_refit(
     PlanError where the plan cannot be proven.
     """
     if changed is not None and not 0 <= changed <= 1:
-        raise ReshardError(f"changed is {changed!r:.40}, which is no share of the elements: 0.01 is 1 %")
+        raise OptionError(f"changed is {changed!r:.40}, which is no share of the elements: 0.01 is 1 %")
     model = model if isinstance(model, Model) else read_model(model)
     ranks_per_stage = _checked_ranks_per_stage(model, trainer, engine, dp, cp)
     trainer_ranks, engine_ranks = trainer.pp * ranks_per_stage, engine.world_size
@@ -188,7 +188,7 @@ def _check_colocated(colocated: bool | None, trainer_ranks: int, engine_ranks: i
     ReshardError where there are too few GPUs."""
     colocated = trainer_ranks == engine_ranks if colocated is None else colocated
     if colocated and engine_ranks > trainer_ranks:
-        raise ReshardError(
+        raise OptionError(
             f"the engine's {engine_ranks} ranks do not fit on the trainer's {trainer_ranks} GPUs: plan them on GPUs "
             f"of their own"
         )
@@ -200,7 +200,7 @@ def _check_planned(ranks: Iterable[int] | None, engine_ranks: int) -> list[int]:
     not."""
     planned = list(range(engine_ranks)) if ranks is None else sorted(set(ranks))
     if not planned or planned[0] < 0 or planned[-1] >= engine_ranks:
-        raise ReshardError(
+        raise OptionError(
             f"the engine's {engine_ranks} ranks are 0 to {engine_ranks - 1}; asked for {planned}"
         )
     return planned
@@ -330,7 +330,7 @@ def _checked_ranks_per_stage(
     or there would be too many ranks."""
     checked_layout(trainer).check(model)
     if not isinstance(engine, VllmLayout | SglangLayout):
-        raise ReshardError(f"engine is {engine!r:.80}, not a layout such as reshard.VllmLayout(tp=2)")
+        raise OptionError(f"engine is {engine!r:.80}, not a layout such as reshard.VllmLayout(tp=2)")
     engine.check(model)
     ranks = _ranks_per_stage(model, trainer, dp, cp)
     check_number(trainer.pp * ranks, "the number of the trainer's ranks", MAX_RANKS)
@@ -344,7 +344,7 @@ def _ranks_per_stage(model: Model, trainer: MegatronLayout, dp: int | None, cp: 
         return lcm(trainer.tp * cp, trainer.ranks_per_stage(model))
     ranks, experts = trainer.tp * cp * dp, trainer.ep * trainer.expert_tp
     if model.num_experts and ranks % experts:
-        raise ReshardError(
+        raise OptionError(
             f"the trainer's tp {trainer.tp} x cp {cp} x dp {dp} are {ranks} ranks a pipeline "
             f"stage, which ep {trainer.ep} x etp {trainer.expert_tp} do not divide"
         )

@@ -79,7 +79,7 @@ REFUSALS = [
     ),
     ("llama", MegatronLayout(vpp=2), r"--vpp 2 needs --pp above 1"),
     ("llama", MegatronLayout(ep=2), r"without experts has only 1 and 1"),
-    ("llama", MegatronLayout(pp=2, num_layers_in_first_pipeline_stage=5), r"-1 of 4 layers are left"),
+    ("llama", MegatronLayout(pp=2, num_layers_in_first_pipeline_stage=5), r"are 5 of the model.s 4 layers"),
     ("llama", MegatronLayout(num_layers_in_first_pipeline_stage=2), r"need --pp above 1"),
     (
         "llama",

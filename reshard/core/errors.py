@@ -17,6 +17,11 @@ class ReshardError(Exception):
         self.resumable = resumable
 
 
+class OptionError(ReshardError):
+    """An option has a value that it cannot have with any checkpoint, or contradicts another option: a mistake in the
+    call alone. The command line exits with status 2."""
+
+
 @contextmanager
 def rewrite_message(*replacements: tuple[str, str]) -> Iterator[None]:
     """Rewrite the messages of ReshardErrors raised inside: what matches the first of each pair
@@ -32,7 +37,8 @@ def rewrite_message(*replacements: tuple[str, str]) -> Iterator[None]:
             message = re.sub(pattern, replacement, message)
         if message == str(error):
             raise
-        raise ReshardError(message, error.resumable) from error
+        kind = OptionError if isinstance(error, OptionError) else ReshardError
+        raise kind(message, error.resumable) from error
 
 
 def is_resumable(error: BaseException) -> bool:

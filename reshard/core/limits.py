@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import OptionError
 
 MAX_WORKERS = 1024
 MAX_VOCAB_MULTIPLE = 1 << 20
@@ -14,18 +14,23 @@ MOST_BUCKET_BYTES = 1 << 40
 
 
 def check_number(value: Any, name: str, most: int, least: int = 1) -> None:
-    """Raise ReshardError where what was given as `name` is not a whole number between `least` and `most`."""
+    """Raise OptionError where what was given as `name` is not a whole number between `least` and `most`."""
     if type(value) is not int or not least <= value <= most:
-        raise ReshardError(f"{name} is {value!r:.80}; it is a whole number between {least} and {most:,}")
+        raise OptionError(f"{name} is {value!r:.80}; it is a whole number between {least} and {most:,}")
+
+
+def check_positive(value: Any, name: str, kind: str = "number") -> None:
+    """Raise OptionError where what was given as `name` is no finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise OptionError(f"{name} is {value!r:.80}; it is a {kind} above 0")
 
 
 def check_seconds(value: Any, name: str) -> None:
-    """Raise ReshardError where what was given as `name` is no time to wait for something."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ReshardError(f"{name} is {value!r:.80}; it is a number of seconds above 0")
+    """Raise OptionError where what was given as `name` is no time to wait for something."""
+    check_positive(value, name, "number of seconds")
 
 
 def check_switch(value: Any, name: str) -> None:
-    """Raise ReshardError where what was given as `name` is neither true nor false."""
+    """Raise OptionError where what was given as `name` is neither true nor false."""
     if not isinstance(value, bool):
-        raise ReshardError(f"{name} is {value!r:.80}; it is true or false")
+        raise OptionError(f"{name} is {value!r:.80}; it is true or false")

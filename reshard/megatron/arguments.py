@@ -7,7 +7,7 @@ model, `model_of_args` makes a model from them, `check_args` compares the two.
 from typing import Any
 
 from reshard.core.dtypes import Dtype
-from reshard.core.errors import ReshardError, listed
+from reshard.core.errors import OptionError, ReshardError, listed
 from reshard.formats.pickles import Name
 from reshard.megatron.hybrid import (
     as_gpt_args,
@@ -182,6 +182,12 @@ def check_args(model: Model, args: dict[str, Any], where: str, advice: str) -> N
         )
 
 
+def check_family(name: str) -> None:
+    """Raise OptionError where no family has this name."""
+    if name not in families():
+        raise OptionError(f"--family {name} is not one of {listed(sorted(families()), 40)}")
+
+
 def model_of_args(args: dict[str, Any], where: str, family_name: str | None = None) -> Model:
     """Return the model that arguments describe: the inverse of `megatron_args`.
 
@@ -190,8 +196,8 @@ def model_of_args(args: dict[str, Any], where: str, family_name: str | None = No
     """
     try:
         args = as_named_now(as_gpt_args(args, where))
-        if family_name is not None and family_name not in families():
-            raise ReshardError(f"--family {family_name} is not one of {listed(sorted(families()))}")
+        if family_name is not None:
+            check_family(family_name)
         family = families()[family_name] if family_name else family_of_args(args, where)
         if int(args.get("num_layers") or 0) > MAX_LAYERS:
             raise ReshardError(f"{where}: num_layers is above {MAX_LAYERS:,}, which no model's is")

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import OptionError, ReshardError
 from reshard.models.rope import MLA_YARN
 
 FLAGS_FILE = "megatron_flags.txt"
@@ -43,7 +43,7 @@ def version_of(text: str | None) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,4})\.(\d{1,4})(\.\w+)*", text, re.ASCII)
     version = (int(match[1]), int(match[2])) if match else (0, 0)
     if version < OLDEST:
-        raise ReshardError(
+        raise OptionError(
             f"--megatron-version {text} is not a version from {_dotted(OLDEST)} on, such as {_dotted(NEWEST)}"
         )
     return min(version, NEWEST)

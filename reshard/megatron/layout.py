@@ -10,7 +10,7 @@ from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from reshard.core.deprecated import warn_renamed
-from reshard.core.errors import ReshardError
+from reshard.core.errors import OptionError, ReshardError
 from reshard.megatron.stages import (
     Stage,
     divisors,
@@ -89,7 +89,7 @@ class MegatronLayout:
             if name is None:
                 raise TypeError(f"MegatronLayout() got an unexpected keyword argument {other!r}")
             if values[name] != _DEFAULTS[name]:
-                raise ReshardError(f"{other} and {name} are the same size: give one of the two")
+                raise OptionError(f"{other} and {name} are the same size: give one of the two")
             values[name] = value
         if values["vpp"] is None:  # as Megatron has it without virtual stages
             values["vpp"] = 1
@@ -102,20 +102,20 @@ class MegatronLayout:
         for name in ("tp", "pp", "vpp", "ep", *optional):
             value = getattr(self, name)
             if type(value) is not int and not (value is None and name in optional):
-                raise ReshardError(f"{_flag(name)} is {value!r:.80}, which is not a whole number")
+                raise OptionError(f"{_flag(name)} is {value!r:.80}, which is not a whole number")
         if not isinstance(self.pipeline_model_parallel_layout, (str, type(None))):
-            raise ReshardError(
+            raise OptionError(
                 f"--pipeline-model-parallel-layout is {self.pipeline_model_parallel_layout!r:.80}, which is not "
                 f"a text such as Et*3|t*4L"
             )
         for name in ("tp", "pp", "vpp", "ep", "expert_tp"):
             size, flag = getattr(self, name), _flag(name.replace("expert_tp", "etp"))
             if size < 1:
-                raise ReshardError(f"{flag} is {size}; sizes start at 1")
+                raise OptionError(f"{flag} is {size}; sizes start at 1")
             if size > MAX_SIZE:
-                raise ReshardError(f"{flag} is {size}; sizes end at {MAX_SIZE}")
+                raise OptionError(f"{flag} is {size}; sizes end at {MAX_SIZE}")
         if self.pp * self.vpp > MAX_SIZE:
-            raise ReshardError(
+            raise OptionError(
                 f"--pp {self.pp} --vpp {self.vpp} are {self.pp * self.vpp} virtual stages; "
                 f"at most {MAX_SIZE} can be"
             )
@@ -190,7 +190,7 @@ class MegatronLayout:
         if text is None:
             return stages_of_sizes(model, self.pp, self.vpp, first, last, embedding, loss)
         if first is not None or last is not None or embedding or loss:
-            raise ReshardError(
+            raise OptionError(
                 "--pipeline-model-parallel-layout says where every layer is; give no other flag for uneven stages"
             )
         return stages_of_string(model, text, self.pp, self.vpp)
@@ -228,7 +228,7 @@ class MegatronLayout:
 def checked_layout(layout: MegatronLayout | None) -> MegatronLayout:
     """Return the layout, by default that of one rank. Raises ReshardError for something else."""
     if not isinstance(layout, MegatronLayout | None):
-        raise ReshardError(
+        raise OptionError(
             f"layout is {layout!r:.80}, not a reshard.MegatronLayout such as MegatronLayout(tp=2)"
         )
     return layout or MegatronLayout()

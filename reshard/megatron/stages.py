@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from math import isqrt
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import OptionError, ReshardError
 from reshard.models.model import MAX_LAYERS, Model
 
 
@@ -35,7 +35,7 @@ def stages_of_sizes(
     ReshardError where layers are left over.
     """
     if vpp > 1 and pp == 1:
-        raise ReshardError(f"--vpp {vpp} needs --pp above 1")
+        raise OptionError(f"--vpp {vpp} needs --pp above 1")
     per_rank = _layers_per_rank(model.num_layers, pp, first, last, count_embedding, count_loss)
     for count in per_rank:
         if count % vpp:
@@ -65,13 +65,15 @@ def _layers_per_rank(
     options = "--num-layers-in-first-pipeline-stage and --num-layers-in-last-pipeline-stage"
     uneven = first is not None or last is not None
     if uneven and (count_embedding or count_loss):
-        raise ReshardError(f"{options} do not go with embedding or loss in the pipeline split")
+        raise OptionError(f"{options} do not go with embedding or loss in the pipeline split")
     if uneven and pp == 1:
-        raise ReshardError(f"{options} need --pp above 1")
+        raise OptionError(f"{options} need --pp above 1")
     fixed = {rank: count for rank, count in ((0, first), (pp - 1, last)) if count is not None}
     slots = layers + count_embedding + count_loss
     others, left = pp - len(fixed), slots - sum(fixed.values())
     if (others and left % others) or (not others and left) or left < 0:
+        if left < 0:
+            raise ReshardError(f"{options} are {sum(fixed.values())} of the model's {slots} layers")
         if fixed:
             raise ReshardError(
                 f"{left} of {layers} layers are left for the {others} other pipeline stages, which do not divide "
@@ -91,7 +93,7 @@ def stages_of_string(model: Model, text: str, pp: int, vpp: int) -> list[list[St
     """
     rows = parse_pipeline(text)
     if len(rows) % pp or (vpp > 1 and len(rows) != pp * vpp):
-        raise ReshardError(
+        raise OptionError(
             f"pipeline layout {text!r} has {len(rows)} stages, which --pp {pp} --vpp {vpp} does not fit"
         )
     letters = "".join(rows)
@@ -106,7 +108,7 @@ def stages_of_string(model: Model, text: str, pp: int, vpp: int) -> list[list[St
                 f"pipeline layout {text!r} has {letters.count(letter)} {name}; the model has {count}"
             )
     if not re.fullmatch("Et*m*L", letters):
-        raise ReshardError(f"pipeline layout {text!r} must run from E over t and m to L")
+        raise OptionError(f"pipeline layout {text!r} must run from E over t and m to L")
     with_mtp = [index for index, row in enumerate(rows) if "m" in row]
     before_last_virtual_stage = any(index < len(rows) - pp for index in with_mtp)
     on_first_rank = pp > 1 and any(index % pp == 0 for index in with_mtp)
@@ -133,7 +135,7 @@ def parse_pipeline(text: str) -> list[str]:
     for pattern in (r"\(([^)]+)\)\*([0-9]+)", r"(.)\*([0-9]+)"):
         # Digits are counted before they are read: Python refuses to read thousands of them.
         if len(unrolled) > 4 * MAX_LAYERS:
-            raise ReshardError(
+            raise OptionError(
                 f"pipeline layout {shortened(text)} has {len(text):,} characters; it describes "
                 f"at most {MAX_LAYERS} layers"
             )
@@ -142,14 +144,14 @@ def parse_pipeline(text: str) -> list[str]:
         ]
         if too_long or sum(len(m[1]) * int(m[2]) for m in re.finditer(pattern, unrolled)) > 2 * MAX_LAYERS:
             part = too_long[0][0] if too_long else text
-            raise ReshardError(
+            raise OptionError(
                 f"pipeline layout {shortened(text)} repeats {shortened(part)}; at most "
                 f"{MAX_LAYERS} layers can be laid out"
             )
         unrolled = re.sub(pattern, lambda match: match.group(1) * int(match.group(2)), unrolled)
     unknown = set(unrolled) - set("EtmL|")
     if unknown or not unrolled:
-        raise ReshardError(
+        raise OptionError(
             f"pipeline layout {shortened(text)} has {' '.join(sorted(unknown)[:20]) or 'nothing'} in it; it is "
             f"made of E, t, m, L, | and *n"
         )

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.core.deprecated import accepts_renamed_options
-from reshard.core.errors import ReshardError
+from reshard.core.errors import OptionError
 from reshard.megatron.layout import MegatronLayout, checked_layout
 from reshard.memory.options import Training, TrainingSetup
 from reshard.memory.outside import bytes_of_gpu
@@ -43,7 +43,7 @@ def estimate_memory(
     layout = MegatronLayout(**layout) if isinstance(layout, Mapping) else checked_layout(layout)
     unknown = options.keys() - Training.__dataclass_fields__.keys()
     if unknown:
-        raise ReshardError(
+        raise OptionError(
             f"memory has no option {sorted(unknown)[0]}; those of a run are the fields of Training"
         )
     setup = TrainingSetup.of(model, layout, Training(**options))

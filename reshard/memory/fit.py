@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import OptionError, ReshardError
 from reshard.megatron.layout import MegatronLayout
 from reshard.memory.options import Training, TrainingSetup
 from reshard.memory.report import report_of
@@ -84,7 +84,7 @@ def fit(
     """
     space = space or SearchSpace()
     if training.gpus is None:
-        raise ReshardError("--fit needs --gpus: how many GPUs there are")
+        raise OptionError("--fit needs --gpus: how many GPUs there are")
     ladder = LADDER_LATENT if model.family.latent else LADDER_EXPERTS if model.num_experts else LADDER_DENSE
     fitting, tried = [], 0
     if training.num_microbatches is None and training.global_batch_size is None:

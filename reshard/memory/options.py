@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from math import lcm
 from typing import Any
 
-from reshard.core.errors import ReshardError, listed
+from reshard.core.errors import OptionError, ReshardError, listed
 from reshard.core.limits import MAX_RANKS, check_number
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
@@ -50,7 +50,7 @@ class Recompute:
         names = [name.strip() for name in text.split(",")]
         unknown = [name for name in names if name not in MODULES]
         if unknown:
-            raise ReshardError(
+            raise OptionError(
                 f"--recompute {text:.80}: {unknown[0]!r} is none of none, full, uniform:N, block:N and "
                 f"{listed(MODULES)}"
             )
@@ -139,20 +139,20 @@ class Training:
             ("transformer_impl", TRANSFORMER_IMPLS),
         ):
             if getattr(self, name) not in allowed:
-                raise ReshardError(
+                raise OptionError(
                     f"{_option(name)} is {getattr(self, name)!r:.80}; it is one of {listed(allowed)}"
                 )
         _check_amount(self.optimizer_offload, "--optimizer-offload", 0, 1)
         if self.imbalance is not None:
             _check_amount(self.imbalance, "--imbalance", 1e-3, 1024)
         if self.fp8_params and not self.fp8:
-            raise ReshardError(
+            raise OptionError(
                 "--fp8-param-gather needs --fp8: parameters are held in fp8 for fp8 products only"
             )
         if not self.distributed_optimizer and self.optimizer_instances > 1:
-            raise ReshardError("--num-distributed-optimizer-instances needs the distributed optimizer")
+            raise OptionError("--num-distributed-optimizer-instances needs the distributed optimizer")
         if self.precision_aware and not self.distributed_optimizer:
-            raise ReshardError(
+            raise OptionError(
                 "--main-params, --exp-avg and --exp-avg-sq below fp32 are the precision-aware optimizer's, which "
                 "needs the distributed optimizer"
             )
@@ -193,13 +193,13 @@ class TrainingSetup:
         least = layout.tp * t.cp
         if t.gpus is not None:
             if t.gpus % (least * layout.pp):
-                raise ReshardError(
+                raise OptionError(
                     f"--gpus {t.gpus} is no multiple of tp {layout.tp} x cp {t.cp} x pp {layout.pp} = "
                     f"{least * layout.pp}"
                 )
             dp = t.gpus // (least * layout.pp)
             if t.dp not in (None, dp):
-                raise ReshardError(f"--gpus {t.gpus} makes dp {dp}, but --dp is {t.dp}: give one of the two")
+                raise OptionError(f"--gpus {t.gpus} makes dp {dp}, but --dp is {t.dp}: give one of the two")
         elif t.dp is not None:
             dp = t.dp
         else:
@@ -208,14 +208,14 @@ class TrainingSetup:
                 dp += 1
         per_stage = least * dp
         if model.num_experts and per_stage % experts:
-            raise ReshardError(
+            raise OptionError(
                 f"tp {layout.tp} x cp {t.cp} x dp {dp} are {per_stage} ranks a pipeline stage, which ep "
                 f"{layout.ep} x etp {layout.expert_tp} do not divide"
             )
         check_number(per_stage * layout.pp, "the number of ranks", MAX_RANKS)
         parts = t.cp * (2 if t.cp > 1 else 1)
         if t.seq_length % parts:
-            raise ReshardError(
+            raise OptionError(
                 f"--seq-length {t.seq_length} is not divided by 2 x cp {t.cp}, as context parallelism needs"
             )
         together = t.sequence_parallel is not False and layout.tp > 1
@@ -224,7 +224,7 @@ class TrainingSetup:
         if together and t.seq_length // t.cp % layout.tp:
             step = lcm(parts, t.cp * layout.tp)
             without = "" if model.num_experts else ", or --no-sequence-parallel"
-            raise ReshardError(
+            raise OptionError(
                 f"--seq-length {t.seq_length} / cp {t.cp} is not divided by tp {layout.tp}, as sequence parallelism "
                 f"needs: pass --seq-length {-(-t.seq_length // step) * step}{without}"
             )
@@ -253,7 +253,7 @@ class TrainingSetup:
         if not self.training.distributed_optimizer:
             return 1
         if ranks % instances:
-            raise ReshardError(
+            raise OptionError(
                 f"--num-distributed-optimizer-instances {instances} does not divide {ranks} data parallel ranks"
             )
         return ranks // instances
@@ -268,13 +268,13 @@ def _microbatches(layout: MegatronLayout, t: Training, dp: int) -> int:
     if t.global_batch_size is not None:
         sequences = t.micro_batch_size * dp
         if t.global_batch_size % sequences:
-            raise ReshardError(
+            raise OptionError(
                 f"--global-batch-size {t.global_batch_size} is no multiple of --micro-batch-size "
                 f"{t.micro_batch_size} x dp {dp} = {sequences}"
             )
         microbatches = t.global_batch_size // sequences
         if t.num_microbatches not in (None, microbatches):
-            raise ReshardError(
+            raise OptionError(
                 f"--global-batch-size makes {microbatches} microbatches, but --num-microbatches is {t.num_microbatches}: "
                 f"give one of the two"
             )
@@ -283,9 +283,9 @@ def _microbatches(layout: MegatronLayout, t: Training, dp: int) -> int:
     group = t.microbatch_group_size or layout.pp
     if layout.virtual_stages > 1:
         if group < layout.pp:
-            raise ReshardError(f"--microbatch-group-size-per-vp-stage {group} is less than pp {layout.pp}")
+            raise OptionError(f"--microbatch-group-size-per-vp-stage {group} is less than pp {layout.pp}")
         if 0 < microbatches % group < layout.pp:
-            raise ReshardError(
+            raise OptionError(
                 f"{microbatches} microbatches leave {microbatches % group} after groups of {group}, fewer than pp {layout.pp}: the "
                 f"interleaved schedule of Megatron refuses that"
             )
@@ -298,4 +298,4 @@ def _option(name: str) -> str:
 
 def _check_amount(value: Any, option: str, least: float, most: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise ReshardError(f"{option} is {value!r:.80}; it is a number between {least:g} and {most:g}")
+        raise OptionError(f"{option} is {value!r:.80}; it is a number between {least:g} and {most:g}")

@@ -9,7 +9,7 @@ Measured by others, and far apart: 6.4 GB besides what torch had reserved for De
 import re
 from typing import NamedTuple
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import OptionError
 from reshard.memory.options import GIB, TrainingSetup
 
 
@@ -55,7 +55,7 @@ def bytes_of_gpu(text: str) -> int:
         return int(GPUS[name] * GIB)
     size = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*(gib|gb|g)", name)
     if not size or not float(size[1]):
-        raise ReshardError(
+        raise OptionError(
             f"--gpu-memory {text:.80} is no size such as 80GB or 79.1GiB, and no card of {', '.join(GPUS)}"
         )
     return int(float(size[1]) * (GIB if size[2] == "gib" else 10**9))

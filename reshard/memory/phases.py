@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from reshard.core.errors import ReshardError, listed
+from reshard.core.errors import OptionError, listed
 from reshard.engines.layout import EngineLayout, EngineRank, Split
 from reshard.memory.activations import Sizes, layer_tensors
 from reshard.memory.options import GIB, TrainingSetup
@@ -57,16 +57,16 @@ class EngineSetup:
 
     def __post_init__(self) -> None:
         if not 0 < self.utilization <= 1:
-            raise ReshardError(
+            raise OptionError(
                 f"the engine's share of a GPU is {self.utilization}; it is above 0 and at most 1"
             )
         unknown = [name for name in self.offload if name not in MOVABLE]
         if unknown:
-            raise ReshardError(f"--trainer-offload: {unknown[0]!r} is none of {listed(MOVABLE)}")
+            raise OptionError(f"--trainer-offload: {unknown[0]!r} is none of {listed(MOVABLE)}")
         if self.delta is not None and self.delta not in DELTA_PLACES:
-            raise ReshardError(f"--delta: {self.delta!r} is none of {listed(DELTA_PLACES)}")
+            raise OptionError(f"--delta: {self.delta!r} is none of {listed(DELTA_PLACES)}")
         if self.from_host and "weights" not in self.offload:
-            raise ReshardError("--refit-from-host: the weights are not offloaded, see --trainer-offload")
+            raise OptionError("--refit-from-host: the weights are not offloaded, see --trainer-offload")
 
 
 class Phase(NamedTuple):
@@ -85,12 +85,12 @@ def phases_of(setup: TrainingSetup, report: MemoryReport, engine: EngineSetup) -
     """Return the phases generate, sync, logprob and train. Raises ReshardError where the GPU's
     memory is not known, or the engine cannot be laid out."""
     if report.gpu_bytes is None:
-        raise ReshardError("--engine needs --gpu-memory: the engine takes a share of it")
+        raise OptionError("--engine needs --gpu-memory: the engine takes a share of it")
     layout = engine.layout
     layout.check(setup.model)
     colocated = layout.world_size <= setup.ranks if engine.colocated is None else engine.colocated
     if colocated and layout.world_size > setup.ranks:
-        raise ReshardError(
+        raise OptionError(
             f"the engine's {layout.world_size} ranks do not fit on the trainer's {setup.ranks} GPUs: --separate"
         )
     weights, bytes_per_token = _engine_bytes(setup.model, engine)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 from reshard.core.deprecated import accepts_renamed_options
-from reshard.core.errors import ReshardError
+from reshard.core.errors import OptionError, ReshardError
 from reshard.core.extras import require
 from reshard.engines.layout import EngineLayout
 from reshard.megatron.configs import config_differences, sentences_on
@@ -103,7 +103,7 @@ def _checked_dtype(dtype: str | None) -> str:
 
     dtype = dtype or ("bf16" if torch.cuda.is_available() else "fp32")
     if dtype not in DTYPES:
-        raise ReshardError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        raise OptionError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     return dtype
 
 
@@ -191,9 +191,9 @@ def _check_engine_options(
 
     served = [side for side in (a, b) if _is_served(side)]
     if engine is not None and not served:
-        raise ReshardError(f"engine {engine} is for a system with vllm: or sglang: before it: neither has")
+        raise OptionError(f"engine {engine} is for a system with vllm: or sglang: before it: neither has")
     if quantization is not None and not any(ENGINES[engine_of(side)].quantizes for side in served):
-        raise ReshardError(f"quantization {quantization} is for a system with vllm: before it: neither has")
+        raise OptionError(f"quantization {quantization} is for a system with vllm: before it: neither has")
     if match_vllm_rounding and not any(map(is_megatron, served)):
         raise ReshardError(
             "match_vllm_rounding is for a vLLM that is refitted, vllm: and a Megatron checkpoint: neither system is one"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import OptionError
 from reshard.models.model import Model
 from reshard.parity.metrics import Metrics, Scores, metrics_of, routing_of
 from reshard.parity.noise import Noise
@@ -122,12 +122,12 @@ class Limits:
                 or value < least
                 or (name == "argmax_agreement" and not 0 < value <= 1)
             ):
-                raise ReshardError(
+                raise OptionError(
                     f"a limit of {value} on {name} cannot be: give a finite number of at "
                     f"least {least:g}" + (", more than 0 and at most 1" if name == "argmax_agreement" else "")
                 )
         if all(value is None for value in self.to_dict().values()):
-            raise ReshardError("without any limit the gate cannot fail: give at least one")
+            raise OptionError("without any limit the gate cannot fail: give at least one")
 
     def exceeded(
         self, metrics: Metrics, routing: Routing | None = None, noise: Noise | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 from reshard.comm.team import Team
 from reshard.core.dtypes import DTYPES, Dtype
-from reshard.core.errors import ReshardError, listed
+from reshard.core.errors import OptionError, ReshardError, listed
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE, check_number
 from reshard.megatron.arguments import caveats
 from reshard.megatron.flags import version_of
@@ -252,9 +252,9 @@ def megatron_form(
     """Return the options of a Megatron checkpoint that decide its bytes, as `MegatronFiles` takes
     them. Raises ReshardError for a value that cannot be."""
     if transformer_impl not in TRANSFORMER_IMPLS:
-        raise ReshardError(f"--transformer-impl {transformer_impl} is not one of {listed(TRANSFORMER_IMPLS)}")
+        raise OptionError(f"--transformer-impl {transformer_impl} is not one of {listed(TRANSFORMER_IMPLS)}")
     if model_class not in (None, *MODEL_CLASSES):
-        raise ReshardError(f"--model-class {model_class} is not one of {listed(MODEL_CLASSES)}")
+        raise OptionError(f"--model-class {model_class} is not one of {listed(MODEL_CLASSES)}")
     check_number(make_vocab_size_divisible_by, "--make-vocab-size-divisible-by", MAX_VOCAB_MULTIPLE)
     if iteration is not None:
         check_number(iteration, "--iteration", MAX_ITERATION)

@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from reshard.comm.team import Team
-from reshard.core.errors import ReshardError, listed
+from reshard.core.errors import OptionError, ReshardError, listed
 from reshard.core.limits import MAX_ITERATION, check_number
 from reshard.lora.names import A, module_of, peft_name
 from reshard.lora.parameters import FORMATS, AdapterForm
@@ -70,7 +70,7 @@ def lora_to_peft(
     Raises ReshardError, and leaves no destination, for an adapter that is more than LoRA's A and B.
     """
     if experts not in EXPERTS:
-        raise ReshardError(f"--experts {experts} is not one of {listed(EXPERTS)}")
+        raise OptionError(f"--experts {experts} is not one of {listed(EXPERTS)}")
     options = RunOptions(overwrite, resume, sync, workers, dry_run, progress).checked()
     with (
         Team.from_environment() as team,
@@ -122,9 +122,9 @@ def lora_to_megatron(
     Raises ReshardError, and leaves no destination, for what the format cannot hold.
     """
     if format not in FORMATS:
-        raise ReshardError(f"--format {format} is not one of {listed(FORMATS)}")
+        raise OptionError(f"--format {format} is not one of {listed(FORMATS)}")
     if format == "mcore-bridge" and canonical:
-        raise ReshardError(
+        raise OptionError(
             "--canonical is a kind of adapter of Megatron-Bridge only: leave it out, or use --format bridge"
         )
     if iteration:
@@ -181,7 +181,7 @@ def lora_merge(
     Raises ReshardError, and leaves no destination, where the two do not belong together.
     """
     if format not in ("hf", "mcore"):
-        raise ReshardError(f"--format {format} is not one of hf, mcore")
+        raise OptionError(f"--format {format} is not one of hf, mcore")
     options = RunOptions(overwrite, resume, sync, workers, dry_run, progress).checked()
     layout, target = checked_layout(layout), float_dtype(dtype)
     shard_bytes = None if max_shard_size is None else parse_size(max_shard_size)

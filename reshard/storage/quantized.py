@@ -7,7 +7,7 @@ import numpy as np
 import xxhash
 
 from reshard.core.dtypes import Dtype
-from reshard.core.errors import ReshardError, listed
+from reshard.core.errors import OptionError, listed
 from reshard.quantization import compressed_tensors, fp8_blocks
 from reshard.quantization.channels import Channels
 from reshard.quantization.fp8_blocks import Fp8Blocks
@@ -35,19 +35,19 @@ Reader = Callable[[int, int], np.ndarray]
 TensorReader = Callable[[str], Iterator[np.ndarray]]
 
 
-def scheme_named(quantize: bool | str) -> tuple[str, Scheme] | None:
+def scheme_named(quantize: bool | str | None) -> tuple[str, Scheme] | None:
     """Return the name and scheme that `quantize` asks for; None for none. Raises ReshardError for
     another name."""
-    name = "fp8" if quantize is True else quantize or None
-    if name is None:
+    if quantize is False or quantize is None:
         return None
+    name = "fp8" if quantize is True else quantize
     if name in REMOVED:
-        raise ReshardError(
+        raise OptionError(
             f"--quantize {name} is no longer written: take {listed(SCHEMES)}, or quantize what mcore-to-hf "
             "writes with llm-compressor"
         )
     if name not in SCHEMES:
-        raise ReshardError(f"--quantize {name} is none of {', '.join(SCHEMES)}")
+        raise OptionError(f"--quantize {name} is none of {', '.join(SCHEMES)}")
     return name, SCHEMES[name]
 
 

@@ -8,7 +8,7 @@ ranks, everything else over TP.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import OptionError, ReshardError
 from reshard.engines.layout import (
     EngineLayout,
     EngineRank,
@@ -53,9 +53,9 @@ class SglangLayout(EngineLayout):
         """Raise ReshardError if SGLang would not start at these sizes, or cannot be refitted with the model."""
         check_family(model)
         if self.tp % self.dp:
-            raise ReshardError(f"SGLang's dp {self.dp} does not divide its tp {self.tp}")
+            raise OptionError(f"SGLang's dp {self.dp} does not divide its tp {self.tp}")
         if self.tp % self.ep:
-            raise ReshardError(f"SGLang's ep {self.ep} does not divide its tp {self.tp}")
+            raise OptionError(f"SGLang's ep {self.ep} does not divide its tp {self.tp}")
         if self.dp > 1 and model.family.name in WITHOUT_DP_ATTENTION:
             raise ReshardError(
                 f"SGLang's class of {model.family.architecture} has no data parallel attention: use dp=1"

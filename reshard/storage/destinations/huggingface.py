@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from reshard.core.dtypes import Dtype
-from reshard.core.errors import ReshardError
+from reshard.core.errors import OptionError
 from reshard.core.views import tensor_of, tensor_shapes
 from reshard.formats import safetensors
 from reshard.models.model import Model
@@ -154,7 +154,7 @@ def parse_size(size: str | int) -> int:
     try:
         value = int(float(number) * units[text[len(number) :].strip()])
     except (ValueError, KeyError, OverflowError) as error:
-        raise ReshardError(f"--max-shard-size {size} is not a size such as 5GB or 500MB") from error
+        raise OptionError(f"--max-shard-size {size} is not a size such as 5GB or 500MB") from error
     if value < 1:
-        raise ReshardError(f"--max-shard-size {size} is less than a byte")
+        raise OptionError(f"--max-shard-size {size} is less than a byte")
     return value

@@ -3,7 +3,7 @@
 import numpy as np
 
 from reshard.core.dtypes import Dtype, dtype_named
-from reshard.core.errors import ReshardError
+from reshard.core.errors import OptionError, ReshardError
 
 # Infinity as an integer: as the signed one that is larger than all finite numbers' above zero.
 INFINITY = {
@@ -26,7 +26,7 @@ def float_dtype(name: str | None) -> Dtype | None:
             dtype_named(name).name
         ]
     except KeyError as error:
-        raise ReshardError(f"--dtype {name} is not one of bf16, fp16, fp32") from error
+        raise OptionError(f"--dtype {name} is not one of bf16, fp16, fp32") from error
 
 
 def overflow_notice(name: str, count: int, dtype: Dtype) -> str:

@@ -140,7 +140,7 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
                 f"{self.path} does not say the adapter's alpha: there is no {RUN_CONFIG} of Megatron-Bridge and no "
                 f"{CONFIG}; pass --alpha with the value that it was trained with"
             )
-        given = as_number(self.given_alpha, "--alpha", self.path)
+        given = float(self.given_alpha)
         if recorded is not None and given != recorded[0]:
             raise ReshardError(
                 f"--alpha {given:g} contradicts {recorded[2]}, which says {recorded[0]:g}: leave it out"

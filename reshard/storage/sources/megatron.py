@@ -15,7 +15,7 @@ from reshard.core.planner import PlanError, Transfer, make_plan
 from reshard.formats import safetensors, torch_dist, torch_zip
 from reshard.lora.checkpoint import adapter_keys, is_adapter_only
 from reshard.lora.checkpoint import without_adapters as base_keys
-from reshard.megatron.arguments import check_args, model_of_args
+from reshard.megatron.arguments import check_args, check_family, model_of_args
 from reshard.megatron.checkpoint import (
     NOT_WEIGHTS,
     KeyPlacement,
@@ -235,6 +235,8 @@ class MegatronSource(Source):
                 self.versions.record(beside.directory)
             taken += [beside.notice] if beside.notice else []
         model = Model.from_hf(fields, where)
+        if family is not None:
+            check_family(family)
         if family not in (None, model.family.name):
             raise ReshardError(
                 f"--family {family} contradicts {where}, which is of a {model.family.name}: leave it out"

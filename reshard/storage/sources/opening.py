@@ -4,6 +4,7 @@ from pathlib import Path
 
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
+from reshard.core.limits import check_positive
 from reshard.formats import torch_dist
 from reshard.megatron.checkpoint import AdapterOnlyError
 from reshard.models.model import Model
@@ -68,6 +69,8 @@ def open_adapter(
 ) -> AdapterSource:
     """Open the LoRA adapter in a directory of PEFT's or in a Megatron checkpoint, alone or beside its
     base model; of `model`, or of the one that `hf_config` describes. Raises ReshardError where there is none."""
+    if alpha is not None:
+        check_positive(alpha, "--alpha")
     if not path.is_dir():
         raise ReshardError(unfinished(path) or f"{path} is no directory: {EXPECTED_ADAPTER}")
     if locate(path) is not None:
