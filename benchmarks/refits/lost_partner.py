@@ -36,11 +36,13 @@ class Case(NamedTuple):
     quantization: str | None = None
     environment: dict[str, str] = {}
     as_before: bool = False
+    abandons: bool = False  # registered buckets are left to a communicator that was aborted
 
 
 CASES = {
     "plain": Case(),
     "registered": Case(keep_mapped=True),
+    "registered, abandoned": Case(keep_mapped=True, abandons=True),
     "fp8": Case(quantization="fp8"),
     "sockets": Case(environment=HOSTS),
     "stops": Case(stops=True),
@@ -67,6 +69,8 @@ class Part:
         if self.case.as_before:
             communicator._surviving_errors = nullcontext
             Nccl.abort = lambda self: None  # type: ignore[method-assign]
+        if self.case.abandons:
+            Nccl.abort = aborting_only  # type: ignore[method-assign]
         engine = self.engine() if self.role == "engine" else None
         source = self.trainer() if engine is None else None
         self.reach("built")
@@ -168,6 +172,13 @@ class Part:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"nobody has come to {step!r}")
             time.sleep(0.05)
+
+
+def aborting_only(transport: Any) -> None:
+    """Abort a transport's communicator, and leave it its memory."""
+    transport.communicator.abort()
+    transport.abandon()
+    transport.communicator = transport.store = None
 
 
 def start(name: str, role: str, port: int, folder: Path) -> subprocess.Popen[bytes]:

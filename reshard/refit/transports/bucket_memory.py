@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 _registered: "weakref.WeakSet[BucketMemory]" = weakref.WeakSet()
-# Communicators, pools and buffers, on which a kernel may wait for ever for a dead partner, or which a communicator that
-# was aborted cannot give back.
+# Communicators, pools and buffers, on which a kernel may wait for ever for a dead partner.
 _abandoned: list[tuple[Any, Any, list[torch.Tensor]]] = []
 
 
@@ -59,13 +58,17 @@ class BucketMemory:
         if self.pool is not None:
             with suppress(RuntimeError):  # the communicator may be gone
                 self.communicator.deregister_mem_pool(self.pool)
+        self.drop()
+
+    def drop(self) -> None:
+        """Give back what a communicator had that is aborted: torch crashes where that is asked to."""
         self.buffers, self.pool = [], None
 
     def abandon(self) -> None:
-        """Leave the memory to an exchange that has failed, and may go on, or to the end of the process."""
+        """Leave the memory to an exchange that has failed, and may go on."""
         if self.pool is not None:
             _abandoned.append((self.communicator, self.pool, self.buffers))
-        self.buffers, self.pool = [], None
+        self.drop()
 
 
 @atexit.register

@@ -94,11 +94,11 @@ def _surviving_errors() -> Iterator[None]:
             os.environ[variable] = before
 
 
-def abort(communicator: Any, seconds: float) -> None:
+def abort(communicator: Any, seconds: float) -> bool:
     """End what a communicator of `communicator_of` has under way, such as a kernel that waits for a partner for ever;
-    it is not used again. Waits no longer than so many `seconds`."""
+    it is not used again. Returns False where that takes longer than so many `seconds`."""
     _communicators.discard(communicator)
-    wait([in_background(communicator.abort)], seconds)
+    return not wait([in_background(communicator.abort)], seconds).not_done
 
 
 @atexit.register

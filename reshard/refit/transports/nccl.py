@@ -362,8 +362,11 @@ class Nccl(Transport):
     def abort(self) -> None:
         """See `Transport.abort`; torch's own communicator is not for this connection to end."""
         if self.communicator is not None and self.store is not None:
-            abort(self.communicator, self.group.timeout)
-            self.abandon()  # torch crashes where memory is taken back from a communicator that was aborted
+            ended = abort(self.communicator, self.group.timeout)
+            if ended and self.memory is not None:
+                self.memory.drop()
+            else:
+                self.abandon()
             self.communicator = self.store = None
 
     def abandon(self) -> None:
