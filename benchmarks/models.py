@@ -5,6 +5,7 @@ The processes are started by torchrun; weights are random.
 """
 
 import argparse
+import copy
 import json
 import zlib
 from pathlib import Path
@@ -68,6 +69,29 @@ MODELS = {
                              "sliding_window": 128, "swiglu_limit": 7.0,
                              "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
                                               "rope_type": "yarn", "truncate": False}},
+    "glm-4.7-flash": COMMON | {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "vocab_size": 154880, "hidden_size": 2048,
+                               "intermediate_size": 10240, "num_hidden_layers": 47, "num_attention_heads": 20, "num_key_value_heads": 20,
+                               "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+                               "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "n_shared_experts": 1, "n_group": 1,
+                               "topk_group": 1, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1, "norm_topk_prob": True,
+                               "topk_method": "noaux_tc", "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "attention_bias": False,
+                               "num_nextn_predict_layers": 0},
+    # The language model of a larger one, whose vision tower no trainer has.
+    "qwen3.5-35b-a3b": {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "tie_word_embeddings": False,
+        "image_token_id": 248056, "video_token_id": 248057, "vision_start_token_id": 248053, "vision_end_token_id": 248054,
+        "text_config": COMMON | {"model_type": "qwen3_5_moe_text", "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40,
+                                 "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "num_experts": 256, "num_experts_per_tok": 8,
+                                 "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "attn_output_gate": True,
+                                 "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+                                 "linear_num_key_heads": 16, "linear_num_value_heads": 32, "rms_norm_eps": 1e-6, "attention_bias": False,
+                                 "mamba_ssm_dtype": "float32", "mlp_only_layers": [], "mtp_num_hidden_layers": 0,
+                                 "mtp_use_dedicated_embeddings": False,
+                                 "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25,
+                                                     "mrope_interleaved": True, "mrope_section": [11, 11, 10]}},
+        "vision_config": {"model_type": "qwen3_5_moe", "depth": 27, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 1152, "in_channels": 3,
+                          "intermediate_size": 4304, "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 2048, "patch_size": 16,
+                          "spatial_merge_size": 2, "temporal_patch_size": 2, "deepstack_visual_indexes": []}},
     # For a machine without a GPU.
     "tiny-qwen3": QWEN3 | {"vocab_size": 1000, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
                            "num_key_value_heads": 2, "head_dim": 64},
@@ -87,13 +111,20 @@ def model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--etp", type=int)
 
 
-def config_of(name: str, layers: int | None = None) -> dict:
-    """A published config, with fewer layers where asked."""
-    config = dict(MODELS[name])
+def text_of(config: dict) -> dict:
+    """The fields of a config's language model."""
+    return config.get("text_config", config)
+
+
+def config_of(name: str, layers: int | None = None, fields: dict | None = None) -> dict:
+    """A published config, with fewer layers and other `fields` of its language model where asked."""
+    config = copy.deepcopy(MODELS[name])
+    text = text_of(config)
     if layers:
-        config["num_hidden_layers"] = layers
-        if "first_k_dense_replace" in config:
-            config["first_k_dense_replace"] = 1
+        text["num_hidden_layers"] = layers
+        if "first_k_dense_replace" in text:
+            text["first_k_dense_replace"] = 1
+    text |= fields or {}
     return config
 
 

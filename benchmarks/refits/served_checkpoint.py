@@ -25,9 +25,52 @@ def write_checkpoint(models: list, config: dict, folder: Path, in_blocks: bool) 
         if in_blocks:
             quantized = Model.from_hf(config).quantizable() & tensors.keys()
             tensors = dict(blocks_of(tensors, quantized))
+        if "vision_config" in config:
+            tensors |= dict(tower_of(config))
+            write_processor(folder)
         (folder / "config.json").write_text(json.dumps(served_config(config, in_blocks)), encoding="utf-8")
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     dist.barrier()
+
+
+def tower_of(config: dict) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors of a config's vision tower, with the published names, and the same values each time."""
+    import transformers
+
+    with torch.device("meta"):
+        kind = getattr(transformers, config["architectures"][0])
+        shapes = {
+            name: tensor.shape for name, tensor in kind(kind.config_class(**config)).state_dict().items()
+        }
+    generator = torch.Generator().manual_seed(7)
+    for name, shape in shapes.items():
+        if name.startswith("model.visual."):
+            yield name, (torch.randn(shape, generator=generator) * 0.02).bfloat16()
+
+
+def write_processor(folder: Path) -> None:
+    """Write what an engine needs to take images: a processor as Qwen3-VL's, with a tokenizer of one word."""
+    from tokenizers import Tokenizer, models
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2VLImageProcessor,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+    )
+
+    words = ("<|endoftext|>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token=words[0])),
+        unk_token=words[0],
+        extra_special_tokens={
+            "image_token": words[1],
+            "video_token": words[2],
+            "vision_start_token": words[3],
+            "vision_end_token": words[4],
+        },
+    )
+    Qwen3VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen3VLVideoProcessor()).save_pretrained(folder)
 
 
 def blocks_of(tensors: dict[str, torch.Tensor], quantized: set[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,11 +7,16 @@ does it take beside a vLLM, and beside `update_weights_from_tensor` as slime cal
 The trainer's ranks are torchrun's processes (Megatron with Transformer Engine layers, random weights), SGLang is a
 server and vLLM an engine, each in processes of its own on the same GPUs. In turn:
 
-- SGLang loads two checkpoints by its own loader, and says its prompt logprobs, eight greedy tokens with theirs, and
-  the digests of its weights after each. A refit from each, in turn and back, must leave the same.
+- SGLang starts with checkpoint 0, and says its prompt logprobs, eight greedy tokens with theirs, and the digests of
+  its weights: twice, since its kernels may not say the same twice. It then loads checkpoints 1 and 0 by its own
+  loader. A refit from each, in turn and back, must leave the same. Where the running SGLang's own loader leaves
+  something of the weights before, as GLM's router in SGLang 0.5.16 to 0.5.18, only what an SGLang says that started
+  with a checkpoint counts: `--restart` asks one that starts with checkpoint 1.
 - Refits are timed, with the trainer's memory mapped each time and kept mapped; `--vllm` times the same refits into a
   vLLM with these options; `--slime` times slime's way: whole tensors gathered on each rank, in flattened buckets of
   512 MB, whose handles SGLang gets by HTTP.
+- `--times-only`: no checkpoints, for models that take long to write and load. SGLang starts with dummy weights, the
+  first refits are verified, and what slime's way leaves is compared with what they left.
 - `--sleep`: a refit while SGLang has released its weights must be refused, and one after it resumed leave the same.
 
 With `--fp8` SGLang serves from fp8 blocks, of checkpoints that are quantized as `reshard mcore-to-hf --quantize fp8`
@@ -30,15 +35,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.models import change, config_of, megatron_models, model_options
+from benchmarks.models import change, config_of, megatron_models, model_options, text_of
 from benchmarks.processes import conclude, everyone, say, start_processes, synchronize
 from benchmarks.refits.served_checkpoint import served_config, write_checkpoint
-from benchmarks.refits.sglang_server import Server
+from benchmarks.refits.sglang_server import Server, State, apart
 
 OF_VLLM = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 1 << 28, "enable_sleep_mode": False}
 BUCKET = 512 << 20  # bytes, as slime's --update-weight-buffer-size
@@ -57,7 +61,8 @@ class Case:
         self.engine_ranks = options.engine.get("tp_size", 1) * options.engine.get("pp_size", 1)
         self.result: dict[str, Any] = {}
         self.pool = ThreadPoolExecutor(1)
-        self.loaded: list = []
+        self.expected: dict[int, State] = {}  # of each checkpoint
+        self.refitted: dict[int, State] = {}
         self.port = options.port + 10
 
     def both(self, call: Callable[[Server], Any], meanwhile: Callable[[], Any]) -> Any:
@@ -100,18 +105,26 @@ class Case:
             close_server(self.server.url)
         dist.barrier()
 
-    def check(self, name: str, seed: int) -> None:
-        """Note whether SGLang says, and holds, what it did when it had loaded these weights."""
+    def check(self, name: str, expected: State | None) -> State | None:
+        """Note whether SGLang says, twice, and holds, what is expected; return what it says and holds."""
+        state = None
         if self.server:
-            says, digests = self.server.state(self.config["vocab_size"])
-            loaded_says, loaded_digests = self.loaded[seed]
-            same_bits = None if digests is None or loaded_digests is None else digests == loaded_digests
-            self.note(name, {"says the same": says == loaded_says, "same bits": same_bits})
-            if same_bits is False:
-                both = zip(digests, loaded_digests, strict=True)
-                differ = sorted({n for one, other in both for n in other if one.get(n) != other[n]})
-                self.note(f"{name}: tensors that differ", [len(differ), *differ[:4]])
+            state = self.asked_twice(name)
+            if expected:
+                self.note(name, compared(state, expected))
         dist.barrier()
+        return state
+
+    def asked_twice(self, name: str) -> State:
+        """Return what SGLang says and holds, and note it if it says something else when it is asked once more."""
+        assert self.server
+        vocabulary = text_of(self.config)["vocab_size"]
+        state = self.server.state(vocabulary)
+        self.server.flush_cache()
+        if (difference := apart(state.says, self.server.says(vocabulary))) is not None:
+            self.note(f"{name}: asked twice it is apart", difference)
+        self.server.flush_cache()
+        return state
 
     def note(self, name: str, value: Any) -> None:
         """Keep a result, print it, and write what there is so far."""
@@ -120,31 +133,60 @@ class Case:
         if self.rank == 0 and self.options.json:
             self.options.json.write_text(json.dumps(self.result) + "\n", encoding="utf-8")
 
-    def load_both(self) -> None:
-        """Let SGLang load both checkpoints by its own loader, and note what it says of each."""
+    def step(self, seed: int) -> None:
+        """Give the trainer the weights of a checkpoint, and give back the memory that this took: the engines have the
+        same GPU."""
+        change(self.source, seed)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def checkpoint(self, seed: int) -> Path:
+        """Return the place of a checkpoint of the trainer's weights."""
+        return self.options.folder / "trainer" / str(seed)
+
+    def loaded(self, seed: int, name: str, expected: State | None = None) -> State | None:
+        """Let the running SGLang load a checkpoint by its own loader; return what it says and holds then."""
         if self.server:
-            for seed in (0, 1):
-                self.server.call(
-                    "update_weights_from_disk",
-                    {"model_path": str(self.options.folder / "trainer" / str(seed)), "load_format": "auto"},
-                )
-                self.loaded.append(self.server.state(self.config["vocab_size"]))
-            (first, _), (second, _) = self.loaded
-            apart = [abs(a[0] - b[0]) for x, y in zip(first, second, strict=True)
-                     for a, b in zip(x[0][1:], y[0][1:], strict=True)]  # fmt: skip
-            self.note("control: prompt logprobs of the two checkpoints are apart by up to", max(apart))
+            self.server.load(self.checkpoint(seed))
+        return self.check(name, expected)
+
+    def load_both(self) -> None:
+        """Note what SGLang says of checkpoint 0, with which it has started, and of 1, which it loads by its own
+        loader."""
+        first = self.check("started with checkpoint 0", None)
+        second = self.loaded(1, "loaded checkpoint 1")
+        self.loaded(0, "loaded checkpoint 0, as started with it", first)
+        if first and second:
+            self.expected = {0: first, 1: second}
+            self.note("control: the two checkpoints are apart", apart(first.says, second.says))
         dist.barrier()
 
     def there_and_back(self) -> None:
-        """Refit from each checkpoint's weights, and back; verified, and not."""
+        """Refit from each checkpoint's weights, and back; verified, and not. With `--times-only` all are verified,
+        and what they leave is expected later."""
         began = time.perf_counter()
         link = self.connect(False)
         self.note("connect_seconds", time.perf_counter() - began)
         for number, seed in enumerate((0, 1, 0)):
-            change(self.source, seed)
-            self.refit(link, verify=number == 0)
-            self.check(f"refit {number + 1}, from checkpoint {seed}", seed)
+            self.step(seed)
+            self.refit(link, verify=number == 0 or self.options.times_only)
+            state = self.check(f"refit {number + 1}, from checkpoint {seed}", self.expected.get(seed))
+            if state:
+                self.refitted[seed] = state
+            if seed and not self.options.times_only:
+                self.loaded(seed, "loaded checkpoint 1 after the refit, as refitted", self.refitted.get(seed))
+            if state and self.options.times_only:
+                self.expected.setdefault(seed, state)
         self.close(link)
+
+    def restart(self) -> None:
+        """Note whether an SGLang that starts with checkpoint 1 says and holds what a refit from it left."""
+        if self.server:
+            self.server.stop()
+            self.server.start(self.checkpoint(1), "auto")
+            self.server.wait(self.options.start_limit)
+        dist.barrier()
+        self.check("started with checkpoint 1, as refitted", self.refitted.get(1))
 
     def time_refits(self) -> None:
         """Note the milliseconds of refits, with the trainer's memory mapped each time, and kept."""
@@ -161,14 +203,14 @@ class Case:
         from reshard.models.model import Model
 
         slime = SlimesWay(self, Model.from_hf(self.config))
-        change(self.source, 1)
+        self.step(1)
         slime.update()
-        self.check("slime's way, from checkpoint 1", 1)
+        self.check("slime's way, from checkpoint 1", self.expected.get(1))
         self.note("slime's way", timed(slime.update, 4))
-        change(self.source, 0)
+        self.step(0)
         link = self.connect(False)
         self.refit(link)
-        self.check("refitted after slime's way, from checkpoint 0", 0)
+        self.check("refitted after slime's way, from checkpoint 0", self.expected.get(0))
         self.close(link)
 
     def sleep(self) -> None:
@@ -183,11 +225,13 @@ class Case:
         self.note("refit while it sleeps", said_by(lambda: self.refit(link)))
         if self.server:
             self.server.call("resume_memory_occupation", tags)
-            self.note("asked before a refit", said_by(lambda: self.server.says(self.config["vocab_size"])))
+            self.note(
+                "asked before a refit", said_by(lambda: self.server.says(text_of(self.config)["vocab_size"]))
+            )
         dist.barrier()
-        change(self.source, 1)
+        self.step(1)
         self.refit(link)
-        self.check("refitted after sleep, from checkpoint 1", 1)
+        self.check("refitted after sleep, from checkpoint 1", self.expected.get(1))
         self.note("SGLang, after sleep", timed(lambda: self.refit(link), 4))
         self.close(link)
 
@@ -245,7 +289,7 @@ class SlimesWay:
         self.today.run()
         self._send()
         if self.case.server:
-            urlopen(f"{self.case.server.url}/flush_cache").close()  # which answers no JSON
+            self.case.server.flush_cache()
         dist.barrier()
 
     def _take(self, whole: dict[str, torch.Tensor]) -> None:
@@ -299,6 +343,21 @@ def vllm_said(pipe: Any) -> str:
         return f"its process has ended ({error})"
 
 
+def compared(state: State, expected: State) -> dict[str, Any]:
+    """Return whether a state is the expected one, and how it differs."""
+    digests, others = state.digests, expected.digests
+    difference = apart(state.says, expected.says)
+    result: dict[str, Any] = {"says the same": difference is None}
+    result["same bits"] = None if digests is None or others is None else digests == others
+    if difference is not None:
+        result["apart"] = difference
+    if result["same bits"] is False:
+        both = zip(digests or [], others or [], strict=True)
+        names = sorted({name for one, other in both for name in other if one.get(name) != other[name]})
+        result["tensors that differ"] = [len(names), *names[:4]]
+    return result
+
+
 def free_bytes() -> int:
     """Return how many bytes of this process's GPU are free; 0 without one."""
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
@@ -349,7 +408,10 @@ def wait_for(files: list[Path], limit: float = 120.0) -> None:
 
 def steps_of(case: Case, options: argparse.Namespace, pipe: Any) -> dict[str, Callable[[], None]]:
     """Return what a case does, by name, in order."""
-    steps: dict[str, Callable[[], None]] = {"load": case.load_both, "refit": case.there_and_back}
+    steps: dict[str, Callable[[], None]] = {}
+    if not options.times_only:
+        steps["load"] = case.load_both
+    steps["refit"] = case.there_and_back
     if options.after:
         steps["wait"] = lambda: wait_for(options.after)
     if options.rounds:
@@ -360,6 +422,8 @@ def steps_of(case: Case, options: argparse.Namespace, pipe: Any) -> dict[str, Ca
         steps["slime"] = case.time_slime
     if options.sleep:
         steps["sleep"] = case.sleep
+    if options.restart:
+        steps["restart"] = case.restart
     return steps
 
 
@@ -369,11 +433,15 @@ def parsed_options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     model_options(parser)
-    parser.add_argument("--config", type=json.loads, default={}, help="fields of the model's config, as JSON")
+    parser.add_argument(
+        "--config", type=json.loads, default={}, help="fields of the language model's config, as JSON"
+    )
     parser.add_argument("--engine", type=json.loads, default={}, help="SGLang's ServerArgs, as JSON")
     parser.add_argument("--vllm", type=json.loads, help="vLLM's options, as JSON: time it too")
     parser.add_argument("--slime", action="store_true")
     parser.add_argument("--sleep", action="store_true")
+    parser.add_argument("--restart", action="store_true")
+    parser.add_argument("--times-only", action="store_true")
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--after", type=Path, nargs="*", default=[], help="files to wait for, at most two minutes, before "
@@ -384,17 +452,22 @@ def parsed_options() -> argparse.Namespace:
     )
     parser.add_argument("--folder", type=Path, required=True, help="for configs, checkpoints and logs")
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.restart and options.times_only:
+        parser.error("--restart needs checkpoints, which --times-only does not write")
+    return options
 
 
 def main() -> None:
     options, rank = parsed_options(), int(os.environ["RANK"])
-    config = config_of(options.model, options.layers) | options.config
+    config = config_of(options.model, options.layers, options.config)
     server = pipe = None
     if rank == 0:
         options.folder.mkdir(parents=True, exist_ok=True)
         (options.folder / "config.json").write_text(json.dumps(served_config(config, options.fp8)))
         server = Server(options.folder, options.engine, options.port)
+        if options.times_only:
+            server.start(options.folder, "dummy")
         if options.vllm is not None:
             from benchmarks.refits.offload import start_engine
 
@@ -403,7 +476,7 @@ def main() -> None:
             with without_sglang():
                 _, pipe = start_engine(config, gpus, settings)
     start_processes()
-    result = {"model": options.model, "config": {"layers": config["num_hidden_layers"], **options.config}, "engine": options.engine,
+    result = {"model": options.model, "config": {"layers": text_of(config)["num_hidden_layers"], **options.config}, "engine": options.engine,
               "gpus": dist.get_world_size()}  # fmt: skip
     case = None
     try:
@@ -430,7 +503,7 @@ def main() -> None:
 
 
 def prepared(options: argparse.Namespace, config: dict, server: Server | None, pipe: Any) -> Case:
-    """Return a case whose checkpoints are written, and whose engines have started."""
+    """Return a case whose checkpoints are written, if it has some, and whose engines have started."""
     from benchmarks.refits.refit import memory_rate
     from reshard import MegatronLayout
 
@@ -447,9 +520,11 @@ def prepared(options: argparse.Namespace, config: dict, server: Server | None, p
         case.result |= {"gpu": torch.cuda.get_device_name(), "memory_bytes_per_second": rate}
         case.note("floor: a copy of a trainer's rank on its GPU, ms", 2e3 * size / rate)
     dist.barrier()
-    for seed in (0, 1):
-        change(case.source, seed)
-        write_checkpoint(models, config, options.folder / "trainer" / str(seed), options.fp8)
+    for seed in () if options.times_only else (0, 1):
+        case.step(seed)
+        write_checkpoint(models, config, case.checkpoint(seed), options.fp8)
+        if server and seed == 0:
+            server.start(case.checkpoint(0), "auto")
     if server:
         case.result["start_seconds"] = server.wait(options.start_limit)
         say(f"SGLang started in {case.result['start_seconds']:.0f} s")
