@@ -2,9 +2,11 @@
 
 import json
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from safetensors.torch import load_file
 
 from reshard.engines.layout import place
 from reshard.engines.sglang import compat
@@ -177,12 +179,13 @@ def refusals(rank: int, folder: str, directories: dict[str, str], in_blocks: dic
     }
 
 
-def derived(rank: int, folder: str, directories: list[str]) -> list[dict]:
-    """The tensors that an engine derives, which of them a check names before and after a weight that
-    they are made of is changed, and after they are derived anew."""
+def derived(rank: int, folder: str, pairs: list[tuple[str, str]]) -> list[dict]:
+    """The tensors that an engine of the first of two directories derives, which of them a check names before and
+    after a weight that they are made of is changed, after they are derived anew, and after SGLang's own loader has
+    loaded the second."""
     alone(folder)
     results = []
-    for directory in directories:
+    for directory, other in pairs:
         engine = SglangModel(*built(directory))
         result = {"all": sorted(engine.derived.tensors()), "before": engine.stale_derived()}
         for name, tensor in engine.module.named_parameters():
@@ -190,6 +193,9 @@ def derived(rank: int, folder: str, directories: list[str]) -> list[dict]:
                 tensor.data += 1
         result["changed"] = engine.stale_derived()
         result["after"] = engine.stale_derived()
+        with torch.no_grad():
+            engine.module.load_weights(load_file(Path(other, "model.safetensors")).items())
+        result["loaded"] = engine.stale_derived()
         results.append(result)
     return results
 
