@@ -26,13 +26,13 @@ def layers_in_blocks(model: Served) -> dict[str, Blocks]:
 
 
 def begin_compiling(layers: Mapping[str, Blocks], device: torch.device) -> None:
-    """Begin to compile, in a thread, the kernel that makes these layers' blocks of bf16, since `find_scales`
-    and connect would wait for them; nothing on a CPU."""
-    if device.type != "cuda" or not layers:
+    """Begin to compile, in a thread, the kernels that a refit of bf16 launches, and makes the blocks of these
+    layers with, since `find_scales` and connect would wait for them; nothing on a CPU."""
+    if device.type != "cuda":
         return
     from reshard.refit.compiling import compile_ahead
 
-    compile_ahead(device, {BF16.size}, True, BF16.size)
+    compile_ahead(device, {BF16.size}, bool(layers), BF16.size)
 
 
 def find_scales(
