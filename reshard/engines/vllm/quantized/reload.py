@@ -42,6 +42,7 @@ from reshard.engines.vllm.quantized.processing import (
 )
 from reshard.engines.vllm.quantized.recipes import Held, LayerQuantizer, parameter_like, reduce_max
 from reshard.engines.vllm.weights.served import Served
+from reshard.refit.copies import wait_for_device
 
 # The most that a round has, unless one layer alone is larger.
 ROUND_BYTES = 128 << 20
@@ -187,12 +188,13 @@ class Reloads:
             for key in sorted(layer.quantizer.split_matrices)
         ]
         reduce_max(shared, self.group, timeout)
-        _check_finite(layers)
+        _check_finite(layers, timeout)
         return layers
 
 
-def _check_finite(layers: list[tuple[Layer, dict[str, torch.Tensor]]]) -> None:
-    """Raise ReshardError where weights hold infinities or NaN, which quantized ones would not show."""
+def _check_finite(layers: list[tuple[Layer, dict[str, torch.Tensor]]], timeout: float) -> None:
+    """Raise ReshardError where weights hold infinities or NaN, which quantized ones would not show, or where other
+    ranks' magnitudes are not there within `timeout` seconds."""
     named = [
         (f"{layer.name}.{key}", magnitudes)
         for layer, largest in layers
@@ -200,8 +202,10 @@ def _check_finite(layers: list[tuple[Layer, dict[str, torch.Tensor]]]) -> None:
     ]
     if not named:
         return
-    finite = torch.stack([magnitudes.isfinite().all() for _, magnitudes in named]).tolist()
-    wrong = [name for (name, _), good in zip(named, finite, strict=True) if not good]
+    finite = torch.stack([magnitudes.isfinite().all() for _, magnitudes in named])
+    if not wait_for_device(finite.device, timeout):
+        raise ReshardError(f"other ranks of the engine sent no scales within {timeout:g} s")
+    wrong = [name for (name, _), good in zip(named, finite.tolist(), strict=True) if not good]
     if wrong:
         raise ReshardError(
             f"the trainer's weights for {listed(wrong, 3)} hold infinities or NaN, and quantizing would "
