@@ -382,9 +382,9 @@ def interpret() -> None:
     wanted = {of_code, of_scale}
     assert {int(block_items.items[index, CODES]) for (index,) in differing} == wanted
     scales_in_one_launch()
-    from tests.test_deltas import changes_by_the_kernel
+    from tests.change_kernels import changes_by_the_kernels
 
-    changes_by_the_kernel()
+    changes_by_the_kernels()
 
 
 def tiles_to_copy(rng: np.random.Generator) -> tuple[np.ndarray, Callable[[], bool]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.delta.chunks import CHUNK
+from reshard.delta.chunks import WORD, ChunkSizes
 from reshard.delta.forms import BLOCK
 from reshard.device.memory import Region
 from reshard.refit import RefitGroup, connect, deltas
@@ -132,14 +132,14 @@ def test_an_engine_that_has_other_weights_gets_all_of_them(how):
 PLAIN_CHANGES, PLAIN_COMPARED = changes.SentBuckets.changes, changes.SentBuckets._compared
 
 
-def too_early(self, index, segments, since):
+def too_early(self, index, segments, since, sizes):
     """Send changes as if they built on an earlier refit."""
-    return PLAIN_CHANGES(self, index, segments, since - 1)
+    return PLAIN_CHANGES(self, index, segments, since - 1, sizes)
 
 
-def torn(self, index, segments, since):
+def torn(self, index, segments, since, sizes):
     """Send changes that say another number than they are."""
-    made = PLAIN_CHANGES(self, index, segments, since)
+    made = PLAIN_CHANGES(self, index, segments, since, sizes)
     for payload in made:
         if len(payload):
             payload.view(torch.int64)[4] += 1
@@ -148,12 +148,16 @@ def torn(self, index, segments, since):
 
 def withheld(self, key, segment):
     """Find one change less than there is."""
-    compared, counts = PLAIN_COMPARED(self, key, segment)
-    first = compared.mask.nonzero()[:1, 0]
-    compared.mask[first] = False
-    compared.blocks[first // BLOCK] -= 1
-    counts[first // CHUNK] -= 1
-    return compared, counts
+    found = PLAIN_COMPARED(self, key, segment)
+    first = found.compared.mask.nonzero()[:1, 0]
+    found.compared.mask[first] = False
+    found.compared.blocks[first // BLOCK] -= 1
+    fewer = changes.HostChanges(segment, segment)
+    fewer.compared = found.compared
+    fewer.changed = found.compared.changed
+    fewer.sizes = ChunkSizes.of(len(segment) // WORD, fewer.changed.numpy())
+    fewer.total = torch.tensor([changes.header_bytes(len(segment)) + fewer.sizes.total])
+    return fewer
 
 
 FAULTS = {
@@ -264,41 +268,6 @@ def test_rows_of_odd_lengths_at_odd_addresses_are_written_byte_by_byte():
     served = changes.ServedBucket(table[::-1].copy(), torch.device("cpu"))
     served.write(torch.arange(80), bucket.view(torch.int16))
     assert torch.equal(memory, expected) and not torch.equal(memory, before)
-
-
-def changes_by_the_kernel() -> None:
-    """Write some words of a bucket by the kernel, in Triton's interpreter, and by torch: rows with pitches, a cast, and
-    words of padding, before the first row too, which are nowhere: what lies around the rows stays."""
-    from reshard.refit.kernels import write_changes
-
-    random, widens = np.random.default_rng(0), codec_between("bfloat16", "float32")
-    rows = [
-        (16, 0, 5, 600, 640),
-        (3088, 4096, 1, 34, 34),
-        (3136, 4160, 7, 80, 96),
-        (3712, 5120, 300, 4, 8),
-        (4928, 8192, 30, 64, 256),
-    ]
-    table = np.zeros((len(rows), COLUMNS), np.int64)
-    bucket = (
-        torch.from_numpy(random.normal(size=3500).astype(np.float32)).to(torch.bfloat16).view(torch.int16)
-    )
-    positions = torch.from_numpy(random.permutation(3500)[:2000])
-    memories = []
-    for by_kernel in (True, False):
-        memory = torch.full((1 << 16,), 7, dtype=torch.uint8)
-        middle = memory.data_ptr() + (1 << 15)
-        for row, (offset, at, n, width, pitch) in zip(table, rows, strict=True):
-            row[[SRC, DST, ROWS, WIDTH, DST_PITCH]] = offset, middle + at, n, width, pitch
-        table[-1, [WIDTH, CODEC]] = 128, widens
-        served = changes.ServedBucket(table, torch.device("cpu"))
-        for codec in served.codecs if by_kernel else ():
-            write_changes(positions, bucket[positions], served.tiles, codec)
-        if not by_kernel:
-            served.write(positions, bucket[positions])
-        memories.append(memory)
-    assert torch.equal(*memories) and (memories[0] != 7).sum() > 3000
-    print("changes equal")
 
 
 SENSELESS = [None, {}, {"holds": -1}, {"holds": True}, {"why": "x" * 300}, {"whole_seconds": 1}, {"delta_seconds": -1.0},

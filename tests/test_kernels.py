@@ -255,7 +255,7 @@ def test_the_kernel_does_what_the_host_does(kernel):
 
 
 def interpret(kernel: str) -> None:
-    from reshard.refit.kernels import copy_tiles, digest_tiles, write_words
+    from reshard.refit.kernels import copy_tiles, digest_tiles
 
     small = [
         (n, min(width, 3000), min(a, 3016) if a else a, min(b, 3032) if b else b, shift)
@@ -289,11 +289,6 @@ def interpret(kernel: str) -> None:
             if len(group):
                 copy_tiles(torch.from_numpy(group), unit)
         assert torch.equal(dst, expected) and not torch.equal(dst, src)
-        for dtype in (torch.uint8, torch.int16, torch.int32):  # words at addresses of their own
-            memory = torch.zeros(9000, dtype=dtype)
-            at, words = torch.randperm(9000)[:5000], torch.arange(5000).to(dtype)
-            write_words(memory.data_ptr() + at * dtype.itemsize, words)
-            assert torch.equal(memory[at], words) and memory.count_nonzero() == words.count_nonzero()
         return
     even = table[(table[:, WIDTH] % 2 == 0) & (table[:, SRC] % 2 == 0) & (table[:, 4] % 2 == 0)]
     assert len(even) > 4

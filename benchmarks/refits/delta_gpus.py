@@ -63,15 +63,16 @@ class Phases:
     """Seconds of the steps of a delta in this process, each with the GPU waited for before and after."""
 
     def __init__(self) -> None:
-        from reshard.refit.transports import changes
+        from reshard.refit.transports.changes import SentBuckets
+        from reshard.refit.transports.changes_exchange import ChangesExchange
         from reshard.refit.transports.nccl import Nccl
 
         self.seconds: dict[str, float] = defaultdict(float)
         self._time(Nccl, "_packed", "pack")
-        self._time(changes.SentBuckets, "_compared", "compare")
-        self._time(changes, "encode_chunks", "encode")
-        self._time(Nccl, "_exchange_sizes", "sizes")
-        self._time(Nccl, "_write_changes", "write")
+        self._time(SentBuckets, "_compared", "compare")
+        self._time(SentBuckets, "changes", "encode")
+        self._time(ChangesExchange, "_sizes", "sizes")
+        self._time(ChangesExchange, "_write", "write")
 
     def _time(self, owner: Any, name: str, phase: str) -> None:
         plain = getattr(owner, name)

@@ -2,11 +2,12 @@
 
     python -m benchmarks.refits.delta_steps [--mib 128] [--fractions 0.001 0.01 0.05 0.2 1] [--rounds 7] [--json FILE]
 
-A bucket of random words of which some have changed is compared with what was sent, encoded, decoded, and written
-to rows of an engine's memory. First all of it must have the bits that `reshard.delta.encoding` makes of one
-chunk after the other on the CPU, at odd sizes, in every form, three times over: a difference that comes and goes
-is a race. Then medians in ms, beside the floor, which is both versions read once at the rate at which a copy
-reads, and beside the same steps chunk by chunk on the GPU.
+A bucket of random words of which some have changed is compared with what was sent, encoded, and written to rows of
+an engine's memory. First all of it must have the bits that `reshard.delta.encoding` makes of one chunk after the
+other on the CPU, at odd sizes, in every form, three times over: a difference that comes and goes is a race; and what
+is of another bucket, or has a position that cannot be, must be written nowhere. Then medians in ms, beside the floor,
+which is both versions read once at the rate at which a copy reads, and beside the same steps by torch's operations, of
+all chunks at once and chunk by chunk. "In a row" is what one bucket after another takes where nobody waits for each.
 """
 
 import argparse
@@ -20,16 +21,18 @@ import numpy as np
 import torch
 
 from benchmarks.processes import device
-from reshard.delta.chunks import CHUNK, WORD, ChunkSizes, Comparison, Words, decode_chunks, encode_chunks
-from reshard.delta.encoding import decode, encode
+from reshard.delta.chunks import CHUNK, WORD, ChunkSizes, Comparison, decode_chunks, encode_chunks
+from reshard.delta.encoding import encode
 from reshard.refit.codecs import codec_between
-from reshard.refit.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, WIDTH
-from reshard.refit.transports.changes import ServedBucket
+from reshard.refit.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, STATUS, WIDTH
+from reshard.refit.transports.changes import HostChanges, ServedBucket, header_bytes, read_changes
 
 SIZES = [8, 4096 + 8, CHUNK - 8, CHUNK, CHUNK + 8, 5 * CHUNK + 24, 12 * CHUNK + 65536 + 8]  # words
 FRACTIONS = [0.0, 1e-5, 0.001, 0.02, 0.2, 0.6, 0.99, 1.0]
 ROW = 1000  # words of a row of the engine's memory
 AS_WORD = torch.int16
+IN_A_ROW = 20
+SINCE, BUCKET = 7, 3  # which changes build on, and are of
 
 
 def versions(words: int, fraction: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,24 +48,51 @@ def versions(words: int, fraction: float, seed: int) -> tuple[torch.Tensor, torc
     return old, torch.where(chosen, old ^ (1 << 3), old)
 
 
-def encoded(old: torch.Tensor, new: torch.Tensor) -> tuple[ChunkSizes, torch.Tensor]:
-    """Return the changes of all chunks."""
-    return encoded_of(Comparison.of(old, new))
+def found(old: torch.Tensor, new: torch.Tensor, keep: bool = False):
+    """Return what changed, as a refit finds it; with `keep` `old` becomes `new` on a GPU."""
+    old, new = old.view(torch.uint8), new.view(torch.uint8)
+    if device() == "cpu":
+        return HostChanges(old, new)
+    from reshard.refit.change_kernels import DeviceChanges
+
+    return DeviceChanges(old, new, keep)
 
 
-def encoded_of(compared: Comparison) -> tuple[ChunkSizes, torch.Tensor]:
-    """Return the changes that a comparison found."""
+def encoded(changes, size: int) -> torch.Tensor:
+    """Return the changes in the `size` bytes that they take."""
+    payload = torch.zeros(size, dtype=torch.uint8, device=device())
+    changes.encode(payload, SINCE, BUCKET)
+    return payload
+
+
+def write(served: ServedBucket, payload: torch.Tensor, words: int, status: torch.Tensor) -> None:
+    """Write changes where they are served from; on a GPU, enqueue that."""
+    if device() == "cuda":
+        served.write_changes(payload, WORD * words, SINCE, BUCKET, status)
+        return
+    for changes in read_changes(payload, WORD * words, SINCE, BUCKET, "this benchmark"):
+        served.write(*changes)
+
+
+def new_status() -> torch.Tensor:
+    return torch.zeros(STATUS, dtype=torch.int64, device=device())
+
+
+def by_torch(compared: Comparison) -> tuple[ChunkSizes, torch.Tensor]:
+    """Encode the changes of all chunks at once by torch's operations, without what travels ahead of them."""
     sizes = ChunkSizes.of(len(compared.words), compared.changed.cpu().numpy())
     payload = torch.zeros(sizes.total, dtype=torch.uint8, device=compared.words.device)
     encode_chunks(compared, sizes, payload)
     return sizes, payload
 
 
-def decoded(payload: torch.Tensor, sizes: ChunkSizes) -> list[Words]:
-    """Return all changes."""
-    groups = list(decode_chunks(payload, sizes))
-    assert None not in groups, "the changes make no sense"
-    return [words for group in groups for words in group or ()]
+def expected(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return what travels, made of one chunk after the other on the CPU."""
+    deltas = [encode(*pair) for pair in zip(old.cpu().split(CHUNK), new.cpu().split(CHUNK), strict=True)]
+    numbers = [SINCE, BUCKET, len(deltas)]
+    for delta in deltas:
+        numbers += [int(delta.form), delta.changed]
+    return torch.cat([torch.tensor(numbers).view(torch.uint8), *(delta.payload for delta in deltas)])
 
 
 def rows_for(words: int, codec: int = 0, row: int = 2 * ROW) -> tuple[torch.Tensor, ServedBucket]:
@@ -79,40 +109,64 @@ def rows_for(words: int, codec: int = 0, row: int = 2 * ROW) -> tuple[torch.Tens
     return memory, ServedBucket(table[table[:, ROWS] * table[:, WIDTH] > 0], memory.device)
 
 
+def filled(memory: torch.Tensor, contents: torch.Tensor, row: int) -> None:
+    """Write bytes into the rows, as an engine has them that was refitted with all."""
+    rows = len(contents) // row
+    memory[:rows, :row] = contents[: rows * row].view(-1, row)
+    memory[rows, : len(contents) - rows * row] = contents[rows * row :]
+
+
 def in_rows(memory: torch.Tensor, size: int, row: int) -> torch.Tensor:
     """Return the bytes that lie in rows, and check that nothing lies between them."""
     assert not memory[:, row:].any(), "bytes between rows"
     return memory[:, :row].reshape(-1)[:size]
 
 
+def served_bytes(words: torch.Tensor, codec: int) -> torch.Tensor:
+    return (words.view(torch.bfloat16).float() if codec else words).view(torch.uint8)
+
+
 def check() -> int:
     """Compare each step with the CPU's, chunk by chunk; return the number of cases."""
     cases = 0
+    # Plain, cast, and byte by byte.
+    kinds = ((0, 2 * ROW), (codec_between("bfloat16", "float32"), 2 * ROW), (0, 2 * ROW - 1))
     for words in SIZES:
         for fraction in FRACTIONS:
             old, new = versions(words, fraction, words)
-            pairs = zip(old.cpu().split(CHUNK), new.cpu().split(CHUNK), strict=True)
-            expected = torch.cat([encode(*pair).payload for pair in pairs])
-            # Plain, cast, and byte by byte.
-            for codec, row in (
-                (0, 2 * ROW),
-                (codec_between("bfloat16", "float32"), 2 * ROW),
-                (0, 2 * ROW - 1),
-            ):
+            wanted = expected(old, new)
+            for codec, row in kinds:
+                width = row * (2 if codec else 1)
+                before, after = served_bytes(old, codec), served_bytes(new, codec)
+                memory, served = rows_for(words, codec, row)
                 for _ in range(3):
-                    sizes, payload = encoded(old, new)
-                    assert torch.equal(payload.cpu(), expected), f"{words} words, {fraction}: encoded"
-                    memory, served = rows_for(words, codec, row)
-                    served.write(torch.arange(words, device=old.device), old)
-                    for changes in decoded(payload, sizes):
-                        served.write(*changes)
-                    there = (new.view(torch.bfloat16).float() if codec else new).view(torch.uint8)
-                    written = in_rows(memory, len(there), row * (2 if codec else 1))
-                    assert torch.equal(written, there), f"{words} words, {fraction}, {row}: written"
-                    before = (old.view(torch.bfloat16).float() if codec else old).view(torch.uint8)
-                    assert torch.equal(written, before) == (not len(expected)), "the control"
+                    where = f"{words} words, {fraction}, rows of {row} bytes, codec {codec}"
+                    kept = old.clone()
+                    changes = found(kept, new, keep=True)
+                    assert torch.equal(kept, new if device() == "cuda" else old), f"{where}: kept"
+                    payload = encoded(changes, int(changes.total))
+                    assert torch.equal(payload.cpu(), wanted), f"{where}: encoded"
+                    filled(memory, before, width)
+                    if device() == "cuda":
+                        refused(served, payload, words)
+                        assert torch.equal(in_rows(memory, len(before), width), before), f"{where}: refused"
+                    status = new_status()
+                    write(served, payload, words, status)
+                    assert not status[0], f"{where}: {status.tolist()}"
+                    written = in_rows(memory, len(after), width)
+                    assert torch.equal(written, after), f"{where}: written"
+                    assert torch.equal(written, before) == torch.equal(old, new), "the control"
                 cases += 1
     return cases
+
+
+def refused(served: ServedBucket, payload: torch.Tensor, words: int) -> None:
+    """What is of another bucket, or says another number of changes than there are, is refused."""
+    for place in (1, 4):
+        spoiled, status = payload.clone(), new_status()
+        spoiled.view(torch.int64)[place] += 1
+        write(served, spoiled, words, status)
+        assert status[0], f"{words} words: number {place} is another, and was not refused"
 
 
 def milliseconds(run: Callable[[], object], rounds: int) -> float:
@@ -138,9 +192,11 @@ def chunk_by_chunk(old: torch.Tensor, new: torch.Tensor) -> None:
 def times(words: int, fraction: float, rounds: int) -> dict[str, float]:
     """Return the ms of each step of a bucket."""
     old, new = versions(words, fraction, 1)
+    changes = found(old, new)
+    payload, (_, served), status = encoded(changes, int(changes.total)), rows_for(words), new_status()
     compared = Comparison.of(old, new)
-    sizes, payload = encoded_of(compared)
-    changes, (_, served) = decoded(payload, sizes), rows_for(words)
+    sizes, listed = by_torch(compared)
+    assert torch.equal(listed, payload[header_bytes(WORD * words) :])
     if device() == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -149,16 +205,23 @@ def times(words: int, fraction: float, rounds: int) -> dict[str, float]:
         "fraction": fraction,
         "payload_mb": len(payload) / 1e6,
         "floor_reads": copied,
-        "compare": milliseconds(lambda: Comparison.of(old, new).changed.cpu(), rounds),
-        "encode": milliseconds(lambda: encoded_of(compared), rounds),
-        "decode": milliseconds(lambda: decoded(payload, sizes), rounds),
-        "write": milliseconds(lambda: [served.write(*words) for words in changes], rounds),
-        "chunk_by_chunk": milliseconds(lambda: chunk_by_chunk(old, new), 2),
-        "chunk_by_chunk_decode": milliseconds(lambda: [decode(encode(a, b), len(a), a.dtype) for a, b in
-                                                       zip(old.split(CHUNK), new.split(CHUNK), strict=True)], 2),
-    }  # fmt: skip
+        "compare": milliseconds(lambda: found(old, new).total.cpu(), rounds),
+        "encode": milliseconds(lambda: encoded(changes, len(payload)), rounds),
+        "write": milliseconds(lambda: write(served, payload, words, status), rounds),
+    }
+    for name, step in (
+        ("compare_row", lambda: found(old, new)),
+        ("encode_row", lambda: encoded(changes, len(payload))),
+        ("write_row", lambda: write(served, payload, words, status)),
+    ):
+        result[name] = milliseconds(lambda step=step: [step() for _ in range(IN_A_ROW)], rounds) / IN_A_ROW
     if device() == "cuda":
         result["extra_mb"] = (torch.cuda.max_memory_allocated() - before) / 1e6
+    result["torch_compare"] = milliseconds(lambda: Comparison.of(old, new).changed.cpu(), rounds)
+    result["torch_encode"] = milliseconds(lambda: by_torch(compared), rounds)
+    result["torch_decode"] = milliseconds(lambda: list(decode_chunks(listed, sizes)), rounds)
+    result["chunk_by_chunk"] = milliseconds(lambda: chunk_by_chunk(old, new), 2)
+    assert not status[0]
     return result
 
 

@@ -1,5 +1,5 @@
-"""The Triton kernels of a refit: copies, digests, and what deltas write, each from a table
-(`reshard.refit.tables`). Those of fp8 blocks are in `reshard.refit.fp8_blocks.kernels`.
+"""The Triton kernels of a refit: copies and digests, each from a table (`reshard.refit.tables`). Those of fp8 blocks
+are in `reshard.refit.fp8_blocks.kernels`, those of deltas in `reshard.refit.change_kernels`.
 
 They take raw addresses, so that one launch can read many tensors, and other GPUs' memory.
 """
@@ -27,7 +27,6 @@ from reshard.refit.tables import (
 WORDS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
 FLOATS = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 BLOCK = 2048
-CHANGES = 512  # words of a program that writes them
 _compiling = threading.Lock()  # one at a time: the hook that is replaced belongs to the process
 
 
@@ -36,72 +35,11 @@ def columns(names: str) -> list[tl.constexpr]:
     return [tl.constexpr(getattr(tables, name)) for name in names.split()]
 
 
-# Of copies, without the codec at their end, which is the same for all in a launch; of tiles of digests, and of
-# buckets of which changes are written.
+# Of copies, without the codec at their end, which is the same for all in a launch; of tiles of digests.
 COPY, SRC, DST, ROWS, WIDTH, SRC_PITCH, DST_PITCH = columns("CODEC SRC DST ROWS WIDTH SRC_PITCH DST_PITCH")
 TILE, ADDRESS, PIECE, TILE_ROWS, TILE_WORDS, TILE_PITCH, FIRST_WORD = columns(
     "TILE ADDRESS PIECE TILE_ROWS TILE_WORDS TILE_PITCH FIRST_WORD"
 )
-SERVED, SERVED_START, SERVED_BYTES, SERVED_WIDTH, SERVED_ADDRESS, SERVED_PITCH, SERVED_CODEC = columns(
-    "SERVED SERVED_START SERVED_BYTES SERVED_WIDTH SERVED_ADDRESS SERVED_PITCH SERVED_CODEC"
-)
-
-
-@triton.jit(do_not_specialize=["count", "number", "steps"])
-def _write_changes(
-    positions, values, count, tiles, number, steps, COPIED: tl.constexpr, SOURCE: tl.constexpr, INTO: tl.constexpr,
-    WORD: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    where = tl.load(positions + at, mask=inside, other=0) * 2
-    # The last tile that begins at or before each word.
-    low = tl.zeros([BLOCK], tl.int32)
-    high = low + number
-    for _ in range(steps):
-        middle = (low + high) // 2
-        begins = tl.load(tiles + middle * SERVED + SERVED_START) <= where
-        low = tl.where(begins, middle, low)
-        high = tl.where(begins, high, middle)
-    tile = tiles + low * SERVED
-    within = where - tl.load(tile + SERVED_START)
-    inside = inside & (within >= 0) & (within < tl.load(tile + SERVED_BYTES))
-    inside = inside & (tl.load(tile + SERVED_CODEC) == COPIED)
-    width = tl.load(tile + SERVED_WIDTH)
-    row = within // width
-    column = (within - row * width) * RATIO
-    address = tl.load(tile + SERVED_ADDRESS) + row * tl.load(tile + SERVED_PITCH) + column
-    word = tl.load(values + at, mask=inside, other=0)
-    if RATIO > 1:
-        word = word.to(SOURCE, bitcast=True).to(INTO).to(WORD, bitcast=True)
-    tl.store(address.to(tl.pointer_type(WORD)), word, mask=inside)
-
-
-def write_changes(positions: torch.Tensor, values: torch.Tensor, tiles: torch.Tensor, codec: int) -> None:
-    """Write words, int16 ``[n]``, which are at these int64 positions in a bucket, where they are served from.
-
-    `tiles`, int64 ``[tiles, 6]``, has the columns `tables.SERVED`, in the order of the bucket; all are multiples of
-    2 bytes. Only words of tiles with this `codec` are written.
-    """
-    steps = max(1, (len(tiles) - 1).bit_length())
-    how: tuple = (tl.int16, tl.int16, tl.int16, 1)
-    if codec != PLAIN:
-        size = CODECS[codec].destination.size
-        how = *_floats(codec), WORDS[size], size // 2
-    with expected_compilation():
-        _write_changes[(triton.cdiv(len(positions), CHANGES),)](
-            positions, values, len(positions), tiles, len(tiles), steps, codec, *how, CHANGES
-        )
-
-
-@cache
-def compile_changes(device: torch.device) -> None:
-    """Compile the writing of changes now, of a word that is nowhere."""
-    with torch.cuda.device(device):
-        nowhere = torch.zeros((1, SERVED.value), dtype=torch.int64, device=device)
-        nowhere[0, SERVED_WIDTH.value] = 2
-        write_changes(nowhere[0, :1].clone(), nowhere[0, :1].to(torch.int16), nowhere, PLAIN)
-        torch.cuda.synchronize(device)
 
 
 def _signed(word: int) -> int:
@@ -234,21 +172,6 @@ def digest_tiles(tiles: torch.Tensor, out: torch.Tensor, word: int, unit: int, c
     read, encoded = (WORDS[unit],) * 2 if codec == PLAIN else _floats(codec)
     how = read, encoded, WORDS[unit], word // unit, every_bit, block, step
     _digest[(len(tiles),)](tiles, out, *how, num_warps=4)
-
-
-@triton.jit
-def _write_words(addresses, words, count, WORD: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    where = tl.load(addresses + at, mask=inside, other=0).to(tl.pointer_type(WORD))
-    tl.store(where, tl.load(words + at, mask=inside), mask=inside)
-
-
-def write_words(addresses: torch.Tensor, words: torch.Tensor) -> None:
-    """Write words ``[n]``, integers of 1, 2 or 4 bytes, at as many int64 addresses."""
-    with expected_compilation():
-        how = WORDS[words.element_size()], BLOCK
-        _write_words[(triton.cdiv(len(words), BLOCK),)](addresses, words, len(words), *how, num_warps=8)
 
 
 @contextmanager

@@ -64,6 +64,18 @@ ADDRESS, PIECE, TILE_ROWS, TILE_WORDS, TILE_PITCH, FIRST_WORD = range(TILE)
 SERVED = 6
 SERVED_START, SERVED_BYTES, SERVED_WIDTH, SERVED_ADDRESS, SERVED_PITCH, SERVED_CODEC = range(SERVED)
 
+# The changes of a chunk of a bucket, in a payload (`reshard.refit.transports.changes`): their first byte, how many
+# words changed, of how many, and their form. Ahead of them travel `PRELUDE` numbers, and two for each chunk.
+PRELUDE = 3
+CHANGES = 4
+CHANGES_START, CHANGES_CHANGED, CHANGES_FORM, CHANGES_ELEMENTS = range(CHANGES)
+
+# What a GPU makes of a payload that has arrived: 0, or why nothing of it is written, and the transaction on which it
+# says that it builds, and the bucket that it says it is of.
+STATUS = 3
+STATUS_CODE, STATUS_SINCE, STATUS_BUCKET = range(STATUS)
+NOT_DUE, SENSELESS, UNORDERED = 1, 2, 3  # of another bucket or transaction; sizes; positions
+
 # How a digest mixes a word of 64 bits and its position, modulo 2**64, with shifts that bring in
 # zeros:
 #

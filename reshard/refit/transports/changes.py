@@ -10,10 +10,14 @@ in int64 and then bytes:
 
 An inference rank knows since when it expects changes, and which bucket is next: others are refused before a
 byte is written, and positions outside of the bucket before any of as many chunks as are written at once.
+
+On a GPU kernels do all of it (`reshard.refit.change_kernels`) without a wait: the host learns the sizes when it needs
+them, and whether all made sense at the end.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,11 +27,43 @@ from reshard.delta.chunks import WORD, ChunkSizes, Comparison, Words, chunks_of,
 from reshard.delta.forms import Form
 from reshard.refit.codecs import CODECS, PLAIN, bytes_in_source
 from reshard.refit.copies import host_bytes
-from reshard.refit.tables import CODEC, DST, DST_PITCH, ROWS, SRC, WIDTH
+from reshard.refit.tables import (
+    CODEC,
+    DST,
+    DST_PITCH,
+    NOT_DUE,
+    PRELUDE,
+    ROWS,
+    SRC,
+    STATUS_BUCKET,
+    STATUS_CODE,
+    STATUS_SINCE,
+    UNORDERED,
+    WIDTH,
+)
 from reshard.refit.transports.base import Measured
 from reshard.refit.transports.packing import PackedPair
 
-PRELUDE = 3  # numbers ahead of those of the chunks
+if TYPE_CHECKING:
+    from reshard.refit.change_kernels import DeviceChanges
+
+
+class HostChanges:
+    """What changed in a bucket on a CPU since `old`, as `reshard.refit.change_kernels.DeviceChanges` has it of a GPU;
+    both are bytes of one size."""
+
+    def __init__(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        self.compared = Comparison.of(old.view(torch.int16), new.view(torch.int16))
+        self.changed = self.compared.changed
+        self.sizes = ChunkSizes.of(len(new) // WORD, self.changed.numpy())
+        self.total = torch.tensor([header_bytes(len(new)) + self.sizes.total])
+
+    def encode(self, payload: torch.Tensor, since: int, index: int) -> None:
+        """Write what travels into `payload`, zeros in uint8 ``[total]``."""
+        chunks = np.stack([self.sizes.forms, self.sizes.changed], 1)
+        header = np.array([since, index, len(chunks), *chunks.flat])
+        payload[: header.nbytes] = torch.from_numpy(header.view(np.uint8))
+        encode_chunks(self.compared, self.sizes, payload[header.nbytes :])
 
 
 class SentBuckets:
@@ -48,8 +84,10 @@ class SentBuckets:
         self.storing, self.fetching = (torch.cuda.Stream(device) if self.on_host else None for _ in range(2))
         self._fetched: dict[tuple[int, int], torch.Tensor] = {}
         self._stored: dict[int, torch.cuda.Event] = {}
-        # Of each bucket that was compared: its words, and how many of each chunk changed.
-        self._comparisons: list[tuple[int, torch.Tensor]] = []
+        # Of each bucket that was compared: its words, how many of each chunk changed, and the bytes that these take.
+        self._comparisons: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        # By bucket and first rank: what changed, until it is encoded.
+        self._found: dict[tuple[int, int], HostChanges | DeviceChanges] = {}
         self._measured: Measured | None = None  # by these, once somebody has asked
 
     def arrange(self, pairs: Mapping[int, PackedPair]) -> None:
@@ -71,7 +109,7 @@ class SentBuckets:
     def begin(self) -> None:
         """Begin to measure anew; `whole` is False until `end`."""
         self._comparisons, self._measured, self._were_whole, self.whole = [], None, self.whole, False
-        self._fetched, self._stored = {}, {}
+        self._fetched, self._stored, self._found = {}, {}, {}
 
     def end(self) -> None:
         """Note that all buckets have been sent; the current stream waits for what is still being stored."""
@@ -81,16 +119,13 @@ class SentBuckets:
 
     @property
     def measured(self) -> Measured:
-        """The changes that comparisons have found since `begin`; waits for the device."""
-        if self._measured is None and self._comparisons:
-            counts = torch.cat([counts for _, counts in self._comparisons]).cpu().numpy()
-            self._measured, start = Measured(), 0
-            for words, _ in self._comparisons:
-                sizes = ChunkSizes.of(words, counts[start : start + chunks_of(words)])
-                start += len(sizes.forms)
-                encoded = header_bytes(WORD * words) + sizes.total
-                more = Measured(int(sizes.changed.sum()), words, encoded, WORD * words)
-                self._measured = self._measured.plus(more)
+        """The changes that comparisons have found since `begin`, once all has been sent; waits for the device."""
+        if self._measured is None and self._comparisons and self.whole:
+            counts = torch.cat([changed for _, changed, _ in self._comparisons])
+            sizes = torch.cat([total for *_, total in self._comparisons])
+            changed, encoded = torch.stack([counts.sum(), sizes.sum()]).tolist()
+            words = sum(words for words, *_ in self._comparisons)
+            self._measured = Measured(changed, words, encoded, WORD * words)
         return self._measured or Measured()
 
     def keep(self, index: int, segments: Mapping[int, torch.Tensor]) -> None:
@@ -105,36 +140,52 @@ class SentBuckets:
                 self.buckets[rank, index] = bucket
             elif self._were_whole:
                 self._compared((rank, index), segment)
+                if self._keeps_by_comparing:
+                    continue
             self._store((rank, index), segment)
 
-    def changes(self, index: int, segments: Mapping[int, torch.Tensor], since: int) -> list[torch.Tensor]:
-        """Return what travels of a bucket to each inference rank: what changed since it was last kept."""
-        made: dict[int, torch.Tensor] = {}
+    def find(self, index: int, segments: Mapping[int, torch.Tensor], ranks: Sequence[int]) -> torch.Tensor:
+        """Find what changed in a bucket since it was last kept; on a GPU, enqueue that. Return the bytes in which it
+        travels to each of these ranks, int64 ``[ranks]``."""
         for rank, segment in segments.items():
             if self.first[rank] == rank and len(segment):
-                made[rank] = self._encoded(index, rank, segment, since)
-        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
-        return [made.get(self.first[rank], nothing) for rank in segments]
+                self._found[index, rank] = self._compared((rank, index), segment)
+        nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
+        found = [self._found.get((index, self.first[rank])) if rank in segments else None for rank in ranks]
+        return torch.cat([nothing if changes is None else changes.total for changes in found])
 
-    def _encoded(self, index: int, rank: int, segment: torch.Tensor, since: int) -> torch.Tensor:
-        compared, counts = self._compared((rank, index), segment)
-        sizes = ChunkSizes.of(len(compared.words), counts.cpu().numpy())
-        header = np.array([since, index, len(sizes.forms), *np.stack([sizes.forms, sizes.changed], 1).flat])
-        payload = torch.zeros(header.nbytes + sizes.total, dtype=torch.uint8, device=self.device)
-        payload[: header.nbytes] = torch.from_numpy(header.view(np.uint8))
-        encode_chunks(compared, sizes, payload[header.nbytes :])
-        if sizes.total:
-            self._store((rank, index), segment)
-        return payload
+    def changes(
+        self, index: int, segments: Mapping[int, torch.Tensor], since: int, sizes: Mapping[int, int]
+    ) -> list[torch.Tensor]:
+        """Return what travels of a bucket to each inference rank: what `find` found, in so many bytes by rank."""
+        made: dict[int, torch.Tensor] = {}
+        for rank, segment in segments.items():
+            found = self._found.pop((index, rank), None)
+            if found is not None:
+                made[rank] = torch.zeros(sizes[rank], dtype=torch.uint8, device=self.device)
+                found.encode(made[rank], since, index)
+                if sizes[rank] > header_bytes(len(segment)) and not self._keeps_by_comparing:
+                    self._store((rank, index), segment)
+        return [made[self.first[rank]] for rank in segments]
 
-    def _compared(self, key: tuple[int, int], segment: torch.Tensor) -> tuple[Comparison, torch.Tensor]:
-        """Compare what is sent with what is kept; return that, and how many words of each chunk changed."""
+    @property
+    def _keeps_by_comparing(self) -> bool:
+        """True where what is kept becomes what is sent while both are compared."""
+        return self.device.type == "cuda" and not self.on_host
+
+    def _compared(self, key: tuple[int, int], segment: torch.Tensor) -> "HostChanges | DeviceChanges":
+        """Compare what is sent with what is kept, and return what changed."""
         before = self._kept(key)
-        compared = Comparison.of(before.view(torch.int16), segment.view(torch.int16))
-        counts = compared.changed
-        self._comparisons.append((len(compared.words), counts))
+        changes: HostChanges | DeviceChanges
+        if self.device.type == "cuda":
+            from reshard.refit import change_kernels
+
+            changes = change_kernels.DeviceChanges(before, segment, self._keeps_by_comparing)
+        else:
+            changes = HostChanges(before, segment)
+        self._comparisons.append((len(segment) // WORD, changes.changed, changes.total))
         self._measured = None
-        return compared, counts
+        return changes
 
     def _kept(self, key: tuple[int, int]) -> torch.Tensor:
         """Return what is kept of a bucket on the device, and begin to fetch the next one's."""
@@ -200,10 +251,7 @@ def read_changes(payload: torch.Tensor, size: int, since: int, index: int, who: 
         raise ReshardError(f"{broken}: {len(payload):,} bytes")
     header = payload[:head].view(torch.int64).cpu().numpy()
     if header[:PRELUDE].tolist() != [since, index, chunks_of(size // WORD)]:
-        raise ReshardError(
-            f"{who} sends changes of bucket {header[1]} since transaction {header[0]}, where those of bucket "
-            f"{index} since transaction {since} are due: the next refit sends all"
-        )
+        raise _not_due(who, int(header[0]), int(header[1]), since, index)
     forms, changed = header[PRELUDE:].reshape(-1, 2).T
     elements = ChunkSizes.of(size // WORD, np.zeros_like(changed)).elements
     fits = (changed >= 0) & (changed <= elements) & ((forms != Form.NOTHING) | (changed == 0))
@@ -216,6 +264,24 @@ def read_changes(payload: torch.Tensor, size: int, since: int, index: int, who: 
         if group is None:
             raise ReshardError(f"{broken}: positions outside of it, or not in order")
         yield from group
+
+
+def _not_due(who: str, said_since: int, said_index: int, since: int, index: int) -> ReshardError:
+    return ReshardError(
+        f"{who} sends changes of bucket {said_index} since transaction {said_since}, where those of bucket {index} "
+        f"since transaction {since} are due: the next refit sends all"
+    )
+
+
+def check_status(status: Sequence[int], since: int, index: int, who: str) -> None:
+    """Raise ReshardError where a GPU has written nothing of the changes of a bucket that `who` has sent, which it has
+    a `status` of (`tables.STATUS`)."""
+    code = status[STATUS_CODE]
+    if code == NOT_DUE:
+        raise _not_due(who, status[STATUS_SINCE], status[STATUS_BUCKET], since, index)
+    if code:
+        what = "positions outside of it, or not in order" if code == UNORDERED else "its sizes"
+        raise ReshardError(f"{who} sends changes of bucket {index} that make no sense: {what}")
 
 
 class ServedBucket:
@@ -239,15 +305,19 @@ class ServedBucket:
         columns = (self.starts, self.sizes, self.widths, self.addresses, self.pitches, self.codec)
         self.tiles = torch.stack(columns, 1).contiguous()  # of `tables.SERVED`
 
-    def write(self, positions: torch.Tensor, values: torch.Tensor) -> None:
-        """Write words, int16 ``[n]``, which are at these positions in the bucket, where they are served from."""
-        if not len(self.starts) or not len(positions):
-            return
-        if positions.is_cuda and not self.has_odd:
-            from reshard.refit.kernels import write_changes
+    def write_changes(
+        self, payload: torch.Tensor, size: int, since: int, index: int, status: torch.Tensor
+    ) -> None:
+        """Write the changes of a bucket of `size` bytes where it is served from, on a GPU: enqueue that, and what
+        `check_status` needs into `status`, zeros in int64 ``[3]``."""
+        from reshard.refit.change_kernels import write_changes
 
-            for codec in self.codecs:
-                write_changes(positions, values, self.tiles, codec)
+        write_changes(payload, size, since, index, self.tiles, self.codecs, self.has_odd, status)
+
+    def write(self, positions: torch.Tensor, values: torch.Tensor) -> None:
+        """Write words, int16 ``[n]``, which are at these positions in the bucket, where they are served from, on a
+        CPU."""
+        if not len(self.starts) or not len(positions):
             return
         where = positions * WORD
         tile = self._tile(where)
@@ -297,13 +367,8 @@ def _converted(values: torch.Tensor, codec: int) -> torch.Tensor:
 
 
 def write_words(addresses: torch.Tensor, words: torch.Tensor) -> None:
-    """Write words of 1, 2 or 4 bytes at addresses of this device's memory, which are multiples of as many."""
+    """Write words of 1, 2 or 4 bytes at addresses of this process's memory, which are multiples of as many."""
     if not len(addresses):
-        return
-    if words.is_cuda:
-        from reshard.refit.kernels import write_words as write_on_gpu
-
-        write_on_gpu(addresses, words)
         return
     at, size = addresses.numpy(), words.element_size()
     first = int(at.min())

@@ -9,7 +9,7 @@ instead (`reshard.refit.transports.changes`), behind an all-to-all of the sizes.
 passes through memory that keeps nothing, and always goes whole.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -17,18 +17,19 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.refit.addresses import UNSTAGED
-from reshard.refit.copies import wait_for_device
 from reshard.refit.protocol.buckets import exchange_bucket_counts, exchange_partner_counts
 from reshard.refit.routes import NCCL, Pair
 from reshard.refit.tables import ALIGNMENT, DST, SRC, TILE_BYTES, bytes_packed
 from reshard.refit.transports.base import Context, Incoming, Measured, Outgoing, Transport, by_round
 from reshard.refit.transports.bucket_memory import BucketMemory
-from reshard.refit.transports.changes import SentBuckets, ServedBucket, most_bytes, read_changes
+from reshard.refit.transports.changes import SentBuckets, ServedBucket
+from reshard.refit.transports.changes_exchange import ChangesExchange
 from reshard.refit.transports.communicator import abort, communicator_of
 from reshard.refit.transports.packing import PackedPair, PackedRound
 
 SLOTS = 2  # buckets of a pair that are under way at once
 PROGRAMS = 64  # of copies into and out of buckets on a GPU: NCCL's own kernel must find room beside them
+ALL_PROGRAMS = 1024  # of those beside which little travels
 
 
 class BucketStep(NamedTuple):
@@ -150,7 +151,8 @@ class Nccl(Transport):
         self.buckets = exchange_bucket_counts(self.group, counts)
         self.numbers = self.buckets.keys() - {UNSTAGED}  # of all engines: all that have a side take part
         if self.device.type == "cuda":
-            from reshard.refit.kernels import compile_changes, compile_copy
+            from reshard.refit.change_kernels import compile_changes
+            from reshard.refit.kernels import compile_copy
 
             # The tables are made at the first exchange, nearly all of words of this size.
             compile_copy(ALIGNMENT, self.device, 1)
@@ -267,7 +269,7 @@ class Nccl(Transport):
                         works[index - SLOTS].wait()
                     if kept is not None:
                         kept.wait_until_stored(index - SLOTS)
-                        kept.keep(index, self._packed(pack, send, splits_out))
+                        kept.keep(index, self._packed(pack, send, splits_out, PROGRAMS))
                     else:
                         pack.run(PROGRAMS)
                     if index >= SLOTS and packing is not None:
@@ -281,83 +283,40 @@ class Nccl(Transport):
                     if unpacking is not None:
                         unpacked.append(unpacking.record_event())
 
-    def _packed(self, pack: PackedRound, send: torch.Tensor, splits: list[int]) -> dict[int, torch.Tensor]:
+    def _packed(
+        self, pack: PackedRound, send: torch.Tensor, splits: list[int], programs: int
+    ) -> dict[int, torch.Tensor]:
         """Pack a bucket, with zeros between what is packed; return what goes to each inference rank."""
         leaving = send[: sum(splits)]
         leaving.zero_()
-        pack.run(PROGRAMS)
+        pack.run(programs)
         parts = leaving.split(splits)
         return {rank: part for rank, part in zip(self.ranks, parts, strict=True) if len(part)}
 
     def _exchange_changes(
         self, steps: list[BucketStep], slots: list[tuple[torch.Tensor, torch.Tensor]], since: int
     ) -> None:
-        """Exchange what changed in each bucket; while it travels, that of the one before is written.
-
-        Where what came cannot be written, the rest is exchanged all the same, since others wait for it; the
-        first failure is raised at the end.
-        """
+        """Exchange what changed in each bucket since a transaction."""
         assert self.sent is not None
-        failure: ReshardError | None = None
-        before: tuple[Any, ...] | None = None
-        received = 0
-        for index in range(len(steps) + 1):
-            under_way, before = before, None
-            if index < len(steps):
-                self.sent.wait_until_stored(index - SLOTS)
-                segments = self._packed(steps[index].pack, slots[index % SLOTS][0], steps[index].splits_out)
-                made = dict(zip(segments, self.sent.changes(index, segments, since), strict=True))
-                leaving = [made.get(rank, slots[0][0][:0]) for rank in self.ranks]
-                splits_out = list(map(len, leaving))
-                splits_in = self._exchange_sizes(splits_out, steps[index].splits_in)
-                arriving = torch.empty(sum(splits_in), dtype=torch.uint8, device=self.device)
-                packed = torch.cat(leaving)
-                work = self.communicator.alltoall_base(arriving, packed, splits_in, splits_out)
-                before, received = (work, index, packed, arriving, splits_in), received + sum(splits_in)
-            if under_way is not None:
-                work, number, _, arrived, splits = under_way
-                work.wait()
-                self._wait_for_device()
-                try:
-                    self._write_changes(number, arrived.split(splits), steps[number].splits_in, since)
-                except ReshardError as error:
-                    failure = failure or error
-        if failure is not None:
-            raise failure
-        self.received_bytes = {NCCL: self.whole_bytes - self.unstaged_bytes + received}
+        sent = self.sent
 
-    def _exchange_sizes(self, leaving: list[int], buckets: list[int]) -> list[int]:
-        """Tell all others how many bytes each gets of this bucket; return how many each sends. Raises
-        ReshardError where one says more than a bucket of its size can take."""
-        outgoing_sizes = torch.tensor(leaving, dtype=torch.int64).to(self.device)
-        incoming_sizes = torch.empty_like(outgoing_sizes)
-        self.communicator.alltoall_base(incoming_sizes, outgoing_sizes, [], []).wait()
-        self._wait_for_device()
-        sizes: list[int] = incoming_sizes.tolist()
-        for rank, size, bucket in zip(self.ranks, sizes, buckets, strict=True):
-            if not 0 <= size <= most_bytes(bucket):
-                raise ReshardError(
-                    f"{self.group.names[rank]} announces {size:,} bytes of changes in a bucket of {bucket:,} bytes"
-                )
-        return sizes
+        def pack(index: int) -> dict[int, torch.Tensor]:
+            sent.wait_until_stored(index - SLOTS)
+            _, splits_out, packing, _ = steps[index]
+            return self._packed(packing, slots[index % SLOTS][0], splits_out, ALL_PROGRAMS)
 
-    def _wait_for_device(self) -> None:
-        """Wait until what was enqueued is done. Raises RuntimeError where a partner is late."""
-        if not wait_for_device(self.device, self.group.timeout, self.group.attend):
-            raise RuntimeError(f"nothing arrived within {self.group.timeout:g} s")
+        buckets = [step.splits_in for step in steps]
+        exchange = ChangesExchange(
+            self.group, self.communicator, self.ranks, sent, since, pack, buckets, self._served
+        )
+        self.received_bytes = {NCCL: self.whole_bytes - self.unstaged_bytes + exchange.run()}
 
-    def _write_changes(
-        self, index: int, parts: Sequence[torch.Tensor], buckets: list[int], since: int
-    ) -> None:
-        """Write what changed in a bucket, by trainer's rank, where it is served from."""
-        for rank, part, size in zip(self.ranks, parts, buckets, strict=True):
-            if not size:
-                continue
-            for words in read_changes(part, size, since, index, self.group.names[rank]):
-                if (rank, index) not in self.served:
-                    table = self.receives_by_round[UNSTAGED][rank].copies(index, 0)
-                    self.served[rank, index] = ServedBucket(table, self.device)
-                self.served[rank, index].write(*words)
+    def _served(self, rank: int, index: int) -> ServedBucket:
+        """Return the places of a bucket that comes from a trainer's rank."""
+        if (rank, index) not in self.served:
+            table = self.receives_by_round[UNSTAGED][rank].copies(index, 0)
+            self.served[rank, index] = ServedBucket(table, self.device)
+        return self.served[rank, index]
 
     def abort(self) -> None:
         """See `Transport.abort`; torch's own communicator is not for this connection to end."""
