@@ -23,7 +23,7 @@ from reshard.parity.served import ENGINES, engine_of
 
 if TYPE_CHECKING:
     from reshard.parity.comparison import SystemComparison
-    from reshard.parity.systems.base import System
+    from reshard.parity.systems.base import System, SystemOptions
 
 
 @accepts_renamed_options
@@ -73,18 +73,11 @@ def parity(
     """
     require("parity", "torch")
     from reshard.parity.comparison import SystemComparison
-    from reshard.parity.systems.base import SystemOptions
     from reshard.parity.systems.processes import join_processes
 
     a, b = (str(side) if isinstance(side, Path) else side for side in (a, b))
-    dtype = _checked_dtype(dtype)
-    _check_engine_options(a, b, engine, quantization, match_vllm_rounding)
-    _check_layout_has_a_model(a, b, layout)
-    limits_by_kind = _limits_by_kind(limits or Limits.of_dtype, dtype, a, b)
-    config_path = Path(hf_config) if hf_config is not None else None
-    options = SystemOptions(
-        dtype, checked_layout(layout), config_path, engine, quantization, match_vllm_rounding
-    )
+    options = _system_options(a, b, dtype, layout, engine, hf_config, quantization, match_vllm_rounding)
+    limits_by_kind = _limits_by_kind(limits or Limits.of_dtype, options.dtype, a, b)
     join_processes()
     comparison = SystemComparison(a, b, options)
     _check_same_architecture(*comparison.models)
@@ -92,7 +85,32 @@ def parity(
     far = far_prompt(comparison.models[0], max(map(len, prompts)), seed) if reach else None
     comparison.prepare(prompts, far, batch_size, packed, routing)
     measured_noise = comparison.run(noise)
-    return _report(comparison, limits_by_kind["fp8" if comparison.quantized else dtype], measured_noise)
+    return _report(
+        comparison, limits_by_kind["fp8" if comparison.quantized else options.dtype], measured_noise
+    )
+
+
+def _system_options(
+    a: "str | System",
+    b: "str | System",
+    dtype: str | None,
+    layout: MegatronLayout | None,
+    engine: EngineLayout | None,
+    hf_config: str | Path | None,
+    quantization: str | None,
+    match_vllm_rounding: bool,
+) -> "SystemOptions":
+    """Return the options with which both systems are opened. Raises ReshardError for those that are none, or for
+    another kind of system."""
+    from reshard.parity.systems.base import SystemOptions
+
+    dtype = _checked_dtype(dtype)
+    _check_engine_options(a, b, engine, quantization, match_vllm_rounding)
+    _check_layout_has_a_model(a, b, layout)
+    config_path = Path(hf_config) if hf_config is not None else None
+    return SystemOptions(
+        dtype, checked_layout(layout), config_path, engine, quantization, match_vllm_rounding
+    )
 
 
 def _checked_dtype(dtype: str | None) -> str:

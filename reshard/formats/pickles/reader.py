@@ -50,12 +50,9 @@ LONG_BINGET = pickle.LONG_BINGET[0]
 BININT = pickle.BININT[0]
 BININT1 = pickle.BININT1[0]
 BININT2 = pickle.BININT2[0]
-BINPUT = pickle.BINPUT[0]
-LONG_BINPUT = pickle.LONG_BINPUT[0]
 MEMOIZE = pickle.MEMOIZE[0]
 MARK = pickle.MARK[0]
 STOP = pickle.STOP[0]
-NONE = pickle.NONE[0]
 REDUCE = pickle.REDUCE[0]
 NEWOBJ = pickle.NEWOBJ[0]
 BUILD = pickle.BUILD[0]
@@ -76,10 +73,11 @@ class _Machine:
         self.data, self.where = data, where
         self.stack: list[Any] = []
         self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
 
     def run(self) -> Any:
         """Run the pickle; return what it leaves."""
-        data, stack, marks, memo = self.data, self.stack, self.marks, dict[int, Any]()
+        data, stack, marks, memo = self.data, self.stack, self.marks, self.memo
         push, pop = stack.append, stack.pop
         at = 0
         while True:
@@ -126,14 +124,6 @@ class _Machine:
                 at += 4
             elif op == MEMOIZE:
                 memo[len(memo)] = stack[-1]
-            elif op == BINPUT:
-                memo[data[at]] = stack[-1]
-                at += 1
-            elif op == LONG_BINPUT:
-                memo[_read_index(data, at)[0]] = stack[-1]
-                at += 4
-            elif op == NONE:
-                push(None)
             elif op == STOP:
                 return pop()
             elif (handler := _OTHERS.get(op)) is not None:
@@ -170,6 +160,18 @@ class _Machine:
 
     def _tuple3(self, at: int) -> int:
         self._tuple_of(3)
+        return at
+
+    def _binput(self, at: int) -> int:
+        self.memo[self.data[at]] = self.stack[-1]
+        return at + 1
+
+    def _long_binput(self, at: int) -> int:
+        self.memo[_read_index(self.data, at)[0]] = self.stack[-1]
+        return at + 4
+
+    def _none(self, at: int) -> int:
+        self.stack.append(None)
         return at
 
     def _newtrue(self, at: int) -> int:
@@ -268,6 +270,9 @@ class _Machine:
 _OTHERS: dict[int, Callable[[_Machine, int], int]] = {
     pickle.TUPLE2[0]: _Machine._tuple2,
     pickle.TUPLE3[0]: _Machine._tuple3,
+    pickle.BINPUT[0]: _Machine._binput,
+    pickle.LONG_BINPUT[0]: _Machine._long_binput,
+    pickle.NONE[0]: _Machine._none,
     pickle.NEWTRUE[0]: _Machine._newtrue,
     pickle.NEWFALSE[0]: _Machine._newfalse,
     pickle.BINFLOAT[0]: _Machine._binfloat,
