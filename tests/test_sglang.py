@@ -161,6 +161,10 @@ def test_what_sglang_derives_is_checked_and_made_anew(converted, tmp_path):
     assert len(latent["all"]) > 2 and bool(copied) == (len(router["all"]) > 1)
     for found in (latent, router):
         assert found["before"] == found["after"] == []
+        sentence, serves = found["not flushed"]
+        assert "this SGLang did not flush its cache" in sentence and not serves, (
+            "it fails while the trainer can tell"
+        )
     # What SGLang itself loads into a running engine leaves the copies as they were: `docs/guides/refit/sglang.md`.
     assert latent["loaded"] == [] and router["loaded"] == (router["all"] if copied else [])
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from reshard.core.errors import ReshardError
@@ -57,11 +58,18 @@ class Parallel(NamedTuple):
 def resolved(arguments: Any) -> Any:
     """Return a ``ServerArgs`` with what SGLang has decided in the place of what it was given: from 0.5.19 on
     it keeps the two apart."""
+    view = _resolving_view()
+    return arguments if view is None else view(arguments)
+
+
+@cache  # an import that fails looks through all folders each time
+def _resolving_view() -> Callable[[Any], Any] | None:
     try:
         from sglang.srt.arg_groups.model_override_base import resolving_view
     except ImportError:
-        return arguments
-    return resolving_view(arguments)
+        return None
+    view: Callable[[Any], Any] = resolving_view
+    return view
 
 
 def parallel() -> Parallel:

@@ -1,5 +1,7 @@
 """A live SGLang model as the destination of a refit."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from reshard.core.extras import importing
@@ -170,22 +172,23 @@ class SglangModel(LiveEngine):
             call.check_idle()
 
     def end(self, version: int) -> None:
-        """Serve again, with weights of this version, and without what was cached for others; with
-        pipeline stages when the refit is joined."""
-
-        def serve() -> None:
-            compat.flush_cache(self.scheduler)
-            self.guard.refitted(version)
-
-        call = pipeline.call_of(self.scheduler)
-        if call is None:
-            serve()
-        else:
-            call.at_end(serve)
+        """Serve again, with weights of this version."""
+        self._on_scheduler(partial(self.guard.refitted, version))
 
     def update_derived(self) -> None:
-        """Let SGLang derive matrices from the new weights."""
+        """Let SGLang derive matrices from the new weights, and forget what it has cached for others: while the
+        GPU still copies, so that neither adds to a refit's time."""
         self.derived.update()
+        self._on_scheduler(partial(compat.flush_cache, self.scheduler))
+
+    def _on_scheduler(self, action: Callable[[], None]) -> None:
+        """Change what a scheduler serves: at once, or with pipeline stages, whose calls run on other threads,
+        when the call is joined."""
+        call = pipeline.call_of(self.scheduler)
+        if call is None:
+            action()
+        else:
+            call.at_end(action)
 
     def stale_derived(self) -> list[str]:
         """Return the names of matrices that are not what SGLang derives from the weights that it has
