@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, mcore_to_hf
 from reshard.core.dtypes import DTYPES
 from reshard.delta import Chain, apply, apply_deltas, apply_deltas_async, digest, save, show
-from reshard.delta.chain import _checksum
+from reshard.delta.manifests import _checksum
 from reshard.engines.delta_methods import DeltaMethods
 from reshard.engines.sglang import calls as sglang
 from reshard.storage.io.files import OpenFiles

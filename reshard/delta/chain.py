@@ -5,95 +5,39 @@
     delta-000001.json           its manifest, published last: a version is there once its manifest is
     ...
 
-A manifest says which version it is and which one it follows, the digest of all weights before and after it
-(`reshard.delta.digest`), and size and checksum of its files. Several ranks may have written one file each.
+Several ranks may have written one file each of a version.
 """
 
-import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import check_number
+from reshard.delta.manifests import (
+    BASE,
+    Base,
+    Delta,
+    File,
+    base_of,
+    check_file,
+    check_size,
+    delta_name,
+    delta_of,
+    fields_of,
+    fields_of_base,
+    manifest_of,
+    manifests_in,
+)
 from reshard.delta.stores import Store, open_store, write_errors
-from reshard.formats.small_files import a_name, whole_numbers
 from reshard.storage.io.casts import EXACT
 from reshard.storage.io.streams import TensorInfo
-from reshard.storage.manifest import CHECKSUM, printable
 
-FORMAT = 1
-BASE, FIRST_VERSION, MOST_VERSION = "base.json", 1, 10**12
-_MANIFEST = re.compile(r"delta-(\d{6,13})\.json")
-_DIGEST = re.compile(r"[0-9a-f]{16}")
-_READ_BYTES = 4 << 20
+FIRST_VERSION, MOST_VERSION = 1, 10**12
 # A directory with one of these is a model, an adapter, or Megatron's.
 CHECKPOINT_FILES = ("config.json", "adapter_config.json", "latest_checkpointed_iteration.txt", ".metadata")
-
-
-def delta_name(version: int) -> str:
-    """Return what the files of a version begin with."""
-    return f"delta-{version:06d}"
-
-
-@dataclass(frozen=True)
-class File:
-    """A file of a delta: its size and checksum."""
-
-    name: str
-    bytes: int
-    xxh3_128: str
-
-    @staticmethod
-    def of(path: Path, name: str) -> "File":
-        """Read a file through, and return what it is under this name."""
-        digest, size = xxhash.xxh3_128(), 0
-        try:
-            with open(path, "rb") as file:
-                while data := file.read(_READ_BYTES):
-                    digest.update(data)
-                    size += len(data)
-        except OSError as error:
-            raise ReshardError(f"cannot read {path}: {error.strerror}") from error
-        return File(name, size, digest.hexdigest())
-
-
-@dataclass(frozen=True)
-class Base:
-    """The weights that a chain begins with: `name` is what it was called when the chain was begun, `tensors` are canonical
-    ones that repeat no other."""
-
-    name: str
-    digest: str
-    tensors: dict[str, TensorInfo]
-
-    @property
-    def elements(self) -> int:
-        """Elements of all tensors."""
-        return sum(info.size_bytes // info.dtype.size for info in self.tensors.values())
-
-
-@dataclass(frozen=True)
-class Delta:
-    """One version of a chain: `before` and `after` are digests of all weights, `changed` counts elements."""
-
-    version: int
-    follows: int
-    before: str
-    after: str
-    changed: int
-    files: list[File] = field(default_factory=list)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of its files."""
-        return sum(file.bytes for file in self.files)
 
 
 class Chain:
@@ -111,7 +55,7 @@ class Chain:
         """The base. Raises ReshardError where there is none."""
         if self._base is None:
             names = self.store.names()
-            if BASE not in names and _manifests(names):
+            if BASE not in names and manifests_in(names):
                 raise ReshardError(
                     f"{self.where} has versions, but has lost its {BASE}: bring it back, or begin a new chain"
                 )
@@ -119,7 +63,7 @@ class Chain:
                 raise ReshardError(
                     f"{self.where} is no chain of deltas, since it has no {BASE}: reshard delta save begins one"
                 )
-            self._base = _base_of(self._read(BASE), f"{self.where}/{BASE}")
+            self._base = base_of(self._read(BASE), f"{self.where}/{BASE}")
         return self._base
 
     @property
@@ -129,7 +73,7 @@ class Chain:
         if self._base is not None:
             return True
         names = self.store.names()
-        if BASE in names or _manifests(names):
+        if BASE in names or manifests_in(names):
             return True
         of_checkpoint = sorted(name for name in names if name in CHECKPOINT_FILES)
         if of_checkpoint:
@@ -144,7 +88,7 @@ class Chain:
         Raises ReshardError, naming the file, where one is missing, is not what its name says, or does not
         follow the one before it.
         """
-        deltas = [self._delta(name, number) for name, number in _manifests(self.store.names())]
+        deltas = [self._delta(name, number) for name, number in manifests_in(self.store.names())]
         deltas.sort(key=lambda delta: delta.version)
         if version is not None:
             check_number(version, "version", MOST_VERSION, 0)
@@ -184,7 +128,7 @@ class Chain:
                     f"{place} is not called {delta_name(version)}.json: it was renamed or copied; give it that name, or "
                     f"remove it if there is one"
                 )
-            delta = _delta_of(self._read(name), place)
+            delta = delta_of(self._read(name), place)
             if delta.version != version:
                 raise ReshardError(
                     f"{place} is version {delta.version}, not {version}: it was renamed or copied; bring version "
@@ -201,7 +145,7 @@ class Chain:
         for file in delta.files:
             path = self.store.local(file.name)
             if file.name not in self._checked:
-                _check_file(File.of(path, file.name), file, f"{self.where}/{file.name}")
+                check_file(File.of(path, file.name), file, f"{self.where}/{file.name}")
                 self._checked.add(file.name)
             paths.append(path)
         return paths
@@ -213,7 +157,7 @@ class Chain:
             if file.name not in sizes:
                 raise ReshardError(f"{self.where} lacks {file.name}: bring it back, or begin a new chain")
             if (size := sizes[file.name]) is not None:
-                _check_size(size, file.bytes, f"{self.where}/{file.name}")
+                check_size(size, file.bytes, f"{self.where}/{file.name}")
 
     def check_end(self, newest: int | None) -> None:
         """Raise ReshardError unless the chain still ends with this version, 0 for its base; None where it was not begun.
@@ -221,7 +165,7 @@ class Chain:
         Asked before a file gets its name: that of another process must not be replaced.
         """
         names = self.store.names()
-        numbers = [number for _, number in _manifests(names)]
+        numbers = [number for _, number in manifests_in(names)]
         last = max(numbers, default=0) if numbers or BASE in names else None
         if last != newest:
             has = f"has version {last}" if last else "was begun" if last == 0 else f"has lost its {BASE}"
@@ -238,7 +182,7 @@ class Chain:
             yield
         except BaseException:
             with suppress(ReshardError):  # such as of a store that is gone, which is what failed
-                manifests = [name for name, _ in _manifests(self.store.names())]
+                manifests = [name for name, _ in manifests_in(self.store.names())]
                 if f"{delta_name(delta.version)}.json" not in manifests:
                     begun = [BASE] if is_first and not manifests else []
                     for name in (*begun, *(file.name for file in delta.files)):
@@ -247,11 +191,7 @@ class Chain:
 
     def begin(self, base: Base, scratch: Path) -> None:
         """Publish the base of a new chain."""
-        tensors = {
-            n: {"dtype": info.dtype.name, "shape": list(info.shape)} for n, info in base.tensors.items()
-        }
-        name = printable(base.name)
-        self._publish({"name": name, "digest": base.digest, "tensors": tensors}, BASE, scratch)
+        self._publish(fields_of_base(base), BASE, scratch)
         self._base = base
 
     def append(self, delta: Delta, scratch: Path) -> None:
@@ -262,31 +202,14 @@ class Chain:
         self._publish(asdict(delta), name, scratch)
 
     def _publish(self, fields: dict[str, Any], name: str, scratch: Path) -> None:
-        fields = {"format": FORMAT, **fields}
         path = scratch / name
         with write_errors(path):
-            path.write_text(
-                json.dumps(fields | {CHECKSUM: _checksum(fields)}, indent=1) + "\n", encoding="utf-8"
-            )
+            path.write_text(manifest_of(fields), encoding="utf-8")
         self.store.put(path, name)
 
     def _read(self, name: str) -> dict[str, Any]:
         """Return the fields of a manifest. Raises ReshardError where it is not as it was written."""
-        place = f"{self.where}/{name}"
-        try:
-            fields = json.loads(self.store.read(name).decode())
-            checksum = fields.pop(CHECKSUM)
-        except (ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
-            raise ReshardError(f"{place} is truncated, or no manifest of a delta: bring it back") from error
-        if fields.get("format") != FORMAT:
-            raise ReshardError(
-                f"{place} has format {fields.get('format')!r:.40}, and this reshard reads {FORMAT}: update reshard"
-            )
-        if checksum != _checksum(fields):
-            raise ReshardError(
-                f"{place} was altered after it was written: bring it back, or begin a new chain"
-            )
-        return fields
+        return fields_of(self.store.read(name), f"{self.where}/{name}")
 
     def close(self) -> None:
         """Remove what was fetched."""
@@ -336,75 +259,8 @@ def in_words(info: TensorInfo | None) -> str:
     return "missing" if info is None else f"{info.dtype.name} {list(info.shape)}"
 
 
-def _manifests(names: Iterable[str]) -> list[tuple[str, int]]:
-    """Return which of these names are of manifests, and of which version."""
-    return [(match[0], int(match[1])) for match in map(_MANIFEST.fullmatch, names) if match]
-
-
 def _called(version: int) -> str:
     return delta_name(version) if version else "the base"
-
-
-def _checksum(fields: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True).encode())
-
-
-def _check_size(size: int, expected: int, place: str) -> None:
-    if size != expected:
-        how = "truncated" if size < expected else "longer than it was written"
-        raise ReshardError(
-            f"{place} is {how}: it has {size:,} bytes of {expected:,}; bring it back, or begin a new chain"
-        )
-
-
-def _check_file(there: File, expected: File, place: str) -> None:
-    _check_size(there.bytes, expected.bytes, place)
-    if there != expected:
-        raise ReshardError(f"{place} was altered after it was written: bring it back, or begin a new chain")
-
-
-def _base_of(fields: dict[str, Any], place: str) -> Base:
-    listing, tensors = fields.get("tensors"), {}
-    for name, entry in listing.items() if isinstance(listing, dict) else ():
-        dtype = DTYPES.get(str(entry.get("dtype"))) if isinstance(entry, dict) else None
-        if dtype is None or not whole_numbers(entry.get("shape")) or not a_name(name):
-            raise ReshardError(f"{place} has a malformed entry for {name[:200]!a}")
-        tensors[name] = TensorInfo(tuple(entry["shape"]), dtype)
-    if not tensors or not isinstance(fields.get("name"), str) or not _is_digest(fields.get("digest")):
-        raise ReshardError(f"{place} is no base of a chain of deltas")
-    return Base(fields["name"], fields["digest"], tensors)
-
-
-def _delta_of(fields: dict[str, Any], place: str) -> Delta:
-    numbers = [fields.get(key) for key in ("version", "follows", "changed")]
-    digests, files = [fields.get(key) for key in ("before", "after")], fields.get("files")
-    if not whole_numbers(numbers) or not all(map(_is_digest, digests)) or not isinstance(files, list):
-        raise ReshardError(f"{place} is no manifest of a delta")
-    version, follows, changed = numbers
-    before, after = map(str, digests)
-    return Delta(version, follows, before, after, changed, _files_of(files, place))
-
-
-def _files_of(entries: list[Any], place: str) -> list[File]:
-    files = []
-    for entry in entries:
-        sound = isinstance(entry, dict) and entry.keys() == {"name", "bytes", CHECKSUM}
-        if (
-            not sound
-            or not a_name(entry["name"])
-            or "/" in entry["name"]
-            or not whole_numbers([entry["bytes"]])
-        ):
-            raise ReshardError(f"{place} is no manifest of a delta: its files are malformed")
-        files.append(File(entry["name"], entry["bytes"], str(entry[CHECKSUM])))
-    names = [file.name for file in files]
-    if len(set(names)) != len(names):
-        raise ReshardError(f"{place} names {listed(names, 3)}, one of them twice")
-    return files
-
-
-def _is_digest(value: Any) -> bool:
-    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
 
 
 def next_version(deltas: Iterable[Delta], version: int | None, chain: str) -> tuple[int, int]:

@@ -9,17 +9,15 @@ from typing import Any
 from reshard.comm.team import Team
 from reshard.core.errors import ReshardError, rewrite_message
 from reshard.delta.chain import (
-    Base,
     Chain,
-    Delta,
     check_digest,
     check_tensors,
-    delta_name,
     in_words,
     next_version,
 )
 from reshard.delta.digest import digest_rows, digest_text, digest_total, seed_of
 from reshard.delta.files import RecordWriter
+from reshard.delta.manifests import Base, Delta, delta_name
 from reshard.delta.records import RECORD_BYTES, row_box
 from reshard.delta.source import DeltaSource, own_tensors
 from reshard.megatron.configs import config_differences

@@ -12,8 +12,9 @@ import xxhash
 from reshard.core.boxes import Box
 from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError
-from reshard.delta.chain import FORMAT, Chain, Delta, File
+from reshard.delta.chain import Chain
 from reshard.delta.digest import digest_change, seed_of
+from reshard.delta.manifests import FORMAT, Delta, File
 from reshard.delta.records import Change, Record, decode_box, encode_box
 from reshard.formats import safetensors
 from reshard.storage.io.files import OpenFiles, write_error

@@ -9,8 +9,9 @@ from typing import Any
 from reshard.comm.group import RefitGroup
 from reshard.comm.http import EngineServer
 from reshard.core.errors import ReshardError
-from reshard.delta.chain import Base, Chain
+from reshard.delta.chain import Chain
 from reshard.delta.digest import digest_text, digest_total
+from reshard.delta.manifests import Base
 
 CALL_SECONDS = 3600.0  # for a server to fetch and write what changed
 START_IT = "start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls reshard.engines.vllm.worker.RefitExtension"

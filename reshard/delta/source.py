@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from reshard.core.errors import ReshardError
-from reshard.delta.chain import BASE, Chain, Delta, check_digest, check_tensors
+from reshard.delta.chain import Chain, check_digest, check_tensors
 from reshard.delta.digest import bits_of, digest_change, digest_rows, digest_text, digest_total, seed_of
 from reshard.delta.files import DeltaFiles
+from reshard.delta.manifests import BASE, Delta
 from reshard.delta.records import RECORD_BYTES
 from reshard.storage.io.casts import cast
 from reshard.storage.io.files import OpenFiles

@@ -12,10 +12,11 @@ with importing("vllm"):
 import numpy as np
 
 from reshard.core.errors import ReshardError
-from reshard.delta.chain import Chain, Delta
+from reshard.delta.chain import Chain
 from reshard.delta.digest import column_keys, row_keys, seed_of
 from reshard.delta.encoding import BITS, Decoded
 from reshard.delta.files import DeltaFiles, StoredRecord
+from reshard.delta.manifests import Delta
 from reshard.delta.records import Record, decode_record
 from reshard.device.memory import Region, same_bits
 from reshard.device.staging import row_view

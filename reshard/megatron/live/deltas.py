@@ -12,10 +12,11 @@ from reshard.comm.team import Team
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
-from reshard.delta.chain import Base, Chain, Delta, File, check_tensors, delta_name, next_version
+from reshard.delta.chain import Chain, check_tensors, next_version
 from reshard.delta.digest import bits_of, digest_rows, digest_text, digest_total, seed_of
 from reshard.delta.disk import DeltaReport
 from reshard.delta.files import RecordWriter
+from reshard.delta.manifests import Base, Delta, File, delta_name
 from reshard.delta.records import RECORD_BYTES
 from reshard.device.live_boxes import LiveBox, Slab, slabs_of
 from reshard.device.staging import numpy_view
