@@ -158,8 +158,13 @@ class Case:
         self.loaded(0, "loaded checkpoint 0, as started with it", first)
         if first and second:
             self.expected = {0: first, 1: second}
-            self.note("control: the two checkpoints are apart", apart(first.says, second.says))
+            self._note_control()
         dist.barrier()
+
+    def _note_control(self) -> None:
+        """Note how far apart the answers with the two sets of weights are."""
+        first, second = self.expected[0].says, self.expected[1].says
+        self.note("control: the two checkpoints are apart", apart(first, second))
 
     def there_and_back(self) -> None:
         """Refit from each checkpoint's weights, and back; verified, and not. With `--times-only` all are verified,
@@ -177,6 +182,8 @@ class Case:
                 self.loaded(seed, "loaded checkpoint 1 after the refit, as refitted", self.refitted.get(seed))
             if state and self.options.times_only:
                 self.expected.setdefault(seed, state)
+        if self.server and self.options.times_only:
+            self._note_control()
         self.close(link)
 
     def restart(self) -> None:
