@@ -111,6 +111,8 @@ SGLANG = (
     "-k",
     "sglang",
 )
+# The same, started and refitted by verl and by slime's classes.
+SGLANG_OF_TRAINERS = ("tests/test_verl.py", "-k", "sglang or slimes")
 # SGLang, the torch that it is built for, and what else has other versions than tests/sglang-cpu.txt.
 SGLANGS = (("0.5.23", "2.14.1", ("transformers==5.19.0", "tokenizers==0.23.2")),)
 # What packages ask for by versions that not every index has, and nothing here needs: uv takes any
@@ -202,8 +204,9 @@ def cells() -> list[Cell]:
         for vllm, torch in TRANSFERS
     ]  # fmt: skip
     every_cell += [
-        Cell("SGLang", f"SGLang {sglang}, torch {torch}", _sglang(sglang, torch, beside))
+        Cell("SGLang", f"SGLang {sglang}, torch {torch}{what}", _sglang(sglang, torch, beside, tests))
         for sglang, torch, beside in SGLANGS
+        for what, tests in (("", SGLANG), (", of verl and slime", SGLANG_OF_TRAINERS))
     ]
     return every_cell + cells_of_adapters()
 
@@ -397,7 +400,9 @@ def _on_cpu(
     return check
 
 
-def _sglang(sglang: str, torch: str, beside: tuple[str, ...]) -> Callable[[argparse.Namespace, Path], str]:
+def _sglang(
+    sglang: str, torch: str, beside: tuple[str, ...], tests: tuple[str, ...]
+) -> Callable[[argparse.Namespace, Path], str]:
     """Return a check of refits into SGLang: its processes have a version of it and its torch before this
     environment's packages."""
 
@@ -408,7 +413,7 @@ def _sglang(sglang: str, torch: str, beside: tuple[str, ...]) -> Callable[[argpa
         run([sys.executable, install, f"sglang=={sglang}", *beside], env=variables)
         into = ["--python", sys.executable, "--target", over, "--constraint", _numpy(folder)]
         run([*UV, "pip", "install", "--quiet", *into, f"torch=={torch}", "torchvision", "torchaudio"])
-        return _pytest(sys.executable, SGLANG, options, variables)
+        return _pytest(sys.executable, tests, options, variables)
 
     return check
 

@@ -5,6 +5,7 @@ CHECKPOINTS are two checkpoints, each as (Hugging Face directory, Megatron direc
 JSON; LINES are verl's lines of config.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -39,12 +40,32 @@ def composed(directory: str, lines: list[str]):
     return config
 
 
+def mend_verl() -> None:
+    """Give verl 0.9.1 what it lacks for SGLang's newer versions: from 0.5.21 on its client of a server has two
+    abstract methods more, and where SGLang's arguments are no dataclass, but a struct of msgspec, verl asks
+    `dataclasses.fields` for their names all the same."""
+    import msgspec
+    from sglang.srt.server_args import ServerArgs
+    from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
+
+    AsyncHttpServerAdapter.__abstractmethods__ -= {"begin_weight_update", "end_weight_update"}
+    if not dataclasses.is_dataclass(ServerArgs):
+        of_dataclass = dataclasses.fields
+        dataclasses.fields = lambda kind: (
+            msgspec.structs.fields(kind) if kind is ServerArgs else of_dataclass(kind)
+        )
+
+
 def server_class():
     """verl's server, with what the tests ask of it beside."""
     only_our_models()
     from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
     class Server(SGLangHttpServer):
+        async def launch_server(self, *arguments, **options):
+            mend_verl()
+            return await super().launch_server(*arguments, **options)
+
         def steps(self) -> int | None:
             return self.global_steps
 
@@ -67,6 +88,7 @@ class Actor:
         from verl.utils.config import omega_conf_to_dataclass
         from verl.workers.rollout.base import get_rollout_class
 
+        mend_verl()
         server_args.get_device = lambda *_: "cpu"  # which verl's client of a server asks for
         # As an actor does it; this is what imports our module.
         model = omega_conf_to_dataclass(config.model)
