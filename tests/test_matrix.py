@@ -9,7 +9,18 @@ from tests import matrix
 
 
 @pytest.mark.parametrize(
-    "name", ["LIVE", "LIVE_BEFORE_0_19", "REFIT", "QUANTIZED", "ADAPTERS", "TRAINERS", "SERVED", "SGLANG", "SGLANG_OF_TRAINERS"]
+    "name",
+    [
+        "LIVE",
+        "LIVE_BEFORE_0_19",
+        "REFIT",
+        "QUANTIZED",
+        "ADAPTERS",
+        "TRAINERS",
+        "SERVED",
+        "SGLANG",
+        "SGLANG_OF_TRAINERS",
+    ],
 )
 def test_every_file_and_every_word_of_a_selection_is_found(name):
     arguments = matrix.expanded(getattr(matrix, name))
