@@ -16,9 +16,12 @@ from reshard.delta.forms import BLOCK
 from reshard.device.memory import Region
 from reshard.refit import RefitGroup, connect, deltas
 from reshard.refit.codecs import codec_between
+from reshard.refit.fp8_blocks.items import PLACES
 from reshard.refit.protocol.deltas import DeltaState, makes_sense
-from reshard.refit.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, WIDTH
+from reshard.refit.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, WIDTH, empty_table
 from reshard.refit.transports import changes
+from reshard.refit.transports.base import Outgoing
+from reshard.refit.transports.packing import PackedPair
 from tests.ranks import caught, free_port, run_on_ranks
 from tests.refit_deltas_on_cpu import DTYPES, PITCH, SHAPE, Served, Shards
 from tests.whole_model import ServedModel, TrainedModel, Training
@@ -268,6 +271,22 @@ def test_rows_of_odd_lengths_at_odd_addresses_are_written_byte_by_byte():
     served = changes.ServedBucket(table[::-1].copy(), torch.device("cpu"))
     served.write(torch.arange(80), bucket.view(torch.int16))
     assert torch.equal(memory, expected) and not torch.equal(memory, before)
+
+
+@pytest.mark.parametrize(
+    ("widths", "expected"),
+    [([32, 48], [True]), ([32, 40], [False]), ([40, 32], [False]), ([64, 30, 64], [True, False, True])],
+)
+def test_a_buffer_is_said_to_be_full_only_if_nothing_lies_between_what_is_packed(widths, expected):
+    table = empty_table(len(widths))
+    table[:, [SRC, ROWS, WIDTH]] = [(4096 * index, 1, width) for index, width in enumerate(widths)]
+    none = np.zeros((len(widths), 3), np.int64)
+    pair = PackedPair(
+        Outgoing(table, none[:, 0], none, np.zeros((0, PLACES), np.int64)),
+        SRC,
+        64 if len(expected) > 1 else 1 << 16,
+    )
+    assert pair.is_dense.tolist() == expected
 
 
 SENSELESS = [None, {}, {"holds": -1}, {"holds": True}, {"why": "x" * 300}, {"whole_seconds": 1}, {"delta_seconds": -1.0},

@@ -33,12 +33,14 @@ ALL_PROGRAMS = 1024  # of those beside which little travels
 
 
 class BucketStep(NamedTuple):
-    """A round of buckets of one member: bytes from and to each member, and the copies before and after."""
+    """A round of buckets of one member: bytes from and to each member, and the copies before and after; whether
+    these fill the buffer that leaves."""
 
     splits_in: list[int]
     splits_out: list[int]
     pack: PackedRound
     unpack: PackedRound
+    is_dense: bool
 
 
 class Nccl(Transport):
@@ -262,14 +264,14 @@ class Nccl(Transport):
         unpacked: list[Any] = []
         for index in range(len(steps) + 1):
             if index < len(steps):
-                splits_in, splits_out, pack, _ = steps[index]
+                splits_in, splits_out, pack, *_ = steps[index]
                 send, receive = slots[index % SLOTS]
                 with in_stream(packing):
                     if index >= SLOTS:
                         works[index - SLOTS].wait()
                     if kept is not None:
                         kept.wait_until_stored(index - SLOTS)
-                        kept.keep(index, self._packed(pack, send, splits_out, PROGRAMS))
+                        kept.keep(index, self._packed(steps[index], send, PROGRAMS))
                     else:
                         pack.run(PROGRAMS)
                     if index >= SLOTS and packing is not None:
@@ -283,14 +285,13 @@ class Nccl(Transport):
                     if unpacking is not None:
                         unpacked.append(unpacking.record_event())
 
-    def _packed(
-        self, pack: PackedRound, send: torch.Tensor, splits: list[int], programs: int
-    ) -> dict[int, torch.Tensor]:
+    def _packed(self, step: BucketStep, send: torch.Tensor, programs: int) -> dict[int, torch.Tensor]:
         """Pack a bucket, with zeros between what is packed; return what goes to each inference rank."""
-        leaving = send[: sum(splits)]
-        leaving.zero_()
-        pack.run(programs)
-        parts = leaving.split(splits)
+        leaving = send[: sum(step.splits_out)]
+        if not step.is_dense:
+            leaving.zero_()
+        step.pack.run(programs)
+        parts = leaving.split(step.splits_out)
         return {rank: part for rank, part in zip(self.ranks, parts, strict=True) if len(part)}
 
     def _exchange_changes(
@@ -302,8 +303,7 @@ class Nccl(Transport):
 
         def pack(index: int) -> dict[int, torch.Tensor]:
             sent.wait_until_stored(index - SLOTS)
-            _, splits_out, packing, _ = steps[index]
-            return self._packed(packing, slots[index % SLOTS][0], splits_out, ALL_PROGRAMS)
+            return self._packed(steps[index], slots[index % SLOTS][0], ALL_PROGRAMS)
 
         buckets = [step.splits_in for step in steps]
         exchange = ChangesExchange(
@@ -340,9 +340,11 @@ class Nccl(Transport):
 
     def _step(self, number: int, index: int, send: int, receive: int) -> BucketStep:
         """Return the work on one bucket of a round, with its buffers at these addresses."""
-        splits_out, pack = self._packed_round(self.sends_by_round.get(number, {}), index, send)
+        sends = self.sends_by_round.get(number, {})
+        splits_out, pack = self._packed_round(sends, index, send)
         splits_in, unpack = self._packed_round(self.receives_by_round.get(number, {}), index, receive)
-        return BucketStep(splits_in, splits_out, pack, unpack)
+        is_dense = all(pair.is_dense[index] for pair in sends.values() if index < pair.rounds)
+        return BucketStep(splits_in, splits_out, pack, unpack, is_dense)
 
     def _packed_round(
         self, pairs: Mapping[int, PackedPair], index: int, start: int

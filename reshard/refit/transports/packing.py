@@ -47,7 +47,8 @@ from reshard.refit.transports.base import Incoming, Outgoing
 
 
 class PackedPair:
-    """One direction of one pair: its tiles and blocks, and the round and offset of each.
+    """One direction of one pair: its tiles and blocks, and the round and offset of each. `is_dense` says of each
+    round whether tiles fill its buffer, with no padding between them.
 
     `end`, SRC or DST, is what the table has filled in. What a codec makes narrower is encoded when
     it is packed, what it widens when it is unpacked; blocks are made when they are packed.
@@ -67,6 +68,8 @@ class PackedPair:
         self.rounds = int(self.round_of.max()) + 1 if len(self.sizes) else 0
         self.bytes_by_round = np.zeros(self.rounds, np.int64)
         np.maximum.at(self.bytes_by_round, self.round_of, self.offset + self.sizes + -self.sizes % ALIGNMENT)
+        tiles = np.bincount(self.round_of[: len(self.tiles)], self.sizes[: len(self.tiles)], self.rounds)
+        self.is_dense = tiles == self.bytes_by_round
 
     def copies(self, index: int, start: int) -> np.ndarray:
         """Return the copies of a round between memory and a dense buffer at address `start`."""
