@@ -23,8 +23,9 @@ import torch
 from benchmarks.processes import device
 from reshard.delta.chunks import CHUNK, WORD, ChunkSizes, Comparison, decode_chunks, encode_chunks
 from reshard.delta.encoding import encode
+from reshard.delta.forms import Form
 from reshard.refit.codecs import codec_between
-from reshard.refit.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, STATUS, WIDTH
+from reshard.refit.tables import CODEC, COLUMNS, DST, DST_PITCH, PRELUDE, ROWS, SRC, STATUS, WIDTH
 from reshard.refit.transports.changes import HostChanges, ServedBucket, header_bytes, read_changes
 
 SIZES = [8, 4096 + 8, CHUNK - 8, CHUNK, CHUNK + 8, 5 * CHUNK + 24, 12 * CHUNK + 65536 + 8]  # words
@@ -161,8 +162,9 @@ def check() -> int:
 
 
 def refused(served: ServedBucket, payload: torch.Tensor, words: int) -> None:
-    """What is of another bucket, or says another number of changes than there are, is refused."""
-    for place in (1, 4):
+    """What is of another bucket, or says another number of changes than there are, or another form, is refused."""
+    form = Form(int(payload.view(torch.int64)[PRELUDE]))
+    for place in (1, PRELUDE if form is Form.PLAIN else PRELUDE + 1):
         spoiled, status = payload.clone(), new_status()
         spoiled.view(torch.int64)[place] += 1
         write(served, spoiled, words, status)
