@@ -16,7 +16,8 @@ from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds, check_switch
 from reshard.engines.base import Engine
 from reshard.models.config_fields import ignore_hint_for
-from reshard.refit.connecting import AdapterLink, connect_with
+from reshard.refit.adapter_link import AdapterLink
+from reshard.refit.connecting import connect_with
 from reshard.refit.link import Link
 from reshard.refit.options import ConnectOptions
 

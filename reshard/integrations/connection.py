@@ -14,7 +14,8 @@ from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds, check_switch
 from reshard.engines.base import Engine
 from reshard.integrations.calls import Calls
-from reshard.refit.connecting import AdapterLink, connect_with
+from reshard.refit.adapter_link import AdapterLink
+from reshard.refit.connecting import connect_with
 from reshard.refit.deltas import AUTO
 from reshard.refit.link import Link, RefitReport
 from reshard.refit.options import ConnectOptions
