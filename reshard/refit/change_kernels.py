@@ -485,15 +485,25 @@ def write_changes(
 
 
 @cache
-def compile_changes(device: torch.device) -> None:
-    """Compile what finds, encodes and writes changes now, of a bucket of 16 bytes that is nowhere."""
+def compile_finding(device: torch.device, keep: bool) -> None:
+    """Compile what finds and encodes changes now, in a bucket of 16 bytes."""
     with torch.cuda.device(device):
         old = torch.zeros(16, dtype=torch.uint8, device=device)
+        DeviceChanges(old, old.clone(), keep).encode(_no_changes(device), 0, 0)
+        torch.cuda.synchronize(device)
+
+
+@cache
+def compile_writing(device: torch.device) -> None:
+    """Compile what writes changes now, of a bucket of 16 bytes that is served nowhere."""
+    with torch.cuda.device(device):
         nowhere = torch.zeros((1, SERVED), dtype=torch.int64, device=device)
         nowhere[0, SERVED_WIDTH.value] = 2
-        payload = torch.zeros(8 * (PRELUDE + 2), dtype=torch.uint8, device=device)
-        for keep in (False, True):
-            DeviceChanges(old, old.clone(), keep).encode(payload, 0, 0)
         status = torch.zeros(STATUS, dtype=torch.int64, device=device)
-        write_changes(payload, len(old), 0, 0, nowhere, [PLAIN], False, status)
+        write_changes(_no_changes(device), 16, 0, 0, nowhere, [PLAIN], False, status)
         torch.cuda.synchronize(device)
+
+
+def _no_changes(device: torch.device) -> torch.Tensor:
+    """Return memory for the changes of a bucket of one chunk that did not change."""
+    return torch.zeros(8 * (PRELUDE + 2), dtype=torch.uint8, device=device)

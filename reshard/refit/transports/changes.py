@@ -140,7 +140,7 @@ class SentBuckets:
                 self.buckets[rank, index] = bucket
             elif self._were_whole:
                 self._compared((rank, index), segment)
-                if self._keeps_by_comparing:
+                if self.keeps_by_comparing:
                     continue
             self._store((rank, index), segment)
 
@@ -164,12 +164,12 @@ class SentBuckets:
             if found is not None:
                 made[rank] = torch.zeros(sizes[rank], dtype=torch.uint8, device=self.device)
                 found.encode(made[rank], since, index)
-                if sizes[rank] > header_bytes(len(segment)) and not self._keeps_by_comparing:
+                if sizes[rank] > header_bytes(len(segment)) and not self.keeps_by_comparing:
                     self._store((rank, index), segment)
         return [made[self.first[rank]] for rank in segments]
 
     @property
-    def _keeps_by_comparing(self) -> bool:
+    def keeps_by_comparing(self) -> bool:
         """True where what is kept becomes what is sent while both are compared."""
         return self.device.type == "cuda" and not self.on_host
 
@@ -180,7 +180,7 @@ class SentBuckets:
         if self.device.type == "cuda":
             from reshard.refit import change_kernels
 
-            changes = change_kernels.DeviceChanges(before, segment, self._keeps_by_comparing)
+            changes = change_kernels.DeviceChanges(before, segment, self.keeps_by_comparing)
         else:
             changes = HostChanges(before, segment)
         self._comparisons.append((len(segment) // WORD, changes.changed, changes.total))

@@ -153,13 +153,15 @@ class Nccl(Transport):
         self.buckets = exchange_bucket_counts(self.group, counts)
         self.numbers = self.buckets.keys() - {UNSTAGED}  # of all engines: all that have a side take part
         if self.device.type == "cuda":
-            from reshard.refit.change_kernels import compile_changes
+            from reshard.refit.change_kernels import compile_finding, compile_writing
             from reshard.refit.kernels import compile_copy
 
             # The tables are made at the first exchange, nearly all of words of this size.
             compile_copy(ALIGNMENT, self.device, 1)
-            if self.sent is not None:
-                compile_changes(self.device)
+            if self.sent is not None and self.sends_by_round.get(UNSTAGED):
+                compile_finding(self.device, self.sent.keeps_by_comparing)
+            if self.sent is not None and self.receives_by_round.get(UNSTAGED):
+                compile_writing(self.device)
 
     def _pairs(self) -> Iterator[tuple[int, PackedPair]]:
         for by_number in (self.sends_by_round, self.receives_by_round):
