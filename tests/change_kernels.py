@@ -46,20 +46,22 @@ def encoded(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def served(memory: torch.Tensor, size: int, row: int) -> ServedBucket:
-    """Return rows of `row` bytes in `memory` that a bucket of `size` bytes is served from, behind padding; the last
-    1,600 bytes are served as fp32."""
-    rows, pitch = (size - 16 - 1600) // row, row + 13 * (row % 2) + 6
-    table = np.zeros((2, COLUMNS), np.int64)
-    table[0, [SRC, DST, ROWS, WIDTH, DST_PITCH]] = 16, memory.data_ptr() + 16, rows, row, pitch
-    table[1, [SRC, DST, ROWS, WIDTH, DST_PITCH]] = (
+    """Return rows of `row` bytes in `memory` that a bucket of `size` bytes is served from, behind padding, in tiles of
+    three rows and padding between; the last 1,600 bytes are served as fp32."""
+    pitch, (three, gap) = row + 13 * (row % 2) + 6, (3 * row, -3 * row % 16)
+    starts = np.arange(16, size - 1600 - three, three + gap)
+    table = np.zeros((len(starts) + 1, COLUMNS), np.int64)
+    table[:-1, SRC], table[:-1, DST] = starts, memory.data_ptr() + 16 + 3 * pitch * np.arange(len(starts))
+    table[:-1, [ROWS, WIDTH, DST_PITCH]] = 3, row, pitch
+    table[-1, [SRC, DST, ROWS, WIDTH, DST_PITCH]] = (
         size - 1600,
         memory.data_ptr() + len(memory) - 4096,
         4,
         800,
         1000,
     )
-    table[1, CODEC] = codec_between("bfloat16", "float32")
-    return ServedBucket(table[table[:, ROWS] > 0], torch.device("cpu"))
+    table[-1, CODEC] = codec_between("bfloat16", "float32")
+    return ServedBucket(table, torch.device("cpu"))
 
 
 def status_of(payload: torch.Tensor, words: int, places: ServedBucket) -> list[int]:
@@ -125,5 +127,10 @@ def changes_by_the_kernels() -> None:
         before, numbers[place] = int(numbers[place]), number
         refused(payload, 1000, code, message)
         numbers[place] = before
-    refused(payload[:-8].clone(), 1000, 2, "make no sense")
+    for size in (len(payload) - 8, len(payload) + 8):
+        refused(torch.cat([payload, payload])[:size], 1000, 2, "make no sense")
+    refused(torch.tensor([SINCE, BUCKET, 1, 9, 0]).view(torch.uint8), 1000, 2, "make no sense")
+    payload = encoded(*versions([1000], 1000))
+    payload.view(torch.int64)[4] = 1001  # of 1,000 words, all of which are there
+    refused(payload, 1000, 2, "make no sense")
     print("changes equal")

@@ -171,7 +171,7 @@ def _encode_listed(words, chunk, tile, marks, counts, payload, start, changed, f
     if (form == OFFSETS) & (tile % BLOCK_TILES == 0):
         end = tl.load(counts + program + BLOCK_TILES, mask=tile + BLOCK_TILES < TILES, other=0)
         count = tl.where(tile + BLOCK_TILES < TILES, end, changed.to(tl.int32)) - ahead
-        tl.store(indices + tile // BLOCK_TILES, count, mask=tile * TILE_WORDS < elements)
+        tl.store(indices + tile // BLOCK_TILES, count)
     if form == BITMAP:
         inside = tile * TILE_BYTES + at < _padded((elements + 7) // 8)
         tl.store(payload + second + tile * TILE_BYTES + at, byte.to(tl.uint8), mask=inside)
