@@ -79,11 +79,25 @@ def test_the_output_loads_with_from_pretrained(checkpoint, tmp_path):
 def draw_layout(variant):
     """Any layout that the sizes allow, for a variant of four layers and eight heads."""
     moe = "moe" in variant or "deepseek" in variant or "gpt-oss" in variant
-    pipeline = st.sampled_from([
-        {}, {"pp": 2}, {"pp": 4}, {"pp": 2, "vpp": 2}, {"pp": 2, "num_layers_in_first_pipeline_stage": 1}, {"pp": 2, "num_layers_in_last_pipeline_stage": 1},
-        {"pp": 3, "num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1}, {"pp": 2, "pipeline_model_parallel_layout": "Et|t|tt|L"}, {"pp": 3, "pipeline": "Ett|t|tL"},
-        {"pp": 3, "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}, {"pp": 5, "account_for_embedding_in_pipeline_split": True},
-    ])  # fmt: skip
+    pipeline = st.sampled_from(
+        [
+            {},
+            {"pp": 2},
+            {"pp": 4},
+            {"pp": 2, "vpp": 2},
+            {"pp": 2, "num_layers_in_first_pipeline_stage": 1},
+            {"pp": 2, "num_layers_in_last_pipeline_stage": 1},
+            {"pp": 3, "num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1},
+            {"pp": 2, "pipeline_model_parallel_layout": "Et|t|tt|L"},
+            {"pp": 3, "pipeline": "Ett|t|tL"},
+            {
+                "pp": 3,
+                "account_for_embedding_in_pipeline_split": True,
+                "account_for_loss_in_pipeline_split": True,
+            },
+            {"pp": 5, "account_for_embedding_in_pipeline_split": True},
+        ]
+    )
     size = st.sampled_from([1, 2, 4, 8])
     experts = st.tuples(size, st.sampled_from([1, 2, 4, 8, None])) if moe else st.just((1, None))
     return st.builds(lambda tp, p, e: MegatronLayout(tp=tp, ep=e[0], etp=e[1], **p), size, pipeline, experts)

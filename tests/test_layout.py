@@ -27,10 +27,27 @@ def model(variant, **changes):
 
 
 PIPELINES = [
-    (8, MegatronLayout(pp=2)), (8, MegatronLayout(pp=4, vpp=2)), (12, MegatronLayout(pp=2, vpp=3)), (9, MegatronLayout(pp=4, num_layers_in_first_pipeline_stage=2, num_layers_in_last_pipeline_stage=3)),
-    (10, MegatronLayout(pp=4, vpp=2, num_layers_in_first_pipeline_stage=2, num_layers_in_last_pipeline_stage=4)), (7, MegatronLayout(pp=3, num_layers_in_last_pipeline_stage=1)), (6, MegatronLayout(pp=4, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)),
-    (7, MegatronLayout(pp=2, vpp=2, account_for_loss_in_pipeline_split=True)), (6, MegatronLayout(pp=4, pipeline_model_parallel_layout="Et|t*2|tt|tL")), (5, MegatronLayout(pp=2, pipeline_model_parallel_layout="Et|t|(t|)*1,ttL")),
-]  # fmt: skip
+    (8, MegatronLayout(pp=2)),
+    (8, MegatronLayout(pp=4, vpp=2)),
+    (12, MegatronLayout(pp=2, vpp=3)),
+    (9, MegatronLayout(pp=4, num_layers_in_first_pipeline_stage=2, num_layers_in_last_pipeline_stage=3)),
+    (
+        10,
+        MegatronLayout(
+            pp=4, vpp=2, num_layers_in_first_pipeline_stage=2, num_layers_in_last_pipeline_stage=4
+        ),
+    ),
+    (7, MegatronLayout(pp=3, num_layers_in_last_pipeline_stage=1)),
+    (
+        6,
+        MegatronLayout(
+            pp=4, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True
+        ),
+    ),
+    (7, MegatronLayout(pp=2, vpp=2, account_for_loss_in_pipeline_split=True)),
+    (6, MegatronLayout(pp=4, pipeline_model_parallel_layout="Et|t*2|tt|tL")),
+    (5, MegatronLayout(pp=2, pipeline_model_parallel_layout="Et|t|(t|)*1,ttL")),
+]
 
 
 @pytest.mark.parametrize(("layers", "layout"), PIPELINES, ids=str)

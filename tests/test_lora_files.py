@@ -3,6 +3,7 @@ commands on them."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -470,18 +471,8 @@ def test_a_base_with_an_adapter_in_it_is_converted_without_it_on_request(form, l
         dcp.load(read, storage_reader=reader, no_dist=True)
         state |= read
     if form == "mcore-bridge":
-        wrapped = ("linear_qkv.", "linear_proj.", "linear_fc1.", "linear_fc2.")
-        state = {
-            next(
-                (
-                    k.replace(w, f"{w}base_layer.")
-                    for w in wrapped
-                    if f"{w}weight" in k or f"{w}layer_norm" in k
-                ),
-                k,
-            ): v
-            for k, v in state.items()
-        }
+        of_base = re.compile(r"(linear_(?:qkv|proj|fc1|fc2)\.)(?=weight|layer_norm)")
+        state = {of_base.sub(r"\1base_layer.", key): value for key, value in state.items()}
     # of a training run
     state |= {
         f"optimizer.state.exp_avg.{name}": value for name, value in state.items() if "linear_fc1" in name

@@ -13,8 +13,15 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1e4}
 
 
 def test_rope_settings_go_there_and_back():
-    cases = [("mla", YARN | {"beta_fast": 1.0, "original_max_position_embeddings": 8192}), ("gpt", LLAMA3_ROPE), ("gpt", LINEAR | {"factor": 4.0}), ("gpt", {"rope_type": "default", "rope_theta": 1e6}), ("mla", YARN),
-             ("gpt", PLAIN_YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}), ("mla", {"rope_type": "default", "rope_theta": 1e4})]  # fmt: skip
+    cases = [
+        ("mla", YARN | {"beta_fast": 1.0, "original_max_position_embeddings": 8192}),
+        ("gpt", LLAMA3_ROPE),
+        ("gpt", LINEAR | {"factor": 4.0}),
+        ("gpt", {"rope_type": "default", "rope_theta": 1e6}),
+        ("mla", YARN),
+        ("gpt", PLAIN_YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}),
+        ("mla", {"rope_type": "default", "rope_theta": 1e4}),
+    ]
     for kind, rope in cases:
         args = {"position_embedding_type": "rope"} | megatron_rope(
             rope_of({"rope_parameters": rope}), kind == "mla", "config"

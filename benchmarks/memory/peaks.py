@@ -298,9 +298,18 @@ def run(case, model, layout, gpus, toy, fusion, total, rank, folder) -> None:
             else:
                 off = stage.allocated - one["peak"]
                 good = "ok" if abs(off) <= max(2 * GIB, 0.03 * one["peak"]) else "OFF"
-                print(f"{case} rank {one['rank']}: peak {one['peak'] / GIB:.2f} (passes {one['in_passes'] / GIB:.2f}, step {one['in_step'] / GIB:.2f}, "
-                      f"held {one['held'] / GIB:.2f}), estimate {stage.allocated / GIB:.2f} ({off / GIB:+.2f}) {good}; built {one['built'] / GIB:.2f}, static {stage.static / GIB:.2f}; reserved {one['reserved'] / GIB:.2f}, outside "
-                      f"{one['outside'] / GIB:.2f}; {said}", flush=True)  # fmt: skip
+                phases = ", ".join(
+                    f"{name} {one[key] / GIB:.2f}"
+                    for name, key in (("passes", "in_passes"), ("step", "in_step"), ("held", "held"))
+                )
+                expected = f"estimate {stage.allocated / GIB:.2f} ({off / GIB:+.2f}) {good}"
+                built = f"built {one['built'] / GIB:.2f}, static {stage.static / GIB:.2f}"
+                reserved = f"reserved {one['reserved'] / GIB:.2f}, outside {one['outside'] / GIB:.2f}"
+                print(
+                    f"{case} rank {one['rank']}: peak {one['peak'] / GIB:.2f} ({phases}), {expected}; "
+                    f"{built}; {reserved}; {said}",
+                    flush=True,
+                )
         with open(folder / "rows.jsonl", "a", encoding="utf-8") as out:
             out.write(json.dumps(row) + "\n")
 

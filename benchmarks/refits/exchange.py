@@ -289,7 +289,12 @@ def packed(slots: Slots, pieces: Pieces, programs: int, beside: bool) -> Callabl
         send, receive = (memory[index % count] + slots.far for memory in (slots.send, slots.receive))
         packs.append(table(pieces.copies(index, send, pieces.source.data_ptr(), True)))
         unpacked_by.append(table(pieces.copies(index, receive, pieces.served.data_ptr(), False)))
-    staying = table(np.concatenate([pieces.copies(index, pieces.local.data_ptr() + index * pieces.experts_in_bucket * 3 * RUN, pieces.source.data_ptr(), True) for index in range(pieces.buckets)]))  # fmt: skip
+    bucket_bytes = pieces.experts_in_bucket * 3 * RUN
+    kept = [
+        pieces.copies(index, pieces.local.data_ptr() + index * bucket_bytes, pieces.source.data_ptr(), True)
+        for index in range(pieces.buckets)
+    ]
+    staying = table(np.concatenate(kept))
     streams = [torch.cuda.Stream() for _ in range(4)]
 
     def run() -> None:

@@ -135,8 +135,18 @@ def main() -> None:
     from reshard.trainers import FsdpModel
 
     cuda = device() == "cuda"
-    result: dict = {"model": options.model, "layers": config["num_hidden_layers"], "gpus": dist.get_world_size(), "tp": options.tp, "dtype": str(dtype),
-                    "vllm_tp": options.vllm_tp, "quantization": options.quantization, "match_vllm_rounding": options.match_vllm_rounding, "gpu": torch.cuda.get_device_name() if cuda else "none", "connect_seconds": {}}  # fmt: skip
+    result: dict = {
+        "model": options.model,
+        "layers": config["num_hidden_layers"],
+        "gpus": dist.get_world_size(),
+        "tp": options.tp,
+        "dtype": str(dtype),
+        "vllm_tp": options.vllm_tp,
+        "quantization": options.quantization,
+        "match_vllm_rounding": options.match_vllm_rounding,
+        "gpu": torch.cuda.get_device_name() if cuda else "none",
+        "connect_seconds": {},
+    }
     links = {}
     backends = ("cuda_ipc", "nccl", "staged") if options.quantization else ("cuda_ipc", "nccl")
     for backend in backends if cuda else ("nccl", "nixl"):

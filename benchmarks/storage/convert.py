@@ -206,7 +206,10 @@ def profile(source: Path, target: Path) -> dict[str, float]:
     code = f"""
 import sys, time, json, threading
 start = time.perf_counter()
-import reshard.storage.convert as c, reshard.storage.destinations.megatron as destinations, reshard.storage.io.files as files, reshard.storage.run.tensor_copy as tensor_copy, reshard.storage.destinations.rank_files as rank_files, reshard.storage.run.workers as workers
+import reshard.storage.convert as c
+from reshard.storage.destinations import megatron as destinations, rank_files
+from reshard.storage.io import files
+from reshard.storage.run import tensor_copy, workers
 workers.can_fork = lambda: False
 spent, lock = dict(imports=time.perf_counter() - start), threading.Lock()
 def clock(owner, name, label):
