@@ -59,7 +59,7 @@ def check_command(source: str, destination: str, megatron: bool) -> None:
     """Raise ReshardError, with the command that is meant, where a source has the other command's
     format: with `megatron` it should be a Megatron checkpoint, else a Hugging Face one."""
     from reshard.storage.run.partial import unfinished
-    from reshard.storage.sources.paths import locate
+    from reshard.storage.sources.paths import check_config, locate
 
     path = Path(source)
     if megatron and not path.is_dir():
@@ -68,6 +68,7 @@ def check_command(source: str, destination: str, megatron: bool) -> None:
         raise ReshardError(unfinished(path) or f"{source} {wrong}: {expected}")
     hugging_face = (path / "config.json").is_file() or any(path.glob("*.safetensors"))
     if megatron and hugging_face and locate(path) is None:
+        check_config(path)
         raise ReshardError(
             f"{source} is a Hugging Face directory, which hf-to-mcore converts: reshard "
             f"hf-to-mcore {source} {destination}"

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, mcore_to_hf
+from reshard.cli.places import check_command
 from reshard.core.dtypes import DTYPES
 from reshard.delta import Chain, apply, apply_deltas, apply_deltas_async, digest, save, show
 from reshard.delta.manifests import _checksum
@@ -322,6 +323,8 @@ def test_a_chain_is_shown_only_if_its_files_are_there_in_full(trained, tmp_path)
         ReshardError, match="chain is a chain of deltas, not a model: reshard delta apply writes"
     ):
         save(chain, trained[1], tmp_path / "other")
+    with pytest.raises(ReshardError, match="chain is a chain of deltas, not a model"):
+        check_command(str(chain), "out", megatron=True)  # of mcore-to-hf
     payload.unlink()
     with pytest.raises(ReshardError, match="lacks delta-000001.safetensors: bring it back"):
         show(chain)

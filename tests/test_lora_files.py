@@ -324,13 +324,17 @@ def test_tensors_that_are_no_pair_are_refused_by_name(llama, tmp_path):
             {name: tensors[name][:-1].contiguous()},
             r"up_proj.lora_A.weight float32 \[4, 64\] and B \[95, 4\] do not fit the weight \[96, 64\]",
         ),
-        ({name: None}, "1 tensors that are no A or B of a linear layer of llama: .*2.mlp.up_proj.lora_A"),
+        ({name: None}, "has .*2.mlp.up_proj.lora_A.weight, and lacks .*2.mlp.up_proj.lora_B.weight"),
+        ({name: tensors[name].int()}, "2.mlp.up_proj.lora_B.weight is int32, which an adapter is not"),
     ):
         changed = {key: value for key, value in (tensors | change).items() if value is not None}
         save_file(changed, of / "adapter_model.safetensors", {"format": "pt"})
         with pytest.raises(ReshardError, match=sentence):
             lora_to_megatron(of, tmp_path / "out", hf_config=llama)
         assert not (tmp_path / "out").exists()
+    save_file(tensors | {name: tensors[name] * torch.nan}, of / "adapter_model.safetensors", {"format": "pt"})
+    with pytest.raises(ReshardError, match="2.mlp.up_proj.weight with its adapter has NaN or infinity in it"):
+        lora_merge(llama, of, tmp_path / "out")
     bare = shutil.copytree(of, tmp_path / "bare")
     (bare / "adapter_config.json").unlink()
     with pytest.raises(ReshardError, match="adapter_model.safetensors., and lacks its adapter_config.json"):

@@ -163,12 +163,19 @@ class PeftSource(AdapterSource):
         name_a, name_b = peft_name(weight, A), peft_name(weight, B)
         a, b = (self.stored.get(tensor_of(name)) for name in (name_a, name_b))
         if a is None or b is None:
+            if a is not b:
+                there, lacking = (name_a, name_b) if b is None else (name_b, name_a)
+                raise ReshardError(f"{self.path} has {tensor_of(there)}, and lacks {tensor_of(lacking)}")
             return None
         out, columns = self.base.shapes[weight]
         rank = a.shape[0] if a.shape else 0
         rows = b.shape[0] if "[" in weight and b.shape else out
-        floating = a.dtype.floating and b.dtype.floating
-        if a.shape != (rank, columns) or b.shape != (rows, rank) or rank < 1 or not floating:
+        for matrix, name in ((a, name_a), (b, name_b)):
+            if not matrix.dtype.floating:
+                raise ReshardError(
+                    f"{self.path}: {tensor_of(name)} is {matrix.dtype.name}, which an adapter is not"
+                )
+        if a.shape != (rank, columns) or b.shape != (rows, rank) or rank < 1:
             raise ReshardError(
                 f"{self.path}: {tensor_of(name_a)} {a.dtype.name} {list(a.shape)} and B {list(b.shape)} do not fit the weight "
                 f"[{out}, {columns}] of {self.model.where}"

@@ -92,8 +92,9 @@ class MergedSource(DerivedSource):
         merged += delta
         rounded = merged.astype(self.tensors[name].dtype.numpy())
         if not np.isfinite(rounded.astype(np.float32)).all():
+            beyond = f"numbers that {self.tensors[name].dtype.name} cannot hold"
             raise ReshardError(
-                f"{name} with its adapter has numbers that {self.tensors[name].dtype.name} cannot hold"
+                f"{name} with its adapter has {beyond if np.isfinite(merged).all() else 'NaN or infinity in it'}"
             )
         return rounded
 
