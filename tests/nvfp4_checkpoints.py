@@ -16,8 +16,8 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from safetensors.torch import save_file
 from transformers import DeepseekV3Config
 
-from reshard.core.dtypes import dtype_named
 from tests import checkpoints
+from tests.by_compressed_tensors import in_numpy
 from tests.oracle import hf_tensors
 
 SCHEME = preset_name_to_scheme("NVFP4A16", ["Linear"])
@@ -45,11 +45,6 @@ def _wide_queries():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(checkpoints.VARIANTS, "deepseek-v3-even", config)
         yield
-
-
-def in_numpy(tensor: torch.Tensor) -> np.ndarray:
-    plain = tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize])
-    return plain.numpy().view(dtype_named(str(tensor.dtype)).numpy())
 
 
 def by_package(weight: torch.Tensor, *siblings: torch.Tensor) -> dict[str, torch.Tensor]:

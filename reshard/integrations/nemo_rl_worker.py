@@ -38,8 +38,8 @@ class ReshardWorker(RefitExtension, Worker):
         timeout: float,
         verify: bool,
     ) -> dict[str, Any]:
-        """Take the trainer's weights, as `reshard.integrations.nemo_rl.ColocatedSynchronizer` asks;
-        connect first if an address is given.
+        """Take the trainer's weights, as `nemo_rl_colocated.ColocatedSynchronizer` asks; connect first if an
+        address is given.
 
         `prefix` is the first rank of this engine among those of all `engines`.
         """

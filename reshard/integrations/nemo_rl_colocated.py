@@ -1,0 +1,156 @@
+"""NeMo-RL's synchronizer of weights for GPUs that policy and vLLM share, with refits."""
+
+from contextlib import nullcontext
+from typing import Any
+
+from reshard.core.extras import importing_beside
+
+with importing_beside("NeMo-RL", "nemo_rl", "ray"):
+    import ray
+    from nemo_rl.weight_sync.interfaces import WeightSynchronizer
+
+from reshard.comm.group import RefitGroup
+from reshard.comm.secret import new_secret
+from reshard.core.errors import ReshardError
+from reshard.integrations.calls import ANSWER_SECONDS, WAITS, Calls, late_error
+from reshard.integrations.connection import SyncOptions
+
+# What every rank of the policy makes, by NeMo-RL's name of it.
+BACKEND = "reshard.integrations.nemo_rl:ReshardCheckpointEngine"
+# The axes of vLLM's workers of which the first of each data parallel group talks to its engine.
+ONE_OF_EACH_ENGINE = ["tensor_parallel", "pipeline_parallel"]
+
+
+class ColocatedSynchronizer(WeightSynchronizer):
+    """In the place of NeMo-RL's synchronizer for GPUs that policy and vLLM share: its order, with a
+    refit in the middle."""
+
+    def __init__(
+        self,
+        policy: Any,
+        generation: Any,
+        options: SyncOptions,
+    ) -> None:
+        self._policy, self._generation, self._options = policy, generation, options
+        self._stale, self._connects = True, True
+        self._address, self._secret = "", ""  # where all have met last, and with which secret
+
+    @property
+    def is_stale(self) -> bool:
+        """True while vLLM has other weights than the last ones that were asked for."""
+        return self._stale
+
+    def init_communicator(self) -> None:
+        """Make our side of every rank of the policy; the first sync connects."""
+        self._get(
+            self._on_policy(
+                "init_checkpoint_engine",
+                backend=BACKEND,
+                bucket_size_bytes=0,
+                engine_kwargs=self._options.to_config(),
+            )
+        )
+
+    def sync_weights(self, *, timer: Any = None, kv_scales: dict[str, float] | None = None) -> None:
+        """Refit all engines.
+
+        Raises the policy's or an engine's ReshardError if it fails; the next one connects again.
+        """
+        if kv_scales is not None:
+            raise ReshardError("scales of an fp8 key-value cache are no weights: set kv_cache_dtype=auto")
+        self._stale = True
+        self._policy.offload_before_refit()
+        self._generation.prepare_for_generation(tags=["weights"])
+        label = "prepare_for_generation/transfer_and_update_weights"
+        try:
+            with timer.time(label) if timer is not None else nullcontext():
+                self._refit()
+        finally:
+            self._policy.offload_after_refit()
+            self._generation.prepare_for_generation(tags=["kv_cache"])
+        self._stale = False
+
+    def shutdown(self) -> None:
+        """Unmap the others' memory."""
+        self._get(self._on_policy("finalize_checkpoint_engine"))
+        self._connects = True
+
+    def _refit(self) -> None:
+        try:
+            self._start_refit()
+        except BaseException:
+            self._connects = True
+            raise
+        self._connects = False
+
+    def _start_refit(self) -> None:
+        ranks = len(self._policy.worker_group.workers)
+        engine_ranks = len(self._generation.worker_group.workers)
+        address = ""
+        if self._connects:
+            address = self._address = self._get(self._on_policy("meeting_place"))[0]
+            self._secret = new_secret()
+            self._get(
+                self._on_policy("meet", address=address, size=ranks + engine_ranks, secret=self._secret)
+            )
+        policy_calls = self._on_policy("send_weights_via_checkpoint_engine", kv_scales=None)
+        ranks_each = engine_ranks // self._generation.dp_size
+        verify, timeout = self._options.verify, self._options.timeout
+        arguments = [
+            (address, self._secret, ranks, first, engine_ranks, timeout, verify)
+            for first in range(0, engine_ranks, ranks_each)
+        ]
+        self._wait(policy_calls, self._on_engines("reshard_take", arguments))
+
+    def _wait(self, policy_calls: list[Any], engine_calls: list[Any]) -> None:
+        """Wait for a refit. Raises ReshardError naming the engine that has failed, or those that do
+        not answer."""
+        seconds = WAITS * self._options.timeout
+        try:
+            ray.get(policy_calls + engine_calls, timeout=seconds)
+        except ray.exceptions.RayError as error:
+            # An engine that has died, or refuses before it has joined, cannot tell the policy,
+            # which waits for it.
+            calls = Calls(
+                {f"engine {index} of the rollout": call.future() for index, call in enumerate(engine_calls)}
+            )
+            if failure := calls.first_failure(ANSWER_SECONDS):
+                RefitGroup.abort(self._address, failure, secret=self._secret)
+                raise ReshardError(failure) from error
+            if isinstance(error, ray.exceptions.GetTimeoutError):
+                late = _late_ranks(policy_calls)
+                late += [name for name, call in calls.calls.items() if not call.done()]
+                raise late_error(late, seconds) from error
+            raise
+
+    def _get(self, calls: list[Any]) -> list[Any]:
+        """Return what the policy's ranks answer. Raises ReshardError if one does not within the
+        time limit."""
+        try:
+            answers: list[Any] = ray.get(calls, timeout=self._options.timeout)
+            return answers
+        except ray.exceptions.GetTimeoutError as error:
+            raise late_error(_late_ranks(calls), self._options.timeout) from error
+
+    def _on_policy(self, method: str, **arguments: Any) -> list[Any]:
+        return self._policy.worker_group.run_all_workers_single_data(
+            "checkpoint_engine_rpc", checkpoint_method=method, method_kwargs=arguments
+        )
+
+    def _on_engines(self, method: str, arguments: list[tuple]) -> list[Any]:
+        is_async = self._generation.cfg["vllm_cfg"]["async_engine"]
+        return self._generation.worker_group.run_all_workers_multiple_data(
+            "checkpoint_engine_rpc_async" if is_async else "checkpoint_engine_rpc",
+            method_args=arguments,
+            run_rank_0_only_axes=ONE_OF_EACH_ENGINE,
+            common_kwargs={"checkpoint_method": method},
+        )
+
+
+def _late_ranks(calls: list[Any]) -> list[str]:
+    """Return the policy's ranks whose calls have not returned."""
+    return [
+        f"rank {index} of the policy"
+        for index, call in enumerate(calls)
+        if not ray.wait([call], timeout=0)[0]
+    ]
