@@ -1,8 +1,8 @@
 """Changes of a run of 2-byte words, in chunks of 1 MiB that are each in the smallest form of
 `reshard.delta.encoding`, one behind the other.
 
-Many chunks are compared, encoded and decoded at once, so that a GPU gets about as many kernels for a bucket as
-for a chunk: with those of each chunk by itself, the launches take a hundred times as long as the bytes.
+Many chunks are compared, encoded and decoded at once by torch's operations, of which each takes about as long for a
+chunk as for a bucket. On a GPU, refits have kernels of their own for the same bytes (`reshard.refit.change_kernels`).
 """
 
 from collections.abc import Iterator, Sequence
