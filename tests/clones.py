@@ -48,7 +48,7 @@ def differing(name: str, clone: Path, own: tuple[str, ...] = ()) -> tuple[list[s
 def variables(*where: Path) -> dict[str, str]:
     """Return environment variables of processes that use vLLM's build for the CPU and find projects
     at `where`."""
-    return {name: value for name, value in clean().items() if name != "PYTHONDONTWRITEBYTECODE"} | {
+    return clean() | {
         "PYTHONPATH": ":".join(map(str, [TARGET, REPOSITORY, *where])), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1",
     }  # fmt: skip

@@ -13,8 +13,11 @@ UV = [sys.executable, "-m", "uv"]
 
 def clean() -> dict[str, str]:
     """Return the environment variables, except those that name this process's Python packages or a
-    run of several processes, and Transformer Engine's, which Megatron sets when it makes a config."""
+    run of several processes, Transformer Engine's, which Megatron sets when it makes a config, and the one
+    that keeps bytecode from being written: in a new environment each process would compile torch and vLLM,
+    which takes longer than most tests."""
     omitted = {
+        "PYTHONDONTWRITEBYTECODE",
         "PYTHONPATH",
         "PYTHONHOME",
         "VIRTUAL_ENV",

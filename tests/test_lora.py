@@ -75,7 +75,7 @@ def trainers(tmp_path_factory):
 def variables() -> dict[str, str]:
     ours = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "NVTE_PROJECT_BUILDING": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # fmt: skip
-    return {key: value for key, value in clean().items() if key != "PYTHONDONTWRITEBYTECODE"} | ours
+    return clean() | ours
 
 
 def on_ranks(python, ranks: int, action: str, folder: Path, module="tests.lora_on_cpu", **arguments):
