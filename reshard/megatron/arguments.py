@@ -19,8 +19,9 @@ from reshard.megatron.hybrid import (
 )
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.config_fields import ignore_hint, ignored
+from reshard.models.config_reading import MAX_LAYERS
 from reshard.models.family import Family, families
-from reshard.models.model import MAX_LAYERS, Model, has_experts
+from reshard.models.model import Model, has_experts
 from reshard.models.numerics_args import (
     DERIVED,
     NUMERICS_ARGS,

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from math import isqrt
 
 from reshard.core.errors import OptionError, ReshardError
-from reshard.models.model import MAX_LAYERS, Model
+from reshard.models.config_reading import MAX_LAYERS
+from reshard.models.model import Model
 
 
 @dataclass(frozen=True)

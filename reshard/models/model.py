@@ -9,25 +9,13 @@ from typing import Any, NamedTuple
 from reshard.core.errors import ReshardError, listed
 from reshard.core.views import tensor_of
 from reshard.models.config_defaults import DEFAULTS
-from reshard.models.config_fields import (
-    ignored_fields,
-    unmapped,
-    unmapped_configs_allowed,
-    whole_number,
-    without,
-)
-from reshard.models.config_rows import ConfigRow
-from reshard.models.family import NULLABLE, Family, family_of, is_wrapped
+from reshard.models.config_fields import unmapped_configs_allowed
+from reshard.models.config_reading import read_config
+from reshard.models.family import Family
 from reshard.models.field_tables import DECIDES_ELSEWHERE
 from reshard.models.numerics_args import NUMERICS_ARGS, same_value
 from reshard.models.rope import inverse_frequencies
 from reshard.models.tables import ALWAYS, Row, shape_of, size_of
-
-# Far above every published model. A config is checked against them before anything is made for each layer or
-# expert.
-MAX_LAYERS = 10_000
-MAX_EXPERTS = 200_000  # in all layers together
-MAX_DIM = (1 << 31) - 1
 
 
 class Block(NamedTuple):
@@ -67,58 +55,25 @@ class Model:
         """Read a Hugging Face config. Raises ReshardError for a missing field or a setting that Megatron
         cannot hold."""
         try:
-            model = Model._read(config, where)
+            read = read_config(config, where)
+            model = Model(
+                family=read.family,
+                config=read.config,
+                kinds=read.kinds,
+                mtp_layers=read.mtp_layers,
+                wrapped=read.wrapped,
+                where=where,
+                ignored=read.ignored,
+                unread=read.unmapped.unread,
+            )
+            with model.objecting():
+                _check_meaning(model, read.unmapped.sentence)
             with model.objecting():
                 model.family.rope_args(model.config, where)  # refuse now what Megatron has no setting for
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ReshardError(
                 f"{where} has a setting that cannot be read ({type(error).__name__}: {error})"
             ) from error
-        return model
-
-    @staticmethod
-    def _read(config: dict[str, Any], where: str) -> "Model":
-        dropped = ignored_fields(config)
-        config = without(config, dropped)
-        family = family_of(config, where)
-        wrapped = is_wrapped(family, config)
-        if wrapped:
-            config = _language_model(config, where)
-        full = family.implied_fields(config, where)
-        full |= {name: value for name, value in config.items() if value is not None or name not in full}
-        for row in family.config_rows:
-            name = row.field
-            if row.argument in NUMERICS_ARGS:
-                _check_null(row, config, where)
-            for alias in row.aliases:
-                if full.get(name) is None:
-                    full[name] = full.get(alias)
-                if full.get(alias) is not None and not same_value(full[alias], full[name]):
-                    raise ReshardError(
-                        f"{where}: {name} is {full[name]!r}, but {alias}, which means the "
-                        f"same, is {full[alias]!r}"
-                    )
-            if full.get(name) is None:
-                full[name] = row.value_where_absent(full, where)
-        for row in family.config_rows:
-            row.check_value(full[row.field], where)
-        for name in family.symbols.values():
-            least = 0 if name == family.shared_experts else 1
-            if full.get(name) is not None and not whole_number(full[name], least):
-                raise ReshardError(
-                    f"{where}: {name} is {full[name]!r:.80}, which is not a positive whole number"
-                )
-        _check_sizes(family, full, where)
-        notices = {
-            name: f"{where}: {name} = {value!r:.80} is ignored; {_instead(name, full)}"
-            for name, value in dropped.items()
-        }
-        mtp = full.get(family.field_of("mtp_num_layers") or "") or 0
-        leftover = unmapped(config, family.fields, family.has_no_effect, DEFAULTS[family.name], family.always)
-        kinds = family.layer_kinds(full, where)
-        model = Model(family, full, kinds, int(mtp), wrapped, where, notices, leftover.unread)
-        with model.objecting():
-            _check_meaning(model, leftover.sentence)
         return model
 
     @contextmanager
@@ -337,25 +292,6 @@ class Model:
         return inverse_frequencies(rope, dims)
 
 
-def _language_model(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the config of the language model in a larger one, with what the larger one's own
-    fields say of it."""
-    inner = config.get("text_config")
-    if not isinstance(inner, dict):
-        raise ReshardError(f"{where}: text_config is {inner!r:.80}, not the config of a language model")
-    outer = {name: value for name, value in config.items() if name not in ("text_config", "vision_config")}
-    return inner | outer | {"model_type": inner.get("model_type")}
-
-
-def _instead(name: str, config: dict[str, Any]) -> str:
-    """Say what is used in place of a field that is ignored."""
-    return (
-        f"{config[name]!r:.80} is used, as where it is absent"
-        if config.get(name) is not None
-        else "the config is read as if it lacked it"
-    )
-
-
 def has_experts(kind: str) -> bool:
     """Return True for the kind of a layer that has experts."""
     return "moe" in kind.split()
@@ -394,36 +330,3 @@ def _check_meaning(model: Model, unmapped_fields: str) -> None:
     wrong.append(unmapped_fields)
     if any(wrong):
         raise ReshardError(f"{model.where}: {'; '.join(filter(None, wrong))}")
-
-
-def _check_sizes(family: Family, config: dict[str, Any], where: str) -> None:
-    """Raise ReshardError for sizes that no model has, alone or together."""
-
-    def field(argument: str) -> str:
-        return family.field_of(argument) or ""
-
-    limits = dict.fromkeys(family.symbols.values(), MAX_DIM)
-    limits |= dict.fromkeys(filter(None, (field("num_layers"), field("mtp_num_layers"))), MAX_LAYERS)
-    for name, most in limits.items():
-        if (config.get(name) or 0) > most:
-            raise ReshardError(f"{where}: {name} is above {most:,}, which no model's is")
-    experts, groups = field("num_experts"), field("moe_router_num_groups")
-    if config[field("num_layers")] * (config.get(experts) or 1) > MAX_EXPERTS:
-        raise ReshardError(f"{where}: experts times layers are above {MAX_EXPERTS:,}, which no model's are")
-    for part, whole in ((field("moe_router_topk"), experts), (field("moe_router_group_topk"), groups)):
-        if config.get(part) and config.get(whole) and config[part] > config[whole]:
-            raise ReshardError(f"{where}: {part} is {config[part]}, but {whole} is {config[whole]}")
-    for part, whole in ((field("num_query_groups"), field("num_attention_heads")), (groups, experts)):
-        if config.get(part) and config.get(whole) and config[whole] % config[part]:
-            raise ReshardError(f"{where}: {part} {config[part]} does not divide {whole} {config[whole]}")
-
-
-def _check_null(row: ConfigRow, config: dict[str, Any], where: str) -> None:
-    """Raise ReshardError where a field is null that transformers would not take as absent: it may make
-    another model, such as one whose switch is off."""
-    nulls = [name for name in row.spellings if name in config and config[name] is None]
-    if nulls and row.default is not None and row.field not in NULLABLE:
-        raise ReshardError(
-            f"{where}: {nulls[0]} is null, which is not what it is where it is absent: say which value is "
-            f"meant, or leave it out"
-        )
