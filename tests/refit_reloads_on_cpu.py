@@ -9,7 +9,7 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.live import VllmModel
-from reshard.engines.vllm.quantized import processing, reload
+from reshard.engines.vllm.quantized import processing, reload, reprocessing
 from reshard.refit import connect, copies
 from reshard.refit.tables import DST
 from reshard.trainers.megatron import MegatronModel
@@ -68,9 +68,9 @@ def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tu
             layer.factor *= 2
 
     for other in (fails, counts):
-        reload.process = other
+        reprocessing.process = other
         found.append((said(), destination.ready, objects() == before))
-    reload.process = process
+    reprocessing.process = process
     # A check that ends in its middle, when it has seen something, must not be remembered by the next.
     unlike, seen = destination.mismatches, []
 
@@ -249,9 +249,9 @@ def failing_alone(rank: int, sides: dict, flags: list[str], checkpoint: tuple[st
         found.append((caught(lambda: link.refit(verify=True)), destination.ready))
 
     if not rank:
-        reload.process = fails
+        reprocessing.process = fails
     refitted()
-    reload.process = process
+    reprocessing.process = process
     refitted()
     for change in (
         lambda: layer.weight.data.view(torch.uint8)[3].bitwise_xor_(1),
