@@ -421,6 +421,27 @@ def test_no_engine_serves_half_a_delta_or_goes_back(chain):
     assert newer.calls == ["reshard_delta_digests"]
 
 
+@pytest.mark.parametrize("said", [
+    "'CPUWorker' object has no attribute 'reshard_delta_digests'", "Method 'reshard_delta_digests' is not implemented.",
+])  # fmt: skip
+def test_an_engine_without_the_extension_says_how_to_get_it(said, chain):
+    """As vLLM says it: of a worker in a process of its own, and of one in this process."""
+
+    class Bare(TwoWorkers):
+        def collective_rpc(self, method: str, args: tuple = ()) -> list:
+            raise RuntimeError(f"Call to collective_rpc method failed: {said}")
+
+    with pytest.raises(
+        ReshardError, match="give LLM worker_extension_cls='reshard.engines.vllm.worker.Refit"
+    ):
+        apply_deltas(Bare(""), chain)
+    with pytest.raises(ReshardError, match="verify is 'no'; it is true or false"):
+        apply_deltas(TwoWorkers(""), chain, verify="no")
+    said = "the control: another error"
+    with pytest.raises(RuntimeError, match="another error"):
+        apply_deltas(Bare(""), chain)
+
+
 def test_what_is_no_engine_is_refused_by_name(chain):
     class Awaited(TwoWorkers):
         async def collective_rpc(self, method, args=()): ...

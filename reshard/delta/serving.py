@@ -1,7 +1,9 @@
 """The deltas of a chain into a running engine, through the methods of its workers."""
 
 import json
-from collections.abc import Generator
+import re
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,16 @@ from typing import Any
 from reshard.comm.group import RefitGroup
 from reshard.comm.http import EngineServer
 from reshard.core.errors import ReshardError
+from reshard.core.limits import check_switch
 from reshard.delta.chain import Chain
 from reshard.delta.digest import digest_text, digest_total
 from reshard.delta.manifests import Base
 
 CALL_SECONDS = 3600.0  # for a server to fetch and write what changed
-START_IT = "start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls reshard.engines.vllm.worker.RefitExtension"
+EXTENSION = "reshard.engines.vllm.worker.RefitExtension"
+START_IT = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
+# How vLLM says, alone and with several processes, that its workers have no such method.
+_LACKS = re.compile(r"has no attribute 'reshard_|'reshard_\w+' is not implemented")
 # What a worker says of its weights: their digest, or (name, rows and columns, sum) of each box that it holds.
 Answer = str | list[tuple[str, list[int], int]]
 # A method of all workers, and its arguments; or RESET_PREFIX_CACHE, which is the engine's own.
@@ -39,7 +45,8 @@ def apply_deltas(llm: Any, chain: str | Path, version: int | None = None, verify
     llm = _VllmServer(llm, CALL_SECONDS, START_IT) if server else _checked_llm(llm, awaited=False)
     calls = _Calls(chain, version, verify)
     while call := calls.following():
-        calls.answers = _send(llm, call)
+        with _naming_the_extension(START_IT if server else f"give LLM worker_extension_cls={EXTENSION!r}"):
+            calls.answers = _send(llm, call)
     return calls.version
 
 
@@ -50,7 +57,8 @@ async def apply_deltas_async(
     llm = _checked_llm(llm, awaited=True)
     calls = _Calls(chain, version, verify)
     while call := calls.following():
-        calls.answers = await _send(llm, call)
+        with _naming_the_extension(f"give AsyncEngineArgs worker_extension_cls={EXTENSION!r}"):
+            calls.answers = await _send(llm, call)
     return calls.version
 
 
@@ -95,6 +103,17 @@ def _send(llm: Any, call: Call) -> Any:
     return llm.collective_rpc(method, args=arguments)
 
 
+@contextmanager
+def _naming_the_extension(advice: str) -> Iterator[None]:
+    """Have vLLM's error, where its workers have no methods of ours, say how they get them."""
+    try:
+        yield
+    except Exception as error:  # each of vLLM's ways to run workers raises another one
+        if not _LACKS.search(str(error)):
+            raise
+        raise ReshardError(f"this vLLM's workers have no extension of reshard: {advice}") from error
+
+
 class _VllmServer(EngineServer):
     """The calls of an ``LLM``, by the routes of a ``vllm serve``."""
 
@@ -114,6 +133,7 @@ class _Calls:
     to the one before. `version` is what the engine has when there are no more."""
 
     def __init__(self, chain: str | Path, version: int | None, verify: bool) -> None:
+        check_switch(verify, "verify")
         self.answers: Any = None
         self.version = 0
         self._calls = _calls(chain, version, verify)
