@@ -145,8 +145,7 @@ def drive(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict
     call(dummy, "reshard_refit", version=9)
     results["mended"] = answers(dummy)
     results["deltas of an engine"] = follow(dummy, f"{sides['folder']}/chain", checkpoints)
-    # Of an SGLang without the plugin any such method is missing.
-    results["no plugin"] = said_by(lambda: call(dummy, "reshard_nothing"))
+    results["no such call"] = said_by(lambda: call(dummy, "reshard_refti"))
     for by in (
         dict(enable_dp_attention=True),
         dict(enable_dp_attention=False, attn_dp_size=2),

@@ -2,9 +2,12 @@
 same tests as vLLM's (`tests.refits`)."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from reshard import ReshardError
+from reshard.engines.sglang.calls import call
 from tests import install_sglang_cpu, warm
 from tests.ranks import free_port, run_on_ranks
 from tests.refits import refit
@@ -236,8 +239,8 @@ def test_a_running_sglang_refuses_requests_until_its_weights_are_whole(served):
     _, engine = served
     for said in engine["data parallel"]:
         assert said.endswith("start a server, and use connect_server and refit_server")
-    assert engine["no plugin"].startswith(
-        "this SGLang has no plugin of reshard: install reshard where SGLang is"
+    assert engine["no such call"].startswith(
+        "there is no reshard_refti: the calls are reshard_connect, reshard_refit"
     )
     assert engine["unconnected"] == "this engine is not connected: call reshard_connect first"
     assert (
@@ -245,6 +248,17 @@ def test_a_running_sglang_refuses_requests_until_its_weights_are_whole(served):
     )
     assert engine["version"] == "no error"
     assert engine["other version"] == "this SGLang serves weights of version 1, not 7"
+
+
+def test_an_sglang_without_the_plugin_says_how_to_get_it():
+    def collective_rpc(method: str) -> None:
+        raise AssertionError(f"'Scheduler' object has no attribute '{method}'")  # as SGLang says it
+
+    arguments = SimpleNamespace(enable_dp_attention=False, pp_size=1)
+    with pytest.raises(
+        ReshardError, match="this SGLang has no plugin of reshard: install reshard where SGLang is"
+    ):
+        call(SimpleNamespace(server_args=arguments, collective_rpc=collective_rpc), "reshard_refit")
 
 
 def test_a_refit_under_a_request_is_refused_and_the_request_goes_on(served):

@@ -10,7 +10,7 @@ from typing import Any
 from reshard.comm.hosts import free_address, parsed
 from reshard.comm.http import call_route
 from reshard.comm.secret import new_secret
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import check_seconds
 from reshard.engines.sglang import compat
 from reshard.engines.sglang.group import GROUP, JOIN, VERIFIED
@@ -19,6 +19,9 @@ from reshard.engines.sglang.pipeline import UNDER_WAY
 MISSING = "has no attribute 'reshard_"
 # Calls that only begin, with pipeline stages, and that a second one joins.
 JOINED = ("reshard_connect", "reshard_refit", "reshard_release", "reshard_apply_deltas")
+
+
+CALLS = (*JOINED, "reshard_check_version", "reshard_close", "reshard_join")
 
 
 def call(engine: Any, method: str, **options: Any) -> None:
@@ -40,6 +43,10 @@ def call(engine: Any, method: str, **options: Any) -> None:
     except AssertionError as error:
         message = str(error)
         if MISSING in message:
+            from reshard.engines.sglang.worker import METHODS
+
+            if method not in METHODS:
+                raise ReshardError(f"there is no {method}: the calls are {listed(CALLS)}") from error
             raise ReshardError(
                 "this SGLang has no plugin of reshard: install reshard where SGLang is, and, where the "
                 "environment variable SGLANG_PLUGINS is set, name reshard there too; SGLang's log says why a "
