@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from reshard import diff, hf_to_mcore
+from reshard import DeltaWriter, ReshardError, diff, hf_to_mcore
 from reshard.delta import apply, show
+from reshard.trainers import FsdpModel
 from tests.checkpoints import make
 from tests.ranks import run_on_ranks
 from tests.test_logits import EP, ETP, PP, TP, flags_at
@@ -44,6 +46,29 @@ def steps_of(variant: str, folder: Path, count: int = 4) -> list[tuple[str, str]
         hf_to_mcore(hf, folder / f"mcore{step}", transformer_impl="local")
         steps.append((str(hf), str(folder / f"mcore{step}")))
     return steps
+
+
+def test_a_writer_says_what_keeps_it_from_going_on(checkpoint, tmp_path, monkeypatch):
+    source = checkpoint("qwen3", dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    monkeypatch.chdir(tmp_path)
+    for empty in ("", " "):
+        with pytest.raises(ReshardError, match=f"the chain is '{empty}'; it is a directory or a URL, . for"):
+            DeltaWriter(FsdpModel(model), source, empty)
+    with pytest.raises(ReshardError, match=r"is no Megatron-Core model.*reshard.trainers.FsdpModel\(model\)"):
+        DeltaWriter(model, source, "chain")
+    assert not list(tmp_path.iterdir())
+    writer = DeltaWriter(FsdpModel(model), source, "chain")
+    model.model.norm.weight.data += 1
+    assert writer.save().changed == 64
+    (tmp_path / "chain").rename("moved")
+    with pytest.raises(ReshardError, match="chain is no chain of deltas, since it has no base.json"):
+        writer.save()
+    (tmp_path / "moved").rename("chain")
+    assert writer.save().version == 2
+    writer.close()
+    with pytest.raises(ReshardError, match="this DeltaWriter is closed: make another one"):
+        writer.save()
 
 
 @pytest.mark.parametrize("variant, parallel, ranks, engine", CASES, ids=[case[0] for case in CASES])

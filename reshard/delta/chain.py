@@ -88,7 +88,10 @@ class Chain:
         Raises ReshardError, naming the file, where one is missing, is not what its name says, or does not
         follow the one before it.
         """
-        deltas = [self._delta(name, number) for name, number in manifests_in(self.store.names())]
+        names = self.store.names()
+        if BASE not in names:  # it may have been read before somebody removed it
+            self._base = None
+        deltas = [self._delta(name, number) for name, number in manifests_in(names)]
         deltas.sort(key=lambda delta: delta.version)
         if version is not None:
             check_number(version, "version", MOST_VERSION, 0)

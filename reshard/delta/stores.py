@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from reshard.core.errors import ReshardError, first_line
+from reshard.core.errors import OptionError, ReshardError, first_line
 from reshard.core.extras import importing
 from reshard.formats.small_files import MAX_INDEX_BYTES, read_file
 from reshard.storage.io.directories import sync_directory
@@ -68,7 +68,12 @@ class Store(ABC):
 
 
 def open_store(place: str | Path) -> Store:
-    """Return the store at a path or URL."""
+    """Return the store at a path or URL. Raises OptionError for an empty one, such as of a variable that is not set:
+    it would be the current directory."""
+    if not isinstance(place, str | Path) or not str(place).strip():
+        raise OptionError(
+            f"the chain is {place!r:.80}; it is a directory or a URL, . for the current directory"
+        )
     return RemoteStore(str(place)) if "://" in str(place) else LocalStore(Path(place))
 
 

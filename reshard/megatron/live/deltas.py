@@ -80,6 +80,7 @@ class DeltaWriter:
         self.chain = Chain(chain)
         self.digest = ""
         self.kept: list[_Kept] = []
+        self.is_closed = False
         with keyword_style_errors(), gc_paused(), open_team("deltas") as team:
             described: list[tuple[PublishedModel, LocalBoxes]] = []
 
@@ -167,6 +168,8 @@ class DeltaWriter:
         """Let the trainer finish what it has put off, and find the boxes that this rank writes where they lie."""
 
         def follow() -> None:
+            if self.is_closed:
+                raise ReshardError("this DeltaWriter is closed: make another one")
             self.local.trainer.sync_params()
             self.local.find_regions()
 
@@ -216,8 +219,8 @@ class DeltaWriter:
         return digest_rows(seed_of(name, self.tensors[name]), kept.bits, rows.start, rows.column)
 
     def close(self) -> None:
-        """Free what is kept."""
-        self.kept = []
+        """Free what is kept. No version can be saved afterward."""
+        self.is_closed, self.kept = True, []
         self.chain.close()
 
 
