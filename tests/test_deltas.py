@@ -17,6 +17,7 @@ from reshard.device.memory import Region
 from reshard.refit import RefitGroup, connect, deltas
 from reshard.refit.codecs import codec_between
 from reshard.refit.fp8_blocks.items import PLACES
+from reshard.refit.options import ConnectOptions
 from reshard.refit.protocol.deltas import DeltaState, makes_sense
 from reshard.refit.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, WIDTH, empty_table
 from reshard.refit.transports import changes
@@ -301,6 +302,9 @@ def test_what_a_member_says_of_its_deltas_is_checked(fields):
 
 
 def test_options_that_cannot_be_are_refused():
+    for adapter in ("", " policy", "policy@7", 3):  # members tell each other of none as ""
+        with pytest.raises(ReshardError, match="which is no name: give the one that requests ask vLLM for"):
+            ConnectOptions(adapter=adapter).checked()
     for value in (1, "on", None):
         with pytest.raises(ReshardError, match="it is true, false, or 'auto'"):
             deltas.check_delta(value)

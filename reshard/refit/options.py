@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import OptionError
 from reshard.core.limits import MOST_BUCKET_BYTES, check_number, check_switch
 from reshard.refit.deltas import check_delta
 from reshard.refit.protocol.encoding import is_word
@@ -42,8 +42,8 @@ class ConnectOptions:
 
 
 def check_adapter_name(value: Any, name: str) -> None:
-    """Raise ReshardError where what was given as `name` cannot be an adapter's name."""
-    if not is_word(value) or "@" in value or value != value.strip():
-        raise ReshardError(
+    """Raise OptionError where what was given as `name` cannot be an adapter's name."""
+    if not value or not is_word(value) or "@" in value or value != value.strip():
+        raise OptionError(
             f"{name} is {value!r:.80}, which is no name: give the one that requests ask vLLM for, without '@'"
         )
