@@ -407,7 +407,7 @@ def _write(
 
 
 class DeviceChanges:
-    """What changed in a bucket on a GPU since `old`; found by two kernels, which are enqueued.
+    """The changes of a bucket on a GPU since `old`, found by two kernels, which are enqueued.
 
     Both are bytes, of one size, a multiple of 16, at addresses that are such multiples. With `keep` the changes are
     written into `old`. `changed`, int64 ``[chunks]``, are the words that did, and `total`, int64 ``[1]``, the bytes that

@@ -12,6 +12,7 @@ import torch
 
 from reshard.comm.background import in_background
 from reshard.comm.client import LOOK_SECONDS
+from reshard.comm.group import RefitGroup
 from reshard.device.cuda import copy_rows, on_device
 from reshard.refit.codecs import CODECS, PLAIN, bytes_in_source
 from reshard.refit.tables import (
@@ -184,6 +185,13 @@ def wait_for_device(
             meanwhile()
         time.sleep(20e-6)
     return True
+
+
+def wait_for_partners(device: torch.device, group: RefitGroup, event: torch.cuda.Event | None = None) -> None:
+    """Wait until the device's current stream is done, or has come to an `event`, where it may wait for other members'
+    bytes. Raises RuntimeError where these are late, ReshardError where a member fails."""
+    if not wait_for_device(device, group.timeout, group.attend, event):
+        raise RuntimeError(f"nothing arrived within {group.timeout:g} s")
 
 
 def wait_for_all_streams(device: torch.device, seconds: float | None) -> bool:

@@ -16,7 +16,7 @@ from reshard.core.errors import ReshardError, first_line
 from reshard.refit.addresses import UNSTAGED, region_addresses
 from reshard.refit.agreement import Agreement, names_of
 from reshard.refit.codecs import CODECS, PLAIN
-from reshard.refit.copies import wait_for_all_streams, wait_for_device
+from reshard.refit.copies import wait_for_all_streams, wait_for_device, wait_for_partners
 from reshard.refit.deltas import OFF, Deltas
 from reshard.refit.protocol.memory import TrainerMemory, exchange_unmapped
 from reshard.refit.receiver import Receiver
@@ -279,19 +279,19 @@ class Link:
         failure: ReshardError | RuntimeError | None = None
         cut_off = False  # copies have failed
         for number in numbers:
-            works = work is not None and self.receiver is not None and number in self.receiver.rounds
+            own = work if self.receiver is not None and number in self.receiver.rounds else None
             try:
                 if not cut_off:
                     self._run(number)
-                    if works:
+                    if own is not None:
                         self._wait_for_partners()
             except (ReshardError, RuntimeError) as error:
                 failure, cut_off = failure or error, True
                 if not wait_for_device(self.device, SETTLE_SECONDS):
                     raise  # a kernel waits for a partner that is gone, and work would wait for the kernel
-            if work is not None and works:
+            if own is not None:
                 try:
-                    work(number)
+                    own(number)
                 except ReshardError as error:
                     failure = failure or error
         if failure is not None:
@@ -316,9 +316,9 @@ class Link:
 
     def _wait_for_partners(self) -> None:
         """Wait until a GPU that may wait for a partner has what it waits for: before work in which this process
-        waits for the GPU with no limit. Raises RuntimeError where a partner is late, ReshardError where one fails."""
-        if self._is_blocking and not wait_for_device(self.device, self.group.timeout, self.group.attend):
-            raise RuntimeError(f"nothing arrived within {self.group.timeout:g} s")
+        waits for the GPU with no limit."""
+        if self._is_blocking:
+            wait_for_partners(self.device, self.group)
 
     def _bounded(self, work: Callable[[], None]) -> None:
         """Do work to its end. Raises ReshardError, naming the ranks that do not respond, where a
@@ -328,15 +328,14 @@ class Link:
         try:
             with self.group.reporting_alive() if blocks else nullcontext():
                 work()
-            finished = wait_for_device(self.device, self.group.timeout, self.group.attend)
-            reason = f"nothing arrived within {self.group.timeout:g} s"
+            wait_for_partners(self.device, self.group)
+            return
         except RuntimeError as error:
-            finished, reason = False, first_line(error)
-        if not finished:
-            self.group.check()
-            unresponsive = names_of(self.group, self.group.unresponsive_ranks())
-            self.group.check()  # somebody may have said why meanwhile
-            raise ReshardError(f"the exchange broke off ({reason}); {unresponsive or 'no member'} is silent")
+            reason = first_line(error)
+        self.group.check()
+        unresponsive = names_of(self.group, self.group.unresponsive_ranks())
+        self.group.check()  # somebody may have said why meanwhile
+        raise ReshardError(f"the exchange broke off ({reason}); {unresponsive or 'no member'} is silent")
 
     def _clean_up(self) -> None:
         """After a refit that failed: unmap the trainers' memory, and give everything back, since a link

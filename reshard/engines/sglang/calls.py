@@ -19,8 +19,7 @@ from reshard.engines.sglang.pipeline import UNDER_WAY
 MISSING = "has no attribute 'reshard_"
 # Calls that only begin, with pipeline stages, and that a second one joins.
 JOINED = ("reshard_connect", "reshard_refit", "reshard_release", "reshard_apply_deltas")
-
-
+# All that a user makes.
 CALLS = (*JOINED, "reshard_check_version", "reshard_close", "reshard_join")
 
 

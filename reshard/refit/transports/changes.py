@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class HostChanges:
-    """What changed in a bucket on a CPU since `old`, as `reshard.refit.change_kernels.DeviceChanges` has it of a GPU;
+    """The changes of a bucket on a CPU since `old`, as `reshard.refit.change_kernels.DeviceChanges` has it of a GPU;
     both are bytes of one size."""
 
     def __init__(self, old: torch.Tensor, new: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.delta.forms import SECTION
-from reshard.refit.copies import event_now, wait_for_device
+from reshard.refit.copies import event_now, wait_for_partners
 from reshard.refit.tables import STATUS
 from reshard.refit.transports.changes import (
     SentBuckets,
@@ -84,7 +84,7 @@ class ChangesExchange:
             travelling, behind = behind, self._send(announced) if announced is not None else None
             if travelling is not None:
                 self._write(travelling)
-        self._wait_for_device(None)
+        wait_for_partners(self.device, self.group)
         if self.failure is not None:
             raise self.failure
         if self.device.type == "cuda":
@@ -119,7 +119,7 @@ class ChangesExchange:
     def _sizes(self, index: int, event: torch.cuda.Event | None) -> tuple[list[int], list[int]]:
         """Return the bytes of a bucket's changes that leave to each rank, and that arrive from each, once they are
         known. Raises ReshardError where a rank says more than a bucket of its size can take."""
-        self._wait_for_device(event)
+        wait_for_partners(self.device, self.group, event)
         leaving, arriving = self.sizes[index].tolist()
         for rank, size, bucket in zip(self.ranks, arriving, self.buckets[index], strict=True):
             if not 0 <= size <= most_bytes(bucket) or size % SECTION:
@@ -145,8 +145,3 @@ class ChangesExchange:
                     self.served(rank, index).write(*words)
             except ReshardError as error:
                 self.failure = self.failure or error
-
-    def _wait_for_device(self, event: torch.cuda.Event | None) -> None:
-        """Wait for an event, or for all that was enqueued. Raises RuntimeError where a partner is late."""
-        if not wait_for_device(self.device, self.group.timeout, self.group.attend, event):
-            raise RuntimeError(f"nothing arrived within {self.group.timeout:g} s")
