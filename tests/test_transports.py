@@ -363,7 +363,7 @@ def test_tables_follow_slabs_that_lie_elsewhere_in_each_refit(monkeypatch):
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_refit_that_failed_ends_its_exchange_and_leaves_the_rest_of_the_buckets_to_it(fails, monkeypatch):
+def test_a_failure_and_a_close_end_the_communicator_and_only_a_close_ends_the_link(fails, monkeypatch):
     """A kernel that waits for a dead partner has to end; where it does not, the driver would wait for it, or give it
     no more memory."""
     address, calls, plain = f"127.0.0.1:{free_port()}", [], nccl.abort
@@ -382,13 +382,16 @@ def test_a_refit_that_failed_ends_its_exchange_and_leaves_the_rest_of_the_bucket
             monkeypatch.setattr(destination, "update_derived", refuse)
         said = caught(link.refit) if fails else link.refit()
         link.close()
-        return said
+        return said, caught(link.refit)
 
     with ThreadPoolExecutor(2) as pool:
-        said = [*pool.map(member, range(2))]
+        said, after_close = zip(*pool.map(member, range(2)), strict=True)
     assert fails == all("a layer is broken" in str(one) for one in said), said
-    # At the failure, and at the close.
-    ended = ["abort", "drop", "free", "abandon"] if fails else []
+    assert all("this connection is closed: call connect again" in str(one) for one in after_close), (
+        after_close
+    )
+    # At the failure, at the close, and at the refit after it.
+    ended = ["abort", "drop", "free", "abandon", "free"] if fails else ["free", "abort", "drop"]
     assert sorted(calls) == sorted([*ended, "free"] * 2)
 
 

@@ -89,6 +89,9 @@ class Part:
             for _ in range(3):
                 link.refit(verify=True)
             self.note("connected and refitted anew, s", time.monotonic() - began)
+            free = self.free_mib()
+            link.close()
+            self.note("MiB that a close gives back", self.free_mib() - free)
         time.sleep(WATCHED)
         self.note("GPU is done at the end", self.is_done())
         self.note("alive at the end", True)
@@ -154,6 +157,13 @@ class Part:
         from reshard.refit.copies import wait_for_all_streams
 
         return wait_for_all_streams(torch.device(device()), 5.0)
+
+    def free_mib(self) -> int:
+        """Return how much of the GPU's memory is free, once torch has given back what it does not use."""
+        import torch
+
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0] >> 20
 
     def note(self, what: str, value: Any) -> None:
         """Keep and print what was found."""
@@ -234,8 +244,12 @@ def main() -> None:
                 code = process.wait()
                 said = Path(root) / name / f"{role}.json"
                 found = json.loads(said.read_text()) if said.exists() else {}
-                result[f"{name}, {role}"] = found | {"exit": code}
                 log = (Path(root) / name / f"{role}.log").read_text(errors="replace")
+                warned = "destroy_process_group() was not called" in log
+                result[f"{name}, {role}"] = found | {
+                    "torch warns of an open communicator": warned,
+                    "exit": code,
+                }
                 print(
                     name,
                     role,

@@ -52,6 +52,7 @@ class Link:
         self.refits = 0
         self.version: int | None = None
         self.broken = False  # the last refit failed
+        self.closed = False
         context = Context(
             group,
             device,
@@ -158,6 +159,8 @@ class Link:
         self.refits += 1
         try:
             with self.group.transaction(f"refit {self.refits}"):
+                if self.closed:
+                    raise ReshardError("this connection is closed: call connect again")
                 wanted = _checked(version)
                 sender_moved, receiver_moved = self._find_moved()
                 note = self.sender.memory_digest.hex() if self.sender is not None else ""
@@ -433,13 +436,15 @@ class Link:
         return routes
 
     def close(self) -> None:
-        """Unmap the peers' memory, and free what was staged. vLLM gets the slots of an adapter back, which it
-        serves until it needs them for others."""
+        """Unmap the peers' memory, free what was staged, and end NCCL's communicator, if this connection made one;
+        it cannot be used again. vLLM gets the slots of an adapter back, which it serves until it needs them for
+        others."""
         with self.group.one_call("close"):
             self.give_back()
 
     def give_back(self) -> None:
         """Do what `close` does, within a call of the group's that goes on."""
+        self.closed = True
         for transport in self.transports:
             if self.broken:
                 transport.abandon()

@@ -236,7 +236,7 @@ class Transport(ABC):
         """Leave its own memory to a transfer that has failed, and may go on: `close` then does not wait for that."""
 
     def close(self) -> None:
-        """Give everything back; nobody reads from this member any more. The next refit, where there is one
-        all the same, makes it anew."""
+        """Give everything back; nobody reads from this member any more. After a failure the next refit makes it
+        anew (`renew`); after the close of a link there is none."""
         self.release()
         self.free()

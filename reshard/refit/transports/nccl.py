@@ -335,6 +335,12 @@ class Nccl(Transport):
         if self.memory is not None:
             self.memory.abandon()
 
+    def close(self) -> None:
+        """See `Transport.close`. A communicator that nobody ends keeps its memory and its threads, and torch warns of
+        it."""
+        super().close()
+        self.abort()
+
     def free(self) -> None:
         """Give back the memory of buckets, where it stays from refit to refit."""
         if self.memory is not None:
