@@ -119,12 +119,13 @@ def write(who: str, way: str, began: float, **more: Any) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def note(rank: int, served: torch.nn.Module, way: str, began: float, **more: Any) -> None:
-    """What this worker of vLLM serves now."""
+def note(rank: int, served: torch.nn.Module | None, way: str, began: float, **more: Any) -> None:
+    """How a sync went in this worker of vLLM, and the digest of what it serves now, unless that is None."""
     torch.cuda.synchronize()
     took = time.perf_counter() - began
-    weights = digest(served)
-    write(str(rank), way, time.perf_counter() - took, weights=weights, **more)
+    if served is not None:
+        more["weights"] = digest(served)
+    write(str(rank), way, time.perf_counter() - took, **more)
 
 
 def noted(out: Path, run: str) -> dict[str, list[dict]]:

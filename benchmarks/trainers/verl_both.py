@@ -27,20 +27,25 @@ class Adapter(ReshardServerAdapter):
     engine: ReshardMegatronEngine
 
     async def update_weights(self, weights: Any, global_steps: int | None = None, **kwargs: Any) -> None:
-        """A refit from the live shards, in host memory but for the first, and once more, with tables that hold;
-        what verl loads for its own sync; its export of the same model through its own adapter; and what it
-        offloads afterward. Each with the bytes that this rank's torch took of its GPU meanwhile."""
+        """A refit from the live shards, in host memory but for the first; once more, with tables that hold, and
+        three times without digests; what verl loads for its own sync; its export of the same model through its own
+        adapter; and what it offloads afterward. Each with the bytes that this rank's torch took of its GPU
+        meanwhile. Last the floor, of which a refit's bytes are a part."""
         refit = functools.partial(super().update_weights, weights, global_steps=global_steps, **kwargs)
         with phase("refit"):
             await refit()
         with phase("again"):
             await refit()
+        for _ in range(3):
+            with phase("alone"):
+                await refit()
         with phase("load"):
             exported, _ = MegatronEngineWithLMHead.get_per_tensor_param(self.engine, base_sync_done=True)
         with phase("stock"):
             await ServerAdapter.update_weights(self, exported, global_steps=global_steps, **kwargs)
         with phase("offload"):
             self.engine.to("cpu", model=True, optimizer=False, grad=False)
+        copy_from_host()
 
 
 @contextmanager
@@ -53,6 +58,16 @@ def phase(name: str) -> Iterator[None]:
     torch.cuda.synchronize()
     took = torch.cuda.max_memory_allocated() - before
     write(f"trainer{dist.get_rank()}", name, began, took=took)
+
+
+def copy_from_host() -> None:
+    """Note the seconds of a copy of 1 GiB of pinned memory to this rank's GPU, three times, all ranks at once."""
+    host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(host, device="cuda")
+    for _ in range(3):
+        dist.barrier()
+        with phase("GiB"):
+            there.copy_(host)
 
 
 def remembering(engine: ReshardMegatronEngine, *args: Any, **kwargs: Any) -> tuple[Any, dict | None]:

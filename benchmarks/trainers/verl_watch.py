@@ -23,15 +23,19 @@ class Refit(VerlExtension):
     """A refit, and verl's own sync into weights that were overwritten before, where that is asked for."""
 
     noted: int | None = None  # the last version
+    repeats = 0  # of it
 
     def reshard_refit(self, version: int | None = None, *args: Any, **kwargs: Any) -> dict:
-        """As it is, and a note; the same version once more is noted as such."""
-        way = "again" if version == self.noted else "refit"
+        """As it is, and a note; the same version once more is noted as such, and after that without a digest,
+        which takes its time within the trainer's call."""
+        self.repeats = self.repeats + 1 if version == self.noted else 0
         self.noted = version
+        way = ("refit", "again", "alone")[min(self.repeats, 2)]
         began = time.perf_counter()
         report = super().reshard_refit(version, *args, **kwargs)
         received = {route: size for route, size in report["received_bytes"].items() if size}
-        note(self.rank, self.model_runner.model, way, began, received=received)
+        served = self.model_runner.model if way != "alone" else None
+        note(self.rank, served, way, began, received=received)
         return report
 
     def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
