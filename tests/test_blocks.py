@@ -24,13 +24,14 @@ from reshard.refit.fp8_blocks.items import (
     BF16,
     PLACES,
     cut,
+    digest_items_on_host,
     digest_on_host,
     items_of,
     quantize_on_host,
     size_of,
     spans_of,
 )
-from reshard.refit.fp8_blocks.packed import digest_requantized, digest_served, places_of_requests
+from reshard.refit.fp8_blocks.packed import BlockDigests, Placed, places_of_requests
 from reshard.refit.tables import (
     CODEC,
     CODES,
@@ -194,14 +195,20 @@ def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place
             tensor.plain, tensor.arrived
         )
         assert np.array_equal(tensor.scales, scales) and (tensor.codes[:, columns:] == 0xEE).all()
-    made = digest_requantized(sends.block_items, cpu)
-    assert (
-        np.array_equal(made, digest_served(receives.block_items, cpu))
-        and len(np.unique(made)) == len(made)
-        and held
-    )
-    tensors[0].scales[0, 0] *= 2
-    assert (made != digest_served(receives.block_items, cpu)).sum() == 1
+    there = BlockDigests(Placed(source[blocks], where[blocks]), asked, False, cpu)
+    here = BlockDigests(Placed(destination[blocks], where[blocks]), np.array(places), True, cpu)
+    made = digests_of(there)
+    assert np.array_equal(made, digests_of(here)) and len(np.unique(made)) == len(made) and held
+    for change in (lambda: tensors[0].scales.__imul__(2), lambda: tensors[-1].codes.__ixor__(1)):
+        change()
+        differing = there.tensors[made != digests_of(here)]
+        assert 0 in differing and np.array_equal(there.tensors, here.tensors)
+    assert len(tensors) - 1 in differing
+
+
+def digests_of(blocks: BlockDigests) -> np.ndarray:
+    blocks.begin()
+    return blocks.result()
 
 
 class Sent(NamedTuple):
@@ -370,6 +377,7 @@ def interpret() -> None:
         )
         assert np.array_equal(np.signbit(encoded), np.signbit(expected.astype(np.float32)))
         assert (codes[:, columns:] == 0xEE).all() and len(held) == len(cuts)
+        check_digests(tables, kernel, codes)
         if not shift:
             digests_are_equal(block_items, table, tables, kernel)
         print(rounding, "equal")
@@ -385,6 +393,22 @@ def interpret() -> None:
     from tests.change_kernels import changes_by_the_kernels
 
     changes_by_the_kernels()
+
+
+def check_digests(tables: tuple[torch.Tensor, torch.Tensor], kernel: BlockKernel, codes: np.ndarray) -> None:
+    """Digests of items by the kernel: of what it makes those of what is served, and there those of the host; of an item
+    with another code another."""
+    from reshard.refit.fp8_blocks.kernels import digest_items
+
+    def on_host() -> np.ndarray:
+        return digest_items_on_host(*(table.numpy() for table in tables), served=True)
+
+    made, served = (digest_items(*tables, kernel, served).numpy() for served in (False, True))
+    assert np.array_equal(made, served) and np.array_equal(served, on_host()) and len({*made}) == len(made)
+    codes[150, 9] ^= 1
+    changed = digest_items(*tables, kernel, True).numpy()
+    assert (changed != made).sum() == 1 and np.array_equal(changed, on_host())
+    codes[150, 9] ^= 1
 
 
 def tiles_to_copy(rng: np.random.Generator) -> tuple[np.ndarray, Callable[[], bool]]:

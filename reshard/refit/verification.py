@@ -27,8 +27,8 @@ from reshard.refit.addresses import (
 from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.digests import Digests
 from reshard.refit.fp8_blocks.check import BlockCheck
-from reshard.refit.fp8_blocks.items import BlockItems, places_of
-from reshard.refit.fp8_blocks.packed import cut_into_blocks, digest_requantized, digest_served
+from reshard.refit.fp8_blocks.items import places_of
+from reshard.refit.fp8_blocks.packed import BlockDigests, Placed
 from reshard.refit.receiver import Receiver
 from reshard.refit.sender import Sender
 from reshard.refit.transports import SENT
@@ -39,10 +39,10 @@ class SentDigests:
 
     def __init__(self, sender: Sender) -> None:
         self.sender = sender
-        # The addresses and routes that `pieces` are of.
+        # The addresses and routes that `pieces` and `blocks` are of.
         self.made_for: tuple[list[int], dict[int, str]] | None = None
         self.pieces: dict[int, Digests] = {}
-        self.blocks: dict[int, np.ndarray] = {}
+        self.blocks: dict[int, BlockDigests] = {}  # that travel as such
 
     def begin(self) -> None:
         """Begin the digest of every piece. Blocks that travel as blocks count as what they become."""
@@ -51,15 +51,23 @@ class SentDigests:
         if made_for != self.made_for:
             memory = region_addresses(self.sender.source.regions)
             self.pieces = {rank: self._of_pieces(rank, route, memory) for rank, route in routes.items()}
+            self.blocks = {
+                rank: self._of_blocks(rank, route, memory)
+                for rank, route in routes.items()
+                if _as_blocks(self.sender.requests[rank], route).any()
+            }
             self.made_for = made_for
         for digests in self.pieces.values():
             digests.begin()
-        self.blocks = {rank: self._of_blocks(rank, route) for rank, route in routes.items()}
+        for blocks in self.blocks.values():
+            blocks.begin()
 
     def post(self) -> None:
         """Publish the digests once they are computed."""
         for rank, pieces in self.pieces.items():
-            payload = np.concatenate([pieces.result(), self.blocks[rank]]).tobytes()
+            payload = pieces.result().tobytes()
+            if rank in self.blocks:
+                payload += self.blocks[rank].result().tobytes()
             self.sender.group.post(f"digests/{rank}", payload)
 
     def _of_pieces(self, rank: int, route: str, memory: np.ndarray) -> Digests:
@@ -68,15 +76,11 @@ class SentDigests:
         table = source_table(memory, as_fragments(pieces))
         return Digests(table, pieces[:, COLUMN_COUNT], self.sender.device)
 
-    def _of_blocks(self, rank: int, route: str) -> np.ndarray:
+    def _of_blocks(self, rank: int, route: str, memory: np.ndarray) -> BlockDigests:
         request = self.sender.requests[rank]
-        as_blocks = _as_blocks(request, route)
-        if not as_blocks.any():
-            return np.zeros(0, np.int64)
-        memory = region_addresses(self.sender.source.regions)
-        outgoing = self.sender.sent(memory, request[as_blocks])
-        blocks = cut_into_blocks(outgoing.table, outgoing.destinations, outgoing.places)
-        return digest_requantized(blocks, self.sender.device)
+        outgoing = self.sender.sent(memory, request[_as_blocks(request, route)])
+        pieces = Placed(outgoing.table, outgoing.destinations)
+        return BlockDigests(pieces, outgoing.places, False, self.sender.device)
 
 
 def _as_blocks(request: np.ndarray, route: str) -> np.ndarray:
@@ -100,8 +104,7 @@ class ReceivedDigests:
         self.tensors: list[torch.Tensor] = []
         self.made_for: tuple[list[int], dict[int, str]] | None = None
         self.plain: dict[int, Digests] = {}
-        self.blocks: dict[int, BlockItems] = {}  # that arrive as such
-        self.of_blocks: dict[int, np.ndarray] = {}
+        self.blocks: dict[int, BlockDigests] = {}  # that arrive as such
         self.in_rounds: dict[int, np.ndarray] = {}
         self.mismatches: list[int] = []  # indices of local tensors that differ from what arrived in a round
         self.checked_for: Any = None  # the addresses, routes and shards that `check` is of
@@ -118,14 +121,17 @@ class ReceivedDigests:
         if made_for != self.made_for:
             memory = region_addresses(receiver.engine.regions.values())
             self.plain = {rank: self._of_plain(rank, memory) for rank in receiver.pieces}
-            self.blocks = {rank: self._arriving_blocks(rank, memory) for rank in receiver.pieces}
+            self.blocks = {
+                rank: self._arriving_blocks(rank, memory)
+                for rank in receiver.pieces
+                if self._as_blocks(rank).any()
+            }
             self.made_for = made_for
         for digests in self.plain.values():
             digests.begin()
+        for blocks in self.blocks.values():
+            blocks.begin()
         self._block_check(shards).begin()
-        self.of_blocks = {
-            rank: digest_served(blocks, receiver.device) for rank, blocks in self.blocks.items()
-        }
 
     def _addresses(self) -> list[int]:
         """Return where the tensors are now that the engine's regions and scales look into."""
@@ -142,11 +148,10 @@ class ReceivedDigests:
         table = reading_destination(destination_table(memory, pieces))[plain]
         return Digests(table, pieces.requests[plain, COLUMN_COUNT], self.receiver.device)
 
-    def _arriving_blocks(self, rank: int, memory: np.ndarray) -> BlockItems:
-        """Return the blocks that arrive as such from a trainer's rank."""
+    def _arriving_blocks(self, rank: int, memory: np.ndarray) -> BlockDigests:
         pieces = self.receiver.pieces[rank].where(self._as_blocks(rank))
-        table, places = destination_table(memory, pieces), places_of(self.receiver.engine)
-        return cut_into_blocks(table, pieces.destinations, places)
+        placed = Placed(destination_table(memory, pieces), pieces.destinations)
+        return BlockDigests(placed, places_of(self.receiver.engine), True, self.receiver.device)
 
     def add_round(self, number: int) -> None:
         """Take the digests of what arrived in a round, and note the local tensors that differ from
@@ -208,7 +213,8 @@ class ReceivedDigests:
         receiver, pieces = self.receiver, self.receiver.pieces[rank]
         in_rounds, as_blocks = self._in_rounds(rank), self._as_blocks(rank)
         payload = receiver.group.read(f"digests/{receiver.group.rank}", rank)
-        plain_count, of_blocks = int((~as_blocks).sum()), self.of_blocks[rank]
+        plain_count, blocks = int((~as_blocks).sum()), self.blocks.get(rank)
+        of_blocks = blocks.result() if blocks is not None else np.zeros(0, np.int64)
         sent = decode_digests(payload, plain_count + len(of_blocks), receiver.group.names[rank])
         received = np.zeros(len(as_blocks), np.int64)
         received[~self._made_here(rank) & ~as_blocks] = self.plain[rank].result()
@@ -218,8 +224,8 @@ class ReceivedDigests:
             received[in_rounds] = self.in_rounds[rank][in_rounds]
         wrong = np.zeros(len(as_blocks), bool)
         wrong[~as_blocks] = received[~as_blocks] != sent[:plain_count]
-        if as_blocks.any():
-            tensors = self.blocks[rank].tensors[of_blocks != sent[plain_count:]]
+        if blocks is not None:
+            tensors = blocks.tensors[of_blocks != sent[plain_count:]]
             wrong |= as_blocks & np.isin(pieces.destinations[:, 0], tensors)
         return wrong
 

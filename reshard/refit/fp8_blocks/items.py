@@ -173,6 +173,12 @@ def is_aligned(blocks: BlockItems) -> bool:
     return bool(bits % ALIGNMENT == 0)
 
 
+def kernel_of(blocks: BlockItems) -> BlockKernel:
+    """Return the variant of the kernels for these items: two, not one for each width."""
+    of_item = 1 if (blocks.items[:, ITEM_COLUMNS] <= BLOCK).all() else ITEM_BLOCKS
+    return BlockKernel(is_aligned(blocks), of_item, size_of(blocks.fragments[:, ELEMENT_BYTES]))
+
+
 def spans_of(blocks: BlockItems, table: np.ndarray) -> np.ndarray:
     """Return where each fragment lies in the piece that owns it, as columns `tables.SPAN`; owner `NO_PIECE`
     is padding. `table` has the pieces, all of rows of whole words of `tables.SPAN_ELEMENTS` elements."""
@@ -200,9 +206,7 @@ class BlockTable:
     ) -> None:
         self.device = device
         items, fragments = blocks.items[order], blocks.fragments
-        # Programs for an item; two kernels, not one for each width.
-        of_item = 1 if (items[:, ITEM_COLUMNS] <= BLOCK).all() else ITEM_BLOCKS
-        self.kernel = BlockKernel(is_aligned(blocks), of_item, size_of(fragments[:, ELEMENT_BYTES]))
+        self.kernel = kernel_of(blocks)
         self.items: torch.Tensor | np.ndarray = items
         self.fragments: torch.Tensor | np.ndarray = fragments.copy()
         self.owners: torch.Tensor | np.ndarray = blocks.owners
@@ -274,7 +278,7 @@ def size_of(sizes: np.ndarray) -> int:
 
 def quantize_on_host(items: np.ndarray, fragments: np.ndarray) -> None:
     """Make the blocks of items within this process's memory."""
-    for served, made in _on_host(items, fragments):
+    for served, made in zip(_served_on_host(items), _made_on_host(items, fragments), strict=True):
         for place, values in zip(served, made, strict=True):
             place[...] = values
 
@@ -284,9 +288,32 @@ def compare_on_host(items: np.ndarray, fragments: np.ndarray) -> np.ndarray:
     than `quantize_on_host` would make."""
     same = [
         all(np.array_equal(place, values) for place, values in zip(served, made, strict=True))
-        for served, made in _on_host(items, fragments)
+        for served, made in zip(_served_on_host(items), _made_on_host(items, fragments), strict=True)
     ]
     return ~np.array(same, bool)
+
+
+def digest_items_on_host(items: np.ndarray, fragments: np.ndarray, served: bool) -> np.ndarray:
+    """Return a digest of the codes and scales of each item within this process's memory, int64 ``[items]``.
+
+    Its words are those of its codes, in rows of `ITEM_BLOCKS` blocks, with zeros up to where blocks end, and then
+    its scales.
+    """
+    words = np.zeros((BLOCK, ITEM_BLOCKS * BLOCK), np.uint8)
+    positions = np.arange(words.size // 8, dtype=np.uint64).reshape(BLOCK, -1)
+    sums = np.zeros(len(items), np.uint64)
+    pairs = _served_on_host(items) if served else _made_on_host(items, fragments)
+    for index, (codes, scales) in enumerate(pairs):
+        words[:] = 0
+        words[: codes.shape[0], : codes.shape[1]] = codes
+        blocks = scales.size // 4
+        wide = slice(blocks * BLOCK // 8)
+        scale_words = np.ascontiguousarray(scales).view(np.uint32).reshape(-1).astype(np.uint64)
+        scale_positions = np.uint64(positions.size) + np.arange(blocks, dtype=np.uint64)
+        with np.errstate(over="ignore"):
+            sums[index] = mixed(words.view(np.uint64)[:, wide], positions[:, wide]).sum(dtype=np.uint64)
+            sums[index] += mixed(scale_words, scale_positions).sum(dtype=np.uint64)
+    return sums.view(np.int64)
 
 
 def digest_on_host(fragments: np.ndarray, spans: np.ndarray, sums: np.ndarray) -> None:
@@ -301,20 +328,25 @@ def digest_on_host(fragments: np.ndarray, spans: np.ndarray, sums: np.ndarray) -
             sums[piece] += mixed(words, positions).sum(dtype=np.uint64)
 
 
-def _on_host(
-    items: np.ndarray, fragments: np.ndarray
-) -> Iterator[tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]]:
-    """Yield for each item the bytes of its codes and scales where they are served from, and those that
-    its fragments make."""
+def _served_on_host(items: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield for each item the bytes of its codes and scales where they are served from."""
+    for codes, codes_pitch, scales, height, length, *_ in items.tolist():
+        yield (
+            host_bytes(codes, height, length, codes_pitch),
+            host_bytes(scales, 1, -(-length // BLOCK) * 4, 0),
+        )
+
+
+def _made_on_host(items: np.ndarray, fragments: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield for each item the bytes of the codes and scales that its fragments make."""
     roundings = [*ROUNDINGS]
-    for codes, codes_pitch, scales, height, length, first, count, rounding in items.tolist():
+    for *_, height, length, first, count, rounding in items.tolist():
         values = np.zeros((height, length), BF16.numpy())
         for fragment in fragments[first : first + count]:
             top, left, high, wide = fragment[[TOP, LEFT, FRAGMENT_ROWS, FRAGMENT_COLUMNS]]
             values[top : top + high, left : left + wide] = _bf16_bytes(fragment).view(BF16.numpy())
-        new_codes, new_scales = encode(values, roundings[rounding])
-        served = host_bytes(codes, height, length, codes_pitch), host_bytes(scales, 1, new_scales.size * 4, 0)
-        yield served, (new_codes.view(np.uint8), new_scales.view(np.uint8).reshape(1, -1))
+        codes, scales = encode(values, roundings[rounding])
+        yield codes.view(np.uint8), scales.view(np.uint8).reshape(1, -1)
 
 
 def _bf16_bytes(fragment: np.ndarray) -> np.ndarray:

@@ -1,5 +1,5 @@
-"""The Triton kernel that makes fp8 blocks, or compares them with those that an engine serves, from tables of
-items and their fragments (`reshard.refit.tables`). It carries out copies between blocks."""
+"""The Triton kernels that make fp8 blocks, compare them with those that an engine serves, and digest either, from
+tables of items and their fragments (`reshard.refit.tables`). Between blocks that it makes one carries out copies."""
 
 from functools import cache
 
@@ -10,11 +10,12 @@ import triton.language as tl
 from reshard.quantization import fp8_blocks
 from reshard.quantization.fp8_blocks_triton import encode_block
 from reshard.refit.kernels import BLOCK, COPY, POSITION, columns, copy_tile, expected_compilation, mix
-from reshard.refit.tables import BlockKernel
+from reshard.refit.tables import ITEM_BLOCKS, BlockKernel
 
-# Of the kernel that makes blocks: so that two of its programs run on a multiprocessor. A pull is as fast with
-# one, which waits for the link; a check is slower.
-QUANTIZE = {"num_warps": 8, "maxnreg": 128}
+# Of the kernels that make blocks, and that check them: so that two of their programs run on a multiprocessor. More
+# warps, of which each has less under way, wait for a link a little better.
+QUANTIZE = {"num_warps": 16, "maxnreg": 64}
+CHECK = {"num_warps": 8, "maxnreg": 128}
 
 ITEM, CODES, CODES_PITCH, SCALES, ITEM_ROWS, ITEM_COLUMNS, FIRST_FRAGMENT, FRAGMENTS, ROUNDING = columns(
     "ITEM CODES CODES_PITCH SCALES ITEM_ROWS ITEM_COLUMNS FIRST_FRAGMENT FRAGMENTS ROUNDING"
@@ -26,6 +27,8 @@ SPAN, SPAN_PIECE, SPAN_WORD, SPAN_ROW_WORDS, SPAN_ELEMENTS = columns(
     "SPAN SPAN_PIECE SPAN_WORD SPAN_ROW_WORDS SPAN_ELEMENTS"
 )
 EDGE = tl.constexpr(fp8_blocks.BLOCK)  # elements along an edge of a block with a scale
+ITEM_WORDS = tl.constexpr(ITEM_BLOCKS * fp8_blocks.BLOCK // 8)  # of codes, in a row of the widest item
+LOW_HALF = tl.constexpr((1 << 32) - 1)
 UE8M0, TWICE, STORED = (
     tl.constexpr([*fp8_blocks.ROUNDINGS].index(name)) for name in ("ue8m0", "twice", "stored")
 )
@@ -100,7 +103,7 @@ def _add_digests(value, fragments, spans, count, block, sums):
     bits = value.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     even, odd = tl.split(tl.reshape(bits, [EDGE, EDGE // SPAN_ELEMENTS, 2, 2]))
     low, high = tl.split(even | (odd << 16))
-    words = (low.to(tl.int64) & ((1 << 32) - 1)) | (high.to(tl.int64) << 32)
+    words = (low.to(tl.int64) & LOW_HALF) | (high.to(tl.int64) << 32)
     r = tl.arange(0, EDGE)[:, None]
     c = block + tl.arange(0, EDGE // SPAN_ELEMENTS)[None, :] * SPAN_ELEMENTS
     for number in range(count):
@@ -114,6 +117,41 @@ def _add_digests(value, fragments, spans, count, block, sums):
 
 
 @triton.jit
+def _make(item, gathered):
+    """Return the codes of an item's block of these elements, and its scale."""
+    rounding = tl.load(item + ROUNDING)
+    codes, scale = encode_block(gathered.to(tl.float32), rounding == UE8M0, rounding == STORED)
+    if rounding == TWICE:
+        codes, scale = encode_block(codes.to(tl.float32) * scale, True, False)
+    return codes, scale
+
+
+@triton.jit
+def _places(item, block, ALIGNED: tl.constexpr):
+    """Return where the codes of an item's block are served from, a mask of those that the item has, and whether
+    it has all; and where its scale is."""
+    n_rows, n_columns = tl.load(item + ITEM_ROWS).to(tl.int32), tl.load(item + ITEM_COLUMNS).to(tl.int32)
+    r, c = tl.arange(0, EDGE)[:, None], block + tl.arange(0, EDGE)[None, :]
+    where = tl.load(item + CODES).to(tl.pointer_type(tl.float8e4nv)) + (r * tl.load(item + CODES_PITCH) + c)
+    inside = (r < n_rows) & (c < n_columns)
+    if ALIGNED:
+        where = tl.multiple_of(tl.max_contiguous(where, [1, 16]), [1, 16])
+        inside = tl.max_constancy(inside, [1, 16])
+    whole = (n_rows == EDGE) & (n_columns >= block + EDGE)  # no mask then, which would split loads and stores
+    return where, inside, whole, tl.load(item + SCALES).to(tl.pointer_type(tl.float32)) + block // EDGE
+
+
+@triton.jit
+def _served(where, inside, whole):
+    """Return the codes of a block as they are served, and zeros outside of its item."""
+    if whole:
+        codes = tl.load(where)
+    else:
+        codes = tl.load(where, mask=inside, other=0.0)
+    return codes
+
+
+@triton.jit
 def _encode(
     number, items, fragments, wrong, spans, sums, ALIGNED: tl.constexpr, ITEM_BLOCKS: tl.constexpr,
     SIZE: tl.constexpr, COMPARE: tl.constexpr, DIGEST: tl.constexpr,
@@ -121,32 +159,15 @@ def _encode(
     """Make the block of this number, or compare it; each item has `ITEM_BLOCKS` numbers."""
     item = items + (number // ITEM_BLOCKS).to(tl.int64) * ITEM
     block = (number % ITEM_BLOCKS).to(tl.int32) * EDGE
-    n_rows, n_columns = tl.load(item + ITEM_ROWS).to(tl.int32), tl.load(item + ITEM_COLUMNS).to(tl.int32)
-    if block < n_columns:
+    if block < tl.load(item + ITEM_COLUMNS).to(tl.int32):
         count, first = tl.load(item + FRAGMENTS).to(tl.int32), tl.load(item + FIRST_FRAGMENT)
         gathered = _gather(fragments + first * FRAGMENT, count, block, SIZE, ALIGNED)
         if DIGEST:
             _add_digests(gathered, fragments + first * FRAGMENT, spans + first * SPAN, count, block, sums)
-        rounding = tl.load(item + ROUNDING)
-        codes, scale = encode_block(gathered.to(tl.float32), rounding == UE8M0, rounding == STORED)
-        if rounding == TWICE:
-            codes, scale = encode_block(codes.to(tl.float32) * scale, True, False)
-        r, c = tl.arange(0, EDGE)[:, None], block + tl.arange(0, EDGE)[None, :]
-        where = tl.load(item + CODES).to(tl.pointer_type(tl.float8e4nv)) + (
-            r * tl.load(item + CODES_PITCH) + c
-        )
-        if ALIGNED:
-            where = tl.multiple_of(tl.max_contiguous(where, [1, 16]), [1, 16])
-        scale_at = tl.load(item + SCALES).to(tl.pointer_type(tl.float32)) + block // EDGE
-        inside = (r < n_rows) & (c < n_columns)
-        if ALIGNED:
-            inside = tl.max_constancy(inside, [1, 16])
-        whole = (n_rows == EDGE) & (n_columns >= block + EDGE)  # no mask, which would split loads and stores
+        codes, scale = _make(item, gathered)
+        where, inside, whole, scale_at = _places(item, block, ALIGNED)
         if COMPARE:
-            if whole:
-                served = tl.load(where)
-            else:
-                served = tl.load(where, mask=inside, other=0.0)
+            served = _served(where, inside, whole)
             unlike = served.to(tl.uint8, bitcast=True) != codes.to(tl.uint8, bitcast=True)
             differing = tl.sum((unlike & inside).to(tl.int32))
             differing += (
@@ -183,6 +204,35 @@ def _quantize(
             )  # fmt: skip
 
 
+@triton.jit
+def _digest_blocks(
+    items, fragments, sums, ALIGNED: tl.constexpr, ITEM_BLOCKS: tl.constexpr, SIZE: tl.constexpr,
+    SERVED: tl.constexpr,
+):  # fmt: skip
+    """Add the digest of a block's codes and scale, as they are made or `SERVED`, to its item's."""
+    number = tl.program_id(0).to(tl.int64)
+    item, block = items + number // ITEM_BLOCKS * ITEM, (number % ITEM_BLOCKS).to(tl.int32) * EDGE
+    if block < tl.load(item + ITEM_COLUMNS).to(tl.int32):
+        if SERVED:
+            where, inside, whole, scale_at = _places(item, block, ALIGNED)
+            codes, scale = _served(where, inside, whole), tl.load(scale_at)
+        else:
+            count, first = tl.load(item + FRAGMENTS).to(tl.int32), tl.load(item + FIRST_FRAGMENT)
+            codes, scale = _make(item, _gather(fragments + first * FRAGMENT, count, block, SIZE, ALIGNED))
+        # Eight codes are a word.
+        bits = tl.reshape(codes.to(tl.uint8, bitcast=True).to(tl.int32), [EDGE, EDGE // 8, 2, 2, 2])
+        even, odd = tl.split(bits)
+        even, odd = tl.split(even | (odd << 8))
+        low, high = tl.split(even | (odd << 16))
+        words = (low.to(tl.int64) & LOW_HALF) | (high.to(tl.int64) << 32)
+        r, w = tl.arange(0, EDGE)[:, None], block // 8 + tl.arange(0, EDGE // 8)[None, :]
+        place = r.to(tl.int64) * ITEM_WORDS + w
+        scale_word = scale.to(tl.int32, bitcast=True).to(tl.int64) & LOW_HALF
+        scale_place = (block // EDGE).to(tl.int64) + EDGE * ITEM_WORDS
+        total = tl.sum(mix(words, place * POSITION)) + mix(scale_word, scale_place * POSITION)
+        tl.atomic_add(sums + number // ITEM_BLOCKS, total)
+
+
 def quantize_items(
     items: torch.Tensor, fragments: torch.Tensor, kernel: BlockKernel, tiles: torch.Tensor | None = None
 ) -> None:
@@ -213,8 +263,20 @@ def compare_items(
         added = (spans, sums) if digest else (items, items)
         with expected_compilation():
             programs = len(items) * kernel.blocks
-            _quantize[(programs,)](items, 0, items, fragments, wrong, *added, *how, **QUANTIZE)
+            _quantize[(programs,)](items, 0, items, fragments, wrong, *added, *how, **CHECK)
     return wrong != 0
+
+
+def digest_items(
+    items: torch.Tensor, fragments: torch.Tensor, kernel: BlockKernel, served: bool
+) -> torch.Tensor:
+    """Return a digest of the codes and scales of each item, int64 ``[items]``: as they are `served`, or as
+    `quantize_items` would make them."""
+    sums = torch.zeros(len(items), dtype=torch.int64, device=items.device)
+    if len(items):
+        with expected_compilation():
+            _digest_blocks[(len(items) * kernel.blocks,)](items, fragments, sums, *kernel, served, **CHECK)
+    return sums
 
 
 @cache

@@ -7,16 +7,15 @@ it from there to where it serves from. The parts of a block that no piece reache
 zero. Blocks of which several ranks hold parts travel otherwise: `split`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.quantization.fp8_blocks import BLOCK
+from reshard.device.cuda import on_device
 from reshard.refit.codecs import SOURCE_SIZES
-from reshard.refit.digests import Digests
 from reshard.refit.fp8_blocks.items import (
     ENCODING,
     PITCH,
@@ -26,6 +25,9 @@ from reshard.refit.fp8_blocks.items import (
     BlockItems,
     BlockTable,
     cut,
+    digest_items_on_host,
+    items_of,
+    kernel_of,
     size_of,
 )
 from reshard.refit.tables import (
@@ -53,7 +55,6 @@ from reshard.refit.tables import (
 
 SCALE = 4  # bytes
 FP8 = (8, 9)  # the compute capability from which on a GPU converts to fp8
-BATCH = 4096  # blocks at a time, for a check: 64 MiB
 
 
 class Placed(NamedTuple):
@@ -169,36 +170,35 @@ def slice_blocks(blocks: BlockItems, first: int, last: int) -> BlockItems:
     )
 
 
-def digest_requantized(blocks: BlockItems, device: torch.device) -> np.ndarray:
-    """Return a digest of the codes and scale of each block, made anew on the trainer's rank."""
-    digests = [np.zeros(0, np.int64)]
-    for batch in _batches(blocks):
-        slot = BLOCK * BLOCK + ALIGNMENT
-        memory = torch.empty(len(batch.items) * slot, dtype=torch.uint8, device=device)
-        begins = memory.data_ptr() + np.arange(len(batch.items), dtype=np.int64) * slot
-        encode_table(batch, begins, device).run()
-        digests.append(_digests(packed(batch.items, begins), device))
-    return np.concatenate(digests)
+class BlockDigests:
+    """A digest of each item of the blocks that pieces make up, at one end: of their codes and scales as a trainer's
+    rank makes them anew, or, with `served`, as they lie where an inference rank serves from. `tensors` are the
+    indices of the items' local tensors.
 
+    The tables stay on the GPU, for who takes the same digests again.
+    """
 
-def digest_served(blocks: BlockItems, device: torch.device) -> np.ndarray:
-    """Return a digest of the codes and scale of each block, where an inference rank serves from."""
-    return _digests(blocks.items, device)
+    def __init__(self, pieces: Placed, places: np.ndarray, served: bool, device: torch.device) -> None:
+        blocks = items_of(pieces.table, pieces.destinations, np.zeros(len(pieces.table), np.int64), places)
+        self.tensors, self.served = blocks.tensors, served
+        self.kernel = kernel_of(blocks)
+        self.items: torch.Tensor | np.ndarray = blocks.items
+        self.fragments: torch.Tensor | np.ndarray = blocks.fragments
+        if device.type == "cuda":
+            self.items, self.fragments = on_device(blocks.items, device), on_device(blocks.fragments, device)
+        self.sums: torch.Tensor | np.ndarray | None = None  # of what was begun, and not asked for yet
 
+    def begin(self) -> None:
+        """Take the digests; on a GPU, enqueue it on the current stream."""
+        if isinstance(self.items, torch.Tensor) and isinstance(self.fragments, torch.Tensor):
+            from reshard.refit.fp8_blocks.kernels import digest_items
 
-def _batches(blocks: BlockItems) -> Iterator[BlockItems]:
-    for first in range(0, len(blocks.items), BATCH):
-        yield slice_blocks(blocks, first, min(first + BATCH, len(blocks.items)))
+            self.sums = digest_items(self.items, self.fragments, self.kernel, self.served)
+        elif isinstance(self.items, np.ndarray) and isinstance(self.fragments, np.ndarray):
+            self.sums = digest_items_on_host(self.items, self.fragments, self.served)
 
-
-def _digests(items: np.ndarray, device: torch.device) -> np.ndarray:
-    digests = []
-    for address, pitch, rows, width, size in (
-        (items[:, CODES], items[:, CODES_PITCH], items[:, ITEM_ROWS], items[:, ITEM_COLUMNS], 1),
-        (items[:, SCALES], np.full(len(items), SCALE), np.ones(len(items), np.int64), np.full(len(items), SCALE), SCALE),
-    ):  # fmt: skip
-        table = empty_table(len(items))
-        table[:, SRC], table[:, SRC_PITCH], table[:, ROWS], table[:, WIDTH] = address, pitch, rows, width
-        digests.append(Digests(table, width // size, device).result())
-    combined: np.ndarray = digests[0] * 31 + digests[1]
-    return combined
+    def result(self) -> np.ndarray:
+        """Return the digests that were begun, int64 ``[items]``."""
+        sums, self.sums = self.sums, None
+        assert sums is not None
+        return sums.cpu().numpy() if isinstance(sums, torch.Tensor) else sums
