@@ -12,10 +12,10 @@ from reshard.quantization.fp8_blocks_triton import encode_block
 from reshard.refit.kernels import BLOCK, COPY, POSITION, columns, copy_tile, expected_compilation, mix
 from reshard.refit.tables import ITEM_BLOCKS, BlockKernel
 
-# Of the kernels that make blocks, and that check them: so that two of their programs run on a multiprocessor. More
-# warps, of which each has less under way, wait for a link a little better.
-QUANTIZE = {"num_warps": 16, "maxnreg": 64}
-CHECK = {"num_warps": 8, "maxnreg": 128}
+# So that two programs run on a multiprocessor. In a pull more warps, of which each has less under way, wait for the
+# links a little better; where NCCL's kernels run beside them, for buckets, they leave these less room.
+PULL_LAUNCH = {"num_warps": 16, "maxnreg": 64}
+LAUNCH = {"num_warps": 8, "maxnreg": 128}
 
 ITEM, CODES, CODES_PITCH, SCALES, ITEM_ROWS, ITEM_COLUMNS, FIRST_FRAGMENT, FRAGMENTS, ROUNDING = columns(
     "ITEM CODES CODES_PITCH SCALES ITEM_ROWS ITEM_COLUMNS FIRST_FRAGMENT FRAGMENTS ROUNDING"
@@ -241,8 +241,9 @@ def quantize_items(
     count = 0 if tiles is None else len(tiles)
     programs = count + len(items) * kernel.blocks
     how = *kernel, False, False, BLOCK // 2
+    options = PULL_LAUNCH if kernel.blocks > 1 else LAUNCH  # one by one they are packed
     _quantize[(programs,)](
-        items if tiles is None else tiles, count, items, fragments, items, items, items, *how, **QUANTIZE
+        items if tiles is None else tiles, count, items, fragments, items, items, items, *how, **options
     )
 
 
@@ -263,7 +264,7 @@ def compare_items(
         added = (spans, sums) if digest else (items, items)
         with expected_compilation():
             programs = len(items) * kernel.blocks
-            _quantize[(programs,)](items, 0, items, fragments, wrong, *added, *how, **CHECK)
+            _quantize[(programs,)](items, 0, items, fragments, wrong, *added, *how, **LAUNCH)
     return wrong != 0
 
 
@@ -275,7 +276,7 @@ def digest_items(
     sums = torch.zeros(len(items), dtype=torch.int64, device=items.device)
     if len(items):
         with expected_compilation():
-            _digest_blocks[(len(items) * kernel.blocks,)](items, fragments, sums, *kernel, served, **CHECK)
+            _digest_blocks[(len(items) * kernel.blocks,)](items, fragments, sums, *kernel, served, **LAUNCH)
     return sums
 
 
