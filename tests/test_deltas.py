@@ -2,6 +2,7 @@
 itself wherever a member has other weights than those that the changes build on."""
 
 import re
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from zlib import crc32
@@ -213,32 +214,54 @@ def test_a_trainers_rank_that_is_killed_while_it_finds_what_changed_is_named_and
     assert (ready, version) == (False, 1)
 
 
-@pytest.mark.parametrize("slower", ["delta", "whole"])
-def test_auto_times_both_kinds_and_sends_what_is_faster(slower, monkeypatch):
-    plain = deltas.Deltas.end
+# By refit: "-" sends all, "k" keeps it too, "c" sends changes.
+@pytest.mark.parametrize(("slower", "kinds"), [("changes", "--kcc---kcccckc"), ("all", "--kcccccccccckc")])
+def test_auto_sends_what_is_faster_and_where_that_is_all_keeps_nothing_until_it_looks_again(
+    slower, kinds, monkeypatch
+):
+    """The link's rate changes after eight refits, and the engine loads other weights after twelve."""
+    plain_end, plain_store, stored = deltas.Deltas.end, changes.SentBuckets._store, Counter()
 
     def end(self, group, seconds):
-        is_slow = (slower == "delta") == (self.since is not None)
-        plain(self, group, 0.5 if is_slow else 0.1)
+        slow = slower == "changes" and group.version < 9
+        plain_end(self, group, (0.5 if slow else 0.1) if self.choice.keeps else 0.2)
 
+    def store(self, key, segment):
+        stored[id(self)] += 1
+        plain_store(self, key, segment)
+
+    monkeypatch.setattr(deltas, "REST", 3)
     monkeypatch.setattr(deltas.Deltas, "end", end)
+    monkeypatch.setattr(changes.SentBuckets, "_store", store)
 
     def member(link, side):
+        [sent] = [transport.sent for transport in link.transports if transport.name == "nccl"]
         seen = []
-        for _ in range(6):
+        for version in range(len(kinds)):
             if isinstance(side, Shards):
                 side.step(0.02)
-            seen.append((link.refit().delta, state(side)))
+            if version == 13:
+                lose(link, side, "loaded")
+            before = stored[id(sent)]
+            delta = link.refit(version, verify=version % 4 == 1).delta
+            seen.append((delta, link.version, stored[id(sent)] > before, state(side)))
         return seen
 
     first, second, served = refits(member, delta="auto")
-    last = slower == "whole"
     for of_member in (first, second, served):
-        assert [delta.is_delta for delta, _ in of_member] == [False, False, True, True, last, last]
-    assert "all is sent, to time it" in first[1][0].reason
-    assert last or "all is sent: it takes 0.1 s, and changes would take 0.5 s" in first[-1][0].reason
-    assert 0.01 < first[-1][0].changed < 0.03  # which is measured where all is sent, too
-    for (_, one), (_, other), (_, into) in zip(first, second, served, strict=True):
+        assert [delta.is_delta for delta, *_ in of_member] == [kind == "c" for kind in kinds]
+        assert [version for _, version, *_ in of_member] == [*range(len(kinds))]
+    for of_trainer in (first, second):
+        assert [is_kept for *_, is_kept, _ in of_trainer] == [kind != "-" for kind in kinds]
+        compared = [delta.changed is not None for delta, *_ in of_trainer]
+        assert compared == [kind == "c" or version == 13 for version, kind in enumerate(kinds)]
+    reasons = [delta.reason for delta, *_ in served]
+    assert reasons[:2] == ["all is sent, to time it"] * 2
+    assert reasons[2].endswith("it has kept nothing of its last refit") and "written by others" in reasons[13]
+    assert reasons.count(
+        "all is sent: it takes 0.2 s, and changes take 0.5 s, which is timed again after 3 refits"
+    ) == kinds[2:].count("-")
+    for (*_, one), (*_, other), (*_, into) in zip(first, second, served, strict=True):
         assert same_as((one, other), into)
 
 

@@ -95,9 +95,10 @@ def connect(
 
     With `delta` trainers' ranks keep what they sent by NCCL, or Gloo, and send what changed since, where all
     members still have the weights of the refit before; ``auto`` does so where that is measured to be faster than
-    to send all. It is kept on the trainer's device, or with `delta_on_host` in pinned host memory: as many bytes
-    as each rank sends, once for replicas. One member that gives `delta` decides for all. What goes by other
-    backends, the adapter, and what the engine quantizes itself always go whole.
+    to send all, and elsewhere keeps nothing for the next 50 refits. It is kept on the trainer's device, or with
+    `delta_on_host` in pinned host memory: as many bytes as each rank sends, once for replicas. One member that
+    gives `delta` decides for all. What goes by other backends, the adapter, and what the engine quantizes itself
+    always go whole.
 
     A field of the engine's config that any member ignores (`reshard.ignored_config_fields`), all do.
 

@@ -14,8 +14,8 @@ class DeltaState:
     """A member's weights: those that a trainer's rank keeps as it sent them, or an engine's serves.
 
     `holds` is the transaction that brought them; None where they are not whole or not known, and `why` says
-    why. `whole_seconds` is what a refit that sends all takes, `delta_seconds` what one that sends what changed
-    is expected to take; None where that was not measured.
+    why. `whole_seconds` is what a refit that sends all and keeps nothing takes, `delta_seconds` what one that sends
+    what changed does; None where that was not measured.
     """
 
     holds: int | None
