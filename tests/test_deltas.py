@@ -41,6 +41,7 @@ def refits(member, engines: int = 1, **options) -> list:
             link = connect(group, *sides, **{"bucket_bytes": 2 << 20, "delta": True} | options)
             result = member(link, side)
         link.close()
+        assert not any(transport.sent.buckets for transport in link.transports if transport.name == "nccl")
         return result
 
     with ThreadPoolExecutor(size) as pool:

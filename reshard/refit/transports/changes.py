@@ -101,6 +101,11 @@ class SentBuckets:
         if sizes != self.sizes:
             self.sizes, self.buckets, self.whole = sizes, {}, False
 
+    def drop(self) -> None:
+        """Give back what is kept."""
+        self.begin()
+        self.buckets = {}
+
     @property
     def bytes(self) -> int:
         """The bytes of memory that this takes once all is kept."""

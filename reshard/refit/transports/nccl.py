@@ -329,7 +329,9 @@ class Nccl(Transport):
                 self.memory.drop()
             else:
                 self.abandon()
-            self.communicator = self.store = None
+            # The store last: the communicator's threads may ask it until the last reference to that is gone.
+            self.memory = self.communicator = None
+            self.store = None
 
     def abandon(self) -> None:
         """See `Transport.abandon`."""
@@ -338,9 +340,12 @@ class Nccl(Transport):
 
     def close(self) -> None:
         """See `Transport.close`. A communicator that nobody ends keeps its memory and its threads, and torch warns of
-        it."""
+        it; Gloo's ends with its last reference."""
         super().close()
         self.abort()
+        self.steps, self.served, self.addresses = {}, {}, []
+        if self.sent is not None:
+            self.sent.drop()
 
     def free(self) -> None:
         """Give back the memory of buckets, where it stays from refit to refit."""
