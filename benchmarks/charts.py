@@ -40,9 +40,18 @@ CHARTS = (
         "2026-11-21-refit.md",
         True,
         {
-            "Llama-3.1-8B, PP2 to TP2": (Bar("reshard, in all", "13.0", OURS), Bar("mbridge and vLLM's loader", "497", RIVAL)),
-            "Qwen3-32B, PP2 to TP2": (Bar("reshard, in all", "49.3", OURS), Bar("mbridge and vLLM's loader", "1159", RIVAL)),
-            "Qwen3-30B-A3B, EP2 to TP2 EP": (Bar("reshard, in all", "18.2", OURS), Bar("mbridge and vLLM's loader", "11130", RIVAL)),
+            "Llama-3.1-8B, PP2 to TP2": (
+                Bar("reshard, in all", "13.0", OURS),
+                Bar("mbridge and vLLM's loader", "497", RIVAL),
+            ),
+            "Qwen3-32B, PP2 to TP2": (
+                Bar("reshard, in all", "49.3", OURS),
+                Bar("mbridge and vLLM's loader", "1159", RIVAL),
+            ),
+            "Qwen3-30B-A3B, EP2 to TP2 EP": (
+                Bar("reshard, in all", "18.2", OURS),
+                Bar("mbridge and vLLM's loader", "11130", RIVAL),
+            ),
         },
     ),
     Chart(
@@ -51,9 +60,15 @@ CHARTS = (
         "s",
         "2026-11-25-one-of-each.md",
         False,
-        {"": (Bar("cp -r", "0.94", FLOOR), Bar("hf-to-mcore", "0.96", OURS), Bar("mcore-to-hf", "0.95", OURS))},
+        {
+            "": (
+                Bar("cp -r", "0.94", FLOOR),
+                Bar("hf-to-mcore", "0.96", OURS),
+                Bar("mcore-to-hf", "0.95", OURS),
+            )
+        },
     ),
-)  # fmt: skip
+)
 
 
 def draw(chart: Chart) -> str:

@@ -121,8 +121,13 @@ def config_of(kind: str, strategy: str, static: bool = False, **more) -> dict:
         "output_activations": None,
     }
     form = "pack-quantized" if is_packed(kind) else f"{how.type}-quantized"
-    return {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed", "ignore": IGNORED,
-            "config_groups": {"group_0": group}} | more  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "ignore": IGNORED,
+        "config_groups": {"group_0": group},
+    } | more
 
 
 def compressed(

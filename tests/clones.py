@@ -49,6 +49,11 @@ def variables(*where: Path) -> dict[str, str]:
     """Return environment variables of processes that use vLLM's build for the CPU and find projects
     at `where`."""
     return clean() | {
-        "PYTHONPATH": ":".join(map(str, [TARGET, REPOSITORY, *where])), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1",
-    }  # fmt: skip
+        "PYTHONPATH": ":".join(map(str, [TARGET, REPOSITORY, *where])),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCHDYNAMO_DISABLE": "1",
+    }

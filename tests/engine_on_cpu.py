@@ -297,12 +297,14 @@ def compare(cases: list, other: str) -> dict:
     short.prompt_logprobs = short.prompt_logprobs[:-2]
     stray.prompt_logprobs = [None, {}, *stray.prompt_logprobs[2:]]
     refused = [
-        caught(lambda: VllmModel.from_llm(llm)), caught(lambda: scores_of_outputs(none, PROMPTS)),
+        caught(lambda: VllmModel.from_llm(llm)),
+        caught(lambda: scores_of_outputs(none, PROMPTS)),
         caught(lambda: scores_of_outputs([outputs[0], short, outputs[2]], PROMPTS)),
-        caught(lambda: scores_of_outputs([*outputs[:2], stray], PROMPTS)), caught(lambda: scores_of_outputs(outputs[:2], PROMPTS)),
+        caught(lambda: scores_of_outputs([*outputs[:2], stray], PROMPTS)),
+        caught(lambda: scores_of_outputs(outputs[:2], PROMPTS)),
         caught(lambda: parity(hf, "vllm:" + hf, engine=VllmLayout(tp=2), **options)),
         caught(lambda: parity(hf, "vllm:" + hf, engine=VllmLayout(pp=2), **options)),
-    ]  # fmt: skip
+    ]
     llm = None
     forget()
     results = {}

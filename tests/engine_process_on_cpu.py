@@ -31,10 +31,20 @@ async def _engine_of_its_own(pairs: list, port: int, other_port: int, chain: str
     from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
 
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
-        pairs[0][0], load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=256, seed=0,
-        kv_cache_memory_bytes=1 << 24, disable_log_stats=True, worker_extension_cls="reshard.engines.vllm.worker.RefitExtension",
-    ))  # fmt: skip
+    llm = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            pairs[0][0],
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype="float32",
+            max_model_len=256,
+            seed=0,
+            kv_cache_memory_bytes=1 << 24,
+            disable_log_stats=True,
+            worker_extension_cls="reshard.engines.vllm.worker.RefitExtension",
+        )
+    )
     trainer = Megatron(Path(pairs[0][1]), "fp32", MegatronLayout())
     numbers = iter(range(100))
 

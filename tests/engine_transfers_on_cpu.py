@@ -34,7 +34,10 @@ def transfer(pairs: list, url: str, port: int) -> dict:
         if first:
             server.reset_prefix_cache()
             llm.reset_prefix_cache()
-            outcome[step] = {"server": [asked(url, pairs[0][0], prompt) for prompt in PROMPTS], "llm": [answers(llm, [p])[0] for p in PROMPTS]}  # fmt: skip
+            outcome[step] = {
+                "server": [asked(url, pairs[0][0], prompt) for prompt in PROMPTS],
+                "llm": [answers(llm, [p])[0] for p in PROMPTS],
+            }
             if hasattr(llm, "get_weight_version"):
                 outcome[step]["named"] = [
                     server._call("GET", "weight_info")["weight_version"],
@@ -96,7 +99,9 @@ def transfer(pairs: list, url: str, port: int) -> dict:
             client.start_weight_update()
         outcome["let go"] = [probe.caught(partial(client.update_weights, {"version": 1})) for client in mine]
     dist.barrier()
-    link = WeightTransfer(source, clients, f"127.0.0.1:{port + 4}", engine_ranks=None if first else [1, 1], timeout=180)  # fmt: skip
+    link = WeightTransfer(
+        source, clients, f"127.0.0.1:{port + 4}", engine_ranks=None if first else [1, 1], timeout=180
+    )
     outcome["again"] = link.send(10, verify=True).version
 
     def meet(who: list, at: int, **options) -> WeightTransfer:
@@ -195,7 +200,11 @@ def transfer_quantized(pairs: list, port: int) -> dict:
     from reshard.trainers import MegatronModel
 
     trainer = Megatron(Path(pairs[0][1]), "bf16", MegatronLayout())
-    how = {"dtype": "bfloat16", "quantization": "fp8_per_tensor", "worker_extension_cls": "tests.fp8_worker.Fp8Extension"}  # fmt: skip
+    how = {
+        "dtype": "bfloat16",
+        "quantization": "fp8_per_tensor",
+        "worker_extension_cls": "tests.fp8_worker.Fp8Extension",
+    }
     llms = [transferable(hf, **how) for hf, _ in pairs]
     outcome: dict = {"in fp8": [llm.collective_rpc("in_fp8") for llm in llms]}
     outcome["loaded"] = [[answers(llm, [p])[0] for p in PROMPTS[:1]] for llm in llms]

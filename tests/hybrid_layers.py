@@ -31,9 +31,15 @@ def model(config, args, vp_stage, mtp_spec, layers, options):
     )
     mlps = [_half(of[-1], "pre_mlp_layernorm", "mlp", "mlp_bda") for of in (dense, full)]
     submodules = HybridStackSubmodules(
-        attention_layer=attention, mla_layer=attention, dsa_layer=attention, gdn_layer=linear, mlp_layer=mlps[0], moe_layer=mlps[1],
-        mtp_block_spec=mtp_spec, mamba_layer=mamba_layer(),
-    )  # fmt: skip
+        attention_layer=attention,
+        mla_layer=attention,
+        dsa_layer=attention,
+        gdn_layer=linear,
+        mlp_layer=mlps[0],
+        moe_layer=mlps[1],
+        mtp_block_spec=mtp_spec,
+        mamba_layer=mamba_layer(),
+    )
     stack = ModuleSpec(module=HybridStack, submodules=submodules)
     return HybridModel(
         config, stack, hybrid_layer_pattern=args.hybrid_layer_pattern, vp_stage=vp_stage, **options
@@ -56,7 +62,9 @@ def _half(layer: ModuleSpec, *names: str) -> ModuleSpec:
     """The spec of a layer that has these modules of another only."""
     modules = {name: getattr(layer.submodules, name) for name in names}
     keys = layer.submodules.sharded_state_dict_keys_map
-    return ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules(**modules, sharded_state_dict_keys_map=keys))  # fmt: skip
+    return ModuleSpec(
+        TransformerLayer, submodules=TransformerLayerSubmodules(**modules, sharded_state_dict_keys_map=keys)
+    )
 
 
 def of_layers(config, pattern: str, experts: bool = True):

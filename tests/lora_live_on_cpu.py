@@ -68,7 +68,12 @@ def size_of(config: dict, name: str) -> tuple[int, int]:
                 "o_proj": (hidden, heads * value)}[part]  # fmt: skip
     head = config.get("head_dim") or hidden // heads
     queries, keys = heads * head, config["num_key_value_heads"] * head
-    return {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden), "o_proj": (hidden, queries)}[part]  # fmt: skip
+    return {
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries),
+    }[part]
 
 
 def experts_in(config: dict) -> int:
@@ -172,7 +177,11 @@ def put_in(models: list, config: dict, tensors: dict[str, torch.Tensor]) -> int:
                 continue
             count += 1
             a, b = matrices_of(model, path, module, config, tensors)
-            pair = (module.linear_in, module.linear_out) if hasattr(module, "linear_in") else (module.lora_A["default"], module.lora_B["default"])  # fmt: skip
+            pair = (
+                (module.linear_in, module.linear_out)
+                if hasattr(module, "linear_in")
+                else (module.lora_A["default"], module.lora_B["default"])
+            )
             with torch.no_grad():
                 pair[0].weight.copy_(a)
                 pair[1].weight.copy_(b)

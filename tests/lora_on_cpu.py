@@ -104,17 +104,24 @@ def transformer_engine_model(flags: list[str], base: str):
         args.vocab_size, args, logging_enabled=False
     )
     mpu.initialize_model_parallel(
-        args.tensor_model_parallel_size, args.pipeline_model_parallel_size, expert_model_parallel_size=args.expert_model_parallel_size,
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-    )  # fmt: skip
+    )
     config = on_cpu.core_transformer_config_from_args(args)
     config.use_cpu_initialization, config.perform_initialization = True, True
     config.transformer_impl = "transformer_engine"
     model = on_cpu.GPTModel(
-        config, on_cpu.get_gpt_decoder_block_spec(config, use_transformer_engine=True), vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings, pre_process=mpu.is_pipeline_first_stage(), post_process=mpu.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights, position_embedding_type="rope",
-    )  # fmt: skip
+        config,
+        on_cpu.get_gpt_decoder_block_spec(config, use_transformer_engine=True),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=mpu.is_pipeline_first_stage(),
+        post_process=mpu.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type="rope",
+    )
     kept = {k: v for k, v in sharded(model).items() if "_extra_state" not in k}
     loaded = dist_checkpointing.load({"model": kept}, base)["model"]
     missing, unexpected = model.load_state_dict(loaded, strict=False)

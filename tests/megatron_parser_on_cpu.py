@@ -95,12 +95,18 @@ def stages(
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     config = TransformerConfig(
-        num_layers=layers, hidden_size=8, num_attention_heads=1, pipeline_model_parallel_size=pp, pipeline_dtype=torch.float32,
-        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None, account_for_embedding_in_pipeline_split=embedding,
-        num_layers_in_first_pipeline_stage=flags["decoder_first_pipeline_num_layers"], account_for_loss_in_pipeline_split=loss,
+        num_layers=layers,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=pp,
+        pipeline_dtype=torch.float32,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        account_for_embedding_in_pipeline_split=embedding,
+        num_layers_in_first_pipeline_stage=flags["decoder_first_pipeline_num_layers"],
+        account_for_loss_in_pipeline_split=loss,
         num_layers_in_last_pipeline_stage=flags["decoder_last_pipeline_num_layers"],
         pipeline_model_parallel_layout=layout,
-    )  # fmt: skip
+    )
     if layout:
         parsed = PipelineParallelLayerLayout(layout, pp)
         mpu.set_virtual_pipeline_model_parallel_world_size(vpp)

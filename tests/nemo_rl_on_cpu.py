@@ -135,9 +135,11 @@ class Group:
         self, method_name, run_rank_0_only_axes=None, common_kwargs=None, **kwargs
     ):
         return [
-            getattr(one, method_name).remote(**(common_kwargs or {}), **{key: each[index] for key, each in kwargs.items()})
+            getattr(one, method_name).remote(
+                **(common_kwargs or {}), **{key: each[index] for key, each in kwargs.items()}
+            )
             for index, one in enumerate(self.workers)
-        ]  # fmt: skip
+        ]
 
 
 def main() -> None:
@@ -252,8 +254,14 @@ def no_line(folder: str, policy, config: dict) -> str:
 def setups(policy, generation) -> dict:
     """What NeMo-RL's ``setup`` becomes, for several configs."""
     ray.get([one.adapters.remote(False) for one in policy.worker_group.workers])
-    plain = {"megatron_cfg": {"enabled": True},
-             "generation": {"backend": "vllm", "colocated": {"enabled": True}, "vllm_cfg": {"async_engine": False}}}  # fmt: skip
+    plain = {
+        "megatron_cfg": {"enabled": True},
+        "generation": {
+            "backend": "vllm",
+            "colocated": {"enabled": True},
+            "vllm_cfg": {"async_engine": False},
+        },
+    }
 
     def made(**changes):
         config = json.loads(json.dumps(plain))
@@ -279,14 +287,21 @@ def setups(policy, generation) -> dict:
         return [*results, options.verify, options.timeout]
 
     return {
-        "plain": made(), "options": made(refit_cfg={ours.BACKEND: {"verify": True, "timeout": 5}}),
-        "a wrong option": made(refit_cfg={ours.BACKEND: {"verfy": True}}), "a wrong time": made(refit_cfg={ours.BACKEND: {"timeout": 0}}),
-        "separate": made(colocated={"enabled": False}), "another backend": made(backend="sglang"),
-        "no Megatron": made(megatron_cfg={"enabled": False}), "another worker": made(vllm_kwargs={"worker_cls": "a.B"}),
-        "adapters": made(megatron_cfg={"enabled": True, "peft": {"enabled": True}}), "fp8": made(vllm_cfg={"precision": "fp8"}),
+        "plain": made(),
+        "options": made(refit_cfg={ours.BACKEND: {"verify": True, "timeout": 5}}),
+        "a wrong option": made(refit_cfg={ours.BACKEND: {"verfy": True}}),
+        "a wrong time": made(refit_cfg={ours.BACKEND: {"timeout": 0}}),
+        "separate": made(colocated={"enabled": False}),
+        "another backend": made(backend="sglang"),
+        "no Megatron": made(megatron_cfg={"enabled": False}),
+        "another worker": made(vllm_kwargs={"worker_cls": "a.B"}),
+        "adapters": made(megatron_cfg={"enabled": True, "peft": {"enabled": True}}),
+        "fp8": made(vllm_cfg={"precision": "fp8"}),
         "drafts": made(vllm_kwargs={"speculative_config": {"num_speculative_tokens": 2}}),
-        "fp8 cache": made(vllm_cfg={"kv_cache_dtype": "fp8_e4m3"}), "draft": made(draft={"enabled": True}), "quantized": made(quant_cfg="a"),
-    }  # fmt: skip
+        "fp8 cache": made(vllm_cfg={"kv_cache_dtype": "fp8_e4m3"}),
+        "draft": made(draft={"enabled": True}),
+        "quantized": made(quant_cfg="a"),
+    }
 
 
 if __name__ == "__main__":

@@ -114,8 +114,13 @@ def config_of(**inputs) -> dict:
         "input_activations": inputs or None,
         "output_activations": None,
     }
-    return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head", "re:.*mlp.gate$"],
-            "quantization_status": "compressed", "config_groups": {"group_0": group | {"format": "nvfp4-pack-quantized"}}}  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group | {"format": "nvfp4-pack-quantized"}},
+    }
 
 
 INPUTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local", "symmetric": True}  # fmt: skip
@@ -169,12 +174,22 @@ NESTED = {
     "exclude_modules": ["lm_head"],
 }
 FORMS = {
-    "flat": {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}, **IGNORE,
-             "config_groups": {"group_0": {"weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}, "targets": ["Linear"]}}},
+    "flat": {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+        **IGNORE,
+        "config_groups": {
+            "group_0": {
+                "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+                "targets": ["Linear"],
+            }
+        },
+    },
     "weights only": {"quant_method": "modelopt", "quant_algo": "w4a16_nvfp4", "group_size": 16, **IGNORE},
     "nested": {"quant_method": "modelopt", "quantization": NESTED},
     "in a file": None,
-}  # fmt: skip
+}
 
 
 def published_by_nvidia(hf: Path, folder: Path, form: str) -> tuple[Path, dict[str, torch.Tensor]]:

@@ -37,7 +37,9 @@ class Training:
             overlap_param_gather=bool(ddp.get("overlap_param_gather")),
         )
         plain_type = torch.Tensor.type  # it takes parameters on a GPU only
-        torch.Tensor.type = lambda self, *a, **k: plain_type(self, *a, **k) if a else plain_type(self).replace("torch.", "torch.cuda.")  # fmt: skip
+        torch.Tensor.type = lambda self, *a, **k: (
+            plain_type(self, *a, **k) if a else plain_type(self).replace("torch.", "torch.cuda.")
+        )
         self.optimizer = get_megatron_optimizer(config, self.wrapped)
         torch.Tensor.type = plain_type
 

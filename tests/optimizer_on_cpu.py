@@ -99,7 +99,9 @@ class Training:
         config = OptimizerConfig(optimizer=self.args.optimizer, lr=1e-2, min_lr=1e-3, bf16=True, clip_grad=0.0,
                                  use_distributed_optimizer=distributed)  # fmt: skip
         plain_type = torch.Tensor.type  # it takes parameters on a GPU only
-        torch.Tensor.type = lambda self, *a, **k: plain_type(self, *a, **k) if a else plain_type(self).replace("torch.", "torch.cuda.")  # fmt: skip
+        torch.Tensor.type = lambda self, *a, **k: (
+            plain_type(self, *a, **k) if a else plain_type(self).replace("torch.", "torch.cuda.")
+        )
         groups = get_standard_config_overrides(config)  # norms without weight decay
         self.optimizer = get_megatron_optimizer(config, self.wrapped, groups)
         torch.Tensor.type = plain_type

@@ -127,7 +127,10 @@ def megatron_tensors(
             q, k, v = get("in_proj_qkv.weight").split(sizes)
             z, b, a = (get(f"in_proj_{x}.weight") for x in "zba")
         convolutions = get("conv1d.weight").split(sizes)
-        out = {f"in_proj.weight.{n}": t for n, t in zip(("query", "key", "value", "z", "beta", "alpha"), (q, k, v, z, b, a), strict=True)}  # fmt: skip
+        out = {
+            f"in_proj.weight.{n}": t
+            for n, t in zip(("query", "key", "value", "z", "beta", "alpha"), (q, k, v, z, b, a), strict=True)
+        }
         out |= {f"conv1d.weight.{n}": t for n, t in zip(("query", "key", "value"), convolutions, strict=True)}
         out |= {"A_log": get("A_log"), "dt_bias": get("dt_bias"), "out_proj.weight": get("out_proj.weight")}
         out["out_norm.weight"] = get("norm.weight") - 1
@@ -142,17 +145,27 @@ def megatron_tensors(
             out |= linear_attention(prefix)
         elif latent:
             out["input_layernorm.weight"] = get("input_layernorm.weight")
-            names = {"kv_a_proj_with_mqa.weight": "linear_kv_down_proj.weight", "kv_a_layernorm.weight": "linear_kv_up_proj.layer_norm_weight",
-                     "kv_b_proj.weight": "linear_kv_up_proj.weight", "q_a_proj.weight": "linear_q_down_proj.weight",
-                     "q_a_layernorm.weight": "linear_q_up_proj.layer_norm_weight", "q_b_proj.weight": "linear_q_up_proj.weight",
-                     "q_proj.weight": "linear_q_proj.weight"}  # fmt: skip
+            names = {
+                "kv_a_proj_with_mqa.weight": "linear_kv_down_proj.weight",
+                "kv_a_layernorm.weight": "linear_kv_up_proj.layer_norm_weight",
+                "kv_b_proj.weight": "linear_kv_up_proj.weight",
+                "q_a_proj.weight": "linear_q_down_proj.weight",
+                "q_a_layernorm.weight": "linear_q_up_proj.layer_norm_weight",
+                "q_b_proj.weight": "linear_q_up_proj.weight",
+                "q_proj.weight": "linear_q_proj.weight",
+            }
             if "index_topk" in config:  # whose norms stand alone
                 names |= {
                     "kv_a_layernorm.weight": "kv_layernorm.weight",
                     "q_a_layernorm.weight": "q_layernorm.weight",
                 }
-                indexer = {"wq_b.weight": "linear_wq_b.weight", "wk.weight": "linear_wk.weight", "k_norm.weight": "k_norm.weight",
-                           "k_norm.bias": "k_norm.bias", "weights_proj.weight": "linear_weights_proj.weight"}  # fmt: skip
+                indexer = {
+                    "wq_b.weight": "linear_wq_b.weight",
+                    "wk.weight": "linear_wk.weight",
+                    "k_norm.weight": "k_norm.weight",
+                    "k_norm.bias": "k_norm.bias",
+                    "weights_proj.weight": "linear_weights_proj.weight",
+                }
                 names |= {f"indexer.{name}": f"core_attention.indexer.{to}" for name, to in indexer.items()}
             out |= {
                 f"self_attention.{to}": get(f"self_attn.{name}")
@@ -352,5 +365,9 @@ def mamba_tensors(hf: dict[str, torch.Tensor], config: dict, padded_vocab: int) 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
     """Return the names of tensors that are not the same bits in both sets, or are in one only."""
     bits = lambda t: t.contiguous().view(torch.uint8)  # noqa: E731
-    return sorted(set(a) ^ set(b)) + [n for n in a if n in b and (a[n].dtype != b[n].dtype or a[n].shape != b[n].shape
-                                                                  or not torch.equal(bits(a[n]), bits(b[n])))]  # fmt: skip
+    return sorted(set(a) ^ set(b)) + [
+        n
+        for n in a
+        if n in b
+        and (a[n].dtype != b[n].dtype or a[n].shape != b[n].shape or not torch.equal(bits(a[n]), bits(b[n])))
+    ]

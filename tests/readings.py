@@ -11,10 +11,16 @@ from typing import Any
 
 # Field of a config: Megatron's argument.
 SIZES = {
-    "num_hidden_layers": "num_layers", "hidden_size": "hidden_size", "intermediate_size": "ffn_hidden_size",
-    "num_attention_heads": "num_attention_heads", "vocab_size": "vocab_size", "max_position_embeddings": "max_position_embeddings",
-    "rms_norm_eps": "norm_epsilon", "initializer_range": "init_method_std", "attention_dropout": "attention_dropout",
-}  # fmt: skip
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_eps": "norm_epsilon",
+    "initializer_range": "init_method_std",
+    "attention_dropout": "attention_dropout",
+}
 ATTENTION = {"num_key_value_heads": "num_query_groups", "head_dim": "kv_channels"}
 LATENT = {"q_lora_rank": "q_lora_rank", "kv_lora_rank": "kv_lora_rank", "qk_nope_head_dim": "qk_head_dim",
           "qk_rope_head_dim": "qk_pos_emb_head_dim", "v_head_dim": "v_head_dim"}  # fmt: skip
@@ -98,8 +104,12 @@ def of_flags(path: Path, kind: str) -> dict[str, Any]:
     for line in path.read_text(encoding="utf-8").splitlines():
         flag, _, value = line.partition(" ")
         words[flag.removeprefix("--").replace("-", "_")] = value
-    values = {name: float(text) if text.replace(".", "").replace("e", "").replace("-", "").replace("+", "").isdigit() else text
-              for name, text in words.items()}  # fmt: skip
+    values = {
+        name: float(text)
+        if text.replace(".", "").replace("e", "").replace("-", "").replace("+", "").isdigit()
+        else text
+        for name, text in words.items()
+    }
     return of_args(values | {"untie_embeddings_and_output_weights": "untie_embeddings_and_output_weights" in words,
                              "use_rope_scaling": "use_rope_scaling" in words, "moe_router_pre_softmax": "moe_router_pre_softmax" in words}, kind)  # fmt: skip
 

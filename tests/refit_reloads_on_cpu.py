@@ -40,9 +40,12 @@ def reloads_that_differ(rank: int, sides: dict, flags: list[str], checkpoint: tu
 
     def objects() -> list[int]:
         # in an order that says nothing
-        return sorted(id(one) for some in destination.reloads.round_of
-                      for owner in processing.processing_objects(module.get_submodule(some))
-                      for one in (owner, *vars(owner).values(), *getattr(owner, "_parameters", {}).values()))  # fmt: skip
+        return sorted(
+            id(one)
+            for some in destination.reloads.round_of
+            for owner in processing.processing_objects(module.get_submodule(some))
+            for one in (owner, *vars(owner).values(), *getattr(owner, "_parameters", {}).values())
+        )
 
     def said() -> str:
         return caught(lambda: link.refit(verify=True))

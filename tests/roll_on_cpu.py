@@ -133,10 +133,19 @@ class Trainer(ours.ActorWorker):
         )
         args = megatron_args(model)
         known = {n: v for n, v in plain.items() if n in McaModelConfig.__dataclass_fields__}
-        config = McaModelConfig(**known | dict(
-            transformer_impl="local", hf_model_type="qwen3", padded_vocab_size=1024, tie_embeddings_and_output_weights=False,
-            position_embedding_type="rope", rotary_base=args["rotary_base"], rotary_percent=1.0, max_sequence_length=256,
-        ))  # fmt: skip
+        config = McaModelConfig(
+            **known
+            | dict(
+                transformer_impl="local",
+                hf_model_type="qwen3",
+                padded_vocab_size=1024,
+                tie_embeddings_and_output_weights=False,
+                position_embedding_type="rope",
+                rotary_base=args["rotary_base"],
+                rotary_percent=1.0,
+                max_sequence_length=256,
+            )
+        )
         return [McaGPTModel(config)]
 
     def train(self, folder: str) -> list[str]:
@@ -207,9 +216,12 @@ def config(name: str, strategy: str, count: int, options: dict, lora=None):
     """What ROLL's config says of a cluster."""
     if not REAL:
         return SimpleNamespace(
-            name=name, num_gpus_per_worker=1, device_mapping=list(range(count)), model_args=SimpleNamespace(lora_target=lora),
+            name=name,
+            num_gpus_per_worker=1,
+            device_mapping=list(range(count)),
+            model_args=SimpleNamespace(lora_target=lora),
             strategy_args=SimpleNamespace(strategy_name=strategy, strategy_config=options),
-        )  # fmt: skip
+        )
     from roll.configs import ModelArguments
     from roll.configs.training_args import TrainingArguments
     from roll.configs.worker_config import StrategyArguments, WorkerConfig

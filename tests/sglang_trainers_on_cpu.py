@@ -81,7 +81,12 @@ class Actor:
     """A rank of a trainer, with verl's adapter as its config makes it."""
 
     def adapt(self, config) -> str:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "RAY_LOCAL_WORLD_SIZE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # fmt: skip
+        os.environ |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "RAY_LOCAL_WORLD_SIZE": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        }
         only_our_models()
         import torch.distributed as dist
         from sglang.srt import server_args
@@ -151,9 +156,14 @@ class Actor:
         slime.named_params_and_buffers = lambda *_: ((n, t) for n, t in named.items() if n != gone)
         args.update_weight_transport = "disk"
         return [
-            updater.weight_version, updater.pop_metrics(), caught(lambda: slime.use_refits(args)), caught(make().source), wrong,
-            delta.is_delta and 0 < delta.changed < 1, refused,
-        ]  # fmt: skip
+            updater.weight_version,
+            updater.pop_metrics(),
+            caught(lambda: slime.use_refits(args)),
+            caught(make().source),
+            wrong,
+            delta.is_delta and 0 < delta.changed < 1,
+            refused,
+        ]
 
     async def sync(self, steps: int, adapter: str | None = None) -> list:
         """verl's call; what it raises."""

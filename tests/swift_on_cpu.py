@@ -154,8 +154,11 @@ def live(plugin: str, hf: str, other: str, *options: str) -> dict:
     )
     outcome["options"] = trainer.reshard_options.to_config()
     outcome["wrong options"] = [
-        caught(lambda: swift.use(verify="yes")), caught(lambda: swift.use(timeout=0)), caught(lambda: swift.use(timeout="60")), caught(lambda: swift.use(backend="ipc")),
-    ]  # fmt: skip
+        caught(lambda: swift.use(verify="yes")),
+        caught(lambda: swift.use(timeout=0)),
+        caught(lambda: swift.use(timeout="60")),
+        caught(lambda: swift.use(backend="ipc")),
+    ]
     outcome["still"] = trainer.reshard_options.to_config()
 
     outcome["syncs"] = []
@@ -165,7 +168,9 @@ def live(plugin: str, hf: str, other: str, *options: str) -> dict:
         spoil(trainer)
         trainer._move_model_to_vllm()
         ours, version = served(trainer), trainer._reshard_connection.link.version
-        outcome["syncs"].append({"ours": ours, "version": version, "theirs": theirs(trainer), "loaded": loaded(trainer, path)})  # fmt: skip
+        outcome["syncs"].append(
+            {"ours": ours, "version": version, "theirs": theirs(trainer), "loaded": loaded(trainer, path)}
+        )
     link = trainer._reshard_connection.link
     outcome["keeps mappings"] = link.describe()["keep_mapped"]
     link._verify = broken
@@ -174,7 +179,11 @@ def live(plugin: str, hf: str, other: str, *options: str) -> dict:
     trainer._step = 3
     spoil(trainer)
     trainer._move_model_to_vllm()
-    outcome["mended"] = {"ours": served(trainer), "version": trainer._reshard_connection.link.version, "new": trainer._reshard_connection.link is not link}  # fmt: skip
+    outcome["mended"] = {
+        "ours": served(trainer),
+        "version": trainer._reshard_connection.link.version,
+        "new": trainer._reshard_connection.link is not link,
+    }
 
     spoil(trainer)
     before, version = list(lines), trainer._reshard_connection.link.version
@@ -185,7 +194,11 @@ def live(plugin: str, hf: str, other: str, *options: str) -> dict:
     with plain_weights():
         trainer._move_model_to_vllm()
     trainer.args.fp8_param_gather = False
-    outcome["left"] = {"served": served(trainer), "lines": lines[len(before) :], "version": [version, trainer._reshard_connection.link.version]}  # fmt: skip
+    outcome["left"] = {
+        "served": served(trainer),
+        "lines": lines[len(before) :],
+        "version": [version, trainer._reshard_connection.link.version],
+    }
     outcome["reasons"] = reasons(trainer, swift.left_to_swift)
     return outcome
 
@@ -208,12 +221,14 @@ def adapters(plugin: str, hf: str, *options: str) -> dict:
 
     def slot() -> dict[str, str]:
         return {
-            f"{key} {kind} {index}": hashlib.sha256(held[0].contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+            f"{key} {kind} {index}": hashlib.sha256(
+                held[0].contiguous().view(torch.uint8).numpy().tobytes()
+            ).hexdigest()
             for key, layer in trainer.engine.inner_model.lora_manager.modules.items()
             for kind in ("lora_a_stacked", "lora_b_stacked")
             for index, held in enumerate(getattr(layer, kind))
             if isinstance(getattr(layer, kind), tuple)
-        }  # fmt: skip
+        }
 
     outcome: dict = {"theirs": [], "ours": [], "asked": []}
     for seed in range(2):

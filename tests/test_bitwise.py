@@ -152,8 +152,11 @@ def test_ranks_save_what_megatron_s_ranks_would(checkpoint, tmp_path):
     hf_to_mcore(source, tmp_path / "mcore", layout, transformer_impl="local")
     theirs = tmp_path / "theirs"
     theirs.mkdir()
-    flags = flags_at(tmp_path / "mcore", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
-                     "--expert-tensor-parallel-size 1 --make-vocab-size-divisible-by 128")  # fmt: skip
+    flags = flags_at(
+        tmp_path / "mcore",
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 1 --make-vocab-size-divisible-by 128",
+    )
     run_on_ranks(4, "load_and_save", flags, str(tmp_path / "mcore"), str(theirs))
 
     def chunks(directory):

@@ -255,9 +255,14 @@ def test_pieces_are_cut_so_that_each_block_is_one_ranks_or_has_a_slot_and_slots_
             requests[int(rng.choice([4, 5, 9]))].append((f"{tensor}", asked, (tensor, top, left)))
     requests = {rank: of_rank for rank, of_rank in requests.items() if of_rank}
     pieces = {
-        rank: Pieces([name for name, *_ in of_rank], np.array([asked for _, asked, _ in of_rank]), np.array([into for *_, into in of_rank]),
-                     np.full((len(of_rank), PART_COLUMNS), NO_SLOT)) for rank, of_rank in requests.items()
-    }  # fmt: skip
+        rank: Pieces(
+            [name for name, *_ in of_rank],
+            np.array([asked for _, asked, _ in of_rank]),
+            np.array([into for *_, into in of_rank]),
+            np.full((len(of_rank), PART_COLUMNS), NO_SLOT),
+        )
+        for rank, of_rank in requests.items()
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(split, "SLAB_BYTES", limit)
         cut_pieces = split.split_pieces(pieces, shapes, 7)
@@ -335,8 +340,14 @@ def test_power_of_two_scales_round_up_and_rounding_twice_loses_more():
 
 def test_the_kernel_makes_what_the_host_makes():
     """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
-    done = subprocess.run([sys.executable, "-m", "tests.test_blocks"], capture_output=True, text=True, timeout=300,
-                          env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).resolve().parent.parent)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.test_blocks"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).resolve().parent.parent,
+    )
     assert done.returncode == 0 and done.stdout.count("equal") == 7, done.stdout + done.stderr[-2000:]
 
 

@@ -21,11 +21,22 @@ from tests.ranks import run_on_ranks
 
 # What a command line turns on for speed, and what only training has.
 NOT_NUMERICS = {
-    "gradient_accumulation_fusion", "deallocate_pipeline_outputs", "bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm",
-    "bias_dropout_fusion", "overlap_p2p_comm", "batch_p2p_comm", "cp_comm_type", "inference_sampling_seed", "use_cpu_initialization",
+    "gradient_accumulation_fusion",
+    "deallocate_pipeline_outputs",
+    "bias_activation_fusion",
+    "masked_softmax_fusion",
+    "persist_layer_norm",
+    "bias_dropout_fusion",
+    "overlap_p2p_comm",
+    "batch_p2p_comm",
+    "cp_comm_type",
+    "inference_sampling_seed",
+    "use_cpu_initialization",
     "deterministic_mode",
-    "tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards", "sequence_parallel",
-}  # fmt: skip
+    "tensor_parallel_num_weight_shards",
+    "expert_tensor_parallel_num_weight_shards",
+    "sequence_parallel",
+}
 
 
 def config_from_flags(model: Model, layout: MegatronLayout, impl: str, monkeypatch):

@@ -47,8 +47,11 @@ def test_an_engine_that_loads_a_megatron_checkpoint_holds_what_it_has_of_the_com
         )
         if way and not only:
             mcore_to_hf(mcore, folder / "converted", quantize=way)
-            directories |= {"converted": (folder / "converted", {"hf_overrides": {}}), "by our loader": (package, RESHARD | {"hf_overrides": {}}),
-                            "by its config": (mcore, RESHARD | {"hf_config_path": package, "hf_overrides": {}})}  # fmt: skip
+            directories |= {
+                "converted": (folder / "converted", {"hf_overrides": {}}),
+                "by our loader": (package, RESHARD | {"hf_overrides": {}}),
+                "by its config": (mcore, RESHARD | {"hf_config_path": package, "hf_overrides": {}}),
+            }
         cases.append(({"tp": 2, **parallel}, directories))
     for rank in run_on_ranks(2, "loaded", cases, module="serving_on_cpu"):
         for engines in rank:

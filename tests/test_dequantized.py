@@ -249,9 +249,11 @@ def test_a_model_whose_routed_experts_alone_are_packed_is_read(integers, tmp_pat
     weights = how | {"type": "int", "dynamic": False, "actorder": None}
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
     config["quantization_config"] = {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"],
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
-    }  # fmt: skip
+    }
     (source / "config.json").write_text(json.dumps(config))
     twin = plain_twin(source, tmp_path / "twin", expected)
     assert inspect(source).details["quantized"]["weights"] == 24 * 3 * 3

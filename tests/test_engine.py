@@ -175,8 +175,14 @@ def test_experts_that_vllm_quantizes_and_packs_itself_serve_what_they_serve_afte
     assert report["quantized"] and 0.5 < report["rounding"]["ratio"] < 2
     others = outcome["parity of others"]
     assert not others["ok"] and others["rounding"]["low"] > 2, "two models of random weights"
-    sentences = ("is for a system with vllm: before it", "match_vllm_rounding is for a vLLM that is refitted", "with quantization nonsense: ",
-                 "with quantization torchao: ", "limits gives a NoneType for fp8", "without any limit the gate cannot fail")  # fmt: skip
+    sentences = (
+        "is for a system with vllm: before it",
+        "match_vllm_rounding is for a vLLM that is refitted",
+        "with quantization nonsense: ",
+        "with quantization torchao: ",
+        "limits gives a NoneType for fp8",
+        "without any limit the gate cannot fail",
+    )
     for results, sentence in zip(outcome["parity refused"], sentences, strict=True):
         assert sentence in results, results
 

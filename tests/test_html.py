@@ -176,8 +176,11 @@ def test_tokens_have_their_numbers_where_tokenizers_differ_or_there_is_none(tmp_
 def test_another_report_is_a_template_and_its_charts(tmp_path):
     """Memory per stage, as bars."""
     template = tmp_path / "memory.html"
-    template.write_text('{% extends "page.html" %}{% from "table.html" import table %}{% block title %}Memory{% endblock %}'
-                        "{% block body %}{{ charts.memory }}{{ table(['stage', 'GiB'], rows) }}{% endblock %}", encoding="utf-8")  # fmt: skip
+    template.write_text(
+        '{% extends "page.html" %}{% from "table.html" import table %}{% block title %}Memory{% endblock %}'
+        "{% block body %}{{ charts.memory }}{{ table(['stage', 'GiB'], rows) }}{% endblock %}",
+        encoding="utf-8",
+    )
     stages, sizes = ["0", "<1>"], np.array([41.5, 38.25])
     drawn = chart("Memory", "stage", "GiB", x_range=stages)
     source = ColumnDataSource({"stage": stages, "size": sizes})

@@ -145,13 +145,26 @@ HEADERS = {
     "a shape of a million dims": (lambda h: h["model.norm.weight"].update(shape=[2] * 10**6), "malformed"),
     "a size of 400 digits": (lambda h: h["model.norm.weight"].update(shape=[0, 10**400]), "malformed"),
     "places that are text": (lambda h: h["model.norm.weight"].update(data_offsets="12"), "malformed"),
-    "places in the wrong order": (lambda h: h["model.norm.weight"]["data_offsets"].reverse(), "needs|overlap"),
+    "places in the wrong order": (
+        lambda h: h["model.norm.weight"]["data_offsets"].reverse(),
+        "needs|overlap",
+    ),
     "an entry that is a number": (lambda h: h.update({"model.norm.weight": 5}), "malformed"),
-    "a name of a megabyte": (lambda h: h.update({"x" * 2**20: h["model.norm.weight"]}), "the name .* of 1,048,576 characters"),
-    "a name with a line break": (lambda h: h.update({"model.norm\nweight": h.pop("model.norm.weight")}), r"the name 'model.norm\\nweight'"),
+    "a name of a megabyte": (
+        lambda h: h.update({"x" * 2**20: h["model.norm.weight"]}),
+        "the name .* of 1,048,576 characters",
+    ),
+    "a name with a line break": (
+        lambda h: h.update({"model.norm\nweight": h.pop("model.norm.weight")}),
+        r"the name 'model.norm\\nweight'",
+    ),
     "60,000 names, one of them twice": (
-        lambda h: json.dumps(h)[:-1] + ", " + ", ".join(f'"n{i % 59_999}": {{}}' for i in range(60_000)) + "}", "has n0 twice"),
-}  # fmt: skip
+        lambda h: (
+            json.dumps(h)[:-1] + ", " + ", ".join(f'"n{i % 59_999}": {{}}' for i in range(60_000)) + "}"
+        ),
+        "has n0 twice",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", HEADERS)
@@ -162,14 +175,17 @@ def test_a_header_that_does_not_add_up_is_refused_at_once(what, source):
 
 
 MANIFESTS = {
-    "no tensors": lambda m: m.pop("tensors"), "tensors that are a list": lambda m: m.update(tensors=[]),
+    "no tensors": lambda m: m.pop("tensors"),
+    "tensors that are a list": lambda m: m.update(tensors=[]),
     "a tensor that is a number": lambda m: m["tensors"].update({"model.norm.weight": 5}),
     "a tensor without a checksum": lambda m: m["tensors"]["model.norm.weight"].pop("xxh3_128"),
     "a tensor without a dtype": lambda m: m["tensors"]["model.norm.weight"].pop("dtype"),
     "a shape that is a number": lambda m: m["tensors"]["model.norm.weight"].update(shape=5),
-    "a family that is a number": lambda m: m.update(family=5), "no source": lambda m: m.pop("source"),
-    "a layout that is a list": lambda m: m.update(layout=[1]), "quantized names that are numbers": lambda m: m.update(quantized=[1]),
-}  # fmt: skip
+    "a family that is a number": lambda m: m.update(family=5),
+    "no source": lambda m: m.pop("source"),
+    "a layout that is a list": lambda m: m.update(layout=[1]),
+    "quantized names that are numbers": lambda m: m.update(quantized=[1]),
+}
 
 
 @pytest.mark.parametrize("what", MANIFESTS)

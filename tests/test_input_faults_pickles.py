@@ -72,12 +72,19 @@ BOMBS = {
     "bytes of 2^62": (b"\x80\x04\x8e" + (2**62).to_bytes(8, "little") + b"x.", "not a readable pickle"),
     "a key that shares parts": (b"\x80\x02}" + tower() + b"Ns.", "a key of type tuple"),
     "a member of a set that shares parts": (b"\x80\x04\x8f(" + tower() + b"\x90.", "a key of type tuple"),
-    "keys that collide": (b"\x80\x02}(" + b"".join(b"\x8a\x0a" + (i * (2**61 - 1)).to_bytes(10, "little") + b"N" for i in range(100_000))
-                          + b"u.", "a key of type int"),
-    "a whole number of a million digits": (b"\x80\x02\x8b" + (500_000).to_bytes(4, "little") + b"\x7f" * 500_000 + b".", None),
+    "keys that collide": (
+        b"\x80\x02}("
+        + b"".join(b"\x8a\x0a" + (i * (2**61 - 1)).to_bytes(10, "little") + b"N" for i in range(100_000))
+        + b"u.",
+        "a key of type int",
+    ),
+    "a whole number of a million digits": (
+        b"\x80\x02\x8b" + (500_000).to_bytes(4, "little") + b"\x7f" * 500_000 + b".",
+        None,
+    ),
     "deep lists": (b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".", None),
     "20 million lists": (b"\x80\x02" + b"]" * 20_000_000 + b".", "more than 16,000,000 containers"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", BOMBS)

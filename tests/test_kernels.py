@@ -35,8 +35,18 @@ from reshard.refit.tables import (
 )
 
 # rows, width, source pitch, destination pitch, shift of both ends; in bytes
-SHAPES = [(1, 1, 1, 1, 0), (1, 200_000, 0, 0, 16), (7, 192, 768, 192, 0), (130, 96, 96, 96, 32), (3, 150_000, 150_016, 150_032, 0),
-          (5, 6, 10, 12, 2), (9, 3, 5, 7, 1), (64, 4096, 4096, 8192, 48), (40, 64, 0, 64, 0), (6, 48, 50, 52, 2)]  # fmt: skip
+SHAPES = [
+    (1, 1, 1, 1, 0),
+    (1, 200_000, 0, 0, 16),
+    (7, 192, 768, 192, 0),
+    (130, 96, 96, 96, 32),
+    (3, 150_000, 150_016, 150_032, 0),
+    (5, 6, 10, 12, 2),
+    (9, 3, 5, 7, 1),
+    (64, 4096, 4096, 8192, 48),
+    (40, 64, 0, 64, 0),
+    (6, 48, 50, 52, 2),
+]
 
 
 def make_copies(shapes=SHAPES, seed: int = 0):
@@ -249,8 +259,13 @@ def test_a_digest_is_what_whole_numbers_give(size, count):
 @pytest.mark.parametrize("kernel", ["copy", "codec", "digest"])
 def test_the_kernel_does_what_the_host_does(kernel):
     """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
-    done = subprocess.run([sys.executable, "-m", "tests.test_kernels", kernel], capture_output=True, text=True,
-                          env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).resolve().parent.parent)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.test_kernels", kernel],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).resolve().parent.parent,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 

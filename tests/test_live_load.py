@@ -19,11 +19,23 @@ LAYOUTS = [
     ("llama-rope-tied", {}, f"{TP} 2 {PP} 2", 4, MegatronLayout(tp=4)),
     ("llama-bias", {}, f"{PP} 2 {VPP} 2", 2, MegatronLayout(tp=2, pp=4)),
     ("qwen2-tied", {}, f"{TP} 4", 4, MegatronLayout(pp=2)),  # twice the query groups
-    ("qwen3", {}, f"{PP} 3 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 2", 3, MegatronLayout(tp=8)),
+    (
+        "qwen3",
+        {},
+        f"{PP} 3 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 2",
+        3,
+        MegatronLayout(tp=8),
+    ),
     ("qwen3-moe", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=4, ep=2, etp=2)),
     ("qwen3-moe-mixed", {}, f"{TP} 2 {PP} 2 {VPP} 2 {EP} 2 {ETP} 2", 8, MegatronLayout(ep=8, etp=1)),
     ("deepseek-v3", {"mtp": True}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=1)),
-    ("glm4-moe", {"mtp": True}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(pp=2, num_layers_in_first_pipeline_stage=1)),
+    (
+        "glm4-moe",
+        {"mtp": True},
+        f"{TP} 2 {EP} 2 {ETP} 1",
+        2,
+        MegatronLayout(pp=2, num_layers_in_first_pipeline_stage=1),
+    ),
     ("qwen3-next", {}, f"{PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=2)),
     ("qwen3.5-moe", {}, f"{TP} 4 {EP} 2 {ETP} 2", 4, MegatronLayout(pp=2, ep=2, etp=1)),
     ("mixtral", {}, f"{EP} 2 {ETP} 1", 2, MegatronLayout(tp=4, ep=4, etp=2)),
@@ -32,7 +44,7 @@ LAYOUTS = [
     ("ernie", {}, f"{PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=2)),
     ("gpt-oss", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=4, ep=4, etp=1)),
     ("glm-moe-dsa-shared", {"mtp": True}, f"{PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=1)),
-]  # fmt: skip
+]
 
 
 def on_ranks(ranks, function, *arguments, **options):

@@ -73,8 +73,13 @@ def trainers(tmp_path_factory):
 
 
 def variables() -> dict[str, str]:
-    ours = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "NVTE_PROJECT_BUILDING": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # fmt: skip
+    ours = {
+        "PYTHONPATH": str(REPOSITORY),
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "NVTE_PROJECT_BUILDING": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
     return clean() | ours
 
 
@@ -227,9 +232,18 @@ def test_an_adapter_of_mcore_bridge_makes_the_sum_that_it_makes(
         for folder in (sums, directory):
             folder.mkdir(parents=True, exist_ok=True)
         on_ranks(
-            trainers, ranks, "mcore_bridge", tmp_path / f"run-{action}", saves=action == "save", flags=flags_at(tmp_path / "mcore", layout),
-            base=str(tmp_path / "mcore" / "release"), targets=targets, settings=settings, directory=str(directory), merged=str(sums),
-        )  # fmt: skip
+            trainers,
+            ranks,
+            "mcore_bridge",
+            tmp_path / f"run-{action}",
+            saves=action == "save",
+            flags=flags_at(tmp_path / "mcore", layout),
+            base=str(tmp_path / "mcore" / "release"),
+            targets=targets,
+            settings=settings,
+            directory=str(directory),
+            merged=str(sums),
+        )
         mcore_to_hf(sums, tmp_path / f"{action}-hf", hf_config=source)
         return hf_tensors(tmp_path / f"{action}-hf")
 
@@ -391,10 +405,17 @@ def test_an_adapter_of_some_layers_in_peft_is_loaded_by_megatron_bridge(trainers
     report = lora_to_megatron(of, tmp_path / "lora", hf_config=source)
     assert any("2 layers without an adapter get zeros" in notice for notice in report.notices)
     loaded = on_ranks(
-        trainers, 2, "load", tmp_path / "run", flags=flags_at(tmp_path / "mcore", f"{TP} 2"), base=str(tmp_path / "mcore"), kind="canonical",
-        settings={"dim": 4, "alpha": 10, "target_modules": CANONICAL[:3]}, directory=str(tmp_path / "lora" / "iter_0000000"),
+        trainers,
+        2,
+        "load",
+        tmp_path / "run",
+        flags=flags_at(tmp_path / "mcore", f"{TP} 2"),
+        base=str(tmp_path / "mcore"),
+        kind="canonical",
+        settings={"dim": 4, "alpha": 10, "target_modules": CANONICAL[:3]},
+        directory=str(tmp_path / "lora" / "iter_0000000"),
         tokens=tokens().tolist(),
-    )  # fmt: skip
+    )
     assert distance(loaded, with_peft(source, of)) < TOLERANCE
     base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
     assert distance(loaded, base) > 0.1

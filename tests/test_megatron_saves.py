@@ -40,8 +40,14 @@ def saved_by_megatron(source, folder, parallel, ranks, **options):
     """Save a model of these weights with Megatron's code; the directory that ``--load`` would take."""
     hf_to_mcore(source, folder / "ours", transformer_impl="local")
     (folder / "theirs" / "iter_0000007").mkdir(parents=True)
-    run_on_ranks(ranks, "load_and_save", flags_at(folder / "ours", parallel), str(folder / "ours"), str(folder / "theirs" / "iter_0000007"),
-                 *options.values())  # fmt: skip
+    run_on_ranks(
+        ranks,
+        "load_and_save",
+        flags_at(folder / "ours", parallel),
+        str(folder / "ours"),
+        str(folder / "theirs" / "iter_0000007"),
+        *options.values(),
+    )
     (folder / "theirs" / "latest_checkpointed_iteration.txt").write_text("7")
     return folder / "theirs"
 

@@ -236,9 +236,14 @@ def test_what_is_kept_for_deltas_is_a_row_of_the_trainers_phases_or_of_the_host(
 def test_a_refit_from_host_memory_needs_a_slab_in_the_place_of_the_weights(configs):
     line = "--tp 2 --ep 8 --etp 1 --gpus 16 --gpu-memory H200 --engine tp=2".split()
     plain, from_host = (
-        {phase["name"]: phase for phase in map(as_dict, json.loads(run(configs("Qwen3-30B-A3B"), *line, *more, "--json").stdout)["phases"])}
+        {
+            phase["name"]: phase
+            for phase in map(
+                as_dict, json.loads(run(configs("Qwen3-30B-A3B"), *line, *more, "--json").stdout)["phases"]
+            )
+        }
         for more in ((), ("--refit-from-host",))
-    )  # fmt: skip
+    )
     before, after = plain.pop("sync")["parts"], from_host.pop("sync")["parts"]
     assert before.pop("trainer's weights") > after.pop("the refit's slab") == BUCKET_BYTES
     assert before == after and plain == from_host, "the other phases are the same"

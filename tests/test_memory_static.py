@@ -17,14 +17,19 @@ from tests.checkpoints import VARIANTS
 # Configs of larger models, of which their language model is trained.
 LARGER = {
     "qwen3-vl-moe": {
-        "architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe", "tie_word_embeddings": False,
-        "text_config": VARIANTS["qwen3-moe-mixed"].to_dict() | {"model_type": "qwen3_vl_moe_text", "architectures": None},
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        "model_type": "qwen3_vl_moe",
+        "tie_word_embeddings": False,
+        "text_config": VARIANTS["qwen3-moe-mixed"].to_dict()
+        | {"model_type": "qwen3_vl_moe_text", "architectures": None},
     },
     "kimi-k2.5": {
-        "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25",
-        "text_config": VARIANTS["deepseek-v3"].to_dict() | {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]},
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "text_config": VARIANTS["deepseek-v3"].to_dict()
+        | {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]},
     },
-}  # fmt: skip
+}
 # variant, fields that it is changed in, layout, ranks, cp
 LAYOUTS = {
     "one rank": ("qwen3", {}, MegatronLayout(), 1, 1),

@@ -204,10 +204,20 @@ def test_a_weight_whose_sibling_holds_what_no_scale_can_hold_is_not_quantized(nu
 
 
 NOT_WRITTEN = {
-    "columns": ("deepseek-v3", torch.bfloat16, {}, r"q_b_proj.weight has 24 columns, which groups of 16 do not divide \(4 such"),
+    "columns": (
+        "deepseek-v3",
+        torch.bfloat16,
+        {},
+        r"q_b_proj.weight has 24 columns, which groups of 16 do not divide \(4 such",
+    ),
     "fp32": ("qwen3", torch.float32, {}, "add --dtype bf16"),
-    "small numbers in fp16": ("qwen3", torch.float16, {}, "at most, for which float16 holds no global scale of nvfp4: add --dtype bf16"),
-}  # fmt: skip
+    "small numbers in fp16": (
+        "qwen3",
+        torch.float16,
+        {},
+        "at most, for which float16 holds no global scale of nvfp4: add --dtype bf16",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", NOT_WRITTEN)
@@ -229,9 +239,11 @@ def of_vllm(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, t
     names = [name.removesuffix("_scale_2") for name in tensors if name.endswith("_scale_2")]
     plain = {name: tensor for name, tensor in tensors.items() if "_scale" not in name and name not in names}
     return plain | {
-        name: dequantize_to_dtype(tensors[name], tensors[f"{name}_scale"], tensors[f"{name}_scale_2"], dtype, 16, swizzle=False)
+        name: dequantize_to_dtype(
+            tensors[name], tensors[f"{name}_scale"], tensors[f"{name}_scale_2"], dtype, 16, swizzle=False
+        )
         for name in names
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -67,7 +67,9 @@ def test_every_code_scale_and_number_is_that_of_the_package(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_hard_numbers_are_those_of_the_package(dtype):
     values = hard(dtype)
-    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, 0])  # fmt: skip
+    ties = torch.tensor(
+        [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, 0]
+    )
     below, above = (torch.nextafter(ties, to) for to in (torch.tensor(-9.0), torch.tensor(9.0)))
     cases = [values, values[44:], 0 * values, values[2:3], -values[44:], ties[None].to(dtype), torch.cat([ties, below, above])[None].to(dtype)]  # fmt: skip
     for number, weight in enumerate(cases):

@@ -135,8 +135,13 @@ def config_of(inputs: bool = False, modelopt: bool = False, **more) -> dict:
         } | ignored
     group = {"targets": ["Linear"], "weights": WEIGHTS, "output_activations": None,
              "input_activations": WEIGHTS | {"dynamic": "local"} if inputs else None}  # fmt: skip
-    return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "quantization_status": "compressed", "ignore": IGNORED,
-            "config_groups": {"group_0": group}} | more  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": IGNORED,
+        "config_groups": {"group_0": group},
+    } | more
 
 
 def published(
@@ -313,8 +318,11 @@ def test_an_engine_that_loads_a_megatron_checkpoint_holds_what_it_has_of_the_one
         }
         if not modelopt and not only:
             mcore_to_hf(mcore, folder / "converted", quantize="nvfp4")
-            directories |= {"converted": (folder / "converted", {"hf_overrides": {}}), "by our loader": (package, RESHARD | {"hf_overrides": {}}),
-                            "by its config": (mcore, RESHARD | {"hf_config_path": package, "hf_overrides": {}})}  # fmt: skip
+            directories |= {
+                "converted": (folder / "converted", {"hf_overrides": {}}),
+                "by our loader": (package, RESHARD | {"hf_overrides": {}}),
+                "by its config": (mcore, RESHARD | {"hf_config_path": package, "hf_overrides": {}}),
+            }
         cases.append((parallel, directories))
     for rank in run_on_ranks(2, "loaded", cases, module="serving_on_cpu"):
         for engines in rank:
@@ -328,11 +336,20 @@ def test_an_engine_that_loads_a_megatron_checkpoint_holds_what_it_has_of_the_one
 def test_configs_that_no_megatron_checkpoint_can_serve_are_refused_in_one_sentence(converted, tmp_path):
     mcore = converted("qwen3")[0][1]
     sentences = {
-        "wants activations of group_0 quantized by scales that come with a checkpoint": config_of(inputs=True),
-        "wants weights quantized by modelopt as 'MXFP8', and of these reshard makes W4A16_NVFP4 alone": {"quant_method": "modelopt", "quantization": "MXFP8"},
-        "wants weights quantized by modelopt as 'NVFP4', and of these reshard makes W4A16_NVFP4": config_of(True, modelopt=True),
-        "lm_head is loaded by ModelOptNvFp4W4A16LinearMethod, for which reshard cannot quantize": config_of(modelopt=True, ignore=["*.mlp.gate"]),
-    }  # fmt: skip
+        "wants activations of group_0 quantized by scales that come with a checkpoint": config_of(
+            inputs=True
+        ),
+        "wants weights quantized by modelopt as 'MXFP8', and of these reshard makes W4A16_NVFP4 alone": {
+            "quant_method": "modelopt",
+            "quantization": "MXFP8",
+        },
+        "wants weights quantized by modelopt as 'NVFP4', and of these reshard makes W4A16_NVFP4": config_of(
+            True, modelopt=True
+        ),
+        "lm_head is loaded by ModelOptNvFp4W4A16LinearMethod, for which reshard cannot quantize": config_of(
+            modelopt=True, ignore=["*.mlp.gate"]
+        ),
+    }
     cases = []
     for number, quantization in enumerate(sentences.values()):
         folder = tmp_path / str(number)

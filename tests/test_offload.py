@@ -110,8 +110,10 @@ def test_what_needs_the_memory_of_what_is_away_says_so_and_touches_nothing(train
         )
         assert len(uses) == 4
         for sentence in uses:
-            assert sentence.endswith("has no memory, as after an offload: bring the parameters back first (reshard.onload, where "
-                                     "reshard.offload has moved them)")  # fmt: skip
+            assert sentence.endswith(
+                "has no memory, as after an offload: bring the parameters back first (reshard.onload, where "
+                "reshard.offload has moved them)"
+            )
         assert mains.startswith("the optimizer's main parameters have no memory, as after an offload")
         assert kept.startswith(
             "the optimizer keeps its main parameters to itself (use_precision_aware_optimizer)"

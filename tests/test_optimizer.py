@@ -283,8 +283,14 @@ def test_formats_that_megatron_does_not_read_any_more_are_refused_by_name(states
 
 
 def test_weights_of_a_run_with_flat_buffers_are_converted_without_them(runs, tmp_path):
-    done = cli("mcore-to-mcore", runs.folder / "buffers", tmp_path / "weights", "--hf-config", runs.configs["qwen3-moe"],
-               "--without-optimizer")  # fmt: skip
+    done = cli(
+        "mcore-to-mcore",
+        runs.folder / "buffers",
+        tmp_path / "weights",
+        "--hf-config",
+        runs.configs["qwen3-moe"],
+        "--without-optimizer",
+    )
     assert done.returncode == 0 and "optimizer state" in done.stderr
 
 
@@ -382,10 +388,18 @@ def test_an_iteration_that_megatron_does_not_resume_is_refused(runs, tmp_path):
 
 SQUARES = QKV.replace("exp_avg", "exp_avg_sq")
 STRANGE = [
-    (QKV, "optimizer.state.exp_avg.decoder.surplus", r"not have: decoder\.surplus; --without-optimizer takes the weights alone"),
-    (QKV, "optimizer.distributed.dp_group_idx_0.gbuf", r"format fully_reshardable with optimizer\.distributed\.dp_group_idx_0\.gbuf"),
+    (
+        QKV,
+        "optimizer.state.exp_avg.decoder.surplus",
+        r"not have: decoder\.surplus; --without-optimizer takes the weights alone",
+    ),
+    (
+        QKV,
+        "optimizer.distributed.dp_group_idx_0.gbuf",
+        r"format fully_reshardable with optimizer\.distributed\.dp_group_idx_0\.gbuf",
+    ),
     (SQUARES, f"chained_1.{QKV}", r"format fully_reshardable with chained_1\."),
-]  # fmt: skip
+]
 
 
 def test_keys_of_earlier_versions_are_read(runs, tmp_path):

@@ -20,9 +20,14 @@ SHAPES = {"w": (12, 10)}
 def split(rows, columns):
     """`w` cut into a grid; local tensors are named by their place in it."""
     r, c = SHAPES["w"][0] // rows, SHAPES["w"][1] // columns
-    return Placement.of(SHAPES, (
-        LocalTensor((i, j), (r, c), (Part("w", Box((i * r, j * c), (r, c)), (0, 0)),), holder=(i, j)) for i in range(rows) for j in range(columns)
-    ))  # fmt: skip
+    return Placement.of(
+        SHAPES,
+        (
+            LocalTensor((i, j), (r, c), (Part("w", Box((i * r, j * c), (r, c)), (0, 0)),), holder=(i, j))
+            for i in range(rows)
+            for j in range(columns)
+        ),
+    )
 
 
 def run(plan, values):

@@ -102,10 +102,14 @@ def started(arguments, size, log, faults=None, held=None):
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with open(log, "ab") as out:
         runs = [
-            subprocess.Popen(command(*arguments, python=sys.executable if faults.get(rank) else python_of_trainer()), stdout=out, stderr=out,
-                             env=environment(*faults.get(rank, ()), held=held) | shared | {"RANK": str(rank)})
+            subprocess.Popen(
+                command(*arguments, python=sys.executable if faults.get(rank) else python_of_trainer()),
+                stdout=out,
+                stderr=out,
+                env=environment(*faults.get(rank, ()), held=held) | shared | {"RANK": str(rank)},
+            )
             for rank in range(size)
-        ]  # fmt: skip
+        ]
         try:
             yield runs
         finally:
@@ -225,9 +229,15 @@ def test_strangers_at_the_first_process_hold_up_nobody():
     shared = os.environ | {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     began = time.monotonic()
     runs = [
-        subprocess.Popen([python, "-c", LATE, str(2 * rank)], env=shared | {"RANK": str(rank)}, stdout=-1, stderr=-1, text=True)
+        subprocess.Popen(
+            [python, "-c", LATE, str(2 * rank)],
+            env=shared | {"RANK": str(rank)},
+            stdout=-1,
+            stderr=-1,
+            text=True,
+        )
         for rank, python in enumerate([sys.executable, python_of_trainer(), python_of_trainer()])
-    ]  # fmt: skip
+    ]
     with strangers_at(psutil.Process(runs[0].pid), but=port) as connected:
         said = [run.communicate(timeout=200) for run in runs]
     assert [out for out, _ in said] == ["[0, 1, 2]\n"] * 3, said
@@ -239,9 +249,14 @@ def test_processes_that_do_not_know_the_secret_are_not_let_in():
     shared = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     secrets = ["the secret of the first process", "another secret than that one"]
     runs = [
-        subprocess.Popen([python_of_trainer(), "-c", LATE, "0"], env=shared | {"RANK": str(rank), "RESHARD_SECRET": secret}, stderr=-1, text=True)
+        subprocess.Popen(
+            [python_of_trainer(), "-c", LATE, "0"],
+            env=shared | {"RANK": str(rank), "RESHARD_SECRET": secret},
+            stderr=-1,
+            text=True,
+        )
         for rank, secret in enumerate(secrets)
-    ]  # fmt: skip
+    ]
     said = runs[1].communicate(timeout=120)[1]
     runs[0].kill()
     runs[0].communicate()

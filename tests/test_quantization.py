@@ -35,9 +35,14 @@ from tests.by_compressed_tensors import (
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 WAYS = [
     *[(kind, strategy) for kind in ("float", "int") for strategy in ("channel", "tensor")],
-    ("float", "block 16 32"), ("float", "block 24 40"),
-    ("int4", "channel"), ("int4", "group 32"), ("int4", "group 4"), ("packed int8", "channel"), ("packed int8", "group 16"),
-]  # fmt: skip
+    ("float", "block 16 32"),
+    ("float", "block 24 40"),
+    ("int4", "channel"),
+    ("int4", "group 32"),
+    ("int4", "group 4"),
+    ("packed int8", "channel"),
+    ("packed int8", "group 16"),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -163,10 +163,15 @@ def test_a_journal_that_is_damaged_costs_time_only(how, whole, tmp_path):
     (journal,) = (tmp_path / ".out.reshard-partial").glob("journal*")
     data = journal.read_bytes()
     lines = data.split(b"\n")
-    journal.write_bytes({
-        "not UTF-8": data + b"\xff\xfe\x00 \xc3\n", "cut": data[:-40], "of other lines": b"\n".join(lines[:2] + [b'{"a": [1', b"[]", b"7"] + lines[2:]),
-        "empty": b"", "zeros": data[: len(data) // 2] + bytes(4096) + b"\n",
-    }[how])  # fmt: skip
+    journal.write_bytes(
+        {
+            "not UTF-8": data + b"\xff\xfe\x00 \xc3\n",
+            "cut": data[:-40],
+            "of other lines": b"\n".join(lines[:2] + [b'{"a": [1', b"[]", b"7"] + lines[2:]),
+            "empty": b"",
+            "zeros": data[: len(data) // 2] + bytes(4096) + b"\n",
+        }[how]
+    )
     found = resumed("hf-to-mcore", whole, tmp_path / "out")
     assert found == (134 if how == "cut" else 0)
 

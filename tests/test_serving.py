@@ -94,8 +94,12 @@ def test_a_config_that_wants_fp8_gets_the_blocks_that_a_conversion_writes(tmp_pa
     mcore_to_hf(tmp_path / "dequantized", tmp_path / "again", quantize=True)
     excepted = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
     excepted["modules_to_not_convert"].append("model.layers.1.self_attn.o_proj")
-    cases = [(tmp_path / "mcore", RESHARD | dict(hf_config_path=str(tmp_path / "fp8"))), (tmp_path / "dequantized", RESHARD),
-             (tmp_path / "mcore", RESHARD), (tmp_path / "mcore", RESHARD | dict(hf_overrides={"quantization_config": excepted}))]  # fmt: skip
+    cases = [
+        (tmp_path / "mcore", RESHARD | dict(hf_config_path=str(tmp_path / "fp8"))),
+        (tmp_path / "dequantized", RESHARD),
+        (tmp_path / "mcore", RESHARD),
+        (tmp_path / "mcore", RESHARD | dict(hf_overrides={"quantization_config": excepted})),
+    ]
     *results, without = run_on_ranks(1, "streamed", cases, module="serving_on_cpu")[0]
     name = "model.layers.1.self_attn.o_proj.weight"
     assert without[name] == results[2][name] and without.keys() == results[0].keys() - {f"{name}_scale_inv"}
@@ -176,10 +180,13 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(checkpoint, tmp_path):
 
 # What a directory lacks, the name of one such tensor, and of what vLLM would have nothing for.
 LACKING = {
-    "mlp.experts.": ("model.layers.0.mlp.experts.0.gate_proj.weight", "model.layers.0.mlp.experts.routed_experts.w13_weight"),
+    "mlp.experts.": (
+        "model.layers.0.mlp.experts.0.gate_proj.weight",
+        "model.layers.0.mlp.experts.routed_experts.w13_weight",
+    ),
     "layers.1.self_attn.o_proj": ("model.layers.1.self_attn.o_proj.weight",) * 2,
     "layers.1.self_attn.k_norm": ("model.layers.1.self_attn.k_norm.weight",) * 2,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("engine", [{}, {"quantization": "fp8"}])

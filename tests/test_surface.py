@@ -188,8 +188,12 @@ sys.path.remove({str(tmp_path)!r})
 del sys.modules["resource"]
 import resource"""
     (tmp_path / "resource.py").write_text(wait, encoding="utf-8")
-    process = subprocess.Popen([*COMMAND, "hf-to-mcore", str(checkpoint("qwen3")), str(tmp_path / "out")], stdout=subprocess.PIPE,
-                               stderr=slave, env=os.environ | {"PYTHONPATH": str(tmp_path)})  # fmt: skip
+    process = subprocess.Popen(
+        [*COMMAND, "hf-to-mcore", str(checkpoint("qwen3")), str(tmp_path / "out")],
+        stdout=subprocess.PIPE,
+        stderr=slave,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
     os.close(slave)
     with ended(process):
         assert os.read(master, 1), "the bar is there"

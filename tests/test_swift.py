@@ -28,15 +28,26 @@ LAYOUTS = {
     "served-qwen3-moe-whole": ["--expert_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2"],
 }
 FAMILIES = {
-    "served-llama": "use_rope_scaling", "qwen3-yarn": "position_embedding_type", "deepseek-v3": "rope_type", "glm4-moe": "rotary_percent",
+    "served-llama": "use_rope_scaling",
+    "qwen3-yarn": "position_embedding_type",
+    "deepseek-v3": "rope_type",
+    "glm4-moe": "rotary_percent",
     "qwen3-moe": "",
-}  # fmt: skip
+}
 
 
 def variables() -> dict[str, str]:
     """For processes with ms-swift, in which ``vllm`` is the build for the CPU."""
-    ours = {"PYTHONPATH": f"{TARGET}:{REPOSITORY}", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "NVTE_PROJECT_BUILDING": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # fmt: skip
+    ours = {
+        "PYTHONPATH": f"{TARGET}:{REPOSITORY}",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "NVTE_PROJECT_BUILDING": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
     return clean() | ours
 
 
@@ -154,12 +165,14 @@ def test_what_a_refit_does_not_cover_goes_by_ms_swifts_own_sync_with_a_line_in_t
             "ms-swift's own weight sync is used: the parameters are quantized (fp8_param_gather)"
         ]
         assert outcome["reasons"] == {
-            "none": "", "tuner_type": "the model has adapters that are merged (tuner_type lora without vllm_enable_lora)",
+            "none": "",
+            "tuner_type": "the model has adapters that are merged (tuner_type lora without vllm_enable_lora)",
             "fp8_param_gather": "the parameters are quantized (fp8_param_gather)",
             "fp4_param_gather": "the parameters are quantized (fp4_param_gather)",
             "use_megatron_fsdp": "the parameters are sharded by Megatron's FSDP (use_megatron_fsdp)",
-            "is_multimodal": "the model is multimodal", "vllm_mode": "vLLM runs in a server (vllm_mode)",
-        }  # fmt: skip
+            "is_multimodal": "the model is multimodal",
+            "vllm_mode": "vLLM runs in a server (vllm_mode)",
+        }
 
 
 def test_an_adapter_is_in_vllms_slot_as_ms_swifts_own_sync_leaves_it(swift, plugin, tmp_path):

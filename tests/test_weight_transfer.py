@@ -77,9 +77,17 @@ def test_what_a_trainer_does_wrong_is_refused_in_a_sentence(outcome):
 
 def test_a_request_that_makes_no_sense_is_refused_and_leaves_the_connection_as_it_is(outcome):
     sentences = (
-        "'nowhere is not an address", "'7 is not an address", "first_rank is '2'", "first_rank is -1", "rank 4 is not one of 4 members",
-        "rank 2 of 1000.0 members", "rank 2 of None members", "members is not a whole number of at most", "timeout is 'soon'", "timeout is -1",
-    )  # fmt: skip
+        "'nowhere is not an address",
+        "'7 is not an address",
+        "first_rank is '2'",
+        "first_rank is -1",
+        "rank 4 is not one of 4 members",
+        "rank 2 of 1000.0 members",
+        "rank 2 of None members",
+        "members is not a whole number of at most",
+        "timeout is 'soon'",
+        "timeout is -1",
+    )
     for results, sentence in zip(outcome["wrong meetings"], sentences, strict=True):
         assert sentence in results and "/init_weight_transfer_engine with 500" in results, results
     assert "verify is 'no'; it is true or false" in outcome["wrong update"]

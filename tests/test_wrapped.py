@@ -18,13 +18,22 @@ from tests.refits import refit
 from tests.test_logits import EP, ETP, PP, TP, flags_at
 
 VISION = {
-    "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 64, "num_position_embeddings": 16,
-}  # fmt: skip
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
 # What the published configs have, and transformers' classes do not.
 PUBLISHED_ONLY = {
-    "attn_output_gate": True, "full_attention_interval": 4, "mamba_ssm_dtype": "float32", "mlp_only_layers": [], "mtp_num_hidden_layers": 1,
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "mamba_ssm_dtype": "float32",
+    "mlp_only_layers": [],
+    "mtp_num_hidden_layers": 1,
     "mtp_use_dedicated_embeddings": False,
-}  # fmt: skip
+}
 INNER = "model.language_model.layers."
 
 
@@ -86,8 +95,12 @@ def published(directory, moe: bool, dtype: torch.dtype = torch.bfloat16, seed: i
 
 # As transformers' own config of it has them, but for `norm_topk_prob`, which vLLM reads.
 EXPERTS = {
-    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1], "norm_topk_prob": True,
-}  # fmt: skip
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "mlp_only_layers": [1],
+    "norm_topk_prob": True,
+}
 
 
 def qwen3_vl(directory, moe: bool, seed: int = 0, tied: bool = False):
@@ -139,8 +152,16 @@ def kimi_k25(directory, seed: int = 0):
         "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "mm_hidden_size": 32, "text_hidden_size": 64,
         "vt_hidden_size": 32, "vt_num_attention_heads": 4, "vt_num_hidden_layers": 1, "vt_intermediate_size": 48,
     }  # fmt: skip
-    outer = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "dtype": "bfloat16", "text_config": config,
-             "vision_config": vision, "media_placeholder_token_id": 7, "use_unified_vision_chunk": True, "ignore_index": -100}  # fmt: skip
+    outer = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "dtype": "bfloat16",
+        "text_config": config,
+        "vision_config": vision,
+        "media_placeholder_token_id": 7,
+        "use_unified_vision_chunk": True,
+        "ignore_index": -100,
+    }
     (directory / "config.json").write_text(json.dumps(outer))
     return directory
 
@@ -269,7 +290,10 @@ def test_mtp_tensors_of_which_qwen3_nexts_config_says_nothing_are_carried_unchan
     )
     for directory, prefix in ((source, "mtp"), (strange, "mtq")):
         directory.mkdir()
-        extra = {f"{prefix}.fc.weight": torch.randn(64, 128).bfloat16(), f"{prefix}.norm.weight": torch.randn(64).bfloat16()}  # fmt: skip
+        extra = {
+            f"{prefix}.fc.weight": torch.randn(64, 128).bfloat16(),
+            f"{prefix}.norm.weight": torch.randn(64).bfloat16(),
+        }
         save_file(tensors | extra, directory / "model.safetensors", metadata={"format": "pt"})
         (directory / "config.json").write_bytes((plain / "config.json").read_bytes())
     hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(tp=2, pp=2))

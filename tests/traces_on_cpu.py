@@ -46,5 +46,11 @@ def traces(rank: int, directory: str, change: str, engine: dict) -> dict:
     of_alike = list(shown)
     whole = trace_model(module, canonical)
     places = {copy.offset for copy in whole.copies if copy.name == layers[-1].experts[held[0]][0]}
-    return {"shown": of_alike, "of": len(canonical), "places": places, "layers": len(layers),
-            "same": sorted(map(repr, found.copies)) == sorted(map(repr, whole.copies)) and found.fills == whole.fills}  # fmt: skip
+    return {
+        "shown": of_alike,
+        "of": len(canonical),
+        "places": places,
+        "layers": len(layers),
+        "same": sorted(map(repr, found.copies)) == sorted(map(repr, whole.copies))
+        and found.fills == whole.fills,
+    }

@@ -80,9 +80,10 @@ def main() -> None:
     ]
     outcome["order"] = [base.__name__ for base in VerlExtension.__mro__[1:3]]
     outcome["called otherwise"] = [
-        *takes(verl.ReshardMegatronEngine, MegatronEngineWithLMHead), *takes(verl_vllm.ReshardServerAdapter, ServerAdapter),
+        *takes(verl.ReshardMegatronEngine, MegatronEngineWithLMHead),
+        *takes(verl_vllm.ReshardServerAdapter, ServerAdapter),
         *takes(verl.ReshardCheckpointEngine, CheckpointEngine),
-    ]  # fmt: skip
+    ]
     outcome["control"] = takes(
         type("Other", (), {"prepare": lambda self: 0, "send_weights": lambda self: 0}), CheckpointEngine
     )
@@ -131,8 +132,19 @@ class Server:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
 
-        self.llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, max_num_batched_tokens=64, max_num_seqs=8, enforce_eager=True,
-                       kv_cache_memory_bytes=1 << 24, worker_extension_cls="reshard.integrations.verl_worker.VerlExtension", **options)  # fmt: skip
+        self.llm = LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=64,
+            max_num_batched_tokens=64,
+            max_num_seqs=8,
+            enforce_eager=True,
+            kv_cache_memory_bytes=1 << 24,
+            worker_extension_cls="reshard.integrations.verl_worker.VerlExtension",
+            **options,
+        )
         self.told: list = []
         self.waits, self.dies = "", ""
 

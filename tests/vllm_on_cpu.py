@@ -179,10 +179,18 @@ def build(
         from tests import vllm_kernels  # noqa: F401
     rank = torch.distributed.get_rank() if rank is None else rank
     config = EngineArgs(
-        model=directory, load_format=load_format, dtype=options.pop("dtype", "bfloat16"), tensor_parallel_size=tp, pipeline_parallel_size=pp,
-        data_parallel_size=dp, enforce_eager=True, max_model_len=128, skip_tokenizer_init=True, distributed_executor_backend="external_launcher",
+        model=directory,
+        load_format=load_format,
+        dtype=options.pop("dtype", "bfloat16"),
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        data_parallel_size=dp,
+        enforce_eager=True,
+        max_model_len=128,
+        skip_tokenizer_init=True,
+        distributed_executor_backend="external_launcher",
         **options,
-    ).create_engine_config()  # fmt: skip
+    ).create_engine_config()
     with contextlib.ExitStack() as stack:
         stack.enter_context(set_current_vllm_config(config))
         experts = config.model_config.is_moe, config.parallel_config.enable_expert_parallel

@@ -21,25 +21,65 @@ QUANTIZED = (
 # Modules that take long to import, in processes of an engine, and on ranks (ranks.py), in commands of
 # a trainer or in pytest's workers.
 OF_ENGINES = (
-    "tests.entry_points", "tests.torchrun_methods", "tests.no_spinning", "tests.quick_ends", "vllm.entrypoints.llm", "vllm.entrypoints.cli.main",
-    "vllm.entrypoints.cli.serve", "vllm.v1.worker.cpu_worker", "vllm.v1.core.sched.scheduler", "vllm.v1.executor.multiproc_executor", "vllm.entrypoints.serve.tokenize.api_router",
-    "torch.distributed.run", "megatron.core", "transformers", "reshard.engines.vllm.load_format.loader", "reshard.engines.vllm.worker",
-    "reshard.integrations.weight_transfer", "reshard.parity.systems.megatron", *QUANTIZED,
-)  # fmt: skip
+    "tests.entry_points",
+    "tests.torchrun_methods",
+    "tests.no_spinning",
+    "tests.quick_ends",
+    "vllm.entrypoints.llm",
+    "vllm.entrypoints.cli.main",
+    "vllm.entrypoints.cli.serve",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.entrypoints.serve.tokenize.api_router",
+    "torch.distributed.run",
+    "megatron.core",
+    "transformers",
+    "reshard.engines.vllm.load_format.loader",
+    "reshard.engines.vllm.worker",
+    "reshard.integrations.weight_transfer",
+    "reshard.parity.systems.megatron",
+    *QUANTIZED,
+)
 WITH_RAY = ("tests.without_ray", *OF_ENGINES, "tests.with_ray")  # in an environment that has Ray
 OF_RANKS = (
-    "tests.entry_points", "tests.torchrun_methods", "tests.no_spinning", "tests.megatron_on_cpu", "tests.parity_on_cpu", "tests.refit_faults_on_cpu",
-    "tests.live_megatron_on_cpu", "tests.fsdp_on_cpu", "tests.disk", "tests.command_line", "reshard.parity.systems.megatron",
-    "reshard.engines.vllm.load_format.loader", "vllm.distributed.weight_transfer",
-    "vllm.plugins.lora_resolvers.filesystem_resolver", "vllm.plugins.lora_resolvers.hf_hub_resolver", "vllm.v1.attention.backends.triton_attn",
-    "vllm.v1.attention.backends.mla.triton_mla", "megatron.core.dist_checkpointing.gpt_checkpoint_interop", "transformers.generation.utils",
-    "vllm.v1.executor", "vllm.v1.worker.lora_model_runner_mixin", "vllm.third_party.deep_gemm", "torch.utils.serialization", "bokeh.plotting", *QUANTIZED,
-)  # fmt: skip
+    "tests.entry_points",
+    "tests.torchrun_methods",
+    "tests.no_spinning",
+    "tests.megatron_on_cpu",
+    "tests.parity_on_cpu",
+    "tests.refit_faults_on_cpu",
+    "tests.live_megatron_on_cpu",
+    "tests.fsdp_on_cpu",
+    "tests.disk",
+    "tests.command_line",
+    "reshard.parity.systems.megatron",
+    "reshard.engines.vllm.load_format.loader",
+    "vllm.distributed.weight_transfer",
+    "vllm.plugins.lora_resolvers.filesystem_resolver",
+    "vllm.plugins.lora_resolvers.hf_hub_resolver",
+    "vllm.v1.attention.backends.triton_attn",
+    "vllm.v1.attention.backends.mla.triton_mla",
+    "megatron.core.dist_checkpointing.gpt_checkpoint_interop",
+    "transformers.generation.utils",
+    "vllm.v1.executor",
+    "vllm.v1.worker.lora_model_runner_mixin",
+    "vllm.third_party.deep_gemm",
+    "torch.utils.serialization",
+    "bokeh.plotting",
+    *QUANTIZED,
+)
 # On ranks of SGLang's classes, and of the trainers that refit them.
 OF_SGLANG = (
-    "tests.entry_points", "tests.command_line", "tests.refit_sglang_on_cpu", "sglang.srt.models.registry", "sglang.srt.managers.scheduler", "sglang.srt.entrypoints.engine",
-    "sglang.srt.managers.data_parallel_controller", "megatron.core.dist_checkpointing.gpt_checkpoint_interop",
-)  # fmt: skip
+    "tests.entry_points",
+    "tests.command_line",
+    "tests.refit_sglang_on_cpu",
+    "sglang.srt.models.registry",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.entrypoints.engine",
+    "sglang.srt.managers.data_parallel_controller",
+    "megatron.core.dist_checkpointing.gpt_checkpoint_interop",
+)
 # In the commands and the Python of the pages.
 OF_PAGES = (
     "tests.entry_points", "tests.torchrun_methods", "tests.command_line", "torch.distributed.run", "reshard.parity.systems.megatron", "transformers",

@@ -156,8 +156,15 @@ def main() -> None:
         (begin / "config.json").write_text(json.dumps(config), encoding="utf-8")
     dist.barrier()
     size = 2 * sum(p.numel() for p in models[0].parameters())
-    result: dict = {"model": options.model, "layers": config["num_hidden_layers"], "megatron": str(layout), "processes": dist.get_world_size(),
-                    "cores": len(os.sched_getaffinity(0)), "bytes_of_rank_0": size, "rounds": options.rounds}  # fmt: skip
+    result: dict = {
+        "model": options.model,
+        "layers": config["num_hidden_layers"],
+        "megatron": str(layout),
+        "processes": dist.get_world_size(),
+        "cores": len(os.sched_getaffinity(0)),
+        "bytes_of_rank_0": size,
+        "rounds": options.rounds,
+    }
     vocabulary = config["vocab_size"]
     wanted = fingerprint(models, options.tp, vocabulary)
     places = {"torch_dist": options.folder / "mcore", "hf": options.folder / "hf"}

@@ -55,7 +55,11 @@ def main() -> None:
     options = parser.parse_args()
     options.folder.mkdir(parents=True)
     source, whole, parts = (options.folder / name for name in ("hf", "tp1", "tp2pp2ep4"))
-    result: dict = {"bytes": make(source, qwen(int(options.gigabytes * 1e9))), "tp": options.tp, "rounds": options.rounds}  # fmt: skip
+    result: dict = {
+        "bytes": make(source, qwen(int(options.gigabytes * 1e9))),
+        "tp": options.tp,
+        "rounds": options.rounds,
+    }
     for place, layout in ((whole, []), (parts, QWEN)):
         command = [
             sys.executable,
@@ -67,8 +71,12 @@ def main() -> None:
             "--no-sync",
         ]
         subprocess.run([*command, *layout], check=True, capture_output=True)
-    ways = {"vLLM's own, Hugging Face": (source, "auto"), "reshard, Hugging Face": (source, "reshard"),
-            "reshard, Megatron TP2 PP2 EP4": (parts, "reshard"), "reshard, Megatron TP1": (whole, "reshard")}  # fmt: skip
+    ways = {
+        "vLLM's own, Hugging Face": (source, "auto"),
+        "reshard, Hugging Face": (source, "reshard"),
+        "reshard, Megatron TP2 PP2 EP4": (parts, "reshard"),
+        "reshard, Megatron TP1": (whole, "reshard"),
+    }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(options.rounds):
         for name, (model, load_format) in ways.items():

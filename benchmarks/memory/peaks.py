@@ -32,17 +32,29 @@ from benchmarks.models import MODELS
 
 GIB = 1 << 30
 QWEN_235B = MODELS["qwen3-30b-a3b"] | {
-    "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 64, "num_key_value_heads": 4, "moe_intermediate_size": 1536,
-}  # fmt: skip
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 1536,
+}
 # Published widths; layers, vocabulary and experts of a rank as they fit.
 WIDTHS = {
-    "llama-70b": MODELS["llama-3.1-70b"] | {"num_hidden_layers": 2, "vocab_size": 32768, "max_position_embeddings": 32768},
-    "qwen3-30b-a3b": MODELS["qwen3-30b-a3b"] | {"num_hidden_layers": 6, "num_experts": 16, "max_position_embeddings": 32768},
+    "llama-70b": MODELS["llama-3.1-70b"]
+    | {"num_hidden_layers": 2, "vocab_size": 32768, "max_position_embeddings": 32768},
+    "qwen3-30b-a3b": MODELS["qwen3-30b-a3b"]
+    | {"num_hidden_layers": 6, "num_experts": 16, "max_position_embeddings": 32768},
     "qwen3-235b-a22b": QWEN_235B
     | {"num_hidden_layers": 3, "num_experts": 16, "vocab_size": 32768, "max_position_embeddings": 32768},
     "deepseek-v3": MODELS["deepseek-v3"]
-    | {"num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 16, "vocab_size": 16384, "max_position_embeddings": 32768},
-}  # fmt: skip
+    | {
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 16,
+        "vocab_size": 16384,
+        "max_position_embeddings": 32768,
+    },
+}
 TOYS = {
     "toy-qwen3": MODELS["tiny-qwen3"] | {"max_position_embeddings": 256},
     "toy-qwen3-moe": MODELS["tiny-qwen3-moe"] | {"max_position_embeddings": 256},
@@ -156,17 +168,36 @@ def theoretical(model, layout, case: Case, gpus: int) -> float | None:
 
     of_model = megatron_args(model)
     values = {
-        "moe_shared_expert_intermediate_size": None, "num_experts": None, "moe_layer_freq": 1, "mtp_num_layers": None, "moe_latent_size": None,
-        "moe_ffn_hidden_size": 0, "kv_channels": None, "q_lora_rank": None, "hybrid_layer_pattern": None, "hybrid_override_pattern": None,
-        "is_hybrid_model": False, "num_query_groups": None, "recompute_granularity": None,
-    }  # fmt: skip
+        "moe_shared_expert_intermediate_size": None,
+        "num_experts": None,
+        "moe_layer_freq": 1,
+        "mtp_num_layers": None,
+        "moe_latent_size": None,
+        "moe_ffn_hidden_size": 0,
+        "kv_channels": None,
+        "q_lora_rank": None,
+        "hybrid_layer_pattern": None,
+        "hybrid_override_pattern": None,
+        "is_hybrid_model": False,
+        "num_query_groups": None,
+        "recompute_granularity": None,
+    }
     values |= of_model | fields
     values |= {
-        "seq_length": case.seq_length, "micro_batch_size": 1, "padded_vocab_size": model.symbols["V"], "sequence_parallel": tp > 1,
-        "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep,
-        "expert_tensor_parallel_size": layout.expert_tp, "virtual_pipeline_model_parallel_size": None, "context_parallel_size": case.cp,
-        "data_parallel_size": gpus // (tp * pp * case.cp), "world_size": gpus, "use_distributed_optimizer": True,
-    }  # fmt: skip
+        "seq_length": case.seq_length,
+        "micro_batch_size": 1,
+        "padded_vocab_size": model.symbols["V"],
+        "sequence_parallel": tp > 1,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": layout.expert_tp,
+        "virtual_pipeline_model_parallel_size": None,
+        "context_parallel_size": case.cp,
+        "data_parallel_size": gpus // (tp * pp * case.cp),
+        "world_size": gpus,
+        "use_distributed_optimizer": True,
+    }
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             found = report_theoretical_memory(SimpleNamespace(**values), num_microbatches=case.microbatches)
@@ -332,9 +363,11 @@ def main() -> None:
     deadline, rows = time.time() + args.seconds, []
     for index, group in enumerate(cases(args.gpus, args.toy)):
         chosen = [
-            case for case in group
-            if (not args.models or case.model in args.models.split(",")) and (not args.lengths or str(case.seq_length) in args.lengths.split(","))
-        ]  # fmt: skip
+            case
+            for case in group
+            if (not args.models or case.model in args.models.split(","))
+            and (not args.lengths or str(case.seq_length) in args.lengths.split(","))
+        ]
         if not chosen:
             continue
         with tempfile.TemporaryDirectory() as folder:

@@ -89,12 +89,18 @@ def ranks(toy: bool) -> list[Rank]:
         *at("qwen3-30b-a3b", 16, (0,), {"tp": 2, "pp": 2, "ep": 8, "etp": 1}, fp8="blockwise"),
         *at("qwen3-30b-a3b", 8, (0,), {"tp": 2, "ep": 4}, cp=2, length=16384, recompute="full"),
         *at("qwen3-235b-a22b", 64, (0, 1), {"tp": 4, "pp": 8, "ep": 8, "etp": 1} | uneven),
-        *at("qwen3-235b-a22b", 128, (0,), {"tp": 2, "pp": 8, "ep": 16, "etp": 1} | uneven, recompute="moe_act,layernorm"),
+        *at(
+            "qwen3-235b-a22b",
+            128,
+            (0,),
+            {"tp": 2, "pp": 8, "ep": 16, "etp": 1} | uneven,
+            recompute="moe_act,layernorm",
+        ),
         *at("deepseek-v3", 1024, (0, 1, 15), deepseek, recompute=fine),
         *at("deepseek-v3", 1024, (1,), deepseek, recompute="full"),
         *at("deepseek-v3", 1024, (8,), deepseek, recompute="mla_up_proj"),
         *at("deepseek-v3", 1024, (8,), deepseek, fp8="blockwise"),
-    ]  # fmt: skip
+    ]
 
 
 def measure(rank: Rank, toy: bool) -> dict:

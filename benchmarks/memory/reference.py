@@ -87,12 +87,22 @@ def by_mbridge(case: dict) -> float:
     if case["pipeline"]:
         config.pipeline_model_parallel_layout = PipelineParallelLayerLayout(case["pipeline"], pp)
     arguments = argparse.Namespace(
-        micro_batch_size=1, seq_length=case["seq_length"], use_distributed_optimizer=True, data_parallel_size=case["gpus"] // (tp * pp * cp),
-        expert_tensor_parallel_size=etp or 1, transformer_impl="transformer_engine", fp8=False, num_experts=getattr(config, "num_moe_experts", 1),
-        moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm, multi_latent_attention="deepseek" in hf["model_type"],
-        padded_vocab_size=hf["vocab_size"], max_position_embeddings=hf["max_position_embeddings"], tie_word_embeddings=False,
+        micro_batch_size=1,
+        seq_length=case["seq_length"],
+        use_distributed_optimizer=True,
+        data_parallel_size=case["gpus"] // (tp * pp * cp),
+        expert_tensor_parallel_size=etp or 1,
+        transformer_impl="transformer_engine",
+        fp8=False,
+        num_experts=getattr(config, "num_moe_experts", 1),
+        moe_grouped_gemm=True,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention="deepseek" in hf["model_type"],
+        padded_vocab_size=hf["vocab_size"],
+        max_position_embeddings=hf["max_position_embeddings"],
+        tie_word_embeddings=False,
         world_size=case["gpus"],
-    )  # fmt: skip
+    )
     with contextlib.redirect_stdout(io.StringIO()):
         reports, _ = estimate_from_config(config, arguments)
     return reports[case["stage"]]["total_gb"]

@@ -134,9 +134,18 @@ def measure(name: str, options: argparse.Namespace) -> dict:
             system.close()
         seconds[system_name] = round(time.monotonic() - start, 1)
     found: dict = {
-        "model": name, "layers": config["num_hidden_layers"], "std": options.std, "vector_std": options.vector_std, "megatron": str(layout), "vllm": str(served),
-        "prompts": [len(p) for p in prompts], "seconds": seconds, "failed": failed, "error_against_fp32": {}, "routing": {},
-    }  # fmt: skip
+        "model": name,
+        "layers": config["num_hidden_layers"],
+        "std": options.std,
+        "vector_std": options.vector_std,
+        "megatron": str(layout),
+        "vllm": str(served),
+        "prompts": [len(p) for p in prompts],
+        "seconds": seconds,
+        "failed": failed,
+        "error_against_fp32": {},
+        "routing": {},
+    }
     for other in ("transformers", "megatron", "megatron packed", "vllm loaded", "vllm refitted"):
         if other in scores and "transformers fp32" in scores:
             found["error_against_fp32"][other] = metrics_of(

@@ -63,10 +63,20 @@ def serve(path: Path, **options):
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
     options |= {"compilation_config": graphs} if gpu else {"enforce_eager": True}
     return LLM(
-        str(path), dtype="bfloat16", distributed_executor_backend="external_launcher", max_model_len=1024, skip_tokenizer_init=True,
-        enable_prefix_caching=False, max_logprobs=-1, seed=0, gpu_memory_utilization=0.2, kv_cache_memory_bytes=1 << (30 if gpu else 27),
-        disable_log_stats=True, use_tqdm_on_load=False, **options,
-    )  # fmt: skip
+        str(path),
+        dtype="bfloat16",
+        distributed_executor_backend="external_launcher",
+        max_model_len=1024,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        max_logprobs=-1,
+        seed=0,
+        gpu_memory_utilization=0.2,
+        kv_cache_memory_bytes=1 << (30 if gpu else 27),
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        **options,
+    )
 
 
 def module_of(llm) -> torch.nn.Module:

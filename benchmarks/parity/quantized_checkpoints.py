@@ -114,7 +114,12 @@ def publish_by_modelopt(places: Places) -> None:
         together = torch.stack([largest[other] for other in fused(name) if other in largest]).max().view(1)
         made = encode(plain[name].to(device()), together.to(device()), ModelOpt())
         stored |= {name + end: one.cpu() for end, one in made.items()}
-    how = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": 16, "ignore": ["lm_head", "*.mlp.gate"]}  # fmt: skip
+    how = {
+        "quant_method": "modelopt",
+        "quant_algo": "W4A16_NVFP4",
+        "group_size": 16,
+        "ignore": ["lm_head", "*.mlp.gate"],
+    }
     write_stored(places, MODELOPT, stored, how)
 
 

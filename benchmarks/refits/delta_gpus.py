@@ -185,8 +185,12 @@ class Run:
     """The trainer, the engine in its process, and one connection at a time between them."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        settings = {"gpu_memory_utilization": options.gpu_memory_utilization, "enable_sleep_mode": False,
-                    "worker_extension_cls": "benchmarks.refits.delta_gpus.Extension", **json.loads(options.vllm)}  # fmt: skip
+        settings = {
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+            "enable_sleep_mode": False,
+            "worker_extension_cls": "benchmarks.refits.delta_gpus.Extension",
+            **json.loads(options.vllm),
+        }
         settings |= {"quantization": options.quantization} if options.quantization else {}
         self.config, self.port = config_of(options.model, options.layers), options.port
         self.bucket_bytes = options.bucket_bytes
@@ -290,17 +294,28 @@ def sent_whole(run: Run, rounds: int, **options: Any) -> dict[str, Any]:
     seconds = run.connect(**options)
     reports = [run.refit() for _ in range(rounds + 2)]
     routes = reports[-1]["received_bytes"] | {"of": run.link.describe()["backend"]}
-    return {"connect_seconds": seconds, "transfer_ms": median(reports[2:]), "total_ms": median(reports[2:], "total_ms"), "routes": routes}  # fmt: skip
+    return {
+        "connect_seconds": seconds,
+        "transfer_ms": median(reports[2:]),
+        "total_ms": median(reports[2:], "total_ms"),
+        "routes": routes,
+    }
 
 
 def summary(reports: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what a table shows of refits that should be deltas."""
     last = reports[-1]["delta"]
     return {
-        "deltas": sum(report["delta"]["is_delta"] for report in reports), "of": len(reports), "changed": last["changed"],
-        "delta_mb": last["delta_bytes"] / 1e6, "whole_mb": last["whole_bytes"] / 1e6, "kept_gb": last["kept_bytes"] / 1e9,
-        "transfer_ms": median(reports), "total_ms": median(reports, "total_ms"), "reason": last["reason"],
-    }  # fmt: skip
+        "deltas": sum(report["delta"]["is_delta"] for report in reports),
+        "of": len(reports),
+        "changed": last["changed"],
+        "delta_mb": last["delta_bytes"] / 1e6,
+        "whole_mb": last["whole_bytes"] / 1e6,
+        "kept_gb": last["kept_bytes"] / 1e9,
+        "transfer_ms": median(reports),
+        "total_ms": median(reports, "total_ms"),
+        "reason": last["reason"],
+    }
 
 
 def chained(run: Run, shares: list[float], count: int, **options: Any) -> dict[str, Any]:
@@ -449,8 +464,14 @@ def main() -> None:
         sys.exit(on_two_hosts())
     run = Run(options)
     size = sum(parameter.numel() * parameter.element_size() for parameter in run.parameters())
-    result: dict[str, Any] = {"model": options.model, "layers": run.config["num_hidden_layers"], "quantization": options.quantization,
-                              "gpu": torch.cuda.get_device_name() if device() == "cuda" else "none", "engine_gpu": options.engine_gpu, "weight_bytes": size}  # fmt: skip
+    result: dict[str, Any] = {
+        "model": options.model,
+        "layers": run.config["num_hidden_layers"],
+        "quantization": options.quantization,
+        "gpu": torch.cuda.get_device_name() if device() == "cuda" else "none",
+        "engine_gpu": options.engine_gpu,
+        "weight_bytes": size,
+    }
     rate = memory_rate() if device() == "cuda" else 1e9
     result |= {"memory_bytes_per_second": rate, "floor_ms": 1e3 * 2 * size / rate}
     for name, case in cases(options, run):

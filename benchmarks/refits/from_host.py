@@ -142,8 +142,14 @@ class Run:
             into_one_buffer(models)
         self.trainer = Trainer(models, options.wrap)
         self.models = self.trainer.models
-        self.result: dict = {"model": options.model, "layers": config["num_hidden_layers"], "gpu": torch.cuda.get_device_name() if device() == "cuda" else None,
-                             "gpus": self.size, "routes": {}, "same": {}}  # fmt: skip
+        self.result: dict = {
+            "model": options.model,
+            "layers": config["num_hidden_layers"],
+            "gpu": torch.cuda.get_device_name() if device() == "cuda" else None,
+            "gpus": self.size,
+            "routes": {},
+            "same": {},
+        }
 
     def note(self, what: str) -> None:
         """Print what is done, and after how many seconds; keep what was seen so far."""

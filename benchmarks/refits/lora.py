@@ -204,11 +204,14 @@ class Run:
         self.engine = VllmModel.from_llm(self.llm)
         self.link = self.connected()
         self.result: dict[str, Any] = {
-            "model": options.model, "layers": self.config["num_hidden_layers"], "trainer": options.trainer, "rank": options.rank,
+            "model": options.model,
+            "layers": self.config["num_hidden_layers"],
+            "trainer": options.trainer,
+            "rank": options.rank,
             "connect_seconds": round(max(everyone(time.perf_counter() - start)), 2),
             "device": torch.cuda.get_device_name() if device() == "cuda" else "cpu",
             "processes": dist.get_world_size(),
-        }  # fmt: skip
+        }
         say(f"connected: {self.result}")
         start = time.perf_counter()
         self.link.refit(verify=True)

@@ -227,10 +227,15 @@ def _config_of_bridge(folder: Path, layout: Any) -> Any:
 
     hf_config = AutoConfig.from_pretrained(folder)
     options = hf_to_mcore_config(hf_config) | {
-        "hf_config": hf_config, "params_dtype": torch.bfloat16, "bf16": True, "attention_backend": AttnBackend.unfused,
-        "tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp, "expert_model_parallel_size": layout.ep,
+        "hf_config": hf_config,
+        "params_dtype": torch.bfloat16,
+        "bf16": True,
+        "attention_backend": AttnBackend.unfused,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp or 1,
-    }  # fmt: skip
+    }
     return ModelConfig(**options)
 
 

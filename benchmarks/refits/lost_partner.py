@@ -197,8 +197,12 @@ def start(name: str, role: str, port: int, folder: Path) -> subprocess.Popen[byt
     numbers = {"trainer": 1, "engine": 2, "next": 3}
     environment = CASES[name].environment | {
         "CUDA_VISIBLE_DEVICES": visible[int(role == "engine") % len(visible)],
-        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port + 10 + numbers[role]),
-    }  # fmt: skip
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port + 10 + numbers[role]),
+    }
     with open(folder / f"{role}.log", "wb") as log:
         command = [
             sys.executable,

@@ -173,8 +173,16 @@ def main() -> None:
     tp = len(gpus.split(","))
     config = config_of(options.model, options.layers)
     moe = "num_experts" in config or "n_routed_experts" in config
-    found: dict = {"model": options.model, "layers": config["num_hidden_layers"], "wrap": options.wrap, "engine_gpus": gpus, "trainers": trainers,
-                   "backend": options.backend, "quantization": options.quantization, "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")}  # fmt: skip
+    found: dict = {
+        "model": options.model,
+        "layers": config["num_hidden_layers"],
+        "wrap": options.wrap,
+        "engine_gpus": gpus,
+        "trainers": trainers,
+        "backend": options.backend,
+        "quantization": options.quantization,
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
+    }
 
     def tell(method: str, *args, **keywords) -> None:
         if rank == 0:

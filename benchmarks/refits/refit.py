@@ -328,8 +328,15 @@ def main() -> None:
     from reshard.trainers.megatron import MegatronModel
 
     change(MegatronModel(models), 0)
-    result: dict = {"model": options.model, "layers": config["num_hidden_layers"], "megatron": str(layout), "gpu": torch.cuda.get_device_name(),
-                    "vllm": f"TP{options.vllm_tp}" + (" EP" if options.vllm_ep else ""), "gpus": dist.get_world_size(), "keep_mapped": not options.release}  # fmt: skip
+    result: dict = {
+        "model": options.model,
+        "layers": config["num_hidden_layers"],
+        "megatron": str(layout),
+        "gpu": torch.cuda.get_device_name(),
+        "vllm": f"TP{options.vllm_tp}" + (" EP" if options.vllm_ep else ""),
+        "gpus": dist.get_world_size(),
+        "keep_mapped": not options.release,
+    }
     links, seconds = {}, {}
     for backend in ("cuda_ipc", "nccl", "nixl"):
         torch.cuda.synchronize()

@@ -111,8 +111,13 @@ def parsed_options() -> argparse.Namespace:
     parser.add_argument("--times-only", action="store_true")
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--after", type=Path, nargs="*", default=[], help="files to wait for, at most two minutes, before "
-                        "anything is timed: of other cases on these GPUs")  # fmt: skip
+    parser.add_argument(
+        "--after",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="files to wait for, at most two minutes, before anything is timed: of other cases on these GPUs",
+    )
     parser.add_argument("--port", type=int, default=29700)
     parser.add_argument(
         "--start-limit", type=float, default=150.0, help="seconds that SGLang may take to start"
@@ -143,8 +148,12 @@ def main() -> None:
             with without_sglang():
                 _, pipe = start_engine(config, gpus, settings)
     start_processes()
-    result = {"model": options.model, "config": {"layers": text_of(config)["num_hidden_layers"], **options.config}, "engine": options.engine,
-              "gpus": dist.get_world_size()}  # fmt: skip
+    result = {
+        "model": options.model,
+        "config": {"layers": text_of(config)["num_hidden_layers"], **options.config},
+        "engine": options.engine,
+        "gpus": dist.get_world_size(),
+    }
     case = None
     try:
         case = prepared(options, config, server, pipe)

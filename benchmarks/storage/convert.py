@@ -30,24 +30,62 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 FAMILIES = {
     "qwen3-moe": {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 151936,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768, "norm_topk_prob": True, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "max_position_embeddings": 40960,
-        "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "vocab_size": 151936,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
     },
     # 1.5 MB a tensor
     "small-experts": {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 8192,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 384, "norm_topk_prob": True, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "max_position_embeddings": 40960,
-        "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "vocab_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 384,
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
     },
     "llama": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 131072,
-        "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
     },
-}  # fmt: skip
+}
 LAYOUTS = {
     "qwen3-moe": ["--tp", "2", "--pp", "2", "--ep", "4", "--etp", "1"],
     "small-experts": ["--tp", "2", "--ep", "4", "--etp", "1"],
@@ -262,11 +300,17 @@ def measure(folder: Path, family: str, gigabytes: float, rounds: int, megatron: 
     shutil.rmtree(mcore)
     medians = {name: round(statistics.median(values), 3) for name, values in seconds.items()}
     result = {
-        "family": family, "bytes": size, "seconds": medians, "all_seconds": {n: [round(s, 3) for s in v] for n, v in seconds.items()},
+        "family": family,
+        "bytes": size,
+        "seconds": medians,
+        "all_seconds": {n: [round(s, 3) for s in v] for n, v in seconds.items()},
         "ratio_to_cp": {n: round(medians[n] / medians["cp"], 3) for n in ("hf-to-mcore", "mcore-to-hf")},
-        "ratio_to_cp_not_synced": {n: round(medians[f"{n}, not synced"] / medians["cp, not synced"], 3) for n in ("hf-to-mcore", "mcore-to-hf")},
+        "ratio_to_cp_not_synced": {
+            n: round(medians[f"{n}, not synced"] / medians["cp, not synced"], 3)
+            for n in ("hf-to-mcore", "mcore-to-hf")
+        },
         "peak_anonymous_bytes": {n: memory[n] for n in ("hf-to-mcore", "mcore-to-hf")},
-    }  # fmt: skip
+    }
     if megatron:
         subprocess.run(
             [*convert[: -len(LAYOUTS[family]) - 1], str(work / "ours"), "--transformer-impl", "local"],
@@ -304,9 +348,15 @@ def main() -> None:
         ["git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
     results: dict = {
-        "command": " ".join(sys.argv), "commit": commit, "date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "python": platform.python_version(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "help_seconds": round(statistics.median(help_seconds), 3), "runs": [],
-    }  # fmt: skip
+        "command": " ".join(sys.argv),
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d"),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "help_seconds": round(statistics.median(help_seconds), 3),
+        "runs": [],
+    }
     print(json.dumps(results))
     for family in options.families:
         for gigabytes in options.gigabytes:

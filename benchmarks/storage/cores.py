@@ -171,11 +171,14 @@ def conversions(folder: Path, gigabytes: float, rounds: int, cores: list[int]) -
         print(n, by_cores[n], flush=True)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {
-        "bytes": size, "seconds": {n: [round(s, 3) for s in v] for n, v in seconds.items()},
+        "bytes": size,
+        "seconds": {n: [round(s, 3) for s in v] for n, v in seconds.items()},
         "gb_per_second": {n: round(size / s / 1e9, 2) for n, s in medians.items()},
         "rate_over_eight_cp": {n: round(medians["eight cp"] / s, 3) for n, s in medians.items()},
-        "peak_anonymous_bytes": peaks, "seconds_by_cores": by_cores, "one_manifest": {n: len(m) == 1 for n, m in manifests.items()},
-    }  # fmt: skip
+        "peak_anonymous_bytes": peaks,
+        "seconds_by_cores": by_cores,
+        "one_manifest": {n: len(m) == 1 for n, m in manifests.items()},
+    }
 
 
 def deepseek(folder: Path, layers: int, thrown_away: bool, cores: list[int]) -> dict:
@@ -234,7 +237,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # compiling every module at every start is no user's lot
-    results: dict = {"cores": os.cpu_count(), "python": platform.python_version(), "kernel": platform.release()}  # fmt: skip
+    results: dict = {
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+    }
     shutil.rmtree(options.folder, ignore_errors=True)
     try:
         if options.gigabytes:

@@ -103,10 +103,12 @@ def check(source: Path, directory: Path) -> dict:
     stored = set(metadata.state_dict_metadata)
     stored_objects = {key for key in stored if "_extra_state" in key}
     result: dict = {
-        "tensors_missing": sorted(asked - stored), "tensors_unasked": sorted(stored - stored_objects - asked),
+        "tensors_missing": sorted(asked - stored),
+        "tensors_unasked": sorted(stored - stored_objects - asked),
         "states_missing": sorted({k.partition("/")[0] for k in objects - stored_objects}),
-        "states_unasked": sorted({k.partition("/")[0] for k in stored_objects - objects}), "states": len(objects & stored_objects),
-    }  # fmt: skip
+        "states_unasked": sorted({k.partition("/")[0] for k in stored_objects - objects}),
+        "states": len(objects & stored_objects),
+    }
     args.load = str(directory)
     with contextlib.redirect_stdout(io.StringIO()):
         load_checkpoint([model], None, None, strict=True)
@@ -123,8 +125,12 @@ def check(source: Path, directory: Path) -> dict:
         )
         half = hf(tokens).logits.float()
         exact = hf.float()(tokens).logits
-    result |= {"logits_std": exact.std().item(), "megatron_bf16_vs_fp32": (ours - exact).abs().mean().item(),
-               "transformers_bf16_vs_fp32": (half - exact).abs().mean().item(), "megatron_vs_transformers_bf16": (ours - half).abs().mean().item()}  # fmt: skip
+    result |= {
+        "logits_std": exact.std().item(),
+        "megatron_bf16_vs_fp32": (ours - exact).abs().mean().item(),
+        "transformers_bf16_vs_fp32": (half - exact).abs().mean().item(),
+        "megatron_vs_transformers_bf16": (ours - half).abs().mean().item(),
+    }
     return result
 
 

@@ -39,10 +39,19 @@ def model(folder: Path, layers: int, hidden: int, vocabulary: int) -> None:
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, num_attention_heads=hidden // 128,
-        num_key_value_heads=max(2, hidden // 512), head_dim=128, tie_word_embeddings=False, max_position_embeddings=2048, eos_token_id=1,
-        bos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 128,
+        num_key_value_heads=max(2, hidden // 512),
+        head_dim=128,
+        tie_word_embeddings=False,
+        max_position_embeddings=2048,
+        eos_token_id=1,
+        bos_token_id=2,
+        pad_token_id=0,
+    )
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         made = Qwen3ForCausalLM(config)

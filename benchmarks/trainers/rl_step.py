@@ -67,12 +67,22 @@ class Watch:
         yield
         torch.cuda.synchronize()
         row = {
-            "step": step, "phase": name, "seconds": time.perf_counter() - begin, "most": max(self.most, self.used()), "end": self.used(),
-            "reserved_most": torch.cuda.max_memory_reserved(), "reserved": torch.cuda.memory_reserved(),
-            "allocated": torch.cuda.memory_allocated(), "pinned": torch.cuda.host_memory_stats()["allocated_bytes.current"],
-        }  # fmt: skip
+            "step": step,
+            "phase": name,
+            "seconds": time.perf_counter() - begin,
+            "most": max(self.most, self.used()),
+            "end": self.used(),
+            "reserved_most": torch.cuda.max_memory_reserved(),
+            "reserved": torch.cuda.memory_reserved(),
+            "allocated": torch.cuda.memory_allocated(),
+            "pinned": torch.cuda.host_memory_stats()["allocated_bytes.current"],
+        }
         self.rows.append(row)
-        gib = {key: f"{value / GIB:.2f}" for key, value in row.items() if isinstance(value, int) and key != "step"}  # fmt: skip
+        gib = {
+            key: f"{value / GIB:.2f}"
+            for key, value in row.items()
+            if isinstance(value, int) and key != "step"
+        }
         print(f"{step} {name:8} {row['seconds']:7.3f} s {gib}", flush=True)
 
 
@@ -170,7 +180,11 @@ def main() -> None:
         ask("collective_rpc", "reshard_refit", args=(step, step == 0))
         link.refit(step, step == 0)
         [theirs] = answer()
-        print("  refit", {key: round(value, 4) if isinstance(value, float) else value for key, value in theirs.items()}, flush=True)  # fmt: skip
+        print(
+            "  refit",
+            {key: round(value, 4) if isinstance(value, float) else value for key, value in theirs.items()},
+            flush=True,
+        )
 
     with watch.phase(0, "sync"):
         refit(0)
@@ -218,8 +232,18 @@ def main() -> None:
         phases[phase.name] = {"measured": most, "low": low, "high": high, "parts": phase.parts}
         print(f"{phase.name:8} measured {most / GIB:.2f}, estimated {low / GIB:.2f} to {high / GIB:.2f} GiB {phase.parts}", flush=True)  # fmt: skip
     if options.json:
-        found = {"model": options.model, "layers": options.layers, "sleep": options.sleep, "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
-                 "card": torch.cuda.get_device_name(), "before": watch.first, "kept": rest, "rows": watch.rows, "moved": moved, "phases": phases}  # fmt: skip
+        found = {
+            "model": options.model,
+            "layers": options.layers,
+            "sleep": options.sleep,
+            "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
+            "card": torch.cuda.get_device_name(),
+            "before": watch.first,
+            "kept": rest,
+            "rows": watch.rows,
+            "moved": moved,
+            "phases": phases,
+        }
         options.json.write_text(json.dumps(found) + "\n")
     pipe.send(None)
     process.join(30)

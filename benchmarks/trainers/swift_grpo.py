@@ -130,8 +130,14 @@ def started(out: Path, run: str, line: list[str], limit: float, gpu: str = "0") 
     with socket.socket() as free:
         free.bind(("", 0))
         port = str(free.getsockname()[1])
-    variables = os.environ | {"RESHARD_WATCH": str(out / f"{run}.watch"), "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": paths,
-                              "NPROC_PER_NODE": "1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": gpu}  # fmt: skip
+    variables = os.environ | {
+        "RESHARD_WATCH": str(out / f"{run}.watch"),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONPATH": paths,
+        "NPROC_PER_NODE": "1",
+        "MASTER_PORT": port,
+        "CUDA_VISIBLE_DEVICES": gpu,
+    }
     command = [sys.executable, "-m", "swift.cli._megatron.main", "rlhf", *line]
     with open(out / f"{run}.log", "w", encoding="utf-8") as log, memory(out / f"{run}.memory", gpu):
         running = subprocess.Popen(

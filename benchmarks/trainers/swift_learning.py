@@ -42,8 +42,12 @@ DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONF
 # Inductor, which takes a minute to compile.
 ENGINE = {
     "kv_cache_memory_bytes": 2 << 30,
-    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [64, 128, 192, 256]},
-}  # fmt: skip
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [64, 128, 192, 256],
+    },
+}
 
 
 def sums(steps: int) -> tuple[list[dict], dict]:
@@ -55,12 +59,26 @@ def sums(steps: int) -> tuple[list[dict], dict]:
         question = f"What is {a} + {b}? Answer with the number only."
         rows.append({"messages": [{"role": "user", "content": question}], "total": str(a + b)})
     options = {
-        "model_type": "llama", "template": "chatml", "reward_funcs": "sums", "train_iters": steps, "lr": 1e-5, "lr_warmup_iters": 0,
-        "lr_decay_style": "constant", "beta": 0.0, "seed": 1, "weight_decay": 0.0,
-        "global_batch_size": PROMPTS * ANSWERS, "micro_batch_size": PROMPTS, "num_generations": ANSWERS, "max_completion_length": 24,
-        "recompute_granularity": "none", "sleep_level": 0, "vllm_gpu_memory_utilization": 0.12, "vllm_enforce_eager": "false",
+        "model_type": "llama",
+        "template": "chatml",
+        "reward_funcs": "sums",
+        "train_iters": steps,
+        "lr": 1e-5,
+        "lr_warmup_iters": 0,
+        "lr_decay_style": "constant",
+        "beta": 0.0,
+        "seed": 1,
+        "weight_decay": 0.0,
+        "global_batch_size": PROMPTS * ANSWERS,
+        "micro_batch_size": PROMPTS,
+        "num_generations": ANSWERS,
+        "max_completion_length": 24,
+        "recompute_granularity": "none",
+        "sleep_level": 0,
+        "vllm_gpu_memory_utilization": 0.12,
+        "vllm_enforce_eager": "false",
         "vllm_engine_kwargs": json.dumps(ENGINE),
-    }  # fmt: skip
+    }
     return rows, options
 
 
@@ -84,9 +102,13 @@ def rewards(out: Path, run: str) -> list[float]:
 def with_adapter(rank: int) -> dict:
     """Return the options of ms-swift for an adapter of this rank that vLLM serves."""
     return {
-        "tuner_type": "lora", "vllm_enable_lora": "true", "lora_rank": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear",
+        "tuner_type": "lora",
+        "vllm_enable_lora": "true",
+        "lora_rank": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": "all-linear",
         "lr": 1e-4,
-    }  # fmt: skip
+    }
 
 
 def tell(out: Path, runs: tuple[str, ...]) -> None:

@@ -59,24 +59,47 @@ def lines(out: Path, steps: int, tp: int, pp: int, gpus: int) -> list[str]:
     rows(out / "rows.parquet", batch)
     (out / "reward.py").write_text(REWARD, encoding="utf-8")
     return [
-        "model_engine=megatron", "algorithm.adv_estimator=grpo", f"data.train_files={out}/rows.parquet", f"data.val_files={out}/rows.parquet",
-        f"data.train_batch_size={batch}", "data.max_prompt_length=64", "data.max_response_length=64", "data.shuffle=False",
-        "data.dataloader_num_workers=0", "actor_rollout_ref.rollout.agent.num_workers=2",
-        f"actor_rollout_ref.model.path={out}/model", "actor_rollout_ref.model.use_remove_padding=False",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={batch}", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "model_engine=megatron",
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={out}/rows.parquet",
+        f"data.val_files={out}/rows.parquet",
+        f"data.train_batch_size={batch}",
+        "data.max_prompt_length=64",
+        "data.max_response_length=64",
+        "data.shuffle=False",
+        "data.dataloader_num_workers=0",
+        "actor_rollout_ref.rollout.agent.num_workers=2",
+        f"actor_rollout_ref.model.path={out}/model",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={batch}",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
         f"actor_rollout_ref.actor.megatron.tensor_model_parallel_size={tp}",
-        f"actor_rollout_ref.actor.megatron.pipeline_model_parallel_size={pp}", "actor_rollout_ref.actor.megatron.vanilla_mbridge=True",
+        f"actor_rollout_ref.actor.megatron.pipeline_model_parallel_size={pp}",
+        "actor_rollout_ref.actor.megatron.vanilla_mbridge=True",
         "actor_rollout_ref.actor.megatron.param_offload=True",
         "actor_rollout_ref.actor.megatron.override_transformer_config.attention_backend=auto",  # its own needs flash-attn
-        "actor_rollout_ref.actor.megatron.optimizer_offload=True", "actor_rollout_ref.actor.optim.lr=1e-5",
-        "actor_rollout_ref.rollout.name=vllm", f"actor_rollout_ref.rollout.tensor_model_parallel_size={gpus}", "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.rollout.gpu_memory_utilization=0.4", "actor_rollout_ref.rollout.enforce_eager=True",
-        "actor_rollout_ref.rollout.load_format=dummy", "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
-        "actor_rollout_ref.rollout.calculate_log_probs=True", f"reward.custom_reward_function.path={out}/reward.py",
-        "reward.custom_reward_function.name=compute_score", "trainer.logger=[console]", f"trainer.n_gpus_per_node={gpus}", "trainer.nnodes=1",
-        f"trainer.total_training_steps={steps}", "trainer.total_epochs=100", "trainer.save_freq=-1", "trainer.test_freq=-1",
-        "trainer.val_before_train=False", f"trainer.default_local_dir={out}/checkpoints",
-    ]  # fmt: skip
+        "actor_rollout_ref.actor.megatron.optimizer_offload=True",
+        "actor_rollout_ref.actor.optim.lr=1e-5",
+        "actor_rollout_ref.rollout.name=vllm",
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={gpus}",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+        "actor_rollout_ref.rollout.enforce_eager=True",
+        "actor_rollout_ref.rollout.load_format=dummy",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.rollout.calculate_log_probs=True",
+        f"reward.custom_reward_function.path={out}/reward.py",
+        "reward.custom_reward_function.name=compute_score",
+        "trainer.logger=[console]",
+        f"trainer.n_gpus_per_node={gpus}",
+        "trainer.nnodes=1",
+        f"trainer.total_training_steps={steps}",
+        "trainer.total_epochs=100",
+        "trainer.save_freq=-1",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=False",
+        f"trainer.default_local_dir={out}/checkpoints",
+    ]
 
 
 def check(config: list[str]) -> None:
@@ -110,8 +133,12 @@ def main() -> None:
         for old in out.glob(f"{run}.watch.*"):
             old.unlink()
         paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
-        variables = os.environ | {"RESHARD_WATCH": str(out / f"{run}.watch"), "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": paths,
-                                  "RAY_USAGE_STATS_ENABLED": "0"}  # fmt: skip
+        variables = os.environ | {
+            "RESHARD_WATCH": str(out / f"{run}.watch"),
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "PYTHONPATH": paths,
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
         with open(out / f"{run}.log", "w", encoding="utf-8") as log:
             command = [sys.executable, "-m", "verl.trainer.main_ppo", *common, *RUNS[run]]
             code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=variables).returncode

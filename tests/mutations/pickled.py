@@ -93,12 +93,18 @@ def change_pickle(rng: random.Random, data: bytes, same_length: bool = False) ->
             + b"".join(number[i] * 2 + b"\x86" + store[i + 1] for i in range(64))
             + number[64]
         )
-        note, piece = rng.choice([
-            ("memo index", b"r\xff\xff\xff\x1f"), ("deep", b"(" * 100_000), ("deep lists", b"]" * 100_000 + b"a" * 99_999 + b"0"),
-            ("counted bytes", b"\x8e" + struct.pack("<Q", 2**62)), ("shared tuples", tower + b"0"),
-            ("a key of shared tuples", b"}" + tower + b"Ns0"), ("a command", b"cos\nsystem\n(X\x04\x00\x00\x00true\x85R0"),
-            ("a value of shared tuples", tower),
-        ])  # fmt: skip
+        note, piece = rng.choice(
+            [
+                ("memo index", b"r\xff\xff\xff\x1f"),
+                ("deep", b"(" * 100_000),
+                ("deep lists", b"]" * 100_000 + b"a" * 99_999 + b"0"),
+                ("counted bytes", b"\x8e" + struct.pack("<Q", 2**62)),
+                ("shared tuples", tower + b"0"),
+                ("a key of shared tuples", b"}" + tower + b"Ns0"),
+                ("a command", b"cos\nsystem\n(X\x04\x00\x00\x00true\x85R0"),
+                ("a value of shared tuples", tower),
+            ]
+        )
         pieces.insert(at, piece)
         note = f"{note} at opcode {at}"
     elif how == "name":
