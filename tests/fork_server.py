@@ -330,9 +330,9 @@ def renumber(passed: list[int], numbers: list[int]) -> None:
 
 
 def variables_of_python(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return Python's own variables, except the one that means ``-u`` and the one that is read when
+    """Return Python's own variables, except those that `become` heeds itself, and the one that is read when
     needed, which Ray sets."""
-    omitted = {"PYTHONUNBUFFERED", "PYTHONBREAKPOINT"}
+    omitted = {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONBREAKPOINT"}
     names = [name for name in environment if name.startswith("PYTHON") and name not in omitted]
     return {name: environment[name] for name in names}
 
@@ -340,6 +340,7 @@ def variables_of_python(environment: Mapping[str, str]) -> dict[str, str]:
 def become(program: str, arguments: list[str], environment: dict[str, str], folder: str) -> None:
     """Run what ``python`` would with these arguments; start a real one for other packages or
     arguments not handled here."""
+    import faulthandler
     import io
     import itertools
     import multiprocessing.process
@@ -352,6 +353,8 @@ def become(program: str, arguments: list[str], environment: dict[str, str], fold
     os.chdir(folder)
     if not same:
         os.execv(sys.executable, [sys.executable, *arguments])
+    if environment.get("PYTHONFAULTHANDLER"):  # SGLang sets it for what it spawns
+        faulthandler.enable()
     switches = list(itertools.takewhile(("-u", "-B").__contains__, arguments))
     if "-u" in switches or environment.get("PYTHONUNBUFFERED"):
         for number, name in ((1, "stdout"), (2, "stderr")):

@@ -51,6 +51,7 @@ COMMANDS = {
     "a module": ["-m", "json.tool", "--compact"],
     "a script": ["script.py", "--option"],
     "options": ["-X", "utf8", "-W", "error", "-c", "import sys; print(sys.flags.utf8_mode, sys.warnoptions)"],
+    "a handler of faults": ["-c", "import faulthandler; print(faulthandler.is_enabled())"],
     "other packages": ["-c", "import there; print(there.__name__)"],
 }
 
@@ -65,6 +66,8 @@ def test_it_does_what_a_python_does(what, python, tmp_path):
     (tmp_path / "script.py").write_text(SPAWNING)
     (tmp_path / "there.py").touch()
     variables = {key: value for key, value in os.environ.items() if key != "HOME"} | {"SAID": "this"}
+    if what == "a handler of faults":
+        variables["PYTHONFAULTHANDLER"] = "1"
     if what == "other packages":
         variables["PYTHONPATH"] = str(tmp_path)
     done = [
