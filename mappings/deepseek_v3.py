@@ -12,8 +12,9 @@ class DeepseekV3(Family):
     architecture = "DeepseekV3ForCausalLM"
     model_types = ("kimi_k2",)
     wrapped_in = ("KimiK25ForConditionalGeneration", "kimi_k25")
+    wrapped_class = "Kimi_K25ForConditionalGeneration"
     wrapped_names = ("", "language_model.")
-    towers = ("vision_tower.", "mm_projector.")
+    towers = ("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector.")
     symbols = {
         "V": "vocab_size", "H": "hidden_size", "F": "intermediate_size", "E": "n_routed_experts", "FE": "moe_intermediate_size",
         "NS": "n_shared_experts", "NQ": "num_attention_heads", "RQ": "q_lora_rank", "RKV": "kv_lora_rank",
@@ -57,7 +58,10 @@ class DeepseekV3(Family):
         "moe_router_enable_expert_bias": True, "moe_router_load_balancing_type": "seq_aux_loss",
     }  # fmt: skip
     hf = {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-    no_effect = ("ignore_index", "use_unified_vision_chunk", "video_placeholder")  # of Kimi-K2.5's images
+    # of Kimi-K2.5's images
+    no_effect = (
+        "ignore_index", "use_unified_vision_chunk", "video_placeholder", "projection_hidden_size", "projection_layer_norm_eps",
+    )  # fmt: skip
     first_dense = "first_k_dense_replace"
     shared_experts = "n_shared_experts"
     specs = "reshard.megatron.mla:specs"
@@ -75,7 +79,6 @@ class DeepseekV3(Family):
         ("self_attn.kv_a_layernorm.weight",       "RKV",             "self_attention.linear_kv_up_proj.layer_norm_weight", "plain",     "-",          "always"),
         ("self_attn.kv_b_proj.weight",            "NQ*DN+NQ*DV RKV", "self_attention.linear_kv_up_proj.weight",            "plain",     "tp 0",       "always"),
         ("self_attn.o_proj.weight",               "H NQ*DV",         "self_attention.linear_proj.weight",                  "plain",     "tp 1",       "always"),
-        ("self_attn.rotary_emb.inv_freq",         "DR/2",            "",                                                   "ignored",   "-",          "always", "optional"),
         ("post_attention_layernorm.weight",       "H",               "mlp.linear_fc1.layer_norm_weight",                   "plain",     "-",          "dense"),
         ("mlp.gate_proj.weight",                  "F H",             "mlp.linear_fc1.weight",                              "gate",      "tp 0",       "dense"),
         ("mlp.up_proj.weight",                    "F H",             "mlp.linear_fc1.weight",                              "up",        "tp 0",       "dense"),

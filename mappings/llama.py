@@ -52,7 +52,6 @@ class Llama(Family):
         ("self_attn.v_proj.bias",           "NKV*D",   "self_attention.linear_qkv.bias",              "v",         "tp 0", "attention_bias"),
         ("self_attn.o_proj.weight",         "H NQ*D",  "self_attention.linear_proj.weight",           "plain",     "tp 1", "always"),
         ("self_attn.o_proj.bias",           "H",       "self_attention.linear_proj.bias",             "plain",     "-",    "attention_bias"),
-        ("self_attn.rotary_emb.inv_freq",   "D/2",     "",                                            "ignored",   "-",    "always", "optional"),
         ("post_attention_layernorm.weight", "H",       "mlp.linear_fc1.layer_norm_weight",            "plain",     "-",    "always"),
         ("mlp.gate_proj.weight",            "F H",     "mlp.linear_fc1.weight",                       "gate",      "tp 0", "always"),
         ("mlp.up_proj.weight",              "F H",     "mlp.linear_fc1.weight",                       "up",        "tp 0", "always"),

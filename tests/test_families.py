@@ -6,8 +6,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING
 
 from reshard import MegatronLayout, ReshardError, diff, hf_to_mcore, mcore_to_hf, read_model
 from reshard.megatron.arguments import family_of_args, megatron_args, mismatched_args, model_of_args
@@ -179,29 +178,6 @@ def test_what_a_mapping_file_does_not_say_is_as_the_class_has_it():
         if name in vars(type(families()["glm4_moe"]))
     } == set()
     assert families()["glm4_moe"].rows["mtp"] == families()["deepseek_v3"].rows["mtp"] and not Family.refused
-
-
-@pytest.mark.parametrize("variant", ["qwen3-moe", "mixtral", "minimax-m2", "olmoe"])
-def test_a_state_dict_with_all_experts_of_a_layer_in_one_tensor_is_known_for_what_it_is(
-    variant, checkpoint, tmp_path
-):
-    shutil.copytree(checkpoint(variant), tmp_path / "hf")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    save_file(model.state_dict(), tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ReshardError,
-        match="tensors.*: these are a transformers model's in memory.*write it with save_pretrained",
-    ):
-        hf_to_mcore(tmp_path / "hf", tmp_path / "mcore")
-    model.save_pretrained(tmp_path / "hf")
-    save_file(
-        hf_tensors(tmp_path / "hf") | {"another": torch.ones(8)},
-        tmp_path / "hf" / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    with pytest.raises(ReshardError, match=r"holds 1 that \w+ does not have: another$"):
-        hf_to_mcore(tmp_path / "hf", tmp_path / "mcore")
-    assert not (tmp_path / "mcore").exists()
 
 
 @pytest.mark.parametrize("variant", OTHERS_OF_DEEPSEEK)

@@ -163,11 +163,6 @@ def test_index_and_files_that_do_not_agree_are_refused(sharded, tmp_path):
         refused(lambda: hf_to_mcore(sharded, tmp_path / "out"), message)
         (sharded / INDEX).write_text(before)
 
-    spoil(
-        lambda m: m.update({"model.extra.weight": "model-00001-of-00003.safetensors"}),
-        "names model.extra.weight, which the files do not hold",
-    )
-    spoil(lambda m: m.pop(NORM), f"the files hold {re.escape(NORM)}, which")
     spoil(lambda m: m.update({NORM: "../elsewhere.safetensors"}), "which are not files of")
     spoil(lambda m: m.update({NORM: "model-00009-of-00009.safetensors"}), "lacks the shard files model-00009")
     (sharded / INDEX).write_text("{")
@@ -177,6 +172,24 @@ def test_index_and_files_that_do_not_agree_are_refused(sharded, tmp_path):
         lambda: hf_to_mcore(sharded, tmp_path / "out"),
         "3 safetensors files but no model.safetensors.index.json",
     )
+
+
+def test_an_index_that_says_something_else_than_its_files_is_told_and_the_files_are_read(sharded, tmp_path):
+    """As transformers and vLLM read them: of the index, they use the names of the files."""
+    index = json.loads((sharded / INDEX).read_text())
+    files, weight_map = sorted(set(index["weight_map"].values())), index["weight_map"]
+    first = next(name for name, file in weight_map.items() if file == files[0])
+    changes = {"model.extra.weight": files[0], first: files[1]}
+    wrong = {name: file for name, file in (weight_map | changes).items() if name != NORM}
+    index = {"metadata": {"total_size": 1}, "weight_map": wrong}
+    plain = hf_tensors(sharded)
+    (sharded / INDEX).write_text(json.dumps(index))
+    report = hf_to_mcore(sharded, tmp_path / "out")
+    told = f"{INDEX} says of .* something else than the files, which are read"
+    [notice] = [notice for notice in report.notices if re.search(told, notice)]
+    assert all(name in notice for name in ("model.extra.weight", first, NORM))
+    mcore_to_hf(tmp_path / "out", tmp_path / "back")
+    assert same(hf_tensors(tmp_path / "back"), plain) == []
 
 
 def test_a_missing_shard_and_a_tensor_in_two_files_are_refused(sharded, tmp_path):

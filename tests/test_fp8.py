@@ -220,15 +220,86 @@ def test_a_bf16_model_can_be_quantized(published, tmp_path):
     assert same(ours, expected) == []
 
 
-def test_dequantizing_to_fp32_keeps_every_bit(published, tmp_path):
-    hf_to_mcore(published / "fp8", tmp_path / "mcore", dtype="fp32")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dequantizing_to_fp32_keeps_every_bit_whatever_the_scales_are_stored_in(dtype, published, tmp_path):
+    """Qwen3's are published in bf16 and fp16."""
+    stored = hf_tensors(published / "fp8")
+    stored = {n: (1000 * t).to(dtype) if n.endswith("_scale_inv") else t for n, t in stored.items()}
+    source = saved(published, tmp_path / "source", stored)
+    hf_to_mcore(source, tmp_path / "mcore", dtype="fp32")
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
-    stored, ours = hf_tensors(published / "fp8"), hf_tensors(tmp_path / "back")
-    name = "model.layers.2.self_attn.kv_b_proj.weight"
-    scales = stored[name + "_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
-    assert torch.equal(
-        ours[name], stored[name].float() * scales[: ours[name].shape[0], : ours[name].shape[1]]
+    ours = hf_tensors(tmp_path / "back")
+    for name in (name for name in ours if name + "_scale_inv" in stored):
+        scales = stored[name + "_scale_inv"].float().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        assert torch.equal(
+            ours[name], stored[name].float() * scales[: len(ours[name]), : ours[name].shape[1]]
+        )
+
+
+def saved(published, folder, tensors, **quantization):
+    """A copy of the fp8 directory with other tensors and another ``quantization_config``."""
+    folder.mkdir()
+    config = json.loads((published / "fp8" / "config.json").read_text())
+    config["quantization_config"] = quantization or CONFIG
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(
+        {n: t.contiguous() for n, t in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
     )
+    return folder
+
+
+SCALED = {
+    "ModelOpt": {"quant_method": "modelopt", "quant_algo": "FP8"},
+    "TensorRT-LLM": {"quant_algo": "FP8", "kv_cache_scheme": "FP8", "producer": {"name": "modelopt", "version": "0.31.0"}},
+    "AutoFP8": {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+    "FBGEMM": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("package", SCALED)
+def test_fp8_with_a_scale_for_a_matrix_or_for_each_row_is_dequantized_on_the_way_in(
+    package, published, tmp_path
+):
+    exact, stored, expected = hf_tensors(published / "bf16"), {}, {}
+    for name, tensor in exact.items():
+        if tensor.ndim == 2 and "layers" in name and not name.endswith("mlp.gate.weight"):
+            largest = tensor.float().abs().amax(1, keepdim=True)
+            scales = (largest if package == "FBGEMM" else largest.max()) / 448
+            stored[name], stored[name + "_scale"] = (tensor.float() / scales).to(torch.float8_e4m3fn), scales
+            stored[name.replace("weight", "input_scale")] = torch.ones(())
+            expected[name] = (stored[name].float() * scales).bfloat16()
+        else:
+            stored[name] = expected[name] = tensor
+    source = saved(published, tmp_path / "source", stored, **SCALED[package])
+    report = hf_to_mcore(source, tmp_path / "mcore", MegatronLayout(tp=2, ep=2, etp=1))
+    assert any("scales of activations" in notice for notice in report.notices)
+    oracle = megatron_tensors(published / "bf16", 512, expected)
+    assert same(stored_tensors(tmp_path / "mcore" / "release"), oracle) == []
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    assert same(hf_tensors(tmp_path / "back"), expected) == []
+    assert "quantization_config" not in (tmp_path / "back" / "config.json").read_text()
+    # Controls: one scale, which shows; a scale of nothing; and one of another shape.
+    name = "model.layers.1.self_attn.o_proj.weight"
+    other = saved(
+        published,
+        tmp_path / "other",
+        stored | {name + "_scale": 2 * stored[name + "_scale"]},
+        **SCALED[package],
+    )
+    assert not diff(other, source).equal
+    for key, scale, message in (
+        ("model.norm.weight_scale", torch.ones(()), "does not belong to a matrix in fp8"),
+        (
+            name + "_scale",
+            torch.ones(7, 1),
+            r"has shape \(7, 1\), expected \(1,\) by tensor or \(192, 1\) by channel",
+        ),
+    ):
+        wrong = saved(published, tmp_path / key, stored | {key: scale}, **SCALED[package])
+        with pytest.raises(ReshardError, match=message):
+            hf_to_mcore(wrong, tmp_path / "never")
 
 
 @pytest.mark.parametrize("spoil", ["no scale", "scale shape", "scale dtype", "other method"])
@@ -242,7 +313,7 @@ def test_fp8_that_does_not_add_up_is_refused(spoil, published, tmp_path):
     elif spoil == "scale shape":
         tensors[name + "_scale_inv"] = torch.ones(5, 5)
     elif spoil == "scale dtype":
-        tensors[name + "_scale_inv"] = tensors[name + "_scale_inv"].half()
+        tensors[name + "_scale_inv"] = tensors[name + "_scale_inv"].int()
     else:
         config = json.loads((tmp_path / "source" / "config.json").read_text())
         config["quantization_config"]["quant_method"] = "awq"
@@ -251,7 +322,7 @@ def test_fp8_that_does_not_add_up_is_refused(spoil, published, tmp_path):
     messages = {
         "no scale": "is float8_e4m3fn without",
         "scale shape": r"expected \[2, 1\]",
-        "scale dtype": "not float32",
+        "scale dtype": "or is none of float32, bfloat16, float16",
         "other method": "quantized as 'awq'",
     }
     with pytest.raises(ReshardError, match=messages[spoil]):

@@ -211,13 +211,15 @@ def test_of_a_megatron_checkpoint_nvfp4_is_served_with_plain_activations(what):
         refused(lambda: compressed_tensors.check_can_quantize(config, "the config"), message)
 
 
-OF_NVIDIA = (
-    "of modelopt reshard reads NVFP4 and W4A16_NVFP4: convert the checkpoint that this one was made of"
-)
+OF_NVIDIA = "of modelopt reshard reads NVFP4, W4A16_NVFP4, FP8, FP8_PER_CHANNEL_PER_TOKEN: convert the checkpoint that this one was made of"
 NVIDIA_FAULTS = {
+    "awq": (
+        lambda config, tensors: config.update(quant_algo="W4A8_AWQ"),
+        f"its quant_algo is 'W4A8_AWQ', and {OF_NVIDIA}",
+    ),
     "fp8": (
         lambda config, tensors: config.update(quant_algo="FP8"),
-        f"its quant_algo is 'FP8', and {OF_NVIDIA}",
+        "weight_scale does not belong to a matrix in fp8",
     ),
     "no algorithm": (lambda config, tensors: config.pop("quant_algo"), "its quant_algo is None, and"),
     "an algorithm that is a list": (

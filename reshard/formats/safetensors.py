@@ -145,8 +145,8 @@ def _short(name: str) -> str:
 
 
 def read_directory(path: Path) -> dict[str, Tensor]:
-    """Return all tensors of a Hugging Face directory, by name. Raises ReshardError where files and
-    index do not agree."""
+    """Return all tensors of a Hugging Face directory, by name: those of all files that its index names. Raises
+    ReshardError where one is missing or damaged, or a tensor is in two."""
     index = path / INDEX
     if not index.exists():
         files = sorted(p.name for p in path.glob("*.safetensors"))
@@ -187,19 +187,20 @@ def read_directory(path: Path) -> dict[str, Tensor]:
             if tensor in tensors:
                 raise ReshardError(f"{path}: {tensor} is in {tensors[tensor].file} and again in {name}")
             tensors[tensor] = entry
-    absent = sorted(set(weight_map) - set(tensors))
-    if absent:
-        raise ReshardError(f"{index} names {listed(absent)}, which the files do not hold")
-    extra = sorted(set(tensors) - set(weight_map))
-    if extra:
-        raise ReshardError(f"{path}: the files hold {listed(extra)}, which {INDEX} does not name")
-    wrong = sorted(name for name, file in weight_map.items() if tensors[name].file != file)
-    if wrong:
-        raise ReshardError(
-            f"{index} says that {wrong[0]} is in {weight_map[wrong[0]]}, but it is in "
-            f"{tensors[wrong[0]].file}"
-        )
     return tensors
+
+
+def index_notices(path: Path, tensors: dict[str, Tensor]) -> list[str]:
+    """Return a sentence where the index of a directory says something else than its files, whose `tensors`
+    transformers and vLLM read whatever it says."""
+    index = path / INDEX
+    if not index.exists():
+        return []
+    weight_map = read_json(index, "a readable index", MAX_INDEX_BYTES)["weight_map"]
+    wrong = {name for name, tensor in tensors.items() if weight_map.get(name) != tensor.file}
+    wrong |= weight_map.keys() - tensors.keys()
+    told = f"{INDEX} says of {listed(sorted(wrong), 3)} something else than the files, which are read"
+    return [told] if wrong else []
 
 
 @dataclass(frozen=True)

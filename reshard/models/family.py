@@ -99,7 +99,8 @@ class Family:
       quantized experts, where these are other tensors. `experts_apart`: False where no file ever
       has the experts apart, and the names of the rows are ours.
     - `wrapped_in`: architecture and ``model_type`` of a model that has this one as its language
-      model, its config under ``text_config``; `wrapped_names`: what names begin with, and what
+      model, its config under ``text_config``; `wrapped_class`: another name of that architecture,
+      such as transformers' class for it; `wrapped_names`: what names begin with, and what
       instead in that model; `towers`: what the names of its other tensors begin with, or of a model
       that is in no larger one, which are carried from disk to disk unchanged.
     - `mtp_prefixes`: what the names of an MTP layer's own tensors, and of those of the decoder
@@ -158,6 +159,7 @@ class Family:
     packed_codes: tuple[tuple[str, str], ...] = ()
     experts_apart = True
     wrapped_in = ("", "")
+    wrapped_class = ""
     wrapped_names = ("model.", "model.language_model.")
     towers: tuple[str, ...] = ()
     mtp_prefixes = ("{layers}{layer}.", "{layers}{layer}.")
@@ -380,29 +382,37 @@ def families() -> dict[str, Family]:
 
 def is_wrapped(family: Family, config: dict) -> bool:
     """Return True for the config of a model that has one of this family as its language model."""
-    names, (architecture, kind) = config.get("architectures") or [], family.wrapped_in
-    return bool(architecture) and (architecture in names or (not names and config.get("model_type") == kind))
+    names, (architecture, kind) = _architectures(config), family.wrapped_in
+    known = {architecture, family.wrapped_class or architecture}
+    return bool(architecture) and (
+        not known.isdisjoint(names) or (not names and config.get("model_type") == kind)
+    )
+
+
+def _architectures(config: dict) -> list[str]:
+    """Return the model classes that a config names. FSDP2 calls its own ``FSDP`` and the model's, which
+    trainers save with the config."""
+    return [str(name).removeprefix("FSDP") for name in (config.get("architectures") or [])]
+
+
+def _is_architecture(family: Family, names: list[str]) -> bool:
+    """Return True where one of these classes is the family's, or the same without an output layer, as a base
+    model is saved: whether the output layer is the embedding, or lacking, shows in the files."""
+    base = "TextModel" if family.name.endswith("_text") else "Model"
+    known = {family.architecture.lower(), family.architecture.replace("ForCausalLM", base).lower()}
+    return any(name.lower() in known for name in names)  # LLaMAForCausalLM, in the first conversions
 
 
 def family_of(config: dict, where: str) -> Family:
     """Return the family of a Hugging Face config. Raises ReshardError, naming those that there are,
     where no table covers it."""
-    names = [str(name) for name in (config.get("architectures") or [])]
-    lowercase_names = {name.lower() for name in names}  # LLaMAForCausalLM, in the first conversions
+    names, kind = _architectures(config), config.get("model_type")
     for family in families().values():
-        kind = config.get("model_type")
         wrapped = is_wrapped(family, config)
-        if wrapped or family.architecture.lower() in lowercase_names or (not names and kind == family.name):
-            if (
-                kind
-                not in (
-                    None,
-                    "",  # of a config that an engine has made of another format
-                    family.name,
-                    *family.model_types,
-                    *(family.wrapped_in[1:] if wrapped else ()),
-                )
-            ):
+        kinds = (family.name, *family.model_types)
+        if wrapped or _is_architecture(family, names) or (not names and kind in kinds):
+            if kind not in (None, "", *kinds, *(family.wrapped_in[1:] if wrapped else ())):
+                # An empty one is of a config that an engine has made of another format.
                 raise ReshardError(
                     f"{where}: model_type is {kind!r:.80}, but architectures names {names[0]}, "
                     f"which is a {family.name}: correct the one that is wrong"

@@ -213,11 +213,12 @@ class Model:
     @property
     def towers(self) -> tuple[str, ...]:
         """The beginnings of the published names of tensors that are carried from disk to disk unchanged: not
-        those of MTP layers that the config announces."""
-        if self.family.wrapped_in[0] and not self.wrapped:
-            return ()
-        own = self.mtp_prefixes(0) if self.mtp_layers else ()
-        return tuple(tower for tower in self.family.towers if not any(name.startswith(tower) for name in own))
+        those of MTP layers that the config announces, but those of one that it does not."""
+        family, (own, *inside) = self.family, self.mtp_prefixes(0)
+        towers = () if family.wrapped_in[0] and not self.wrapped else family.towers
+        if self.mtp_layers:
+            return tuple(t for t in towers if not any(name.startswith(t) for name in (own, *inside)))
+        return towers if own in towers or not family.field_of("mtp_num_layers") else (*towers, own)
 
     def is_of_tower(self, name: str) -> bool:
         """Return True for a published tensor that is carried along, of another part of a larger model for one."""
@@ -269,6 +270,30 @@ class Model:
                 strict=True,
             )
         }
+
+    def places_in_memory(self) -> dict[str, str]:
+        """Return, by the published names of experts' matrices, the parts that they are of the tensors in which a
+        transformers model has all experts of a layer: ``gate_up_proj [E, 2*F, H]`` and ``down_proj [E, H, F]``."""
+        places: dict[str, str] = {}
+        renamed = dict(self.family.in_memory)
+        for block in self.blocks():
+            rows = {
+                renamed.get(row.hf, row.hf): row for row in block.rows if row.of_experts and "[" not in row.hf
+            }
+            gated = any(name.endswith(".gate_proj.weight") for name in rows)
+            for name, row in rows.items():
+                module, _, part = name.removesuffix(".weight").rpartition(".{expert}.")
+                height = self.shape(row.shape)[0]
+                first = height * (part == "up_proj")
+                half = gated and part != "down_proj"
+                where = (
+                    f"gate_up_proj[{{expert}}, {first}:{first + height}]" if half else f"{part}[{{expert}}]"
+                )
+                experts = range(self.num_experts)
+                parts = replace(row, hf=f"{module}.{where}").names(block.published, experts)
+                named = zip(row.names(block.published, experts), parts, strict=True)
+                places |= {published: place for (_, published), (_, place) in named}
+        return places
 
     def quantizable(self) -> frozenset[str]:
         """The published names of the weights that checkpoints in fp8 quantize."""

@@ -36,7 +36,7 @@ REORDERED_SUFFIXES = ("weight_g_idx",)  # of weights whose columns are in anothe
 ACTIVATION_SUFFIXES = frozenset(
     f"{what}_{end}"
     for what in ("input", "output", "q", "k", "v")
-    for end in ("scale", "zero_point", "global_scale")
+    for end in ("scale", "scale_ub", "zero_point", "global_scale")
 )
 READ = (
     f"of {METHOD} reshard reads fp8 and int8 weights with symmetric scales by channel, tensor or block, and "
@@ -175,12 +175,12 @@ def find_weights(
         if codes is None or not known or len(codes.shape) != 2:
             dtypes = " or ".join(sorted({scheme.codes for scheme in channels}))
             raise ReshardError(f"{where}: {scale} does not belong to a matrix of codes in {dtypes}")
-        scheme = _scheme_of_scales(known, scale, tensors[scale], codes.shape, where)
+        scheme = scheme_of_scales(known, scale, tensors[scale], codes.shape, where)
         weights[name] = StoredWeight(name, codes.shape, scheme, (name, scale))
     return weights
 
 
-def _scheme_of_scales(
+def scheme_of_scales(
     known: Sequence[Known], name: str, scales: StoredTensor, shape: tuple[int, ...], where: str
 ) -> Known:
     """Return the scheme, among `known`, that the scales of a weight have the shape of. Raises
@@ -279,7 +279,7 @@ def _packed_weight(
             f"{where}: {name}{PACKED_SUFFIX} is {codes.dtype.name} {list(codes.shape)} {beside}, which is no "
             f"weight of {list(shape)} in {kinds}"
         )
-    scheme = _scheme_of_scales(known, name + SCALE_SUFFIX, tensors[name + SCALE_SUFFIX], shape, where)
+    scheme = scheme_of_scales(known, name + SCALE_SUFFIX, tensors[name + SCALE_SUFFIX], shape, where)
     if zero_points is None:
         return StoredWeight(name, shape, scheme, tuple(name + end for end in IntGroups.suffixes))
     expected = (words(shape[0], scheme.bits), scheme.scale_shape(shape)[1])

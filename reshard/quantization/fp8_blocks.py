@@ -1,4 +1,4 @@
-"""fp8 (e4m3) with one fp32 scale for each block, as DeepSeek-V3 publishes it and vLLM serves it.
+"""fp8 (e4m3) with one scale for each block, as DeepSeek-V3 publishes it and vLLM serves it.
 
 ``weight = code * weight_scale_inv`` (the technical report of DeepSeek-V3, section 3.3;
 ``weight_dequant`` in its inference code). A checkpoint's blocks begin at its published tensors;
@@ -22,6 +22,7 @@ MAX_BLOCK = 1 << 20
 SCALE_SUFFIX = "_scale_inv"
 E4M3_MAX = 448.0
 SMALLEST = 1e-4  # largest magnitude that vLLM takes a block to have at least
+SCALE_DTYPES = ("float32", "bfloat16", "float16")  # of published scales
 FP8, FP32 = DTYPES["float8_e4m3fn"], DTYPES["float32"]
 # How an engine's scales are rounded: as they are; to powers of two (UE8M0), upwards; as vLLM
 # leaves them where it makes the second of the first, whose numbers it quantizes again; and, on a GPU too,
@@ -53,6 +54,7 @@ class Fp8Blocks(Scheme):
     ) -> None:
         codes, scales = parts
         weight.check_scales(scales, where)
+        scales = scales.astype(np.float32)  # some are published in bf16 or fp16
         decode(codes, scales, self.block, start % self.block[0], out)
         weight.check_fp16(scales, out, where)
 
@@ -82,8 +84,15 @@ def find_weights(
     for scale in (name for name in tensors if name.endswith(SCALE_SUFFIX)):
         name = scale.removesuffix(SCALE_SUFFIX)
         codes, scales = tensors.get(name), tensors[scale]
-        if codes is None or codes.dtype != FP8 or len(codes.shape) != 2 or scales.dtype != FP32:
-            raise ReshardError(f"{where}: {scale} does not belong to an fp8 (e4m3) weight, or is not float32")
+        if (
+            codes is None
+            or codes.dtype != FP8
+            or len(codes.shape) != 2
+            or scales.dtype.name not in SCALE_DTYPES
+        ):
+            raise ReshardError(
+                f"{where}: {scale} does not belong to an fp8 (e4m3) weight, or is none of {', '.join(SCALE_DTYPES)}"
+            )
         expected = scheme.scale_shape(codes.shape)
         if scales.shape != expected:
             raise ReshardError(

@@ -1,10 +1,11 @@
-"""Checkpoints of NVIDIA's Model Optimizer in nvfp4: ``weight`` are codes, ``weight_scale`` their
-scales, and ``weight_scale_2`` is what those are multiplied by."""
+"""Checkpoints of NVIDIA's Model Optimizer: in nvfp4 ``weight`` are codes, ``weight_scale`` their scales, and
+``weight_scale_2`` is what those are multiplied by; in fp8 there is one scale for a matrix or for each row."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from reshard.core.errors import ReshardError
+from reshard.quantization import fp8_scales
 from reshard.quantization.channels import SCALE_SUFFIX
 from reshard.quantization.nvfp4 import CODES, GROUP, stored_weight
 from reshard.quantization.scheme import StoredTensor, StoredWeight
@@ -16,15 +17,17 @@ CONFIG = "hf_quant_config.json"
 GLOBAL_SCALE_SUFFIX = "_scale_2"
 # With activations in nvfp4 too, and as they are.
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
+FP8_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 READ = (
-    f"of {METHOD} reshard reads {' and '.join(ALGORITHMS)}: convert the checkpoint that this one was made of"
+    f"of {METHOD} reshard reads {', '.join(ALGORITHMS + FP8_ALGORITHMS)}: convert the checkpoint that this one "
+    "was made of"
 )
 
 
 def find_weights(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], where: str
 ) -> dict[str, StoredWeight]:
-    """Return the weights among a checkpoint's `tensors` that are nvfp4, by name; those without
+    """Return the weights among a checkpoint's `tensors` that are nvfp4 or fp8, by name; those without
     scales are left as they are.
 
     Raises ReshardError where the ``quantization_config`` names another format, or what belongs to a
@@ -32,6 +35,8 @@ def find_weights(
     """
     fields = config.get("quantization", config)
     algorithm = fields.get("quant_algo") if isinstance(fields, Mapping) else None
+    if str(algorithm).upper() in FP8_ALGORITHMS:
+        return fp8_scales.find_weights(tensors, where)
     if str(algorithm).upper() not in ALGORITHMS:
         raise ReshardError(f"{where}: its quant_algo is {algorithm!r:.80}, and {READ}")
     if fields.get("group_size") not in (None, GROUP):

@@ -39,7 +39,7 @@ from reshard.storage.sources.derived import DerivedSource
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.huggingface import HuggingFaceSource
 from reshard.storage.sources.megatron import MegatronSource, States
-from reshard.storage.sources.verify import SourceChecks
+from reshard.storage.sources.verify import SourceChecks, manifest_of
 
 
 def hf_to_mcore(
@@ -283,8 +283,9 @@ def check_both_ends(
 
 
 def check_towers(source: MegatronSource) -> None:
-    """Raise ReshardError where a larger model is to be written, and only its language model is there."""
-    if source.model.wrapped and not source.towers:
+    """Raise ReshardError where a larger model is to be written, and only its language model is there: not
+    where it was converted from a directory that had no more, as its manifest shows."""
+    if source.model.wrapped and not source.towers and manifest_of(source) is None:
         raise ReshardError(
             f"{source.path} has the language model of {source.model.family.wrapped_in[0]} only: pass --hf-config with the "
             f"Hugging Face directory that it comes from, whose other tensors are carried along"

@@ -1,7 +1,7 @@
 """A Hugging Face directory of safetensors files, read as canonical tensors: weights that are stored
 as codes are what those stand for."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
@@ -18,7 +18,7 @@ from reshard.formats import safetensors
 from reshard.formats.small_files import read_json
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
-from reshard.quantization import channels, compressed_tensors, fp8_blocks, modelopt, mxfp4
+from reshard.quantization import channels, compressed_tensors, fp8_blocks, fp8_scales, modelopt, mxfp4
 from reshard.quantization.scheme import StoredWeight
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import Strip, StripReader, TensorInfo, largest_matrix, strips_of_view
@@ -26,8 +26,11 @@ from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
 from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
 from reshard.storage.sources.paths import check_config
+from reshard.storage.sources.spellings import published_names
 from reshard.storage.sources.versions import FileVersions
 
+# Ends of the names of what a model's code computes again, and older programs have saved.
+COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 READERS = 16  # of small tensors, which wait for a disk or a network, not for a core
 
 
@@ -45,7 +48,9 @@ class HuggingFaceSource(Source):
         with ignored_as_recorded(path):
             self.model = Model.from_hf(self.config, str(path / "config.json"))
         self.notices += self.model.notices
-        self.stored = safetensors.read_directory(path)
+        stored = safetensors.read_directory(path)
+        self.notices += safetensors.index_notices(path, stored)
+        self.stored = self._as_published(stored)
         self.files, self.scratch = OpenFiles(), Scratch()
         self.paths = {tensor.file: path / tensor.file for tensor in self.stored.values()}
         unread = sorted(p.name for p in path.glob("*.safetensors") if p.name not in self.paths)
@@ -58,28 +63,41 @@ class HuggingFaceSource(Source):
                 f"have none; converted without"
             )
             self.model = replace(self.model, mtp_layers=0)
-        self._count()
         self.mapping = expand(self.model)
         self._quantization(dequantize_to)
         self._check()
         self.reader = StripReader(self.tensors, self.files)
         self._note_large_files()
 
-    def _count(self) -> None:
-        """Raise ReshardError where the config speaks of more layers or experts than there are
-        tensors, before they are listed."""
+    def _as_published(self, stored: dict[str, safetensors.Tensor]) -> dict[str, safetensors.Tensor]:
+        """Return the files' tensors by their published names, which not all programs write. Raises
+        ReshardError where the config speaks of more layers or experts than there are tensors, before they
+        are listed."""
+        self._count(stored)
+        names = published_names(stored, self.model)
+        others = [name for name, published in names.items() if name != published]
+        if others:
+            count = f"{len(others)} tensors are" if len(others) > 1 else "one tensor is"
+            self.notices.append(
+                f"{count} not named as published: {others[0]} is read as {names[others[0]]}"
+                + (", and the others likewise" if len(others) > 1 else "")
+            )
+        return {names[name]: tensor for name, tensor in stored.items()}
+
+    def _count(self, stored: dict[str, safetensors.Tensor]) -> None:
+        """Raise ReshardError where the config speaks of more layers or experts than there are tensors."""
         model = self.model
         # A tensor of three dims may have an expert in each index of its first.
-        room = sum(t.shape[0] if len(t.shape) > 2 else 1 for t in self.stored.values())
+        room = sum(t.shape[0] if len(t.shape) > 2 else 1 for t in stored.values())
         experts = model.num_experts * len(model.moe_layers)
         for what, n, most in (
-            ("layers", model.num_layers + model.mtp_layers, len(self.stored)),
-            ("experts in all layers", experts, room if model.family.packed else len(self.stored)),
+            ("layers", model.num_layers + model.mtp_layers, len(stored)),
+            ("experts in all layers", experts, room),
         ):
             if n > most:
                 raise ReshardError(
                     f"{self.path}/config.json says {n:,} {what}, but the files hold only "
-                    f"{len(self.stored):,} tensors{self._in_memory(self.stored)}"
+                    f"{len(stored):,} tensors"
                 )
 
     def _quantization(self, dequantize_to: Dtype | None) -> None:
@@ -97,17 +115,28 @@ class HuggingFaceSource(Source):
             self.codes = modelopt.find_weights(config, self.stored, where)
         elif method == mxfp4.METHOD:
             self.codes = mxfp4.find_weights(self.stored, where)
-        elif method in (None, fp8_blocks.METHOD):
+        elif method in (None, fp8_blocks.METHOD, fp8_scales.FBGEMM):
             self.codes, dtype = fp8_blocks.find_weights(config, self.stored, where), None
+            self.codes |= fp8_scales.find_weights(self.stored, where)
+        elif isinstance(method, str) and all(
+            t.dtype.floating and not t.dtype.name.startswith("float8") for t in self.stored.values()
+        ):
+            # Merged or dequantized, with the config of the model that it was trained as.
+            self.codes = {}
+            self.notices.append(
+                f"config.json has quantization_config of {method!r:.80}, but no weight is quantized"
+            )
         else:
             raise ReshardError(
-                f"{self.path}: weights quantized as {method!r:.80} are not supported, only fp8 with block "
-                f"scales, {mxfp4.METHOD}, and fp8, int8, int4 and nvfp4 by {compressed_tensors.METHOD}, and "
-                f"nvfp4 by {modelopt.METHOD}"
+                f"{self.path}: weights quantized as {method!r:.80} are not supported, only fp8 with scales for "
+                f"matrices, rows or blocks, {mxfp4.METHOD}, and fp8, int8, int4 and nvfp4 by "
+                f"{compressed_tensors.METHOD}, and nvfp4 and fp8 by {modelopt.METHOD}: convert the checkpoint that "
+                "this one was made of, or save it dequantized"
             )
         self.quant_method = method
         self.dequantize_to = dequantize_to or DTYPES[dtype if dtype in ("float16", "float32") else "bfloat16"]
-        with_activations = method in (compressed_tensors.METHOD, modelopt.METHOD)
+        blocks_alone = all(isinstance(weight.scheme, fp8_blocks.Fp8Blocks) for weight in self.codes.values())
+        with_activations = method in (compressed_tensors.METHOD, modelopt.METHOD) or not blocks_alone
         self.left = compressed_tensors.activation_scales(self.stored) if with_activations else []
         if self.left:
             self.notices.append(
@@ -131,18 +160,20 @@ class HuggingFaceSource(Source):
         apart = {name for codes in self.codes.values() for name in codes.tensors} | {*self.left}
         self.packed = self._places()
         self.experts_packed = bool(self.packed)
-        towers = self.model.towers
-        expected = self.mapping.stored_shapes(self.packed)
-        expected |= {n: t.shape for n, t in self.stored.items() if towers and n.startswith(towers)}
         stored = {n: t for n, t in self.stored.items() if n not in apart}
         stored |= {name: self._codes_of(name) for name in self.codes}
+        carried = self._carried(stored)
+        expected = self.mapping.stored_shapes(self.packed) | carried
         missing = [n for n in expected if n not in stored and n not in self.mapping.optional]
-        extra = [n for n in stored if n not in expected and n not in self.mapping.ignored]
+        ignored = {n for n in stored if n in self.mapping.ignored or n.endswith(COMPUTED)}
+        extra = [n for n in stored if n not in expected and n not in ignored]
         family = self.model.family.name
         if missing or extra:
             parts = [f"lacks {len(missing)} of {family}'s tensors: {listed(missing)}"] if missing else []
             parts += [f"holds {len(extra)} that {family} does not have: {listed(extra)}"] if extra else []
-            raise ReshardError(f"{self.path} {'; it '.join(parts)}{self._in_memory(extra)}")
+            head = f"{self.model.published_name(self.model.family.ends[2][1])}.weight"
+            hint = ": this is a base model, and a model without an output layer is not supported"
+            raise ReshardError(f"{self.path} {'; it '.join(parts)}{hint if missing == [head] else ''}")
         in_blocks = self.quant_method in (None, fp8_blocks.METHOD)
         compressed = self.quant_method == compressed_tensors.METHOD
         dtypes = {}
@@ -163,16 +194,25 @@ class HuggingFaceSource(Source):
             if not dtype.floating and name not in self.codes:
                 raise ReshardError(f"{self.path}: {name} has dtype {dtype.name}, which is not a weight's")
             dtypes[name] = self.dequantize_to if name in self.codes else dtype
-        carried = {name: shape for name, shape in expected.items() if towers and name.startswith(towers)}
         self.tensors = {
             name: TensorInfo(shape, dtypes[self._tensor_of(name)])
             for name, shape in (self.mapping.shapes | carried).items()
             if self._tensor_of(name) in dtypes
         }
         self.copies = {name: primary for name, primary in self.mapping.copies.items() if name in self.tensors}
-        ignored = sorted(self.mapping.ignored & set(stored))
         if ignored:
-            self.notices.append(f"ignored on purpose: {listed(ignored, 3)}")
+            self.notices.append(f"ignored on purpose: {listed(sorted(ignored), 3)}")
+
+    def _carried(self, stored: Mapping[str, safetensors.Tensor]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors that are carried along unchanged: of towers, and of an MTP layer of
+        which the config says nothing, as trainers that leave it out have it."""
+        model, mtp = self.model, self.model.mtp_prefixes(0)[0]
+        carried = {n: t.shape for n, t in stored.items() if model.is_of_tower(n)}
+        if any(mtp + row.hf in carried for row in model.family.rows["mtp"]):
+            if mtp not in model.family.towers:
+                self.notices.append(f"carried along, since config.json announces no MTP layer: {mtp}*")
+            return carried
+        return {name: shape for name, shape in carried.items() if not name.startswith(mtp)}
 
     def _places(self) -> dict[str, str]:
         """Return the parts of the files' tensors that canonical ones are; none where these stand alone."""
@@ -180,6 +220,9 @@ class HuggingFaceSource(Source):
         coded = mapping.packed | mapping.packed_codes
         if any(tensor_of(place) in self.codes for place in mapping.packed_codes.values()):
             return coded
+        if not mapping.packed and any(len(tensor.shape) == 3 for tensor in self.stored.values()):
+            in_memory = self.model.places_in_memory()  # `save_pretrained(save_original_format=False)`
+            return in_memory if any(tensor_of(place) in self.stored for place in in_memory.values()) else {}
         packed = any(tensor_of(place) in self.stored for place in mapping.packed.values())
         if packed and mapping.packed_otherwise and self._fit(mapping.packed_otherwise):
             return mapping.packed_otherwise
@@ -193,20 +236,6 @@ class HuggingFaceSource(Source):
     def _tensor_of(self, name: str) -> str:
         """Return the tensor of the files that a canonical tensor is, or lies in."""
         return tensor_of(self.packed.get(name, name))
-
-    def _in_memory(self, names: Iterable[str]) -> str:
-        """Return the end of an error about names that a transformers model has in memory; empty for
-        others."""
-        experts = self.model.num_experts
-        if not any(
-            len(shape) == 3 and shape[0] == experts
-            for shape in (self.stored[n].shape for n in names if n in self.stored)
-        ):
-            return ""
-        return (
-            ": these are a transformers model's in memory, where all experts of a layer are parts of one tensor; "
-            "write it with save_pretrained, which publishes them apart"
-        )
 
     def _codes_of(self, name: str) -> safetensors.Tensor:
         """Return the stored codes of a weight, with the shape that they have once they are decoded."""
