@@ -12,6 +12,7 @@ from reshard.core.lazy import lazy
 from reshard.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from reshard import delta, engines, parity, refit, trainers
     from reshard.core.errors import ReshardError
     from reshard.engines.sglang.layout import SglangLayout
     from reshard.engines.vllm.layout import VllmLayout
@@ -32,18 +33,19 @@ if TYPE_CHECKING:
     from reshard.storage.lora import lora_merge, lora_to_megatron, lora_to_peft
     from reshard.storage.sources.opening import read_model
 
-__getattr__ = lazy(
+__getattr__, __dir__ = lazy(
     __name__,
     {
         "DeltaWriter": "reshard.megatron.live.deltas",
         "Layout": "reshard.megatron.layout:MegatronLayout",  # an alias that stays
-        "memory": "reshard.memory",
         "MegatronLayout": "reshard.megatron.layout",
         "ReshardError": "reshard.core.errors",
         "SglangLayout": "reshard.engines.sglang.layout",
         "VllmLayout": "reshard.engines.vllm.layout",
         "check": "reshard.storage.check",
+        "delta": "reshard.delta",
         "diff": "reshard.storage.compare",
+        "engines": "reshard.engines",
         "estimate_memory": "reshard.memory.estimate",
         "export": "reshard.megatron.live.export",
         "hf_to_mcore": "reshard.storage.convert",
@@ -55,11 +57,19 @@ __getattr__ = lazy(
         "lora_to_peft": "reshard.storage.lora",
         "mcore_to_hf": "reshard.storage.convert",
         "mcore_to_mcore": "reshard.storage.convert",
+        "memory": "reshard.memory",
         "offload": "reshard.megatron.live.offload",
         "onload": "reshard.megatron.live.offload",
+        "parity": "reshard.parity",
         "plan_refit": "reshard.plan",
         "read_model": "reshard.storage.sources.opening",
+        "refit": "reshard.refit",
         "save": "reshard.megatron.live.save",
+        "trainers": "reshard.trainers",
+    },
+    needs={
+        "torch": ["DeltaWriter", "offload", "onload", "trainers"],
+        "megatron.core": ["export", "load", "save"],
     },
 )
 __all__ = [
@@ -70,7 +80,9 @@ __all__ = [
     "SglangLayout",
     "VllmLayout",
     "check",
+    "delta",
     "diff",
+    "engines",
     "estimate_memory",
     "export",
     "hf_to_mcore",
@@ -84,11 +96,10 @@ __all__ = [
     "mcore_to_mcore",
     "offload",
     "onload",
+    "parity",
     "plan_refit",
     "read_model",
+    "refit",
     "save",
+    "trainers",
 ]
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

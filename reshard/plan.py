@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from math import lcm, prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,7 @@ class Forecast:
 @accepts_renamed_options
 @gc_paused()
 def plan_refit(
-    model: Model | str,
+    model: Model | str | Path,
     trainer: MegatronLayout,
     engine: EngineLayout,
     *,

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -62,9 +63,28 @@ def test_an_example_for_torchrun_says_so(example):
 
 def test_what_the_package_offers_is_listed_and_there():
     assert set(reshard.__all__) <= set(dir(reshard)) and "hf_to_mcore" in dir(reshard)
-    assert all(callable(getattr(reshard, name)) for name in reshard.__all__)
+    offered = [getattr(reshard, name) for name in reshard.__all__]
+    packages = {each.__name__ for each in offered if isinstance(each, ModuleType)}
+    assert all(callable(each) for each in offered if not isinstance(each, ModuleType))
+    assert packages == {f"reshard.{name}" for name in ("delta", "engines", "parity", "refit", "trainers")}
     listed = (REPOSITORY / "docs" / "reference" / "python.md").read_text()
     assert [name for name in reshard.__all__ if not re.search(rf"\b{name}\b", listed)] == []
+
+
+def test_calls_take_paths_and_their_results_are_short_and_never_true_by_themselves(checkpoint):
+    source, layouts = Path(checkpoint("qwen3")), (reshard.MegatronLayout(), reshard.VllmLayout())
+    assert (
+        reshard.plan_refit(source, *layouts).trainer_bytes
+        == reshard.plan_refit(str(source), *layouts).trainer_bytes
+    )
+    assert reshard.estimate_memory(source).peak == reshard.estimate_memory(str(source)).peak
+    difference, inspection = reshard.diff(source, source), reshard.inspect(source)
+    assert difference.equal and max(len(repr(difference)), len(repr(inspection))) < 1000
+    with pytest.raises(TypeError, match=r"a Diff is neither true nor false: ask for its \.equal"):
+        assert difference
+    verdict = reshard.parity.check_rollout([[-1.0, -2.0]], [[-1.0, -9.0]])
+    with pytest.raises(TypeError, match=r"a Verdict is neither true nor false: ask for its \.ok"):
+        assert verdict
 
 
 def refit(example: str, *options) -> list[str]:

@@ -196,6 +196,21 @@ def test_a_call_names_the_extra_that_it_lacks(base, statement):
     assert re.fullmatch(expected, error_of(base, statement))
 
 
+def test_help_and_completion_leave_out_what_an_extra_brings(base):
+    """As a prompt of Python completes, which gets every name that it offers."""
+    program = """import pydoc, reshard, rlcompleter
+complete = rlcompleter.Completer(globals()).complete
+for package in ("reshard", "reshard.delta", "reshard.engines", "reshard.parity", "reshard.refit"):
+    pydoc.render_doc(eval(package))
+    print(*(offered for n in range(99) if (offered := complete(f"{package}.", n)) and "__" not in offered))
+"""
+    package, delta, engines, *_ = run([base, "-c", program]).split("\n")
+    assert {"reshard.hf_to_mcore(", "reshard.parity"} <= set(
+        package.split()
+    ) and "reshard.load" not in package
+    assert "reshard.delta.show(" in delta and "reshard.delta.save" not in delta and engines == ""
+
+
 def test_several_processes_without_torch_are_refused_in_a_sentence(base, checkpoint, tmp_path):
     done = attempt([base, "-m", "reshard", "hf-to-mcore", checkpoint("qwen3"), tmp_path / "out"])
     assert done.returncode == 0, "the control: one process needs none"

@@ -26,14 +26,14 @@ def require(extra: str, *packages: str) -> None:
     """Raise ReshardError, naming `extra`, where one of the packages (``torch``, ``megatron.core``) is not
     installed."""
     for package in packages:
-        if not _is_installed(package):
+        if not is_installed(package):
             raise _lacking(package, extra)
 
 
 def require_base() -> None:
     """Raise ReshardError, with the line that installs them, where packages are not installed that
     weights on disk need."""
-    if not all(map(_is_installed, ("ml_dtypes", "numpy", "xxhash"))):
+    if not all(map(is_installed, ("ml_dtypes", "numpy", "xxhash"))):
         raise _lacking_base()
 
 
@@ -71,15 +71,16 @@ def lacking(error: ModuleNotFoundError, extra: str | None = None) -> ReshardErro
     package = "megatron.core" if error.name == "megatron" else ".".join((error.name or "").split(".")[:2])
     if not package.startswith("megatron."):
         package = package.partition(".")[0]
-    if package in BASE and not _is_installed(package):
+    if package in BASE and not is_installed(package):
         return _lacking_base()
     extra = extra or EXTRA_OF.get(package)
-    if extra is None or package in ("", "reshard") or _is_installed(package):
+    if extra is None or package in ("", "reshard") or is_installed(package):
         return None
     return _lacking(package, extra)
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
+    """Return True where a package (``torch``, ``megatron.core``) could be imported. Imports at most what it lies in."""
     try:
         return find_spec(package) is not None
     except ModuleNotFoundError:  # the package that it would be in is not there
@@ -87,7 +88,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _lacking_base() -> ReshardError:
-    missing = [name for name in BASE if not _is_installed(name)]
+    missing = [name for name in BASE if not is_installed(name)]
     requirements = " ".join(f"'{BASE[name]}'" for name in missing)
     are = "is" if len(missing) == 1 else "are"
     return ReshardError(

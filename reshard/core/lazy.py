@@ -1,12 +1,13 @@
 """Names of a package that are loaded when they are first asked for, so that importing the package
 imports none of the libraries behind them."""
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from typing import Any
 
 from reshard.core.deprecated import warn_renamed
-from reshard.core.extras import importing
+from reshard.core.extras import importing, is_installed
 
 
 def lazy(
@@ -14,15 +15,19 @@ def lazy(
     places: Mapping[str, str],
     extra: str | None = None,
     renamed: Mapping[str, str] | None = None,
-) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a `package` whose names lie in these `places`: ``module`` if it
-    has the same name there, ``module:name`` if it has another, and the submodule itself.
+    needs: Mapping[str, Collection[str]] | None = None,
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the ``__getattr__`` and the ``__dir__`` of a `package` whose names lie in these `places`: ``module`` if
+    it has the same name there, ``module:name`` if it has another, and the submodule itself.
 
     Missing packages are named in a ReshardError, with `extra` or the extra that is known to bring them. `renamed` maps old names to
-    new ones, in full if they are in another package.
+    new ones, in full if they are in another package. `needs` says which names import a package (``torch``) that an extra brings:
+    where it is not installed, ``dir()``, which lists ``__all__``, leaves them out: ``help()`` and an interpreter's completion
+    get all that it lists.
 
-    >>> lazy("reshard", {"splits": "reshard.core.splits:split"})("splits").__name__
-    'split'
+    >>> load, names = lazy("reshard", {"splits": "reshard.core.splits:split"}, needs={"no_such_package": ["diff"]})
+    >>> load("splits").__name__, "check" in names(), "diff" in names()
+    ('split', True, False)
     """
     new_names = renamed or {}
 
@@ -40,4 +45,12 @@ def lazy(
             loaded = import_module(module)
             return loaded if module == f"{package}.{name}" else getattr(loaded, attribute or name)
 
-    return load
+    def names() -> list[str]:
+        lacking = [
+            name for needed, users in (needs or {}).items() if not is_installed(needed) for name in users
+        ]
+        module = vars(sys.modules[package])
+        special = {name for name in module if name.startswith("__")}
+        return sorted(special | set(module["__all__"]) - set(lacking))
+
+    return load, names

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from reshard.delta.disk import apply, save
     from reshard.delta.serving import apply_deltas, apply_deltas_async
 
-__getattr__ = lazy(
+__getattr__, __dir__ = lazy(
     __name__,
     {
         "Chain": "reshard.delta.chain",
@@ -19,5 +19,6 @@ __getattr__ = lazy(
         "save": "reshard.delta.disk",
         "show": "reshard.delta.chain",
     },
+    needs={"torch": ["apply", "save"]},
 )
 __all__ = ["Chain", "apply", "apply_deltas", "apply_deltas_async", "save", "show"]

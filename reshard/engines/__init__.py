@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from reshard.engines.vllm.worker import RefitExtension
 
 __all__ = ["RefitExtension", "VllmModel"]
-__getattr__ = lazy(
+__getattr__, __dir__ = lazy(
     __name__,
     {"RefitExtension": "reshard.engines.vllm.worker", "VllmModel": "reshard.engines.vllm.live"},
     extra="vllm",
+    needs={"torch": __all__},
 )

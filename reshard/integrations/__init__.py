@@ -12,4 +12,4 @@ if TYPE_CHECKING:
 require("megatron", "torch")
 
 __all__ = ["HttpClient", "LlmClient", "WeightTransfer"]
-__getattr__ = lazy(__name__, dict.fromkeys(__all__, "reshard.integrations.weight_transfer"))
+__getattr__, __dir__ = lazy(__name__, dict.fromkeys(__all__, "reshard.integrations.weight_transfer"))

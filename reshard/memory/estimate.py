@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from reshard.core.deprecated import accepts_renamed_options
@@ -17,7 +18,7 @@ from reshard.storage.sources.opening import read_model
 
 @accepts_renamed_options
 def estimate_memory(
-    model: Model | str,
+    model: Model | str | Path,
     layout: MegatronLayout | Mapping[str, Any] | None = None,
     *,
     gpu_memory: str | int | None = None,

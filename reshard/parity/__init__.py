@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from reshard.parity.systems.sglang import LiveSglang
     from reshard.parity.systems.vllm import LiveVllm
 
-__getattr__ = lazy(
+__getattr__, __dir__ = lazy(
     __name__,
     {
         "parity": "reshard.parity.gate",
@@ -50,6 +50,7 @@ __getattr__ = lazy(
         "scores_of_outputs": "reshard.parity.systems.outputs",
     },
     extra="parity",
+    needs={"torch": ["LiveSglang", "LiveVllm", "scores_of_outputs"]},
 )
 __all__ = [
     "Limits",

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from reshard.core.errors import ReshardError
+from reshard.core.truth import NoTruthValue
 from reshard.parity.limits import Limits, compare_scores
 from reshard.parity.metrics import Metrics, Scores
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(NoTruthValue):
     """The metrics of a rollout (A: trainer, B: inference), and the limits that they exceed."""
 
     metrics: Metrics

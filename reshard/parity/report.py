@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from reshard.core.truth import NoTruthValue
 from reshard.parity.limits import Limits
 from reshard.parity.metrics import Metrics, Scores
 from reshard.parity.noise import BOTH_IN_FP32, Noise
@@ -11,7 +12,7 @@ from reshard.parity.routing import Routing
 
 
 @dataclass
-class ParityReport:
+class ParityReport(NoTruthValue):
     """The figures of two systems' scores of the same prompts, and the limits that they exceed.
 
     - `noise`: how far a system is from other runs of its checkpoint, by name (``A in fp32``).
@@ -30,14 +31,14 @@ class ParityReport:
     b: str
     dtype: str
     overall: Metrics
-    prompts: list[Metrics]
+    prompts: list[Metrics] = field(repr=False)
     limits: Limits
     exceeded: list[str]
     noise: dict[str, Metrics]
     routing: Routing | None
-    scores_a: list[Scores]
-    scores_b: list[Scores]
-    tokens: list[Prompt]
+    scores_a: list[Scores] = field(repr=False)
+    scores_b: list[Scores] = field(repr=False)
+    tokens: list[Prompt] = field(repr=False)
     first_process: bool = True
     unmeasured: list[str] = field(default_factory=list)
     quantized: bool = False

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from reshard.refit.link import Link
     from reshard.refit.report import RefitReport
 
-__getattr__ = lazy(
+__getattr__, __dir__ = lazy(
     __name__,
     {
         "Link": "reshard.refit.link",
@@ -23,6 +23,7 @@ __getattr__ = lazy(
         "connect": "reshard.refit.connecting",
     },
     extra="megatron",
+    needs={"torch": ["Link", "connect"]},
     renamed={"Members": "RefitGroup", "Report": "RefitReport"},
 )
 __all__ = ["Link", "RefitGroup", "RefitReport", "connect"]

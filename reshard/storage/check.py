@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.core.errors import ReshardError, listed
+from reshard.core.truth import NoTruthValue
 from reshard.models.config_fields import allow_unmapped_configs, check_ignored
 from reshard.storage.io.files import allow_many_files
 from reshard.storage.manifest import CHECKSUM, NAME, read_manifest
@@ -24,7 +25,7 @@ from reshard.storage.sources.verify import (
 
 
 @dataclass
-class Check:
+class Check(NoTruthValue):
     """The outcome of `check`.
 
     `bad` are the tensors whose bytes do not give the manifest's checksum, `changed`, `missing` and

@@ -9,6 +9,7 @@ import numpy as np
 
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
+from reshard.core.truth import NoTruthValue
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import different_fields
 from reshard.storage.io.files import allow_many_files
@@ -51,7 +52,7 @@ class Difference:
 
 
 @dataclass
-class Diff:
+class Diff(NoTruthValue):
     """The outcome of a comparison.
 
     `names` are the tensors that both have, `differences` are sorted with the worst first, and
@@ -60,12 +61,13 @@ class Diff:
 
     a: str
     b: str
-    names: list[str]
+    names: list[str] = field(repr=False)
     differences: list[Difference] = field(default_factory=list)
     only_a: list[str] = field(default_factory=list)
     only_b: list[str] = field(default_factory=list)
     fields: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
+    question = "equal"
 
     @property
     def equal(self) -> bool:

@@ -35,7 +35,7 @@ class Inspection:
     manifest: dict[str, Any] | None
     details: dict[str, Any]
     notices: list[str] = field(default_factory=list)
-    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the inspection as the object that ``--json`` prints."""

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from reshard.core.deprecated import MovedModules
 from reshard.core.extras import require
 from reshard.core.lazy import lazy
+from reshard.core.moved import MovedModules
 
 if TYPE_CHECKING:
     from reshard.trainers.fsdp import FsdpModel
@@ -25,7 +25,7 @@ _ADAPTERS = (
     "weight_transfer",
 )
 MovedModules({f"reshard.trainers.{name}": f"reshard.integrations.{name}" for name in _ADAPTERS}).install()
-__getattr__ = lazy(
+__getattr__, __dir__ = lazy(
     __name__,
     {
         "FsdpModel": "reshard.trainers.fsdp",

@@ -28,4 +28,6 @@ if TYPE_CHECKING:
     from reshard.engines.sglang.live import SglangModel
 
 __all__ = ["SglangModel"]
-__getattr__ = lazy(__name__, {"SglangModel": "reshard.engines.sglang.live"}, extra="sglang")
+__getattr__, __dir__ = lazy(
+    __name__, {"SglangModel": "reshard.engines.sglang.live"}, extra="sglang", needs={"torch": __all__}
+)

@@ -101,12 +101,12 @@ def check_huggingface(path: Path) -> None:
     )
 
 
-def read_model(path: str) -> Model:
+def read_model(path: str | Path) -> Model:
     """Return the model that a config describes: a ``config.json``, a directory of either format, or
     a hub id, of which only the config is fetched. Raises ReshardError where it cannot be read."""
     if Path(path).is_file():
-        return Model.from_hf(read_config(Path(path)), path)
-    directory = local_directory(path, ["config.json"])
+        return Model.from_hf(read_config(Path(path)), str(path))
+    directory = local_directory(str(path), ["config.json"])
     if (directory / "config.json").is_file():
         with ignored_as_recorded(directory):
             return Model.from_hf(read_config(directory / "config.json"), str(directory / "config.json"))
