@@ -26,7 +26,7 @@ def command(source: str, destination: str, as_json: bool, **options: Any) -> Non
     """Convert SOURCE, a Megatron torch_dist checkpoint, to another one at DESTINATION: for the other
     class of models, other layers or another layout.
 
-    Every bit stays. Optimizer states that can be moved go along, and training goes on from there.
+    Every bit stays. Optimizer states that can be moved are converted too, so that training can resume.
     """
     check_command(source, destination, megatron=True)
     from reshard.megatron.layout import MegatronLayout

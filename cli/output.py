@@ -134,8 +134,7 @@ def _plain(value: Any) -> Any:
 
 
 def print_note(sentence: str) -> None:
-    """Print a sentence on stderr besides the result. It is no failure where nobody looks at that
-    any more."""
+    """Print a sentence on stderr besides the result. A closed stderr is not an error."""
     with contextlib.suppress(OSError):
         click.echo(f"note: {sentence}", err=True)
 

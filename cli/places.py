@@ -43,8 +43,7 @@ def model_argument(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def resumable(destination: str) -> Iterator[None]:
-    """Add to an interrupt inside the `with` block that `--resume` goes on, where it leaves
-    something to go on with."""
+    """If an interrupt inside the `with` block leaves something to resume, add a hint at `--resume` to it."""
     try:
         yield
     except KeyboardInterrupt as error:

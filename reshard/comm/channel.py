@@ -50,7 +50,7 @@ class WrongSecretError(ReshardError):
 
 
 class BrokenChannelError(Exception):
-    """A connection has ended, or its other end has sent something else than a message."""
+    """A connection has ended, or its other end has sent bytes that are not a message."""
 
 
 class Keys(NamedTuple):
@@ -158,8 +158,7 @@ class Channel:
         connection.settimeout(None)
 
     def limit_sending(self, seconds: float) -> None:
-        """Break the channel where the other end does not take a message within so many seconds; 0
-        is no limit."""
+        """Break the channel if the other end does not read a message within `seconds`; 0 means no limit."""
         limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
@@ -175,8 +174,8 @@ class Channel:
                 raise BrokenChannelError(first_line(error)) from error
 
     def receive(self, within: float | None = None) -> Message | None:
-        """Return the next message, None where none comes within so many seconds; None and infinity
-        are no limit. Raises BrokenChannelError."""
+        """Return the next message, or None if none arrives `within` so many seconds; None and infinity mean
+        no limit. Raises BrokenChannelError."""
         deadline = None if within is None or within == math.inf else time.monotonic() + within
         while not self.received:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -303,8 +302,8 @@ class Handshake:
 
 
 class Door:
-    """Admits connections that know the secret. Handshakes go on at the same time, each with a
-    deadline of its own, so that strangers who are slow, silent or numerous hold up no member."""
+    """Admits connections that know the secret. Handshakes run concurrently, each with its own deadline, so
+    that slow, silent or numerous strangers do not delay members."""
 
     ACCEPTED_AT_ONCE = 64
 

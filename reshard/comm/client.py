@@ -84,9 +84,9 @@ class HubClient:
 
     @contextmanager
     def watching(self, failed: Callable[[], str]) -> Iterator[None]:
-        """While it is open, and this member waits, also ask `failed` several times a second: it
-        knows of processes of which the hub knows nothing. Where it returns a sentence, all members
-        give up with that."""
+        """Inside the `with` block, call `failed` several times a second while this member waits. It checks
+        processes that the hub does not know. If it returns a sentence, the transaction fails for all members
+        with that sentence."""
         before, self._watched = self._watched, failed
         try:
             yield

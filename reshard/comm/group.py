@@ -148,8 +148,8 @@ class RefitGroup(HubClient):
 
     @staticmethod
     def abort(address: str, reason: str, timeout: float = 10.0, secret: str | None = None) -> None:
-        """Fail the transactions of the members that meet at an address, as a process that is none
-        of them; later ones fail too.
+        """Fail the transactions of the members that meet at an address, now and later; for a process that is
+        not a member.
 
         Does nothing where nobody serves there within `timeout` seconds.
         """
@@ -170,7 +170,8 @@ class RefitGroup(HubClient):
         RefitGroup.abort(address, sentence, timeout, secret)
 
     def torch_store(self) -> "dist.Store":
-        """Make a store over the hub, for a process group of members; whoever makes the group keeps it."""
+        """Make a store over the hub, for a process group of members. The caller must keep a reference to
+        it."""
         from reshard.comm.torch_store import HubStore
 
         return HubStore(self.address, self.secret, self.timeout, self.transaction_number)
@@ -274,7 +275,7 @@ class RefitGroup(HubClient):
         self._send(encode(Post(key)) | {"transaction": self.transaction_number}, payload)
 
     def post_count(self, key: str, value: int) -> None:
-        """Publish how far this rank has come: a number that grows."""
+        """Publish this rank's progress as a count, which only grows."""
         self.post(key, str(value).encode())
 
     def read(self, key: str, rank: int) -> bytes:
@@ -295,8 +296,8 @@ class RefitGroup(HubClient):
         self.read_all(key, ranks)
 
     def wait_for_count(self, key: str, rank: int, value: int) -> None:
-        """Wait until a rank has come so far. Raises ReshardError where some member failed or `rank` is
-        late."""
+        """Wait until a rank has posted at least this count. Raises ReshardError if a member failed or `rank`
+        is late."""
         self._wait_for(WaitForCount(self.timeout, _did_not_reach(key), key, rank, value))
 
     def gather(self, key: str, payload: bytes) -> list[bytes]:
@@ -373,7 +374,7 @@ def _bounded(call: Callable[[], Any], seconds: float, rank: int) -> Any:
 
 
 def check_rank(rank: int, size: int) -> None:
-    """Raise ReshardError where `rank` is none of `size` members."""
+    """Raise ReshardError unless `rank` is one of `size` members."""
     if not (isinstance(rank, int) and isinstance(size, int)) or size > MOST_MEMBERS:
         raise ReshardError(
             f"rank {rank!r} of {size!r:.40} members is not a whole number of at most {MOST_MEMBERS:,}"

@@ -19,7 +19,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def parsed(address: str) -> tuple[str, int]:
-    """Return host and port of an address. Raises ReshardError where it is none."""
+    """Return host and port of an address. Raises ReshardError if it is not an address."""
     host, _, port = str(address).rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]

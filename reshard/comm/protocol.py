@@ -172,7 +172,7 @@ def encode(request: Request) -> dict[str, Any]:
 
 
 def decode(head: Mapping[str, Any]) -> Request:
-    """Return the request in a message's head. Raises ValueError where it is none."""
+    """Return the request in a message's head. Raises ValueError if it is not a request."""
     kind = REQUESTS.get(str(head.get("op")))
     if kind is None:
         raise ValueError("an unknown request")

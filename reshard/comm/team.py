@@ -1,10 +1,10 @@
 """The processes that share a conversion, or a load or save of a live model: one, or those that a
 launcher started.
 
-They meet before the first byte, so that all have the same plan, and after the last, so that the
-first one can publish. Between, they may be hours apart. So a team is a `RefitGroup` in one
-transaction whose waits have no time limit: it ends when all have done their part, or when one fails
-or dies, of which all learn at once. A host that is gone is noticed within a minute.
+They meet before the first byte, so that all have the same plan, and after the last, so that the first one can
+publish. In between, they may be hours apart. So a team is a `RefitGroup` in one transaction whose waits have
+no time limit: it ends when all have done their part, or when one fails or dies, which the others learn at
+once. If a host disappears, the others notice within a minute.
 """
 
 import contextlib
@@ -160,8 +160,8 @@ class Team:
         self.group.fail(ReshardError(reason, is_resumable(error)))
 
     def stop(self) -> None:
-        """Tell the others that this process writes no more. The first one waits until that is so of
-        all, since it may remove what they have written."""
+        """Tell the others that this process has stopped writing. The first process waits until all have,
+        since it may remove what they have written."""
         if self.group is None or self._has_stopped:
             return
         self._has_stopped = True
@@ -189,7 +189,7 @@ class Team:
 
     @contextlib.contextmanager
     def _as_processes(self) -> Iterator[None]:
-        """Have failures speak of processes, and of how to go on."""
+        """Reword failures so that they name processes, and say how to continue."""
         try:
             yield
         except TransactionFailedError as error:

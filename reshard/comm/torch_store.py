@@ -20,8 +20,8 @@ class HubStore(dist.Store):
     """The part of a store that torch's process groups use, over a connection of its own, since its
     calls wait.
 
-    Waits end where the transaction fails in which the store was made. Torch does not keep a
-    reference to it: whoever makes a process group with it does.
+    Waits end if the transaction in which the store was made fails. Torch does not keep a reference to it, so
+    whoever makes a process group with it must.
     """
 
     def __init__(self, address: str, secret: bytes, timeout: float, transaction: int) -> None:

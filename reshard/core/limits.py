@@ -20,17 +20,17 @@ def check_number(value: Any, name: str, most: int, least: int = 1) -> None:
 
 
 def check_positive(value: Any, name: str, kind: str = "number") -> None:
-    """Raise OptionError where what was given as `name` is no finite number above 0."""
+    """Raise OptionError unless the value given as `name` is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise OptionError(f"{name} is {value!r:.80}; it is a {kind} above 0")
 
 
 def check_seconds(value: Any, name: str) -> None:
-    """Raise OptionError where what was given as `name` is no time to wait for something."""
+    """Raise OptionError unless the value given as `name` is a valid time limit."""
     check_positive(value, name, "number of seconds")
 
 
 def check_switch(value: Any, name: str) -> None:
-    """Raise OptionError where what was given as `name` is neither true nor false."""
+    """Raise OptionError unless the value given as `name` is true or false."""
     if not isinstance(value, bool):
         raise OptionError(f"{name} is {value!r:.80}; it is true or false")

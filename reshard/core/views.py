@@ -62,7 +62,7 @@ class Selection(NamedTuple):
         return Selection(start, length, period)
 
     def least_size(self, selected: int) -> int:
-        """Return the least size of a dim of which this selects so many."""
+        """Return the smallest size of a dim from which this selects that many elements."""
         if self.length == 0:
             return selected
         return selected // self.length * self.period if self.period else self.start + self.length
@@ -132,8 +132,8 @@ class View(NamedTuple):
         return next((dim for dim, s in enumerate(self.selections) if not s.drops), len(self.selections))
 
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the least shape of a tensor of which this is a view of `shape`. Raises ValueError
-        where the two do not fit."""
+        """Return the smallest shape of a tensor that has this view with `shape`. Raises ValueError if the two
+        do not fit."""
         if self.transposed and len(shape) != 2:
             raise ValueError(f"{self.tensor}: a view of shape {list(shape)} is no matrix that .T could swap")
         sizes, rest = [], list(shape[::-1] if self.transposed else shape)

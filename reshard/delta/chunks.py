@@ -1,8 +1,9 @@
 """Changes of a run of 2-byte words, in chunks of 1 MiB that are each in the smallest form of
-`reshard.delta.encoding`, one behind the other.
+`reshard.delta.encoding`, one after the other.
 
-Many chunks are compared, encoded and decoded at once by torch's operations, of which each takes about as long for a
-chunk as for a bucket. On a GPU, refits have kernels of their own for the same bytes (`reshard.refit.change_kernels`).
+Torch's operations compare, encode and decode many chunks at once, since each takes about as long for a chunk
+as for a bucket. On a GPU, refits have kernels of their own for the same bytes
+(`reshard.refit.change_kernels`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -160,8 +161,8 @@ def _encode_listed(
 
 
 def decode_chunks(payload: torch.Tensor, sizes: ChunkSizes) -> Iterator[list[Words] | None]:
-    """Yield the changes of groups of chunks; None where positions lie outside of their chunks, or their
-    numbers are not what they are said to be: nothing may be written by them then."""
+    """Yield the changes of groups of chunks; None if positions are outside of their chunks, or their counts
+    are wrong. Then nothing may be written from them."""
     for chunks in sizes.groups():
         decoded, valid = [], []
         for form in LISTED:

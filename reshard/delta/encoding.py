@@ -83,7 +83,7 @@ def encode_changed(new: torch.Tensor, mask: torch.Tensor, changed: int) -> Encod
 
 
 def decode(encoded: Encoded, elements: int, dtype: torch.dtype) -> Decoded:
-    """Return the changes of a box of so many elements of `dtype`, of which only the size counts here.
+    """Return the changes of a box of this many elements of `dtype`; only the dtype's size counts here.
 
     Raises ReshardError where the payload has another size than these changes take.
     """

@@ -107,8 +107,8 @@ class StoredRecord(NamedTuple):
 
 
 class DeltaFiles:
-    """The records of a delta, by tensor. Raises ReshardError for a file that is not as it was written, or holds
-    something else than changes of the base's tensors."""
+    """The records of a delta, by tensor. Raises ReshardError for a file that is not as it was written, or
+    that holds anything other than changes of the base's tensors."""
 
     def __init__(self, chain: Chain, delta: Delta, files: OpenFiles) -> None:
         self.delta, self.tensors, self.files, self.where = delta, chain.base.tensors, files, chain.where

@@ -31,7 +31,8 @@ class Form(IntEnum):
 
 
 class BoxSize(NamedTuple):
-    """The size of what is compared: `elements` of `itemsize` bytes each, of which `changed` changed.
+    """The size of a box that is compared: `elements` of `itemsize` bytes each, and how many of them
+    `changed`.
 
     `elements` and `changed` may be arrays, of many boxes, and so are the sizes then.
     """

@@ -32,7 +32,7 @@ def delta_name(version: int) -> str:
 
 
 def manifests_in(names: Iterable[str]) -> list[tuple[str, int]]:
-    """Return which of these names are of manifests, and of which version."""
+    """Return the manifests among these names, with their versions."""
     return [(match[0], int(match[1])) for match in map(_MANIFEST.fullmatch, names) if match]
 
 

@@ -96,8 +96,8 @@ def encode_box(name: str, box: Box, old: np.ndarray, new: np.ndarray) -> tuple[R
 
 
 def decode_record(record: Record, dtype: torch.dtype, payload: torch.Tensor) -> Decoded:
-    """Return the changes that a record's bytes say, on their device: positions in its box, and values. Raises
-    ReshardError where they are none of its box."""
+    """Return the changes in a record's bytes, on their device: positions in its box, and values. Raises
+    ReshardError if they do not fit its box."""
     decoded = decode(Encoded(record.form, record.changed, payload), prod(record.box.lengths), dtype)
     if not bool(decoded.valid):
         raise ReshardError(f"the record {record.key} has changes outside of its box, or not in order")

@@ -129,8 +129,8 @@ class _VllmServer(EngineServer):
 
 
 class _Calls:
-    """The calls that bring an engine to a version of a chain, one after the other: each depends on the `answers`
-    to the one before. `version` is what the engine has when there are no more."""
+    """The calls that bring an engine to a version of a chain, in order: each depends on the `answers` to the
+    one before. `version` is what the engine has after the last."""
 
     def __init__(self, chain: str | Path, version: int | None, verify: bool) -> None:
         check_switch(verify, "verify")

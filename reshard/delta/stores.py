@@ -31,7 +31,7 @@ class Store(ABC):
     where: str
 
     def names(self) -> list[str]:
-        """Return the names of the files; none where there is no such place yet."""
+        """Return the names of the files; none if the place does not exist yet."""
         return sorted(self.sizes())
 
     @abstractmethod

@@ -183,8 +183,8 @@ class HostMemory:
         self.rest = torch.empty(0, dtype=torch.uint8)  # of the last block
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Let what is allocated next in these sizes lie in one piece, which stays this memory's own; where
-        other bytes are here already, do nothing. Raises RuntimeError or MemoryError where there is none."""
+        """Allocate the next requests of these sizes in one piece, which stays with this object. Does nothing
+        if it holds other bytes already. Raises RuntimeError or MemoryError if there is no memory."""
         size = sum(map(aligned, sizes))
         if self.blocks or self.rest.numel() or not size:
             return
@@ -194,7 +194,7 @@ class HostMemory:
         self.rest = self.reserved
 
     def allocate(self, size: int) -> torch.Tensor:
-        """Return memory of this many bytes. Raises RuntimeError or MemoryError where there is none."""
+        """Return memory of this many bytes. Raises RuntimeError or MemoryError if there is not enough."""
         if size > self.rest.numel():
             self.rest = self._block(size)
             self.blocks.append(self.rest)

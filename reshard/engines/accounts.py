@@ -88,8 +88,7 @@ class _Memory:
         self.spans = spans
 
     def owner_of(self, tensor: torch.Tensor) -> str:
-        """Return the name of the tensor that all of this one's memory belongs to, empty where there
-        is none."""
+        """Return the name of the tensor that all of this one's memory belongs to, or an empty string."""
         if not tensor.numel():
             return ""
         start, end = _span(tensor)

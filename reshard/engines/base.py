@@ -148,7 +148,7 @@ class Engine:
         """Quantize the local tensors staged in this round into the tensors that the engine serves
         from.
 
-        Their bytes are in their regions; on a GPU, once the current stream has come so far.
+        Their bytes are in their regions; on a GPU, once the current stream has reached this point.
         """
 
     def mismatches(self, index: int) -> list[Any]:

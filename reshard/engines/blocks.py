@@ -74,7 +74,8 @@ def find_scales(
 def served_in_blocks(
     scales: Mapping[Any, Scales], blocks: Mapping[str, Blocks]
 ) -> dict[str, tuple[str, str]]:
-    """Return, for logs, what becomes of each layer that serves from blocks, and its kernel, by the layer's name."""
+    """Return, for logs, how each layer that serves from blocks is quantized, and its kernel, by the layer's
+    name."""
     layers = {}
     for (name, *_), entry in scales.items():
         layer = name.rpartition(".")[0]

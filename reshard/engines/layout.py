@@ -224,8 +224,8 @@ class _Turns(NamedTuple):
 
 
 def _turns_of(row: Row, rows: int) -> _Turns:
-    """Return the turns of a row's tensor of which a rank has so many rows; one, unless its view
-    takes some of every period."""
+    """Return where the view of a row's tensor takes rows, for a rank with this many of them: once, or some of
+    every period."""
     selections = View.parse(row.hf).selections
     if not selections or not selections[0].period:
         return _Turns(rows, range(1), rows)

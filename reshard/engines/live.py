@@ -91,8 +91,8 @@ class LiveEngine(Engine):
 
 
 def check_towers_loaded(towers: Collection[str], load_format: str, otherwise: str = "") -> None:
-    """Raise ReshardError if tensors of other parts of the model than its language model, which no trainer has, are
-    dummy weights. `otherwise` says what else a user may do than to load a checkpoint."""
+    """Raise ReshardError if tensors outside of the language model, which no trainer has, are dummy weights.
+    `otherwise` says what a user may do other than load a checkpoint."""
     if towers and load_format == "dummy":
         raise ReshardError(
             f"{min(towers)} and {len(towers) - 1} tensors beside the language model are dummy weights "

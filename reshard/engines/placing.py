@@ -66,9 +66,8 @@ class Placer:
         return self._by_rules(placement, trace)
 
     def partly(self, placement: Placement, trace: Trace) -> PlacedTensors:
-        """Return the tensors of a model of which rules know a part, given its loader's trace, which
-        alone decides for what is around that part; for all of it, where the model lacks something
-        of the part."""
+        """Return the tensors of a model that rules know in part. The loader's trace alone decides for the
+        rest of the model, or for all of it if the model lacks something of the known part."""
         by_rules = {name for name, _ in placement.tensors}
         if not self.names.is_known(self.model) or not by_rules <= self.tensors.keys():
             return self._by_trace(trace)

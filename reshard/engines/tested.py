@@ -9,8 +9,8 @@ from reshard.core.errors import ReshardError
 
 
 class TestedEngine(NamedTuple):
-    """An engine that is used by names which are no part of its interface: its name for people, its
-    package, and the versions that refits were tested with (``0.24 to 0.33: use one of those``)."""
+    """An engine that is used by private names: its name for people, its package, and the versions that refits
+    were tested with (``0.24 to 0.33: use one of those``)."""
 
     name: str
     package: str

@@ -34,7 +34,7 @@ OTHER_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class SyncOptions(ConnectOptions):
-    """Options of a weight sync, of which a user gives those in `NAMES`.
+    """Options of a weight sync; a user may give those in `NAMES`.
 
     With `verify` digests of both sides are compared after each refit. `timeout` is how many seconds
     members wait for one another.

@@ -162,8 +162,7 @@ class Refit:
         return self.source
 
     def _call(self, method: str, arguments: Sequence[tuple]) -> Calls:
-        """Call the rollout's workers, on the first rank; the calls go on while this rank does its
-        part."""
+        """Call the rollout's workers, on the first rank; the calls run while this rank does its part."""
         if dist.get_rank() != 0:
             return Calls({})
         return Calls(

@@ -106,7 +106,7 @@ class RefitWeights:
         engine_gpu_counts: Sequence[int] | None = None,
         **_: Any,
     ) -> None:
-        """Note the engines, some of which are new: the next update connects."""
+        """Keep the engines, since some are new: the next update connects."""
         self._connection.close()
         self.rollout_engines = rollout_engines
         counts = engine_gpu_counts or [self.args.rollout_num_gpus_per_engine] * len(rollout_engines)
@@ -121,7 +121,7 @@ class RefitWeights:
         return {}
 
     def update_weights(self) -> None:
-        """Pause the engines, refit them and let them go on, as slime does.
+        """Pause the engines, refit them and resume them, as slime does.
 
         Raises ReshardError, on all ranks, if it fails; the next update connects again.
         """
@@ -165,7 +165,7 @@ class RefitWeights:
         return self._source
 
     def _call(self, method: str, arguments: list[dict[str, Any]]) -> Calls:
-        """Call a method of each engine on the first rank; the calls go on while it does its part."""
+        """Call a method of each engine on the first rank; the calls run while it does its part."""
         if dist.get_rank() != 0:
             return Calls({})
         return Calls(

@@ -87,7 +87,7 @@ class RefittedRollout:
             connection.refit(version, calls=calls)
 
     async def _refit_at(self, meeting: Meeting, version: int | None, options: SyncOptions) -> None:
-        """Refit from a trainer that this replica meets; this process is no member."""
+        """Refit from a trainer that this replica meets; this process is not a member."""
         try:
             if meeting.is_new:
                 adapter = adapter_of(self.model_config)
@@ -113,7 +113,7 @@ class RefittedRollout:
             raise ReshardError(f"{self._replica()} has failed: {error_line(error)}") from error
 
     def _calls(self, call: Future[Any] | None) -> Calls:
-        """Return this rank's call of an engine, which goes on while the rank does its part."""
+        """Return this rank's call of an engine, which runs while the rank does its part."""
         return Calls({} if call is None else {self._replica(): call})
 
     def _replica(self) -> str:

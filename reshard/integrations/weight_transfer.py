@@ -203,8 +203,7 @@ class WeightTransfer:
         self.link.close()
 
     def _call(self, call: Callable[[int], None]) -> Calls:
-        """Call each engine by its index, on the first rank; the calls go on while this rank does
-        its part."""
+        """Call each engine by its index, on the first rank; the calls run while this rank does its part."""
         if self.rank:
             return Calls({})
         named = ((index, _name(client, index)) for index, client in enumerate(self.clients))
@@ -220,7 +219,7 @@ def _finish(engine: Any, version: str | None) -> None:
 
 
 def _clients(value: Any) -> list[EngineClient]:
-    """Return a list of clients. Raises ReshardError for what is no client of an engine."""
+    """Return a list of clients. Raises ReshardError if one is not a client of an engine."""
     clients = list(value) if isinstance(value, list | tuple) else [value]
     for client in clients:
         if not hasattr(client, "init_weight_transfer_engine"):
@@ -293,7 +292,7 @@ def _workers(client: Any) -> int:
 
 
 def _workers_of(count: Any, who: str) -> int:
-    """Return a number of workers, which `who` has given. Raises ReshardError if it is none."""
+    """Return a number of workers, which `who` has given. Raises ReshardError if it is not a number."""
     check_number(count, f"the number of workers of {who}", MOST_MEMBERS)
     workers: int = count
     return workers

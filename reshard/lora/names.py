@@ -31,7 +31,7 @@ class MatrixKey(NamedTuple):
 
 
 def parse_key(key: str) -> MatrixKey | None:
-    """Return what a key says, or None where it is no matrix of an adapter.
+    """Return what a key says, or None if it is not a matrix of an adapter.
 
     >>> parse_key("decoder.layers.mlp.linear_fc1.adapter.linear_in.weight")
     MatrixKey(module='decoder.layers.mlp.linear_fc1', matrix='A', part='', adapter=None)

@@ -85,9 +85,9 @@ def output_layers(base: ModelParameters) -> list[LinearLayer]:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of one layer. `ranks` are those of its published weights, by name. Those without an
-    entry have no adapter, and zeros of `missing_rank` in Megatron, where that is said. `shared` are
-    the matrices that all experts have in common, and that are there once."""
+    """The adapter of one layer. `ranks` are those of its published weights, by name. Those without an entry
+    have no adapter, and zeros of `missing_rank` in Megatron, if it is given. `shared` are the matrices that
+    all experts have in common, and that are there once."""
 
     layer: LinearLayer
     ranks: Mapping[str, int]

@@ -169,7 +169,7 @@ class KeyPlacement:
 
 
 def check_language_model(keys: Keys, where: object) -> None:
-    """Raise ReshardError, naming it, where a checkpoint holds something else than a language model."""
+    """Raise ReshardError if a checkpoint does not hold a language model, and say what it holds."""
     adapters = sorted(key for key in keys if ADAPTER.search(key))
     if adapters and EMBEDDING not in keys:
         raise AdapterOnlyError(
@@ -292,7 +292,7 @@ def _local_tensor(
 
 
 def _notices_of_rest(rest: list[str], where: object, model: Model) -> list[str]:
-    """Return a notice for each kind of entry that is no weight. Raises ReshardError for unknown
+    """Return a notice for each kind of entry that is not a weight. Raises ReshardError for unknown
     parameters."""
     unknown: list[str] = []
     counts: dict[str, int] = defaultdict(int)

@@ -36,8 +36,8 @@ TOKENIZER = "--tokenizer-type HuggingFaceTokenizer"
 
 
 def version_of(text: str | None) -> tuple[int, int]:
-    """Return ``0.14`` or ``0.14.2`` as (0, 14); None is the newest known, and so is what is newer. Raises
-    ReshardError for what is older than any known one, and for what is no version."""
+    """Return ``0.14`` or ``0.14.2`` as (0, 14); None and newer versions give the newest known. Raises
+    ReshardError for a version older than any known one, and for text that is not a version."""
     if text is None:
         return NEWEST
     match = re.fullmatch(r"(\d{1,4})\.(\d{1,4})(\.\w+)*", text, re.ASCII)

@@ -103,7 +103,7 @@ def class_of(model: Model, model_class: str | None = None) -> str:
 
 
 def check_model_class(model: Model, model_class: str) -> None:
-    """Raise ReshardError where Megatron-Core's HybridModel computes something else than the model."""
+    """Raise ReshardError if Megatron-Core's HybridModel does not compute what the model does."""
     lacking = _lacking(model)
     if model_class == "hybrid" and lacking:
         raise ReshardError(f"{model.where}: Megatron-Core's HybridModel has no {lacking}: build a GPTModel")
@@ -290,7 +290,7 @@ def as_gpt_args(args: Mapping[str, Any], where: object) -> dict[str, Any]:
 
 
 def _kinds_as_args(layers: list[str]) -> dict[str, Any]:
-    """Return the arguments of a GPTModel for the kinds of its layers, of which these are the letters."""
+    """Return the arguments of a GPTModel for the kinds of its layers, given their letters."""
     experts, attentions = [int(pair[1] == "E") for pair in layers], [pair[0] for pair in layers]
     args: dict[str, Any] = {"moe_layer_freq": experts} if any(experts) else {"num_experts": None}
     if "G" in attentions:

@@ -47,7 +47,7 @@ def stack_spec(family: Family, config: Any, pattern: str, transformer_impl: str)
 
 
 def _single_layers(family: Family, config: Any, transformer_impl: str) -> ModuleSpec:
-    """Return the spec of a stack of layers each of which a pattern has a letter of its own for."""
+    """Return the spec of a stack of layers in which each layer has its own letter in the pattern."""
     if transformer_impl == "transformer_engine":
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 

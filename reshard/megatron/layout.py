@@ -48,7 +48,7 @@ class MegatronLayout:
     """Megatron's parallel sizes, under the short names and, as keywords, under Megatron's own.
 
     `etp` None means `tp`, as in Megatron. `pipeline_model_parallel_layout` is Megatron's string, such as
-    ``Et*3|t*4L``. Raises ReshardError for a size that is no positive whole number.
+    ``Et*3|t*4L``. Raises ReshardError for a size that is not a positive whole number.
 
     >>> str(MegatronLayout(tp=2, pipeline_model_parallel_size=4))
     'TP2 PP4'

@@ -171,8 +171,8 @@ def _layouts(model: Model, t: Training, space: SearchSpace) -> Iterator[tuple[Me
 
 
 def _staged(model: Model, tp: int, pp: int, vpp: int, ep: int) -> MegatronLayout | None:
-    """Return a layout with even stages, or with stages as even as a layout string makes them; None
-    where there is none."""
+    """Return a layout with even stages, or with stages as even as a layout string makes them; None if no such
+    layout exists."""
     etp = 1 if model.num_experts else None
     even = MegatronLayout(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
     layouts = [even]

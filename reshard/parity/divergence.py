@@ -97,7 +97,7 @@ class Divergence:
 
 
 def describe_divergence(divergence: Divergence | None) -> str:
-    """Return a sentence on the divergence, also where there is none."""
+    """Return a sentence on the divergence, or on its absence."""
     if divergence is not None:
         return divergence.sentence
     return "no module's output diverges for the worst prompt: in each the two differ by no more than rounding"

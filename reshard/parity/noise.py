@@ -75,8 +75,8 @@ class Noise:
         return f"{self.confidence:.0%} confidence: {self.low:.3g} to {self.high:.3g}"
 
     def exceeded(self, limit: float) -> list[str]:
-        """Return sentences on differences that are no rounding, or that so few tokens cannot tell
-        from rounding."""
+        """Return sentences on differences that are not rounding, or that too few tokens distinguish from
+        rounding."""
         sentences = []
         if not self.low <= limit:  # NaN is not
             sentences.append(f"noise_ratio is {self.ratio:.6g} ({self._interval}), the limit is {limit:.6g}")

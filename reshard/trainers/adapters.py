@@ -80,8 +80,7 @@ class MegatronAdapter(ShardedModel):
 
     @property
     def regions(self) -> list[Region]:
-        """See `Trainer.regions`: a region for each published matrix, of which several may be in the same
-        memory."""
+        """See `Trainer.regions`: a region for each published matrix; several may share memory."""
         shards = super().regions
         matrices = self._published.matrices if self._published is not None else []
         return [self._region(shards[matrix.shard], matrix) for matrix in matrices]

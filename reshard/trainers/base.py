@@ -31,7 +31,7 @@ class Trainer(ABC):
         """Return what each region holds of the canonical tensors of `model`, in the order of
         `regions`, each with its index there as its id.
 
-        Raises ReshardError where this rank holds a parameter that is none of the model's, or one of another
+        Raises ReshardError if this rank holds a parameter that the model does not have, or one of another
         shape.
         """
 
@@ -64,8 +64,8 @@ class Trainer(ABC):
         raise ReshardError(f"{type(self).__name__} has no LoRA adapter that a refit can take")
 
     def scales(self) -> dict[str, Scale] | None:
-        """Return, of an adapter that has been published, the scale of each published weight that has
-        one on this rank; None of anything else than an adapter."""
+        """For an adapter that has been published, return the scale of each published weight that has one on
+        this rank; None for anything else."""
         return None
 
     def addresses(self) -> list[int]:

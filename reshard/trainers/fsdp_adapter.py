@@ -74,7 +74,7 @@ class FsdpAdapter(FsdpShards):
 
     @property
     def regions(self) -> list[Region]:
-        """See `Trainer.regions`: one for each published matrix, of which several may be in the same memory."""
+        """See `Trainer.regions`: one for each published matrix; several may share memory."""
         self._reshard()
         memory = self._memory(self._tensors())
         return [Region(memory[placed.held], placed.offset, placed.pitch) for placed in self._placed]
@@ -222,6 +222,6 @@ def _matrices_of_experts(model: torch.nn.Module) -> dict[int, ExpertMatrices]:
 
 
 def _matrix_of(name: str) -> tuple[str, str]:
-    """Return the module and the matrix of a parameter of an adapter; no matrix where it is none."""
+    """Return the module and the matrix of a parameter of an adapter; no matrix if it is not one."""
     key = parse_key(name)
     return (key.module, key.matrix) if key is not None and not key.part else (name, "")

@@ -1,4 +1,5 @@
-"""The parameters of a live transformers model under FSDP2 (``fully_shard``), of which each rank has boxes."""
+"""The parameters of a live transformers model under FSDP2 (``fully_shard``), and each rank's boxes of
+them."""
 
 import math
 from collections.abc import Iterator

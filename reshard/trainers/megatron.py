@@ -101,9 +101,9 @@ class MegatronModel(ShardedModel):
         return self._as_published
 
     def check_model(self, model: Model, without: frozenset[str] = frozenset()) -> None:
-        """Raise ReshardError where Megatron's model computes something else than the one that is served, with
-        both values: any setting of its config or of the model itself that decides what it computes, but for
-        those `without`, and the frequencies of its rotary embeddings."""
+        """Raise ReshardError, with both values, if Megatron's model does not compute what the served one
+        does. This compares every setting of its config and of the model itself that decides what it computes,
+        except those in `without`, and the frequencies of its rotary embeddings."""
         wanted = megatron_args(model)
         for chunk in self.models:
             for name, theirs, ours in disagreements(

@@ -274,12 +274,14 @@ def _places(
 
 
 def _layout_of(tensor: Any) -> tuple | None:
-    """Return what has to stay for a tensor's region to hold; None for anything else than a tensor."""
+    """Return what has to stay unchanged for a tensor's region to be valid; None for anything that is not a
+    tensor."""
     return (tensor.shape, tensor.stride(), tensor.dtype) if isinstance(tensor, torch.Tensor) else None
 
 
 def chunks_of(models: Any) -> list[torch.nn.Module]:
-    """Return a trainer's chunks as a list. Raises ReshardError where these are no modules, or none."""
+    """Return a trainer's chunks as a list. Raises ReshardError if they are not modules, or if there are
+    none."""
     chunks = [models] if isinstance(models, torch.nn.Module) else models
     if isinstance(chunks, Sequence) and not chunks:
         raise ReshardError("the trainer's list of models is empty")
@@ -305,8 +307,8 @@ def _overlaps_param_gather(layer: torch.nn.Module) -> bool:
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the Megatron-Core model inside DDP, Float16Module and the like. Raises ReshardError
-    where there is none."""
+    """Return the Megatron-Core model inside DDP, Float16Module or other wrappers. Raises ReshardError if
+    there is none."""
     while not hasattr(model, "sharded_state_dict") or hasattr(model, "module"):
         inner = getattr(model, "module", None)
         if not isinstance(inner, torch.nn.Module):

@@ -106,7 +106,8 @@ class SglangLayout(EngineLayout):
 
 
 def check_family(model: Model) -> None:
-    """Raise ReshardError for a family of which SGLang's class computes a parameter: a refit copies."""
+    """Raise ReshardError for a family for which SGLang's class computes a parameter, since a refit only
+    copies."""
     computed = COMPUTED.get(model.family.name)
     if computed:
         raise ReshardError(

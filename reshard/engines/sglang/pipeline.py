@@ -24,10 +24,10 @@ UNDER_WAY = "the stages of this pipeline have begun: call once more to join them
 
 
 class BackgroundCall:
-    """A call on a thread of its own, of a scheduler whose loop goes on.
+    """A call of a scheduler on another thread, while the scheduler's loop continues.
 
-    Made on the scheduler's thread, which alone knows whether it has requests: `check_idle` raises, in the
-    call, what it was when the call was made.
+    Make it on the scheduler's thread, since only that thread knows whether there are requests. If there were
+    some then, `check_idle` says so inside the call.
     """
 
     def __init__(self, scheduler: Any, action: Callable[[], Any]) -> None:

@@ -150,7 +150,7 @@ class _Recorder(TorchDispatchMode):
             self.of_itself[storage_id(out)] = (name, out)
 
     def _check_written(self, func: Any, args: tuple, kwargs: dict) -> None:
-        """Raise ReshardError where an operation that is no copy writes into a parameter."""
+        """Raise ReshardError if an operation other than a copy writes into a parameter."""
         for number, argument in enumerate(func._schema.arguments):
             written = kwargs.get(argument.name, args[number] if number < len(args) else None)
             if argument.is_write and isinstance(written, torch.Tensor):
@@ -275,7 +275,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def turned(engine: str, name: str, parameter: str) -> ReshardError:
-    """Return the error for a copy of elements that are no rows on both sides."""
+    """Return the error for a copy whose elements are not rows on both sides."""
     return ReshardError(
         f"{engine}'s loader turns or spreads {name} on the way into {parameter}: refit does not support it"
     )
@@ -284,8 +284,8 @@ def turned(engine: str, name: str, parameter: str) -> ReshardError:
 def _box_of(
     shape: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor
 ) -> tuple[Box, tuple[int, ...]] | None:
-    """Return the box of a published tensor of `shape` that `src` is, whatever the order of its dims, and the
-    strides of the same dims in `dst`; None where it is no box."""
+    """Return the box of a published tensor of `shape` that `src` is, in any order of its dims, and the
+    strides of the same dims in `dst`; None if it is not a box."""
     offsets, rest = [], int(src.storage_offset())
     dims: dict[int, int] = {}
     for dim, size in enumerate(shape):

@@ -54,8 +54,8 @@ class StoredViews:
 
 
 def _with_all_dims(copy: TracedCopy, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]]:
-    """Return the box of a copy of a stored tensor of this shape in all of its dims, and how many
-    elements its neighbors lie apart in the parameter. Raises ReshardError where it is no box."""
+    """Return the box of a copy of a stored tensor of this shape in all of its dims, and its strides in the
+    parameter, in elements. Raises ReshardError if it is not a box."""
     if copy.strides:
         return copy.box, copy.strides
     if len(copy.box.lengths) == len(shape):
@@ -91,8 +91,8 @@ def _rows(copy: TracedCopy, shape: tuple[int, ...]) -> Box:
 
 
 def _in_rows(copy: TracedCopy, name: str, part: StridedPart) -> TracedCopy:
-    """Return a part of a copy as one of rows of a canonical tensor, or of a vector's elements. Raises
-    ReshardError where it is none."""
+    """Return a part of a copy as rows of a canonical tensor, or elements of a vector. Raises ReshardError if
+    it is neither."""
     box, apart = part.box, part.strides
     if len(box.lengths) > 2:
         inner = tuple(prod(box.lengths[dim + 1 :]) for dim in range(1, len(box.lengths)))

@@ -20,7 +20,7 @@ _SCALARS = frozenset((str, bytes, bool, type(None)))
 def load(data: bytes, where: str) -> Any:
     """Read a pickle into plain data and `Call` records.
 
-    Raises ReshardError for a name outside the short list and for bytes that are no pickle; nothing is
+    Raises ReshardError for a name outside the short list and for bytes that are not a pickle; nothing is
     executed either way.
     """
     containers = sum(map(data.count, (b"(", b")", b"]", b"}", b"\x8f"))) if len(data) > MAX_CONTAINERS else 0
@@ -336,7 +336,7 @@ def _class_of(module: Any, name: Any, where: str) -> Any:
 
 
 def _record(kind: Any, args: Any) -> Call:
-    """Return the inert record of a call. Raises ValueError for a call of what is no name."""
+    """Return the inert record of a call. Raises ValueError if the callee is not a name."""
     if type(kind) is not type or not issubclass(kind, Call) or type(args) is not tuple:
         raise ValueError("it makes an object of what is no name")
     record = object.__new__(kind)

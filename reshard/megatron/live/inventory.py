@@ -98,7 +98,7 @@ def _with_mtp(published: PublishedModel, mtp: bool) -> Model:
 
 
 def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the canonical tensors that are no copies."""
+    """Return the shapes of the canonical tensors that are not copies."""
     mapping = expand(model)
     return {name: shape for name, shape in mapping.shapes.items() if name not in mapping.copies}
 
@@ -114,8 +114,8 @@ def _dtype_of_names(names_by_dtype: list[dict[str, list[str]]]) -> dict[str, str
 
 
 def _matrices(packed: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return for each tensor of which files hold the transposed matrix which one that is: a tensor,
-    and indexes."""
+    """Return, for each tensor that files hold transposed, where its matrix is: a stored tensor, and
+    indexes."""
     views = {name: View.parse(place) for name, place in packed.items() if place.endswith(".T")}
     return {
         name: (view.tensor, *(str(selection.start) for selection in view.selections if selection.drops))

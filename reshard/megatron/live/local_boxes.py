@@ -37,9 +37,9 @@ class LocalBoxes:
     def find_boxes(
         self, model: Model, make_vocab_size_divisible_by: int = 128, dtype: str | None = None
     ) -> None:
-        """Find the boxes of a model's tensors in this rank's memory, which are published in `dtype`, by default
-        that of each. Raises ReshardError where the live model computes something else, or has parameters that
-        are none of that model's."""
+        """Find the boxes of a model's tensors in this rank's memory, to be published in `dtype`, by default
+        in their own. Raises ReshardError if the live model computes something else, or has parameters that
+        the model does not have."""
         self.trainer.check_model(model)
         self._held, self._less_one, self._dtype = self.trainer.publish(model), expand(model).less_one, dtype
         self.find_regions()

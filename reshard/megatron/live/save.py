@@ -74,7 +74,7 @@ class SaveReport:
 
 
 class Saving:
-    """A save that goes on in a background thread."""
+    """A save that runs in a background thread."""
 
     def __init__(self, job: "_Save") -> None:
         self.destination = job.destination

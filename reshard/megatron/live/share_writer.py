@@ -113,7 +113,7 @@ class ShareWriter:
     def _write_job(
         self, job: list[int], files: OpenFiles, strips: dict[str, list[Strip]], device: FromDevice
     ) -> dict[str, str]:
-        """Write some boxes; return the checksums of the tensors of which one box is all."""
+        """Write some boxes; return the checksums of the tensors that consist of one box."""
         boxes = {index: self.share[index] for index in job}
         most = slab_bytes(self.device)
         slabs = [(i, slab) for i, live in boxes.items() for slab in slabs_of(live, live.dtype.size, most)]

@@ -1,1 +1,1 @@
-"""What a training checkpoint has besides weights: the optimizer's states, and how far the training is."""
+"""What a training checkpoint has besides weights: the optimizer's states, and the progress of training."""

@@ -1,5 +1,5 @@
-"""The common state of a training checkpoint: how far the training is, its schedule, and the groups of
-parameters of its optimizers."""
+"""The common state of a training checkpoint: its progress, its schedule, and the groups of parameters of its
+optimizers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +36,7 @@ _OF_TRAINING = (
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The rest of a training checkpoint, by which a run goes on from its tensors.
+    """The rest of a training checkpoint, which a run needs to resume from its tensors.
 
     `content_metadata` names the format of the optimizer states, `common` holds the groups of parameters, the
     schedule and the like, and `storages` the tensors in these.
@@ -69,7 +69,8 @@ class TrainingState:
         )
 
     def resumed_iteration(self, where: object) -> int:
-        """Return the iteration that a run goes on from. Raises ReshardError for 0, which Megatron resumes as none."""
+        """Return the iteration that a run resumes from. Raises ReshardError for 0, which Megatron does not
+        resume."""
         if not 0 < self.iteration <= MAX_ITERATION:
             raise ReshardError(
                 f"{where} is of iteration {self.iteration}, from which Megatron does not resume: pass --iteration, or "
@@ -113,8 +114,8 @@ class TrainingState:
         return self.common | {"optimizer": moved}
 
     def _common_of_several(self, chain: list[Any], apart: bool) -> dict[str, Any]:
-        """Return the common state as it is where matrices have an optimizer, and what is none another one (Muon and
-        Adam). Raises ReshardError where experts would have others than they had."""
+        """Return the common state for a run in which matrices have one optimizer and other parameters another
+        (Muon and Adam). Raises ReshardError if experts would get other optimizers than they had."""
         if any(map(_is_of_experts, chain)) != apart:
             own, with_rest = "in groups of parameters of their own", "in those of the rest"
             has, needs = (with_rest, own) if apart else (own, with_rest)

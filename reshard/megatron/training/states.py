@@ -72,7 +72,7 @@ class OptimizerStates:
 
     @property
     def remedy(self) -> str:
-        """Return what makes a run whose states cannot be moved one of which they can."""
+        """Return how to get movable optimizer states for a run whose states cannot be moved."""
         return REMEDIES.get(self.format.partition(" with ")[0], RESUME_RESHARDABLE)
 
 
@@ -160,9 +160,9 @@ def _of_state(tensor: LocalTensor, prefix: str, new_id: Any) -> LocalTensor:
 
 
 def state_chunks(chunks: Iterable[Chunk], names: Iterable[str]) -> Iterator[Chunk]:
-    """Yield the chunks of the states with these canonical names, cut as those of the parameters.
+    """Yield the chunks of the states with these canonical names: the same as those of the parameters.
 
-    A chunk that is padding only has a state where its key has.
+    A chunk that is only padding has a state if its key has one.
     """
     held: dict[str, set[str]] = defaultdict(set)
     for name in names:

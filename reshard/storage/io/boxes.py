@@ -1,5 +1,4 @@
-"""Boxes of canonical tensors, read from where a source's files have them and written to where a
-destination's will.
+"""Boxes of canonical tensors, read from a source's files and written to a destination's.
 
 A conversion streams whole rows. A rank of a live model holds some rows, and some columns of them:
 it touches no others, as far as that is faster.

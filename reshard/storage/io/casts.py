@@ -17,8 +17,7 @@ EXACT = {("float16", "float32"), ("bfloat16", "float32")}
 
 
 def float_dtype(name: str | None) -> Dtype | None:
-    """Return the dtype of a ``--dtype``; None for None. Raises ReshardError for a name that is none
-    of them."""
+    """Return the dtype of a ``--dtype``; None for None. Raises ReshardError for an unknown name."""
     if name is None:
         return None
     try:

@@ -13,8 +13,8 @@ from reshard.storage.run.workdir import fingerprint
 
 @dataclass
 class Outcome:
-    """The outcome of a conversion: how many tensors an earlier run had finished, how many numbers
-    of which tensors a cast made infinite, and whether an earlier run had published everything."""
+    """The outcome of a conversion: how many tensors an earlier run had finished, how many values of each
+    tensor a cast made infinite, and whether an earlier run had published everything."""
 
     resumed_tensors: int = 0
     overflowed: dict[str, int] = field(default_factory=dict)

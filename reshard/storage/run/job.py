@@ -81,9 +81,8 @@ class ConversionJob:
         return [s._replace(path=root / s.path) for s in self.strips_of(stored_name) if str(s.path) in files]
 
     def tensors_in(self, files: set[str]) -> tuple[list[str], set[str]]:
-        """Return the canonical tensors of which some rows go to these files, and the stored tensors
-        whose checksum the writer of these files reports: the one that has a tensor's first
-        strip."""
+        """Return the canonical tensors that have rows in these files, and the stored tensors whose checksum
+        the writer of these files reports: those whose first strip is in them."""
         names: list[str] = []
         hashed: set[str] = set()
         for name in self.tensors:

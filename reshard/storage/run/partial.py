@@ -29,8 +29,8 @@ NEW_MODE = 0o1755
 
 
 def unfinished(path: Path) -> str | None:
-    """Return the sentence that says which run has not finished with a path, or with what it is the
-    destination of, and how to go on; None where there is no such run."""
+    """Return a sentence that names the unfinished run of a destination and says how to continue; None if
+    there is no such run."""
     for folder in (partial_directory(Path(os.path.abspath(path))), path, path.parent):
         if not folder.name.endswith(PARTIAL_SUFFIX) or not is_ours(folder) or not read_fingerprint(folder):
             continue

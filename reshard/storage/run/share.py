@@ -16,9 +16,8 @@ from reshard.storage.sources.verify import checksum_of
 
 
 class ShareResult(NamedTuple):
-    """The report of a process on its share of the files: the checksums of stored tensors that it
-    reports, how many numbers of which overflowed, and the names of the tensors that an earlier
-    run had finished."""
+    """The report of a process on its share of the files: checksums of stored tensors, how many values of each
+    tensor overflowed, and the names of the tensors that an earlier run had finished."""
 
     checksums: dict[str, str]
     overflowed: dict[str, int]

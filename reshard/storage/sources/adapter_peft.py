@@ -158,8 +158,8 @@ class PeftSource(AdapterSource):
         return self._rows(self.copies_of_base[weight], start, stop)
 
     def _pair(self, weight: str) -> int | None:
-        """Note the matrices of a weight and return their rank; None where there are none. Raises ReshardError
-        for such that do not fit it."""
+        """Keep the matrices of a weight and return their rank; None if there are none. Raises ReshardError
+        for matrices that do not fit it."""
         name_a, name_b = peft_name(weight, A), peft_name(weight, B)
         a, b = (self.stored.get(tensor_of(name)) for name in (name_a, name_b))
         if a is None or b is None:

@@ -76,8 +76,8 @@ class Source(ABC):
 
     @abstractmethod
     def strips(self, name: str) -> list[Strip] | None:
-        """Return the strips of a canonical tensor; None for one that is computed from codes and
-        scales, or of which files hold the transposed matrix."""
+        """Return the strips of a canonical tensor; None for one that is computed from codes and scales, or
+        that files hold transposed."""
 
     def row_multiple(self, name: str) -> int:
         """Return how many rows are best read together."""
@@ -161,9 +161,8 @@ class Source(ABC):
 
 
 def files_beside(directory: Path) -> list[Path]:
-    """Return the files of a Hugging Face directory that are no weights: config, tokenizer and the
-    like, but not the description of how weights are quantized, which vLLM would take for that of
-    the next weights."""
+    """Return the files of a Hugging Face directory that are not weights: config, tokenizer and so on, but not
+    the description of how weights are quantized, which vLLM would apply to the new weights."""
     apart = (MANIFEST, MODELOPT_CONFIG, *OF_TRAINERS)
     files = [p for p in sorted(directory.iterdir()) if p.is_file() and p.name not in apart]
     return [p for p in files if not p.name.startswith(".") and not p.name.endswith(WEIGHT_SUFFIXES)]

@@ -214,7 +214,8 @@ class MegatronSource(Source):
         return self.cuts_padding and (name.startswith(PADDING) or f".{PADDING}" in name)
 
     def training_state(self) -> TrainingState | None:
-        """Return what a training goes on from besides the tensors; None where no optimizer states are read."""
+        """Return what a training run resumes from besides the tensors; None if no optimizer states are
+        read."""
         return None if self.states is None else TrainingState.of(self.checkpoint)
 
     def _model(self, family: str | None, taken: list[str]) -> tuple[Model, str]:

@@ -113,7 +113,7 @@ def free(manager: Any, identity: int) -> None:
 
 
 def worker_manager_of(worker: Any) -> Any:
-    """Return what loads adapters for the requests of a worker; None where there is no worker."""
+    """Return the object that loads adapters for a worker's requests; None if there is no worker."""
     return getattr(getattr(worker, "model_runner", None), "lora_manager", None)
 
 

@@ -258,6 +258,6 @@ def _matrices(stage: StagedSlice, target: Target) -> Iterator[tuple[str, tuple[i
 
 
 def _is_absorbed(layer: str, attentions: Iterable[str]) -> bool:
-    """Tell whether a layer is the one of latent attention of which these `attentions` make matrices."""
+    """Return True if a layer is the one from which one of these latent `attentions` computes matrices."""
     parent, _, name = layer.rpartition(".")
     return name == ABSORBED and any(f"{attention}.".startswith(f"{parent}.") for attention in attentions)

@@ -139,8 +139,8 @@ class AdapterSlots:
     # Requests
 
     def request(self) -> Any:
-        """Return vLLM's ``LoRARequest`` for the newest version. Raises ReshardError where there is none that
-        may be served."""
+        """Return vLLM's ``LoRARequest`` for the newest version. Raises ReshardError if no version may be
+        served."""
         return self._request(self._newest())
 
     def _newest(self) -> int:

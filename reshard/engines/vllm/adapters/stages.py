@@ -147,7 +147,7 @@ class Stages:
         self._tables[slot].run()
 
     def differing(self, slot: int) -> list[torch.Tensor]:
-        """Return the matrices of which a slot has other bits than the memory."""
+        """Return the matrices whose bits in a slot differ from those in memory."""
         if slot not in self._digests:
             table = self._table(slot)
             columns = table[:, WIDTH] // self.memory.element_size()  # of what says that experts have one, two

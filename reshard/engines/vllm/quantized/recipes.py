@@ -73,7 +73,7 @@ class LayerQuantizer(ABC):
 
     @abstractmethod
     def find_split_matrices(self, held: Sequence[Held]) -> None:
-        """Add to `split_matrices` those of which other ranks hold parts.
+        """Add the matrices that other ranks hold parts of to `split_matrices`.
 
         Raises ReshardError where what shares a scale cannot be quantized.
         """
@@ -87,8 +87,8 @@ class LayerQuantizer(ABC):
     def encode(
         self, values: Mapping[str, torch.Tensor], largest: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return the parameters `encoded_names`, and what else belongs to them, of plain `values`
-        and the largest magnitudes of all ranks."""
+        """Return the parameters `encoded_names` and their scales, from plain `values` and the largest
+        magnitudes of all ranks."""
 
     @property
     def plain_names(self) -> list[str]:
@@ -99,8 +99,7 @@ class LayerQuantizer(ABC):
         return [key for key in self.templates if key not in made]
 
     def find_split(self, held: Sequence[Held]) -> None:
-        """Find the matrices of which other ranks hold the rest, from the parts that this rank
-        holds.
+        """Find the matrices that are split over ranks, from the parts that this rank holds.
 
         Raises ReshardError where parts of two published tensors would share a scale, and where
         ranks cannot find scales together.

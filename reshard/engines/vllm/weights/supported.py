@@ -30,7 +30,8 @@ def check_supported(model: Served, config: Any) -> None:
 
 
 def loading_method(module: torch.nn.Module) -> str:
-    """Return the name of the method by which vLLM loads a layer otherwise than as plain weights; empty for others."""
+    """Return the name of the method by which vLLM loads a layer that is not plain weights; empty for
+    others."""
     kind = type(getattr(module, "quant_method", None)).__name__
     is_plain = kind in ("NoneType", *PLAIN_METHODS) or kind.endswith(CACHE_METHOD)
     return "" if is_plain else kind
