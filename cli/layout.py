@@ -130,7 +130,7 @@ def pop_layout(options: dict[str, Any], extra: Collection[str] = ()) -> dict[str
     ``--trainer``.
 
     Return the arguments of `reshard.MegatronLayout`. Sizes of the list that are named in `extra`, such as
-    ``dp``, go to the options. Raises UsageError where a size is given in both ways.
+    ``dp``, go to the options. Raises UsageError if a size is given in both ways.
     """
     layout = {name: options.pop(name) for name in LAYOUT_NAMES}
     text = options.pop("trainer", None)

@@ -58,7 +58,7 @@ run_options = together(
 def progress_bar(
     title: str, amount: Callable[[int], str] | None = None
 ) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar with rate and time left on a terminal's stderr; nothing where that is piped. `amount`
+    """A bar with rate and time left on a terminal's stderr; nothing if that is piped. `amount`
     says how much is done, by default in bytes."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield None

@@ -198,7 +198,7 @@ def _lengths(text: str) -> list[int]:
 
 
 def _check_page(page: Path) -> None:
-    """Raise ReshardError where the report cannot be written: before scoring, not an hour after."""
+    """Raise ReshardError if the report cannot be written: before scoring, not an hour after."""
     folder = page.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         problem = "not writable" if folder.is_dir() else "not a directory; create it first"
@@ -208,7 +208,7 @@ def _check_page(page: Path) -> None:
 
 
 def _try_to_write(path: Path) -> None:
-    """Raise ReshardError where a file cannot be opened for writing. No new file is left behind."""
+    """Raise ReshardError if a file cannot be opened for writing. No new file is left behind."""
     existed = path.exists()
     try:
         open(path, "ab").close()

@@ -72,7 +72,7 @@ def _tokens_of(texts: Sequence[str], systems: Sequence[str]) -> list[list[int]]:
 
 
 def _divergence(a: "str | System", b: "str | System", report: ParityReport, options: dict[str, Any]) -> str:
-    """Return the end of a sentence on where the two diverge; empty where their modules cannot be
+    """Return the end of a sentence on where the two diverge; empty if their modules cannot be
     compared."""
     from reshard.parity.divergence import describe_divergence, find_divergence
 

@@ -157,7 +157,7 @@ def recompute_fields(text: str) -> dict:
 
 
 def theoretical(model, layout, case: Case, gpus: int) -> float | None:
-    """GiB by Megatron-LM's own formula, for its fullest stage; None where it has none."""
+    """GiB by Megatron-LM's own formula, for its fullest stage; None if it has none."""
     try:
         from megatron.training.theoretical_memory_usage import report_theoretical_memory
     except ImportError:

@@ -55,7 +55,7 @@ def write(folder: Path, config: dict, std: float, vector_std: float) -> None:
 
 
 def correlation(scores: dict, a: str, b: str) -> float:
-    """Pearson's of two systems' errors against fp32: 0 where they err independently, and then
+    """Pearson's of two systems' errors against fp32: 0 if they err independently, and then
     differ by the root of two more than each errs."""
     errors = [
         np.concatenate(

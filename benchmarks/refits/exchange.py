@@ -84,7 +84,7 @@ class Nccl:
         self("CommInitRankConfig", ctypes.byref(self.communicator), 2, own, self.rank, ctypes.byref(config))
 
     def __call__(self, name: str, *arguments) -> None:
-        """Call a function. Raises RuntimeError where it fails, AttributeError where there is none."""
+        """Call a function. Raises RuntimeError if it fails, AttributeError where there is none."""
         status = getattr(self.library, f"nccl{name}")(*arguments)
         if status:
             self.library.ncclGetErrorString.restype = ctypes.c_char_p
@@ -244,7 +244,7 @@ class Pieces:
         )
 
     def check(self) -> None:
-        """Raise RuntimeError where what was served is not what the other rank has, or anything else was
+        """Raise RuntimeError if what was served is not what the other rank has, or anything else was
         written."""
         expected = _weights(len(self.served), 1 - dist.get_rank())
         expected.view(-1, 2 * RUN + ROWS * 2 * ROW)[:, 2 * RUN :].unflatten(1, (ROWS, 2 * ROW))[..., ROW:] = 0

@@ -163,7 +163,7 @@ class Channel:
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def send(self, head: dict[str, Any], body: bytes = b"") -> None:
-        """Send a message. Raises BrokenChannelError where the other end is gone, or takes nothing in."""
+        """Send a message. Raises BrokenChannelError if the other end is gone, or takes nothing in."""
         with self.lock:
             try:
                 frame = self.writer.frame(head, body)
@@ -235,7 +235,7 @@ os.register_at_fork(after_in_child=_close_all)
 def connect(host: str, port: int, secret: bytes, deadline: float) -> Channel:
     """Connect to a server that knows the secret, as soon as there is one.
 
-    Raises WrongSecretError where it knows another one, OSError where none answers by `deadline`.
+    Raises WrongSecretError if it knows another one, OSError where none answers by `deadline`.
     """
     while True:
         try:

@@ -72,7 +72,7 @@ class HubClient:
             self.channel.close()
 
     def check(self) -> None:
-        """Raise ReshardError where a member has given this transaction up, or is gone."""
+        """Raise ReshardError if a member has given this transaction up, or is gone."""
         with self._lock:
             try:
                 while not self._lost and (message := self.channel.receive(0)) is not None:
@@ -144,7 +144,7 @@ class HubClient:
                 thread.join()
 
     def _wait_for(self, request: Request, body: bytes = b"") -> Message:
-        """Return the answer to a request that waits for others. Raises ReshardError where the
+        """Return the answer to a request that waits for others. Raises ReshardError if the
         transaction has failed."""
         message = self._request(request, self.timeout + GRACE_SECONDS, body=body)
         if message.head.get("failed") is not None:

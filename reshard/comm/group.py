@@ -128,7 +128,7 @@ class RefitGroup(HubClient):
 
         All members know the same secret: `secret`, or ``RESHARD_SECRET`` in the environment, or,
         where the host is ``127.0.0.1``, ``::1`` or ``localhost``, which is served to this host
-        only, a file that only this user can read. Raises ReshardError where there is none, where
+        only, a file that only this user can read. Raises ReshardError where there is none, if
         nobody answers in time, and where another process has joined as this rank.
         """
         host, port = parsed(address)
@@ -151,7 +151,7 @@ class RefitGroup(HubClient):
         """Fail the transactions of the members that meet at an address, now and later; for a process that is
         not a member.
 
-        Does nothing where nobody serves there within `timeout` seconds.
+        Does nothing if nobody serves there within `timeout` seconds.
         """
         host, port = parsed(address)
         key = secret_for(host, secret)
@@ -236,7 +236,7 @@ class RefitGroup(HubClient):
 
         None leaves it to the others; where nobody gives one it is one more than the last. `note` is
         what `notes_of` returns to the others; where any member gives `verify`, `self.verify` is
-        true for all. Raises ReshardError where two give different versions, where one fails, or is
+        true for all. Raises ReshardError if two give different versions, where one fails, or is
         late.
         """
         late = f"did not come to {self.what}"
@@ -257,7 +257,7 @@ class RefitGroup(HubClient):
         return {rank: self._notes.get(rank, "") for rank in ranks}
 
     def commit(self) -> None:
-        """Wait until everyone has what it needs. Raises ReshardError, for all, where one has
+        """Wait until everyone has what it needs. Raises ReshardError, for all, if one has
         failed, or is late."""
         self._wait_for(Commit(self.timeout, f"did not end {self.what}"))
         if self._prepared_version is not None:
@@ -279,7 +279,7 @@ class RefitGroup(HubClient):
         self.post(key, str(value).encode())
 
     def read(self, key: str, rank: int) -> bytes:
-        """Return what a rank posted; waits for it. Raises ReshardError where some member failed or
+        """Return what a rank posted; waits for it. Raises ReshardError if some member failed or
         `rank` is late."""
         return self.read_all(key, [rank])[0]
 
@@ -333,7 +333,7 @@ def _first(
 
 
 def _joined(address: str, secret: bytes, rank: int, size: int, timeout: float, deadline: float) -> RefitGroup:
-    """Connect to the hub and join. Raises ReshardError where it does not let this member in."""
+    """Connect to the hub and join. Raises ReshardError if it does not let this member in."""
     host, port = parsed(address)
     try:
         channel = connect(host, port, secret, deadline)

@@ -68,7 +68,7 @@ def this_host() -> str:
 
 
 def has_rdma() -> bool:
-    """Return True where this host has a network device that does RDMA by verbs, and whose port is up. Amazon's
+    """Return True if this host has a network device that does RDMA by verbs, and whose port is up. Amazon's
     EFA has no such reads."""
     for state in Path("/sys/class/infiniband").glob("*/ports/*/state"):
         driver = os.path.realpath(state.parents[2] / "device" / "driver")
@@ -90,7 +90,7 @@ def is_loopback(host: str) -> bool:
 
 def listener_for(store: Any) -> socket.socket:
     """Listen where all processes that share a torch store reach this host, on one address and at a
-    port that is free. Raises ReshardError where there is no such address."""
+    port that is free. Raises ReshardError if there is no such address."""
     problem = ""  # no exception, whose frames would keep what is made here until a garbage collection
     for host in _reached_hosts(store):
         try:

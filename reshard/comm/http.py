@@ -56,7 +56,7 @@ def call_route(
 ) -> Any:
     """Return the answer of a server's route: to a POST of the `body`, or without one to a GET.
 
-    Raises ReshardError, with the server's text, if it refuses (`RefusedError`) or does not answer, and where `url`
+    Raises ReshardError, with the server's text, if it refuses (`RefusedError`) or does not answer, and if `url`
     is no address.
     """
     url = checked_url(url)

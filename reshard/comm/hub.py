@@ -137,7 +137,7 @@ class Hub(Server):
         self.send(client, answer)
 
     def _transaction(self, client: Client, message: Message) -> Transaction | None:
-        """Return the transaction that a member's request belongs to, None where it is committed and
+        """Return the transaction that a member's request belongs to, None if it is committed and
         forgotten."""
         if client.rank is None:
             raise BrokenChannelError("it has not joined")
@@ -325,7 +325,7 @@ class Hub(Server):
     def _step(
         self, client: Client, message: Message, request: Waiting, step: str
     ) -> tuple[Transaction | None, Wait]:
-        """Return the transaction to which a member comes, None where it is over, and its wait for the
+        """Return the transaction to which a member comes, None if it is over, and its wait for the
         others."""
         transaction = self._transaction(client, message)
         wait = self._new_wait(client, message, request.timeout, request.what, f"/{step}", [*range(self.size)])

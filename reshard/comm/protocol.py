@@ -218,7 +218,7 @@ class Failure:
 
     @staticmethod
     def from_json(values: Any) -> "Failure":
-        """Return the failure that a message carries. Raises ValueError where it carries none."""
+        """Return the failure that a message carries. Raises ValueError if it carries none."""
         if not isinstance(values, dict):
             raise ValueError("a failure that is none")
         kinds = {field.name: field.type for field in fields(Failure)}

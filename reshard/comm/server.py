@@ -142,7 +142,7 @@ class Server(ABC):
     def send(
         self, client: Client, head: dict[str, Any], body: bytes = b"", digest: bytes | None = None
     ) -> None:
-        """Send a message to a client, as soon as it can take it; nothing where its connection has ended."""
+        """Send a message to a client, as soon as it can take it; nothing if its connection has ended."""
         if client.connection not in self.clients:
             return
         client.out.append(memoryview(client.writer.frame(head, body, digest)))

@@ -48,7 +48,7 @@ class Team:
     def from_environment() -> "Team":
         """Return the team that torchrun's environment variables describe; one process without them.
 
-        Raises ReshardError where these make no sense, or the others cannot be reached.
+        Raises ReshardError if these make no sense, or the others cannot be reached.
         """
         if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
             return Team()
@@ -83,7 +83,7 @@ class Team:
         return _meet(dist.get_rank(), dist.get_world_size())
 
     def check(self) -> None:
-        """Raise ReshardError where another process has failed or ended."""
+        """Raise ReshardError if another process has failed or ended."""
         if self.group is not None:
             with self._as_processes():
                 self.group.check()

@@ -51,7 +51,7 @@ class HubStore(dist.Store):
         self._get_values(keys, self.seconds if timeout is None else timeout.total_seconds())
 
     def check(self, keys: list[str]) -> bool:
-        """Return True where these keys have values."""
+        """Return True if these keys have values."""
         head, _ = self._request(GetValues(keys, 0), b"", self.seconds)
         return "absent" not in head
 

@@ -33,7 +33,7 @@ class Values:
         self.waits: list[ValueWait] = []
 
     def set(self, key: str, value: bytes) -> None:
-        """Keep a value, and answer whoever waits for it. Raises BrokenChannelError where there are too
+        """Keep a value, and answer whoever waits for it. Raises BrokenChannelError if there are too
         many."""
         if len(self.values) >= MOST_VALUES:
             raise BrokenChannelError("too many values")

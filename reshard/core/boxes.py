@@ -30,13 +30,13 @@ class Box(NamedTuple):
         return tuple(map(add, self.offsets, self.lengths))
 
     def intersect(self, other: "Box") -> "Box | None":
-        """The common region, or None where there is none."""
+        """The common region, or None if there is none."""
         starts = tuple(map(max, self.offsets, other.offsets))
         lengths = tuple(map(sub, map(min, self.ends, other.ends), starts))
         return Box(starts, lengths) if min(lengths, default=1) > 0 else None
 
     def contains(self, other: "Box") -> bool:
-        """Return True where `other` lies wholly inside."""
+        """Return True if `other` lies wholly inside."""
         return all(map(le, self.offsets, other.offsets)) and all(map(ge, self.ends, other.ends))
 
     def relative_to(self, origin: Sequence[int]) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def first_overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element, or None where all are disjoint (a sweep along dim 0)."""
+    """Two boxes that share an element, or None if all are disjoint (a sweep along dim 0)."""
     active: list[Box] = []
     for box in sorted(boxes, key=lambda b: b.offsets):
         start = box.offsets[0] if box.offsets else 0

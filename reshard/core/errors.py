@@ -42,7 +42,7 @@ def rewrite_message(*replacements: tuple[str, str]) -> Iterator[None]:
 
 
 def is_resumable(error: BaseException) -> bool:
-    """Return True where what a run wrote before this error is worth keeping: after an interrupt and
+    """Return True if what a run wrote before this error is worth keeping: after an interrupt and
     where memory was short, not after an unexpected error."""
     if isinstance(error, ReshardError):
         return error.resumable

@@ -51,7 +51,7 @@ def local_matrix(tensor: LocalTensor) -> LocalTensor:
     """Return a local tensor of more than two dims as a matrix, as `as_matrix` has its shape; others
     as they are.
 
-    Raises ValueError where a part has not all of the dims after the first.
+    Raises ValueError if a part has not all of the dims after the first.
     """
     if len(tensor.shape) <= 2:
         return tensor

@@ -53,7 +53,7 @@ def make_plan(
 ) -> Plan:
     """Plan the copies that fill every tensor of `dst` from `src`, and prove them.
 
-    `distance(src holder, dst holder)` orders replicas: the nearest one is read. Raises PlanError where an
+    `distance(src holder, dst holder)` orders replicas: the nearest one is read. Raises PlanError if an
     element has no source, lies outside its tensor or would be written twice.
 
     Two ranks that hold four rows each, to one tensor of eight:
@@ -205,7 +205,7 @@ def prove(plan: Plan) -> None:
 
 @lru_cache(1 << 12)
 def _uncovered(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> str:
-    """Say how boxes fail to cover a tensor of this shape exactly once; empty where they cover it."""
+    """Say how boxes fail to cover a tensor of this shape exactly once; empty if they cover it."""
     outside = [box for box in boxes if not whole(shape).contains(box)]
     if outside:
         return f"leave its shape {shape}: {outside[0]}"
@@ -222,13 +222,13 @@ def _lies_in(shape: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[in
 
 
 def _holds(tensor: LocalTensor, name: str, box: Box, at: tuple[int, ...]) -> bool:
-    """Return True where a local tensor holds every element of `box`, the first one at `at`."""
+    """Return True if a local tensor holds every element of `box`, the first one at `at`."""
     return _covers(tuple([Place(part.box, part.at) for part in tensor.parts if part.name == name]), box, at)
 
 
 @lru_cache(1 << 12)
 def _covers(parts: tuple[Place, ...], box: Box, at: tuple[int, ...]) -> bool:
-    """Return True where every element of `box` lies in one of the parts, the first one at `at`."""
+    """Return True if every element of `box` lies in one of the parts, the first one at `at`."""
     shift = tuple(map(sub, at, box.offsets))
     rest = [box]
     for part in parts:

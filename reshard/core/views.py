@@ -303,7 +303,7 @@ def strided_parts(
 
 @cache
 def _covered(parts: tuple[tuple[View, tuple[int, ...]], ...]) -> tuple[int, ...]:
-    """Return the shape of a tensor that these views cover. Raises ValueError where one element is
+    """Return the shape of a tensor that these views cover. Raises ValueError if one element is
     in none, or in two."""
     shapes = [view.tensor_shape(shape) for view, shape in parts]
     shape = tuple(map(max, zip(*shapes, strict=True)))

@@ -52,7 +52,7 @@ class Chain:
 
     @property
     def base(self) -> Base:
-        """The base. Raises ReshardError where there is none."""
+        """The base. Raises ReshardError if there is none."""
         if self._base is None:
             names = self.store.names()
             if BASE not in names and manifests_in(names):
@@ -68,7 +68,7 @@ class Chain:
 
     @property
     def exists(self) -> bool:
-        """True where the chain was begun, though it may have lost its base since. Raises ReshardError where it was not,
+        """True where the chain was begun, though it may have lost its base since. Raises ReshardError if it was not,
         and a checkpoint lies there: what loads that would take the deltas for some of its weights."""
         if self._base is not None:
             return True
@@ -85,7 +85,7 @@ class Chain:
     def deltas(self, version: int | None = None) -> list[Delta]:
         """Return the deltas from the base to a version, by default the newest, in order.
 
-        Raises ReshardError, naming the file, where one is missing, is not what its name says, or does not
+        Raises ReshardError, naming the file, if one is missing, is not what its name says, or does not
         follow the one before it.
         """
         names = self.store.names()
@@ -154,7 +154,7 @@ class Chain:
         return paths
 
     def check_sizes(self, deltas: Iterable[Delta]) -> None:
-        """Raise ReshardError, naming the file, where one of these deltas' is not there, or has another size."""
+        """Raise ReshardError, naming the file, if one of these deltas' is not there, or has another size."""
         sizes = self.store.sizes()
         for file in (file for delta in deltas for file in delta.files):
             if file.name not in sizes:
@@ -163,7 +163,7 @@ class Chain:
                 check_size(size, file.bytes, f"{self.where}/{file.name}")
 
     def check_end(self, newest: int | None) -> None:
-        """Raise ReshardError unless the chain still ends with this version, 0 for its base; None where it was not begun.
+        """Raise ReshardError unless the chain still ends with this version, 0 for its base; None if it was not begun.
 
         Asked before a file gets its name: that of another process must not be replaced.
         """
@@ -211,7 +211,7 @@ class Chain:
         self.store.put(path, name)
 
     def _read(self, name: str) -> dict[str, Any]:
-        """Return the fields of a manifest. Raises ReshardError where it is not as it was written."""
+        """Return the fields of a manifest. Raises ReshardError if it is not as it was written."""
         return fields_of(self.store.read(name), f"{self.where}/{name}")
 
     def close(self) -> None:
@@ -228,7 +228,7 @@ class Chain:
 def check_tensors(
     base: Base, tensors: Mapping[str, TensorInfo], where: str, chain: str, may_widen: bool = False
 ) -> None:
-    """Raise ReshardError where a model has other tensors than a chain's base, by name, shape or dtype. Where
+    """Raise ReshardError if a model has other tensors than a chain's base, by name, shape or dtype. Where
     it `may_widen` its own, they may have dtypes from which that changes no number."""
     for name in sorted({*base.tensors, *tensors}):
         held, wanted = tensors.get(name), base.tensors.get(name)
@@ -249,7 +249,7 @@ def check_tensors(
 
 
 def check_digest(base: Base, digest: str, where: str, chain: str) -> None:
-    """Raise ReshardError where weights are not those of a chain's base."""
+    """Raise ReshardError if weights are not those of a chain's base."""
     if digest != base.digest:
         raise ReshardError(
             f"{where} is not the base of {chain}: its weights have digest {digest}, those of the base ({base.name}) "

@@ -30,7 +30,7 @@ class Encoded(NamedTuple):
 class Decoded(NamedTuple):
     """Changes one by one: int64 `positions` ``[changed]`` in a box, and the bits of their `values`.
 
-    `valid`, a bool without dims where they are, is False where a position lies outside of the box, or
+    `valid`, a bool without dims where they are, is False if a position lies outside of the box, or
     their numbers are not what they are said to be: nothing may be written by them then.
     """
 
@@ -85,7 +85,7 @@ def encode_changed(new: torch.Tensor, mask: torch.Tensor, changed: int) -> Encod
 def decode(encoded: Encoded, elements: int, dtype: torch.dtype) -> Decoded:
     """Return the changes of a box of this many elements of `dtype`; only the dtype's size counts here.
 
-    Raises ReshardError where the payload has another size than these changes take.
+    Raises ReshardError if the payload has another size than these changes take.
     """
     form, changed, payload = encoded
     box = BoxSize(elements, dtype.itemsize, changed)
@@ -140,7 +140,7 @@ def apply(encoded: Encoded, out: torch.Tensor) -> None:
 
 
 def _checked_sections(encoded: Encoded, box: BoxSize) -> list[int]:
-    """Return the bytes of each section. Raises ReshardError where the whole has another size."""
+    """Return the bytes of each section. Raises ReshardError if the whole has another size."""
     fits = 0 <= encoded.changed <= box.elements and (encoded.form is not Form.NOTHING or not encoded.changed)
     if not fits or encoded.payload.numel() != box.size(encoded.form):
         raise ReshardError(

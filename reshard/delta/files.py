@@ -57,7 +57,7 @@ class RecordWriter:
         self, name: str, info: TensorInfo, box: Box, old: np.ndarray, new: np.ndarray
     ) -> Added | None:
         """Add the record of what changed in a box, given as arrays ``[rows, columns]`` of one dtype; return it,
-        None where nothing did."""
+        None if nothing did."""
         encoded = encode_box(name, box, old, new)
         if encoded is None:
             return None

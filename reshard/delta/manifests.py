@@ -97,7 +97,7 @@ def manifest_of(fields: Mapping[str, Any]) -> str:
 
 
 def fields_of(manifest: bytes, place: str) -> dict[str, Any]:
-    """Return the fields of the manifest at a place. Raises ReshardError where it is not as it was written."""
+    """Return the fields of the manifest at a place. Raises ReshardError if it is not as it was written."""
     try:
         fields: dict[str, Any] = json.loads(manifest.decode())
         checksum = fields.pop(CHECKSUM)
@@ -169,7 +169,7 @@ def _is_digest(value: Any) -> bool:
 
 
 def check_size(size: int, expected: int, place: str) -> None:
-    """Raise ReshardError where a file has another size in bytes than its manifest says."""
+    """Raise ReshardError if a file has another size in bytes than its manifest says."""
     if size != expected:
         how = "truncated" if size < expected else "longer than it was written"
         raise ReshardError(
@@ -178,7 +178,7 @@ def check_size(size: int, expected: int, place: str) -> None:
 
 
 def check_file(there: File, expected: File, place: str) -> None:
-    """Raise ReshardError where a file is another than its manifest says."""
+    """Raise ReshardError if a file is another than its manifest says."""
     check_size(there.bytes, expected.bytes, place)
     if there != expected:
         raise ReshardError(f"{place} was altered after it was written: bring it back, or begin a new chain")

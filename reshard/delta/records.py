@@ -88,7 +88,7 @@ def row_box(info: TensorInfo, start: int, stop: int) -> Box:
 
 def encode_box(name: str, box: Box, old: np.ndarray, new: np.ndarray) -> tuple[Record, np.ndarray] | None:
     """Return the record of what changed in a box, given as arrays of one shape and dtype, and its bytes; None
-    where nothing did."""
+    if nothing did."""
     encoded = encode(*(torch.from_numpy(bits_of(numbers)) for numbers in (old, new)))
     if encoded.form is Form.NOTHING:
         return None

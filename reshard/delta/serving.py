@@ -38,7 +38,7 @@ def apply_deltas(llm: Any, chain: str | Path, version: int | None = None, verify
     placement of a refit, once every worker has fetched and checked all; the engine refuses to serve until each
     has written its part. Then its prefix cache is emptied. `verify` compares the digest of all weights afterward.
 
-    Raises ReshardError, before the first byte, where a delta is missing, altered or out of order, or the engine
+    Raises ReshardError, before the first byte, if a delta is missing, altered or out of order, or the engine
     holds weights that are in no version up to the one asked for.
     """
     server = isinstance(llm, str)
@@ -139,7 +139,7 @@ class _Calls:
         self._calls = _calls(chain, version, verify)
 
     def following(self) -> Call | None:
-        """Return the next call; None after the last. Raises ReshardError where the engine cannot be brought there."""
+        """Return the next call; None after the last. Raises ReshardError if the engine cannot be brought there."""
         try:
             return self._calls.send(self.answers)
         except StopIteration as end:
@@ -195,7 +195,7 @@ def _calls(chain: str | Path, version: int | None, verify: bool) -> Generator[Ca
 
 
 def _digest(base: Base, answers: list[Answer], chain: str) -> str:
-    """Return the digest of an engine's weights, of what all of its workers say. Raises ReshardError where they
+    """Return the digest of an engine's weights, of what all of its workers say. Raises ReshardError if they
     lack a part, or replicas of one differ."""
     texts = {answer for answer in answers if isinstance(answer, str)}
     boxes = [answer for answer in answers if not isinstance(answer, str)]

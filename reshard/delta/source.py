@@ -21,7 +21,7 @@ from reshard.storage.sources.derived import DerivedSource
 
 
 def own_tensors(source: Source) -> dict[str, TensorInfo]:
-    """Return the tensors of a source that repeat no other. Raises ReshardError where they are stored as codes."""
+    """Return the tensors of a source that repeat no other. Raises ReshardError if they are stored as codes."""
     coded = source.dequantized_names()
     if coded:
         raise ReshardError(
@@ -33,7 +33,7 @@ def own_tensors(source: Source) -> dict[str, TensorInfo]:
 
 class DeltaSource(DerivedSource):
     """The tensors of `base` as they are after these deltas of a chain, in the dtypes of the chain: a trainer
-    may hold some in fp32 that its checkpoint has in bf16. Raises ReshardError where the base has others."""
+    may hold some in fp32 that its checkpoint has in bf16. Raises ReshardError if the base has others."""
 
     kind = "delta"
 

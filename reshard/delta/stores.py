@@ -36,7 +36,7 @@ class Store(ABC):
 
     @abstractmethod
     def sizes(self) -> dict[str, int | None]:
-        """Return the bytes of the files by name; None where that is not known."""
+        """Return the bytes of the files by name; None if that is not known."""
 
     @abstractmethod
     def read(self, name: str) -> bytes:
@@ -51,7 +51,7 @@ class Store(ABC):
         """Return a context with a directory for files that are not whole yet. The first of the ranks that
         write a delta together enters it before the others do.
 
-        Raises ReshardError where others write here, as far as that can be seen.
+        Raises ReshardError if others write here, as far as that can be seen.
         """
 
     @abstractmethod

@@ -68,7 +68,7 @@ class BoxLoader:
         return overflowed
 
     def _differs_by_one(self, slab: Slab) -> bool:
-        """Return True where either memory or the files, but not both, have the numbers less 1."""
+        """Return True if either memory or the files, but not both, have the numbers less 1."""
         return slab.live_box.less_one != (slab.live_box.name in self.less_one)
 
     def _read_cast(self, slab: Slab, stored_dtype: Dtype, out: np.ndarray) -> int:

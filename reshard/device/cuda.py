@@ -29,7 +29,7 @@ def driver() -> Any:
 
 
 def checked(answer: tuple, what: str) -> Any:
-    """Return the value of a call of the driver. Raises ReshardError where it fails."""
+    """Return the value of a call of the driver. Raises ReshardError if it fails."""
     status, *values = answer
     if status:
         _, text = driver().cuGetErrorString(status)
@@ -38,14 +38,14 @@ def checked(answer: tuple, what: str) -> Any:
 
 
 def allocation_of(address: int) -> Allocation:
-    """Return the CUDA allocation that an address lies in. Raises ReshardError where there is none."""
+    """Return the CUDA allocation that an address lies in. Raises ReshardError if there is none."""
     status, base, size = driver().cuMemGetAddressRange(address)
     base = checked((status, base), f"no CUDA allocation at {address:#x}")
     return Allocation(int(base), size, generation_of(int(base)))
 
 
 def _attribute(name: str, address: int) -> Any:
-    """Return an attribute of the memory at an address; None where the driver does not say."""
+    """Return an attribute of the memory at an address; None if the driver does not say."""
     status, value = driver().cuPointerGetAttribute(
         getattr(driver().CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}"), address
     )
@@ -53,38 +53,38 @@ def _attribute(name: str, address: int) -> Any:
 
 
 def generation_of(base: int) -> int:
-    """Return the driver's id of the allocation that is at an address now; 0 where there is none."""
+    """Return the driver's id of the allocation that is at an address now; 0 if there is none."""
     return int(_attribute("BUFFER_ID", base) or 0)
 
 
 def frees_of(device: torch.device) -> int | None:
-    """Return how often torch has given memory of this device back to the driver; None where it does
+    """Return how often torch has given memory of this device back to the driver; None if it does
     not manage this process's memory."""
     stats = torch.cuda.memory_stats_as_nested_dict(device)  # not the flat one, which is sorted
     return stats["num_device_free"] if stats.get("num_device_alloc") else None
 
 
 def is_mapped(address: int) -> bool:
-    """Return True where there is memory behind a CUDA address; vLLM's sleep mode gives it away."""
+    """Return True if there is memory behind a CUDA address; vLLM's sleep mode gives it away."""
     return bool(_attribute("MAPPED", address))
 
 
 def mapped_bytes(base: int) -> int | None:
     """Return the bytes of the allocation with this first address, also of one that another process
-    has made; None where the driver does not say."""
+    has made; None if the driver does not say."""
     status, first, size = driver().cuMemGetAddressRange(base)
     return None if status or int(first) != base else int(size)
 
 
 def is_exportable(base: int) -> bool:
-    """Return True where an allocation has a handle for other processes. Expandable segments and the
+    """Return True if an allocation has a handle for other processes. Expandable segments and the
     pools of sleep mode have none."""
     return bool(_attribute("IS_LEGACY_CUDA_IPC_CAPABLE", base))
 
 
 def exported(base: int) -> str:
     """Return the handle, in hex, under which another process of this host maps an allocation.
-    Raises ReshardError where it has none."""
+    Raises ReshardError if it has none."""
     handle = checked(
         driver().cuIpcGetMemHandle(base), f"the memory at {base:#x} cannot be shared with other processes"
     )

@@ -10,7 +10,7 @@ import torch
 
 @dataclass(eq=False)
 class Away:
-    """A storage without memory, its size, and its bytes in parts, which follow one another; None where it
+    """A storage without memory, its size, and its bytes in parts, which follow one another; None if it
     comes back as zeros."""
 
     storage: torch.UntypedStorage
@@ -45,7 +45,7 @@ def beside(buffers: Iterable[Any]) -> dict[int, torch.Tensor]:
 def place_of(
     storage: torch.UntypedStorage, others: Mapping[int, torch.Tensor]
 ) -> tuple[tuple[int, int], ...]:
-    """Return the (address, bytes) of each part of the host's copy of a storage without memory; none where it
+    """Return the (address, bytes) of each part of the host's copy of a storage without memory; none if it
     has memory, or no copy is known. Known are those of `reshard.offload`, and `others` (`beside`)."""
     return () if storage.nbytes() else tuple((p.data_ptr(), p.numel()) for p in _parts(storage, others))
 
@@ -59,7 +59,7 @@ def _parts(storage: torch.UntypedStorage, others: Mapping[int, torch.Tensor]) ->
 
 
 def copy_of(tensor: torch.Tensor, others: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-    """Return a view of the host's copy of a tensor without memory, in its shape and strides; None where
+    """Return a view of the host's copy of a tensor without memory, in its shape and strides; None if
     it has memory, or no copy in one piece is known (`place_of`)."""
     storage = tensor.untyped_storage()
     if storage.nbytes() or not tensor.numel():

@@ -36,7 +36,7 @@ class Region(NamedTuple):
 
 
 def is_readable(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Return True where kernels on a device can read a tensor: in its memory, or in the host's, pinned."""
+    """Return True if kernels on a device can read a tensor: in its memory, or in the host's, pinned."""
     if not tensor.data_ptr():
         return not tensor.numel() and tensor.device == device
     return tensor.device == device or (
@@ -45,7 +45,7 @@ def is_readable(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 def check_memory(models: Iterable[torch.nn.Module]) -> None:
-    """Raise ReshardError where a parameter has no memory, since it is on the meta device or was offloaded."""
+    """Raise ReshardError if a parameter has no memory, since it is on the meta device or was offloaded."""
     for model in models:
         for name, parameter in model.named_parameters():
             if parameter.device.type == "meta":
@@ -71,7 +71,7 @@ class Finder:
 
     def region(self, view: torch.Tensor, what: str) -> Region:
         """Return the region of a view; of more than two dims all but the first make up a row.
-        Raises ReshardError where it is a copy, or its rows are not contiguous."""
+        Raises ReshardError if it is a copy, or its rows are not contiguous."""
         if view.ndim > 2 and view[0].is_contiguous():
             view = view.flatten(1)
         if view.ndim > 2 or (view.ndim and view.shape[-1] > 1 and view.stride(-1) != 1):
@@ -93,5 +93,5 @@ class Finder:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True where two tensors of one shape and dtype have the same bits."""
+    """Return True if two tensors of one shape and dtype have the same bits."""
     return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))

@@ -60,7 +60,7 @@ def numpy_view(target: torch.Tensor) -> np.ndarray:
 
 
 def check_one_device(models: Iterable[torch.nn.Module]) -> None:
-    """Raise ReshardError where a parameter lies on another device than the first."""
+    """Raise ReshardError if a parameter lies on another device than the first."""
     device: torch.device | None = None
     for model in models:
         for name, parameter in model.named_parameters():

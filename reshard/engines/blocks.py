@@ -26,7 +26,7 @@ class Blocks(NamedTuple):
 
 
 def scale_names(module: torch.nn.Module) -> dict[str, str]:
-    """Return the names of a layer's scales of blocks by those of its matrices; none where a matrix has
+    """Return the names of a layer's scales of blocks by those of its matrices; none if a matrix has
     no scales."""
     names = [name for name in ("weight", "w13_weight", "w2_weight") if hasattr(module, name)]
     scales = {name: f"{name}_scale_inv" for name in names if hasattr(module, f"{name}_scale_inv")}

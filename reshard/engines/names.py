@@ -46,7 +46,7 @@ class EngineFamily(NamedTuple):
     parts outside the layers (`OUTER`) that are not only at a pipeline's ends. `added_once` are the published names of
     what experts add to their outputs: of the ranks that split an expert the first has it, and the
     others zeros. Of those in `whole` every rank has all, where others of such rows are split.
-    `repeats_keys` is False where the engine does not start at a TP size above the number of key
+    `repeats_keys` is False if the engine does not start at a TP size above the number of key
     heads, instead of giving several ranks the same.
     """
 

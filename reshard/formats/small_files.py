@@ -26,7 +26,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Return the bytes of a regular file. Raises ReshardError where it cannot be read or has more
+    """Return the bytes of a regular file. Raises ReshardError if it cannot be read or has more
     than `limit` bytes."""
     try:
         # A pipe that somebody put there would block at `open`.
@@ -59,7 +59,7 @@ def read_at(descriptor: int, length: int, offset: int) -> bytes:
 def read_json(path: Path, what: str = "JSON", limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Read a JSON file that holds an object; in errors it is called `what`.
 
-    Raises ReshardError where it cannot be read, is larger than `limit` bytes, is no UTF-8 or no
+    Raises ReshardError if it cannot be read, is larger than `limit` bytes, is no UTF-8 or no
     JSON, is nested deeper than any checkpoint's, or holds something else than an object.
     """
     data = read_file(path, limit)

@@ -118,7 +118,7 @@ def _reader(path: Path, start: int) -> Callable[[int, int], bytes]:
 
 
 def find(path: Path) -> tuple[Path, str] | None:
-    """Return the iteration directory of a Megatron checkpoint and its name, or None where `path` is
+    """Return the iteration directory of a Megatron checkpoint and its name, or None if `path` is
     none.
 
     `path` is what ``--load`` takes (the tracker file decides) or an iteration's directory itself.
@@ -138,7 +138,7 @@ def find(path: Path) -> tuple[Path, str] | None:
 
 
 def tracked(tracker: Path) -> str:
-    """Return the directory that a tracker file names. Raises ReshardError where it holds something
+    """Return the directory that a tracker file names. Raises ReshardError if it holds something
     else."""
     text = read_file(tracker, MAX_TRACKER_BYTES).decode(errors="replace").strip()
     if text != "release" and not re.fullmatch("[0-9]{1,18}", text):
@@ -147,7 +147,7 @@ def tracked(tracker: Path) -> str:
 
 
 def read(directory: Path, iteration: str = "") -> Checkpoint:
-    """Read an iteration's ``.metadata``. Raises ReshardError where it is damaged, refused or not of
+    """Read an iteration's ``.metadata``. Raises ReshardError if it is damaged, refused or not of
     this format."""
     where = directory / ".metadata"
     config = directory / "metadata.json"
@@ -245,7 +245,7 @@ def _chunks(key: str, shape: tuple[int, ...], chunks: Any, stored: dict) -> dict
 
 
 def _check_apart(keys: dict[str, Key], directory: Path) -> None:
-    """Raise ReshardError where two chunks of tensors share bytes of a file."""
+    """Raise ReshardError if two chunks of tensors share bytes of a file."""
     places: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for key, entry in keys.items():
         for at in entry.chunks.values():

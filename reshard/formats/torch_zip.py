@@ -292,7 +292,7 @@ def stored_object(read: Any, size: int, where: str) -> Any:
 
 
 def stored_storages(read: Any, size: int, where: str) -> dict[str, bytes]:
-    """Return the bytes of the storages of a container's tensors, by name. Raises ReshardError where
+    """Return the bytes of the storages of a container's tensors, by name. Raises ReshardError if
     they are more than plain data has use for."""
     placed = {n: at for n, at in records(read, size, where).items() if n.startswith("data/")}
     total = sum(length for _, length in placed.values())

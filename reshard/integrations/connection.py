@@ -158,7 +158,7 @@ class Connection:
         return part() if calls is None else calls.alongside(link.group, part)
 
     def reads_host_memory(self, source: Trainer) -> bool:
-        """Return True where the next refit needs nothing of a trainer's rank on the GPU: it can read its
+        """Return True if the next refit needs nothing of a trainer's rank on the GPU: it can read its
         parameters from host memory, and engines read no more of them over PCIe so than loading and
         offloading them would move. False before a connection is made, which finds out who can map the
         GPU's memory."""

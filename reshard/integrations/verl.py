@@ -47,7 +47,7 @@ log = logging.getLogger("reshard.verl")
 
 class Shards(NamedTuple):
     """In the place of verl's iterator over full tensors: this rank's model, whose shards are read
-    where they are, the name of its LoRA adapter in vLLM, None where it has none, and what brings its
+    where they are, the name of its LoRA adapter in vLLM, None if it has none, and what brings its
     parameters back to the GPU, where verl has offloaded them."""
 
     source: MegatronModel
@@ -104,9 +104,9 @@ def left_to_verl(engine: Any) -> str:
 
 
 def adapter_of(model_config: Any) -> str | None:
-    """Return the name by which verl asks vLLM for a model's LoRA adapter; None where vLLM serves none.
+    """Return the name by which verl asks vLLM for a model's LoRA adapter; None if vLLM serves none.
 
-    Raises ReshardError where there is an adapter and no vLLM: SGLang's are not refitted.
+    Raises ReshardError if there is an adapter and no vLLM: SGLang's are not refitted.
     """
     lora = getattr(model_config, "lora", None) or {}
     if lora.get("rank", 0) == 0 or lora.get("merge", False):

@@ -65,7 +65,7 @@ def find_adapters(
 
 
 def check_supported(keys: Iterable[str], where: object) -> None:
-    """Raise ReshardError, naming it, where keys belong to an adapter that is more than pairs of matrices."""
+    """Raise ReshardError, naming it, if keys belong to an adapter that is more than pairs of matrices."""
     keys = list(keys)
     for what, pattern in NOT_HELD.items():
         matching = [key for key in keys if pattern.search(key)]
@@ -90,7 +90,7 @@ def _form_of(parsed: Mapping[str, MatrixKey], where: object, swiglu_ranks: int) 
 def _adapter_of(
     layer: LinearLayer, keys: Mapping[str, Key], model: Model, form: AdapterForm
 ) -> Adapter | None:
-    """Return the adapter of a layer, or None where no key has one."""
+    """Return the adapter of a layer, or None if no key has one."""
     if form.canonical and len(layer.published()) > 1 and not layer.of_experts:
         ranks = {}
         for name, part in zip(layer.published(), part_names(layer), strict=True):
@@ -115,7 +115,7 @@ def _adapter_of(
 
 
 def _key_of(layer: LinearLayer, name: str, keys: Mapping[str, Key], model: Model) -> str | None:
-    """Return the key of a matrix with this name in a layer, None where there is none."""
+    """Return the key of a matrix with this name in a layer, None if there is none."""
     wanted = replace(layer.first, name=name, local_name=name, halves=1)
     for key, stack, _ in possible_keys(wanted, model, keys):
         dims = len(stack) + 2
@@ -127,7 +127,7 @@ def _key_of(layer: LinearLayer, name: str, keys: Mapping[str, Key], model: Model
 
 
 def _is_shared(layer: LinearLayer, key: Key, name: str, model: Model) -> bool:
-    """Return True where all experts of a layer have one matrix: the key has no dim for the expert."""
+    """Return True if all experts of a layer have one matrix: the key has no dim for the expert."""
     if not layer.of_experts:
         return False
     per_layer = name.startswith("decoder.layers.") and not name.split(".")[2].isdigit()

@@ -99,7 +99,7 @@ def adapter_parameters(adapters: Iterable[Adapter], form: AdapterForm) -> ModelP
     """Return the matrices of these adapters as Megatron's parameters in this `form`, made of
     canonical tensors that have PEFT's names.
 
-    Raises ReshardError where a form has no place for an adapter: fused layers of which some have
+    Raises ReshardError if a form has no place for an adapter: fused layers of which some have
     one, or of different ranks.
     """
     expansion = _Matrices(form)
@@ -238,7 +238,7 @@ def _halves_by_rank(name: str, rows: int, rank: int, ranks: int) -> list[Part]:
 
 
 def _check_divides(rows: int, parts: int, name: str) -> None:
-    """Raise ReshardError where the rows of a published B cannot lie by tensor-parallel rank."""
+    """Raise ReshardError if the rows of a published B cannot lie by tensor-parallel rank."""
     if rows % parts:
         raise ReshardError(
             f"--tp: the {rows} rows of {name} cannot be cut into {parts} parts: give another size"

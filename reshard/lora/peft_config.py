@@ -37,7 +37,7 @@ def scales_of(
     """Return the scale of each weight, whose ranks the files have, as PEFT takes it from its config:
     by the weight's own name, or the one in `names`.
 
-    Raises ReshardError where the config has another rank.
+    Raises ReshardError if the config has another rank.
     """
     rank_pattern, alpha_pattern = (
         _patterns(config, name, where) for name in ("rank_pattern", "alpha_pattern")

@@ -153,7 +153,7 @@ def caveats(model: Model, transformer_impl: str, model_class: str | None = None)
 
 
 def check_args(model: Model, args: dict[str, Any], where: str, advice: str) -> None:
-    """Raise ReshardError, naming both values, where Megatron's arguments make another model than this one.
+    """Raise ReshardError, naming both values, if Megatron's arguments make another model than this one.
 
     `args` may be a GPTModel's or a HybridModel's, and also the fields of a config by the same
     names. Arguments that are absent are not compared.
@@ -184,7 +184,7 @@ def check_args(model: Model, args: dict[str, Any], where: str, advice: str) -> N
 
 
 def check_family(name: str) -> None:
-    """Raise OptionError where no family has this name."""
+    """Raise OptionError if no family has this name."""
     if name not in families():
         raise OptionError(f"--family {name} is not one of {listed(sorted(families()), 40)}")
 
@@ -192,7 +192,7 @@ def check_family(name: str) -> None:
 def model_of_args(args: dict[str, Any], where: str, family_name: str | None = None) -> Model:
     """Return the model that arguments describe: the inverse of `megatron_args`.
 
-    They may be a GPTModel's or a HybridModel's. Raises ReshardError where an argument is missing or
+    They may be a GPTModel's or a HybridModel's. Raises ReshardError if an argument is missing or
     has a value that the family's models never have.
     """
     try:
@@ -213,7 +213,7 @@ def model_of_args(args: dict[str, Any], where: str, family_name: str | None = No
 def hf_config_of_args(family: Family, args: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the Hugging Face config of a family that arguments describe.
 
-    An absent argument is at Megatron's default. Raises ReshardError where that says nothing of the model.
+    An absent argument is at Megatron's default. Raises ReshardError if that says nothing of the model.
     """
     config: dict[str, Any] = {
         "architectures": [family.architecture],
@@ -266,7 +266,7 @@ def mismatched_args(family: Family, args: dict[str, Any]) -> list[str]:
 
 def family_of_args(args: dict[str, Any], where: str) -> Family:
     """Return the one family whose models have such arguments. Raises ReshardError, naming them,
-    where there is none or more than one."""
+    if there is none or more than one."""
     identified = [family for family in families().values() if family.identifies]
     fitting = [family for family in identified if not mismatched_args(family, args)]
     if len(fitting) == 1:

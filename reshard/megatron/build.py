@@ -48,7 +48,7 @@ def transformer_config(
     layers, which no GPTModel has); no process group is needed.
 
     Dropout is 0. `overrides` are fields of the config, such as ``sequence_parallel=True``, which Megatron
-    demands for training experts with TP. Raises ReshardError where a size does not divide or a field does not
+    demands for training experts with TP. Raises ReshardError if a size does not divide or a field does not
     exist.
     """
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -199,7 +199,7 @@ def build_megatron(
 
     Megatron's parallel state must be initialized (`initialize_parallel`).
     `make_vocab_size_divisible_by` is ``--make-vocab-size-divisible-by``; `overrides` as for
-    `transformer_config`. Raises ReshardError where this Megatron-Core has no HybridModel, or none
+    `transformer_config`. Raises ReshardError if this Megatron-Core has no HybridModel, or none
     that computes the model.
     """
     from megatron.core import parallel_state
@@ -280,7 +280,7 @@ def _hybrid_model(
 
 
 def parallel_layout() -> MegatronLayout:
-    """Return the layout of Megatron's parallel state. Raises ReshardError where it is not initialized."""
+    """Return the layout of Megatron's parallel state. Raises ReshardError if it is not initialized."""
     from megatron.core import parallel_state as state
 
     if not state.model_parallel_is_initialized():
@@ -298,7 +298,7 @@ def parallel_layout() -> MegatronLayout:
 
 
 def _check_parallel(model: Model, layout: MegatronLayout) -> None:
-    """Raise ReshardError where a layout is not that of Megatron's parallel state."""
+    """Raise ReshardError if a layout is not that of Megatron's parallel state."""
     initialized = parallel_layout()
     for name in ("tp", "pp", *(("ep", "expert_tp") if model.num_experts else ())):
         size = getattr(initialized, name)

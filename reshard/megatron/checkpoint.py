@@ -197,7 +197,7 @@ def check_language_model(keys: Keys, where: object) -> None:
 
 
 def vocab_rows(keys: Keys, where: object, model: Model) -> int:
-    """Return the vocabulary rows of a checkpoint, padding included. Raises ReshardError where they
+    """Return the vocabulary rows of a checkpoint, padding included. Raises ReshardError if they
     are fewer than the vocabulary."""
     key = keys.get(EMBEDDING)
     vocab = model.symbols["V"]
@@ -261,7 +261,7 @@ def placement_of_keys(
 def _check_key(
     key: str, entry: Key, stack: Stack, box: Box, where: object, model: Model, complete: bool
 ) -> None:
-    """Raise ReshardError where a key's shape, dtype or chunks are not those of a weight of the model."""
+    """Raise ReshardError if a key's shape, dtype or chunks are not those of a weight of the model."""
     shape = (*(n for _, n in stack), *box.lengths)
     if entry.shape != shape:
         raise ReshardError(

@@ -203,6 +203,6 @@ def without_deprecation_of_gpt_model() -> Iterator[None]:
 
 
 def gathers_at_forward(model: torch.nn.Module) -> bool:
-    """Return True where a DDP gathers parameters by hooks of a model's modules at the next forward."""
+    """Return True if a DDP gathers parameters by hooks of a model's modules at the next forward."""
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
     return any(getattr(hook, "__qualname__", "").startswith(GATHERS) for hook in hooks)

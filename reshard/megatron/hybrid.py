@@ -120,7 +120,7 @@ def notices(model: Model, model_class: str) -> list[str]:
 
 def _lacking(model: Model) -> str:
     """Return what a HybridModel lacks of the model's rotary embeddings: the scaling of Llama 3.1, or angles for
-    neighboring dims; empty where it has all."""
+    neighboring dims; empty if it has all."""
     if model.family.megatron["rotary_interleaved"]:
         return "rotary embeddings of neighboring dims"
     return "llama3 scaling of rotary embeddings" if model.rope()["rope_type"] == "llama3" else ""
@@ -174,7 +174,7 @@ def as_hybrid_args(args: Mapping[str, Any], pattern: str, transformer_impl: str)
 def stages_of_pattern(pattern: str, pp: int) -> dict[str, Any]:
     """Return the options of a `MegatronLayout` for the stages of a pattern, on `pp` ranks.
 
-    Raises ReshardError where a stage ends between an attention and its MLP, or the pattern does not
+    Raises ReshardError if a stage ends between an attention and its MLP, or the pattern does not
     say where it ends.
     """
     decoder, *mtp = pattern.split(MTP)
@@ -218,7 +218,7 @@ def pairs(pattern: str, where: object) -> list[str]:
     """Return the letters of each decoder layer, an attention and an MLP, of a pattern without stages
     and MTP layers.
 
-    Raises ReshardError where attention and MLP do not alternate.
+    Raises ReshardError if attention and MLP do not alternate.
 
     >>> pairs("*-*E", "args")
     ['*-', '*E']
@@ -237,7 +237,7 @@ def as_gpt_args(args: Mapping[str, Any], where: object) -> dict[str, Any]:
     of a GPTModel as they are. With Mamba layers, which no GPTModel has, the pattern stays among them, without
     stages and MTP layers.
 
-    Raises ReshardError where there is none.
+    Raises ReshardError if there is none.
     """
     pattern = next((args[name] for name in PATTERNS if args.get(name)), None)
     if pattern is None:

@@ -143,7 +143,7 @@ class MegatronLayout:
         return self.pp * self.ranks_per_stage(model)
 
     def check(self, model: Model) -> None:
-        """Raise ReshardError where a size does not divide the model, naming the sizes that would."""
+        """Raise ReshardError if a size does not divide the model, naming the sizes that would."""
         s = model.symbols
         if s.get("NQ", 0) % self.tp or (s.get("NKV", 1) % self.tp and self.tp % s.get("NKV", 1)):
             fits = [n for n in divisors(s["NQ"]) if s.get("NKV", n) % n == 0 or n % s.get("NKV", n) == 0]
@@ -181,7 +181,7 @@ class MegatronLayout:
         self.stages(model)
 
     def stages(self, model: Model) -> list[list[Stage]]:
-        """Return the stages as ``[pp rank][virtual stage]``. Raises ReshardError where the layers do not
+        """Return the stages as ``[pp rank][virtual stage]``. Raises ReshardError if the layers do not
         divide."""
         first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
         embedding = self.account_for_embedding_in_pipeline_split

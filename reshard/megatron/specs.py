@@ -7,7 +7,7 @@ from reshard.models.family import Family
 
 
 def layer_specs(family: Family, config: Any, transformer_impl: str, vp_stage: int | None) -> tuple[Any, Any]:
-    """Return the specs of the decoder layers and of the MTP layers (None where there are none) of a
+    """Return the specs of the decoder layers and of the MTP layers (None if there are none) of a
     virtual stage, for a model of this family with Megatron's config `config`."""
     if family.specs:
         module, _, function = family.specs.partition(":")

@@ -90,7 +90,7 @@ def _layers_per_rank(
 def stages_of_string(model: Model, text: str, pp: int, vpp: int) -> list[list[Stage]]:
     """Read ``--pipeline-model-parallel-layout``; return the stages as ``[pp rank][virtual stage]``.
 
-    Raises ReshardError where the string does not have the model's layers, or Megatron would not take it.
+    Raises ReshardError if the string does not have the model's layers, or Megatron would not take it.
     """
     rows = parse_pipeline(text)
     if len(rows) % pp or (vpp > 1 and len(rows) != pp * vpp):

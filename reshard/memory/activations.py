@@ -85,7 +85,7 @@ def layer_tensors(model: Model, kind: str, z: Sizes) -> list[Saved]:
 
 def uncounted(model: Model) -> list[str]:
     """Return a sentence on the modules and arguments of a model's layers of whose activations nothing
-    is known here, such as linear attention or an indexer; none where all are counted."""
+    is known here, such as linear attention or an indexer; none if all are counted."""
     names = {row.megatron for kind in set(model.kinds) for row in model.rows("layer", kind) if row.megatron}
     counted = tuple(f"{module}." for module in COUNTED)
     modules = {
@@ -139,7 +139,7 @@ def _attention(model: Model, z: Sizes) -> list[Saved]:
 
 
 def _norms_each_head(model: Model) -> bool:
-    """Return True where queries are normalized head by head, as Transformer Engine's norm does."""
+    """Return True if queries are normalized head by head, as Transformer Engine's norm does."""
     norms = (row for row in model.family.rows["layer"] if row.megatron == "self_attention.q_layernorm.weight")
     return all(row.shape == "D" for row in norms)
 

@@ -192,7 +192,7 @@ def _staged(model: Model, tp: int, pp: int, vpp: int, ep: int) -> MegatronLayout
 
 def even_stages(layers: int, mtp: int, stages: int) -> str | None:
     """Return Megatron's layout string with the embedding, the loss and each MTP layer counted as a
-    layer; None where a stage would be without a layer.
+    layer; None if a stage would be without a layer.
 
     >>> even_stages(61, 1, 16)
     'Et*3|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*2mL'

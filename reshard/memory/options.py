@@ -187,7 +187,7 @@ class TrainingSetup:
 
     @staticmethod
     def of(model: Model, layout: MegatronLayout, training: Training) -> "TrainingSetup":
-        """Settle the sizes. Raises ReshardError, naming both, where one does not divide another."""
+        """Settle the sizes. Raises ReshardError, naming both, if one does not divide another."""
         layout.check(model)
         t, experts = training, layout.ep * layout.expert_tp
         least = layout.tp * t.cp

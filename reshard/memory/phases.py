@@ -82,7 +82,7 @@ class Phase(NamedTuple):
 
 
 def phases_of(setup: TrainingSetup, report: MemoryReport, engine: EngineSetup) -> list[Phase]:
-    """Return the phases generate, sync, logprob and train. Raises ReshardError where the GPU's
+    """Return the phases generate, sync, logprob and train. Raises ReshardError if the GPU's
     memory is not known, or the engine cannot be laid out."""
     if report.gpu_bytes is None:
         raise OptionError("--engine needs --gpu-memory: the engine takes a share of it")

@@ -81,7 +81,7 @@ class MemoryReport:
     @property
     def fits(self) -> bool | None:
         """True where the upper end of every stage's (and phase's) band is within the GPU's memory,
-        False where a lower end is not. None in between, where it may fit, and where no GPU was
+        False if a lower end is not. None in between, where it may fit, and where no GPU was
         named."""
         if self.gpu_bytes is None:
             return None

@@ -114,7 +114,7 @@ def _check_sizes(family: Family, config: dict[str, Any], where: str) -> None:
 
 
 def _check_null(row: ConfigRow, config: dict[str, Any], where: str) -> None:
-    """Raise ReshardError where a field is null that transformers would not take as absent: it may make
+    """Raise ReshardError if a field is null that transformers would not take as absent: it may make
     another model, such as one whose switch is off."""
     nulls = [name for name in row.spellings if name in config and config[name] is None]
     if nulls and row.default is not None and row.field not in NULLABLE:

@@ -81,7 +81,7 @@ class Refusal:
         return (self.field,)
 
     def sentence(self, config: dict[str, Any]) -> str:
-        """Return what is wrong with a config; empty where nothing is."""
+        """Return what is wrong with a config; empty if nothing is."""
         value = config.get(self.field, self.values[0])  # null is a value: transformers takes it for one
         if value in self.values:
             return ""
@@ -102,7 +102,7 @@ class Equality:
         return (self.field, *self.total.split(" + "))
 
     def sentence(self, config: dict[str, Any]) -> str:
-        """Return what is wrong with a config; empty where nothing is."""
+        """Return what is wrong with a config; empty if nothing is."""
         _, *terms = self.fields
         if self.field not in config or config[self.field] == sum(config.get(term) or 0 for term in terms):
             return ""

@@ -13,8 +13,8 @@ LETTERS = {"F": "full", "S": "shared"}
 def indexer_layers(config: dict[str, Any], where: str) -> list[int]:
     """Return a 1 for each layer that has an indexer, and a 0 for each that shares one.
 
-    Raises ReshardError where the fields disagree, as transformers and vLLM read different ones, or
-    where Megatron has no arguments for it.
+    Raises ReshardError if the fields disagree, as transformers and vLLM read different ones, or
+    if Megatron has no arguments for it.
     """
     layers = int(config["num_hidden_layers"])
     patterns = {}

@@ -9,7 +9,7 @@ from reshard.models.numerics_args import linear_pattern, window_pattern
 
 def moe_by_step(config: dict[str, Any], where: str) -> list[str]:
     """Return ``moe`` for every `decoder_sparse_step`-th layer but those of `mlp_only_layers`, and
-    ``dense`` for the others. Raises ReshardError where the two fields do not say which."""
+    ``dense`` for the others. Raises ReshardError if the two fields do not say which."""
     step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers") or []
     step = 1 if step is None else step
     are_layers = isinstance(dense, list) and all(whole_number(layer, 0) for layer in dense)
@@ -32,7 +32,7 @@ def step_of_pattern(pattern: list[int]) -> dict[str, Any]:
 
 def moe_by_interval(config: dict[str, Any], where: str) -> list[str]:
     """Return ``moe`` for every `moe_layer_interval`-th layer from `moe_layer_start_index` to
-    `moe_layer_end_index`, where -1 is the last, and ``dense`` for the others. Raises ReshardError where the
+    `moe_layer_end_index`, where -1 is the last, and ``dense`` for the others. Raises ReshardError if the
     three fields do not say which."""
     defaults = {"moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_layer_end_index": -1}
     given = {name: config.get(name) for name in defaults}
@@ -65,7 +65,7 @@ def interval_of_pattern(pattern: list[int]) -> dict[str, Any]:
 
 def attention_by_layer_types(config: dict[str, Any], where: str) -> list[str]:
     """Return ``linear`` or ``full`` for each layer's attention: by `layer_types`, else ``full`` for every
-    `full_attention_interval`-th. Raises ReshardError where the two do not say which."""
+    `full_attention_interval`-th. Raises ReshardError if the two do not say which."""
     layers, types = config["num_hidden_layers"], config.get("layer_types")
     interval = config.get("full_attention_interval")
     interval = 4 if interval is None else interval
@@ -110,7 +110,7 @@ def windows_by_layer_types(config: dict[str, Any], where: str) -> list[int]:
 
 
 def check_layer_types(config: dict[str, Any], kind: str, where: str) -> None:
-    """Raise ReshardError where `layer_types` names another kind of layers than this one, which all are."""
+    """Raise ReshardError if `layer_types` names another kind of layers than this one, which all are."""
     types = config.get("layer_types") or [kind]
     if not isinstance(types, list) or any(each != kind for each in types):
         raise ReshardError(f"{where}: all layers are {kind}, but layer_types is {types!r:.80}")
@@ -148,7 +148,7 @@ def kinds_by_pattern(config: dict[str, Any], where: str) -> tuple[str, ...]:
     """Return ``mamba``, ``full`` (attention), ``dense`` (an MLP) or ``moe`` for each layer: by
     `layers_block_type`, which `layer_types` is too, or by the letters of `hybrid_override_pattern`.
 
-    Raises ReshardError where they do not say which, or say two things.
+    Raises ReshardError if they do not say which, or say two things.
     """
     given = {name: config[name] for name in PATTERN_FIELDS if config.get(name) is not None}
     kinds = {}

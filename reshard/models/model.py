@@ -138,7 +138,7 @@ class Model:
         return bool(self.config.get("tie_word_embeddings"))
 
     def value_of(self, argument: str) -> Any:
-        """Return the config's value for an argument of Megatron's; None where it has no field for it."""
+        """Return the config's value for an argument of Megatron's; None if it has no field for it."""
         name = self.family.field_of(argument)
         return None if name is None else self.config.get(name)
 
@@ -164,7 +164,7 @@ class Model:
 
     @property
     def shared_width(self) -> int:
-        """The width of the experts that every token goes to, together; 0 where there are none."""
+        """The width of the experts that every token goes to, together; 0 if there are none."""
         if not self.family.shared_experts:
             return int(self.value_of("moe_shared_expert_intermediate_size") or 0) if self.num_experts else 0
         count = self.config.get(self.family.shared_experts) or 0
@@ -179,7 +179,7 @@ class Model:
         )
 
     def holds(self, conditions: Iterable[str], kind: str = "") -> bool:
-        """Return True where all these conditions of a row hold for a layer of this kind."""
+        """Return True if all these conditions of a row hold for a layer of this kind."""
         return all(self._holds(condition, kind) for condition in conditions)
 
     def _holds(self, condition: str, kind: str) -> bool:

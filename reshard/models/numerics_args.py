@@ -185,7 +185,7 @@ def linear_pattern(frequency: Any, layers: int) -> list[int]:
     """Return ``--linear-attention-freq`` as a 1 for each layer with linear attention and a 0 for
     each without: of a number n every n-th is without.
 
-    Raises ValueError where it says nothing about so many layers.
+    Raises ValueError if it says nothing about so many layers.
     """
     if isinstance(frequency, int) and frequency > 0:
         return [int((layer + 1) % frequency != 0) for layer in range(layers)]
@@ -196,7 +196,7 @@ def window_pattern(frequency: Any, layers: int) -> list[int]:
     """Return ``--window-attn-skip-freq`` as a 1 for each layer that attends to a window and a 0 for each that
     attends to all: of a number n every n-th does, without one none.
 
-    Raises ValueError where it says nothing about so many layers.
+    Raises ValueError if it says nothing about so many layers.
     """
     return [1] * layers if frequency is None else linear_pattern(frequency, layers)
 
@@ -204,7 +204,7 @@ def window_pattern(frequency: Any, layers: int) -> list[int]:
 def moe_pattern(frequency: Any, layers: int) -> list[int]:
     """Return ``--moe-layer-freq`` as a 1 for each layer with experts and a 0 for each without.
 
-    Raises ValueError where it says nothing about so many layers.
+    Raises ValueError if it says nothing about so many layers.
     """
     if isinstance(frequency, int):
         return [int(i % frequency == 0) for i in range(layers)]
@@ -230,7 +230,7 @@ def indexer_pattern(frequency: int, offset: int, layers: int) -> list[int]:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Return True where two settings make the same model. Amounts are compared as the float32 that
+    """Return True if two settings make the same model. Amounts are compared as the float32 that
     they are in a kernel: what has been saved as one, or computed, is the same setting.
 
     >>> same_value(1e-05, 9.999999747378752e-06), same_value(1000000, 1e6), same_value(32, 33)

@@ -109,7 +109,7 @@ class Row:
         return replace(self, hf=in_numbers(self.hf, symbols)) if "[" in self.hf else self
 
     def split_of(self, transformer_impl: str) -> tuple[str, int] | None:
-        """Return the mesh axis and the dim that it splits, or None where every rank has all of the
+        """Return the mesh axis and the dim that it splits, or None if every rank has all of the
         parameter."""
         words = self.split.split()
         if words == ["-"] or (words[0] == "local" and transformer_impl != "local"):

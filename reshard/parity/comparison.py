@@ -204,7 +204,7 @@ class SystemComparison:
             return None
 
     def _check_memory(self, spec: str, side: str, dtype: str) -> None:
-        """Raise ReshardError where a checkpoint would clearly not fit into memory."""
+        """Raise ReshardError if a checkpoint would clearly not fit into memory."""
         shapes = expand(self.models[SIDES.index(side)]).shapes.values()
         elements = sum(torch.Size(shape).numel() for shape in shapes)
         parts = self.options.layout.tp * self.options.layout.pp if is_megatron(spec) else 1

@@ -64,7 +64,7 @@ class Metrics:
 def metrics_of(a: Sequence[Scores], b: Sequence[Scores]) -> Metrics:
     """Compare two systems' scores of the same prompts.
 
-    Raises ReshardError, naming prompt and token, where there are fewer logprobs than tokens, a
+    Raises ReshardError, naming prompt and token, if there are fewer logprobs than tokens, a
     logprob is NaN or infinite, or the shapes of a system's scores do not fit together.
 
     >>> metrics = metrics_of([Scores(np.array([-1.0, -2.0]))], [Scores(np.array([-1.0, -2.5]))])
@@ -105,7 +105,7 @@ def metrics_of(a: Sequence[Scores], b: Sequence[Scores]) -> Metrics:
 
 
 def routing_of(a: Sequence[Scores], b: Sequence[Scores], model: Model) -> Routing | None:
-    """Compare the experts that two systems chose; None where one does not report them, or the model
+    """Compare the experts that two systems chose; None if one does not report them, or the model
     has none."""
     one, two = ([s.choices for s in scores if s.choices is not None] for scores in (a, b))
     if len(one) != len(a) or len(two) != len(b) or not one:
@@ -115,7 +115,7 @@ def routing_of(a: Sequence[Scores], b: Sequence[Scores], model: Model) -> Routin
 
 
 def check_scores(a: Sequence[Scores], b: Sequence[Scores]) -> None:
-    """Raise ReshardError where the scores cannot be compared."""
+    """Raise ReshardError if the scores cannot be compared."""
     if len(a) != len(b):
         raise ReshardError(f"A has scores of {len(a)} prompts, B of {len(b)}")
     if not len(a):

@@ -117,7 +117,7 @@ def noise_of(
     same_kind: bool = True,
     share: float = SHARE_IN_FP32,
 ) -> Noise | None:
-    """Compare the difference of two systems' scores with the rounding of either; None where neither
+    """Compare the difference of two systems' scores with the rounding of either; None if neither
     was measured.
 
     The rounding of a system is `rounded` minus `exact`: its scores in its dtype, and its

@@ -38,7 +38,7 @@ RUN, LAST_POSITION = 32, 1 << 15
 
 def far_prompt(model: Model, longest: int, seed: int = 0) -> FarPrompt | None:
     """Make a prompt of a few tokens up to the end of the model's context, and on both sides of
-    where its rotary scaling begins; None where prompts of `longest` tokens reach as far."""
+    where its rotary scaling begins; None if prompts of `longest` tokens reach as far."""
     context = min(int(model.config["max_position_embeddings"]), LAST_POSITION)
     last = context - RUN
     if last < longest:
@@ -59,7 +59,7 @@ def far_prompt(model: Model, longest: int, seed: int = 0) -> FarPrompt | None:
 def tokenizer_of(systems: Sequence[str]) -> Callable[[str], list[int]] | None:
     """Return the systems' tokenizer as a function from text to ids; None without any.
 
-    Raises ReshardError where two have different ones.
+    Raises ReshardError if two have different ones.
     """
     tokenizer = _tokenizer(systems)
     return None if tokenizer is None else lambda text: list(tokenizer(text)["input_ids"])
@@ -68,7 +68,7 @@ def tokenizer_of(systems: Sequence[str]) -> Callable[[str], list[int]] | None:
 def token_texts(systems: Sequence[str], prompts: Sequence[Prompt]) -> list[list[str]] | None:
     """Return the text of each token of each prompt by the systems' tokenizer; None without any.
 
-    Raises ReshardError where two have different ones.
+    Raises ReshardError if two have different ones.
     """
     tokenizer = _tokenizer(systems)
     if tokenizer is None:

@@ -18,7 +18,7 @@ from reshard.core.errors import ReshardError
 class Choices(NamedTuple):
     """The experts that a prompt's n tokens went to: `experts` ``[n, layers, top k]``, ascending,
     and `scores` ``[n, layers, experts]`` that they were chosen by, the larger the better (None
-    where the system does not report them); `layers` has the layers' numbers."""
+    if the system does not report them); `layers` has the layers' numbers."""
 
     layers: tuple[int, ...]
     experts: np.ndarray
@@ -82,7 +82,7 @@ def compare_routing(
     """Compare the choices of two systems for the same prompts. `groups` limits experts to groups;
     `apart` has the |difference of logprobs| of each prompt's tokens ``[n]``.
 
-    Raises ReshardError where the systems do not have the same MoE layers, or neither reports its
+    Raises ReshardError if the systems do not have the same MoE layers, or neither reports its
     scores.
 
     >>> scores = np.array([[[0.9, 0.5, 0.4, 0.1]]])

@@ -23,7 +23,7 @@ ENGINES = {
 
 
 def engine_of(spec: str) -> str:
-    """Return the engine that serves a system, empty where it is a path or a hub id alone.
+    """Return the engine that serves a system, empty if it is a path or a hub id alone.
 
     >>> engine_of("sglang:Qwen/Qwen3-8B"), engine_of("Qwen/Qwen3-8B"), engine_of("C:/models")
     ('sglang', '', '')
@@ -45,7 +45,7 @@ def is_address(place: str) -> bool:
 def checkpoint_of(spec: str) -> str:
     """Return the path or hub id of a system's checkpoint, which a running server tells.
 
-    Raises ReshardError where no such server answers.
+    Raises ReshardError if no such server answers.
     """
     place = place_of(spec)
     return _served_checkpoint(place) if is_address(place) else place

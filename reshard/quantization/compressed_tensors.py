@@ -50,7 +50,7 @@ ReadNumbers = Callable[[list[str]], dict[str, tuple[int, ...]]]
 
 class Group(NamedTuple):
     """A group of a config that quantizes weights: its name, what the config says of weights, inputs
-    and format, and the scheme; None where the scheme is not known."""
+    and format, and the scheme; None if the scheme is not known."""
 
     name: str
     arguments: dict[str, Any]
@@ -60,7 +60,7 @@ class Group(NamedTuple):
 
 
 def groups_of(config: Mapping[str, Any], where: str) -> list[Group]:
-    """Return the groups of a config that quantize weights. Raises ReshardError where they say what
+    """Return the groups of a config that quantize weights. Raises ReshardError if they say what
     cannot be read."""
     groups = config.get("config_groups")
     groups = {} if groups is None else groups
@@ -83,7 +83,7 @@ def groups_of(config: Mapping[str, Any], where: str) -> list[Group]:
 def _scheme_of(
     where: str, name: str, weights: Mapping[str, Any], form: str | None
 ) -> Channels | IntGroups | Nvfp4 | None:
-    """Return how one group of weights is quantized; None where that is not known."""
+    """Return how one group of weights is quantized; None if that is not known."""
     kind, strategy, bits = str(weights.get("type")), str(weights.get("strategy")), weights.get("num_bits")
     symmetric: Any = weights.get("symmetric")
     size: Any = weights.get("group_size")
@@ -114,7 +114,7 @@ def _scheme_of(
 
 
 def schemes_of(config: Mapping[str, Any], where: str) -> list[Channels | IntGroups | Nvfp4]:
-    """Return the schemes of a checkpoint's weights. Raises ReshardError where one cannot be read."""
+    """Return the schemes of a checkpoint's weights. Raises ReshardError if one cannot be read."""
     groups = groups_of(config, where)
     named = config.get("config_groups") or {}
     for name, form in [("its", config.get("format")), *((n, g.get("format")) for n, g in named.items())]:
@@ -144,7 +144,7 @@ def find_weights(
     """Return the weights among a checkpoint's `tensors` that are quantized, by name; those without
     scales are left as they are.
 
-    Raises ReshardError where the ``quantization_config`` says what cannot be read, or scales do not
+    Raises ReshardError if the ``quantization_config`` says what cannot be read, or scales do not
     add up.
     """
     schemes = schemes_of(config, where)
@@ -199,7 +199,7 @@ def scheme_of_scales(
 def _packed_names(any_packed: bool, tensors: Mapping[str, StoredTensor], where: str) -> list[str]:
     """Return the weights whose codes are packed.
 
-    Raises ReshardError where there are some, but no group of the config packs `any`, or parts of
+    Raises ReshardError if there are some, but no group of the config packs `any`, or parts of
     some without codes.
     """
     names = [name.removesuffix(PACKED_SUFFIX) for name in tensors if name.endswith(f".weight{PACKED_SUFFIX}")]
@@ -222,7 +222,7 @@ def _packed_names(any_packed: bool, tensors: Mapping[str, StoredTensor], where: 
 def _nvfp4_weights(
     names: Iterable[str], tensors: Mapping[str, StoredTensor], where: str
 ) -> dict[str, StoredWeight]:
-    """Return the weights that are nvfp4. Raises ReshardError where what belongs to one does not add
+    """Return the weights that are nvfp4. Raises ReshardError if what belongs to one does not add
     up."""
     weights = {}
     for name in names:
@@ -241,7 +241,7 @@ def _packed_weights(
     where: str,
     read_numbers: ReadNumbers,
 ) -> dict[str, StoredWeight]:
-    """Return the weights whose codes are packed in words. Raises ReshardError where what belongs to
+    """Return the weights whose codes are packed in words. Raises ReshardError if what belongs to
     one does not add up."""
     for name in names:
         if name + GLOBAL_SCALE_SUFFIX in tensors:

@@ -75,7 +75,7 @@ def find_weights(
 ) -> dict[str, StoredWeight]:
     """Return the weights among a checkpoint's `tensors` that are stored in fp8 blocks, by name.
 
-    Raises ReshardError where the ``quantization_config`` or the scales do not add up.
+    Raises ReshardError if the ``quantization_config`` or the scales do not add up.
     """
     block = config.get("weight_block_size") or (BLOCK, BLOCK)
     if not is_block(block):

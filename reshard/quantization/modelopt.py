@@ -30,7 +30,7 @@ def find_weights(
     """Return the weights among a checkpoint's `tensors` that are nvfp4 or fp8, by name; those without
     scales are left as they are.
 
-    Raises ReshardError where the ``quantization_config`` names another format, or what belongs to a
+    Raises ReshardError if the ``quantization_config`` names another format, or what belongs to a
     weight does not add up.
     """
     fields = config.get("quantization", config)

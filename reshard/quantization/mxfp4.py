@@ -54,7 +54,7 @@ class Mxfp4(Scheme):
 
 def find_weights(tensors: Mapping[str, StoredTensor], where: str) -> dict[str, StoredWeight]:
     """Return the weights among a checkpoint's `tensors` that are stored as blocks and scales, by
-    the names of their blocks. Raises ReshardError where the two do not belong together."""
+    the names of their blocks. Raises ReshardError if the two do not belong together."""
     weights: dict[str, StoredWeight] = {}
     for name in (name for name in tensors if name.endswith(SCALES_SUFFIX)):
         if name.removesuffix(SCALES_SUFFIX) + CODES_SUFFIX not in tensors:

@@ -126,7 +126,7 @@ def stored_weight(
 ) -> StoredWeight:
     """Return the weight of these stored tensors: its codes, their scales, and its global scale.
 
-    Raises ReshardError where one is missing, or they do not add up.
+    Raises ReshardError if one is missing, or they do not add up.
     """
     for part in parts[1:]:
         if part not in tensors:

@@ -37,7 +37,7 @@ class Scaling(ABC):
     @abstractmethod
     def global_scales(self, largest: torch.Tensor) -> torch.Tensor:
         """Return the global scales, in fp32, of weights with these magnitudes. Raises ReshardError
-        where their dtype holds none."""
+        if their dtype holds none."""
 
     @abstractmethod
     def scales(self, largest: torch.Tensor, global_scales: torch.Tensor) -> torch.Tensor:

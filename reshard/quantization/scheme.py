@@ -47,7 +47,7 @@ class StoredWeight(NamedTuple):
             raise ReshardError(f"{where}: {self.tensors[1]} holds infinities or NaN, which are no scales")
 
     def check_fp16(self, scales: np.ndarray, out: np.ndarray, where: str) -> None:
-        """Raise ReshardError where fp16, which alone has less room than the products, has made
+        """Raise ReshardError if fp16, which alone has less room than the products, has made
         infinities of them."""
         if np.float16 in (scales.dtype, out.dtype) and np.isinf(out).any():
             self.too_large("float16", where)
@@ -115,7 +115,7 @@ class Scheme(ABC):
 
 
 def check_finite(name: str, scales: np.ndarray, advice: str = "") -> None:
-    """Raise ReshardError where a weight holds infinities or NaN, which its scales show."""
+    """Raise ReshardError if a weight holds infinities or NaN, which its scales show."""
     if not np.isfinite(scales.astype(np.float32)).all():
         raise ReshardError(
             f"{name} holds infinities or NaN, and quantizing would make all that shares a scale with one "

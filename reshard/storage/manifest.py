@@ -75,7 +75,7 @@ def manifest_json(fields: dict[str, Any], tensors: dict[str, TensorInfo], checks
 def read_manifest(directory: Path) -> dict[str, Any] | None:
     """Return the manifest of a directory, or None.
 
-    Raises ReshardError where it is not readable or not of the form that `manifest_json` gives;
+    Raises ReshardError if it is not readable or not of the form that `manifest_json` gives;
     manifests of before files were listed have no ``files``.
     """
     path = directory / NAME

@@ -200,7 +200,7 @@ def _as_in_keys(name: str) -> str:
 
 
 def _scale(alphas: dict[str, Alpha], adapter: Adapter, rank: int) -> Scale:
-    """Return the scale of an adapter. Raises ReshardError where no module of the model has it."""
+    """Return the scale of an adapter. Raises ReshardError if no module of the model has it."""
     kinds = set(alphas.values())
     if len(kinds) == 1:
         [alpha] = kinds

@@ -37,7 +37,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def check_model(self, model: Model) -> None:
-        """Raise ReshardError, with both values, where the trainer's model computes something else from the
+        """Raise ReshardError, with both values, if the trainer's model computes something else from the
         same weights than `model`."""
 
     @abstractmethod
@@ -46,7 +46,7 @@ class Trainer(ABC):
 
     @property
     def device(self) -> torch.device | None:
-        """The device on which the trainer computes, and should have its parameters; None where this
+        """The device on which the trainer computes, and should have its parameters; None if this
         rank has none."""
         return next((region.tensor.device for region in self.regions), None)
 
@@ -59,7 +59,7 @@ class Trainer(ABC):
         """Return the LoRA adapter of this trainer's model as a source of its own; from then on this one
         publishes the weights without it.
 
-        Raises ReshardError where the model has none, or one that is not refitted.
+        Raises ReshardError if the model has none, or one that is not refitted.
         """
         raise ReshardError(f"{type(self).__name__} has no LoRA adapter that a refit can take")
 
@@ -81,17 +81,17 @@ class Trainer(ABC):
         return False
 
     def is_readable_from_host(self) -> bool:
-        """Return True where a refit could read all parameters if those that were moved to host memory stayed
-        there; False where a trainer does not say."""
+        """Return True if a refit could read all parameters if those that were moved to host memory stayed
+        there; False if a trainer does not say."""
         return False
 
     def sync_params(self) -> None:
         """Finish what training has put off, before anything is read. All ranks of the trainer call
-        it, and some may wait for others. Raises ReshardError where it fails."""
+        it, and some may wait for others. Raises ReshardError if it fails."""
         return
 
     def check_memory(self, device: torch.device) -> None:
-        """Raise ReshardError, naming one, where parameters are not in memory that this device reads: its own,
+        """Raise ReshardError, naming one, if parameters are not in memory that this device reads: its own,
         or pinned memory of the host."""
         for index, (tensor, _, _) in enumerate(self.regions):
             if not is_readable(tensor, device):

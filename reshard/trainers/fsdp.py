@@ -77,10 +77,10 @@ def _locals(
     views: Mapping[str, list[str]],
     published_names: Mapping[str, str],
 ) -> list[LocalTensor | None]:
-    """Return the local tensors of a parameter, one for each of its regions; None where the model
+    """Return the local tensors of a parameter, one for each of its regions; None if the model
     has no such tensor.
 
-    Raises ReshardError where it has another shape.
+    Raises ReshardError if it has another shape.
     """
     name = published_names.get(held.name, held.name)
     if name in views:
@@ -120,7 +120,7 @@ def _locals(
 
 
 def _rows(held: LocalParameter) -> Box:
-    """Return the box of a parameter as one of a matrix or a vector. Raises ReshardError where it is split along
+    """Return the box of a parameter as one of a matrix or a vector. Raises ReshardError if it is split along
     a dim after the second."""
     offsets, lengths = held.box
     if len(lengths) > 2 and lengths[1:] != held.shape[1:]:

@@ -198,7 +198,7 @@ class FsdpAdapter(FsdpShards):
 
 
 def _fits(shape: tuple[int, ...], tensor: LocalTensor, matrix: str) -> bool:
-    """Return True where a weight of a model has a shape that an expert's matrix goes with."""
+    """Return True if a weight of a model has a shape that an expert's matrix goes with."""
     [part] = tensor.parts
     ends = part.box.ends
     return len(shape) == 2 and (ends[1] == shape[1] if matrix == A else ends[0] <= shape[0])

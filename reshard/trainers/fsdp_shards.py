@@ -103,7 +103,7 @@ class FsdpShards(Trainer):
         return regions
 
     def _tensors(self) -> list[torch.Tensor]:
-        """Return the local tensors, as they are now. Raises ReshardError where one is not as it was
+        """Return the local tensors, as they are now. Raises ReshardError if one is not as it was
         at connect."""
         with torch.no_grad():
             tensors = [held.tensor for held in self.held]

@@ -150,7 +150,7 @@ def _settings(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _check_rotary(model: torch.nn.Module, served: Model) -> None:
-    """Raise ReshardError where a rotary embedding of the model turns at other frequencies, or scales
+    """Raise ReshardError if a rotary embedding of the model turns at other frequencies, or scales
     otherwise, than the served one."""
     expected = served.inverse_frequencies()
     for name, module in model.named_modules():
@@ -172,7 +172,7 @@ def _check_rotary(model: torch.nn.Module, served: Model) -> None:
 
 
 def rope_is_ignored() -> bool:
-    """Return True where a field of the config that rotary embeddings follow from is ignored."""
+    """Return True if a field of the config that rotary embeddings follow from is ignored."""
     return bool(ignored() & {*ROPE_FIELDS, "rotary_base", "max_position_embeddings"})
 
 

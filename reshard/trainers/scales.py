@@ -24,7 +24,7 @@ class Alpha(NamedTuple):
 def alpha_of(module: Any) -> Alpha | None:
     """Return what an adapter module multiplies by; None of any other module.
 
-    Raises ReshardError where it is neither alpha / rank nor alpha / sqrt(rank).
+    Raises ReshardError if it is neither alpha / rank nor alpha / sqrt(rank).
     """
     if hasattr(module, "linear_in") and hasattr(module, "linear_out") and hasattr(module, "alpha"):
         return Alpha(float(module.alpha), False)  # Megatron-Bridge: always alpha / dim
@@ -65,7 +65,7 @@ class Factors:
         ]
 
     def check(self) -> None:
-        """Raise ReshardError where one has changed since."""
+        """Raise ReshardError if one has changed since."""
         for module, factor in self._bridge:
             _check_factor(module.alpha / module.dim, factor)
         for scaling, name, factor in self._peft:
@@ -80,7 +80,7 @@ def _check_factor(now: float, then: float) -> None:
 
 
 def check_frozen(models: Iterable[torch.nn.Module]) -> None:
-    """Raise ReshardError where parameters beside the adapter are trained, which would not reach the engine."""
+    """Raise ReshardError if parameters beside the adapter are trained, which would not reach the engine."""
     trained = [name for name in _trained(models) if not ADAPTER.search(name)]
     if trained:
         raise ReshardError(

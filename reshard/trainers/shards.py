@@ -138,7 +138,7 @@ class ShardedModel(Trainer):
 
     def _published_key(self, key: str) -> str | None:
         """Return the key under which a tensor of the model's is published, from its checkpoint key or its
-        name in the model; None where it is not published."""
+        name in the model; None if it is not published."""
         return key
 
     @property
@@ -192,7 +192,7 @@ class ShardedModel(Trainer):
             return [region.tensor.data_ptr() for region in self.regions]
 
     def _now(self) -> list[Any]:
-        """Return what the model has now in the places of `_tensors`, or the host's copy of it; None where
+        """Return what the model has now in the places of `_tensors`, or the host's copy of it; None if
         it has nothing."""
         now: list[Any] = list(map(dict.get, *self._places))
         try:
@@ -223,7 +223,7 @@ class ShardedModel(Trainer):
         return known[2]
 
     def _look_into(self, now: list[Any]) -> None:
-        """Look into these tensors from now on. Raises ReshardError where one differs in form from
+        """Look into these tensors from now on. Raises ReshardError if one differs in form from
         the one that it replaces."""
         others = {id(before): tensor for before, tensor in zip(self._tensors, now, strict=True)}
         for index, region in enumerate(self._regions):

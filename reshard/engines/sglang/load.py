@@ -57,7 +57,7 @@ def stream_megatron(
     place: str, model_config: Any, model: torch.nn.Module
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Return the tensors of a Megatron checkpoint by their published names, in blocks of fp8 where SGLang's
-    config wants that; nothing where they are in the model already.
+    config wants that; nothing if they are in the model already.
 
     Raises ReshardError, before the first, if it is none, or of another model than SGLang's config.
     """

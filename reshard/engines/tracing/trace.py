@@ -23,7 +23,7 @@ class TracedCopy(NamedTuple):
     element `offset`.
 
     `pitch` is the distance between rows in elements, 0 for a single row; of a vector that between
-    elements, 0 where they follow one another. A box of which the loader turns or spreads rows has
+    elements, 0 if they follow one another. A box of which the loader turns or spreads rows has
     all dims of its tensor, and `strides`: how far apart neighbors along each lie in the parameter.
     """
 

@@ -44,7 +44,7 @@ class LocalModel(LocalBoxes):
         self._check_padding(model, make_vocab_size_divisible_by)
 
     def _check_padding(self, model: Model, make_vocab_size_divisible_by: int) -> None:
-        """Raise ReshardError where the vocabulary is padded by more than the rule gives: it is another
+        """Raise ReshardError if the vocabulary is padded by more than the rule gives: it is another
         one."""
         rows = max(
             (shard.shape[0] for shard in self.trainer.shards if shard.key in (EMBEDDING, OUTPUT)), default=0

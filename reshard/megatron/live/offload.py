@@ -52,7 +52,7 @@ def offload(models: Sequence[torch.nn.Module] | torch.nn.Module, optimizer: Any 
     Until `onload` the trainer's tensors have no memory: no step, no save. A refit reads the parameters from
     host memory then. No other process may have the memory mapped, so connect without `keep_mapped`.
 
-    Raises ReshardError, with nothing moved, where host memory is short or a storage cannot be resized.
+    Raises ReshardError, with nothing moved, if host memory is short or a storage cannot be resized.
     """
     chunks = chunks_of(models)
     if grads != "drop":
@@ -141,7 +141,7 @@ def _innermost(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _refuse_registered(chunks: list[torch.nn.Module]) -> None:
-    """Raise ReshardError where NCCL knows the buffers by their addresses."""
+    """Raise ReshardError if NCCL knows the buffers by their addresses."""
     for chunk in chunks:
         if getattr(getattr(chunk, "ddp_config", None), "nccl_ub", False):
             raise ReshardError(
@@ -202,7 +202,7 @@ def _tensors(chunks: list[torch.nn.Module], optimizer: Any) -> Iterator[tuple[st
 
 def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     """Return the optimizers that update the parameters, which Megatron's wraps, perhaps several.
-    Raises ReshardError where there is none."""
+    Raises ReshardError if there is none."""
     if optimizer is None or getattr(optimizer, "is_stub_optimizer", False):
         return []
     if hasattr(optimizer, "chained_optimizers"):
@@ -216,7 +216,7 @@ def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def check_main_parameters(optimizer: Any) -> None:
-    """Raise ReshardError where the main parameters of an optimizer cannot follow what is loaded
+    """Raise ReshardError if the main parameters of an optimizer cannot follow what is loaded
     into the model."""
     if optimizer is None:
         return

@@ -288,7 +288,7 @@ class _Save:
         )
 
     def _agree_on_options(self) -> None:
-        """Raise ReshardError where the ranks were given different options. Find which layers the model
+        """Raise ReshardError if the ranks were given different options. Find which layers the model
         has."""
         options = {
             "destination": os.path.abspath(self.destination), "the digest of the config": self.published.digest,
@@ -302,7 +302,7 @@ class _Save:
         self.implementation = self.transformer_impl or max(implementations)
 
     def _checked_destination(self) -> str:
-        """Return the destination's path. Raises ReshardError where it is a training run's, all of
+        """Return the destination's path. Raises ReshardError if it is a training run's, all of
         which would be replaced."""
         place = Path(os.path.abspath(self.destination))
         if self.iteration is None and self.overwrite and iterations_in(place):

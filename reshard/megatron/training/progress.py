@@ -50,7 +50,7 @@ class TrainingState:
 
     @staticmethod
     def of(checkpoint: Checkpoint) -> "TrainingState":
-        """Read that of a checkpoint. Raises ReshardError where it is not plain data."""
+        """Read that of a checkpoint. Raises ReshardError if it is not plain data."""
         where = f"{checkpoint.directory} (common state)"
         value = checkpoint.common()
         iteration, content = value.get("iteration"), value.get("content_metadata") or {}
@@ -91,7 +91,7 @@ class TrainingState:
         """Return the common state for a layout, and for a version of Megatron-LM. Where their ranks are others than
         those of the rest, experts have an optimizer of their own, the second of two.
 
-        Raises ReshardError where it has other optimizers, and would need these.
+        Raises ReshardError if it has other optimizers, and would need these.
         """
         saved = self.common.get("optimizer")
         if not isinstance(saved, dict) or not saved:
@@ -128,7 +128,7 @@ class TrainingState:
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
     """Return the groups of parameters of one optimizer, as its state dict has them: in that of the optimizer
-    that it wraps, but for one of fp32 parameters. Raises ReshardError where it has none."""
+    that it wraps, but for one of fp32 parameters. Raises ReshardError if it has none."""
     inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):

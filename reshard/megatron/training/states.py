@@ -77,7 +77,7 @@ class OptimizerStates:
 
 
 def states_of(checkpoint: Checkpoint) -> OptimizerStates | None:
-    """Return the optimizer states of a checkpoint; None where there are none."""
+    """Return the optimizer states of a checkpoint; None if there are none."""
     kinds: dict[str, dict[str, str]] = defaultdict(dict)
     others = []
     for key in (*checkpoint.keys, *checkpoint.objects):
@@ -98,7 +98,7 @@ def states_of(checkpoint: Checkpoint) -> OptimizerStates | None:
 
 
 def _format_named(checkpoint: Checkpoint) -> str | None:
-    """Return the format that the checkpoint says it has. None where it says nothing."""
+    """Return the format that the checkpoint says it has. None if it says nothing."""
     content = checkpoint.common().get("content_metadata")
     named = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
     return f"{named:.80}" if isinstance(named, str) else None
@@ -122,7 +122,7 @@ def _format_of_keys(keys: Mapping[str, Key], kinds: Mapping[str, dict[str, str]]
 
 
 def check_movable(states: OptimizerStates, where: object) -> None:
-    """Raise ReshardError where optimizer states cannot be moved to another layout."""
+    """Raise ReshardError if optimizer states cannot be moved to another layout."""
     if not states.can_move:
         raise ReshardError(
             f"{where} has its optimizer states in the format {states.format}, which belongs to the layout that it was "

@@ -143,7 +143,7 @@ def _refuse_unreadable(path: Path, model: Model) -> None:
 
 def _dequantizing_config() -> Any:
     """Return the config with which transformers dequantizes compressed-tensors weights while it
-    loads them. Raises ImportError where that package, or a transformers that does it, is not
+    loads them. Raises ImportError if that package, or a transformers that does it, is not
     installed."""
     from transformers import CompressedTensorsConfig
 

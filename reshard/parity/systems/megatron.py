@@ -73,7 +73,7 @@ class Megatron(ForwardSystem):
     def load(self, path: Path) -> None:
         """Load the weights of another checkpoint of the model with Megatron-Core's own loader.
 
-        Raises ReshardError where a parameter is missing, or the checkpoint is of another class of
+        Raises ReshardError if a parameter is missing, or the checkpoint is of another class of
         Megatron's models.
         """
         _, model_class, checkpoint = self._inspect(path)

@@ -24,7 +24,7 @@ def model_of(spec: str, hf_config: Path | None = None) -> Model:
     """Read the model of a system, with or without an engine, from its config or args; no weight is
     read.
 
-    Raises ReshardError where it is no checkpoint that can be opened."""
+    Raises ReshardError if it is no checkpoint that can be opened."""
     path = local_directory(checkpoint_of(spec))
     if not is_megatron(spec):
         check_config(path)

@@ -115,7 +115,7 @@ class StartedSglang(LiveSglang):
         return super().generate(prompts)
 
     def _start(self, context: int) -> Any:
-        """Start an engine for prompts of almost `context` tokens. Raises ReshardError where SGLang
+        """Start an engine for prompts of almost `context` tokens. Raises ReshardError if SGLang
         cannot."""
         import sglang
 
@@ -171,7 +171,7 @@ def open_served(place: str, megatron: bool, options: SystemOptions) -> Sglang:
 
 
 def _scores(number: int, answered: dict[str, Any], prompt: Prompt) -> Scores:
-    """Read the scores of a prompt. Raises ReshardError, naming it, where there are other logprobs than
+    """Read the scores of a prompt. Raises ReshardError, naming it, if there are other logprobs than
     of its tokens."""
     chosen = answered.get("input_token_logprobs") or []
     if [token for _, token, *_ in chosen] != list(prompt):

@@ -43,7 +43,7 @@ checkpoint:
 class MegatronAdapterFiles(Destination):
     """The matrices of an adapter in this `form`, whole, in one file of one rank: any layout loads them.
 
-    `copies` are A's that Megatron holds once. Raises ReshardError where the form cannot hold the adapter.
+    `copies` are A's that Megatron holds once. Raises ReshardError if the form cannot hold the adapter.
     """
 
     format = "megatron adapter"
@@ -116,7 +116,7 @@ class MegatronAdapterFiles(Destination):
         )  # fmt: skip
 
     def _of_experts(self) -> bool:
-        """Return True where experts have adapters, each its own."""
+        """Return True if experts have adapters, each its own."""
         return any(adapter.layer.of_experts for adapter in self.source.adapters)
 
     def _bridge_modules(self) -> set[str]:
@@ -169,7 +169,7 @@ def _completed(source: AdapterSource, rank: int) -> list[Adapter]:
 
 
 def _check_stacked(chunks: list[Chunk], source: AdapterSource) -> None:
-    """Raise ReshardError where layers or experts that Megatron stacks have adapters of different ranks."""
+    """Raise ReshardError if layers or experts that Megatron stacks have adapters of different ranks."""
     shapes: dict[str, tuple[int, ...]] = {}
     for chunk in chunks:
         if shapes.setdefault(chunk.key, chunk.key_shape) != chunk.key_shape:
@@ -182,7 +182,7 @@ def _check_stacked(chunks: list[Chunk], source: AdapterSource) -> None:
 def _settings(source: AdapterSource, form: AdapterForm) -> tuple[int, float, bool]:
     """Return the one rank, alpha and kind of scale that a trainer has for all layers.
 
-    Raises ReshardError where the layers have several: a trainer would compute another model.
+    Raises ReshardError if the layers have several: a trainer would compute another model.
     """
     scales = list(source.scales.values())
     rank = int(most_common(scale.rank for scale in scales))

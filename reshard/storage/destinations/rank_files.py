@@ -50,7 +50,7 @@ class RankFiles:
     """The files of one iteration, whose name is `directory`; their names begin with `within`.
 
     Each rank has one or, where that would be much larger than `file_bytes`, several of about one
-    size, as Megatron's own writer has. Raises ReshardError where the chunks of a key would have
+    size, as Megatron's own writer has. Raises ReshardError if the chunks of a key would have
     different dtypes: `.metadata` has one for each key.
     """
 

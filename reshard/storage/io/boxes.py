@@ -45,7 +45,7 @@ class Rows(NamedTuple):
         return Rows(box.offsets[0], box.offsets[0] + box.lengths[0], column, columns)
 
     def intersect(self, other: "Rows | Strip") -> "Rows | None":
-        """Return the rows and columns that both have; None where they have none in common."""
+        """Return the rows and columns that both have; None if they have none in common."""
         start, stop = max(self.start, other.start), min(self.stop, other.stop)
         column = max(self.column, other.column)
         columns = min(self.column + self.columns, other.column + other.columns) - column
@@ -90,7 +90,7 @@ class BoxReader:
         self.read_all([Wanted(name, rows, out)])
 
     def read_all(self, wanted: Iterable[Wanted]) -> None:
-        """Fill several. Raises ReshardError where a file cannot be read."""
+        """Fill several. Raises ReshardError if a file cannot be read."""
         stored = []
         for name, rows, out in wanted:
             strips = self.strips(name)
@@ -190,7 +190,7 @@ def place_of(strips: Iterable[Strip], rows: Rows, size: int) -> tuple[str, int]:
 
 def write_boxes(files: OpenFiles, boxes: Iterable[tuple[list[Strip], Rows, np.ndarray]]) -> None:
     """Write rows and columns, bytes ``[rows, bytes of a row]``, to the strips that have some of
-    them, neighbors in a file by one call. Raises ReshardError where a file cannot be written."""
+    them, neighbors in a file by one call. Raises ReshardError if a file cannot be written."""
     path, start, stop, waiting = Path(), 0, 0, list[np.ndarray]()
 
     def write() -> None:
@@ -218,7 +218,7 @@ def write_boxes(files: OpenFiles, boxes: Iterable[tuple[list[Strip], Rows, np.nd
 
 
 def _common(rows: Rows, strip: Strip) -> Rows | None:
-    """Return the part of these rows and columns that a strip has; None where it has none."""
+    """Return the part of these rows and columns that a strip has; None if it has none."""
     assert strip.transposed is None, f"{strip.path}: boxes are not those of a transposed matrix"
     return rows.intersect(strip)
 

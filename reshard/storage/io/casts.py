@@ -35,7 +35,7 @@ def overflow_notice(name: str, count: int, dtype: Dtype) -> str:
 
 
 def is_exact(source: Dtype, target: Dtype) -> bool:
-    """Return True where every number of one dtype is one of the other."""
+    """Return True if every number of one dtype is one of the other."""
     return source == target or (source.name, target.name) in EXACT
 
 
@@ -50,7 +50,7 @@ def cast(slab: np.ndarray, source: Dtype, target: Dtype) -> np.ndarray:
 def less_one(slab: np.ndarray, name: str) -> np.ndarray:
     """Return the numbers less 1, as Megatron holds the weights of some norms.
 
-    Raises ReshardError, naming the tensor, where adding 1 would not give back every one of them.
+    Raises ReshardError, naming the tensor, if adding 1 would not give back every one of them.
     """
     less = (slab.astype(np.float32) - 1).astype(slab.dtype)
     lost = int((plus_one(less) != slab).sum())

@@ -23,7 +23,7 @@ def remove_tree(tree: str | Path) -> None:
 
 
 def inode_of(path: Path) -> int | None:
-    """Return the inode of a path, not following links; None where there is none."""
+    """Return the inode of a path, not following links; None if there is none."""
     try:
         return os.lstat(path).st_ino
     except OSError:
@@ -42,7 +42,7 @@ def sync_directory(path: str | Path) -> None:
 
 
 def exchange(a: Path, b: Path) -> bool:
-    """Exchange the names of two directories in one step; return False where the system or the file
+    """Exchange the names of two directories in one step; return False if the system or the file
     system cannot. Raises OSError."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:

@@ -24,7 +24,7 @@ class OpenFiles:
         return OpenFiles((os.O_RDWR if write else os.O_RDONLY) | os.O_NOFOLLOW)
 
     def descriptor(self, path: Path) -> int:
-        """Return the descriptor of a file. Raises ReshardError where it cannot be opened."""
+        """Return the descriptor of a file. Raises ReshardError if it cannot be opened."""
         descriptor = self.descriptors.get(path)
         if descriptor is not None:
             return descriptor
@@ -37,7 +37,7 @@ class OpenFiles:
             return self.descriptors[path]
 
     def read_into(self, path: Path, offset: int, *buffers: memoryview) -> None:
-        """Fill buffers, one after the other, from a file. Raises ReshardError where the file ends
+        """Fill buffers, one after the other, from a file. Raises ReshardError if the file ends
         before."""
         descriptor, left = self.descriptor(path), list(buffers)
         while left:
@@ -53,7 +53,7 @@ class OpenFiles:
             left = _after(left, n)
 
     def read(self, path: Path, offset: int, length: int) -> bytes:
-        """Return `length` bytes of a file, fewer at its end. Raises ReshardError where it cannot be
+        """Return `length` bytes of a file, fewer at its end. Raises ReshardError if it cannot be
         read."""
         try:
             return read_at(self.descriptor(path), length, offset)
@@ -61,7 +61,7 @@ class OpenFiles:
             raise ReshardError(f"cannot read {path} at byte {offset}: {error.strerror}") from error
 
     def write(self, path: Path, offset: int, *data: memoryview | bytes) -> None:
-        """Write all of `data`, one after the other, at an offset. Raises ReshardError where the
+        """Write all of `data`, one after the other, at an offset. Raises ReshardError if the
         disk is full or the file cannot be written."""
         descriptor, left = self.descriptor(path), [memoryview(piece) for piece in data if len(piece)]
         while left:
@@ -72,7 +72,7 @@ class OpenFiles:
             offset, left = offset + n, _after(left, n)
 
     def resize(self, path: Path, size_bytes: int) -> None:
-        """Give a file its final length; new bytes are zero. Raises ReshardError where that is not
+        """Give a file its final length; new bytes are zero. Raises ReshardError if that is not
         allowed."""
         descriptor = self.descriptor(path)
         try:
@@ -87,7 +87,7 @@ class OpenFiles:
         os.fsync(self.descriptor(path))
 
     def replaced(self, path: Path) -> bool:
-        """Return True where the path no longer leads to the file that is open: it was removed or
+        """Return True if the path no longer leads to the file that is open: it was removed or
         replaced."""
         try:
             at_path, opened = os.lstat(path), os.fstat(self.descriptor(path))

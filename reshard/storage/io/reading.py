@@ -75,7 +75,7 @@ class Weights:
         return (region.stop - region.start) * region.columns * self.tensors[region.name].dtype.size
 
     def read_into(self, region: TensorSlice, out: np.ndarray) -> None:
-        """Read a region into bytes ``[rows, columns * size]``. Raises ReshardError where a file
+        """Read a region into bytes ``[rows, columns * size]``. Raises ReshardError if a file
         cannot be read."""
         self.reader.read(region.name, Rows(region.start, region.stop, region.column, region.columns), out)
 
@@ -144,7 +144,7 @@ def weights_of_megatron(source: MegatronSource) -> Weights:
 
 def weights_of_huggingface(path: Path) -> Weights:
     """Return the weights of a Hugging Face directory as its files have them. Raises ReshardError
-    where these are damaged."""
+    if these are damaged."""
     versions = FileVersions(path)
     stored = safetensors.read_directory(path)
     files = [path / safetensors.INDEX, *sorted({path / tensor.file for tensor in stored.values()})]

@@ -45,7 +45,7 @@ class EarlySync:
             self.waiting.append(item)
 
     def check(self) -> None:
-        """Raise ReshardError where a sync has failed."""
+        """Raise ReshardError if a sync has failed."""
         if self.error is not None:
             raise self.error
 

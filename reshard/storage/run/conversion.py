@@ -133,7 +133,7 @@ class _Run:
         job.workdir.publish(job.options.sync)
 
     def _check_copies(self, checksums: dict[str, str]) -> None:
-        """Raise ReshardError where tensors that Megatron holds as one parameter differ."""
+        """Raise ReshardError if tensors that Megatron holds as one parameter differ."""
         job = self.job
         for copy, primary in {**job.source.copies, **job.destination.copies}.items():
             copy_checksums, primary_checksums = (

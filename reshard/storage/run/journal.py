@@ -13,7 +13,7 @@ A line is a JSON list, one of three kinds:
     ["done", TENSOR, CHECKSUM, COUNT, BOOT]   all bytes that this process writes of TENSOR are in their files
     ["lost", TENSOR]                          they are no longer what was written
 
-`BOOT` is empty where the bytes were on the disk before the line was written. Without waiting for
+`BOOT` is empty if the bytes were on the disk before the line was written. Without waiting for
 the disk it is the id of the machine's boot: the page cache holds the bytes when the process dies,
 not when the machine does. `COUNT` is how many numbers overflowed.
 """
@@ -42,7 +42,7 @@ class Journal:
     """The journal of one process.
 
     `root` holds the files, and `files` names those that each tensor touches. With `synced`, tensors
-    are recorded once their bytes are on the disk. Raises ReshardError where it cannot be written.
+    are recorded once their bytes are on the disk. Raises ReshardError if it cannot be written.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Journal:
                 self.forget(name)
 
     def intact(self, name: str) -> bool:
-        """Return True where a file is the one that was written, at its full length."""
+        """Return True if a file is the one that was written, at its full length."""
         try:
             status = os.lstat(self.root / name)
         except OSError:

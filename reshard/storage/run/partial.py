@@ -58,7 +58,7 @@ def partial_directory(destination: Path) -> Path:
 
 
 def read_fingerprint(folder: Path) -> dict:
-    """Return what a run says of itself in its hidden directory; nothing where it has not come to
+    """Return what a run says of itself in its hidden directory; nothing if it has not come to
     that."""
     try:
         recorded = json.loads((folder / FINGERPRINT).read_text(encoding="utf-8"))
@@ -90,7 +90,7 @@ def is_ours(path: Path) -> bool:
 
 
 def belongs_to_user(path: Path, status: os.stat_result) -> bool:
-    """Return True where a path belongs to the user who runs this, by the id that its file system
+    """Return True if a path belongs to the user who runs this, by the id that its file system
     has for that user: a file server may have another, or one for all."""
     if status.st_uid == os.geteuid():
         return True

@@ -49,7 +49,7 @@ class Share:
     def write(self, files: OpenFiles, to_rewrite: frozenset[str]) -> ShareResult:
         """Write what the journal does not have as done; `to_rewrite` stored tensors are written again.
 
-        Raises ReshardError where the source changes meanwhile.
+        Raises ReshardError if the source changes meanwhile.
         """
         with self.job.source.unchanged():
             journal = self._journal()
@@ -172,7 +172,7 @@ class Share:
     def _close(self, files: OpenFiles, journal: Journal) -> None:
         """Close the files that were written.
 
-        Raises ReshardError where a file reports only now that bytes were not written, and where one
+        Raises ReshardError if a file reports only now that bytes were not written, and if one
         of the files is no longer the one at its path.
         """
         replaced = [path for path in self.paths.values() if files.replaced(path)]

@@ -28,7 +28,7 @@ class TensorCopy:
     def run(self) -> dict[str, Done]:
         """Copy the tensor; return the checksums of the stored tensors that it becomes.
 
-        Raises ReshardError where the source's manifest has another checksum, or where a cast makes
+        Raises ReshardError if the source's manifest has another checksum, or if a cast makes
         numbers infinite and that is not allowed.
         """
         if self.is_quantized:

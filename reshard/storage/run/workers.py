@@ -52,7 +52,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def can_fork() -> bool:
-    """Return True where workers are processes: on Linux, without torch, without other threads (but
+    """Return True if workers are processes: on Linux, without torch, without other threads (but
     for tqdm's monitor, which a download leaves behind, and which only sleeps), and where
     `multiprocessing` lets this process have children."""
     others = [

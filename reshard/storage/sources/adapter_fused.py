@@ -26,7 +26,7 @@ class FusedExpertsSource(AdapterSource):
     """The tensors of an `adapter`, with A ``[experts * rank, in]`` and B ``[out, rank * experts]`` of the layers
     with experts: A expert by expert, B with the experts of one rank side by side.
 
-    Raises ReshardError where experts, or gate and up, differ in what PEFT has once: rank, alpha or A.
+    Raises ReshardError if experts, or gate and up, differ in what PEFT has once: rank, alpha or A.
     """
 
     kind = "fused experts"
@@ -82,7 +82,7 @@ class FusedExpertsSource(AdapterSource):
             self.tensors[name] = TensorInfo(shape, dtype)
 
     def _check_common(self, weights: list[str]) -> None:
-        """Raise ReshardError where an expert's weights have different A."""
+        """Raise ReshardError if an expert's weights have different A."""
         first, *others = (self._whole(peft_name(weight, A)) for weight in weights)
         for weight, other in zip(weights[1:], others, strict=True):
             if not np.array_equal(first.view(np.uint8), other.view(np.uint8)):

@@ -31,7 +31,7 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
 
     The rank is that of A. `alpha`, if given, is the adapter's; else it is taken from the config that
     the trainer has left. `swiglu_ranks` is the tensor-parallel size with which it was saved, by
-    default what the checkpoint says. Raises ReshardError where one is needed and not there.
+    default what the checkpoint says. Raises ReshardError if one is needed and not there.
     """
 
     kind = "megatron adapter"
@@ -121,7 +121,7 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
 
     @cached_property
     def scales(self) -> dict[str, Scale]:  # type: ignore[override]
-        """The ranks and alphas by published weight. Raises ReshardError where nothing says alpha."""
+        """The ranks and alphas by published weight. Raises ReshardError if nothing says alpha."""
         alpha, rslora = self._alpha()
         return {
             name: Scale(rank, alpha, rslora)
@@ -130,7 +130,7 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
         }
 
     def _alpha(self) -> tuple[float, bool]:
-        """Return alpha, and whether it is divided by the rank's square root. Raises ReshardError where the one that is
+        """Return alpha, and whether it is divided by the rank's square root. Raises ReshardError if the one that is
         given is not the checkpoint's."""
         recorded = self._recorded_alpha()
         if self.given_alpha is None:
@@ -148,7 +148,7 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
         return given, recorded is not None and recorded[1]
 
     def _recorded_alpha(self) -> tuple[float, bool, str] | None:
-        """Return what the checkpoint says of alpha, of rsLoRA, and where; None where it says no alpha, and where a
+        """Return what the checkpoint says of alpha, of rsLoRA, and where; None if it says no alpha, and where a
         given one stands for what is no number."""
         for directory in (self.checkpoint.directory, self.root):
             path = directory / RUN_CONFIG

@@ -99,8 +99,8 @@ class PeftSource(AdapterSource):
             return None
 
     def _adapters(self) -> list[Adapter]:
-        """Return the layers that have an adapter, and note their tensors. Raises ReshardError where A and B
-        do not fit one another or the model, or where tensors are left over."""
+        """Return the layers that have an adapter, and note their tensors. Raises ReshardError if A and B
+        do not fit one another or the model, or if tensors are left over."""
         check_supported(self.stored, self.path)
         self.tensors: dict[str, TensorInfo] = {}
         self.of_all_experts: dict[str, ExpertMatrix] = {}
@@ -128,7 +128,7 @@ class PeftSource(AdapterSource):
         return adapters
 
     def _check_tied(self, left: list[str]) -> None:
-        """Raise ReshardError where the adapter is of an output layer that is the embedding's weight: adding it would
+        """Raise ReshardError if the adapter is of an output layer that is the embedding's weight: adding it would
         change what the model reads, too."""
         for copy, primary in self.base.copies.items():
             if any(name.startswith(f"{PEFT_PREFIX}{module_of(copy)}.") for name in left):
@@ -186,7 +186,7 @@ class PeftSource(AdapterSource):
 
     def _of_all_experts(self, layer: LinearLayer) -> dict[str, int]:
         """Note the matrices of a layer that has those of all experts in one tensor each, as PEFT has them for
-        a parameter of transformers 5 (``target_parameters``); return the ranks by weight, none where it has not.
+        a parameter of transformers 5 (``target_parameters``); return the ranks by weight, none if it has not.
 
         A is ``[experts * rank, in]``; B is ``[out, rank * experts]``, with the experts of one rank side by side.
         """

@@ -169,12 +169,12 @@ def files_beside(directory: Path) -> list[Path]:
 
 
 def has_tokenizer(names: Iterable[str]) -> bool:
-    """Return True where a tokenizer is among these files."""
+    """Return True if a tokenizer is among these files."""
     return any(name in TOKENIZERS or name.endswith((".tiktoken", ".model")) for name in names)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a Hugging Face ``config.json``. Raises ReshardError where it is missing or not a JSON
+    """Read a Hugging Face ``config.json``. Raises ReshardError if it is missing or not a JSON
     object, naming a directory below it that has one."""
     folder = path.parent
     if folder.is_dir() and not os.path.lexists(path):

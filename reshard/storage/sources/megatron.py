@@ -135,7 +135,7 @@ class MegatronSource(Source):
         self.strip_cache: dict[str, list[Strip]] = {}
 
     def _chosen_keys(self, without_adapters: bool) -> dict[str, torch_dist.Key]:
-        """Return the keys of the checkpoint that are read. Raises ReshardError where they are not
+        """Return the keys of the checkpoint that are read. Raises ReshardError if they are not
         those of a language model."""
         keys, where = self.checkpoint.keys, self.checkpoint.directory
         if not adapter_keys(keys) or (without_adapters and not is_adapter_only(keys)):
@@ -144,7 +144,7 @@ class MegatronSource(Source):
         return keys
 
     def _states_to_read(self, wanted: States) -> OptimizerStates | None:
-        """Return the optimizer states that are read. Raises ReshardError where they are wanted, and
+        """Return the optimizer states that are read. Raises ReshardError if they are wanted, and
         cannot be moved."""
         is_recorded = any(name.startswith(STATE) for name in self._recorded())
         if wanted == "none" or (wanted == "recorded" and not is_recorded):
@@ -169,7 +169,7 @@ class MegatronSource(Source):
         return {} if manifest is None or not self.is_of(manifest) else manifest["tensors"]
 
     def is_of(self, manifest: dict[str, Any]) -> bool:
-        """Return True where a manifest is of this iteration, and not of another in the same directory,
+        """Return True if a manifest is of this iteration, and not of another in the same directory,
         which training has left behind."""
         return self.alone or manifest.get("iteration") in (None, self.checkpoint.iteration)
 
@@ -269,7 +269,7 @@ class MegatronSource(Source):
         return model_of_args(args, where, family), "args"
 
     def _info(self, name: str) -> TensorInfo:
-        """Return shape and dtype of a tensor. Raises ReshardError where its chunks have different dtypes."""
+        """Return shape and dtype of a tensor. Raises ReshardError if its chunks have different dtypes."""
         dtypes = {self.keys[transfer.src[0]].dtype.name for transfer in self.transfers[name]}
         if len(dtypes) > 1:
             raise ReshardError(

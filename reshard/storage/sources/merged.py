@@ -30,7 +30,7 @@ class MergedSource(DerivedSource):
     """The tensors of `base` with ``scale * B @ A`` of the adapter added to each weight that has one.
 
     The sum is computed in float32 and rounded once: to `dtype`, or to the weight's. Raises ReshardError
-    where the base has not the weights of the adapter.
+    if the base has not the weights of the adapter.
     """
 
     kind = "merged"
@@ -56,7 +56,7 @@ class MergedSource(DerivedSource):
             self._check_copy(weight)
 
     def _check_copy(self, weight: str) -> None:
-        """Raise ReshardError where the adapter's copy of a weight has other numbers than the base, as far as the
+        """Raise ReshardError if the adapter's copy of a weight has other numbers than the base, as far as the
         narrower dtype of both holds them: PEFT would put it in the place of the base's."""
         rows, columns = self.base.tensors[weight].shape
         step = max(1, SLAB_BYTES // (4 * columns))

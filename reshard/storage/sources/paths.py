@@ -53,7 +53,7 @@ class Located:
 class Config:
     """The config beside a checkpoint: its `fields`, the file `where` they stand, and the
     `directory` with the tokenizer, where there is one. `notice` says that it was taken; None
-    where it lies where this tool puts it."""
+    if it lies where this tool puts it."""
 
     fields: dict[str, Any]
     where: str
@@ -63,9 +63,9 @@ class Config:
 
 def locate(path: Path) -> Located | None:
     """Return the checkpoint that a directory means: itself, the last complete iteration in it, or
-    one that a trainer has left below it. None where there is none.
+    one that a trainer has left below it. None if there is none.
 
-    Raises ReshardError where there is one that is not complete, in a format that is not read, or in
+    Raises ReshardError if there is one that is not complete, in a format that is not read, or in
     a directory that may not be looked into.
     """
     try:
@@ -186,7 +186,7 @@ def _numbered(path: Path, pattern: re.Pattern) -> Iterator[Path]:
 def config_beside(located: Located) -> Config | None:
     """The config that lies with a checkpoint: in ``hf/``, in verl's ``huggingface/``, beside the
     iterations as ms-swift has it, in ROLL's ``mca_config.json``, or in the directory that
-    ``run_config.yaml`` names. None where there is none."""
+    ``run_config.yaml`` names. None if there is none."""
     own = located.root / HF_FILES
     for directory in (
         own,
@@ -214,7 +214,7 @@ def config_beside(located: Located) -> Config | None:
 
 def config_of_args(args: dict[str, Any]) -> Config | None:
     """Return the config in the directory that slime's arguments name as ``hf_checkpoint``; None
-    where it is not there."""
+    if it is not there."""
     named = args.get("hf_checkpoint")
     path = Path(named) / "config.json" if isinstance(named, str) else None
     if path is None or not path.is_file():

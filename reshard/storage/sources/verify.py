@@ -111,7 +111,7 @@ def _around(files: OpenFiles, path: Path, size: int, spans: list[tuple[int, int]
 class SourceChecks:
     """The checksums that a source's manifest has for its tensors, if there is one.
 
-    Raises ReshardError where a file that a conversion reads (config, tokenizer, ``.metadata``) or a
+    Raises ReshardError if a file that a conversion reads (config, tokenizer, ``.metadata``) or a
     tensor's dtype or shape is not as the manifest has it.
     """
 
@@ -142,7 +142,7 @@ class SourceChecks:
             )
 
     def _reads(self, name: str) -> bool:
-        """Return True where a conversion of this source reads the file."""
+        """Return True if a conversion of this source reads the file."""
         if not isinstance(self.source, MegatronSource):
             return True
         if name.startswith(f"{HF_FILES}/"):
@@ -159,7 +159,7 @@ class SourceChecks:
         return [n for n in ((name,) if codes is None else codes.tensors) if n in self.entries]
 
     def compare(self, name: str, checksum: str) -> None:
-        """Raise ReshardError where a tensor's checksum is not the listed one."""
+        """Raise ReshardError if a tensor's checksum is not the listed one."""
         if name in self.entries and checksum != self.entries[name][CHECKSUM]:
             raise ReshardError(
                 f"{self.source.path}: {name} does not have the checksum of {MANIFEST}: it is "
@@ -167,11 +167,11 @@ class SourceChecks:
             )
 
     def plain(self, name: str) -> bool:
-        """Return True where a tensor is listed with the bytes that are read of it, not as codes."""
+        """Return True if a tensor is listed with the bytes that are read of it, not as codes."""
         return not (isinstance(self.source, HuggingFaceSource) and self.source.is_coded(name))
 
     def watch(self, name: str) -> "Watch | None":
-        """Return what checks a tensor while it is read, None where nothing is listed."""
+        """Return what checks a tensor while it is read, None if nothing is listed."""
         return Watch(self, name) if self.names(name) else None
 
 
@@ -193,7 +193,7 @@ class Watch:
         self.digest.update(memoryview(rows.view(np.uint8).reshape(-1)))
 
     def end(self) -> None:
-        """Note that all rows were read. Raises ReshardError where the bytes are not those of the
+        """Note that all rows were read. Raises ReshardError if the bytes are not those of the
         manifest."""
         self.checks.compare(self.name, self.digest.hexdigest())
         for name in self.others:

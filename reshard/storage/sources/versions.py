@@ -24,7 +24,7 @@ class FileVersion(NamedTuple):
 
 
 def version_of(path: Path) -> FileVersion | None:
-    """Return the version of the file that a path leads to; None where it leads to none."""
+    """Return the version of the file that a path leads to; None if it leads to none."""
     try:
         status = os.stat(path)
     except OSError:
@@ -53,7 +53,7 @@ class FileVersions:
             raise ReshardError(f"cannot look into {error.filename}: {error.strerror}") from error
 
     def __getitem__(self, path: Path) -> FileVersion | None:
-        """Return the recorded version of a file; None where it was not there."""
+        """Return the recorded version of a file; None if it was not there."""
         return self.recorded.get(path)
 
     @contextmanager
@@ -71,7 +71,7 @@ class FileVersions:
         self.check(paths())
 
     def check(self, paths: Iterable[Path]) -> None:
-        """Raise ReshardError, naming them, where files are no longer those that were recorded."""
+        """Raise ReshardError, naming them, if files are no longer those that were recorded."""
         changed = sorted({path for path in paths if version_of(path) != self[path]})
         if changed:
             them = "it was" if len(changed) == 1 else "they were"

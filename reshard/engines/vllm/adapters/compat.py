@@ -30,7 +30,7 @@ class Buffers(NamedTuple):
 
 
 def manager_of(model: torch.nn.Module) -> Any:
-    """Return vLLM's manager of a model's adapters. Raises ReshardError where it serves none."""
+    """Return vLLM's manager of a model's adapters. Raises ReshardError if it serves none."""
     manager = getattr(model, "lora_manager", None)
     if manager is None:
         raise ReshardError(
@@ -150,7 +150,7 @@ def with_request(add_request: Callable[..., Any], change: Callable[[Any], Any]) 
 
 
 def running_adapters(front: Any) -> Sequence[str]:
-    """Return the names of the adapters of an engine's unfinished requests; none where it is in another
+    """Return the names of the adapters of an engine's unfinished requests; none if it is in another
     process."""
     states = getattr(getattr(front, "output_processor", None), "request_states", {})
     return [state.lora_name for state in states.values() if getattr(state, "lora_name", None)]

@@ -54,7 +54,7 @@ class VllmAdapter(Engine):
     in place, which serves the adapter's new requests at the end; until then, and if the refit fails, they are
     served with what the last one brought.
 
-    Raises ReshardError where this vLLM serves no adapters, or in a way that is not refitted.
+    Raises ReshardError if this vLLM serves no adapters, or in a way that is not refitted.
     """
 
     regions: dict[Any, Region]
@@ -87,12 +87,12 @@ class VllmAdapter(Engine):
         """Return vLLM's ``LoRARequest`` for the newest version of the adapter, for engines in other
         processes; in this one, requests by the adapter's name go there too.
 
-        Raises ReshardError where the engine may not serve it.
+        Raises ReshardError if the engine may not serve it.
         """
         return self.slots.request()
 
     def _unfit(self) -> str:
-        """Return what keeps the engine from serving the adapter; empty where nothing does."""
+        """Return what keeps the engine from serving the adapter; empty if nothing does."""
         guard = self.base.guard
         if not guard.ready:
             return guard.reason
@@ -147,7 +147,7 @@ class VllmAdapter(Engine):
     def _slices(self, scales: Mapping[str, Scale]) -> Iterator[Slice]:
         """Yield the slices of layers in which these weights are.
 
-        Raises ReshardError where experts differ in rank or scale.
+        Raises ReshardError if experts differ in rank or scale.
         """
         targets: dict[tuple[int, int], dict[str, Target]] = defaultdict(dict)
         for weight, target in self.targets.items():

@@ -59,7 +59,7 @@ class AdapterSlots:
     def take(self) -> None:
         """Take slots that no adapter has.
 
-        Raises ReshardError where other adapters have all.
+        Raises ReshardError if other adapters have all.
         """
         self._forget_evicted()
         first = crc32(self.name.encode()) >> 2 | 1 << 29  # far from the ids that people give
@@ -108,7 +108,7 @@ class AdapterSlots:
     def begin(self, front: Any) -> int:
         """Return the slot that a refit may write into, which from now on holds nothing whole.
 
-        Raises ReshardError where requests that are not done are served from it.
+        Raises ReshardError if requests that are not done are served from it.
         """
         slot = next((one for one in self.id_of if one != self.current), None)
         if slot is None:

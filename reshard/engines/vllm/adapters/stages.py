@@ -140,7 +140,7 @@ class Stages:
         """Write what has arrived into a slot, B times its scale, rounded as vLLM rounds it. What is in the memory
         then is what the slot has.
 
-        Raises ReshardError, with the slot as it was, where weights have several A for which vLLM has one.
+        Raises ReshardError, with the slot as it was, if weights have several A for which vLLM has one.
         """
         self._check_common()
         self.scale()
@@ -162,7 +162,7 @@ class Stages:
         return [matrix for matrix, differs in zip(matrices, of_memory != of_slot, strict=True) if differs]
 
     def _check_common(self) -> None:
-        """Raise ReshardError where weights that have one A in vLLM have brought different ones."""
+        """Raise ReshardError if weights that have one A in vLLM have brought different ones."""
         pairs = [(stage, other) for stage in self.all for other in stage.others]
         if not pairs:
             return

@@ -135,7 +135,7 @@ def _rows_in(
     """Return, for the weights of a slice and what this rank has of them, which rows of its B are in the buffer,
     and from which row of that on.
 
-    Raises ReshardError where the buffer has another shape than the weights call for.
+    Raises ReshardError if the buffer has another shape than the weights call for.
     """
     has, total = buffers.b.shape[2], sum(box.lengths[0] for _, box in group)
     (name, box), split = group[0], total // has if has else 0

@@ -41,7 +41,7 @@ def stored_as(values: torch.Tensor, how: Compressed) -> dict[str, torch.Tensor]:
 class CompressedMatrix(NamedTuple):
     """A matrix of plain weights by the name of its parameter, with the names of the parameters of
     its codes and scales, the shape of the scales as they are made, and the scale of each row, with
-    experts below each other; None where each row or block has its own."""
+    experts below each other; None if each row or block has its own."""
 
     name: str
     codes: str
@@ -199,7 +199,7 @@ def _matrix(
 
 
 def _refuse_shared_scales(what: str, scale_of_row: torch.Tensor, parts: Sequence[Held]) -> None:
-    """Raise ReshardError where a scale belongs to several published tensors, or a tensor has
+    """Raise ReshardError if a scale belongs to several published tensors, or a tensor has
     several."""
     scales, names = scale_of_row.tolist(), dict[int, str]()
     for part in parts:

@@ -59,7 +59,7 @@ def our_blocks(values: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch
 
 @cache
 def check_blocks(rounding: str, device: torch.device, bit_for_bit: bool) -> None:
-    """Raise ReshardError where a refit and vLLM make different blocks of `hard_blocks`.
+    """Raise ReshardError if a refit and vLLM make different blocks of `hard_blocks`.
 
     With `bit_for_bit` vLLM's function is compared as vLLM runs it, which may take torch some
     ten seconds to compile. Otherwise its arithmetic is: uncompiled, on the CPU, with our account of it; and

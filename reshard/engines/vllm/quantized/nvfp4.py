@@ -33,7 +33,7 @@ def scaling_of_layer(how: Compressed) -> Scaling:
 
 
 def check_columns(name: str, module: torch.nn.Module) -> None:
-    """Raise ReshardError where a rank has a part of a group that shares a scale: vLLM then takes
+    """Raise ReshardError if a rank has a part of a group that shares a scale: vLLM then takes
     the scales of other columns."""
     for key, plain in plain_templates(module).items():
         if plain.shape[-1] % GROUP:

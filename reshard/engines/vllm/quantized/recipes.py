@@ -63,7 +63,7 @@ class LayerQuantizer(ABC):
 
     @abstractmethod
     def find_matrices(self) -> None:
-        """Find which parameters belong to which matrix. Raises ReshardError where vLLM keeps them
+        """Find which parameters belong to which matrix. Raises ReshardError if vLLM keeps them
         in an unknown way."""
 
     @property
@@ -75,7 +75,7 @@ class LayerQuantizer(ABC):
     def find_split_matrices(self, held: Sequence[Held]) -> None:
         """Add the matrices that other ranks hold parts of to `split_matrices`.
 
-        Raises ReshardError where what shares a scale cannot be quantized.
+        Raises ReshardError if what shares a scale cannot be quantized.
         """
 
     @abstractmethod
@@ -101,7 +101,7 @@ class LayerQuantizer(ABC):
     def find_split(self, held: Sequence[Held]) -> None:
         """Find the matrices that are split over ranks, from the parts that this rank holds.
 
-        Raises ReshardError where parts of two published tensors would share a scale, and where
+        Raises ReshardError if parts of two published tensors would share a scale, and if
         ranks cannot find scales together.
         """
         self.find_split_matrices(held)
@@ -158,7 +158,7 @@ def reduce_max(vectors: Sequence[torch.Tensor], group: Any, timeout: float) -> N
 
 
 def refuse_parts_of_blocks(what: str, block: tuple[int, int], rows: int, parts: Sequence[Held]) -> None:
-    """Raise ReshardError where a rank holds a part of a block that shares a scale, or where the
+    """Raise ReshardError if a rank holds a part of a block that shares a scale, or if the
     blocks of a published tensor are not those of the matrix, of so many `rows`, that it lies in."""
     for part in parts:
         starts, lengths = part.box.offsets, part.box.lengths

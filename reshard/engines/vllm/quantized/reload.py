@@ -83,7 +83,7 @@ class Reloads:
 
     def share(self, held: Mapping[str, list[Held]]) -> None:
         """Find which scales ranks have to find together, from the parts that each layer holds.
-        Raises ReshardError where they cannot."""
+        Raises ReshardError if they cannot."""
         quantizers = [
             layer.quantizer for layers in self.rounds for layer in layers if layer.quantizer is not None
         ]
@@ -175,7 +175,7 @@ class Reloads:
 
 
 def _check_finite(layers: list[tuple[Layer, dict[str, torch.Tensor]]], timeout: float) -> None:
-    """Raise ReshardError where weights hold infinities or NaN, which quantized ones would not show, or where other
+    """Raise ReshardError if weights hold infinities or NaN, which quantized ones would not show, or if other
     ranks' magnitudes are not there within `timeout` seconds."""
     named = [
         (f"{layer.name}.{key}", magnitudes)
@@ -221,7 +221,7 @@ def _inputs(name: str, module: torch.nn.Module, how: Compressed, whole: bool) ->
     """Return the scales of a layer's input that came with a checkpoint; 1 where there are none and
     its kernel reads none.
 
-    Raises ReshardError where the kernel needs them.
+    Raises ReshardError if the kernel needs them.
     """
     if not how.inputs:
         return {}

@@ -24,7 +24,7 @@ _PARTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 class Layer(NamedTuple):
     """A layer's name and module, the parameters in the slab that a refit fills, by name, and what
-    makes of these the parameters that vLLM loads; None where they are the same."""
+    makes of these the parameters that vLLM loads; None if they are the same."""
 
     name: str
     module: torch.nn.Module
@@ -145,7 +145,7 @@ def _changed(
 def put(name: str, served: torch.Tensor, processed: torch.Tensor) -> None:
     """Copy what vLLM has made to where it is served from, once where one number stands for many.
 
-    Raises ReshardError where vLLM has made several different numbers of these.
+    Raises ReshardError if vLLM has made several different numbers of these.
     """
     for dim, stride in enumerate(served.stride()):
         if stride == 0 and served.shape[dim] > 1:

@@ -41,7 +41,7 @@ def load_decay(decay: Decay, tp: int, into: Any = None) -> None:
 
 
 def stale_decay(decay: Decay, tp: int) -> bool:
-    """Return True where ``A`` is not what vLLM's loader makes of what a refit has written."""
+    """Return True if ``A`` is not what vLLM's loader makes of what a refit has written."""
     fresh = torch.nn.Parameter(torch.empty_like(decay.parameter), requires_grad=False)
     load_decay(decay, tp, fresh)
     return not same_bits(fresh.data, decay.parameter.data)
