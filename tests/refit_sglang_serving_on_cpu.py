@@ -34,7 +34,7 @@ ASKED = {
 PROMPTS = [[(7 * i + 3 * j) % 1000 for j in range(n)] for i, n in enumerate((9, 33, 21))]
 
 
-def engine(directory: str, **options):
+def engine(directory: str, log_level: str = "error", **options):
     """SGLang on the CPU; its scheduler is another process."""
     import sglang
 
@@ -42,8 +42,21 @@ def engine(directory: str, **options):
     return sglang.Engine(
         model_path=directory, device="cpu", dtype="float32", attention_backend="torch_native", sampling_backend="pytorch",
         grammar_backend="none", skip_tokenizer_init=True, disable_cuda_graph=True,
-        max_total_tokens=1024, context_length=128, log_level="error", **options,
+        max_total_tokens=1024, context_length=128, log_level=log_level, **options,
     )  # fmt: skip
+
+
+@contextmanager
+def logging_to(path: str):
+    """Have processes that are started inside write their logs to a file."""
+    kept = os.dup(2)
+    with open(path, "wb") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def answers(served) -> list:
@@ -89,7 +102,7 @@ def train(steps: Steps, sides: dict, flags: list[str], checkpoints: list[tuple[s
     more."""
     chunks, load = trainer(flags, checkpoints[0][1], wide=True)
     steps.meet("started")
-    members = RefitGroup.join(f"127.0.0.1:{sides['port']}", 0, 2, timeout=60)
+    members = RefitGroup.join(f"127.0.0.1:{sides['port']}", 0, 2, 60, sides["secret"])
     link = connect(members, MegatronModel(chunks))
     said = []
     for step, (_, mcore) in enumerate(checkpoints):
@@ -116,12 +129,16 @@ def drive(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict
     loaded each checkpoint."""
     shared = set(Path("/dev/shm").glob("sglang_*"))
     results: dict = {"served": []}
-    dummy = engine(checkpoints[0][0], load_format="dummy")
+    log = f"{sides['folder']}/log"
+    with logging_to(log):
+        dummy = engine(checkpoints[0][0], log_level="info", load_format="dummy")
     results["before"] = answers(dummy)
     steps.meet("started")
     address = f"127.0.0.1:{sides['port']}"
     results["unconnected"] = said_by(lambda: call(dummy, "reshard_refit", version=0))
-    call(dummy, "reshard_connect", address=address, first_rank=1, size=2, timeout=60.0)
+    call(
+        dummy, "reshard_connect", address=address, first_rank=1, size=2, timeout=60.0, secret=sides["secret"]
+    )
     results["unfit"] = said_by(lambda: answers(dummy))
     for step in range(len(checkpoints)):
         steps.meet(f"before {step}")
@@ -153,6 +170,7 @@ def drive(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict
         apart = SimpleNamespace(server_args=SimpleNamespace(**by))
         results.setdefault("data parallel", []).append(said_by(lambda of=apart: call(of, "reshard_release")))
     dummy.shutdown()
+    results["log"] = Path(log).read_text(encoding="utf-8")
     results |= drive_server(steps, sides, checkpoints)
     for left in set(Path("/dev/shm").glob("sglang_*")) - shared:  # by SGLang, when it ends
         left.unlink(missing_ok=True)

@@ -15,6 +15,7 @@ from tests.test_blocks_engine import published
 from tests.test_logits import EP, ETP, PP, TP, flags_at
 from tests.test_wrapped import kimi_k25
 
+SECRET = "known to the members of a group"
 # What published configs have, and transformers' class does not; and SGLang without a kernel for GPUs.
 WITHOUT_FLA = {"hf_overrides": {"full_attention_interval": 4}, "disable_radix_cache": True}
 
@@ -195,7 +196,13 @@ def served(converted, tmp_path_factory):
     """What a real SGLang says before, between and after refits; and its trainer."""
     folder = tmp_path_factory.mktemp("served")
     checkpoints = converted("qwen3")
-    sides = {"folder": str(folder), "port": free_port(), "http": free_port(), "again": free_port()}
+    sides = {
+        "folder": str(folder),
+        "port": free_port(),
+        "http": free_port(),
+        "again": free_port(),
+        "secret": SECRET,
+    }
     flags = flags_at(Path(checkpoints[0][1]), "")
     trainer, engine = run_on_ranks(
         2, "serve", sides, flags, checkpoints, module="refit_sglang_serving_on_cpu",
@@ -248,6 +255,16 @@ def test_a_running_sglang_refuses_requests_until_its_weights_are_whole(served):
     )
     assert engine["version"] == "no error"
     assert engine["other version"] == "this SGLang serves weights of version 1, not 7"
+
+
+def test_sglangs_log_of_calls_does_not_show_their_secrets(served):
+    _, engine = served
+    calls = [line for line in engine["log"].splitlines() if "handle_rpc_request: reshard_" in line]
+    with_secret = [line for line in calls if "'secret'" in line]
+    assert len(calls) > len(with_secret) == 3, (
+        "a connect, and two calls with a secret that apply_deltas makes"
+    )
+    assert all("'secret': <hidden>" in line for line in with_secret) and SECRET not in engine["log"]
 
 
 def test_an_sglang_without_the_plugin_says_how_to_get_it():

@@ -20,6 +20,13 @@ MOST_BYTES = 4096
 HOW = f"set {VARIABLE} to the same text for all of them (openssl rand -hex 32 makes one), or give all the same secret="
 
 
+class HiddenSecret(str):
+    """A secret whose repr does not show it: for one that others log with the arguments of a call."""
+
+    def __repr__(self) -> str:
+        return "<hidden>"
+
+
 def new_secret() -> str:
     """Make a secret for a launcher or an adapter to hand to its members."""
     return secrets.token_hex(32)

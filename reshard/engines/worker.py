@@ -6,7 +6,7 @@ An engine's own module has its way into them, and says how a worker makes its si
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -33,7 +33,7 @@ class WorkerOptions(ConnectOptions):
 
     timeout: float = 60.0
     match_vllm_rounding: bool = False
-    secret: str | None = None
+    secret: str | None = field(default=None, repr=False)
 
     @staticmethod
     def of_call(*arguments: Any, **named: Any) -> "WorkerOptions":

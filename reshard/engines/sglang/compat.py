@@ -34,6 +34,7 @@ LOAD = f"{_UPDATER}.update_weights_from_disk"
 UPDATES = tuple(f"{_UPDATER}.update_weights_from_{name}" for name in ("tensor", "ipc"))
 # From 0.5.21 on an update is a session, in which others may also write with no call of SGLang's.
 BEGIN = f"{_UPDATER}.begin_weight_update"
+CALL = f"{_SCHEDULER}.Scheduler.handle_rpc_request"  # of collective_rpc, which logs its arguments
 # Their way to weights that come over a group of processes, and the names of their answers.
 CONNECT = f"{_UPDATER}.init_weights_update_group"
 UPDATE = f"{_UPDATER}.update_weights_from_distributed"

@@ -101,7 +101,8 @@ def _options(text: str) -> dict[str, Any]:
     except ValueError:
         options = None
     if not isinstance(options, dict):
+        # The text is not shown: it may have a secret in it, and SGLang logs answers.
         raise ReshardError(
-            f"the group {GROUP!r} was given {text!r:.80}, which is not options as JSON, such as {{}}"
+            f"the options of the group {GROUP!r} are no JSON object, such as {json.dumps({'timeout': 60})}"
         )
     return options

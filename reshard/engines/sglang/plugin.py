@@ -3,7 +3,7 @@
 
 It gives SGLang's scheduler the methods of `reshard.engines.sglang.worker`, for
 ``Engine.collective_rpc``, and its routes for weights a group of ours (`reshard.engines.sglang.group`), and
-puts the guard around its runs and requests. Its loaders get an option for Megatron checkpoints
+puts the guard around its runs and requests. SGLang's log of calls does not show secrets. Its loaders get an option for Megatron checkpoints
 (`reshard.engines.sglang.load`). Nothing else changes until a trainer connects.
 
 Every SGLang process of an environment with reshard imports this module, so it imports nothing heavy.
@@ -20,6 +20,7 @@ def register() -> None:
     from reshard.engines.sglang.worker import METHODS
 
     compat.add_to_scheduler(METHODS)
+    compat.hook_around(compat.CALL, hide_secret)
     compat.hook_around(compat.RUN, guard.check_run)
     compat.hook_around(compat.REQUEST, guard.check_request)
     compat.hook_around(compat.RELEASE, guard.follow_release)
@@ -30,6 +31,17 @@ def register() -> None:
     compat.hook_around(compat.GET_LOADER, choose_loader)
     for update in (*compat.UPDATES, *([compat.BEGIN] if compat.has_sessions() else [])):
         compat.hook_around(update, guard.follow_update)
+
+
+def hide_secret(call: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """Make a call that came by ``Engine.collective_rpc``, which SGLang logs with its arguments, and keep the secret of
+    a group out of the log."""
+    arguments = request.parameters or {}
+    if request.method.startswith("reshard_") and isinstance(arguments.get("secret"), str):
+        from reshard.comm.secret import HiddenSecret
+
+        request.parameters = arguments | {"secret": HiddenSecret(arguments["secret"])}
+    return call(scheduler, request)
 
 
 def choose_loader(get_loader: Callable[..., Any], load_config: Any, *args: Any, **kwargs: Any) -> Any:
