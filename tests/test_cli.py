@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, mcore_to_hf
+from reshard import MegatronLayout, ReshardError, check, delta, diff, hf_to_mcore, lora_merge, mcore_to_hf
 from tests.disk import ended
 from tests.ranks import run_to_the_end
 from tests.test_faults import run_cli
@@ -113,6 +113,8 @@ def test_dry_run_writes_nothing_and_tells_bytes_per_rank(checkpoint, tmp_path):
         run_cli("mcore-to-hf", tmp_path / "out", tmp_path / "x", "--dry-run").returncode == 0
         and not (tmp_path / "x").exists()
     )
+    inside = mcore_to_hf(tmp_path / "out", tmp_path / "out" / "back", dry_run=True)
+    assert [said for said in inside.notices if said.startswith("as it is now, the run would be refused: ")]
 
 
 def test_a_checkpoint_without_a_tokenizer_says_so_and_promises_none(checkpoint, tmp_path):
@@ -199,6 +201,9 @@ def megatron(checkpoint, tmp_path_factory):
     (["parity", "{src}", "{src}", "--no-noise", "--max-noise-ratio", "3"], 2, "leaves nothing for --max-noise-ratio"),
     (["demo", "--keep", "{out}/a/b"], 1, "{out}/a is not a directory; create it first"),
     (["hf-to-mcore", "{src}", "s3://bucket/run"], 1, "s3://bucket/run is an address; give a local directory"),
+    (["inspect", "{src}", "--hf-config", "{mcore}"], 1, "--hf-config is for a Megatron checkpoint or an adapter, and a Hugging Face directory has its own, here {src}/config.json: leave it out"),
+    (["mcore-to-hf", "{mcore}", "{out}", "--hf-config", "{out}/config.json"], 1, "{out}/config.json does not exist: give a config.json, a directory with one, or a hub id"),
+    (["inspect", "{src}", "--ignore-config-field", ""], 2, "the name of a config field to ignore is empty"),
     (["inspect", "{out}"], 1, "neither a directory nor a hub id"),
     (["check", "{src}"], 1, "has no reshard.json"),
 ])  # fmt: skip
@@ -211,7 +216,9 @@ def test_mistakes_get_one_sentence_and_an_exit_code(args, code, message, checkpo
     assert not list(tmp_path.iterdir())
 
 
-def test_the_same_mistakes_in_a_library_call(megatron, tmp_path):
+def test_the_same_mistakes_in_a_library_call(checkpoint, megatron, tmp_path):
+    of, out = checkpoint("qwen3"), tmp_path / "out"
+    own_config = "config.json: leave it out"
     for call, message in (
         (lambda: hf_to_mcore("", tmp_path / "out"), "the path is empty"),
         (
@@ -222,6 +229,9 @@ def test_the_same_mistakes_in_a_library_call(megatron, tmp_path):
             lambda: mcore_to_hf(megatron, tmp_path / "out", family="llama"),
             "--family llama contradicts .*config.json, which is of a qwen3",
         ),
+        (lambda: diff(of, of, hf_config=of), own_config),
+        (lambda: lora_merge(of, of, out, hf_config=of), own_config),
+        (lambda: delta.save(of, of, out, hf_config=of), own_config),
     ):
         with pytest.raises(ReshardError, match=message):
             call()
@@ -352,6 +362,9 @@ def test_a_hub_id_is_downloaded_and_converted(hub, tmp_path):
     assert (
         json.loads((tmp_path / "mcore" / "reshard.json").read_text(encoding="utf-8"))["source"] == "acme/tiny"
     )
+    options = ["--hf-config", "acme/tiny", "--dry-run"]
+    done = run_cli("mcore-to-hf", tmp_path / "mcore", tmp_path / "hf", *options, env=environment)
+    assert done.returncode == 0, done.stderr
     done = run_cli("hf-to-mcore", "acme/other", tmp_path / "other", env=environment)
     assert done.returncode == 1 and "no such model" in done.stderr and "Traceback" not in done.stderr
     environment["HF_ENDPOINT"] = "http://127.0.0.1:9"

@@ -251,6 +251,11 @@ def test_another_base_and_another_step_are_refused_by_name(trained, chain, tmp_p
         save(tmp_path / "fp8", trained[4], chain)
     before = sorted(path.name for path in chain.iterdir())
     with pytest.raises(ReshardError, match="step3 is version 3 of .*, and the next delta follows version 20"):
+        save(trained[3], trained[1], chain)
+    with pytest.raises(
+        ReshardError,
+        match="has these changes already: .*step3 is its version 3, and .*step4 its version 4; the next .* newest, 20",
+    ):
         save(trained[3], trained[4], chain)
     with pytest.raises(ReshardError, match="has version 20, so the next cannot be 20"):
         save(trained[20], trained[4], chain, version=20)

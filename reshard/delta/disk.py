@@ -29,9 +29,9 @@ from reshard.storage.report import ConversionReport
 from reshard.storage.run.job import RunOptions
 from reshard.storage.run.workers import Progress, run_jobs
 from reshard.storage.sources.base import Source
-from reshard.storage.sources.hf_hub import local_directory
+from reshard.storage.sources.hf_hub import config_path, local_directory
 from reshard.storage.sources.megatron import MegatronSource
-from reshard.storage.sources.opening import open_source
+from reshard.storage.sources.opening import check_config_is_read, open_source
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,12 @@ def save(
     the chain.
     """
     allow_many_files()
-    config = None if hf_config is None else Path(hf_config)
     with rewrite_message(("run again with --resume", "run again")), ExitStack() as stack:
         target = stack.enter_context(Chain(chain))
-        left, right = (
-            stack.enter_context(closing(open_source(local_directory(str(path)), config)))
-            for path in (old, new)
-        )
+        directories = [local_directory(str(path)) for path in (old, new)]
+        check_config_is_read(hf_config, *directories)
+        config = None if hf_config is None else config_path(hf_config)
+        left, right = (stack.enter_context(closing(open_source(path, config))) for path in directories)
         tensors = own_tensors(left)
         _check_same_model(tensors, own_tensors(right), str(old), str(new))
         _check_same_config(left, right, str(old), str(new))
@@ -105,7 +104,7 @@ def save(
         with left.unchanged(), right.unchanged():
             before, after = _write_changes(left, right, tensors, writer, workers, progress)
         base = target.base if exists else Base(str(old), before, tensors)
-        _check_old(base, deltas, before, str(old), target.where)
+        _check_old(base, deltas, (before, after), (str(old), str(new)), target.where)
         file = writer.finish(number, follows)
         target.check_end(follows if exists else None)
         delta = Delta(number, follows, before, after, writer.changed, [file])
@@ -168,16 +167,25 @@ def _check_same_config(left: Source, right: Source, old_name: str, new_name: str
         )
 
 
-def _check_old(base: Base, deltas: list[Delta], before: str, old: str, chain: str) -> None:
-    """Raise ReshardError unless a checkpoint has the weights of the newest version."""
+def _check_old(
+    base: Base, deltas: list[Delta], digests: tuple[str, str], places: tuple[str, str], chain: str
+) -> None:
+    """Raise ReshardError unless the first of two checkpoints has the weights of a chain's newest version; where the
+    second has those of a version, the same delta was saved before."""
+    (before, after), (old, new) = digests, places
     if not deltas:
         check_digest(base, before, old, chain)
         return
     newest = deltas[-1]
     if before == newest.after:
         return
-    known = [0] * (before == base.digest) + [delta.version for delta in deltas if delta.after == before]
-    what = f"version {known[-1]}" if known else "no version"
+    versions = {base.digest: 0} | {delta.after: delta.version for delta in deltas}
+    if before in versions and versions.get(after, 0) > versions[before]:
+        raise ReshardError(
+            f"{chain} has these changes already: {old} is its version {versions[before]}, and {new} its version "
+            f"{versions[after]}; the next delta is from the newest, {newest.version}, to a checkpoint after it"
+        )
+    what = f"version {versions[before]}" if before in versions else "no version"
     raise ReshardError(
         f"{old} is {what} of {chain}, and the next delta follows version {newest.version}: give the checkpoint of that "
         f"(reshard delta apply writes it), or begin a new chain"
@@ -209,12 +217,14 @@ def apply(
     """
     options = RunOptions(overwrite, resume, sync, workers, dry_run, progress).checked()
     shard_bytes = None if max_shard_size is None else parse_size(max_shard_size)
-    config = None if hf_config is None else Path(hf_config)
     with ExitStack() as stack:
         team = stack.enter_context(Team.from_environment())
         opened = stack.enter_context(Chain(chain))
         deltas = opened.deltas(version)
-        base_source = stack.enter_context(closing(open_source(local_directory(str(base)), config)))
+        directory = local_directory(str(base))
+        check_config_is_read(hf_config, directory)
+        config = None if hf_config is None else config_path(hf_config)
+        base_source = stack.enter_context(closing(open_source(directory, config)))
         if isinstance(base_source, MegatronSource):
             check_towers(base_source)
         source = stack.enter_context(closing(DeltaSource(base_source, opened, deltas)))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from reshard.core.errors import ReshardError, listed
+from reshard.core.errors import OptionError, ReshardError, listed
 from reshard.models.field_tables import DECIDES_ELSEWHERE, ROPE_FIELDS
 
 MAX_NAMED = 100  # fields in one sentence
@@ -58,8 +58,12 @@ def ignored_config_fields(*names: str, recorded: bool = False) -> Iterator[None]
 
     For other processes, such as vLLM's workers, the environment variable RESHARD_IGNORE_CONFIG_FIELDS has the
     same names, with commas between them. What a conversion ignores is `recorded` in its manifest, and is
-    ignored again wherever what it wrote is read.
+    ignored again wherever what it wrote is read. Raises OptionError for an empty name.
     """
+    if not recorded and not all(name.strip() for name in names):
+        raise OptionError(
+            "the name of a config field to ignore is empty: name a field, or leave --ignore-config-field out"
+        )
     variable = _recorded if recorded else _ignored
     token = variable.set((*variable.get(), *names))
     try:

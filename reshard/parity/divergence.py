@@ -29,6 +29,7 @@ from reshard.parity.systems.megatron import Megatron
 from reshard.parity.systems.opening import is_megatron, model_of, open_system
 from reshard.parity.systems.processes import device, gather_from_ranks, join_processes, share_in_fp32
 from reshard.storage.compare import Difference, diff
+from reshard.storage.sources.hf_hub import config_path
 
 # Relative distance of two hidden states (norm of the difference over the norm, a mean over tokens)
 # that is no rounding in fp32, and the multiple of both systems' rounding by which they may be apart
@@ -144,21 +145,19 @@ def find_divergence(
     if tolerance is not None and not 0 <= tolerance < float("inf"):
         raise ReshardError(f"a tolerance of {tolerance} cannot be: give a finite number of at least 0")
     join_processes()
-    config_path = Path(hf_config) if hf_config is not None else None
+    config = config_path(hf_config) if hf_config is not None else None
     if engine_of(a) or engine_of(b) or sorted(map(is_megatron, (a, b))) != [False, True]:
         raise ReshardError(
             f"{a} and {b} must be a Hugging Face directory and a Megatron checkpoint: only "
             f"those can be compared inside"
         )
     hf, mcore = (b, a) if is_megatron(a) else (a, b)
-    models = [model_of(spec, config_path) for spec in (a, b)]
+    models = [model_of(spec, config) for spec in (a, b)]
     context = int(models[0].config["max_position_embeddings"])
     check_prompts([prompt], models[0].symbols["V"], context)
 
     def outputs_in(kind: str) -> tuple[Model, States, States]:
-        return _outputs(
-            hf, mcore, prompt, positions, SystemOptions(kind, layout or MegatronLayout(), config_path)
-        )
+        return _outputs(hf, mcore, prompt, positions, SystemOptions(kind, layout or MegatronLayout(), config))
 
     model, *outputs = outputs_in(dtype)
     exact = outputs_in("fp32")[1:] if tolerance is None and dtype != "fp32" else None

@@ -20,6 +20,7 @@ from reshard.parity.noise import Noise
 from reshard.parity.prompts import Prompt, check_prompts, far_prompt, random_prompts
 from reshard.parity.report import ParityReport
 from reshard.parity.served import ENGINES, engine_of
+from reshard.storage.sources.hf_hub import config_path
 
 if TYPE_CHECKING:
     from reshard.parity.comparison import SystemComparison
@@ -106,11 +107,9 @@ def _system_options(
 
     dtype = _checked_dtype(dtype)
     _check_engine_options(a, b, engine, quantization, match_vllm_rounding)
-    _check_layout_has_a_model(a, b, layout)
-    config_path = Path(hf_config) if hf_config is not None else None
-    return SystemOptions(
-        dtype, checked_layout(layout), config_path, engine, quantization, match_vllm_rounding
-    )
+    _check_megatron_options(a, b, layout, hf_config)
+    config = config_path(hf_config) if hf_config is not None else None
+    return SystemOptions(dtype, checked_layout(layout), config, engine, quantization, match_vllm_rounding)
 
 
 def _checked_dtype(dtype: str | None) -> str:
@@ -218,13 +217,18 @@ def _check_engine_options(
         )
 
 
-def _check_layout_has_a_model(a: "str | System", b: "str | System", layout: MegatronLayout | None) -> None:
-    """Raise ReshardError for a layout where neither system is a Megatron checkpoint, which alone has one."""
+def _check_megatron_options(
+    a: "str | System", b: "str | System", layout: MegatronLayout | None, hf_config: str | Path | None
+) -> None:
+    """Raise ReshardError for a layout, or a config to read a checkpoint with, where neither system is a Megatron
+    checkpoint."""
     from reshard.parity.systems.opening import is_megatron
 
+    of_layout = [] if checked_layout(layout) == MegatronLayout() else [f"layout {layout}"]
+    given = of_layout + [f"hf_config {hf_config}"] * (hf_config is not None)
     paths = [side for side in (a, b) if isinstance(side, str)]
-    if checked_layout(layout) != MegatronLayout() and len(paths) == 2 and not any(map(is_megatron, paths)):
-        raise ReshardError(f"layout {layout} is for a Megatron checkpoint: neither {a} nor {b} is one")
+    if given and len(paths) == 2 and not any(map(is_megatron, paths)):
+        raise ReshardError(f"{given[0]} is for a Megatron checkpoint: neither {a} nor {b} is one")
 
 
 def _limits_by_kind(

@@ -16,9 +16,9 @@ from reshard.storage.io.files import allow_many_files
 from reshard.storage.run.workers import Progress, run_jobs
 from reshard.storage.sources.adapter import AdapterSource
 from reshard.storage.sources.base import Source
-from reshard.storage.sources.hf_hub import local_directory
+from reshard.storage.sources.hf_hub import config_path, local_directory
 from reshard.storage.sources.huggingface import HuggingFaceSource
-from reshard.storage.sources.opening import open_source
+from reshard.storage.sources.opening import check_config_is_read, open_source
 from reshard.storage.sources.paths import config_beside, locate
 
 
@@ -104,10 +104,11 @@ def diff(
     nothing.
     """
     allow_many_files()
-    config = Path(hf_config) if hf_config is not None else None
-    left = open_source(local_directory(str(a)), config, adapters=True)
+    left_directory, right_directory = local_directory(str(a)), local_directory(str(b))
+    check_config_is_read(hf_config, left_directory, right_directory)
+    config = config_path(hf_config) if hf_config is not None else None
+    left = open_source(left_directory, config, adapters=True)
     try:
-        right_directory = local_directory(str(b))
         right = open_source(right_directory, config or _config_for(right_directory, left), adapters=True)
     except BaseException:
         left.close()

@@ -24,9 +24,9 @@ from reshard.storage.io.streams import TensorInfo
 from reshard.storage.quantized import Quantized, Scheme, scheme_named
 from reshard.storage.report import (
     ConversionReport,
+    destination_notices,
     new_report,
     outcome_notices,
-    space_notices,
     tokenizer_notices,
 )
 from reshard.storage.run.conversion import run_conversion
@@ -36,7 +36,7 @@ from reshard.storage.run.workers import Progress
 from reshard.storage.sources.adapter import AdapterSource
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.derived import DerivedSource
-from reshard.storage.sources.hf_hub import local_directory
+from reshard.storage.sources.hf_hub import config_path, local_directory
 from reshard.storage.sources.huggingface import HuggingFaceSource
 from reshard.storage.sources.megatron import MegatronSource, States
 from reshard.storage.sources.verify import SourceChecks, manifest_of
@@ -124,7 +124,7 @@ def mcore_to_mcore(
     form = megatron_form(
         transformer_impl, model_class, make_vocab_size_divisible_by, megatron_version, iteration
     )
-    config = Path(hf_config) if hf_config is not None else None
+    config = config_path(hf_config) if hf_config is not None else None
     options = RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow).checked()
     states: States = "none" if without_optimizer else "all"
     multiple = make_vocab_size_divisible_by * layout.tp
@@ -200,7 +200,7 @@ def mcore_to_hf(
     scheme_name, scheme = scheme_named(quantize) or (None, None)
     target = float_dtype(dtype)
     shard_bytes = None if max_shard_size is None else parse_size(max_shard_size)
-    config = Path(hf_config) if hf_config is not None else None
+    config = config_path(hf_config) if hf_config is not None else None
     options = RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow).checked()
     with (
         Team.from_environment() as team,
@@ -301,7 +301,7 @@ def carry_out(job: ConversionJob, settings: dict[str, Any], report: ConversionRe
     if not isinstance(job.source, AdapterSource):
         report.notices += tokenizer_notices(job.source, report)
     if job.options.dry_run:
-        report.notices += space_notices(job)
+        report.notices += destination_notices(job)
         return report
     outcome = run_conversion(job, settings | {"overflow": job.options.allow_overflow})
     report.resumed_tensors = outcome.resumed_tensors

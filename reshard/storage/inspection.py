@@ -11,8 +11,8 @@ from reshard.formats import safetensors
 from reshard.models.config_fields import allow_unmapped_configs, check_ignored, whole_number
 from reshard.models.model import Model
 from reshard.storage.sources.base import ignored_as_recorded, read_config
-from reshard.storage.sources.hf_hub import local_directory
-from reshard.storage.sources.opening import open_source
+from reshard.storage.sources.hf_hub import config_path, local_directory
+from reshard.storage.sources.opening import check_config_is_read, open_source
 from reshard.storage.sources.paths import locate
 
 
@@ -45,8 +45,9 @@ class Inspection:
 def inspect(path: str | Path, *, hf_config: str | Path | None = None) -> Inspection:
     """Look at a Hugging Face directory (or hub id) or a Megatron checkpoint. A config that cannot
     be mapped is one of the notices. Raises ReshardError where it cannot be read."""
-    config = Path(hf_config) if hf_config is not None else None
     directory = local_directory(str(path))
+    check_config_is_read(hf_config, directory)
+    config = config_path(hf_config) if hf_config is not None else None
     with allow_unmapped_configs():
         why = _unmapped(directory)
         if why:

@@ -32,10 +32,10 @@ from reshard.storage.run.workers import Progress
 from reshard.storage.sources.adapter import AdapterSource
 from reshard.storage.sources.adapter_fused import FusedExpertsSource
 from reshard.storage.sources.base import Source
-from reshard.storage.sources.hf_hub import local_directory
+from reshard.storage.sources.hf_hub import config_path, local_directory
 from reshard.storage.sources.megatron import MegatronSource
 from reshard.storage.sources.merged import MergedSource
-from reshard.storage.sources.opening import open_adapter, open_source
+from reshard.storage.sources.opening import check_config_is_read, open_adapter, open_source
 from reshard.storage.sources.paths import locate
 
 EXPERTS = ("apart", "together")
@@ -72,9 +72,10 @@ def lora_to_peft(
     if experts not in EXPERTS:
         raise OptionError(f"--experts {experts} is not one of {listed(EXPERTS)}")
     options = RunOptions(overwrite, resume, sync, workers, dry_run, progress).checked()
+    config = None if hf_config is None else config_path(hf_config)
     with (
         Team.from_environment() as team,
-        closing(open_adapter(Path(source), _path(hf_config), alpha, tp)) as src,
+        closing(open_adapter(Path(source), config, alpha, tp)) as src,
     ):
         checks, workdir = check_both_ends(src, destination, team, options)
         _name_base(src, hf_config)
@@ -130,9 +131,10 @@ def lora_to_megatron(
     if iteration:
         check_number(iteration, "--iteration", MAX_ITERATION)
     options = RunOptions(overwrite, resume, sync, workers, dry_run, progress).checked()
+    config = None if hf_config is None else config_path(hf_config)
     with (
         Team.from_environment() as team,
-        closing(open_adapter(Path(source), _path(hf_config), alpha, saved_tp)) as src,
+        closing(open_adapter(Path(source), config, alpha, saved_tp)) as src,
     ):
         checks, workdir = check_both_ends(src, destination, team, options)
         tensors = tensors_to_store(src, float_dtype(dtype))
@@ -188,7 +190,7 @@ def lora_merge(
     form = megatron_form(transformer_impl, "gpt", 128, None, None)
     with ExitStack() as stack:
         team = stack.enter_context(Team.from_environment())
-        base_source = stack.enter_context(closing(_open_base(base, _path(hf_config))))
+        base_source = stack.enter_context(closing(_open_base(base, hf_config)))
         added = stack.enter_context(
             closing(open_adapter(Path(adapter), None, alpha, saved_tp, base_source.model))
         )
@@ -201,12 +203,14 @@ def lora_merge(
         return to_hf("lora-merge", source, name, destination, target, shard_bytes, team, options)
 
 
-def _open_base(path: str | Path, hf_config: Path | None) -> Source:
+def _open_base(path: str | Path, hf_config: str | Path | None) -> Source:
     """Open the base model, without the adapter that may lie beside its weights."""
     directory = local_directory(str(path))
     if directory.is_dir() and locate(directory) is not None:
-        return MegatronSource(directory, hf_config, without_adapters=True)
-    return open_source(directory, hf_config)
+        config = None if hf_config is None else config_path(hf_config)
+        return MegatronSource(directory, config, without_adapters=True)
+    check_config_is_read(hf_config, directory)
+    return open_source(directory)
 
 
 def _notices_for_peft(source: AdapterSource) -> list[str]:
@@ -239,13 +243,6 @@ def _name_base(source: AdapterSource, hf_config: str | Path | None) -> None:
     """Take the directory or hub id that was given for the model's name, which adapters record."""
     if hf_config is not None and not Path(hf_config).is_file():
         source.base_name = str(hf_config)
-
-
-def _path(path: str | Path | None) -> Path | None:
-    """Return a config's file or directory; that of a hub id once it is downloaded."""
-    if path is None or Path(path).exists():
-        return None if path is None else Path(path)
-    return local_directory(str(path), ["config.json"])
 
 
 def _form(source: AdapterSource, format: str, canonical: bool | None, tp: int) -> AdapterForm:

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reshard.core.errors import ReshardError
 from reshard.storage.io.casts import overflow_notice
 from reshard.storage.io.streams import SLAB_BYTES
 from reshard.storage.run.conversion import Outcome
@@ -83,14 +84,19 @@ def tokenizer_notices(source: Source, report: ConversionReport) -> list[str]:
     ]
 
 
-def space_notices(job: ConversionJob) -> list[str]:
-    """Return a notice where the disk has no space for the destination."""
+def destination_notices(job: ConversionJob) -> list[str]:
+    """Return notices where a run would refuse the destination as it is now, and where the disk has no space for it."""
+    notices = []
+    try:
+        job.workdir.check_without_recovery()
+    except ReshardError as error:
+        notices.append(f"as it is now, the run would be refused: {error}")
     needed, free = job.workdir.space(job.destination.sizes)
-    if needed <= free:
-        return []
-    return [
-        f"it will not fit: {job.workdir.destination} needs {needed:,} more bytes, but the disk has {free:,} free"
-    ]
+    if needed > free:
+        notices.append(
+            f"it will not fit: {job.workdir.destination} needs {needed:,} more bytes, but the disk has {free:,} free"
+        )
+    return notices
 
 
 def outcome_notices(job: ConversionJob, outcome: Outcome) -> list[str]:

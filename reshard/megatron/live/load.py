@@ -21,7 +21,7 @@ from reshard.megatron.live.collective import check_same_options, keyword_style_e
 from reshard.megatron.live.local_boxes import uncovered_tensors
 from reshard.megatron.live.local_model import LocalModel, Models
 from reshard.megatron.live.offload import check_main_parameters
-from reshard.megatron.live.published_model import config_path, digest_of
+from reshard.megatron.live.published_model import digest_of
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import Model
 from reshard.storage.io.boxes import BoxReader, Rows
@@ -29,7 +29,7 @@ from reshard.storage.io.casts import float_dtype, is_exact, overflow_notice
 from reshard.storage.io.files import allow_many_files
 from reshard.storage.run.workers import Progress, run_jobs, worker_count
 from reshard.storage.sources.base import Source
-from reshard.storage.sources.hf_hub import local_directory
+from reshard.storage.sources.hf_hub import config_path, local_directory
 from reshard.storage.sources.huggingface import HuggingFaceSource
 from reshard.storage.sources.megatron import MegatronSource
 from reshard.storage.sources.opening import open_source

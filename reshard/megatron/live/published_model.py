@@ -18,7 +18,7 @@ from reshard.models.config_fields import check_ignored
 from reshard.models.model import Model
 from reshard.storage.manifest import read_manifest
 from reshard.storage.sources.base import files_beside, ignored_as_recorded, read_config
-from reshard.storage.sources.hf_hub import BESIDE_WEIGHTS, local_directory
+from reshard.storage.sources.hf_hub import config_path
 from reshard.storage.sources.paths import HF_FILES, locate
 
 
@@ -93,12 +93,6 @@ def _stored(path: Path) -> Iterable[str]:
         return names if isinstance(names, dict) else ()
     single = path / safetensors.SINGLE
     return safetensors.read_header(single) if single.is_file() else ()
-
-
-def config_path(config: str | Path) -> Path:
-    """Return the path of a ``config.json``, or of a directory with one. Of a hub id all but the weights is
-    fetched."""
-    return Path(config) if Path(config).is_file() else local_directory(str(config), BESIDE_WEIGHTS)
 
 
 def layout_of(config: Any, pattern: str | None = None) -> MegatronLayout:

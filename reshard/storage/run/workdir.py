@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from reshard.core.errors import ReshardError
@@ -56,6 +56,26 @@ class Workdir:
 
         Before that, what an interrupted run of --overwrite has moved aside is put back.
         """
+        with self._write_errors():
+            self._check_place()
+            self._recover()
+            self._check_free()
+
+    def check_without_recovery(self) -> None:
+        """Raise what `check_destination` raises, and change nothing."""
+        with self._write_errors():
+            self._check_place()
+            self._check_free()
+
+    @contextlib.contextmanager
+    def _write_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ReshardError(f"cannot write to {self.destination}: {error.strerror}") from error
+
+    def _check_place(self) -> None:
+        """Raise ReshardError where the destination overlaps the source, or nothing can be made beside it."""
         destination, parent = self.destination, self.destination.parent
         if not destination.name:
             raise ReshardError(f"{destination} is the root directory; name a directory in it")
@@ -68,42 +88,40 @@ class Workdir:
                 f"{destination} and the source {self.source} overlap; write to a directory beside it"
             )
         self._check_reads()
-        try:
-            if destination.is_symlink():
-                where = "" if destination.exists() else " to nowhere"
-                raise ReshardError(f"{destination} is a symbolic link{where}; give the directory itself")
-            if not parent.is_dir():
-                if str(*self.given.parts[:1]).endswith(":"):  # of s3://bucket/run, as a path
-                    address = str(self.given).replace(":/", "://", 1)
-                    raise ReshardError(
-                        f"{address} is an address; give a local directory, and copy it from there"
-                    )
-                raise ReshardError(f"{parent} is not a directory; create it first")
-            if not os.access(parent, os.W_OK | os.X_OK):
-                raise ReshardError(f"cannot write in {parent}: permission denied or read-only")
-            self._recover()
-            if destination.exists() and not destination.is_dir():
-                raise ReshardError(f"{destination} is a file, not a directory")
-            if os.path.ismount(destination):
-                raise ReshardError(
-                    f"{destination} is a mount point, which cannot be renamed; give a directory in it"
-                )
-            if (
-                destination.exists()
-                and not self.overwrite
-                and any(destination.iterdir())
-                and not (self.resume and self._published())
-            ):
-                hint = (
-                    "; no interrupted run of it is left: reshard check says whether it is whole"
-                    if self.resume
-                    else ""
-                )
-                raise ReshardError(
-                    f"{destination} exists; pass --overwrite to replace it once the new one is complete{hint}"
-                )
-        except OSError as error:
-            raise ReshardError(f"cannot write to {destination}: {error.strerror}") from error
+        if destination.is_symlink():
+            where = "" if destination.exists() else " to nowhere"
+            raise ReshardError(f"{destination} is a symbolic link{where}; give the directory itself")
+        if not parent.is_dir():
+            if str(*self.given.parts[:1]).endswith(":"):  # of s3://bucket/run, as a path
+                address = str(self.given).replace(":/", "://", 1)
+                raise ReshardError(f"{address} is an address; give a local directory, and copy it from there")
+            raise ReshardError(f"{parent} is not a directory; create it first")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise ReshardError(f"cannot write in {parent}: permission denied or read-only")
+
+    def _check_free(self) -> None:
+        """Raise ReshardError where something is at the destination that the run may not replace."""
+        destination = self.destination
+        if destination.exists() and not destination.is_dir():
+            raise ReshardError(f"{destination} is a file, not a directory")
+        if os.path.ismount(destination):
+            raise ReshardError(
+                f"{destination} is a mount point, which cannot be renamed; give a directory in it"
+            )
+        if (
+            destination.exists()
+            and not self.overwrite
+            and any(destination.iterdir())
+            and not (self.resume and self._published())
+        ):
+            hint = (
+                "; no interrupted run of it is left: reshard check says whether it is whole"
+                if self.resume
+                else ""
+            )
+            raise ReshardError(
+                f"{destination} exists; pass --overwrite to replace it once the new one is complete{hint}"
+            )
 
     def _check_reads(self) -> None:
         """Raise ReshardError where a file that is to be read would be removed: it lies in the

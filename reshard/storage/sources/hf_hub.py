@@ -55,6 +55,16 @@ def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
         ) from error
 
 
+def config_path(config: str | Path) -> Path:
+    """Return the path of a ``config.json``, or of a directory with one. Of a hub id all but the weights is
+    fetched. Raises ReshardError where it is none of these."""
+    if os.path.exists(config):
+        return Path(config)
+    if str(config).endswith(".json"):
+        raise ReshardError(f"{config} does not exist: give a config.json, a directory with one, or a hub id")
+    return local_directory(str(config), BESIDE_WEIGHTS)
+
+
 def check_hub_id(source: str) -> tuple[str, str | None]:
     """Return the name and the revision of a hub id. Raises ReshardError for what cannot be one."""
     match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", source, re.ASCII)

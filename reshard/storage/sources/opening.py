@@ -60,6 +60,20 @@ def open_source(
     return HuggingFaceSource(path, dequantize_to)
 
 
+def check_config_is_read(hf_config: str | Path | None, *paths: Path) -> None:
+    """Raise ReshardError for a config that is read with none of these directories: one of Hugging Face's has
+    its own."""
+    if hf_config is None or not all(
+        (path / "config.json").is_file() and locate(path) is None for path in paths
+    ):
+        return
+    configs = " and ".join(dict.fromkeys(str(path / "config.json") for path in paths))
+    raise ReshardError(
+        f"--hf-config is for a Megatron checkpoint or an adapter, and a Hugging Face directory has its own, here "
+        f"{configs}: leave it out"
+    )
+
+
 def open_adapter(
     path: Path,
     hf_config: Path | None = None,
@@ -78,6 +92,11 @@ def open_adapter(
     if is_peft(path):
         if alpha is not None:
             raise ReshardError(f"--alpha contradicts {path / ADAPTER}, which says it: leave it out")
+        if tp is not None:
+            raise ReshardError(
+                f"the tensor-parallel size with which an adapter was saved is that of a Megatron checkpoint, and {path} is "
+                f"PEFT's: leave the option out"
+            )
         return PeftSource(path, hf_config, model)
     raise ReshardError(f"{path} holds no LoRA adapter: {EXPECTED_ADAPTER}")
 
