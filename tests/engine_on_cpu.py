@@ -282,6 +282,7 @@ def compare(cases: list, other: str) -> dict:
     from reshard.engines.vllm.live import VllmModel
     from reshard.parity import LiveVllm, parity, scores_of_outputs
 
+    keep_imports_frozen()
     options = {"prompts": 6, "lengths": (9, 33)}
     _, hf, mcore = cases[0]
     llm = engine(hf)

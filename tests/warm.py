@@ -41,7 +41,9 @@ OF_ENGINES = (
     "reshard.parity.systems.megatron",
     *QUANTIZED,
 )
-WITH_RAY = ("tests.without_ray", *OF_ENGINES, "tests.with_ray")  # in an environment that has Ray
+# What verl imports, without Ray, in each of its processes.
+OF_VERL = ("datasets", "hydra", "peft", "tensordict")
+WITH_RAY = ("tests.without_ray", *OF_ENGINES, *OF_VERL, "tests.with_ray")  # in an environment that has Ray
 OF_RANKS = (
     "tests.entry_points",
     "tests.torchrun_methods",
@@ -85,7 +87,13 @@ OF_PAGES = (
     "tests.entry_points", "tests.torchrun_methods", "tests.command_line", "torch.distributed.run", "reshard.parity.systems.megatron", "transformers",
     "transformers.generation.utils", "megatron.core.dist_checkpointing.gpt_checkpoint_interop", "bokeh.plotting",
 )  # fmt: skip
-SGLANG_WITH_RAY = ("tests.without_ray", *OF_SGLANG, "sglang.srt.entrypoints.http_server", "tests.with_ray")
+SGLANG_WITH_RAY = (
+    "tests.without_ray",
+    *OF_SGLANG,
+    "sglang.srt.entrypoints.http_server",
+    *OF_VERL,
+    "tests.with_ray",
+)
 
 
 @functools.cache
