@@ -21,7 +21,7 @@ adapter_options = together(
 )
 
 
-ALPHA = click.option("--alpha", type=float, help="The adapter's alpha, where the checkpoint does not say it.")
+ALPHA = click.option("--alpha", type=float, help="The adapter's alpha, if the checkpoint does not say it.")
 
 
 def saved_tp(flag: str) -> Callable:
@@ -29,7 +29,7 @@ def saved_tp(flag: str) -> Callable:
     return click.option(
         flag,
         type=click.IntRange(1, MAX_RANKS),
-        help="Tensor-parallel size with which it was saved, where that matters and the checkpoint does not say it.",
+        help="Tensor-parallel size with which it was saved, if that matters and the checkpoint does not say it.",
     )
 
 

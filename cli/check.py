@@ -22,7 +22,7 @@ from reshard.cli.places import PathOrHubId
 @json_option
 def command(path: str, workers: int | None, as_json: bool) -> None:
     """Compare the bytes of the checkpoint at PATH with the checksums in its manifest. Exit status 1
-    where they differ."""
+    if they differ."""
     from reshard.storage.check import check
 
     with progress_bar("check") as progress:

@@ -77,7 +77,7 @@ def apply_command(base: str, chain: str, destination: str, as_json: bool, **opti
 @click.argument("chain", type=PathOrHubId())
 @json_option
 def show_command(chain: str, as_json: bool) -> None:
-    """Show the versions of CHAIN. Exit status 1 where one is missing or out of order."""
+    """Show the versions of CHAIN. Exit status 1 if one is missing or out of order."""
     from reshard.delta.chain import show
 
     contents = show(chain)

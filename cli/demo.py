@@ -12,9 +12,7 @@ from reshard.cli.places import PathOrHubId
 
 
 @click.command("demo")
-@click.option(
-    "--keep", type=PathOrHubId(file_okay=False), help="Leave the checkpoints in this new directory."
-)
+@click.option("--keep", type=PathOrHubId(file_okay=False), help="Keep the checkpoints in this new directory.")
 @json_option
 def command(keep: str | None, as_json: bool) -> None:
     """Convert a small Qwen3-MoE to Megatron (TP2 PP2 EP2) and back, and prove each step. Takes half a minute,

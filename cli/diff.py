@@ -18,14 +18,14 @@ from reshard.cli.places import PathOrHubId
 @click.argument("b", type=PathOrHubId())
 @click.option("--hf-config", type=PathOrHubId(), help="config.json to read a Megatron checkpoint with.")
 @click.option(
-    "--worst", type=click.IntRange(min=1), default=10, show_default=True, help="How many tensors to show."
+    "--worst", type=click.IntRange(min=1), default=10, show_default=True, help="Number of tensors to show."
 )
 @workers_option
 @ignore_option
 @json_option
 def command(a: str, b: str, hf_config: str | None, worst: int, workers: int | None, as_json: bool) -> None:
     """Compare checkpoints A and B, of either format and any layout, bit for bit. Exit status 1
-    where they differ."""
+    if they differ."""
     from reshard.storage.compare import diff
 
     with progress_bar("diff") as progress:

@@ -20,25 +20,26 @@ megatron_options = together(
         type=click.IntRange(1, MAX_VOCAB_MULTIPLE),
         default=128,
         show_default=True,
-        help="Pad the vocabulary to this times TP.",
+        help="Pad the vocabulary to a multiple of this times TP.",
     ),
     click.option(
         "--dtype",
         type=DtypeChoice(["bf16", "fp16", "fp32"]),
-        help="Cast (default: as it is; fp8, int8 and int4 become what their scales and config say, bf16 as a rule).",
+        help="Cast the weights (default: keep their dtype; quantized weights become what the config "
+        "says, usually bf16).",
     ),
     click.option(
         "--transformer-impl",
         type=click.Choice(["transformer_engine", "local"]),
         default="transformer_engine",
         show_default=True,
-        help="Which layers will load it: they name some norms differently.",
+        help="The layers that will load it. They name some norms differently.",
     ),
     click.option(
         "--model-class",
         type=click.Choice(["gpt", "hybrid"]),
-        help="Which class will load it: GPTModel (default), or HybridModel, which replaces it (default of models with "
-        "Mamba layers, which it alone has).",
+        help="The class that will load it: GPTModel, or HybridModel, which replaces it (default: "
+        "GPTModel, but HybridModel for models with Mamba layers).",
     ),
     click.option(
         "--megatron-version",
@@ -53,7 +54,7 @@ megatron_options = together(
     click.option(
         "--allow-overflow",
         is_flag=True,
-        help="Let a cast make infinities of numbers that are too large, and count them.",
+        help="Let a cast overflow to infinity, and count the affected values.",
     ),
     run_options,
 )

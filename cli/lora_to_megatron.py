@@ -24,7 +24,8 @@ from reshard.core.limits import MAX_ITERATION, MAX_RANKS
 @click.option(
     "--canonical/--fused",
     default=None,
-    help="Megatron-Bridge's CanonicalLoRA, or its LoRA (default: LoRA where q, k and v, and gate and up, share their A).",
+    help="Megatron-Bridge's CanonicalLoRA, or its LoRA (default: LoRA if q, k and v share their A, "
+    "and gate and up too).",
 )
 @click.option(
     "--tp",

@@ -18,11 +18,11 @@ from reshard.core.version import __version__
 COMMANDS = {
     "hf-to-mcore": "Hugging Face checkpoint to Megatron torch_dist, at any layout.",
     "mcore-to-hf": "Megatron torch_dist checkpoint back to Hugging Face.",
-    "mcore-to-mcore": "Megatron torch_dist checkpoint for the other class of models, or another layout.",
+    "mcore-to-mcore": "Megatron torch_dist checkpoint to another model class or layout.",
     "lora-to-peft": "LoRA adapter of Megatron-Bridge or mcore-bridge to a PEFT directory.",
-    "lora-to-megatron": "LoRA adapter of PEFT to Megatron-Bridge's or mcore-bridge's checkpoint.",
-    "lora-merge": "Add a LoRA adapter to its base model, in either format.",
-    "delta": "Keep versions of a model as a chain of what changed, in a directory or an object store.",
+    "lora-to-megatron": "PEFT LoRA adapter to a checkpoint for Megatron-Bridge or mcore-bridge.",
+    "lora-merge": "Merge a LoRA adapter into its base model, in either format.",
+    "delta": "Keep versions of a model as a chain of deltas, in a directory or an object store.",
     "inspect": "Show what a checkpoint of either format holds.",
     "diff": "Compare two checkpoints bit for bit, whatever their formats.",
     "check": "Compare a checkpoint's bytes with its manifest.",
@@ -40,7 +40,7 @@ ONE_THREAD = {"hf-to-mcore", "mcore-to-hf", "mcore-to-mcore", "lora-to-peft", "l
 EPILOG = (
     "Exit codes: 0 done (diff: equal; check: intact; parity: within the limits); 1 a difference, a failed "
     "check or an error, which is printed as one sentence; 2 a mistake in the command line; 130 interrupted.\n\n"
-    "Guides and reference: the site in docs/ of the repository, which `mkdocs serve` shows there."
+    "Guides and reference are in docs/ of the repository; `mkdocs serve` shows them as a site."
 )
 
 

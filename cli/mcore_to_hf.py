@@ -18,9 +18,9 @@ source_options = together(
         help="config.json, or a directory with it and the tokenizer (default: the one beside the weights, else "
         "from the checkpoint's args).",
     ),
-    click.option("--family", help="Family, where the args alone leave it open."),
+    click.option("--family", help="The model's family, if the args do not determine it."),
     click.option(
-        "--without-adapters", is_flag=True, help="Leave out a LoRA adapter that lies beside the weights."
+        "--without-adapters", is_flag=True, help="Leave out a LoRA adapter that is stored with the weights."
     ),
 )
 
@@ -43,7 +43,7 @@ source_options = together(
 @click.option(
     "--allow-overflow",
     is_flag=True,
-    help="Let a cast make infinities of numbers that are too large, and count them.",
+    help="Let a cast overflow to infinity, and count the affected values.",
 )
 @run_options
 def command(source: str, destination: str, as_json: bool, quantize: str | None, **options: Any) -> None:

@@ -19,7 +19,7 @@ from reshard.cli.places import PathOrHubId, check_command, resumable
 @click.option(
     "--without-optimizer",
     is_flag=True,
-    help="Leave out the optimizer states: the weights alone, as a release.",
+    help="Leave out the optimizer states: write the weights alone, as a release.",
 )
 @megatron_options
 def command(source: str, destination: str, as_json: bool, **options: Any) -> None:

@@ -34,14 +34,14 @@ _LAYOUT = (
         among="p2p a2a all_gather",
         default="p2p",
         show_default=True,
-        help="Of context parallelism.",
+        help="How context parallelism communicates.",
     ),
     click.option(
         "--make-vocab-size-divisible-by",
         type=click.IntRange(1, MAX_VOCAB_MULTIPLE),
         default=128,
         show_default=True,
-        help="Pad the vocabulary to this times TP.",
+        help="Pad the vocabulary to a multiple of this times TP.",
     ),
 )
 _BATCH = (
@@ -62,7 +62,7 @@ _ACTIVATIONS = (
     _size("--recompute-num-layers", help="With --recompute-granularity full."),
     click.option("--recompute-modules", metavar="A,B", help="With --recompute-granularity selective."),
     click.option(
-        "--imbalance", type=float, help="Tokens of the fullest expert rank, in times of an even share."
+        "--imbalance", type=float, help="Tokens on the fullest expert rank, as a multiple of an even share."
     ),
     _choice(
         "--moe-token-dispatcher-type",
@@ -90,7 +90,11 @@ _ACTIVATIONS = (
 )
 _OPTIMIZER = (
     _choice(
-        "--grads", among="fp32 bf16", default="fp32", show_default=True, help="In which gradients accumulate."
+        "--grads",
+        among="fp32 bf16",
+        default="fp32",
+        show_default=True,
+        help="Dtype in which gradients accumulate.",
     ),
     click.option(
         "--distributed-optimizer/--no-distributed-optimizer",
@@ -103,7 +107,7 @@ _OPTIMIZER = (
         "optimizer_instances",
         default=1,
         show_default=True,
-        help="Of the distributed optimizer.",
+        help="Instances of the distributed optimizer.",
     ),
     _choice(
         "--main-params",
@@ -155,8 +159,10 @@ _GPU = (
         metavar="SIZE",
         help="80GB, 79.1GiB, or a card such as H100: exits 0 if it fits, else 1.",
     ),
-    click.option("--fit", is_flag=True, help="Search the layouts that fit; sizes that are given stay."),
-    _size("--at-most-tp", help="With --fit (default: the GPUs of a host)."),
+    click.option(
+        "--fit", is_flag=True, help="Search for layouts that fit, and keep the sizes that are given."
+    ),
+    _size("--at-most-tp", help="Largest TP that --fit tries (default: the GPUs of a host)."),
     _size("--at-most-pp", help="With --fit."),
     _size("--at-most-ep", help="With --fit."),
     _size("--show", "count", default=10, show_default=True, help="Layouts that --fit shows."),
@@ -172,7 +178,7 @@ _ENGINE = (
         type=float,
         default=0.9,
         show_default=True,
-        help="The engine's share.",
+        help="The engine's share of a GPU.",
     ),
     click.option(
         "--colocated/--separate", default=None, help="The engine on the trainer's GPUs, or on others."
@@ -182,10 +188,10 @@ _ENGINE = (
         default="weights,grads,optimizer",
         show_default=True,
         metavar="WHAT",
-        help="What of the trainer is in host memory while it does not train; none for nothing.",
+        help="The trainer's memory that is on the host while it does not train, or none.",
     ),
     _choice(
-        "--delta", among="gpu host", help="Refits send what changed: where the trainer keeps what it sent."
+        "--delta", among="gpu host", help="Refits send what changed. Where the trainer keeps what it sent."
     ),
     click.option(
         "--refit-from-host", "from_host", is_flag=True, help="Refits read offloaded weights from host memory."
@@ -194,7 +200,7 @@ _ENGINE = (
 _OUTPUT = (
     click.option("--tensors", is_flag=True, help="List the activations of the fullest stage."),
     click.option(
-        "--html", type=click.Path(dir_okay=False), help="Write a page with pictures; needs reshard[parity]."
+        "--html", type=click.Path(dir_okay=False), help="Write a page with charts; needs reshard[parity]."
     ),
 )
 _ALL = (*_LAYOUT, *_BATCH, *_ACTIVATIONS, *_OPTIMIZER, *_GPU, *_ENGINE, *_OUTPUT)

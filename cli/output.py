@@ -34,12 +34,12 @@ ignore_option = click.option(
     metavar="NAME",
     callback=_ignore,
     expose_value=False,
-    help="Read a config as if it lacked this field; may be given again.",
+    help="Read a config as if it lacked this field. Can be repeated.",
 )
 # Of every command that converts.
 run_options = together(
     click.option("--overwrite", is_flag=True, help="Replace the destination, once the new one is complete."),
-    click.option("--resume", is_flag=True, help="Go on with an interrupted run."),
+    click.option("--resume", is_flag=True, help="Continue an interrupted run."),
     click.option(
         "--no-sync",
         "sync",
@@ -47,7 +47,7 @@ run_options = together(
         default=True,
         help="Do not wait until the bytes are on the disk.",
     ),
-    click.option("--dry-run", is_flag=True, help="Only say what would be read and written."),
+    click.option("--dry-run", is_flag=True, help="Print what would be read and written, and write nothing."),
     workers_option,
     ignore_option,
     json_option,

@@ -16,7 +16,9 @@ from reshard.core.errors import ReshardError
 @click.command("parity")
 @click.argument("a", type=PathOrHubId())
 @click.argument("b", type=PathOrHubId())
-@click.option("--prompts", type=PathOrHubId(), help="A line each: text, or JSON with text or tokens.")
+@click.option(
+    "--prompts", type=PathOrHubId(), help="File with a prompt per line: text, or JSON with text or tokens."
+)
 @click.option(
     "--random",
     "count",
@@ -81,7 +83,7 @@ from reshard.core.errors import ReshardError
     "--max-routing-margin",
     "routing_margin",
     type=float,
-    help="How far from a tie a token may be that goes to other experts.",
+    help="For tokens that go to other experts: how far the scores may be from a tie.",
 )
 @click.option(
     "--html",
@@ -89,7 +91,7 @@ from reshard.core.errors import ReshardError
     help="Also write a report with charts to this file.",
 )
 @click.option(
-    "--locate", "locating", is_flag=True, help="Where parity fails, name the first module that diverges."
+    "--locate", "locating", is_flag=True, help="If parity fails, name the first module that diverges."
 )
 @trainer_option()
 @layout_options
@@ -107,8 +109,8 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Score the same prompts in A and in B, and exit 1 where their logprobs are further apart than
-    the limits.
+    """Score the same prompts in A and in B, and exit 1 if their logprobs differ by more than the
+    limits.
 
     Each is a Hugging Face directory or hub id, which transformers runs, or a Megatron checkpoint,
     which Megatron-Core runs; at a layout of several ranks start this under torchrun: torchrun

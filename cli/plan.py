@@ -52,7 +52,7 @@ class _Percent(click.ParamType):
 @click.option(
     "--colocated/--separate",
     default=None,
-    help="Same GPUs, or the engine's after the trainer's (default: same where as many).",
+    help="On the same GPUs (default if both sides have as many ranks), or the engine's GPUs after the trainer's.",
 )
 @click.option("--gpus-per-host", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option(
@@ -92,9 +92,9 @@ class _Percent(click.ParamType):
 @click.option(
     "--changed",
     type=_Percent(),
-    help="Of the elements, for refits with deltas.",
+    help="Percent of the elements that a step changes, for refits with deltas.",
 )
-@click.option("--ranks", help="Plan these inference ranks only, such as 0,1,17.")
+@click.option("--ranks", help="Plan only these inference ranks, such as 0,1,17.")
 @ignore_option
 @json_option
 def command(
