@@ -1,7 +1,5 @@
 """Results of comparisons, which have to be asked for what was found."""
 
-from typing import NoReturn
-
 
 class NoTruthValue:
     """A result that Python does not take for true because it is an object: ``assert reshard.diff(a, b)`` would pass
@@ -9,5 +7,5 @@ class NoTruthValue:
 
     question = "ok"
 
-    def __bool__(self) -> NoReturn:
+    def __bool__(self) -> bool:
         raise TypeError(f"a {type(self).__name__} is neither true nor false: ask for its .{self.question}")

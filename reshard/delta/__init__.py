@@ -9,16 +9,17 @@ if TYPE_CHECKING:
     from reshard.delta.disk import apply, save
     from reshard.delta.serving import apply_deltas, apply_deltas_async
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "Chain": "reshard.delta.chain",
-        "apply": "reshard.delta.disk",
-        "apply_deltas": "reshard.delta.serving",
-        "apply_deltas_async": "reshard.delta.serving",
-        "save": "reshard.delta.disk",
-        "show": "reshard.delta.chain",
-    },
-    needs={"torch": ["apply", "save"]},
-)
+if not TYPE_CHECKING:  # a type checker knows the names above, and that there are no others
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "Chain": "reshard.delta.chain",
+            "apply": "reshard.delta.disk",
+            "apply_deltas": "reshard.delta.serving",
+            "apply_deltas_async": "reshard.delta.serving",
+            "save": "reshard.delta.disk",
+            "show": "reshard.delta.chain",
+        },
+        needs={"torch": ["apply", "save"]},
+    )
 __all__ = ["Chain", "apply", "apply_deltas", "apply_deltas_async", "save", "show"]

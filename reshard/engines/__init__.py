@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from reshard.engines.vllm.worker import RefitExtension
 
 __all__ = ["RefitExtension", "VllmModel"]
-__getattr__, __dir__ = lazy(
-    __name__,
-    {"RefitExtension": "reshard.engines.vllm.worker", "VllmModel": "reshard.engines.vllm.live"},
-    extra="vllm",
-    needs={"torch": __all__},
-)
+if not TYPE_CHECKING:  # a type checker knows the names above, and that there are no others
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {"RefitExtension": "reshard.engines.vllm.worker", "VllmModel": "reshard.engines.vllm.live"},
+        extra="vllm",
+        needs={"torch": __all__},
+    )

@@ -12,4 +12,5 @@ if TYPE_CHECKING:
 require("megatron", "torch")
 
 __all__ = ["HttpClient", "LlmClient", "WeightTransfer"]
-__getattr__, __dir__ = lazy(__name__, dict.fromkeys(__all__, "reshard.integrations.weight_transfer"))
+if not TYPE_CHECKING:  # a type checker knows the names above, and that there are no others
+    __getattr__, __dir__ = lazy(__name__, dict.fromkeys(__all__, "reshard.integrations.weight_transfer"))

@@ -31,27 +31,28 @@ if TYPE_CHECKING:
     from reshard.parity.systems.sglang import LiveSglang
     from reshard.parity.systems.vllm import LiveVllm
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "parity": "reshard.parity.gate",
-        "Limits": "reshard.parity.limits",
-        "compare_scores": "reshard.parity.limits",
-        "Metrics": "reshard.parity.metrics",
-        "Scores": "reshard.parity.metrics",
-        "metrics_of": "reshard.parity.metrics",
-        "Verdict": "reshard.parity.monitor",
-        "check_rollout": "reshard.parity.monitor",
-        "ParityReport": "reshard.parity.report",
-        "random_prompts": "reshard.parity.prompts",
-        "Routing": "reshard.parity.routing",
-        "LiveSglang": "reshard.parity.systems.sglang",
-        "LiveVllm": "reshard.parity.systems.vllm",
-        "scores_of_outputs": "reshard.parity.systems.outputs",
-    },
-    extra="parity",
-    needs={"torch": ["LiveSglang", "LiveVllm", "scores_of_outputs"]},
-)
+if not TYPE_CHECKING:  # a type checker knows the names above, and that there are no others
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "parity": "reshard.parity.gate",
+            "Limits": "reshard.parity.limits",
+            "compare_scores": "reshard.parity.limits",
+            "Metrics": "reshard.parity.metrics",
+            "Scores": "reshard.parity.metrics",
+            "metrics_of": "reshard.parity.metrics",
+            "Verdict": "reshard.parity.monitor",
+            "check_rollout": "reshard.parity.monitor",
+            "ParityReport": "reshard.parity.report",
+            "random_prompts": "reshard.parity.prompts",
+            "Routing": "reshard.parity.routing",
+            "LiveSglang": "reshard.parity.systems.sglang",
+            "LiveVllm": "reshard.parity.systems.vllm",
+            "scores_of_outputs": "reshard.parity.systems.outputs",
+        },
+        extra="parity",
+        needs={"torch": ["LiveSglang", "LiveVllm", "scores_of_outputs"]},
+    )
 __all__ = [
     "Limits",
     "LiveSglang",

@@ -14,16 +14,17 @@ if TYPE_CHECKING:
     from reshard.refit.link import Link
     from reshard.refit.report import RefitReport
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "Link": "reshard.refit.link",
-        "RefitGroup": "reshard.comm.group",
-        "RefitReport": "reshard.refit.report",
-        "connect": "reshard.refit.connecting",
-    },
-    extra="megatron",
-    needs={"torch": ["Link", "connect"]},
-    renamed={"Members": "RefitGroup", "Report": "RefitReport"},
-)
+if not TYPE_CHECKING:  # a type checker knows the names above, and that there are no others
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "Link": "reshard.refit.link",
+            "RefitGroup": "reshard.comm.group",
+            "RefitReport": "reshard.refit.report",
+            "connect": "reshard.refit.connecting",
+        },
+        extra="megatron",
+        needs={"torch": ["Link", "connect"]},
+        renamed={"Members": "RefitGroup", "Report": "RefitReport"},
+    )
 __all__ = ["Link", "RefitGroup", "RefitReport", "connect"]

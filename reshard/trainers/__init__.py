@@ -25,12 +25,15 @@ _ADAPTERS = (
     "weight_transfer",
 )
 MovedModules({f"reshard.trainers.{name}": f"reshard.integrations.{name}" for name in _ADAPTERS}).install()
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "FsdpModel": "reshard.trainers.fsdp",
-        "MegatronModel": "reshard.trainers.megatron",
-        **{name: f"reshard.trainers.{name}" for name in _ADAPTERS},
-    },
-    renamed={name: f"reshard.integrations.{name}" for name in ("HttpClient", "LlmClient", "WeightTransfer")},
-)
+if not TYPE_CHECKING:  # a type checker knows the names above, and that there are no others
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "FsdpModel": "reshard.trainers.fsdp",
+            "MegatronModel": "reshard.trainers.megatron",
+            **{name: f"reshard.trainers.{name}" for name in _ADAPTERS},
+        },
+        renamed={
+            name: f"reshard.integrations.{name}" for name in ("HttpClient", "LlmClient", "WeightTransfer")
+        },
+    )

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from reshard.engines.sglang.live import SglangModel
 
 __all__ = ["SglangModel"]
-__getattr__, __dir__ = lazy(
-    __name__, {"SglangModel": "reshard.engines.sglang.live"}, extra="sglang", needs={"torch": __all__}
-)
+if not TYPE_CHECKING:  # a type checker knows the names above, and that there are no others
+    __getattr__, __dir__ = lazy(
+        __name__, {"SglangModel": "reshard.engines.sglang.live"}, extra="sglang", needs={"torch": __all__}
+    )
