@@ -91,7 +91,9 @@ REFUSED = [
     # rotary embeddings
     ("llama", {"rope_parameters": "llama3"}, "rope_parameters is 'llama3', which is not an object"),
     ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "rope type 'llama3' has no factor"),
-    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' has no counterpart in Megatron for this family"),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+     r"""'dynamic' has no counterpart in Megatron for this family, .*\("rope_type", "factor"\) goes on without it, which up to max_pos"""),
+    ("llama", {"rope_parameters": {"rope_type": "default", "factor": 2.0}}, "'default' has factor = 2.0, whose meaning is not known"),
     ("llama", {"rope_parameters": LLAMA3_ROPE | {"factor": math.nan}}, "factor of the rotary embedding is nan"),
     ("llama", {"rope_parameters": LLAMA3_ROPE | {"factor": -1.0}}, "factor of the rotary embedding is -1.0"),
     ("llama", {"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 2.0}}, "low_freq_factor is 2.0, but Megatron has 1.0 built in"),
@@ -131,6 +133,11 @@ def test_a_config_that_makes_another_model_or_none_is_refused_by_name(variant, c
     ("llama", {"rope_parameters": LINEAR | {"factor": 4.0}}),
     ("llama", {"rope_parameters": None, "rope_scaling": PLAIN_YARN, "rope_theta": 1000000}),
     ("qwen3", {"rope_parameters": LLAMA3_ROPE}),
+    ("qwen2", {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "factor": 1.0, "original_max_position_embeddings": 64}}),
+    ("minimax-m2", {"cache_implementation": "static", "max_window_layers": 28, "decoder_sparse_step": 1, "mlp_only_layers": [],
+                    "auto_map": {"AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM"}}),
+    ("qwen3", {"architectures": ["FSDPQwen3ForCausalLM"]}),
+    ("deepseek-v3", {"architectures": None, "model_type": "kimi_k2"}),
     ("llama", {"_attn_implementation": "sdpa", "unsloth_version": "2025.1", "logit_scale": None, "temperature": 0.6}),
 ])  # fmt: skip
 def test_what_changes_nothing_is_taken(variant, change):

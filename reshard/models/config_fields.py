@@ -27,7 +27,7 @@ ENVIRONMENT = "RESHARD_IGNORE_CONFIG_FIELDS"
 
 # Read by rules rather than by a table's row.
 WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
-MAPPED = {"architectures", "model_type", "quantization_config", *ROPE_FIELDS}
+MAPPED = {"architectures", "model_type", "quantization_config", "compression_config", *ROPE_FIELDS}
 
 # Code that publishers put beside their weights, and that reads only fields which the family's
 # table, its rules or `NO_EFFECT` name: what is not among those, it does not read either.

@@ -39,6 +39,8 @@ def read_config(config: dict[str, Any], where: str) -> ConfigReading:
     wrapped = is_wrapped(family, config)
     if wrapped:
         config = _language_model(config, where)
+    if config.get("compression_config") is not None:  # as compressed-tensors wrote it before version 0.5
+        config = {"quantization_config": config["compression_config"]} | config
     full = family.implied_fields(config, where)
     full |= {name: value for name, value in config.items() if value is not None or name not in full}
     for row in family.config_rows:
@@ -78,7 +80,11 @@ def _language_model(config: dict[str, Any], where: str) -> dict[str, Any]:
     inner = config.get("text_config")
     if not isinstance(inner, dict):
         raise ReshardError(f"{where}: text_config is {inner!r:.80}, not the config of a language model")
-    outer = {name: value for name, value in config.items() if name not in ("text_config", "vision_config")}
+    outer = {
+        name: value
+        for name, value in config.items()
+        if name not in ("text_config", "vision_config") and (value is not None or name not in inner)
+    }
     return inner | outer | {"model_type": inner.get("model_type")}
 
 

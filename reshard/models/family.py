@@ -6,7 +6,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from reshard.core.errors import ReshardError, listed
-from reshard.models.config_fields import MAPPED, WINDOW, whole_number
+from reshard.models.config_fields import MAPPED, WINDOW, ignore_hint, whole_number
 from reshard.models.config_rows import ConfigRow, Equality, Refusal
 from reshard.models.field_tables import NO_EFFECT, NO_EFFECT_ENDS
 from reshard.models.layer_kinds import PATTERN_FIELDS, kinds_by_pattern, pattern_fields
@@ -295,8 +295,6 @@ class Family:
         model that reads images too are left out: of text all are the same."""
         share = 1.0 if self.partial_rotary is None else self.partial_rotary
         settings = rope_of(config, where, share, self.rope_theta)
-        if not self.wrapped_in[0]:
-            return settings
         return {name: value for name, value in settings.items() if not name.startswith("mrope_")}
 
     def share_as_fields(self, share: float, config: dict[str, Any]) -> dict[str, Any]:
@@ -330,9 +328,12 @@ class Family:
             raise ReshardError(f"{where}: partial_rotary_factor {share} is not supported, only 1.0")
         if rope["rope_type"] not in self.rope_types:
             name, known = rope["rope_type"], listed(self.rope_types)
+            spelled = config.get("rope_parameters") or config.get("rope_scaling") or {}
+            scaling = [key for key in spelled if key not in ("rope_theta", "partial_rotary_factor")]
+            same = ", which up to max_position_embeddings tokens is the same model" * (name == "dynamic")
             raise ReshardError(
                 f"{where}: rope type {name!r:.60} has no counterpart in Megatron for this "
-                f"family, which has {known}"
+                f"family, which has {known}; {ignore_hint(scaling)} goes on without it{same}"
             )
         return megatron_rope(rope, self.latent, where)
 

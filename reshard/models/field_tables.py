@@ -19,7 +19,7 @@ neftune_noise_alpha initializer_factor hidden_dropout resid_pdrop embd_pdrop res
 classifier_dropout router_aux_loss_coef aux_loss_alpha seq_aux router_z_loss_coef
 router_jitter_noise ep_size max_length min_length do_sample early_stopping num_beams num_beam_groups
 diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
-no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+cache_implementation max_window_layers no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
 remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 """.split()
 # What says something about rotary embeddings.
@@ -37,7 +37,7 @@ DECIDES_ELSEWHERE: dict[str, tuple[Any, ...]] = {
     "cross_attention_hidden_size": (), "tie_encoder_decoder": (False,), "pruned_heads": ({},),
     "is_causal": (True,), "use_bidirectional_attention": (False,), "block_configs": (),
     "text_config": (), "vision_config": (), "audio_config": (), "per_layer_config": (),
-    "quantization": (), "compression_config": (),
+    "quantization": (),
     # positions
     "rope_interleaved": (False,), "rope_interleave": (False,), "rope_traditional": (False,),
     "use_rope": (True,), "use_dynamic_ntk": (False,), "use_logn_attn": (False,),
@@ -86,7 +86,8 @@ DECIDES_ELSEWHERE: dict[str, tuple[Any, ...]] = {
     "num_shared_experts": (0,), "moe_num_shared_experts": (0,), "zero_expert_num": (0,),
     "first_k_dense_replace": (0,), "num_dense_layers": (0,), "mlp_layer_types": (),
     "moe_layer_freq": (1,), "moe_layers": (), "interleave_moe_layer_step": (1,),
-    "moe_layer_interval": (1,), "n_group": (1,), "topk_group": (1,), "num_expert_group": (1,),
+    "moe_layer_interval": (1,), "decoder_sparse_step": (1,),
+    "mlp_only_layers": (), "n_group": (1,), "topk_group": (1,), "num_expert_group": (1,),
     "routed_scaling_factor": (1,), "router_scaling_factor": (1,), "route_scale": (1,),
     "moe_routed_scaling_factor": (1,), "use_expert_bias": (False,),
     "moe_router_enable_expert_bias": (False,), "moe_gate_bias": (False,), "router_bias": (False,),

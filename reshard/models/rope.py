@@ -107,7 +107,8 @@ def megatron_rope(rope: dict[str, Any], latent: bool, where: str) -> dict[str, A
         key
         for key in rope
         if key not in ("rope_type", "rope_theta", "partial_rotary_factor", "finetuned", *PARAMETERS[name])
-        and not (key == "attn_factor" and same_value(rope[key], 1.0))
+        and not (key in ("attn_factor", "factor") and same_value(rope[key], 1.0))
+        and key != "original_max_position_embeddings"  # which matters to scaling alone
     ]
     if strange:
         values = listed((f"{key} = {rope[key]}"[:60] for key in strange), 3)

@@ -126,6 +126,8 @@ class HuggingFaceFiles(Destination):
             inner["quantization_config"] = self.quantized.config(original_config, sorted(kept | {"lm_head"}))
         else:
             inner.pop("quantization_config", None)
+            config.pop("quantization_config", None)
+        config.pop("compression_config", None)
         if config.get(key) != dtype:
             config[key] = dtype
         if original is not None and json.dumps(config) == before:
