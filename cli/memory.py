@@ -64,8 +64,10 @@ def command(
     gpu_bytes = None if text is None else bytes_of_gpu(text)
     training, engine_setup = Training(**options), _engine(engine)
     layout = None if fitting["fit"] else MegatronLayout(**sizes)
+    if fitting["fit"] and (tensors or html is not None):
+        raise click.UsageError(f"{'--tensors' if tensors else '--html'} shows one layout, not those of --fit")
     if html is not None:
-        _check_html(html, bool(fitting["fit"]))
+        _check_html(html)
     model = read_model(path)
     check_ignored(model)
     notices = model.notices
@@ -116,7 +118,7 @@ def _recompute(options: dict[str, Any]) -> str:
             raise click.UsageError(
                 "--recompute-method, -num-layers and -modules need --recompute-granularity"
             )
-        return text or "none"
+        return "none" if text is None else text
     if text is not None:
         raise click.UsageError("--recompute and --recompute-granularity say the same: give one of the two")
     if granularity == "selective":
@@ -143,11 +145,9 @@ def _engine(options: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
-def _check_html(path: str, fitting: bool) -> None:
+def _check_html(path: str) -> None:
     from reshard.core.extras import require
 
-    if fitting:
-        raise click.UsageError("--html shows one layout, not those of --fit")
     folder = Path(path).absolute().parent
     if not folder.is_dir():
         raise ReshardError(f"--html: {folder} is no directory")

@@ -7,7 +7,14 @@ from typing import Any
 import click
 
 from reshard.cli.dtypes import DtypeChoice
-from reshard.cli.layout import engine_layout, engine_option, layout_options, pop_layout, trainer_option
+from reshard.cli.layout import (
+    engine_layout,
+    engine_option,
+    given_options,
+    layout_options,
+    pop_layout,
+    trainer_option,
+)
 from reshard.cli.output import ignore_option, json_option, print_json, quiet, write_page
 from reshard.cli.places import PathOrHubId
 from reshard.core.errors import ReshardError
@@ -122,6 +129,8 @@ def command(
     """
     if prompts is not None and count is not None:
         raise click.UsageError("--prompts and --random exclude each other")
+    if prompts is not None and "lengths" in given_options():
+        raise click.UsageError("--lengths is for random prompts: leave it out, or --prompts")
     numbers = _lengths(lengths)
     if options["routing_margin"] is not None and not options["routing"]:
         raise click.UsageError("--no-routing leaves nothing for --max-routing-margin to limit")
@@ -133,11 +142,14 @@ def command(
     from reshard.parity.limits import LIMITED, Limits
     from reshard.parity.prompts import read_prompts, tokenizer_of
     from reshard.parity.served import engine_of
+    from reshard.parity.systems.opening import check_one_of_each
 
     if locating and (engine_of(a) or engine_of(b)):
         raise click.UsageError(
             "--locate looks inside transformers and Megatron-Core, not inside an engine: compare those two"
         )
+    if locating:
+        check_one_of_each(a, b)
     if html is not None:
         _check_page(Path(html))
     require("parity", "torch", "transformers", *(["bokeh", "jinja2"] if html is not None else []))

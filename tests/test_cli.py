@@ -132,6 +132,7 @@ def test_a_checkpoint_without_a_tokenizer_says_so_and_promises_none(checkpoint, 
             assert done.returncode == 0 and (f"note: {place} has no tokenizer" in done.stderr) == (
                 tokenizer is None
             )
+        assert ("so " in back.stderr and "copy one there" in back.stderr) == (tokenizer is None)
         assert ("--tokenizer-type" in (tmp_path / name / "megatron_flags.txt").read_text()) == (
             tokenizer is not None
         )

@@ -153,7 +153,10 @@ def test_a_merge_into_megatron_and_from_it_is_the_same(llama, tmp_path):
         alpha_pattern={r"layers\.1\.mlp\.up_proj": 3},
         use_rslora=True,
     )
-    lora_merge(llama, of, tmp_path / "hf")
+    said = lora_merge(llama, of, tmp_path / "hf").notices
+    assert any(sentence.endswith(" has none: copy one there") for sentence in said), (
+        "no word of a training's options"
+    )
     lora_merge(llama, of, tmp_path / "mcore", format="mcore")
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     hf_to_mcore(llama, tmp_path / "base")

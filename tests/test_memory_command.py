@@ -85,6 +85,8 @@ def test_the_command_the_call_and_megatrons_names_say_the_same(configs):
             "--fit chooses --recompute itself",
         ),
         (["--fit", "--gpus", "8", "--gpu-memory", "H100", "--engine", "tp=2"], 2, "for training alone"),
+        (["--fit", "--gpus", "8", "--gpu-memory", "H100", "--tensors"], 2, "--tensors shows one layout"),
+        (["--recompute", ""], 2, "--recompute : '' is none of none, full"),
         (["--delta", "gpu"], 2, "--delta needs --engine"),
         (["--refit-from-host"], 2, "--refit-from-host needs --engine"),
         (["--trainer-offload", "weights"], 2, "--trainer-offload needs --engine"),

@@ -55,6 +55,7 @@ def test_the_command_exits_0_within_the_limits(megatron_of):
 @pytest.mark.parametrize(("option", "said"), [
     (("--engine", "tp=2"), "engine TP2 is for a system with vllm: or sglang: before it: neither has"),
     (("--hf-config", "."), "hf_config . is for a Megatron checkpoint: neither"),
+    (("--locate",), "must be a Hugging Face directory and a Megatron checkpoint: only those can be compared inside"),
     (("--tp", "2"), "layout TP2 is for a Megatron checkpoint: neither"),
     (("--quantization", "fp8_per_block"), "quantization fp8_per_block is for a system with vllm: before it"),
 ])  # fmt: skip
@@ -165,3 +166,8 @@ def test_a_mistake_in_the_command_line_exits_2(arguments):
 def test_locate_refuses_vllm():
     result = CliRunner().invoke(cli, ["parity", "a", "vllm:b", "--locate"])
     assert result.exit_code == 2 and "--locate looks inside transformers and Megatron-Core" in result.output
+
+
+def test_lengths_of_prompts_that_are_given_are_refused():
+    result = CliRunner().invoke(cli, ["parity", "a", "b", "--prompts", "c", "--lengths", "9"])
+    assert result.exit_code == 2 and "--lengths is for random prompts" in result.output

@@ -38,7 +38,7 @@ class Recompute:
         """Read ``none``, ``full``, ``uniform:2``, ``block:4``, ``selective`` (Megatron's default module,
         core_attn), or modules such as ``moe_act,layernorm``. Raises ReshardError for anything else."""
         text = text.strip()
-        if text in ("", "none"):
+        if text == "none":
             return Recompute()
         if text in ("full", "uniform"):
             return Recompute("uniform")

@@ -22,11 +22,10 @@ from reshard.megatron.layout import MegatronLayout
 from reshard.models.model import Model, has_experts
 from reshard.parity.noise import COMPARABLE
 from reshard.parity.prompts import Prompt, check_prompts
-from reshard.parity.served import engine_of
 from reshard.parity.systems.base import SystemOptions, hooked
 from reshard.parity.systems.huggingface import HuggingFace
 from reshard.parity.systems.megatron import Megatron
-from reshard.parity.systems.opening import is_megatron, model_of, open_system
+from reshard.parity.systems.opening import check_one_of_each, is_megatron, model_of, open_system
 from reshard.parity.systems.processes import device, gather_from_ranks, join_processes, share_in_fp32
 from reshard.storage.compare import Difference, diff
 from reshard.storage.sources.hf_hub import config_path
@@ -146,11 +145,7 @@ def find_divergence(
         raise ReshardError(f"a tolerance of {tolerance} cannot be: give a finite number of at least 0")
     join_processes()
     config = config_path(hf_config) if hf_config is not None else None
-    if engine_of(a) or engine_of(b) or sorted(map(is_megatron, (a, b))) != [False, True]:
-        raise ReshardError(
-            f"{a} and {b} must be a Hugging Face directory and a Megatron checkpoint: only "
-            f"those can be compared inside"
-        )
+    check_one_of_each(a, b)
     hf, mcore = (b, a) if is_megatron(a) else (a, b)
     models = [model_of(spec, config) for spec in (a, b)]
     context = int(models[0].config["max_position_embeddings"])

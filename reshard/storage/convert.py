@@ -299,7 +299,7 @@ def carry_out(job: ConversionJob, settings: dict[str, Any], report: ConversionRe
     `settings` is all but the source that decides the bytes.
     """
     if not isinstance(job.source, AdapterSource):
-        report.notices += tokenizer_notices(job.source, report)
+        report.notices += tokenizer_notices(job, report)
     if job.options.dry_run:
         report.notices += destination_notices(job)
         return report

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from reshard.core.errors import ReshardError
+from reshard.storage.destinations.huggingface import HuggingFaceFiles
 from reshard.storage.io.casts import overflow_notice
 from reshard.storage.io.streams import SLAB_BYTES
 from reshard.storage.run.conversion import Outcome
 from reshard.storage.run.job import ConversionJob
 from reshard.storage.run.workers import workers_for
-from reshard.storage.sources.base import Source, has_tokenizer
+from reshard.storage.sources.base import has_tokenizer
 
 # About what the interpreter and numpy take before the first slab, a forked worker of its own, and what is
 # planned for a tensor (with .metadata, and with what workers copy of it).
@@ -72,12 +73,13 @@ def new_report(direction: str, job: ConversionJob, destination: str | Path, layo
     )
 
 
-def tokenizer_notices(source: Source, report: ConversionReport) -> list[str]:
-    """Return a notice where no tokenizer comes with the weights."""
+def tokenizer_notices(job: ConversionJob, report: ConversionReport) -> list[str]:
+    """Return a notice if no tokenizer comes with the weights."""
+    source = job.source
     if has_tokenizer(source.hf_files()):
         return []
     place = source.hf_directory() or source.path
-    if report.direction in ("mcore-to-hf", "delta-apply"):
+    if isinstance(job.destination, HuggingFaceFiles):
         return [f"{place} has no tokenizer, and so {report.destination} has none: copy one there"]
     return [
         f"{place} has no tokenizer: training takes --tokenizer-type and --tokenizer-model of one from elsewhere"

@@ -20,6 +20,16 @@ def is_megatron(spec: str) -> bool:
     return not is_address(place) and locate(local_directory(place)) is not None
 
 
+def check_one_of_each(a: str, b: str) -> None:
+    """Raise ReshardError unless one system is a Hugging Face directory that transformers runs, and the other one a
+    Megatron checkpoint."""
+    if engine_of(a) or engine_of(b) or sorted(map(is_megatron, (a, b))) != [False, True]:
+        raise ReshardError(
+            f"{a} and {b} must be a Hugging Face directory and a Megatron checkpoint: only "
+            f"those can be compared inside"
+        )
+
+
 def model_of(spec: str, hf_config: Path | None = None) -> Model:
     """Read the model of a system, with or without an engine, from its config or args; no weight is
     read.
