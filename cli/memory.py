@@ -150,7 +150,7 @@ def _check_html(path: str) -> None:
 
     folder = Path(path).absolute().parent
     if not folder.is_dir():
-        raise ReshardError(f"--html: {folder} is no directory")
+        raise ReshardError(f"--html: {folder} is not a directory")
     require("parity", "bokeh", "jinja2")
 
 

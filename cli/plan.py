@@ -38,7 +38,7 @@ class _Percent(click.ParamType):
             percent = float(str(value).removesuffix("%"))
             if 0 <= percent <= 100:
                 return percent / 100
-        self.fail(f"{value!r:.40} is no percentage from 0 to 100, such as 1 or 0.3%", param, ctx)
+        self.fail(f"{value!r:.40} is not a percentage from 0 to 100, such as 1 or 0.3%", param, ctx)
 
 
 @click.command("plan")

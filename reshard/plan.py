@@ -137,7 +137,7 @@ def plan_refit(
     PlanError where the plan cannot be proven.
     """
     if changed is not None and not 0 <= changed <= 1:
-        raise OptionError(f"changed is {changed!r:.40}, which is no share of the elements: 0.01 is 1 %")
+        raise OptionError(f"changed is {changed!r:.40}, which is not a share of the elements: 0.01 is 1 %")
     model = model if isinstance(model, Model) else read_model(model)
     ranks_per_stage = _checked_ranks_per_stage(model, trainer, engine, dp, cp)
     trainer_ranks, engine_ranks = trainer.pp * ranks_per_stage, engine.world_size

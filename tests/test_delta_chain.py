@@ -109,7 +109,7 @@ def test_a_store_of_fsspec_holds_the_same_files(trained, chain, tmp_path):
     with pytest.raises(ReshardError, match=r"memory://.*/delta-000002.safetensors is truncated: it has"):
         apply(trained[0], url, tmp_path / "other")
     with pytest.raises(
-        ReshardError, match="memory://nowhere is no chain of deltas, since it has no base.json"
+        ReshardError, match="memory://nowhere is not a chain of deltas, since it has no base.json"
     ):
         show("memory://nowhere")
 
@@ -216,7 +216,7 @@ FAULTS = {
     ),
     "a tensor is forged": (
         lambda c: forge(c / "delta-000002.json", lambda d: key_of(d, b"model.embed_tokens.weight@", b"model.embed_tokans.weight@")),
-        "'model.embed_tokans.weight' is no tensor of the base",
+        "'model.embed_tokans.weight' is not a tensor of the base",
     ),
 }  # fmt: skip
 
@@ -264,10 +264,10 @@ def test_another_base_and_another_step_are_refused_by_name(trained, chain, tmp_p
     (tmp_path / "epsilon" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.25}))
     with pytest.raises(
         ReshardError,
-        match="epsilon is no new version of .*step20: its config has rms_norm_eps 0.25, and had 1e-0",
+        match="epsilon is not a new version of .*step20: its config has rms_norm_eps 0.25, and had 1e-0",
     ):
         save(trained[20], tmp_path / "epsilon", chain)
-    with pytest.raises(ReshardError, match="qwen is no new version of"):
+    with pytest.raises(ReshardError, match="qwen is not a new version of"):
         save(trained[20], tmp_path / "qwen", chain)
     assert sorted(path.name for path in chain.iterdir()) == before
     assert not (tmp_path / "out").exists()
@@ -454,14 +454,14 @@ def test_what_is_no_engine_is_refused_by_name(chain):
     for engine, said in (
         (Awaited(""), "the calls of this Awaited are awaited: await apply_deltas_async"),
         (None, "llm is a NoneType: give a vLLM LLM, .* an SGLang takes reshard.engines.sglang.calls"),
-        ("127.0.0.1:8000", "'127.0.0.1:8000' is no address of a server such as http://"),
+        ("127.0.0.1:8000", "'127.0.0.1:8000' is not the address of a server such as http://"),
     ):
         with pytest.raises(ReshardError, match=said):
             apply_deltas(engine, chain)
     with pytest.raises(ReshardError, match="are not awaited: call apply_deltas"):
         asyncio.run(apply_deltas_async(TwoWorkers(""), chain))
     for call in (sglang.apply_deltas, lambda url, _: sglang.connect_server(url, "127.0.0.1:1", 1, 2)):
-        with pytest.raises(ReshardError, match="'127.0.0.1:30000' is no address of a server"):
+        with pytest.raises(ReshardError, match="'127.0.0.1:30000' is not the address of a server"):
             call("127.0.0.1:30000", chain)
 
 

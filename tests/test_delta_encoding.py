@@ -127,7 +127,7 @@ def test_changes_that_cannot_be_are_refused_before_anything_is_written():
     for fine in (delta, one):
         apply(fine, old)
         assert not torch.equal(old, before)
-    with pytest.raises(ReshardError, match="no new version"):
+    with pytest.raises(ReshardError, match="not a new version"):
         encode(old, old.to(torch.int32))
 
 

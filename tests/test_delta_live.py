@@ -55,14 +55,16 @@ def test_a_writer_says_what_keeps_it_from_going_on(checkpoint, tmp_path, monkeyp
     for empty in ("", " "):
         with pytest.raises(ReshardError, match=f"the chain is '{empty}'; it is a directory or a URL, . for"):
             DeltaWriter(FsdpModel(model), source, empty)
-    with pytest.raises(ReshardError, match=r"is no Megatron-Core model.*reshard.trainers.FsdpModel\(model\)"):
+    with pytest.raises(
+        ReshardError, match=r"is not a Megatron-Core model.*reshard.trainers.FsdpModel\(model\)"
+    ):
         DeltaWriter(model, source, "chain")
     assert not list(tmp_path.iterdir())
     writer = DeltaWriter(FsdpModel(model), source, "chain")
     model.model.norm.weight.data += 1
     assert writer.save().changed == 64
     (tmp_path / "chain").rename("moved")
-    with pytest.raises(ReshardError, match="chain is no chain of deltas, since it has no base.json"):
+    with pytest.raises(ReshardError, match="chain is not a chain of deltas, since it has no base.json"):
         writer.save()
     (tmp_path / "moved").rename("chain")
     assert writer.save().version == 2
@@ -92,7 +94,7 @@ def test_an_engine_follows_a_live_trainer_through_a_chain(variant, parallel, ran
         assert "lacks delta-000030, which delta-000040 follows" in outcome["lost"][0]
         assert outcome["lost"][1:] == (True, True), "it serves on, as it was"
         absent, replaced, prepared = outcome["calls"]
-        assert "chain-not is no chain of deltas" in absent and prepared == 0
+        assert "chain-not is not a chain of deltas" in absent and prepared == 0
         assert "was replaced while it was read: version 40 has other weights now" in replaced
         assert "the engine does not hold version 50" in outcome["withheld"][0] and not outcome["withheld"][1]
         assert outcome["unchanged"] == (0, 45, 45, 3), "the version alone"

@@ -89,7 +89,7 @@ FAULTS = {
     "a scale of 64 bits": (of_scale(lambda scale: scale.double()), "weight_scale has dtype float64"),
     "a scale that is no number": (
         of_scale(lambda scale: scale * math.nan),
-        f"{NAME}_scale holds infinities or NaN, which are no scales",
+        f"{NAME}_scale holds infinities or NaN, which are not scales",
     ),
     "zero points": (
         lambda config, tensors: tensors.update({f"{NAME}_zero_point": torch.zeros(64, 1, dtype=torch.int8)}),

@@ -140,7 +140,7 @@ MISTAKES = {
     "a field that is compared": ({"equal": (("head_dim", "hed_dim", "why"),)}, "equal, head_dim: no row of config has a field 'hed_dim'"),
     "a sum": ({"equal": (("head_dim", "hidden_size +num_attention_heads", "why"),)}, "equal, head_dim: no row"),
     "values that are no tuple": ({"refused": (("hidden_act", "silu", "why"),)}, "refused, hidden_act: the values 'silu'"),
-    "what identifies it": ({"identifies": {"qk_layernorms": True}}, "identifies: 'qk_layernorms' is no argument"),
+    "what identifies it": ({"identifies": {"qk_layernorms": True}}, "identifies: 'qk_layernorms' is not an argument"),
     "what it is never": ({"identifies": BASE.identifies | {"qk_layernorm": False}}, "identifies: qk_layernorm is False, but True in"),
     "specs": ({"specs": "reshard.megatron.mla.specs"}, "specs: 'reshard.megatron.mla.specs' is not module:function"),
     "experts apart": ({"experts_apart": False}, "experts_apart: experts that are in no file apart need places"),

@@ -244,7 +244,7 @@ def test_a_spoiled_config_is_refused(text, message, source, tmp_path):
     (source / "config.json").unlink()
     refused(
         lambda: hf_to_mcore(source, tmp_path / "out"),
-        "has no config.json, and so is no .*: give a directory that has one, or a hub id",
+        "has no config.json, so it is not a .*: give a directory that has one, or a hub id",
     )
     for name in ("checkpoint-1", "checkpoint-2"):
         (source / name).mkdir()

@@ -297,7 +297,7 @@ REFUSED = [
     ({"bias": "all"}, "bias is 'all'"),
     ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; only LORA"),
     ({"r": 8}, "says that .*q_proj has rank 8, but its A has rank 4"),
-    ({"rank_pattern": {"(": 2}}, "'\\(' is no regular expression"),
+    ({"rank_pattern": {"(": 2}}, "'\\(' is not a regular expression"),
     ({"rank_pattern": {".*up_proj": 2}}, "up_proj has rank 2, but its A has rank 4"),
     ({"lora_alpha": "ten"}, "lora_alpha is 'ten', not a positive number"),
 ]
@@ -437,7 +437,7 @@ def test_vllm_reads_every_pair_that_is_written(checkpoint, tmp_path):
 
 
 def test_single_experts_at_expert_tensor_parallelism_are_refused(checkpoint, tmp_path):
-    """What Megatron-Bridge computes there is no B @ A."""
+    """What Megatron-Bridge computes there is not B @ A."""
     source = checkpoint("qwen3-moe")
     lora_to_megatron(
         adapter(
@@ -456,7 +456,7 @@ def test_single_experts_at_expert_tensor_parallelism_are_refused(checkpoint, tmp
     path.write_text(settings.replace("model:\n", "model:\n  expert_tensor_parallel_size: 2\n"))
     with pytest.raises(
         ReshardError,
-        match="trained at expert tensor parallelism 2, where what Megatron-Bridge computes is no B @ A",
+        match="trained at expert tensor parallelism 2, where what Megatron-Bridge computes is not B @ A",
     ):
         lora_to_peft(tmp_path / "lora", tmp_path / "refused")
 

@@ -63,7 +63,7 @@ def test_the_command_the_call_and_megatrons_names_say_the_same(configs):
     ("arguments", "code", "said"),
     [
         (["--tp", "3"], 1, "--tp 3 does not divide"),
-        (["--gpus", "12", "--tp", "8"], 2, "--gpus 12 is no multiple of tp 8"),
+        (["--gpus", "12", "--tp", "8"], 2, "--gpus 12 is not a multiple of tp 8"),
         (["--gpus", "16", "--dp", "3"], 2, "--gpus 16 makes dp 16, but --dp is 3"),
         (["--ep", "8", "--dp", "4"], 2, "ep 8 x etp 1 do not divide"),
         (["--recompute", "attention"], 2, "'attention' is none of"),
@@ -71,7 +71,7 @@ def test_the_command_the_call_and_megatrons_names_say_the_same(configs):
         (["--pp", "4", "--vpp", "2", "--num-microbatches", "6"], 2, "leave 2 after groups of 4"),
         (["--optimizer-offload", "2"], 2, "between 0 and 1"),
         (["--imbalance", "nan"], 2, "--imbalance is nan"),
-        (["--gpu-memory", "lots"], 2, "no size such as 80GB"),
+        (["--gpu-memory", "lots"], 2, "not a size such as 80GB"),
         (
             ["--gpus", "1", "--engine", "tp=2", "--gpu-memory", "H100", "--colocated"],
             2,
@@ -105,7 +105,7 @@ def test_the_command_the_call_and_megatrons_names_say_the_same(configs):
         (["--tp", "2", "--no-sequence-parallel"], 1, "only with sequence parallelism"),
         (["--tp", "4", "--seq-length", "4094"], 2, "pass --seq-length 4096"),
         (["--main-params", "int16", "--no-distributed-optimizer"], 2, "needs the distributed optimizer"),
-        (["--html", "/nowhere/page.html"], 1, "is no directory"),
+        (["--html", "/nowhere/page.html"], 1, "is not a directory"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

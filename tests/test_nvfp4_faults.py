@@ -62,13 +62,16 @@ FAULTS = {
     ),
     "codes in words": (
         of_part("_packed", lambda codes: codes.view(torch.int32)),
-        rf"{NAME}_packed is int32 \[64, 32\], which are no codes of nvfp4: those are uint8",
+        rf"{NAME}_packed is int32 \[64, 32\], which are not codes of nvfp4: those are uint8",
     ),
     "columns that 16 does not divide": (
         of_part("_packed", lambda codes: codes[:, :-4].contiguous()),
-        r"_packed is uint8 \[64, 124\], which are no codes of nvfp4",
+        r"_packed is uint8 \[64, 124\], which are not codes of nvfp4",
     ),
-    "codes of one dim": (of_part("_packed", torch.flatten), r"_packed is uint8 \[8192\], which are no codes"),
+    "codes of one dim": (
+        of_part("_packed", torch.flatten),
+        r"_packed is uint8 \[8192\], which are not codes",
+    ),
     "half the codes": (
         of_part("_packed", lambda codes: codes[:, ::2].contiguous()),
         rf"{NAME}_scale is float8_e4m3fn \[64, 16\], expected float8_e4m3fn \[64, 8\] for nvfp4 "
@@ -85,7 +88,7 @@ FAULTS = {
     ),
     "a scale that is no number": (
         of_part("_scale", lambda scale: torch.full_like(scale, math.nan)),
-        f"{NAME}_scale holds infinities or NaN, which are no scales",
+        f"{NAME}_scale holds infinities or NaN, which are not scales",
     ),
     "a global scale in bf16": (
         of_part("_global_scale", lambda one: one.bfloat16()),
@@ -246,7 +249,7 @@ NVIDIA_FAULTS = {
     "no codes": (without(""), f"{NAME}_scale(_2)? does not belong to codes, {NAME}"),
     "a plain weight": (
         of_part("", lambda codes: torch.ones(64, 256)),
-        rf"{NAME} is float32 \[64, 256\], which are no codes of nvfp4",
+        rf"{NAME} is float32 \[64, 256\], which are not codes of nvfp4",
     ),
     "a second scale of 0": (
         of_part("_scale_2", lambda one: one * 0),

@@ -122,7 +122,7 @@ def test_both_systems_are_opened_before_either_is_scored(megatron_of, tmp_path):
     (tmp_path / "config-alone").mkdir()
     shutil.copy(hf / "config.json", tmp_path / "config-alone")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ReshardError, match="empty is no checkpoint: it has no config.json"):
+    with pytest.raises(ReshardError, match="empty is not a checkpoint: it has no config.json"):
         parity(str(tmp_path / "config-alone"), str(tmp_path / "empty"))
 
 

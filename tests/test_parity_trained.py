@@ -62,7 +62,7 @@ def test_in_bf16_rounding_passes_and_a_fault_of_one_percent_fails(trained_pair, 
     wrong = with_a_fault(hf, tmp_path / "wrong", name, 1.01)
     done = parity_command(wrong, mcore, *options, "--no-reach")
     report = json.loads(done.stdout)
-    assert done.returncode == 1 and "this is no rounding" in done.stderr, done.stderr
+    assert done.returncode == 1 and "this is not rounding" in done.stderr, done.stderr
     assert report["rounding"]["high"] < 1.5, "bf16 alone does not show it"
     sentence = report["located"]["sentence"]
     assert "the attention of layer 5 diverges first" in sentence and name in sentence

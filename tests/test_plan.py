@@ -246,11 +246,12 @@ def test_what_changed_takes_its_share_of_the_network(qwen):
     for wrong in ("nan", "101", "few", "-1%"):
         refused = run(*line[:-1], wrong)
         assert (
-            refused.exit_code == 2 and "is no percentage from 0 to 100, such as 1 or 0.3%" in refused.output
+            refused.exit_code == 2
+            and "is not a percentage from 0 to 100, such as 1 or 0.3%" in refused.output
         )
     shown = f"of 1 % changed, with delta=True: between hosts {planned['delta_network_seconds'] * 1e3:.1f} ms"
     assert shown in run(*line).output
-    with pytest.raises(ReshardError, match="is no share of the elements"):
+    with pytest.raises(ReshardError, match="is not a share of the elements"):
         plan_refit(None, None, None, changed=1.5)
 
 

@@ -240,7 +240,7 @@ def test_a_transfer_of_no_elements_or_of_other_dims_is_refused():
         Box((0, 0), (4,)),
         Box((0, 0, 0), (4, 4, 1)),
     ):
-        with pytest.raises(PlanError, match="is no box of elements"):
+        with pytest.raises(PlanError, match="is not a box of elements"):
             prove(replace(plan, transfers=(good, good._replace(box=box))))
 
 

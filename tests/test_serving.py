@@ -282,7 +282,7 @@ def test_a_training_run_is_served_over_http_while_it_writes(tmp_path):
         post(url + "/reset_prefix_cache", {}, answers=False)
         assert tokens_of() == expected[1], "what cannot be loaded costs the engine nothing"
     log = (tmp_path / "log").read_text()
-    assert f"{run}/iter_0000021 has no .metadata: it is no torch_dist checkpoint, or is not complete" in log
+    assert f"{run}/iter_0000021 has no .metadata: it is not a torch_dist checkpoint, or not complete" in log
     assert f"{tmp_path}/other is of another model than the engine's: the shape of model.layers.0." in log
     assert log.count("each rank its own boxes") == 2 and f"{run}/iter_0000007" in log
 

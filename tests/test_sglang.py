@@ -149,7 +149,7 @@ def test_sglang_loads_a_megatron_checkpoint_as_what_was_exported_from_it(convert
             share = int(read.rpartition(": ")[2].split(" bytes")[0].replace(",", "")) / size
             assert 0.45 < share < 0.75, (read, size)
     said = of_ranks[0][-1]
-    assert said[0].endswith("to serve a Hugging Face directory") and "is no Megatron checkpoint" in said[0]
+    assert said[0].endswith("to serve a Hugging Face directory") and "is not a Megatron checkpoint" in said[0]
     assert said[1].startswith("--model-loader-extra-config has threads beside 'megatron'")
     assert said[2] == "'megatron' in --model-loader-extra-config is 3, not a directory"
     assert said[3].startswith("Unexpected extra config keys"), "SGLang's own words"
@@ -226,7 +226,7 @@ def test_a_server_with_pipeline_stages_is_refitted_by_its_own_routes(served):
     _, engine = served
     [of_one, of_two] = engine["deltas"]
     assert of_one == (1, engine["loaded"][1], "1") and of_two == (2, engine["loaded"][0], "2")
-    assert "chain-not is no chain of deltas" in engine["no chain"]
+    assert "chain-not is not a chain of deltas" in engine["no chain"]
     answers, version = engine["by http"]
     assert answers == engine["loaded"][1] != engine["loaded"][0] and version == "5"
     assert engine["versions"] == [{"default"}, {"1"}, {"2"}, {"5"}, {"5"}], "what each answer says"

@@ -279,7 +279,7 @@ def test_members_on_an_address_that_others_reach_need_a_secret_and_are_told_how_
     )
     assert "openssl rand -hex 32" in said
     monkeypatch.setenv("RESHARD_SECRET", "short")
-    assert "RESHARD_SECRET is no text of at least 16 characters" in caught(
+    assert "RESHARD_SECRET is not a text of at least 16 characters" in caught(
         lambda: RefitGroup.join("127.0.0.1:1", 1, 2)
     )
     monkeypatch.setenv("RESHARD_SECRET", SECRET)

@@ -117,7 +117,7 @@ def test_a_server_that_answers_something_else_is_named(answer):
 
 def test_what_is_no_address_of_a_server_is_refused():
     for url in ("file:///etc/hosts", "127.0.0.1:8000", "", None, 7):
-        with pytest.raises(ReshardError, match="is no address of a server such as http://"):
+        with pytest.raises(ReshardError, match="is not the address of a server such as http://"):
             HttpClient(url)
 
 

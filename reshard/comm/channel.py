@@ -127,7 +127,7 @@ class FrameReader:
             return None
         head_bytes, body_bytes, code = PREFIX.unpack_from(self.buffer)
         if head_bytes > MOST_HEAD_BYTES or body_bytes > MOST_BODY_BYTES:
-            raise BrokenChannelError("it sent what is no message")
+            raise BrokenChannelError("what it sent is not a message")
         start, end = PREFIX.size + head_bytes, PREFIX.size + head_bytes + body_bytes
         if len(self.buffer) < end:
             return None
@@ -141,9 +141,9 @@ class FrameReader:
         try:
             head = json.loads(text)
         except ValueError as error:
-            raise BrokenChannelError("it sent what is no message") from error
+            raise BrokenChannelError("what it sent is not a message") from error
         if not isinstance(head, dict):
-            raise BrokenChannelError("it sent what is no message")
+            raise BrokenChannelError("what it sent is not a message")
         return Message(head, body, digest)
 
 

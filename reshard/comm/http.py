@@ -42,7 +42,7 @@ def checked_url(url: Any) -> str:
     """Return the address of a server without a trailing slash. Raises ReshardError if it is not an
     address."""
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
-        raise ReshardError(f"{url!r:.200} is no address of a server such as http://127.0.0.1:8000")
+        raise ReshardError(f"{url!r:.200} is not the address of a server such as http://127.0.0.1:8000")
     return url.rstrip("/")
 
 

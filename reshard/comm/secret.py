@@ -52,7 +52,7 @@ def secret_for(host: str, given: str | None) -> bytes:
 def _checked(secret: object, name: str) -> bytes:
     if not isinstance(secret, str) or not LEAST_CHARACTERS <= len(secret.strip()) <= MOST_BYTES:
         raise ReshardError(
-            f"{name} is no text of at least {LEAST_CHARACTERS} characters: openssl rand -hex 32 makes a secret"
+            f"{name} is not a text of at least {LEAST_CHARACTERS} characters: openssl rand -hex 32 makes a secret"
         )
     return secret.strip().encode()
 

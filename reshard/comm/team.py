@@ -55,7 +55,7 @@ class Team:
         process, size = _number("RANK"), _number("WORLD_SIZE")
         if not 0 <= process < size:
             raise ReshardError(
-                f"RANK={process} and WORLD_SIZE={size} in the environment are no process and "
+                f"RANK={process} and WORLD_SIZE={size} in the environment are not a process and "
                 f"number of processes"
             )
         alone = "unset RANK and WORLD_SIZE in the environment for a single process"

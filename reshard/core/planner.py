@@ -177,7 +177,9 @@ def prove(plan: Plan) -> None:
                     f"a transfer of {t.name} names {side} tensor {tensor_id}, which does not exist"
                 )
             if not len(t.box.offsets) == len(t.box.lengths) == len(at) or min(t.box.lengths, default=1) < 1:
-                raise PlanError(f"a transfer of {t.name} at {at} moves {t.box}, which is no box of elements")
+                raise PlanError(
+                    f"a transfer of {t.name} at {at} moves {t.box}, which is not a box of elements"
+                )
             if not _lies_in(tensor.shape, at, t.box.lengths):
                 raise PlanError(
                     f"a transfer of {t.name} leaves {side} tensor {tensor_id} of shape "

@@ -135,7 +135,9 @@ class View(NamedTuple):
         """Return the smallest shape of a tensor that has this view with `shape`. Raises ValueError if the two
         do not fit."""
         if self.transposed and len(shape) != 2:
-            raise ValueError(f"{self.tensor}: a view of shape {list(shape)} is no matrix that .T could swap")
+            raise ValueError(
+                f"{self.tensor}: a view of shape {list(shape)} is not a matrix that .T could swap"
+            )
         sizes, rest = [], list(shape[::-1] if self.transposed else shape)
         for selection in self.selections:
             selected = 1 if selection.drops else (rest.pop(0) if rest else 0)

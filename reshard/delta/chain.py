@@ -61,7 +61,7 @@ class Chain:
                 )
             if BASE not in names:
                 raise ReshardError(
-                    f"{self.where} is no chain of deltas, since it has no {BASE}: reshard delta save begins one"
+                    f"{self.where} is not a chain of deltas, since it has no {BASE}: reshard delta save begins one"
                 )
             self._base = base_of(self._read(BASE), f"{self.where}/{BASE}")
         return self._base

@@ -152,7 +152,7 @@ def _check_same_model(
             continue
         cast = before is not None and after is not None and before.shape == after.shape
         raise ReshardError(
-            f"{new_name} is no new version of {old_name}: {name} is {in_words(after)}, and was {in_words(before)}"
+            f"{new_name} is not a new version of {old_name}: {name} is {in_words(after)}, and was {in_words(before)}"
             + "; convert one with --dtype" * cast
         )
 
@@ -162,7 +162,7 @@ def _check_same_config(left: Source, right: Source, old_name: str, new_name: str
     weights only, and what `apply` writes has the base's config."""
     for name, (had, has) in config_differences(left.model, right.model).items():
         raise ReshardError(
-            f"{new_name} is no new version of {old_name}: its config has {name} {has!r:.80}, and had {had!r:.80}; begin a "
+            f"{new_name} is not a new version of {old_name}: its config has {name} {has!r:.80}, and had {had!r:.80}; begin a "
             f"new chain, with {new_name} as its base"
         )
 

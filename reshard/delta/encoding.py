@@ -48,7 +48,7 @@ def changed_mask(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Return which elements have other bits, as bools ``[elements]``; both have one shape, dtype and device."""
     if old.shape != new.shape or old.dtype != new.dtype:
         raise ReshardError(
-            f"a {new.dtype} of shape {list(new.shape)} is no new version of a {old.dtype} of shape {list(old.shape)}"
+            f"a {new.dtype} of shape {list(new.shape)} is not a new version of a {old.dtype} of shape {list(old.shape)}"
         )
     return (bits_of(old) != bits_of(new)).reshape(-1)
 

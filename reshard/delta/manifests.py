@@ -131,7 +131,7 @@ def base_of(fields: dict[str, Any], place: str) -> Base:
             raise ReshardError(f"{place} has a malformed entry for {name[:200]!a}")
         tensors[name] = TensorInfo(tuple(entry["shape"]), dtype)
     if not tensors or not isinstance(fields.get("name"), str) or not _is_digest(fields.get("digest")):
-        raise ReshardError(f"{place} is no base of a chain of deltas")
+        raise ReshardError(f"{place} is not the base of a chain of deltas")
     return Base(fields["name"], fields["digest"], tensors)
 
 
@@ -140,7 +140,7 @@ def delta_of(fields: dict[str, Any], place: str) -> Delta:
     numbers = [fields.get(key) for key in ("version", "follows", "changed")]
     digests, files = [fields.get(key) for key in ("before", "after")], fields.get("files")
     if not whole_numbers(numbers) or not all(map(_is_digest, digests)) or not isinstance(files, list):
-        raise ReshardError(f"{place} is no manifest of a delta")
+        raise ReshardError(f"{place} is not the manifest of a delta")
     version, follows, changed = numbers
     before, after = map(str, digests)
     return Delta(version, follows, before, after, changed, _files_of(files, place))
@@ -156,7 +156,7 @@ def _files_of(entries: list[Any], place: str) -> list[File]:
             or "/" in entry["name"]
             or not whole_numbers([entry["bytes"]])
         ):
-            raise ReshardError(f"{place} is no manifest of a delta: its files are malformed")
+            raise ReshardError(f"{place} is not the manifest of a delta: its files are malformed")
         files.append(File(entry["name"], entry["bytes"], str(entry[CHECKSUM])))
     names = [file.name for file in files]
     if len(set(names)) != len(names):

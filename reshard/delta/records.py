@@ -46,12 +46,12 @@ class Record(NamedTuple):
         """Return the record of a name in a file. Raises ReshardError unless it is a box of one of the tensors."""
         match = _NAME.fullmatch(key)
         if match is None or match[4] not in _FORMS:
-            raise ReshardError(f"{key[:200]!a} is no record of a delta")
+            raise ReshardError(f"{key[:200]!a} is not a record of a delta")
         name, form, changed = match[1], _FORMS[match[4]], int(match[5])
         offsets, lengths = (tuple(int(n) for n in text.split(",") if n) for text in match.group(2, 3))
         box, info = Box(offsets, lengths), tensors.get(name)
         if info is None:
-            raise ReshardError(f"{name[:200]!a} is no tensor of the base")
+            raise ReshardError(f"{name[:200]!a} is not a tensor of the base")
         dims = len(info.shape)
         if len(offsets) != dims or len(lengths) != dims or not whole(info.shape).contains(box):
             raise ReshardError(f"{key[:200]!a} lies outside of the tensor, whose shape is {list(info.shape)}")

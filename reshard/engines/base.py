@@ -139,7 +139,7 @@ class Engine:
 
         Raises ReshardError if the engine cannot serve it.
         """
-        raise NotImplementedError(f"{type(self).__name__} is no adapter")
+        raise NotImplementedError(f"{type(self).__name__} is not an adapter")
 
     def disconnect(self) -> None:
         """Give back what `take_scales` took; called when the link closes, or could not be made."""

@@ -312,7 +312,7 @@ class Expansion:
             if ranks > heads:
                 if ranks % heads:
                     raise ReshardError(
-                        f"{what} {ranks} is no multiple of the {heads} key and value heads of {hf}"
+                        f"{what} {ranks} is not a multiple of the {heads} key and value heads of {hf}"
                     )
                 ranks, index = heads, index // (ranks // heads)
         return split(whole(shape), dim, ranks, index, what, hf), 0

@@ -44,7 +44,7 @@ def check_boxes(
             len(copy.box.lengths) != len(views.matrices[copy.name])
             or not live[copy.parameter].is_contiguous()
         ):
-            raise ReshardError(f"{copy.parameter} is no plain matrix")
+            raise ReshardError(f"{copy.parameter} is not a plain matrix")
     for fill in trace.fills:
         filled[fill.parameter] = filled.get(fill.parameter, 0) + fill.elements
     partly = [name for name, n in filled.items() if n != live[name].numel()]

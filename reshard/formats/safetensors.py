@@ -168,7 +168,7 @@ def read_directory(path: Path) -> dict[str, Tensor]:
         )
     strange = [name for name in (*weight_map, *weight_map.values()) if not a_name(name)]
     if strange:
-        raise ReshardError(f"{index} is not a readable index: {_short(strange[0])} is no name")
+        raise ReshardError(f"{index} is not a readable index: {_short(strange[0])} is not a name")
     files = sorted(set(weight_map.values()))
     unsafe = [name for name in files if os.path.basename(name) != name]
     if unsafe:

@@ -76,7 +76,7 @@ def read_json(path: Path, what: str = "JSON", limit: int = MAX_JSON_BYTES) -> di
             json.dumps(value, ensure_ascii=False).encode()
         except (UnicodeEncodeError, RecursionError) as error:
             raise ReshardError(
-                f"{path} is not {what}: it has half of a surrogate pair, which is no character"
+                f"{path} is not {what}: it has half of a surrogate pair, which is not a character"
             ) from error
     return value
 

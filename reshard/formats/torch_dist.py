@@ -193,7 +193,7 @@ def _checkpoint(metadata: Any, directory: Path, iteration: str) -> Checkpoint:
             )
     for key, entry in metadata.fields["state_dict_metadata"].items():
         if not a_name(key):
-            raise ValueError("a key that is no name")
+            raise ValueError("a key that is not a name")
         if entry.name == "BytesStorageMetadata":
             objects[key] = stored[key, None]
             continue

@@ -111,7 +111,7 @@ def _check_spelling(where: str) -> None:
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and name not in known:
             for meant in get_close_matches(name.removeprefix(PREFIX), options, 1, 0.75):
-                raise ReshardError(f"{name} in {where} is no option: {PREFIX}{meant} is")
+                raise ReshardError(f"{name} in {where} is not an option: {PREFIX}{meant} is")
 
 
 class Connection:

@@ -57,7 +57,7 @@ class ColocatedSynchronizer(WeightSynchronizer):
         Raises the policy's or an engine's ReshardError if it fails; the next one connects again.
         """
         if kv_scales is not None:
-            raise ReshardError("scales of an fp8 key-value cache are no weights: set kv_cache_dtype=auto")
+            raise ReshardError("scales of an fp8 key-value cache are not weights: set kv_cache_dtype=auto")
         self._stale = True
         self._policy.offload_before_refit()
         self._generation.prepare_for_generation(tags=["weights"])

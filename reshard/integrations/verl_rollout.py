@@ -131,7 +131,7 @@ class RefittedRollout:
         trainers, workers = dist.get_world_size(), self._workers()
         if trainers % workers:
             raise ReshardError(
-                f"{trainers} ranks of the trainer are no whole number of replicas of {workers}"
+                f"{trainers} ranks of the trainer are not a whole number of replicas of {workers}"
             )
         return 2 * trainers
 

@@ -50,5 +50,5 @@ def by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return value
         except re.error as error:
-            raise ReshardError(f"{pattern[:80]!r} is no regular expression: {error}") from None
+            raise ReshardError(f"{pattern[:80]!r} is not a regular expression: {error}") from None
     return default

@@ -194,7 +194,7 @@ class TrainingSetup:
         if t.gpus is not None:
             if t.gpus % (least * layout.pp):
                 raise OptionError(
-                    f"--gpus {t.gpus} is no multiple of tp {layout.tp} x cp {t.cp} x pp {layout.pp} = "
+                    f"--gpus {t.gpus} is not a multiple of tp {layout.tp} x cp {t.cp} x pp {layout.pp} = "
                     f"{least * layout.pp}"
                 )
             dp = t.gpus // (least * layout.pp)
@@ -269,7 +269,7 @@ def _microbatches(layout: MegatronLayout, t: Training, dp: int) -> int:
         sequences = t.micro_batch_size * dp
         if t.global_batch_size % sequences:
             raise OptionError(
-                f"--global-batch-size {t.global_batch_size} is no multiple of --micro-batch-size "
+                f"--global-batch-size {t.global_batch_size} is not a multiple of --micro-batch-size "
                 f"{t.micro_batch_size} x dp {dp} = {sequences}"
             )
         microbatches = t.global_batch_size // sequences

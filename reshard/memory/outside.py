@@ -56,6 +56,6 @@ def bytes_of_gpu(text: str) -> int:
     size = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*(gib|gb|g)", name)
     if not size or not float(size[1]):
         raise OptionError(
-            f"--gpu-memory {text:.80} is no size such as 80GB or 79.1GiB, and no card of {', '.join(GPUS)}"
+            f"--gpu-memory {text:.80} is not a size such as 80GB or 79.1GiB, nor one of the cards {', '.join(GPUS)}"
         )
     return int(float(size[1]) * (GIB if size[2] == "gib" else 10**9))

@@ -48,10 +48,10 @@ def _problems(family: Any) -> Iterator[str]:
             yield f"symbols, {symbol}: no row of config has a field {field!r}"
     for entry in ("first_dense", "mlp_types", "shared_experts"):
         if getattr(family, entry) and not re.fullmatch(r"\w+", getattr(family, entry)):
-            yield f"{entry}: {getattr(family, entry)!r} is no name of a field"
+            yield f"{entry}: {getattr(family, entry)!r} is not the name of a field"
     for argument, value in getattr(family, "identifies", {}).items():
         if NUMERICS_ARGS.get(argument, DERIVED) is DERIVED:
-            yield f"identifies: {argument!r} is no argument that decides what a model computes and has a default"
+            yield f"identifies: {argument!r} is not an argument that decides what a model computes and has a default"
         elif argument in family.megatron and family.megatron[argument] != value:
             yield f"identifies: {argument} is {value!r}, but {family.megatron[argument]!r} in megatron"
     if family.specs and not re.fullmatch(r"[\w.]+:\w+", family.specs):
@@ -64,7 +64,7 @@ def _problems(family: Any) -> Iterator[str]:
     for row in family.refused:
         yield from _wrong_width("refused", row, ("field", "values", "reason"))
         if not isinstance(row[1], tuple) or not row[1]:
-            yield f"refused, {row[0]}: the values {row[1]!r} are no tuple of those that are mapped"
+            yield f"refused, {row[0]}: the values {row[1]!r} are not a tuple of mapped values"
     for row in family.equal:
         yield from _wrong_width("equal", row, ("field", "field or sum", "reason"))
         unknown = sorted(set(Equality(*row).fields[1:]) - known)

@@ -98,12 +98,12 @@ class Noise:
         if self.in_fp32 is not None and not self.in_fp32 <= self.share:
             return [
                 f"in fp32 A and B still differ by {self.in_fp32:.3g} times the rounding in this dtype, the limit is "
-                f"{self.share:g}: this is no rounding"
+                f"{self.share:g}: this is not rounding"
             ]
         if self.largest_in_fp32 is not None and not self.largest_in_fp32 <= LARGEST * self.share:
             return [
                 f"in fp32 a token of A and B still differs by {self.largest_in_fp32:.3g} times the largest rounding "
-                f"in this dtype, the limit is {LARGEST * self.share:g}: this is no rounding"
+                f"in this dtype, the limit is {LARGEST * self.share:g}: this is not rounding"
             ]
         return []
 

@@ -134,7 +134,7 @@ def stored_weight(
     codes, scales, global_scale = (tensors[part] for part in parts)
     if codes.dtype != CODES or len(codes.shape) != 2 or codes.shape[1] % (GROUP // 2):
         raise ReshardError(
-            f"{where}: {parts[0]} is {codes.dtype.name} {list(codes.shape)}, which are no codes of nvfp4: "
+            f"{where}: {parts[0]} is {codes.dtype.name} {list(codes.shape)}, which are not codes of nvfp4: "
             f"those are uint8 with two columns in a byte, and a scale is for {GROUP} columns, {GROUP // 2} "
             "bytes"
         )

@@ -44,7 +44,7 @@ class StoredWeight(NamedTuple):
     def check_scales(self, scales: np.ndarray, where: str) -> None:
         """Raise ReshardError unless all scales are finite."""
         if not np.isfinite(scales.astype(np.float32)).all():
-            raise ReshardError(f"{where}: {self.tensors[1]} holds infinities or NaN, which are no scales")
+            raise ReshardError(f"{where}: {self.tensors[1]} holds infinities or NaN, which are not scales")
 
     def check_fp16(self, scales: np.ndarray, out: np.ndarray, where: str) -> None:
         """Raise ReshardError if fp16, which alone has less room than the products, has made

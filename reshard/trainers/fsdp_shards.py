@@ -67,7 +67,7 @@ class FsdpShards(Trainer):
     def __init__(self, model: torch.nn.Module) -> None:
         config: Any = getattr(model, "config", None)
         if not hasattr(config, "to_dict"):
-            raise ReshardError(f"{type(model).__name__} is no transformers model: it has no config")
+            raise ReshardError(f"{type(model).__name__} is not a transformers model: it has no config")
         self.config = config
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()

@@ -313,7 +313,7 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
         inner = getattr(model, "module", None)
         if not isinstance(inner, torch.nn.Module):
             raise ReshardError(
-                f"{type(model).__name__} is no Megatron-Core model: it has no sharded_state_dict (give a model of "
+                f"{type(model).__name__} is not a Megatron-Core model: it has no sharded_state_dict (give a model of "
                 f"transformers as reshard.trainers.FsdpModel(model))"
             )
         model = inner

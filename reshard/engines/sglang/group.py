@@ -103,6 +103,6 @@ def _options(text: str) -> dict[str, Any]:
     if not isinstance(options, dict):
         # The text is not shown: it may have a secret in it, and SGLang logs answers.
         raise ReshardError(
-            f"the options of the group {GROUP!r} are no JSON object, such as {json.dumps({'timeout': 60})}"
+            f"the options of the group {GROUP!r} are not a JSON object, such as {json.dumps({'timeout': 60})}"
         )
     return options

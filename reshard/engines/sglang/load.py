@@ -105,7 +105,7 @@ def _open(path: Path, model_config: Any) -> StoredWeights:
     directory = megatron_directory(path) if path.is_dir() else None
     if directory is None:
         raise ReshardError(
-            f"{path} is no Megatron checkpoint: leave out {OPTION!r} of --model-loader-extra-config to serve a "
+            f"{path} is not a Megatron checkpoint: leave out {OPTION!r} of --model-loader-extra-config to serve a "
             f"Hugging Face directory"
         )
     beside = config_directory(str(model_config.model_path), model_config.revision)

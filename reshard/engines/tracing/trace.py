@@ -157,7 +157,7 @@ class _Recorder(TorchDispatchMode):
                 name = self.parameters.get(storage_id(written))
                 if name is not None and name not in self.computed:
                     raise ReshardError(
-                        f"{self.engine}'s loader computes {name} by {func}, which is no plain copy: refit does "
+                        f"{self.engine}'s loader computes {name} by {func}, which is not a plain copy: refit does "
                         f"not support it"
                     )
 
@@ -221,7 +221,7 @@ class _Recorder(TorchDispatchMode):
         if source is None:
             computed = self.derived.get(storage_id(src), ("something else than a published tensor", src))[0]
             raise ReshardError(
-                f"{self.engine}'s loader writes {computed} into {parameter}, which is no plain copy: "
+                f"{self.engine}'s loader writes {computed} into {parameter}, which is not a plain copy: "
                 f"refit does not support it"
             )
         return source

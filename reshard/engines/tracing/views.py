@@ -86,7 +86,7 @@ def _rows(copy: TracedCopy, shape: tuple[int, ...]) -> Box:
             return Box((start // width, 0), (length // width, width))
     raise ReshardError(
         f"the engine's loader copies {list(copy.box.lengths)} of {copy.name} from {list(copy.box.offsets)} on, which "
-        f"are no rows of it: refit does not support it"
+        f"are not rows of it: refit does not support it"
     )
 
 

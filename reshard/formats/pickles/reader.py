@@ -216,7 +216,7 @@ class _Machine:
         target, values = self.stack[mark - 1] if mark > 0 else None, self.stack[mark:]
         del self.stack[mark:]
         if type(target) is not kind:
-            raise ValueError("it adds to what is no list or set")
+            raise ValueError("it adds to what is not a list or set")
         if isinstance(target, set):
             target.update(map(_key, values))
         elif isinstance(target, list):
@@ -321,7 +321,7 @@ def _set_state(target: Any, state: Any) -> None:
 def _class_of(module: Any, name: Any, where: str) -> Any:
     """Return what stands for a name of the short list. Raises ReshardError for any other."""
     if type(module) is not str or type(name) is not str:
-        raise ValueError("a name that is no text")
+        raise ValueError("a name that is not text")
     module = IMPORT_MAPPING.get(module, module)  # torch.save writes protocol 2, with Python 2's module names
     if (module, name) == ("torch", "Size"):
         return tuple
@@ -338,7 +338,7 @@ def _class_of(module: Any, name: Any, where: str) -> Any:
 def _record(kind: Any, args: Any) -> Call:
     """Return the inert record of a call. Raises ValueError if the callee is not a name."""
     if type(kind) is not type or not issubclass(kind, Call) or type(args) is not tuple:
-        raise ValueError("it makes an object of what is no name")
+        raise ValueError("it makes an object of what is not a name")
     record = object.__new__(kind)
     record.args, record.state = args, None
     return record
@@ -359,7 +359,7 @@ def _key(key: Any) -> Any:
 
 def _set_items(target: Any, values: list) -> None:
     if len(values) % 2 or not isinstance(target, dict):
-        raise ValueError("it sets items of what is no dict")
+        raise ValueError("it sets items of what is not a dict")
     for i in range(0, len(values), 2):
         key = values[i]
         target[key if type(key) is str else _key(key)] = values[i + 1]

@@ -266,7 +266,7 @@ class _Save:
                 f"transformer_impl {self.transformer_impl} is not one of {listed(TRANSFORMER_IMPLS)}"
             )
         if not isinstance(self.destination, (str, os.PathLike)) or not str(self.destination):
-            raise ReshardError(f"destination is {self.destination!r:.80}, which is no directory's path")
+            raise ReshardError(f"destination is {self.destination!r:.80}, which is not a directory's path")
         if self.iteration is not None:
             check_number(self.iteration, "iteration", MAX_ITERATION)
             if self.format == "hf":

@@ -65,7 +65,7 @@ class Megatron(ForwardSystem):
         source = open_source(path, self.hf_config)
         try:
             if not isinstance(source, MegatronSource):
-                raise ReshardError(f"{path} is no Megatron checkpoint")
+                raise ReshardError(f"{path} is not a Megatron checkpoint")
             return source.model, source.model_class, source.checkpoint
         finally:
             source.close()

@@ -40,7 +40,7 @@ def model_of(spec: str, hf_config: Path | None = None) -> Model:
         check_config(path)
         if not (path / "config.json").is_file():
             raise ReshardError(
-                f"{path} is no checkpoint: it has no config.json, and nothing that Megatron wrote"
+                f"{path} is not a checkpoint: it has no config.json, and nothing that Megatron wrote"
             )
         return Model.from_hf(read_config(path / "config.json"), str(path / "config.json"))
     source = open_source(path, hf_config)

@@ -78,7 +78,7 @@ class Journal:
         for line in data[:end].split(b"\n")[:-1]:
             kind, name, *rest = json.loads(line)
             if not isinstance(name, str):
-                raise ValueError("a name that is no text")
+                raise ValueError("a name that is not text")
             if kind == "file":
                 (inode,) = rest
                 self.inodes[name] = int(inode)

@@ -106,7 +106,7 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
             if etp.isdigit() and int(etp) > 1 and not shared and any(a.layer.of_experts for a in adapters):
                 raise ReshardError(
                     f"{path}: adapters of single experts were trained at expert tensor parallelism {etp}, where what "
-                    f"Megatron-Bridge computes is no B @ A: train them with expert_tensor_parallel_size=1"
+                    f"Megatron-Bridge computes is not B @ A: train them with expert_tensor_parallel_size=1"
                 )
 
     def _saved_tp(self) -> int | None:

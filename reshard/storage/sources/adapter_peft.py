@@ -120,7 +120,7 @@ class PeftSource(AdapterSource):
         if left:
             self._check_tied(left)
             raise ReshardError(
-                f"{self.path} holds {len(left)} tensors that are no A or B of a linear layer of "
+                f"{self.path} holds {len(left)} tensors that are not A or B of a linear layer of "
                 f"{self.model.family.name}: {listed(left, 3)}"
             )
         if not adapters:

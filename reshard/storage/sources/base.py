@@ -183,7 +183,7 @@ def read_config(path: Path) -> dict[str, Any]:
             below, key=lambda each: (len(each.name), each.name), default=None
         )  # checkpoint-100 after -99
         hint = f"give {newest}, which has one" if newest else "give a directory that has one, or a hub id"
-        raise ReshardError(f"{folder} has no {path.name}, and so is no Hugging Face directory: {hint}")
+        raise ReshardError(f"{folder} has no {path.name}, so it is not a Hugging Face directory: {hint}")
     return read_json(path)
 
 

@@ -77,7 +77,7 @@ class MegatronSource(Source):
         if located is None:
             raise ReshardError(
                 unfinished(path)
-                or f"{path} is no Megatron torch_dist checkpoint: it has neither {torch_dist.TRACKER} nor .metadata"
+                or f"{path} is not a Megatron torch_dist checkpoint: it has neither {torch_dist.TRACKER} nor .metadata"
             )
         self.path, self.located = path, located
         self.hf_config, self.root, directory = hf_config, located.root, located.directory

@@ -86,7 +86,7 @@ def open_adapter(
     if alpha is not None:
         check_positive(alpha, "--alpha")
     if not path.is_dir():
-        raise ReshardError(unfinished(path) or f"{path} is no directory: {EXPECTED_ADAPTER}")
+        raise ReshardError(unfinished(path) or f"{path} is not a directory: {EXPECTED_ADAPTER}")
     if locate(path) is not None:
         return MegatronAdapterSource(path, hf_config, alpha=alpha, swiglu_ranks=tp, model=model)
     if is_peft(path):
@@ -107,13 +107,13 @@ def is_peft(path: Path) -> bool:
 
 
 def check_huggingface(path: Path) -> None:
-    """Raise ReshardError where a directory that is no Megatron checkpoint is none of Hugging Face's
+    """Raise ReshardError where a directory that is not a Megatron checkpoint is none of Hugging Face's
     either."""
     check_config(path)
     if (path / "config.json").is_file() or any(path.glob("*.safetensors")):
         return
     if ITERATION.fullmatch(path.name) or any(path.glob("*.distcp")):
-        raise ReshardError(f"{path} has no .metadata: it is no torch_dist checkpoint, or is not complete")
+        raise ReshardError(f"{path} has no .metadata: it is not a torch_dist checkpoint, or not complete")
     raise ReshardError(
         f"{path} is neither a Hugging Face directory (config.json) nor a Megatron torch_dist checkpoint "
         f"({torch_dist.TRACKER})"

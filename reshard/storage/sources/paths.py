@@ -232,7 +232,7 @@ def _published(mca: dict[str, Any], path: Path) -> dict[str, Any] | None:
     except (TypeError, ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
-        raise ReshardError(f"{path}: hf_config_json is no JSON object: pass --hf-config")
+        raise ReshardError(f"{path}: hf_config_json is not a JSON object: pass --hf-config")
     return fields
 
 

@@ -76,6 +76,6 @@ class FileVersions:
         if changed:
             them = "it was" if len(changed) == 1 else "they were"
             raise ReshardError(
-                f"{listed(changed, 3)} changed while {them} read, so that what was read is no one model's: run again once "
+                f"{listed(changed, 3)} changed while {them} read, so what was read is not of one model: run again once "
                 f"nothing writes there"
             )
