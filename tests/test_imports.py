@@ -143,8 +143,8 @@ def test_the_page_on_engines_counts_their_lines_as_they_are():
     shared = [*engines.glob("*.py"), *engines.glob("tracing/*.py")]
     counts = [
         (r"an example of ([\d,]+) lines", engines.glob("sglang/*.py")),
-        (r"package has ([\d,]+):", engines.glob("vllm/**/*.py")),
-        (r"have in common has ([\d,]+)\.", shared),
+        (r"package has ([\d,]+) lines:", engines.glob("vllm/**/*.py")),
+        (r"engines share has ([\d,]+)\.", shared),
     ]
     said = [(re.search(pattern, section)[1], lines(files)) for pattern, files in counts]  # type: ignore[index]
     for names, number in re.findall(r"\| ((?:`\w+\.py`(?:, )?)+) \|[^|]*\| (\d+) \|", section):
