@@ -120,6 +120,10 @@ def test_a_model_that_is_saved_otherwise_is_the_published_one(how, checkpoint, t
     tensors = load_file(plain / "model.safetensors")
     source = directory(tmp_path / "hf", change(tensors), config)
     told = notices(source, plain, tmp_path)
+    [architecture] = json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] or [None]
+    assert architecture == (
+        "LlamaForCausalLM" if how == "FSDP" else config["architectures"] and config["architectures"][0]
+    )
     assert re.search(said, told) and ("published" in told) == ("read as" in said or "is read" in said)
     # Control: one number.
     name = f"{LAYER}mlp.up_proj.weight"
@@ -141,6 +145,12 @@ def test_names_that_would_stand_for_one_tensor_and_a_base_model_without_an_outpu
         ReshardError, match="lm_head.weight: this is a base model, and a model without an output"
     ):
         hf_to_mcore(base, tmp_path / "out")
+    other = tensors | {"lm_head.weight": tensors["lm_head.weight"] + 1}
+    tied = directory(tmp_path / "tied", other, config | {"tie_word_embeddings": True})
+    with pytest.raises(
+        ReshardError, match='lm_head.weight differs .*: if they are two, say "tie_word_embeddings": false'
+    ):
+        hf_to_mcore(tied, tmp_path / "out")
     awq = config | {"quantization_config": {"quant_method": "awq"}}
     codes = directory(
         tmp_path / "awq", tensors | {"model.norm.weight": torch.ones(64, dtype=torch.int32)}, awq

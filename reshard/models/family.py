@@ -383,14 +383,14 @@ def families() -> dict[str, Family]:
 
 def is_wrapped(family: Family, config: dict) -> bool:
     """Return True for the config of a model that has one of this family as its language model."""
-    names, (architecture, kind) = _architectures(config), family.wrapped_in
+    names, (architecture, kind) = architectures(config), family.wrapped_in
     known = {architecture, family.wrapped_class or architecture}
     return bool(architecture) and (
         not known.isdisjoint(names) or (not names and config.get("model_type") == kind)
     )
 
 
-def _architectures(config: dict) -> list[str]:
+def architectures(config: dict) -> list[str]:
     """Return the model classes that a config names. FSDP2 calls its own ``FSDP`` and the model's, which
     trainers save with the config."""
     return [str(name).removeprefix("FSDP") for name in (config.get("architectures") or [])]
@@ -407,7 +407,7 @@ def _is_architecture(family: Family, names: list[str]) -> bool:
 def family_of(config: dict, where: str) -> Family:
     """Return the family of a Hugging Face config. Raises ReshardError, naming those that there are,
     where no table covers it."""
-    names, kind = _architectures(config), config.get("model_type")
+    names, kind = architectures(config), config.get("model_type")
     for family in families().values():
         wrapped = is_wrapped(family, config)
         kinds = (family.name, *family.model_types)

@@ -12,6 +12,7 @@ from reshard.core.dtypes import Dtype
 from reshard.core.errors import OptionError
 from reshard.core.views import tensor_of, tensor_shapes
 from reshard.formats import safetensors
+from reshard.models.family import architectures
 from reshard.models.model import Model
 from reshard.storage.destinations.base import Destination
 from reshard.storage.destinations.rank_files import file_bytes
@@ -110,12 +111,15 @@ class HuggingFaceFiles(Destination):
         }
 
     def _config_json(self, original: bytes | str | None) -> bytes | str:
-        """Return config.json as it was, but for dtype and quantization where those changed."""
+        """Return config.json as it was, but for dtype and quantization where those changed, and the names of
+        classes that FSDP has made, which no engine knows."""
         config = dict(self.model.config) if original is None else json.loads(original)
         before = json.dumps(config)
         # Kimi-K2.5 has the language model's quantization in its part of the config.
         text = config.get("text_config") if self.model.wrapped else None
         inner = text if isinstance(text, dict) and "quantization_config" in text else config
+        if config.get("architectures"):
+            config["architectures"] = architectures(config)
         key = "dtype" if "dtype" in config else "torch_dtype"
         dtype = next(t.dtype.name for n, t in self.tensors.items() if n not in self.fp32)
         if self.quantized.names:

@@ -141,7 +141,11 @@ class _Run:
                 for name in (copy, primary)
             )
             if copy_checksums != primary_checksums:
+                hint = (
+                    ': if they are two, say "tie_word_embeddings": false in config.json'
+                    * job.source.model.tied
+                )
                 raise ReshardError(
                     f"{job.source.path}: {copy} differs from {primary}, but Megatron holds "
-                    f"the two as one parameter"
+                    f"the two as one parameter{hint}"
                 )
