@@ -175,7 +175,7 @@ def engine_layout(text: str, option: str, names: Collection[str] = ("tp", "pp", 
     if not colon:
         engine, sizes = "vllm", text
     if engine not in _ENGINES:
-        raise click.UsageError(f"{option} {text}: {engine!r} is none of {', '.join(_ENGINES)}")
+        raise click.UsageError(f"{option} {text}: {engine!r} is not one of {', '.join(_ENGINES)}")
     return _ENGINES[engine](sizes, option, {*names})
 
 
@@ -231,5 +231,5 @@ def parse_sizes(
             values[name] = value
         else:
             known = ", ".join(f"{n}=N" for n in sorted(numbers)) + "".join(f", {n}" for n in sorted(words))
-            raise click.UsageError(f"{option} {text}: {entry!r} is none of {known}")
+            raise click.UsageError(f"{option} {text}: {entry!r} is not one of {known}")
     return values

@@ -51,7 +51,7 @@ def resumable(destination: str) -> Iterator[None]:
 
         if unfinished(Path(destination)) is None:
             raise
-        raise KeyboardInterrupt("the same command with --resume goes on") from error
+        raise KeyboardInterrupt("run the same command with --resume to continue") from error
 
 
 def check_command(source: str, destination: str, megatron: bool) -> None:

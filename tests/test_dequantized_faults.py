@@ -84,7 +84,7 @@ FAULTS = {
     ),
     "a scale of whole numbers": (
         of_scale(lambda scale: scale.to(torch.int32)),
-        "weight_scale has dtype int32, which is none of bfloat16, float16, float32",
+        "weight_scale has dtype int32, which is not one of bfloat16, float16, float32",
     ),
     "a scale of 64 bits": (of_scale(lambda scale: scale.double()), "weight_scale has dtype float64"),
     "a scale that is no number": (

@@ -149,7 +149,7 @@ MISTAKES = {
         {"packed": (("mlp.up_proj.weight", "mlp.gates[0:1 of 2].T"),)}, "packed, mlp.gates.*brackets hold an index, .*, .T may follow",
     ),
     "a name in memory": ({"in_memory": (("mlp.gates.weight", "mlp.gate.weight"),)}, "in_memory, mlp.gates.weight: no row of layer"),
-    "a window": ({"window": "from max_window_layer"}, "window: 'from max_window_layer' is none of"),
+    "a window": ({"window": "from max_window_layer"}, "window: 'from max_window_layer' is not one of"),
 }  # fmt: skip
 
 

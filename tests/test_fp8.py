@@ -322,7 +322,7 @@ def test_fp8_that_does_not_add_up_is_refused(spoil, published, tmp_path):
     messages = {
         "no scale": "is float8_e4m3fn without",
         "scale shape": r"expected \[2, 1\]",
-        "scale dtype": "or is none of float32, bfloat16, float16",
+        "scale dtype": "or is not one of float32, bfloat16, float16",
         "other method": "quantized as 'awq'",
     }
     with pytest.raises(ReshardError, match=messages[spoil]):

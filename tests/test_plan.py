@@ -282,7 +282,7 @@ def test_the_command_plans_for_sglang_too(qwen):
     for engine, sentence in (
         ("sglang:tp=8,ep", "ep 8 does not divide the model's 0 experts"),
         ("sglang:tp=8,dp=3", "dp 3 does not divide its tp 8"),
-        ("tgi:tp=8", "'tgi' is none of vllm, sglang"),
+        ("tgi:tp=8", "'tgi' is not one of vllm, sglang"),
     ):
         result = run("--model", qwen, "--trainer", "tp=8", "--engine", engine)
         assert result.exit_code and sentence in f"{result.output}{result.exception}"

@@ -56,7 +56,7 @@ def test_a_conversion_refuses_what_it_cannot_quantize(converted, tmp_path):
     mcore = converted("qwen3-moe")[0][1]
     with pytest.raises(
         ReshardError,
-        match="--quantize int2 is none of fp8, fp8_per_channel, int4_per_group, int4_per_group_32, nvfp4$",
+        match="--quantize int2 is not one of fp8, fp8_per_channel, int4_per_group, int4_per_group_32, nvfp4$",
     ):
         mcore_to_hf(mcore, tmp_path / "out", quantize="int2")
     for removed in ("int8_per_channel", "fp8_per_tensor", "fp8_per_block", "int4_per_channel"):

@@ -218,7 +218,7 @@ def test_an_interrupt_ends_quietly_and_can_be_resumed(whole, tmp_path):
         process.send_signal(signal.SIGINT)
         stderr = go()
     assert process.returncode == 130 and not (tmp_path / "out").exists()
-    assert stderr == "\nInterrupted: the same command with --resume goes on.\n"
+    assert stderr == "\nInterrupted: run the same command with --resume to continue.\n"
     assert resumed("hf-to-mcore", whole, tmp_path / "out") > 0
 
 
@@ -244,10 +244,10 @@ def test_every_command_says_what_an_interrupted_run_has_left_and_how_it_goes_on(
     ]:
         done = cli(*command, path)
         assert (
-            done.returncode == 1 and "--resume goes on" in done.stderr and f"left of {out}" in done.stderr
+            done.returncode == 1 and "--resume to continue" in done.stderr and f"left of {out}" in done.stderr
         ), done.stderr
     back = {"hf-to-mcore": "mcore-to-hf", "mcore-to-hf": "hf-to-mcore"}[direction]
-    assert "--resume goes on" in cli(back, out, tmp_path / "back").stderr
+    assert "--resume to continue" in cli(back, out, tmp_path / "back").stderr
     assert tree(partial) == before
     resumed(direction, whole, out)
     assert cli("inspect", out).returncode == 0, "the control"

@@ -85,7 +85,7 @@ def test_ctrl_c_in_the_terminal_is_the_parents(source, tmp_path):
         send(signal.SIGINT, *parent.children(), parent)  # as a terminal does it
         stderr = process.communicate(timeout=60)[1]
     assert process.returncode == 130 and stderr.strip().endswith(
-        "Interrupted: the same command with --resume goes on."
+        "Interrupted: run the same command with --resume to continue."
     )
 
 

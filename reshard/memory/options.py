@@ -51,7 +51,7 @@ class Recompute:
         unknown = [name for name in names if name not in MODULES]
         if unknown:
             raise OptionError(
-                f"--recompute {text:.80}: {unknown[0]!r} is none of none, full, uniform:N, block:N and "
+                f"--recompute {text:.80}: {unknown[0]!r} is not one of none, full, uniform:N, block:N and "
                 f"{listed(MODULES)}"
             )
         return Recompute("selective", modules=frozenset(names))

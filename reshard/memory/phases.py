@@ -62,9 +62,9 @@ class EngineSetup:
             )
         unknown = [name for name in self.offload if name not in MOVABLE]
         if unknown:
-            raise OptionError(f"--trainer-offload: {unknown[0]!r} is none of {listed(MOVABLE)}")
+            raise OptionError(f"--trainer-offload: {unknown[0]!r} is not one of {listed(MOVABLE)}")
         if self.delta is not None and self.delta not in DELTA_PLACES:
-            raise OptionError(f"--delta: {self.delta!r} is none of {listed(DELTA_PLACES)}")
+            raise OptionError(f"--delta: {self.delta!r} is not one of {listed(DELTA_PLACES)}")
         if self.from_host and "weights" not in self.offload:
             raise OptionError("--refit-from-host: the weights are not offloaded, see --trainer-offload")
 

@@ -36,7 +36,7 @@ def _problems(family: Any) -> Iterator[str]:
     known = fields | set(MAPPED) | set(WINDOW) | set(family.reads)
     for field, _, relation, default in family.config:
         if relation not in RELATIONS:
-            yield f"config, {field}: the relation {relation!r} is none of {', '.join(RELATIONS)}"
+            yield f"config, {field}: the relation {relation!r} is not one of {', '.join(RELATIONS)}"
         if (
             isinstance(default, str)
             and default not in (NEEDED, NEEDED_AMOUNT)
@@ -60,7 +60,7 @@ def _problems(family: Any) -> Iterator[str]:
         if published not in {row[0] for row in family.layer}:
             yield f"in_memory, {published}: no row of layer has this name"
     if family.window not in WINDOWS:
-        yield f"window: {family.window!r} is none of {', '.join(map(repr, WINDOWS))}"
+        yield f"window: {family.window!r} is not one of {', '.join(map(repr, WINDOWS))}"
     for row in family.refused:
         yield from _wrong_width("refused", row, ("field", "values", "reason"))
         if not isinstance(row[1], tuple) or not row[1]:

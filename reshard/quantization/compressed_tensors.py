@@ -187,7 +187,7 @@ def scheme_of_scales(
     ReshardError where there is none."""
     if scales.dtype.name not in SCALE_DTYPES:
         raise ReshardError(
-            f"{where}: {name} has dtype {scales.dtype.name}, which is none of {', '.join(SCALE_DTYPES)}"
+            f"{where}: {name} has dtype {scales.dtype.name}, which is not one of {', '.join(SCALE_DTYPES)}"
         )
     fitting = [scheme for scheme in known if scales.shape in scheme.scale_shapes(shape)]
     if not fitting:

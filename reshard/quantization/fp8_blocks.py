@@ -91,7 +91,7 @@ def find_weights(
             or scales.dtype.name not in SCALE_DTYPES
         ):
             raise ReshardError(
-                f"{where}: {scale} does not belong to an fp8 (e4m3) weight, or is none of {', '.join(SCALE_DTYPES)}"
+                f"{where}: {scale} does not belong to an fp8 (e4m3) weight, or is not one of {', '.join(SCALE_DTYPES)}"
             )
         expected = scheme.scale_shape(codes.shape)
         if scales.shape != expected:

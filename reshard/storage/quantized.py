@@ -47,7 +47,7 @@ def scheme_named(quantize: bool | str | None) -> tuple[str, Scheme] | None:
             "writes with llm-compressor"
         )
     if name not in SCHEMES:
-        raise OptionError(f"--quantize {name} is none of {', '.join(SCHEMES)}")
+        raise OptionError(f"--quantize {name} is not one of {', '.join(SCHEMES)}")
     return name, SCHEMES[name]
 
 

@@ -211,7 +211,7 @@ class _Recorder(TorchDispatchMode):
         name = self.parameters.get(storage_id(dst))
         if name is None:
             raise ReshardError(
-                f"{self.engine}'s loader writes into a tensor that is none of the model's parameters"
+                f"{self.engine}'s loader writes into a tensor that is not one of the model's parameters"
             )
         return name
 

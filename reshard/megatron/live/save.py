@@ -101,7 +101,7 @@ class Saving:
         seconds."""
         self.thread.join(timeout)
         if self.thread.is_alive():
-            raise TimeoutError(f"the save to {self.destination} goes on after {timeout} s")
+            raise TimeoutError(f"the save to {self.destination} is still running after {timeout} s")
         if self.error is not None:
             raise self.error
         assert self.report is not None

@@ -41,10 +41,10 @@ def unfinished(path: Path) -> str | None:
         if is_locked(folder):
             return f"a run is writing {destination}, in {folder}: wait for it to end"
         if read_fingerprint(folder).get("run") == SAVE:
-            return f"{folder} is what a save of {destination} has left that did not end: save again"
+            return f"{folder} is left of {destination} by a save that did not end: save again"
         return (
-            f"{folder} is what an interrupted run has left of {destination}: the same command with --resume goes on with it, and without "
-            f"begins anew"
+            f"{folder} is left of {destination} by an interrupted run: run the same command with --resume to continue it, or without to "
+            f"start over"
         )
     return None
 
