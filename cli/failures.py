@@ -54,8 +54,16 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "out of memory; use fewer --workers"
     if isinstance(error, OSError) and error.strerror:
+        if isinstance(error, FileNotFoundError) and not error.filename and _is_nowhere():
+            return "the current directory was removed or replaced: cd to one that is there"
         return f"the system refused{f' {error.filename}' if error.filename else ''}: {error.strerror}"
     return _unexpected(error)
+
+
+def _is_nowhere() -> bool:
+    from reshard.storage.io.directories import current_directory
+
+    return current_directory() is None
 
 
 def _unexpected(error: BaseException) -> str:

@@ -217,6 +217,19 @@ def test_mistakes_get_one_sentence_and_an_exit_code(args, code, message, checkpo
     assert not list(tmp_path.iterdir())
 
 
+def test_a_current_directory_that_is_replaced_or_gone_is_told(checkpoint, tmp_path):
+    here = tmp_path / "here"
+    here.mkdir()
+    done = run_cli("hf-to-mcore", checkpoint("qwen3"), ".", cwd=here)
+    assert done.returncode == 0 and f"was replaced: cd {here} enters the new one" in done.stderr
+    assert check(here).ok
+    removed = tmp_path / "removed"
+    removed.mkdir()
+    done = run_cli("hf-to-mcore", checkpoint("qwen3"), "out", cwd=removed, preexec_fn=removed.rmdir)
+    sentence = "Error: the current directory was removed or replaced: cd to one that is there\n"
+    assert (done.returncode, done.stderr) == (1, sentence)
+
+
 def test_the_same_mistakes_in_a_library_call(checkpoint, megatron, tmp_path):
     of, out = checkpoint("qwen3"), tmp_path / "out"
     own_config = "config.json: leave it out"

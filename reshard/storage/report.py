@@ -107,6 +107,8 @@ def outcome_notices(job: ConversionJob, outcome: Outcome) -> list[str]:
     notices = []
     if outcome.was_published:
         notices.append(f"{job.workdir.destination} was complete: an earlier run had published it")
+    if job.workdir.holds_current_directory:
+        notices.append(f"the current directory was replaced: cd {job.workdir.destination} enters the new one")
     for name, count in outcome.overflowed.items():
         notice = overflow_notice(name, count, job.tensors[name].dtype)
         notices.append(notice.replace("would become", "became"))

@@ -53,3 +53,11 @@ def exchange(a: Path, b: Path) -> bool:
     if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
         return False
     raise OSError(number, os.strerror(number), str(a))
+
+
+def current_directory() -> str | None:
+    """Return the current directory of this process; None once it is removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from reshard.core.errors import ReshardError
-from reshard.storage.io.directories import exchange, inode_of, remove_tree, sync_directory
+from reshard.storage.io.directories import current_directory, exchange, inode_of, remove_tree, sync_directory
 from reshard.storage.io.files import write_error
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.run.partial import (
@@ -47,6 +47,7 @@ class Workdir:
         self.destination = Path(os.path.abspath(destination))
         self.path = partial_directory(self.destination)
         self.tree = self.path / TREE
+        self.holds_current_directory = _is_in(current_directory(), os.path.realpath(self.destination))
         self.overwrite, self.resume, self.process = overwrite, resume, process
         self.lock: int | None = None
         self.prepared = False
@@ -129,7 +130,7 @@ class Workdir:
         for path in (self.source, *self.reads):
             real = os.path.realpath(path)
             for place in (os.path.realpath(self.path), os.path.realpath(self.destination)):
-                if real == place or real.startswith(place + os.sep):
+                if _is_in(real, place):
                     raise ReshardError(
                         f"{path} is in {place}, which this run would empty or replace: move "
                         f"it away, and read it from there"
@@ -360,3 +361,7 @@ class Workdir:
 def fingerprint(*identity: object) -> str:
     """Return a digest of what makes two runs the same."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _is_in(path: str | None, directory: str) -> bool:
+    return path is not None and (path == directory or path.startswith(directory + os.sep))
