@@ -2,6 +2,7 @@
 itself wherever a member has other weights than those that the changes build on."""
 
 import re
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,7 +42,7 @@ def refits(member, engines: int = 1, **options) -> list:
             link = connect(group, *sides, **{"bucket_bytes": 2 << 20, "delta": True} | options)
             result = member(link, side)
         link.close()
-        assert not any(transport.sent.buckets for transport in link.transports if transport.name == "nccl")
+        assert not any(one.sent.buckets for one in link.transports if getattr(one, "sent", None) is not None)
         return result
 
     with ThreadPoolExecutor(size) as pool:
@@ -204,6 +205,31 @@ def test_changes_that_are_not_those_that_are_due_fail_everywhere_and_the_next_re
         assert re.search(message, said), said
         assert not healed.is_delta and after.is_delta and "its last refit failed" in healed.reason
     assert not served[1] and same_as((first[-1], second[-1]), served[-1])
+
+
+@pytest.mark.parametrize("sends_changes", [True, False])
+def test_all_hear_at_once_of_a_rank_that_fails_while_they_wait_for_its_bytes(sends_changes):
+    """Gloo's own wait would last for the time limit, and the rank that has failed would call in vain meanwhile."""
+
+    def broken(*_):
+        raise ReshardError("a kernel is broken")
+
+    def member(link, side):
+        link.refit()
+        [transport] = [one for one in link.transports if one.name == "nccl"]
+        if link.group.rank == 1:
+            transport._packed = transport._run_whole = broken
+        start = time.monotonic()
+        said, seconds = caught(link.refit), time.monotonic() - start
+        if link.group.rank == 1:
+            del transport._packed, transport._run_whole
+        link.refit()
+        return said, seconds, state(side)
+
+    first, second, served = refits(member, delta=sends_changes)
+    for said, seconds, _ in (first, second, served):
+        assert "a kernel is broken" in said and seconds < 20, (said, seconds)
+    assert same_as((first[-1], second[-1]), served[-1])
 
 
 def test_a_trainers_rank_that_is_killed_while_it_finds_what_changed_is_named_and_nothing_torn_is_served():

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -192,6 +193,18 @@ def wait_for_partners(device: torch.device, group: RefitGroup, event: torch.cuda
     bytes. Raises RuntimeError where these are late, ReshardError where a member fails."""
     if not wait_for_device(device, group.timeout, group.attend, event):
         raise RuntimeError(f"nothing arrived within {group.timeout:g} s")
+
+
+def wait_for_exchange(work: Any, device: torch.device, group: RefitGroup) -> None:
+    """Have the device's current stream wait for an exchange that was begun. On a CPU this waits for it, and raises
+    ReshardError as soon as a member fails: Gloo by itself would wait for its bytes until the time limit."""
+    looked = time.monotonic()
+    while device.type == "cpu" and not work.is_completed():
+        if time.monotonic() - looked > LOOK_SECONDS:
+            looked = time.monotonic()
+            group.attend()
+        time.sleep(20e-6)
+    work.wait()
 
 
 def wait_for_all_streams(device: torch.device, seconds: float | None) -> bool:

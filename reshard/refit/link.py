@@ -298,7 +298,10 @@ class Link:
                 except ReshardError as error:
                     failure = failure or error
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                failure = None  # else it and its traceback, with all that was under way, keep each other
 
     def _rounds(self) -> list[int]:
         """Return the numbers of the rounds in which this member takes part, besides `UNSTAGED`."""

@@ -13,7 +13,7 @@ import torch
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.delta.forms import SECTION
-from reshard.refit.copies import event_now, wait_for_partners
+from reshard.refit.copies import event_now, wait_for_exchange, wait_for_partners
 from reshard.refit.tables import STATUS
 from reshard.refit.transports.changes import (
     SentBuckets,
@@ -47,14 +47,16 @@ class Travelling(NamedTuple):
 class ChangesExchange:
     """One exchange of the changes since a transaction.
 
-    `pack` packs a bucket, and returns what it holds for each inference rank; `buckets` are the bytes of each that come
-    from each rank; `served` returns the places of those that come from a rank.
+    `all_to_all` begins an exchange among all ranks, given the bytes that arrive, those that leave, and how many of each
+    by rank. It belongs to the transport, which may give up its communicator: what a failure leaves of this exchange
+    must not keep that. `pack` packs a bucket, and returns what it holds for each inference rank; `buckets` are the
+    bytes of each that come from each rank; `served` returns the places of those that come from a rank.
     """
 
     def __init__(
         self,
         group: RefitGroup,
-        communicator: Any,
+        all_to_all: Callable[[torch.Tensor, torch.Tensor, list[int], list[int]], Any],
         ranks: Sequence[int],
         sent: SentBuckets,
         since: int,
@@ -62,7 +64,7 @@ class ChangesExchange:
         buckets: Sequence[Sequence[int]],
         served: Callable[[int, int], ServedBucket],
     ) -> None:
-        self.group, self.communicator, self.ranks, self.sent = group, communicator, ranks, sent
+        self.group, self.all_to_all, self.ranks, self.sent = group, all_to_all, ranks, sent
         self.since, self.pack, self.buckets, self.served = since, pack, buckets, served
         self.device, on_gpu = sent.device, sent.device.type == "cuda"
         # Bytes that leave and arrive by bucket and rank, and what a GPU says of what arrived.
@@ -98,7 +100,8 @@ class ChangesExchange:
         segments = self.pack(index)
         leaving = self.sent.find(index, segments, self.ranks)
         arriving = torch.empty_like(leaving)
-        self.communicator.alltoall_base(arriving, leaving, [], []).wait()
+        sizes_work = self.all_to_all(arriving, leaving, [], [])
+        wait_for_exchange(sizes_work, self.device, self.group)
         for sizes, known in zip(self.sizes[index], (leaving, arriving), strict=True):
             sizes.copy_(known, non_blocking=True)
         return Announced(index, segments, event_now(self.device))
@@ -112,7 +115,7 @@ class ChangesExchange:
         )
         arriving = torch.empty(sum(arriving_sizes), dtype=torch.uint8, device=self.device)
         leaving = parts[0] if len(parts) == 1 else torch.cat([arriving[:0], *parts])
-        work = self.communicator.alltoall_base(arriving, leaving, arriving_sizes, leaving_sizes)
+        work = self.all_to_all(arriving, leaving, arriving_sizes, leaving_sizes)
         self.received += len(arriving)
         return Travelling(index, work, leaving, arriving, arriving_sizes)
 
@@ -130,7 +133,7 @@ class ChangesExchange:
 
     def _write(self, travelling: Travelling) -> None:
         """Write what changed in a bucket, by trainer's rank, where it is served from; on a GPU, enqueue that."""
-        travelling.work.wait()
+        wait_for_exchange(travelling.work, self.device, self.group)
         index = travelling.bucket
         parts = travelling.arriving.split(travelling.splits)
         for place, (rank, part, size) in enumerate(zip(self.ranks, parts, self.buckets[index], strict=True)):

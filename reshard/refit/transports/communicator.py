@@ -101,6 +101,20 @@ def abort(communicator: Any, seconds: float) -> bool:
     return not wait([in_background(communicator.abort)], seconds).not_done
 
 
+def drop_communicator(held: list[Any]) -> None:
+    """Let go of a communicator and the store that its threads may ask until it is gone, the last references to both.
+
+    Gloo ends with the last reference, and waits then for what it has under way, which a partner that has failed may
+    never send: in the background, if it takes longer than `LOOK_SECONDS`.
+    """
+
+    def drop() -> None:
+        while held:
+            del held[0]
+
+    wait([in_background(drop)], LOOK_SECONDS)
+
+
 @atexit.register
 def _shut_down_communicators() -> None:
     """NCCL's threads may ask their store, which is Python's, until they end: not while Python itself ends."""

@@ -17,6 +17,7 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.refit.addresses import UNSTAGED
+from reshard.refit.copies import wait_for_exchange
 from reshard.refit.protocol.buckets import exchange_bucket_counts, exchange_partner_counts
 from reshard.refit.routes import NCCL, Pair
 from reshard.refit.tables import ALIGNMENT, DST, SRC, TILE_BYTES, bytes_packed
@@ -24,7 +25,7 @@ from reshard.refit.transports.base import Context, Incoming, Measured, Outgoing,
 from reshard.refit.transports.bucket_memory import BucketMemory
 from reshard.refit.transports.changes import SentBuckets, ServedBucket
 from reshard.refit.transports.changes_exchange import ChangesExchange
-from reshard.refit.transports.communicator import abort, communicator_of
+from reshard.refit.transports.communicator import abort, communicator_of, drop_communicator
 from reshard.refit.transports.packing import PackedPair, PackedRound
 
 SLOTS = 2  # buckets of a pair that are under way at once
@@ -271,7 +272,7 @@ class Nccl(Transport):
                 send, receive = slots[index % SLOTS]
                 with in_stream(packing):
                     if index >= SLOTS:
-                        works[index - SLOTS].wait()
+                        wait_for_exchange(works[index - SLOTS], self.device, self.group)
                     if kept is not None:
                         kept.wait_until_stored(index - SLOTS)
                         kept.keep(index, self._packed(steps[index], send, PROGRAMS))
@@ -280,13 +281,18 @@ class Nccl(Transport):
                     if index >= SLOTS and packing is not None:
                         packing.wait_event(unpacked[index - SLOTS])
                     arriving, leaving = receive[: sum(splits_in)], send[: sum(splits_out)]
-                    works.append(self.communicator.alltoall_base(arriving, leaving, splits_in, splits_out))
+                    works.append(self._all_to_all(arriving, leaving, splits_in, splits_out))
             if index:
                 with in_stream(unpacking):
-                    works[index - 1].wait()
+                    wait_for_exchange(works[index - 1], self.device, self.group)
                     steps[index - 1].unpack.run(PROGRAMS)
                     if unpacking is not None:
                         unpacked.append(unpacking.record_event())
+
+    def _all_to_all(
+        self, arriving: torch.Tensor, leaving: torch.Tensor, splits_in: list[int], splits_out: list[int]
+    ) -> Any:
+        return self.communicator.alltoall_base(arriving, leaving, splits_in, splits_out)
 
     def _packed(self, step: BucketStep, send: torch.Tensor, programs: int) -> dict[int, torch.Tensor]:
         """Pack a bucket, with zeros between what is packed; return what goes to each inference rank."""
@@ -310,7 +316,7 @@ class Nccl(Transport):
 
         buckets = [step.splits_in for step in steps]
         exchange = ChangesExchange(
-            self.group, self.communicator, self.ranks, sent, since, pack, buckets, self._served
+            self.group, self._all_to_all, self.ranks, sent, since, pack, buckets, self._served
         )
         self.received_bytes = {NCCL: self.whole_bytes - self.unstaged_bytes + exchange.run()}
 
@@ -323,15 +329,15 @@ class Nccl(Transport):
 
     def abort(self) -> None:
         """See `Transport.abort`; torch's own communicator is not for this connection to end."""
-        if self.communicator is not None and self.store is not None:
-            ended = abort(self.communicator, self.group.timeout)
-            if ended and self.memory is not None:
-                self.memory.drop()
-            else:
-                self.abandon()
-            # The store last: the communicator's threads may ask it until the last reference to that is gone.
-            self.memory = self.communicator = None
-            self.store = None
+        if self.communicator is None or self.store is None:
+            return
+        memory, held = self.memory, [self.communicator, self.store]
+        if not abort(self.communicator, self.group.timeout):
+            self.abandon()
+        elif memory is not None:
+            memory.drop()
+        self.memory = self.communicator = self.store = memory = None
+        drop_communicator(held)
 
     def abandon(self) -> None:
         """See `Transport.abandon`."""
