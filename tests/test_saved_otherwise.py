@@ -131,6 +131,17 @@ def test_a_model_that_is_saved_otherwise_is_the_published_one(how, checkpoint, t
     assert not diff(plain, directory(tmp_path / "wrong", wrong, config)).equal
 
 
+def test_embeddings_in_fp32_leave_the_dtype_that_the_config_says(checkpoint, tmp_path):
+    """As they are where adapters were merged whose embeddings were trained too."""
+    plain = checkpoint("llama", dtype=torch.bfloat16)
+    tensors = {n: t if ".layers." in n else t.float() for n, t in hf_tensors(plain).items()}
+    source = directory(tmp_path / "hf", tensors, json.loads((plain / "config.json").read_text()))
+    hf_to_mcore(source, tmp_path / "mcore", LAYOUT)
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    assert same(hf_tensors(tmp_path / "back"), tensors) == []
+    assert (tmp_path / "back" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
 def test_names_that_would_stand_for_one_tensor_and_a_base_model_without_an_output_layer_are_refused(
     checkpoint, tmp_path
 ):

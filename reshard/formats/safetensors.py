@@ -145,8 +145,9 @@ def _short(name: str) -> str:
 
 
 def read_directory(path: Path) -> dict[str, Tensor]:
-    """Return all tensors of a Hugging Face directory, by name: those of all files that its index names. Raises
-    ReshardError where one is missing or damaged, or a tensor is in two."""
+    """Return all tensors of a Hugging Face directory, by name: those of all files that its index names, of
+    model.safetensors, or of all files, as vLLM reads them where there is neither. Raises ReshardError where a
+    file is missing or damaged, or a tensor is in two."""
     index = path / INDEX
     if not index.exists():
         files = sorted(p.name for p in path.glob("*.safetensors"))
@@ -158,9 +159,7 @@ def read_directory(path: Path) -> dict[str, Tensor]:
                 else ""
             )
             raise ReshardError(f"{path} has no safetensors files{hint}")
-        if len(files) > 1 and SINGLE not in files:
-            raise ReshardError(f"{path} has {len(files)} safetensors files but no {INDEX}")
-        return read_header(path / (SINGLE if SINGLE in files else files[0]))
+        return _read_files(path, files if SINGLE not in files else [SINGLE])
     weight_map = read_json(index, "a readable index", MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ReshardError(
@@ -181,6 +180,11 @@ def read_directory(path: Path) -> dict[str, Tensor]:
     missing = [name for name in files if not os.path.isfile(path / name)]
     if missing:
         raise ReshardError(f"{path} lacks the shard files {listed(missing)} that its index names")
+    return _read_files(path, files)
+
+
+def _read_files(path: Path, files: list[str]) -> dict[str, Tensor]:
+    """Return the tensors of these files. Raises ReshardError for one that is in two of them."""
     tensors: dict[str, Tensor] = {}
     for name in files:
         for tensor, entry in read_header(path / name).items():

@@ -84,6 +84,11 @@ def find_weights(
     for scale in (name for name in tensors if name.endswith(SCALE_SUFFIX)):
         name = scale.removesuffix(SCALE_SUFFIX)
         codes, scales = tensors.get(name), tensors[scale]
+        if codes is not None and len(codes.shape) == 3:
+            raise ReshardError(
+                f"{where}: {name} has the experts of a layer in one fp8 tensor, which reshard does not read: convert "
+                "the checkpoint in bf16"
+            )
         if (
             codes is None
             or codes.dtype != FP8

@@ -121,7 +121,8 @@ class HuggingFaceFiles(Destination):
         if config.get("architectures"):
             config["architectures"] = architectures(config)
         key = "dtype" if "dtype" in config else "torch_dtype"
-        dtype = next(t.dtype.name for n, t in self.tensors.items() if n not in self.fp32)
+        dtypes = [t.dtype.name for n, t in self.tensors.items() if n not in self.fp32]
+        dtype = config.get(key) if config.get(key) in dtypes else max(sorted({*dtypes}), key=dtypes.count)
         if self.quantized.names:
             matrices = [name for name, info in self.tensors.items() if len(info.shape) == 2]
             unquantized = {tensor_of(name) for name in matrices if name not in self.quantized.names}
