@@ -296,6 +296,7 @@ CAVEATS = {
 def sparse_checkpoint(folder: Path, config: dict) -> Path:
     """A directory of the right tensors whose files are all holes; fp8 or mxfp4 with scales where
     the config says so."""
+    folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     model, tensors = Model.from_hf(config), {}
     mapping = expand(model)
@@ -367,7 +368,7 @@ def test_a_published_model_has_the_published_size_and_the_layout_fits(name):
 )
 def test_a_published_model_is_planned_at_full_size(name, tmp_path):
     config, billions, layout = PUBLISHED[name]
-    source = sparse_checkpoint(tmp_path, config)
+    source = sparse_checkpoint(tmp_path / "published", config)
     assert inspect(source).parameters / 1e9 == pytest.approx(billions, rel=0.01)
     report = hf_to_mcore(source, tmp_path / "never", layout, dry_run=True)
     stages = layout.ranks_per_stage(Model.from_hf(config))
