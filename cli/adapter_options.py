@@ -11,16 +11,16 @@ from reshard.cli.places import PathOrHubId
 from reshard.core.limits import MAX_RANKS
 
 adapter_options = together(
-    click.option(
-        "--hf-config",
-        type=PathOrHubId(),
-        help="config.json of the base model, or its directory (default: the one that the adapter names).",
-    ),
     click.option("--dtype", type=DtypeChoice(["bf16", "fp16", "fp32"]), help="Cast (default: as it is)."),
     run_options,
 )
 
 
+CONFIG_OF_BASE = click.option(
+    "--hf-config",
+    type=PathOrHubId(),
+    help="config.json of the base model, its directory or hub id (default: the one that the adapter names).",
+)
 ALPHA = click.option("--alpha", type=float, help="The adapter's alpha, if the checkpoint does not say it.")
 
 

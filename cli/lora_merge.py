@@ -33,6 +33,7 @@ from reshard.cli.places import PathOrHubId, resumable
     help="Which layers will load a Megatron checkpoint.",
 )
 @layout_options
+@click.option("--hf-config", type=PathOrHubId(), help="config.json to read a Megatron checkpoint BASE with.")
 @adapter_options
 def command(base: str, adapter: str, destination: str, as_json: bool, **options: Any) -> None:
     """Add ADAPTER, a LoRA adapter of PEFT, Megatron-Bridge or mcore-bridge, to the weights of BASE, a model in

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from reshard.cli.adapter_options import ALPHA, SAVED_TP, adapter_options
+from reshard.cli.adapter_options import ALPHA, CONFIG_OF_BASE, SAVED_TP, adapter_options
 from reshard.cli.output import print_report, progress_bar
 from reshard.cli.places import PathOrHubId, resumable
 from reshard.core.limits import MAX_ITERATION, MAX_RANKS
@@ -37,6 +37,7 @@ from reshard.core.limits import MAX_ITERATION, MAX_RANKS
 )
 @ALPHA
 @SAVED_TP
+@CONFIG_OF_BASE
 @adapter_options
 def command(source: str, destination: str, as_json: bool, **options: Any) -> None:
     """Convert SOURCE, a PEFT directory or the checkpoint of another trainer with a LoRA adapter, to a

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from reshard.cli.adapter_options import ALPHA, adapter_options, saved_tp
+from reshard.cli.adapter_options import ALPHA, CONFIG_OF_BASE, adapter_options, saved_tp
 from reshard.cli.output import print_report, progress_bar
 from reshard.cli.places import PathOrHubId, resumable
 
@@ -22,6 +22,7 @@ from reshard.cli.places import PathOrHubId, resumable
     show_default=True,
     help="Adapters of experts one by one, as vLLM takes them, or those of a layer in one tensor, as PEFT has them.",
 )
+@CONFIG_OF_BASE
 @adapter_options
 def command(source: str, destination: str, as_json: bool, **options: Any) -> None:
     """Convert SOURCE, a Megatron checkpoint with a LoRA adapter of Megatron-Bridge or mcore-bridge at any

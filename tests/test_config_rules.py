@@ -9,6 +9,7 @@ import pytest
 from reshard import (
     ReshardError,
     check,
+    delta,
     diff,
     hf_to_mcore,
     ignored_config_fields,
@@ -253,7 +254,8 @@ def test_a_plan_says_what_it_ignores(checkpoint, tmp_path, capsys):
 def test_a_name_to_be_ignored_that_nothing_has_is_refused(checkpoint, tmp_path):
     hf_to_mcore(checkpoint("qwen3"), tmp_path / "mcore")
     for call in (lambda: hf_to_mcore(checkpoint("qwen3"), tmp_path / "out"), lambda: mcore_to_hf(tmp_path / "mcore", tmp_path / "out"),
-                 lambda: diff(checkpoint("qwen3"), tmp_path / "mcore"), lambda: check(tmp_path / "mcore"), lambda: inspect(tmp_path / "mcore")):  # fmt: skip
+                 lambda: diff(checkpoint("qwen3"), tmp_path / "mcore"), lambda: check(tmp_path / "mcore"), lambda: inspect(tmp_path / "mcore"),
+                 lambda: delta.save(checkpoint("qwen3"), checkpoint("qwen3"), tmp_path / "out")):  # fmt: skip
         for name, hint in (("rms_norm_epsilon", "did you mean "), ("zzz", "no such field is in")):
             with (
                 ignored_config_fields(name),

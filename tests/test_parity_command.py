@@ -55,6 +55,7 @@ def test_the_command_exits_0_within_the_limits(megatron_of):
 @pytest.mark.parametrize(("option", "said"), [
     (("--engine", "tp=2"), "engine TP2 is for a system with vllm: or sglang: before it: neither has"),
     (("--hf-config", "."), "hf_config . is for a Megatron checkpoint: neither"),
+    (("--ignore-config-field", "zzz"), "zzz is to be ignored, but no such field is in"),
     (("--locate",), "must be a Hugging Face directory and a Megatron checkpoint: only those can be compared inside"),
     (("--tp", "2"), "layout TP2 is for a Megatron checkpoint: neither"),
     (("--quantization", "fp8_per_block"), "quantization fp8_per_block is for a system with vllm: before it"),

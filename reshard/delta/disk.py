@@ -21,6 +21,7 @@ from reshard.delta.manifests import Base, Delta, delta_name
 from reshard.delta.records import RECORD_BYTES, row_box
 from reshard.delta.source import DeltaSource, own_tensors
 from reshard.megatron.configs import config_differences
+from reshard.models.config_fields import check_ignored
 from reshard.storage.convert import check_towers, to_hf
 from reshard.storage.destinations.huggingface import parse_size
 from reshard.storage.io.files import allow_many_files
@@ -90,6 +91,7 @@ def save(
         check_config_is_read(hf_config, *directories)
         config = None if hf_config is None else config_path(hf_config)
         left, right = (stack.enter_context(closing(open_source(path, config))) for path in directories)
+        check_ignored(left.model, right.model)
         tensors = own_tensors(left)
         _check_same_model(tensors, own_tensors(right), str(old), str(new))
         _check_same_config(left, right, str(old), str(new))

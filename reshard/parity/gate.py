@@ -13,6 +13,7 @@ from reshard.core.extras import require
 from reshard.engines.layout import EngineLayout
 from reshard.megatron.configs import config_differences, sentences_on
 from reshard.megatron.layout import MegatronLayout, checked_layout
+from reshard.models.config_fields import check_ignored
 from reshard.models.model import Model
 from reshard.parity.limits import Limits
 from reshard.parity.metrics import metrics_of, routing_of
@@ -79,9 +80,10 @@ def parity(
     a, b = (str(side) if isinstance(side, Path) else side for side in (a, b))
     options = _system_options(a, b, dtype, layout, engine, hf_config, quantization, match_vllm_rounding)
     limits_by_kind = _limits_by_kind(limits or Limits.of_dtype, options.dtype, a, b)
-    join_processes()
     comparison = SystemComparison(a, b, options)
+    check_ignored(*comparison.models)
     _check_same_architecture(*comparison.models)
+    join_processes()
     prompts = _checked_prompts(comparison.models, prompts, lengths, seed)
     far = far_prompt(comparison.models[0], max(map(len, prompts)), seed) if reach else None
     comparison.prepare(prompts, far, batch_size, packed, routing)

@@ -22,6 +22,7 @@ def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
     if not source.strip():
         raise ReshardError("the path is empty; say . for the current directory")
     path = Path(source)
+    _check_reachable(path)
     if os.path.isdir(path):
         return path
     if os.path.exists(path):
@@ -55,9 +56,21 @@ def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
         ) from error
 
 
+def _check_reachable(path: str | Path) -> None:
+    """Raise ReshardError where a directory on the way to a path may not be looked into: it would be taken for a path
+    that is not there."""
+    try:
+        os.stat(path)
+    except PermissionError as error:
+        raise ReshardError(f"cannot look into {Path(path).parent}: {error.strerror}") from error
+    except (OSError, ValueError):
+        return
+
+
 def config_path(config: str | Path) -> Path:
     """Return the path of a ``config.json``, or of a directory with one. Of a hub id all but the weights is
     fetched. Raises ReshardError where it is none of these."""
+    _check_reachable(config)
     if os.path.exists(config):
         return Path(config)
     if str(config).endswith(".json"):
