@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import matrix
+from tests import matrix, matrix_checks
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from tests import matrix
     ],
 )
 def test_every_file_and_every_word_of_a_selection_is_found(name):
-    arguments = matrix.expanded(getattr(matrix, name))
+    arguments = matrix_checks.expanded(getattr(matrix, name))
     files = [Path(argument) for argument in arguments if argument.endswith(".py")]
     checkpoints = matrix.REPOSITORY / "tests" / "checkpoints.py"  # its variants are names of cases
     text = "".join(file.read_text() for file in (*files, checkpoints))
