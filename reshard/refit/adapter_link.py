@@ -85,5 +85,7 @@ class AdapterLink:
 
     def close(self) -> None:
         """See `Link.close`; of both connections."""
-        self.adapters.close()
-        self.weights.close()
+        try:
+            self.adapters.close()
+        finally:
+            self.weights.close()

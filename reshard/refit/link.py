@@ -4,7 +4,7 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -448,12 +448,13 @@ class Link:
     def give_back(self) -> None:
         """Do what `close` does, within a call of the group's that goes on."""
         self.closed = True
-        for transport in self.transports:
-            if self.broken:
-                transport.abandon()
-            transport.close()
-        if self.receiver is not None:
-            self.receiver.close()
+        with ExitStack() as parts:  # each is given back also if another fails
+            if self.receiver is not None:
+                parts.callback(self.receiver.close)
+            for transport in reversed(self.transports):
+                parts.callback(transport.close)
+                if self.broken:
+                    parts.callback(transport.abandon)
 
 
 def _checked(version: Any) -> int | None:

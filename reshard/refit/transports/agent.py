@@ -5,10 +5,12 @@ The package is optional. Its agent is made as the bindings have it: the one of i
 thread that never sleeps, half a core for each agent.
 """
 
+import atexit
 import itertools
 import os
 import re
 import secrets
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
@@ -30,6 +32,7 @@ BACKEND = "UCX"
 LOOK_MICROSECONDS = 100_000
 _HANDLE = re.compile(r"(DRAM|VRAM):([0-9]{1,3}):([0-9]{1,18}):((?:[0-9a-f]{2}){1,32768})")
 _agents = itertools.count()
+_open: "weakref.WeakSet[Agent]" = weakref.WeakSet()
 
 
 @cache
@@ -123,6 +126,7 @@ class Agent:
         with nixl_errors("making a NIXL agent"), self._current():
             self.agent = self.nixl.nixlAgent(name, config)
             self.backend = self.agent.createBackend(BACKEND, {})
+        _open.add(self)
 
     def slab(self, size: int, in_gpu: bool) -> RegisteredSlab:
         """Return so many bytes of new memory, registered: of the GPU where there is one and the network
@@ -210,3 +214,12 @@ class Agent:
             return nullcontext()
         make_current(self.device)
         return torch.cuda.device(self.device)
+
+
+@atexit.register
+def _close_agents() -> None:
+    """Close while Python is still there. The driver takes back a GPU's memory by itself, and would be waited for here
+    if a kernel never ends."""
+    for agent in [*_open]:
+        agent.on_gpu.clear()
+        agent.close()
