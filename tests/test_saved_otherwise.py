@@ -103,6 +103,7 @@ OTHERWISE = {
     "a base model": (starting(""), {"architectures": ["LlamaModel"]}, "embed_tokens.weight is read as model.embed"),
     "a language model": (starting("model.language_model."), {}, "is read as model.embed_tokens.weight, and the others"),
     "FSDP": (in_wrappers, {"architectures": ["FSDPLlamaForCausalLM"]}, "_orig_mod.* is read as "),
+    "DDP": (lambda tensors: {f"module.{name}": tensor for name, tensor in tensors.items()}, {}, "module.* is read as model"),
     "no architectures": (dict, {"architectures": None}, ""),
     "buffers": (with_buffers, {}, "ignored on purpose: .*cos_cached.*"),
     "the output layer alone": (output_layer_alone, {}, "one tensor is not named as published: lm_head.weight is read"),

@@ -210,7 +210,7 @@ class Model:
         prefix, wrapped = self.family.wrapped_names
         return wrapped + name.removeprefix(prefix) if self.wrapped and name.startswith(prefix) else name
 
-    @property
+    @cached_property
     def towers(self) -> tuple[str, ...]:
         """The beginnings of the published names of tensors that are carried from disk to disk unchanged: not
         those of MTP layers that the config announces, but those of one that it does not."""

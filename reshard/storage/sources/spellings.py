@@ -8,8 +8,9 @@ from collections.abc import Collection
 
 from reshard.models.model import Model
 
-# What wrappers put into a name: activation checkpointing, FSDP, torch.compile.
+# What wrappers put into a name, and before it: activation checkpointing, FSDP, torch.compile; DDP.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
+WRAPPER_PREFIX = "module."
 # What names begin with in files: of a base model, of a language model alone, of one in a larger model.
 PREFIXES = (
     "model.", "", "model.language_model.", "language_model.model.", "language_model.", "model.language_model.model.",
@@ -29,7 +30,7 @@ def published_names(names: Collection[str], model: Model) -> dict[str, str]:
 def _unwrapped(name: str) -> str:
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
-    return name
+    return name.removeprefix(WRAPPER_PREFIX)
 
 
 def _prefixed(names: Collection[str], model: Model) -> dict[str, str]:
