@@ -204,7 +204,7 @@ def _show(report: Any, tensors: bool) -> None:
         verdicts = {
             True: f"yes: it fits into {size}",
             False: f"no: it does not fit into {size}",
-            None: f"not surely: {size} is between the ends of the band, so it may fit and may not",
+            None: f"maybe: {size} is within the range of the estimate",
         }
         click.echo(verdicts[report.fits])
 

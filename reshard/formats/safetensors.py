@@ -195,16 +195,16 @@ def _read_files(path: Path, files: list[str]) -> dict[str, Tensor]:
 
 
 def index_notices(path: Path, tensors: dict[str, Tensor]) -> list[str]:
-    """Return a sentence where the index of a directory says something else than its files, whose `tensors`
-    transformers and vLLM read whatever it says."""
+    """Return a sentence if the index of a directory disagrees with its files. transformers and vLLM read the
+    `tensors` of the files, whatever the index says."""
     index = path / INDEX
     if not index.exists():
         return []
     weight_map = read_json(index, "a readable index", MAX_INDEX_BYTES)["weight_map"]
     wrong = {name for name, tensor in tensors.items() if weight_map.get(name) != tensor.file}
     wrong |= weight_map.keys() - tensors.keys()
-    told = f"{INDEX} says of {listed(sorted(wrong), 3)} something else than the files, which are read"
-    return [told] if wrong else []
+    notice = f"{INDEX} says of {listed(sorted(wrong), 3)} something else than the files, which are read"
+    return [notice] if wrong else []
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def html_report(report: MemoryReport, name: str = "") -> str:
             for p in report.phases
         ],
         tensors=[[name, _gib(n)] for name, n in tensors],
-        verdict={True: "It fits.", False: "It does not fit.", None: "It may fit: the size is between the ends of the band."}[report.fits]
+        verdict={True: "It fits.", False: "It does not fit.", None: "It may fit: the size is within the range."}[report.fits]
         if report.gpu_bytes is not None
         else "",
         size="" if report.gpu_bytes is None else _gib(report.gpu_bytes),

@@ -164,8 +164,9 @@ class PeftSource(AdapterSource):
         a, b = (self.stored.get(tensor_of(name)) for name in (name_a, name_b))
         if a is None or b is None:
             if a is not b:
-                there, lacking = (name_a, name_b) if b is None else (name_b, name_a)
-                raise ReshardError(f"{self.path} has {tensor_of(there)}, and lacks {tensor_of(lacking)}")
+                present, missing = (name_a, name_b) if b is None else (name_b, name_a)
+                raise ReshardError(f"{self.path} has {tensor_of(present)}, and lacks {tensor_of(missing)}")
+
             return None
         out, columns = self.base.shapes[weight]
         rank = a.shape[0] if a.shape else 0
