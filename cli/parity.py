@@ -142,17 +142,18 @@ def command(
     from reshard.parity.limits import LIMITED, Limits
     from reshard.parity.prompts import read_prompts, tokenizer_of
     from reshard.parity.served import engine_of
-    from reshard.parity.systems.opening import check_one_of_each
 
     if locating and (engine_of(a) or engine_of(b)):
         raise click.UsageError(
             "--locate looks inside transformers and Megatron-Core, not inside an engine: compare those two"
         )
+    require("parity", "torch", "transformers", *(["bokeh", "jinja2"] if html is not None else []))
     if locating:
+        from reshard.parity.systems.opening import check_one_of_each
+
         check_one_of_each(a, b)
     if html is not None:
         _check_page(Path(html))
-    require("parity", "torch", "transformers", *(["bokeh", "jinja2"] if html is not None else []))
     quiet()
     given = {name: value for name in LIMITED if (value := options.pop(name, None)) is not None}
     layout = MegatronLayout(**pop_layout(options))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,10 @@ def estimate_memory(
     layout = MegatronLayout(**layout) if isinstance(layout, Mapping) else checked_layout(layout)
     unknown = options.keys() - Training.__dataclass_fields__.keys()
     if unknown:
-        raise OptionError(
-            f"memory has no option {sorted(unknown)[0]}; those of a run are the fields of Training"
-        )
+        name = sorted(unknown)[0]
+        close = get_close_matches(name, Training.__dataclass_fields__, n=1)
+        hint = f"did you mean {close[0]}?" if close else "reshard.memory.options.Training has those of a run"
+        raise OptionError(f"estimate_memory has no option {name}: {hint}")
     setup = TrainingSetup.of(model, layout, Training(**options))
     size = gpu_memory if isinstance(gpu_memory, (int, type(None))) else bytes_of_gpu(gpu_memory)
     report = report_of(setup, size)
