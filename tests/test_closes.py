@@ -56,7 +56,7 @@ def test_a_close_of_an_adapters_link_ends_both_connections_also_if_the_first_can
         said, after_close, links = zip(*pool.map(member, range(2)), strict=True)
     assert said == ("no error", "the slots are gone" if fails else "no error")
     assert all("this connection is closed" in sentence for sentence in after_close)
-    assert all(link.weights.closed for link in links) and gloo_threads() == before
+    assert all(link.weights.closed for link in links) and gloo_threads(before) <= before
 
 
 KEEPS = """
