@@ -133,7 +133,7 @@ def plan_refit(
     bytes. `ranks` limits the planning to some inference ranks. `changed` is the share of the elements that a step
     changes, for refits that send those alone.
 
-    Raises ReshardError where a size does not divide or the engine would lack a tensor, and
+    Raises ReshardError if a size does not divide or the engine would lack a tensor, and
     PlanError where the plan cannot be proven.
     """
     if changed is not None and not 0 <= changed <= 1:
@@ -314,7 +314,7 @@ class _TrainerShards:
 
 
 def _check_bytes(placement: Placement, itemsize: int, rank: int) -> None:
-    """Raise ReshardError where an inference rank would hold more than any GPU."""
+    """Raise ReshardError if an inference rank would hold more than any GPU."""
     held = {id: prod(tensor.shape) * itemsize for id, tensor in placement.tensors.items()}
     if sum(held.values()) > MAX_RANK_BYTES:
         largest = max(held, key=held.__getitem__)
@@ -327,7 +327,7 @@ def _check_bytes(placement: Placement, itemsize: int, rank: int) -> None:
 def _checked_ranks_per_stage(
     model: Model, trainer: MegatronLayout, engine: EngineLayout, dp: int | None, cp: int
 ) -> int:
-    """Return the ranks of a pipeline stage of the trainer. Raises ReshardError where a model does not fit a layout,
+    """Return the ranks of a pipeline stage of the trainer. Raises ReshardError if a model does not fit a layout,
     or there would be too many ranks."""
     checked_layout(trainer).check(model)
     if not isinstance(engine, VllmLayout | SglangLayout):

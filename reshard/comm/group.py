@@ -128,8 +128,8 @@ class RefitGroup(HubClient):
 
         All members know the same secret: `secret`, or ``RESHARD_SECRET`` in the environment, or,
         where the host is ``127.0.0.1``, ``::1`` or ``localhost``, which is served to this host
-        only, a file that only this user can read. Raises ReshardError where there is none, if
-        nobody answers in time, and where another process has joined as this rank.
+        only, a file that only this user can read. Raises ReshardError if there is none, if
+        nobody answers in time, and if another process has joined as this rank.
         """
         host, port = parsed(address)
         check_rank(rank, size)

@@ -33,12 +33,12 @@ def new_secret() -> str:
 
 
 def given_secret(given: str | None = None) -> str | None:
-    """Return the secret that was given, or is in the environment; None where there is neither."""
+    """Return the secret that was given, or is in the environment; None if there is neither."""
     return given if given is not None else os.environ.get(VARIABLE)
 
 
 def secret_for(host: str, given: str | None) -> bytes:
-    """Return the secret of a group whose hub listens on `host`. Raises ReshardError where there is
+    """Return the secret of a group whose hub listens on `host`. Raises ReshardError if there is
     none, or it is too short."""
     if given is not None:
         return _checked(given, "secret")
@@ -68,7 +68,7 @@ def _folders() -> list[Path]:
 
 
 def _of_user(folders: list[Path]) -> bytes:
-    """Read this user's secret, and make it first where there is none. Raises ReshardError where
+    """Read this user's secret, and make it first where there is none. Raises ReshardError if
     another user could read it."""
     problem = ""
     for folder in folders:
@@ -94,7 +94,7 @@ def _kept_in(folder: Path) -> bytes:
 
 def _write_whole(path: Path) -> None:
     """Make the file with a new secret; nobody ever sees it half written. Raises FileExistsError
-    where there is one."""
+    if there is one."""
     unfinished = path.with_name(f".secret-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         with open(

@@ -32,7 +32,7 @@ def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
 def renamed_options(options: Mapping[str, Any], stacklevel: int = 3) -> dict[str, Any]:
     """Return these options under their new names, warning of each old one.
 
-    The warning names the line that is `stacklevel` calls further out. Raises TypeError where both
+    The warning names the line that is `stacklevel` calls further out. Raises TypeError if both
     names are given.
     """
     renamed: dict[str, Any] = {}

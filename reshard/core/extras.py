@@ -66,7 +66,7 @@ def importing_beside(trainer: str, *packages: str) -> Iterator[None]:
 
 
 def lacking(error: ModuleNotFoundError, extra: str | None = None) -> ReshardError | None:
-    """The sentence for an import that failed because a package is not installed. None where it is, and the
+    """The sentence for an import that failed because a package is not installed. None if it is, and the
     error says something else, or where no extra is known to bring it."""
     package = "megatron.core" if error.name == "megatron" else ".".join((error.name or "").split(".")[:2])
     if not package.startswith("megatron."):
@@ -80,7 +80,7 @@ def lacking(error: ModuleNotFoundError, extra: str | None = None) -> ReshardErro
 
 
 def is_installed(package: str) -> bool:
-    """Return True where a package (``torch``, ``megatron.core``) could be imported. Imports at most what it lies in."""
+    """Return True if a package (``torch``, ``megatron.core``) could be imported. Imports at most what it lies in."""
     try:
         return find_spec(package) is not None
     except ModuleNotFoundError:  # the package that it would be in is not there

@@ -14,7 +14,7 @@ MOST_BUCKET_BYTES = 1 << 40
 
 
 def check_number(value: Any, name: str, most: int, least: int = 1) -> None:
-    """Raise OptionError if what was given as `name` is not a whole number between `least` and `most`."""
+    """Raise OptionError unless the value given as `name` is a whole number between `least` and `most`."""
     if type(value) is not int or not least <= value <= most:
         raise OptionError(f"{name} is {value!r:.80}; it is a whole number between {least} and {most:,}")
 

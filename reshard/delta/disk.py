@@ -81,7 +81,7 @@ def save(
     The first call begins the chain, with `old` as its base. Later, `old` has to be what the newest version
     gives. `version` is by default the one after the newest.
 
-    Raises ReshardError, and adds nothing, where the two are not of one model, or `old` has other weights than
+    Raises ReshardError, and adds nothing, if the two are not of one model, or `old` has other weights than
     the chain.
     """
     allow_many_files()
@@ -147,7 +147,7 @@ def _write_changes(
 def _check_same_model(
     old: dict[str, TensorInfo], new: dict[str, TensorInfo], old_name: str, new_name: str
 ) -> None:
-    """Raise ReshardError where two checkpoints have other tensors, by name, shape or dtype."""
+    """Raise ReshardError if two checkpoints have other tensors, by name, shape or dtype."""
     for name in sorted({*old, *new}):
         before, after = old.get(name), new.get(name)
         if before == after:
@@ -160,7 +160,7 @@ def _check_same_model(
 
 
 def _check_same_config(left: Source, right: Source, old_name: str, new_name: str) -> None:
-    """Raise ReshardError where two checkpoints of the same tensors are two models by their configs: a chain has
+    """Raise ReshardError if two checkpoints of the same tensors are two models by their configs: a chain has
     weights only, and what `apply` writes has the base's config."""
     for name, (had, has) in config_differences(left.model, right.model).items():
         raise ReshardError(

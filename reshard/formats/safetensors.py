@@ -146,7 +146,7 @@ def _short(name: str) -> str:
 
 def read_directory(path: Path) -> dict[str, Tensor]:
     """Return all tensors of a Hugging Face directory, by name: those of all files that its index names, of
-    model.safetensors, or of all files, as vLLM reads them where there is neither. Raises ReshardError where a
+    model.safetensors, or of all files, as vLLM reads them where there is neither. Raises ReshardError if a
     file is missing or damaged, or a tensor is in two."""
     index = path / INDEX
     if not index.exists():
@@ -270,7 +270,7 @@ def plan_files(
 
 
 def index_json(files: list[NewFile]) -> str | None:
-    """Return the text of ``model.safetensors.index.json``, or None where one file holds everything."""
+    """Return the text of ``model.safetensors.index.json``, or None if one file holds everything."""
     if len(files) == 1:
         return None
     weight_map = {name: file.name for file in files for name in file.tensors}

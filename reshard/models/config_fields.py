@@ -199,7 +199,7 @@ def _is_harmless(value: Any, values: tuple[Any, ...]) -> bool:
 
 
 def _has_unknown_code(config: dict[str, Any]) -> bool:
-    """Return True where the model is computed by code of its publisher that may read any field."""
+    """Return True if the model is computed by code of its publisher that may read any field."""
     code = config.get("auto_map")
     if not isinstance(code, dict):
         return False

@@ -80,7 +80,7 @@ class Family:
       other names than its checkpoint. `in_memory_prefix`: what published names begin with, and what
       instead in a transformers model.
     - `rotary`: the symbol of a head's dims that turn; `partial_rotary`: which share of them does
-      where the config does not say, None where it is all and nothing else is mapped; `rope_theta`:
+      where the config does not say, None if it is all and nothing else is mapped; `rope_theta`:
       the base where it does not say; `rope_types`: the rotary embeddings that Megatron has for it.
     - `window`: which layers attend to a window where ``use_sliding_window`` is set: ``from
       max_window_layers`` on, or ``everywhere``; empty for a family without such fields. Only a
@@ -96,7 +96,7 @@ class Family:
     - `packed`: (name of a row, the part of a tensor of all experts that published files may have in
       its place). Both are read; this is what is written. `packed_otherwise`: the same of files in
       which these tensors have other shapes; they are read. `packed_codes`: the same of files with
-      quantized experts, where these are other tensors. `experts_apart`: False where no file ever
+      quantized experts, where these are other tensors. `experts_apart`: False if no file ever
       has the experts apart, and the names of the rows are ours.
     - `wrapped_in`: architecture and ``model_type`` of a model that has this one as its language
       model, its config under ``text_config``; `wrapped_class`: another name of that architecture,
@@ -178,7 +178,7 @@ class Family:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        """Read the tables. Raises ValueError, naming file and row, where one does not follow the columns."""
+        """Read the tables. Raises ValueError, naming file and row, if one does not follow the columns."""
         if self.layer_letters:
             self.kind_words = tuple(self.layer_letters)
         check_family(self, type(self).__module__)
@@ -274,7 +274,7 @@ class Family:
         return {self.first_dense: first, **types}
 
     def window_of(self, config: dict[str, Any]) -> str:
-        """Return the fields that make a layer attend to a window only, with their values; empty where none
+        """Return the fields that make a layer attend to a window only, with their values; empty if none
         does.
 
         What is absent is what transformers' classes have then: a window of 4096 tokens, from layer 28 on.
@@ -363,7 +363,7 @@ class Family:
 
 @cache
 def families() -> dict[str, Family]:
-    """Return all families, by name. Raises ValueError where a mapping file has none, or its rows do
+    """Return all families, by name. Raises ValueError if a mapping file has none, or its rows do
     not follow the columns."""
     package = importlib.import_module("reshard.mappings")
     by_name = {}
@@ -397,7 +397,7 @@ def architectures(config: dict) -> list[str]:
 
 
 def _is_architecture(family: Family, names: list[str]) -> bool:
-    """Return True where one of these classes is the family's, or the same without an output layer, as a base
+    """Return True if one of these classes is the family's, or the same without an output layer, as a base
     model is saved: whether the output layer is the embedding, or lacking, shows in the files."""
     base = "TextModel" if family.name.endswith("_text") else "Model"
     known = {family.architecture.lower(), family.architecture.replace("ForCausalLM", base).lower()}

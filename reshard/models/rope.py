@@ -40,7 +40,7 @@ def rope_of(
     ``partial_rotary_factor``; absent ones as transformers fills them in, null ones left out. `share` is the
     part of a head's dims that turns, and `theta` the base, where nothing says so.
 
-    Raises ReshardError where they are no numbers that could be meant, or two spellings of the same thing
+    Raises ReshardError if they are no numbers that could be meant, or two spellings of the same thing
     differ.
     """
     spelled = [config.get("rope_parameters"), config.get("rope_scaling")]
@@ -100,7 +100,7 @@ def megatron_rope(rope: dict[str, Any], latent: bool, where: str) -> dict[str, A
     """Megatron's rotary arguments for the settings of `rope_of`; `latent` says whether they are of
     multi-latent attention.
 
-    Raises ReshardError, by name, where Megatron has no setting for what they ask for.
+    Raises ReshardError, by name, if Megatron has no setting for what they ask for.
     """
     name, theta = rope["rope_type"], rope["rope_theta"]
     strange = [

@@ -139,7 +139,7 @@ def find_divergence(
     share of that between both in fp32. `positions` are those of the tokens (default: 0, 1, 2 ...).
     Under torchrun every rank calls this and gets the result.
 
-    Raises ReshardError where the two are not one of each, or have no output in common.
+    Raises ReshardError if the two are not one of each, or have no output in common.
     """
     if tolerance is not None and not 0 <= tolerance < float("inf"):
         raise ReshardError(f"a tolerance of {tolerance} cannot be: give a finite number of at least 0")

@@ -70,7 +70,7 @@ def parity(
       checkpoint in fp32 too, unless `noise` is False. Where it is True, A is also scored again, and of
       fp32 in bf16.
 
-    Raises ReshardError where a system cannot be opened, the two do not have the same vocabulary, a
+    Raises ReshardError if a system cannot be opened, the two do not have the same vocabulary, a
     prompt does not fit, or logprobs are missing, NaN or infinite.
     """
     require("parity", "torch")
@@ -246,7 +246,7 @@ def _limits_by_kind(
 
 
 def _checked_limits(limits: Limits | Callable[[str], Limits], kind: str) -> Limits:
-    """Return the limits for fp32, bf16 or fp8. Raises ReshardError where they cannot fail, or are
+    """Return the limits for fp32, bf16 or fp8. Raises ReshardError if they cannot fail, or are
     no `Limits`."""
     chosen = limits if isinstance(limits, Limits) else limits(kind)
     if not isinstance(chosen, Limits):
@@ -256,7 +256,7 @@ def _checked_limits(limits: Limits | Callable[[str], Limits], kind: str) -> Limi
 
 
 def _check_same_architecture(a: Model, b: Model) -> None:
-    """Raise ReshardError where two systems cannot hold the same model."""
+    """Raise ReshardError if two systems cannot hold the same model."""
     architecture_a, architecture_b = a.family.architecture, b.family.architecture
     if architecture_a != architecture_b:
         raise ReshardError(f"A is a {architecture_a}, B a {architecture_b}: they do not hold the same model")

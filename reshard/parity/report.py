@@ -16,8 +16,8 @@ class ParityReport(NoTruthValue):
     """The figures of two systems' scores of the same prompts, and the limits that they exceed.
 
     - `noise`: how far a system is from other runs of its checkpoint, by name (``A in fp32``).
-      `rounding`: the difference in units of that; None where it was not measured.
-    - `routing`: None where the model has no experts, or a system does not tell which it chose.
+      `rounding`: the difference in units of that; None if it was not measured.
+    - `routing`: None if the model has no experts, or a system does not tell which it chose.
     - `unmeasured`: sentences on default limits whose figure was not measured, and on what could not
       be run.
     - `quantized`: an engine served quantized weights, which have limits of their own.

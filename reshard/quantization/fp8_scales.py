@@ -16,7 +16,7 @@ SCHEMES = [Channels(FP8.name, "tensor"), Channels(FP8.name, "channel")]
 def find_weights(tensors: Mapping[str, StoredTensor], where: str) -> dict[str, StoredWeight]:
     """Return the weights among a checkpoint's `tensors` that have such scales, by name.
 
-    Raises ReshardError where a scale belongs to no fp8 matrix, or has another shape.
+    Raises ReshardError if a scale belongs to no fp8 matrix, or has another shape.
     """
     weights = {}
     for scale in (name for name in tensors if name.endswith(f".weight{SCALE_SUFFIX}")):

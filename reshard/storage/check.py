@@ -57,7 +57,7 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
     as they are now.
 
     Hidden files that it does not list are not looked at. Of an iteration's own directory, only what
-    is in it and the Hugging Face files beside it are checked. Raises ReshardError where there is no
+    is in it and the Hugging Face files beside it are checked. Raises ReshardError if there is no
     manifest, or it is of another iteration.
     """
     allow_many_files()
@@ -102,7 +102,7 @@ def _checked_part(path: Path, source: Source, manifest: dict[str, Any]) -> tuple
     """Return the directory that the manifest's names count from, and the beginnings of the names
     that are checked.
 
-    Raises ReshardError where the manifest is of another iteration.
+    Raises ReshardError if the manifest is of another iteration.
     """
     if not isinstance(source, MegatronSource):
         return path, ("",)

@@ -100,7 +100,7 @@ def diff(
     tensors; and their configs, by what they make of the tensors.
 
     `only` chooses tensors by their published names. A tensor of another dtype differs, and is
-    compared by value. Raises ReshardError where one of them cannot be read, or `only` chooses
+    compared by value. Raises ReshardError if one of them cannot be read, or `only` chooses
     nothing.
     """
     allow_many_files()
@@ -150,7 +150,7 @@ def diff(
 
 
 def _check_kinds(left: Source, right: Source) -> None:
-    """Raise ReshardError where one is an adapter and the other a model, which have no tensor in common."""
+    """Raise ReshardError if one is an adapter and the other a model, which have no tensor in common."""
     if isinstance(left, AdapterSource) is not isinstance(right, AdapterSource):
         adapter, model = (left, right) if isinstance(left, AdapterSource) else (right, left)
         raise ReshardError(

@@ -283,7 +283,7 @@ def check_both_ends(
 
 
 def check_towers(source: MegatronSource) -> None:
-    """Raise ReshardError where a larger model is to be written, and only its language model is there: not
+    """Raise ReshardError if a larger model is to be written, and only its language model is there: not
     where it was converted from a directory that had no more, as its manifest shows."""
     if source.model.wrapped and not source.towers and manifest_of(source) is None:
         raise ReshardError(

@@ -44,7 +44,7 @@ class Inspection:
 
 def inspect(path: str | Path, *, hf_config: str | Path | None = None) -> Inspection:
     """Look at a Hugging Face directory (or hub id) or a Megatron checkpoint. A config that cannot
-    be mapped is one of the notices. Raises ReshardError where it cannot be read."""
+    be mapped is one of the notices. Raises ReshardError if it cannot be read."""
     directory = local_directory(str(path))
     check_config_is_read(hf_config, directory)
     config = config_path(hf_config) if hf_config is not None else None
@@ -91,7 +91,7 @@ def inspect(path: str | Path, *, hf_config: str | Path | None = None) -> Inspect
 
 def _unmapped(directory: Path) -> str:
     """Return why the config of a Hugging Face directory describes no model that can be mapped;
-    empty where it does, or there is none."""
+    empty if it does, or there is none."""
     path = directory / "config.json"
     if not path.is_file() or locate(directory) is not None:
         return ""

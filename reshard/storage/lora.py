@@ -264,7 +264,7 @@ def _form(source: AdapterSource, format: str, canonical: bool | None, tp: int) -
 
 
 def _not_fused(source: AdapterSource) -> str:
-    """Return why an adapter's layers cannot share one A where Megatron fuses them; empty where they can."""
+    """Return why an adapter's layers cannot share one A where Megatron fuses them; empty if they can."""
     for adapter in source.adapters:
         names = adapter.layer.published()
         if adapter.layer.of_experts or len(names) == 1:

@@ -254,7 +254,7 @@ def served_model(scheduler: Any) -> tuple[torch.nn.Module, Any]:
 def rank_in_engine(scheduler: Any) -> int:
     """Return the rank of a scheduler within its engine.
 
-    Raises ReshardError where SGLang does not call all of an engine's schedulers: replicas of a model are
+    Raises ReshardError if SGLang does not call all of an engine's schedulers: replicas of a model are
     called each on its own.
     """
     arguments = resolved(scheduler.server_args)

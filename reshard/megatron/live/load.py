@@ -177,7 +177,7 @@ class _Load:
         self._check_dtypes(source)
 
     def _agree_on_options(self, source: Source) -> None:
-        """Raise ReshardError where the ranks were given different options, or found different
+        """Raise ReshardError if the ranks were given different options, or found different
         iterations of a run that is still being written: the model would be a mixture."""
         options = {
             "source": _source_identity(self.path, source), "the digest of the config": digest_of(source.model),
@@ -188,7 +188,7 @@ class _Load:
         check_same_options(self.team, "loads", options)
 
     def _check_dtypes(self, source: Source) -> None:
-        """Raise ReshardError where a cast would round, and `dtype` does not ask for it."""
+        """Raise ReshardError if a cast would round, and `dtype` does not ask for it."""
         rounded = [
             box
             for box in self.local.boxes
@@ -216,7 +216,7 @@ class _Load:
             )
 
     def _check_copies(self, source: Source) -> None:
-        """Raise ReshardError where two published tensors differ that Megatron holds as one; each
+        """Raise ReshardError if two published tensors differ that Megatron holds as one; each
         rank compares some of their rows."""
         reader = BoxReader(source.files, source.strips, source.read_rows)
         for name, primary in source.copies.items():

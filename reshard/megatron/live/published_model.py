@@ -27,7 +27,7 @@ class PublishedModel:
     """A Hugging Face config with its surroundings.
 
     `path` is the directory or file that it was read from, None for a config in memory. `beside` are the files
-    next to it by name, `stored` the names of the tensors in its directory, empty where they are not known.
+    next to it by name, `stored` the names of the tensors in its directory, empty if they are not known.
     """
 
     path: Path | None
@@ -53,7 +53,7 @@ class PublishedModel:
     @staticmethod
     def read(config: "str | Path | PublishedModel | Any") -> "PublishedModel":
         """Read a ``config.json``, a directory with one, a Megatron checkpoint with ``hf/``, a hub
-        id (all but the weights is fetched), or a transformers config. Raises ReshardError where
+        id (all but the weights is fetched), or a transformers config. Raises ReshardError if
         there is none."""
         if isinstance(config, PublishedModel):
             return config
@@ -97,7 +97,7 @@ def _stored(path: Path) -> Iterable[str]:
 
 def layout_of(config: Any, pattern: str | None = None) -> MegatronLayout:
     """Return the layout of a live model with this ``TransformerConfig`` and, of a HybridModel, this
-    pattern. Raises ReshardError where its stages were not given as a string."""
+    pattern. Raises ReshardError if its stages were not given as a string."""
     if pattern is not None:
         if config.num_layers_in_first_pipeline_stage or config.num_layers_in_last_pipeline_stage:
             raise ReshardError("the trainer's stages are not in its hybrid_layer_pattern: pass layout=")

@@ -3,7 +3,7 @@ of which parameters they belong to.
 
 | format                       | a tensor of it is                                   | written by          |
 |------------------------------|-----------------------------------------------------|---------------------|
-| ``fully_reshardable``        | one state of one parameter, cut as that is          | the distributed one |
+| ``fully_reshardable``        | one state of one parameter, split like it           | the distributed one |
 | ``regular``                  | the same                                            | any other optimizer |
 | ``dp_reshardable``           | a flat buffer of a rank of tensors and stages       | the distributed one |
 | ``dp_zero_gather_scatter``   | all buffers of such a rank, as an object            | earlier versions    |

@@ -53,7 +53,7 @@ class Workdir:
         self.prepared = False
 
     def check_destination(self) -> None:
-        """Raise ReshardError where the destination is taken, overlaps the source or cannot be written.
+        """Raise ReshardError if the destination is taken, overlaps the source or cannot be written.
 
         Before that, what an interrupted run of --overwrite has moved aside is put back.
         """
@@ -76,7 +76,7 @@ class Workdir:
             raise ReshardError(f"cannot write to {self.destination}: {error.strerror}") from error
 
     def _check_place(self) -> None:
-        """Raise ReshardError where the destination overlaps the source, or nothing can be made beside it."""
+        """Raise ReshardError if the destination overlaps the source, or nothing can be made beside it."""
         destination, parent = self.destination, self.destination.parent
         if not destination.name:
             raise ReshardError(f"{destination} is the root directory; name a directory in it")
@@ -101,7 +101,7 @@ class Workdir:
             raise ReshardError(f"cannot write in {parent}: permission denied or read-only")
 
     def _check_free(self) -> None:
-        """Raise ReshardError where something is at the destination that the run may not replace."""
+        """Raise ReshardError if something is at the destination that the run may not replace."""
         destination = self.destination
         if destination.exists() and not destination.is_dir():
             raise ReshardError(f"{destination} is a file, not a directory")
@@ -125,7 +125,7 @@ class Workdir:
             )
 
     def _check_reads(self) -> None:
-        """Raise ReshardError where a file that is to be read would be removed: it lies in the
+        """Raise ReshardError if a file that is to be read would be removed: it lies in the
         destination or in the working directory, or a link leads there."""
         for path in (self.source, *self.reads):
             real = os.path.realpath(path)
@@ -137,7 +137,7 @@ class Workdir:
                     )
 
     def _published(self) -> bool:
-        """Return True where the destination is what an interrupted run published, which did not
+        """Return True if the destination is what an interrupted run published, which did not
         come to clean up."""
         tree = read_fingerprint(self.path).get("tree") if is_ours(self.path) else None
         return (
@@ -150,7 +150,7 @@ class Workdir:
         """Create and lock the directory; with `resume`, keep what an interrupted run of the same
         fingerprint left.
 
-        Return True where that run had published its destination: then nothing is left to do, and
+        Return True if that run had published its destination: then nothing is left to do, and
         the directory is gone.
         """
         try:
@@ -178,7 +178,7 @@ class Workdir:
             raise write_error(Path(error.filename or self.path), error) from error
 
     def _lock(self) -> None:
-        """Take the lock. Raises BlockingIOError where another run has it, ReshardError where the
+        """Take the lock. Raises BlockingIOError if another run has it, ReshardError where the
         directory is not ours."""
         status = os.lstat(self.path)
         if not belongs_to_user(self.path, status):

@@ -17,7 +17,7 @@ def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
     """Return the directory of a source: a path as it is, a hub id (``Qwen/Qwen3-0.6B``, optionally
     ``@revision``) once `patterns` of it are downloaded.
 
-    Raises ReshardError where it is neither or the hub does not have it.
+    Raises ReshardError if it is neither or the hub does not have it.
     """
     if not source.strip():
         raise ReshardError("the path is empty; say . for the current directory")
@@ -57,7 +57,7 @@ def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
 
 
 def _check_reachable(path: str | Path) -> None:
-    """Raise ReshardError where a directory on the way to a path may not be looked into: it would be taken for a path
+    """Raise ReshardError if a directory on the way to a path may not be looked into: it would be taken for a path
     that is not there."""
     try:
         os.stat(path)
@@ -69,7 +69,7 @@ def _check_reachable(path: str | Path) -> None:
 
 def config_path(config: str | Path) -> Path:
     """Return the path of a ``config.json``, or of a directory with one. Of a hub id all but the weights is
-    fetched. Raises ReshardError where it is none of these."""
+    fetched. Raises ReshardError if it is none of these."""
     _check_reachable(config)
     if os.path.exists(config):
         return Path(config)

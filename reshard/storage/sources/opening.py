@@ -32,8 +32,8 @@ def open_source(
     adapters: bool = False,
     states: States = "none",
 ) -> Source:
-    """Open a directory of either format, with `adapters` also that of a LoRA adapter alone; `states` are those
-    of `MegatronSource`. Raises ReshardError where it is none."""
+    """Open a directory of either format, with `adapters` also that of a LoRA adapter alone; `states` are
+    those of `MegatronSource`. Raises ReshardError if it is neither."""
     left = None if (path / "config.json").is_file() else unfinished(path)
     if left is not None and (not path.exists() or locate(path) is None):
         raise ReshardError(left)
@@ -81,8 +81,8 @@ def open_adapter(
     tp: int | None = None,
     model: Model | None = None,
 ) -> AdapterSource:
-    """Open the LoRA adapter in a directory of PEFT's or in a Megatron checkpoint, alone or beside its
-    base model; of `model`, or of the one that `hf_config` describes. Raises ReshardError where there is none."""
+    """Open the LoRA adapter in a directory of PEFT's or in a Megatron checkpoint, alone or beside its base
+    model; of `model`, or of the one that `hf_config` describes. Raises ReshardError if it has no adapter."""
     if alpha is not None:
         check_positive(alpha, "--alpha")
     if not path.is_dir():
@@ -107,7 +107,7 @@ def is_peft(path: Path) -> bool:
 
 
 def check_huggingface(path: Path) -> None:
-    """Raise ReshardError where a directory that is not a Megatron checkpoint is none of Hugging Face's
+    """Raise ReshardError if a directory that is not a Megatron checkpoint is not a Hugging Face directory
     either."""
     check_config(path)
     if (path / "config.json").is_file() or any(path.glob("*.safetensors")):
@@ -122,7 +122,7 @@ def check_huggingface(path: Path) -> None:
 
 def read_model(path: str | Path) -> Model:
     """Return the model that a config describes: a ``config.json``, a directory of either format, or
-    a hub id, of which only the config is fetched. Raises ReshardError where it cannot be read."""
+    a hub id, of which only the config is fetched. Raises ReshardError if it cannot be read."""
     if Path(path).is_file():
         return Model.from_hf(read_config(Path(path)), str(path))
     directory = local_directory(str(path), ["config.json"])
