@@ -1,5 +1,5 @@
-"""A live Megatron loaded from disk, saved to it and exported: ours beside mbridge's, against eight
-readers and eight writers.
+"""A live Megatron loaded from disk, saved to it and exported: compared with mbridge, and with eight readers
+and eight writers.
 
     torchrun --nproc-per-node 2 -m benchmarks.megatron.live --model qwen3-30b-a3b --layers 24 --tp 2 --ep 2 --etp 1 --folder /dev/shm/live [--json FILE]
 

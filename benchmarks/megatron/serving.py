@@ -1,4 +1,4 @@
-"""How long does vLLM take to load? Its own loader from a Hugging Face directory, beside ours from
+"""How long does vLLM take to load? Its own loader from a Hugging Face directory, compared with reshard's from
 that and from Megatron checkpoints.
 
     python -m benchmarks.megatron.serving --folder /dev/shm/serving --gigabytes 31 --tp 2 [--json FILE]

@@ -1,4 +1,4 @@
-"""What real training steps need of a GPU's memory, beside `reshard.memory`'s estimate of the same case.
+"""The GPU memory of real training steps, compared with `reshard.memory`'s estimate of the same case.
 
     python -m benchmarks.memory.peaks                       one GPU with Megatron-Core and Transformer Engine
     python -m benchmarks.memory.peaks --gpus 2              two: TP, PP, EP and CP of 2

@@ -1,5 +1,4 @@
-"""What one rank of a large training run needs of a GPU's memory, beside `reshard.memory`'s
-estimate, on one GPU.
+"""The GPU memory of one rank of a large training run, compared with `reshard.memory`'s estimate, on one GPU.
 
     python -m benchmarks.memory.ranks                  one GPU with Megatron-Core and Transformer Engine
     python -m benchmarks.memory.ranks --toy            no GPU: small models, local layers; shows that the ranks run

@@ -1,4 +1,4 @@
-"""`reshard.memory` beside mbridge's memory estimator, on steps whose memory was measured.
+"""`reshard.memory` compared with mbridge's memory estimator, on steps whose memory was measured.
 
     python -m benchmarks.memory.reference cases cases.json
     python benchmarks/memory/reference.py mbridge cases.json --estimator MBRIDGE/memory_estimator

@@ -1,4 +1,5 @@
-"""Refits that send what changed, beside refits that send all, over a throttled link between two hosts.
+"""Refits that send what changed, compared with refits that send everything, over a throttled link between two
+hosts.
 
     python -m benchmarks.refits.delta [--rates 1e-6 1e-5] [--gigabits 1 10] [--steps 10] [--whole 4] [--json FILE]
 

@@ -1,4 +1,5 @@
-"""A chain of deltas on real training steps: sizes and seconds of `reshard delta save` and `apply`, beside whole files.
+"""A chain of deltas on real training steps: sizes and seconds of `reshard delta save` and `apply`, compared
+with whole files.
 
     python -m benchmarks.refits.delta_chain [--rates 1e-6 1e-5] [--steps 20] [--folder DIR] [--json FILE]
 

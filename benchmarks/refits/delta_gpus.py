@@ -1,4 +1,4 @@
-"""Refits that send what changed between GPUs, beside refits that send all; all in one run.
+"""Refits that send what changed between GPUs, compared with refits that send everything, in one run.
 
     torchrun --nproc-per-node 1 -m benchmarks.refits.delta_gpus --model qwen3-8b [--layers N] [--engine-gpu 1]
         [--quantization fp8_per_block] [--fractions 0.001 0.01 0.05 0.2] [--json FILE]

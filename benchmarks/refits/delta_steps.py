@@ -1,4 +1,5 @@
-"""What a delta of one bucket costs on a GPU, step by step, beside the memory that each step must read.
+"""The cost of a delta of one bucket on a GPU, step by step, compared with the memory that each step must
+read.
 
     python -m benchmarks.refits.delta_steps [--mib 128] [--fractions 0.001 0.01 0.05 0.2 1] [--rounds 7] [--json FILE]
 

@@ -1,4 +1,5 @@
-"""How fast can buckets go between two GPUs by NCCL? Each of its ways alone, and with packing and unpacking.
+"""How fast does NCCL move buckets between two GPUs? Each of its operations alone, and with packing and
+unpacking.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.refits.exchange [--json FILE]
 

@@ -1,4 +1,4 @@
-"""A trainer whose weights are in host memory: refitted from there, or brought back first?
+"""A trainer whose weights are in host memory: is it faster to refit from there, or to load the weights first?
 
     torchrun --nproc-per-node 2 -m benchmarks.refits.from_host --model qwen3-8b [--json FILE]
 

@@ -1,4 +1,4 @@
-"""Refits from an FSDP2 trainer, beside what such trainers do today; all in one run.
+"""Refits from an FSDP2 trainer, compared with what such trainers do today, in one run.
 
     torchrun --nproc-per-node 2 -m benchmarks.refits.fsdp --model qwen3-30b-a3b --vllm-tp 2 [--tp 2] [--fp32] \\
         [--quantization fp8_per_block [--match-vllm-rounding]] [--json FILE]

@@ -1,5 +1,5 @@
-"""A LoRA adapter of a trainer into a vLLM in the same processes: a refit, beside what trainers do today, and beside
-merging it and refitting all weights; all in one run.
+"""A LoRA adapter of a trainer into a vLLM in the same processes: a refit, compared with what trainers do
+today, and with merging it and refitting all weights; all in one run.
 
     torchrun --nproc-per-node 1 -m benchmarks.refits.lora --trainer peft --model llama-3.1-8b --rank 16 [--graphs] [--json FILE]
     torchrun --nproc-per-node 2 -m benchmarks.refits.lora --trainer mcore-bridge --model qwen3-30b-a3b --rank 16 --tp 2 --ep 2 --etp 1

@@ -1,4 +1,4 @@
-"""What is left of the others when a partner is lost within an exchange of NCCL's buckets?
+"""What happens to the other ranks when a partner is lost within an exchange of NCCL's buckets?
 
     python -m benchmarks.refits.lost_partner [--cases plain registered sockets ...] [--json FILE]
 

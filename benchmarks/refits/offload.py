@@ -1,5 +1,5 @@
-"""A trainer that gives its memory away between refits: is it really free, does the next refit find the
-weights, what does it cost?
+"""A trainer that offloads between refits: is its memory really free, does the next refit find the weights,
+what does it cost?
 
     torchrun --nproc-per-node 1 -m benchmarks.refits.offload --model qwen3-30b-a3b --layers 8 [--wrap ddp] [--engine-gpus 1] [--json FILE]
 

@@ -1,5 +1,4 @@
-"""How fast is a refit? Ours against the wire, against memory, and against what trainers do today; all in one
-run.
+"""How fast is a refit? Compared with the link, with memory, and with what trainers do today, in one run.
 
     torchrun --nproc-per-node 4 -m benchmarks.refits.refit --model qwen3-30b-a3b --tp 2 --ep 4 --etp 1 --vllm-tp 4 [--json FILE]
 

@@ -1,5 +1,5 @@
-"""Does a refitted vLLM say exactly what a freshly loaded one says? After many refits, with CUDA graphs, on
-real engines.
+"""Does a refitted vLLM give exactly the same answers as a freshly loaded one? After many refits, with CUDA
+graphs, on real engines.
 
     torchrun --nproc-per-node 2 -m benchmarks.refits.serving refit --model qwen3-30b-a3b --layers 4 --folder DIR
     torchrun --nproc-per-node 2 -m benchmarks.refits.serving fresh --folder DIR

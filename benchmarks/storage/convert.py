@@ -1,5 +1,5 @@
-"""How fast is a conversion, and what does it cost? Against `cp -r` of the same bytes and Megatron-Core's own
-save.
+"""How fast is a conversion, and what does it cost? Compared with `cp -r` of the same bytes and with
+Megatron-Core's own save.
 
     python -m benchmarks.storage.convert --folder DIR --gigabytes 2 4 --families qwen3-moe llama --rounds 3 [--json FILE]
 

@@ -1,4 +1,5 @@
-"""How does a conversion use many cores? Against `cp -r` and eight `cp` at once, with all files in memory.
+"""How does a conversion use many cores? Compared with `cp -r` and eight `cp` at once, with all files in
+memory.
 
     python -m benchmarks.storage.cores --folder /dev/shm/bench --gigabytes 31 --cores 1 2 4 8 16 32 [--json FILE]
     python -m benchmarks.storage.cores --folder /dev/shm/bench --deepseek 6 --thrown-away --cores 32 [--json FILE]

@@ -1,5 +1,5 @@
-"""What the benchmarks of trainers' GRPO have in common: a model of random weights with a tokenizer,
-a reward, notes of each sync and phase, and the memory of the GPU meanwhile."""
+"""Shared code of the benchmarks of GRPO in trainers: a model of random weights with a tokenizer, a reward,
+notes of each sync and phase, and the memory of the GPU meanwhile."""
 
 import argparse
 import hashlib

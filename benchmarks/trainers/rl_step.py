@@ -1,5 +1,5 @@
-"""An RL step on one GPU, by its phases: what trainer and engine hold in each, beside `reshard.memory`'s
-estimate of the same.
+"""An RL step on one GPU, by its phases: what trainer and engine hold in each, compared with
+`reshard.memory`'s estimate of the same.
 
     torchrun --nproc-per-node 1 -m benchmarks.trainers.rl_step --model qwen3-8b --layers 12 [--sleep 2] [--json FILE]
 
