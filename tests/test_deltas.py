@@ -1,6 +1,7 @@
 """Refits that send what changed since the last: into the engine bit for bit what sends all, and all again by
 itself wherever a member has other weights than those that the changes build on."""
 
+import gc
 import re
 import time
 from collections import Counter
@@ -24,6 +25,7 @@ from reshard.refit.protocol.deltas import DeltaState, makes_sense
 from reshard.refit.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, WIDTH, empty_table
 from reshard.refit.transports import changes
 from reshard.refit.transports.base import Outgoing
+from reshard.refit.transports.changes_exchange import ChangesExchange
 from reshard.refit.transports.packing import PackedPair
 from tests.ranks import caught, free_port, run_on_ranks
 from tests.refit_deltas_on_cpu import DTYPES, PITCH, SHAPE, Served, Shards
@@ -200,7 +202,13 @@ def test_changes_that_are_not_those_that_are_due_fail_everywhere_and_the_next_re
         healed, after = link.refit(verify=True), link.refit()
         return said, ready, healed.delta, after.delta, state(side)
 
-    first, second, served = refits(member)
+    gc.collect()
+    gc.disable()
+    try:
+        first, second, served = refits(member)
+        assert not any(type(one) is ChangesExchange for one in gc.get_objects()), "with its buffers"
+    finally:
+        gc.enable()
     for said, _, healed, after, _ in (first, second, served):
         assert re.search(message, said), said
         assert not healed.is_delta and after.is_delta and "its last refit failed" in healed.reason

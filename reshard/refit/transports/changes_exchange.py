@@ -88,7 +88,10 @@ class ChangesExchange:
                 self._write(travelling)
         wait_for_partners(self.device, self.group)
         if self.failure is not None:
-            raise self.failure
+            try:
+                raise self.failure
+            finally:
+                self.failure = None  # else it and its traceback keep this exchange, and its buffers
         if self.device.type == "cuda":
             for index, of_ranks in enumerate(self.statuses.tolist()):
                 for rank, status in zip(self.ranks, of_ranks, strict=True):
