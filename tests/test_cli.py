@@ -158,6 +158,7 @@ def megatron(checkpoint, tmp_path_factory):
     (["mcore-to-mcore", "{src}", "{out}"], 1, "is a Hugging Face directory, which hf-to-mcore converts"),
     (["mcore-to-mcore", "{mcore}", "{out}", "--model-class", "bert"], 2, "Invalid value for '--model-class'"),
     (["mcore-to-mcore", "{mcore}", "{mcore}"], 1, "overlap; write to a directory beside it"),
+    (["inspect", "{mcore}/hf"], 1, "has the config and the tokenizer of a Megatron checkpoint, and no weights: give {mcore}"),
     (["hf-to-mcore", "{mcore}", "{out}"], 1, "is a Megatron checkpoint, which mcore-to-hf converts: reshard mcore-to-hf {mcore} {out}"),
     (["mcore-to-hf", "{mcore}", "{out}", "--quantize", "fp8", "--dtype", "fp32"], 1, "add --dtype bf16"),
     (["mcore-to-hf", "{mcore}", "{out}", "--family", "llama"], 1, "--family llama contradicts"),

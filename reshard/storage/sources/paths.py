@@ -250,8 +250,13 @@ def model_named(located: Located) -> str | None:
 
 def check_config(path: Path) -> None:
     """Raise ReshardError, saying what it is instead, for a directory without the config.json of a
-    model."""
+    model, or of a Megatron checkpoint's config and tokenizer alone."""
     if (path / "config.json").is_file():
+        weights = {file.name for file in path.glob("*.safetensors")} - {TOWERS}
+        if path.name == HF_FILES and not weights and locate(path.parent) is not None:
+            raise ReshardError(
+                f"{path} has the config and the tokenizer of a Megatron checkpoint, and no weights: give {path.parent}"
+            )
         return
     if (path / ADAPTER).is_file():
         base = read_json(path / ADAPTER).get("base_model_name_or_path")
