@@ -227,6 +227,19 @@ only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes anothe
 
 
 @only_root
+def test_a_directory_that_may_not_be_looked_into_is_named(whole, shared_folder):
+    """A path below it was taken for one that is not there, and so for a hub id."""
+    source, dark = whole["hf-to-mcore"][0], shared_folder / "dark"
+    shutil.copytree(source, dark / "hf")
+    dark.chmod(0o700)
+    inspect = "import os, sys, reshard; reshard.inspect(sys.argv[1]); os.setuid(65534); reshard.inspect(sys.argv[2])"
+    done = subprocess.run(
+        [sys.executable, "-c", inspect, source, dark / "hf"], capture_output=True, text=True
+    )
+    assert done.stderr.endswith(f"ReshardError: cannot look into {dark}: Permission denied\n")
+
+
+@only_root
 def test_a_working_directory_of_another_user_is_left_and_named(whole, tmp_path):
     """With the mark, the fingerprint and the journal of a run of ours: its owner could change what
     is published."""
