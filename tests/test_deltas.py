@@ -387,7 +387,7 @@ def test_steps_of_a_trained_model_change_few_elements_and_their_chain_leaves_its
             bucket_bytes=1 << 28,
         )
         seen = []
-        for _ in range(6):
+        for _ in range(4):
             if not rank:
                 training.step()
             report = link.refit().delta
@@ -403,7 +403,7 @@ def test_steps_of_a_trained_model_change_few_elements_and_their_chain_leaves_its
     with ThreadPoolExecutor(2) as pool:
         sent, arrived = pool.map(member, range(2))
     assert [bits for _, bits in sent] == [bits for _, bits in arrived]
-    assert len({str(bits) for _, bits in sent}) == 6
+    assert len({str(bits) for _, bits in sent}) == 4
     reports = [report for report, _ in sent]
     shares = [report.changed for report in reports[1:]]
     assert all(report.is_delta for report in reports[1:]) and 1e-4 < min(shares) < max(shares) < 0.05, shares

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis.strategies import integers, lists, tuples
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
@@ -191,6 +191,7 @@ def test_sizes_that_no_gpu_holds_are_refused_at_once_and_in_little_memory(change
     assert seconds < 15
 
 
+@settings(deadline=None)
 @given(
     copies=lists(tuples(integers(1, 300), integers(1, 300_000), integers(0, 9), integers(0, 9)), max_size=12)
 )

@@ -151,7 +151,7 @@ def test_strangers_disturb_no_connect_and_no_refit():
     with silent(port, 600), ThreadPoolExecutor(1) as pool:
         began = time.monotonic()
         others = [RefitGroup.join(f"127.0.0.1:{port}", rank, 3, timeout=20, secret=SECRET) for rank in (1, 2)]
-        assert time.monotonic() - began < 5, "members wait for no stranger"
+        assert time.monotonic() - began < channels.HANDSHAKE_SECONDS, "members wait for no stranger"
         over = threading.Event()
 
         def disturb() -> None:
@@ -312,7 +312,7 @@ def test_on_this_host_alone_the_secret_is_a_file_that_only_this_user_reads(monke
 
 
 def test_handshakes_go_on_beside_each_other_each_with_a_deadline(monkeypatch):
-    monkeypatch.setattr(channels, "HANDSHAKE_SECONDS", 2.0)
+    monkeypatch.setattr(channels, "HANDSHAKE_SECONDS", 5.0)
     listener = socket.create_server(("127.0.0.1", 0))
     door, port = Door(listener, b"s" * 32), listener.getsockname()[1]
     slow = socket.create_connection(("127.0.0.1", port))
@@ -323,9 +323,9 @@ def test_handshakes_go_on_beside_each_other_each_with_a_deadline(monkeypatch):
             slow.send(b"-")
             time.sleep(0.05)
         member.result().close()
-    assert time.monotonic() - began < 2, "the member waits for nobody"
+    assert time.monotonic() - began < 5, "the member waits for nobody"
     with pytest.raises(OSError):
-        while time.monotonic() - began < 6:
+        while time.monotonic() - began < 20:
             door.admitted(0.05)
             slow.send(b"-")
             time.sleep(0.1)

