@@ -439,9 +439,9 @@ class Link:
         return routes
 
     def close(self) -> None:
-        """Unmap the peers' memory, free what was staged, and end NCCL's communicator, if this connection made one;
-        it cannot be used again. vLLM gets the slots of an adapter back, which it serves until it needs them for
-        others."""
+        """Unmap the peers' memory, free what was staged and what deltas kept, and end the communicator of NCCL or Gloo,
+        if this connection made one; it cannot be used again. vLLM gets the slots of an adapter back, which it serves
+        until it needs them for others."""
         with self.group.one_call("close"):
             self.give_back()
 
