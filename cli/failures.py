@@ -4,12 +4,9 @@ stdout too, and an exit status."""
 import contextlib
 import errno
 import os
-import platform
 import shlex
 import sys
-import tempfile
 import traceback
-from importlib import metadata
 
 import click
 
@@ -67,6 +64,8 @@ def _is_nowhere() -> bool:
 
 
 def _unexpected(error: BaseException) -> str:
+    import tempfile
+
     what = f"unexpected {type(error).__name__}: {first_line(error)}"
     try:
         descriptor, path = tempfile.mkstemp(prefix="reshard-error-", suffix=".txt")
@@ -80,6 +79,9 @@ def _unexpected(error: BaseException) -> str:
 
 
 def _versions() -> str:
+    import platform
+    from importlib import metadata
+
     versions = [f"Python {platform.python_version()}", f"reshard {__version__}"]
     for package in ("megatron-core", "torch", "transformers", "vllm", "numpy"):
         with contextlib.suppress(metadata.PackageNotFoundError):
