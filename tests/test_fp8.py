@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, inspect, lora_merge, mcore_to_hf
 from reshard.megatron.parameters import expand
@@ -327,6 +328,53 @@ def test_fp8_that_does_not_add_up_is_refused(spoil, published, tmp_path):
     }
     with pytest.raises(ReshardError, match=messages[spoil]):
         hf_to_mcore(tmp_path / "source", tmp_path / "out")
+
+
+def blocks_of(experts: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales for each block of each expert's rows and columns, and the numbers that they stand for."""
+    n, rows, columns = experts.shape
+    parts = experts.float().view(n, rows // block, block, columns // block, block)
+    scales = parts.abs().amax((2, 4), keepdim=True).div(448).bfloat16()
+    codes = (parts / scales.float()).to(torch.float8_e4m3fn)
+    numbers = (codes.float() * scales.float()).bfloat16()
+    return (
+        codes.view(experts.shape),
+        scales.view(n, rows // block, columns // block),
+        numbers.view(experts.shape),
+    )
+
+
+@pytest.mark.parametrize("variant", ["qwen3.5-moe", "qwen3-moe"])
+def test_experts_in_one_fp8_tensor_are_read_expert_by_expert(variant, checkpoint, tmp_path):
+    """As transformers quantizes and saves Qwen3.5's, and those of others with its own names in memory."""
+    plain = checkpoint(variant, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "saved", save_original_format=False)
+    tensors, stored, expected = hf_tensors(tmp_path / "saved"), {}, {}
+    for name, tensor in tensors.items():
+        stored[name] = expected[name] = tensor
+        if tensor.ndim == 3 and ".experts." in name:
+            stored[name], stored[name + "_scale_inv"], expected[name] = blocks_of(tensor, 16)
+    assert len(stored) == len(tensors) + 8
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    quantized = config | {"quantization_config": CONFIG | {"weight_block_size": [16, 16]}}
+    for folder, held, fields in (("fp8", stored, quantized), ("bf16", expected, config)):
+        (tmp_path / folder).mkdir()
+        save_file(held, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})
+        (tmp_path / folder / "config.json").write_text(json.dumps(fields))
+    for folder in ("fp8", "bf16"):
+        hf_to_mcore(tmp_path / folder, tmp_path / f"{folder}-mcore", MegatronLayout(tp=2, ep=2, etp=1))
+    ours, theirs = (stored_tensors(tmp_path / f"{folder}-mcore" / "release") for folder in ("fp8", "bf16"))
+    assert same(ours, theirs) == []
+    # Controls: the scale of another expert; and blocks across two experts.
+    name = next(name for name in stored if name.endswith("gate_up_proj_scale_inv"))
+    other = {**stored, name: stored[name].roll(1, 0)}
+    save_file(other, tmp_path / "fp8" / "model.safetensors", metadata={"format": "pt"})
+    assert not diff(tmp_path / "fp8", tmp_path / "bf16").equal
+    quantized["quantization_config"]["weight_block_size"] = [40, 16]
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(quantized))
+    with pytest.raises(ReshardError, match=r"has (64|96) rows for each expert, in blocks of 40"):
+        hf_to_mcore(tmp_path / "fp8", tmp_path / "never")
 
 
 # What is quantized

@@ -84,21 +84,22 @@ def find_weights(
     for scale in (name for name in tensors if name.endswith(SCALE_SUFFIX)):
         name = scale.removesuffix(SCALE_SUFFIX)
         codes, scales = tensors.get(name), tensors[scale]
-        if codes is not None and len(codes.shape) == 3:
-            raise ReshardError(
-                f"{where}: {name} has the experts of a layer in one fp8 tensor, which reshard does not read: convert "
-                "the checkpoint in bf16"
-            )
         if (
             codes is None
             or codes.dtype != FP8
-            or len(codes.shape) != 2
+            or len(codes.shape) not in (2, 3)
             or scales.dtype.name not in SCALE_DTYPES
         ):
             raise ReshardError(
                 f"{where}: {scale} does not belong to an fp8 (e4m3) weight, or is not one of {', '.join(SCALE_DTYPES)}"
             )
-        expected = scheme.scale_shape(codes.shape)
+        *experts, rows, _ = codes.shape
+        if experts and rows % block[0]:
+            raise ReshardError(
+                f"{where}: {name} has {rows} rows for each expert, in blocks of {block[0]}: reshard reads experts in "
+                "one tensor where blocks divide their rows"
+            )
+        expected = (*experts, *scheme.scale_shape(codes.shape[-2:]))
         if scales.shape != expected:
             raise ReshardError(
                 f"{where}: {scale} has shape {list(scales.shape)}, expected {list(expected)} for "

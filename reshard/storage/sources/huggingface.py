@@ -159,6 +159,14 @@ class HuggingFaceSource(Source):
         """Raise ReshardError unless the files hold exactly the table's tensors, with its shapes."""
         apart = {name for codes in self.codes.values() for name in codes.tensors} | {*self.left}
         self.packed = self._places()
+        turned = {
+            tensor_of(place) for place in self.packed.values() if place.endswith(".T")
+        } & self.codes.keys()
+        if turned:
+            raise ReshardError(
+                f"{self.path}: {min(turned)} has the experts of a layer transposed and quantized, which reshard does "
+                "not read: convert the checkpoint in bf16"
+            )
         self.experts_packed = bool(self.packed)
         stored = {n: t for n, t in self.stored.items() if n not in apart}
         stored |= {name: self._codes_of(name) for name in self.codes}
@@ -279,7 +287,8 @@ class HuggingFaceSource(Source):
         for part, (first, last) in zip(stored.tensors, ranges, strict=False):
             tensor = self.stored[part]
             if len(stored.shape) > 2:
-                tensor = replace(tensor, shape=(rows, prod(tensor.shape) // rows))
+                height = prod(tensor.shape[: len(stored.shape) - 1])
+                tensor = replace(tensor, shape=(height, prod(tensor.shape) // height))
             parts.append(self._rows(tensor, first, last, part.removeprefix(name))[::step])
         stored.decode(parts, start, out, str(self.path))
         return out
