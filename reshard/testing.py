@@ -57,10 +57,11 @@ def assert_logprob_parity(
     if texts is not None:
         options["prompts"] = _tokens_of(texts, [side for side in (side_a, side_b) if isinstance(side, str)])
     report = parity(side_a, side_b, limits=lambda dtype: Limits.of_dtype(dtype, **chosen), **options)
-    assert report.ok, (
-        f"{report.a} and {report.b}: {'; '.join(report.exceeded)} (worst prompts: {_worst(report.prompts)})"
-        f"{_divergence(side_a, side_b, report, options)}"
-    )
+    if not report.ok:  # no `assert` statement, which python -O drops
+        raise AssertionError(
+            f"{report.a} and {report.b}: {'; '.join(report.exceeded)} (worst prompts: {_worst(report.prompts)})"
+            f"{_divergence(side_a, side_b, report, options)}"
+        )
     return report
 
 
