@@ -28,7 +28,7 @@ def command() -> None:
     """Keep versions of a model as a chain of small files: each holds what changed since the one before."""
 
 
-@command.command("save")
+@command.command("save", short_help="Add what changed from OLD to NEW to CHAIN.")
 @click.argument("old", type=PathOrHubId())
 @click.argument("new", type=PathOrHubId())
 @click.argument("chain", type=PathOrHubId())
