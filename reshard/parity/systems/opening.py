@@ -37,7 +37,8 @@ def model_of(spec: str, hf_config: Path | None = None) -> Model:
     Raises ReshardError if it is no checkpoint that can be opened."""
     path = local_directory(checkpoint_of(spec))
     if not is_megatron(spec):
-        check_config(path)
+        # An engine may have its weights from elsewhere, as a server of a Megatron checkpoint has.
+        check_config(path, has_weights=engine_of(spec) is None)
         if not (path / "config.json").is_file():
             raise ReshardError(
                 f"{path} is not a checkpoint: it has no config.json, and nothing that Megatron wrote"

@@ -248,12 +248,12 @@ def model_named(located: Located) -> str | None:
     return None
 
 
-def check_config(path: Path) -> None:
+def check_config(path: Path, has_weights: bool = True) -> None:
     """Raise ReshardError, saying what it is instead, for a directory without the config.json of a
-    model, or of a Megatron checkpoint's config and tokenizer alone."""
+    model, or, where it is to have weights too, of a Megatron checkpoint's config and tokenizer alone."""
     if (path / "config.json").is_file():
         weights = {file.name for file in path.glob("*.safetensors")} - {TOWERS}
-        if path.name == HF_FILES and not weights and locate(path.parent) is not None:
+        if has_weights and path.name == HF_FILES and not weights and locate(path.parent) is not None:
             raise ReshardError(
                 f"{path} has the config and the tokenizer of a Megatron checkpoint, and no weights: give {path.parent}"
             )
