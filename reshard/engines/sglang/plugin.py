@@ -3,8 +3,8 @@
 
 It gives SGLang's scheduler the methods of `reshard.engines.sglang.worker`, for
 ``Engine.collective_rpc``, and its routes for weights a group of ours (`reshard.engines.sglang.group`), and
-puts the guard around its runs and requests. SGLang's log of calls does not show secrets. Its loaders get an option for Megatron checkpoints
-(`reshard.engines.sglang.load`). Nothing else changes until a trainer connects.
+puts the guard around its runs and requests. Its log of calls does not show secrets. Its loaders get an option for
+Megatron checkpoints (`reshard.engines.sglang.load`). Nothing else changes until a trainer connects.
 
 Every SGLang process of an environment with reshard imports this module, so it imports nothing heavy.
 """
