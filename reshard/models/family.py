@@ -1,6 +1,7 @@
 """Families of models: the base class of mapping files, with its defaults."""
 
 import importlib
+import json
 import pkgutil
 from functools import cache, cached_property
 from typing import Any
@@ -394,6 +395,15 @@ def architectures(config: dict) -> list[str]:
     """Return the model classes that a config names. FSDP2 calls its own ``FSDP`` and the model's, which
     trainers save with the config."""
     return [str(name).removeprefix("FSDP") for name in (config.get("architectures") or [])]
+
+
+def with_model_classes(raw: bytes) -> bytes:
+    """Return a ``config.json`` that names `architectures`, which engines know; the same bytes if it does already."""
+    config = json.loads(raw)
+    named = architectures(config)
+    if named == (config.get("architectures") or []):
+        return raw
+    return (json.dumps(config | {"architectures": named}, indent=2) + "\n").encode()
 
 
 def _is_architecture(family: Family, names: list[str]) -> bool:

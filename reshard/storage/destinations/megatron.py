@@ -17,6 +17,7 @@ from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import PADDING, expand, padded_vocab_size
 from reshard.megatron.training.progress import TrainingState
 from reshard.megatron.training.states import state_chunks
+from reshard.models.family import with_model_classes
 from reshard.models.model import Model
 from reshard.storage.destinations.base import Destination
 from reshard.storage.destinations.rank_files import RankFiles
@@ -121,7 +122,10 @@ class MegatronFiles(Destination):
         }  # fmt: skip
         if self.within:
             small[torch_dist.TRACKER] = "release" if self.iteration is None else str(iteration)
-        return small | {f"{HF_FILES}/{name}": path.read_bytes() for name, path in self.beside.items()}
+        beside = {name: path.read_bytes() for name, path in self.beside.items()}
+        if "config.json" in beside:
+            beside["config.json"] = with_model_classes(beside["config.json"])
+        return small | {f"{HF_FILES}/{name}": data for name, data in beside.items()}
 
     def entries(self) -> dict[str, dict[str, Any]]:
         entries = self.rank_files.entries()
