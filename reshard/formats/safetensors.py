@@ -144,10 +144,13 @@ def _short(name: str) -> str:
     return name if a_name(name) else ascii(name[:60])
 
 
-def read_directory(path: Path) -> dict[str, Tensor]:
+def read_directory(path: Path, notices: list[str] | None = None) -> dict[str, Tensor]:
     """Return all tensors of a Hugging Face directory, by name: those of all files that its index names, of
     model.safetensors, or of all files, as vLLM reads them where there is neither. Raises ReshardError if a
-    file is missing or damaged, or a tensor is in two."""
+    file is missing or damaged, or a tensor is in two.
+
+    If the index disagrees with its files, these count, as for transformers and vLLM; `notices` gets a sentence on it.
+    """
     index = path / INDEX
     if not index.exists():
         files = sorted(p.name for p in path.glob("*.safetensors"))
@@ -180,7 +183,14 @@ def read_directory(path: Path) -> dict[str, Tensor]:
     missing = [name for name in files if not os.path.isfile(path / name)]
     if missing:
         raise ReshardError(f"{path} lacks the shard files {listed(missing)} that its index names")
-    return _read_files(path, files)
+    tensors = _read_files(path, files)
+    wrong = {name for name, tensor in tensors.items() if weight_map.get(name) != tensor.file}
+    wrong |= weight_map.keys() - tensors.keys()
+    if wrong and notices is not None:
+        notices.append(
+            f"{INDEX} says of {listed(sorted(wrong), 3)} something else than the files, which are read"
+        )
+    return tensors
 
 
 def _read_files(path: Path, files: list[str]) -> dict[str, Tensor]:
@@ -192,19 +202,6 @@ def _read_files(path: Path, files: list[str]) -> dict[str, Tensor]:
                 raise ReshardError(f"{path}: {tensor} is in {tensors[tensor].file} and again in {name}")
             tensors[tensor] = entry
     return tensors
-
-
-def index_notices(path: Path, tensors: dict[str, Tensor]) -> list[str]:
-    """Return a sentence if the index of a directory disagrees with its files. transformers and vLLM read the
-    `tensors` of the files, whatever the index says."""
-    index = path / INDEX
-    if not index.exists():
-        return []
-    weight_map = read_json(index, "a readable index", MAX_INDEX_BYTES)["weight_map"]
-    wrong = {name for name, tensor in tensors.items() if weight_map.get(name) != tensor.file}
-    wrong |= weight_map.keys() - tensors.keys()
-    notice = f"{INDEX} says of {listed(sorted(wrong), 3)} something else than the files, which are read"
-    return [notice] if wrong else []
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,7 @@ class HuggingFaceSource(Source):
         with ignored_as_recorded(path):
             self.model = Model.from_hf(self.config, str(path / "config.json"))
         self.notices += self.model.notices
-        stored = safetensors.read_directory(path)
-        self.notices += safetensors.index_notices(path, stored)
-        self.stored = self._as_published(stored)
+        self.stored = self._as_published(safetensors.read_directory(path, self.notices))
         self.files, self.scratch = OpenFiles(), Scratch()
         self.paths = {tensor.file: path / tensor.file for tensor in self.stored.values()}
         unread = sorted(p.name for p in path.glob("*.safetensors") if p.name not in self.paths)
