@@ -27,9 +27,10 @@ def command(keep: str | None, as_json: bool) -> None:
             folder = Path(keep)
             if folder.exists():
                 raise ReshardError(f"{folder} exists; name a new directory")
-            if not folder.absolute().parent.is_dir():
-                raise ReshardError(f"{folder.absolute().parent} is not a directory; create it first")
-            folder.mkdir()
+            try:
+                folder.mkdir(parents=True)
+            except OSError as error:
+                raise ReshardError(f"cannot make {folder}: {error.strerror}") from error
         start, good, steps = time.perf_counter(), True, []
         for step in run_demo(folder):
             good = good and step.ok

@@ -380,11 +380,28 @@ def test_a_taken_destination_is_refused_and_replaced_only_on_success(source, tmp
     assert inspect(out).layout["tp"] == 2
     (tmp_path / "file").write_text("")
     refused(lambda: hf_to_mcore(back, tmp_path / "file"), "is a file, not a directory")
-    refused(lambda: hf_to_mcore(back, tmp_path / "no" / "parent"), "is not a directory; create it first")
+    refused(lambda: hf_to_mcore(back, tmp_path / "file" / "out"), "file is a file, not a directory")
     (tmp_path / "empty").mkdir()
     hf_to_mcore(back, tmp_path / "empty")
     assert check(tmp_path / "empty").ok
     nothing_left(tmp_path, "out", "source2", "file", "empty")
+
+
+def test_missing_directories_above_a_destination_are_made_and_go_with_a_run_that_fails(source, tmp_path):
+    hf_to_mcore(source, tmp_path / "runs" / "today" / "out", dtype=torch.bfloat16)
+    assert check(tmp_path / "runs" / "today" / "out").ok
+    good = tmp_path / "back"
+    mcore_to_hf(tmp_path / "runs" / "today" / "out", good)
+    with open(good / "model.safetensors", "r+b") as file:  # what its manifest contradicts
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    refused(
+        lambda: hf_to_mcore(good, tmp_path / "later" / "today" / "out"),
+        "manifest|changed|differs|reshard.json",
+    )
+    nothing_left(tmp_path, "runs", "back")
 
 
 def test_a_destination_that_overlaps_the_source_is_refused(source, tmp_path):

@@ -331,6 +331,7 @@ def test_what_a_save_cannot_do_is_said_before_anything_is_written(weights, tmp_p
     folder = weights("qwen3")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "notes.txt").write_text("mine")
+    (tmp_path / "taken" / "a file").write_text("")
     good, out = str(folder / "hf"), str(tmp_path / "out")
     cases = [
         (str(tmp_path / "taken"), good, {}, "exists; pass overwrite=True"),
@@ -347,7 +348,12 @@ def test_what_a_save_cannot_do_is_said_before_anything_is_written(weights, tmp_p
             "is a checkpoint itself, to which no iteration",
         ),
         (good, good, {"iteration": 5}, "is a checkpoint itself, to which no iteration"),
-        (str(tmp_path / "no" / "parent"), good, {"iteration": 5}, "is not a directory; create it first"),
+        (
+            str(tmp_path / "taken" / "a file" / "run"),
+            good,
+            {"iteration": 5},
+            "a file is a file, not a directory",
+        ),
         (
             out,
             None,
@@ -358,7 +364,7 @@ def test_what_a_save_cannot_do_is_said_before_anything_is_written(weights, tmp_p
         (None, good, {}, "destination is None, which is not a directory's path"),
         (out, good, {"max_shard_size": "much", "format": "hf"}, "is not a size"),
         (str(folder / "hf" / "inside"), good, {}, "overlap"),
-        (str(tmp_path / "no" / "parent"), good, {}, "is not a directory; create it first"),
+        (str(tmp_path / "taken" / "a file" / "run"), good, {}, "a file is a file, not a directory"),
     ]
     results = on_ranks(2, "refused_save", flags_at(folder / "mcore", f"{TP} 2"), [case[:3] for case in cases])
     for said in results:

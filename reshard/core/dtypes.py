@@ -56,8 +56,8 @@ def unknown_dtype(name: str) -> Dtype:
     return Dtype(name, 0, "", "", False)
 
 
-def dtype_named(name: str) -> Dtype:
-    """The element type of this name, long (``bfloat16``, ``torch.bfloat16``) or short (``bf16``). Raises
-    KeyError."""
-    name = name.removeprefix("torch.")
+def dtype_named(name: object) -> Dtype:
+    """Return the element type of a name, long (``bfloat16``, ``torch.bfloat16``) or short (``bf16``), or of a
+    ``torch.dtype``. Raises KeyError."""
+    name = str(name).removeprefix("torch.")
     return DTYPES[SHORT_NAMES.get(name, name)]

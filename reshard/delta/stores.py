@@ -17,7 +17,7 @@ from typing import Any
 from reshard.core.errors import OptionError, ReshardError, first_line
 from reshard.core.extras import importing
 from reshard.formats.small_files import MAX_INDEX_BYTES, read_file
-from reshard.storage.io.directories import sync_directory
+from reshard.storage.io.directories import make_parents, remove_empty, sync_directory
 from reshard.storage.io.files import write_error
 
 WRITING = ".writing"  # of a directory: what is not there yet
@@ -115,13 +115,10 @@ class LocalStore(Store):
             shutil.rmtree(scratch, ignore_errors=True)
             self._leave(made, lock)
 
-    def _lock(self) -> tuple[bool, int]:
-        """Make the directory, if it is not there, and lock it; return whether it was made, and the lock."""
-        if not self.path.parent.is_dir():
-            raise ReshardError(f"{self.path.parent} is not a directory; create it first")
-        made = not self.path.exists()
+    def _lock(self) -> tuple[list[Path], int]:
+        """Make the directory, if it is not there, and lock it; return the directories that were made, and the lock."""
         with write_errors(self.path):
-            self.path.mkdir(exist_ok=True)
+            made = make_parents(self.path / WRITING)
             lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -132,11 +129,9 @@ class LocalStore(Store):
             raise ReshardError(f"another process writes a delta to {self.path}: wait for it") from error
         return made, lock
 
-    def _leave(self, made: bool, lock: int) -> None:
-        """Give the lock back, and remove the directory if it was made and nothing was published in it."""
-        if made:
-            with contextlib.suppress(OSError):
-                self.path.rmdir()
+    def _leave(self, made: list[Path], lock: int) -> None:
+        """Give the lock back, and remove the directories that were made if nothing was published in them."""
+        remove_empty(made)
         os.close(lock)
 
     def put(self, path: Path, name: str) -> None:

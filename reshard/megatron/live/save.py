@@ -344,11 +344,10 @@ class _Save:
         if self.team.process:
             return
         self.work.check_destination()
-        status, needed = os.statvfs(self.work.destination.parent), sum(self.new.sizes.values())
-        if needed > status.f_bavail * status.f_frsize:
+        needed, free = self.work.space(self.new.sizes)
+        if needed > free:
             raise ReshardError(
-                f"{self.work.destination} needs {needed:,} bytes, but the disk has "
-                f"{status.f_bavail * status.f_frsize:,} free"
+                f"{self.work.destination} needs {needed:,} bytes, but the disk has {free:,} free"
             )
         self.work.open(SAVE, False)
         with OpenFiles(os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW) as files:

@@ -16,8 +16,9 @@ WIDENING = {("float16", "bfloat16"), ("float16", "float32"), ("bfloat16", "float
 EXACT = {("float16", "float32"), ("bfloat16", "float32")}
 
 
-def float_dtype(name: str | None) -> Dtype | None:
-    """Return the dtype of a ``--dtype``; None for None. Raises ReshardError for an unknown name."""
+def float_dtype(name: object) -> Dtype | None:
+    """Return the dtype of a ``--dtype``, a name or a ``torch.dtype``; None for None. Raises ReshardError for an
+    unknown one."""
     if name is None:
         return None
     try:
@@ -25,7 +26,7 @@ def float_dtype(name: str | None) -> Dtype | None:
             dtype_named(name).name
         ]
     except KeyError as error:
-        raise OptionError(f"--dtype {name} is not one of bf16, fp16, fp32") from error
+        raise OptionError(f"--dtype {name!s:.40} is not one of bf16, fp16, fp32") from error
 
 
 def overflow_notice(name: str, count: int, dtype: Dtype) -> str:

@@ -22,6 +22,25 @@ def remove_tree(tree: str | Path) -> None:
     shutil.rmtree(tree)
 
 
+def nearest_directory(path: Path) -> Path:
+    """Return the innermost part of a path that exists, without the path itself; it may be a file."""
+    return next(parent for parent in path.parents if os.path.lexists(parent))
+
+
+def make_parents(path: Path) -> list[Path]:
+    """Make the directories above a path that are missing, and return them, innermost first. Raises OSError."""
+    missing = [parent for parent in path.parents if not parent.is_dir()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def remove_empty(directories: list[Path]) -> None:
+    """Remove directories that are empty, in this order; the others stay."""
+    with contextlib.suppress(OSError):
+        for directory in directories:
+            directory.rmdir()
+
+
 def inode_of(path: Path) -> int | None:
     """Return the inode of a path, not following links; None if there is none."""
     try:

@@ -1,12 +1,10 @@
 """An iteration that is added to the directory of a training run."""
 
-import contextlib
 import os
 
 from reshard.core.errors import ReshardError
 from reshard.formats.torch_dist import TRACKER
 from reshard.storage.io.directories import sync_directory
-from reshard.storage.io.files import write_error
 from reshard.storage.run.partial import PARTIAL_SUFFIX
 from reshard.storage.run.workdir import Workdir
 
@@ -20,8 +18,6 @@ class AddedIteration(Workdir):
     one that is whole.
     """
 
-    made_run = False
-
     def check_destination(self) -> None:
         """See `Workdir`; removes what saves of other iterations have left that were killed."""
         run = self.destination.parent
@@ -29,24 +25,11 @@ class AddedIteration(Workdir):
             raise ReshardError(
                 f"{run} is a checkpoint itself, to which no iteration can be added: give another directory"
             )
-        if not run.exists() and run.parent.is_dir():
-            try:
-                run.mkdir()
-            except OSError as error:
-                raise write_error(run, error) from error
-            self.made_run = True
         for path in run.glob(f".iter_*{PARTIAL_SUFFIX}"):
             name = path.name.removeprefix(".").removesuffix(PARTIAL_SUFFIX)
             if path != self.path and name.removeprefix("iter_").isdecimal():
                 Workdir(self.source, (), run / name, False, False).clean()
         super().check_destination()
-
-    def close(self, remove: bool = False) -> None:
-        """See `Workdir`."""
-        super().close(remove)
-        if remove and self.made_run:
-            with contextlib.suppress(OSError):  # somebody has put something there
-                self.destination.parent.rmdir()
 
     def _after_rename(self, sync: bool) -> None:
         tracker, new = self.destination.parent / TRACKER, self.path / TRACKER

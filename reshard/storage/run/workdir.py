@@ -12,7 +12,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from reshard.core.errors import ReshardError
-from reshard.storage.io.directories import current_directory, exchange, inode_of, remove_tree, sync_directory
+from reshard.storage.io.directories import (
+    current_directory,
+    exchange,
+    inode_of,
+    make_parents,
+    nearest_directory,
+    remove_empty,
+    remove_tree,
+    sync_directory,
+)
 from reshard.storage.io.files import write_error
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.run.partial import (
@@ -51,6 +60,7 @@ class Workdir:
         self.overwrite, self.resume, self.process = overwrite, resume, process
         self.lock: int | None = None
         self.prepared = False
+        self._made_parents: list[Path] = []
 
     def check_destination(self) -> None:
         """Raise ReshardError if the destination is taken, overlaps the source or cannot be written.
@@ -77,7 +87,7 @@ class Workdir:
 
     def _check_place(self) -> None:
         """Raise ReshardError if the destination overlaps the source, or nothing can be made beside it."""
-        destination, parent = self.destination, self.destination.parent
+        destination, parent = self.destination, nearest_directory(self.destination)
         if not destination.name:
             raise ReshardError(f"{destination} is the root directory; name a directory in it")
         source = os.path.realpath(self.source)
@@ -92,11 +102,11 @@ class Workdir:
         if destination.is_symlink():
             where = "" if destination.exists() else " to nowhere"
             raise ReshardError(f"{destination} is a symbolic link{where}; give the directory itself")
+        if str(*self.given.parts[:1]).endswith(":") and not destination.parent.is_dir():
+            address = str(self.given).replace(":/", "://", 1)  # s3://bucket/run, as a path
+            raise ReshardError(f"{address} is an address; give a local directory, and copy it from there")
         if not parent.is_dir():
-            if str(*self.given.parts[:1]).endswith(":"):  # of s3://bucket/run, as a path
-                address = str(self.given).replace(":/", "://", 1)
-                raise ReshardError(f"{address} is an address; give a local directory, and copy it from there")
-            raise ReshardError(f"{parent} is not a directory; create it first")
+            raise ReshardError(f"{parent} is a file, not a directory")
         if not os.access(parent, os.W_OK | os.X_OK):
             raise ReshardError(f"cannot write in {parent}: permission denied or read-only")
 
@@ -154,6 +164,7 @@ class Workdir:
         the directory is gone.
         """
         try:
+            self._made_parents = make_parents(self.path)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self.path, NEW_MODE)
             self._lock()
@@ -248,8 +259,7 @@ class Workdir:
                 needed += max(0, size - os.lstat(self.tree / name).st_blocks * 512)
             except OSError:
                 needed += size
-        folder = next(parent for parent in self.destination.parents if parent.is_dir())
-        status = os.statvfs(folder)
+        status = os.statvfs(nearest_directory(self.destination))
         return needed, status.f_bavail * status.f_frsize
 
     def _prepare(self, fingerprint: str, resume: bool) -> None:
@@ -356,6 +366,8 @@ class Workdir:
                 shutil.rmtree(self.path, ignore_errors=True)
             os.close(self.lock)
         self.lock = None
+        if remove:
+            remove_empty(self._made_parents)
 
 
 def fingerprint(*identity: object) -> str:
