@@ -179,8 +179,8 @@ def _show(forecast: Any) -> None:
     )
     total = sum(r.plan_seconds for r in forecast.ranks)
     click.echo(
-        f"planned in {forecast.plan_seconds:.2f} s for a rank at most, {total:.1f} s in all; every plan "
-        f"is proven"
+        f"planned in {forecast.plan_seconds:.2f} s for a rank at most, {total:.1f} s in all; every copy is proven. Whether your "
+        f"{forecast.engine_name} has this model is seen when it starts"
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import reshard.cli
 import reshard.mappings
-from reshard import MegatronLayout, ReshardError
+from reshard import MegatronLayout, ReshardError, VllmLayout
 from reshard.megatron.stages import parse_pipeline
 from reshard.models.family import Family, families
 from reshard.models.field_tables import DECIDES_ELSEWHERE
@@ -136,6 +136,22 @@ REFUSALS = [
 def test_sizes_that_do_not_divide_are_refused_with_those_that_would(variant, layout, message):
     with pytest.raises(ReshardError, match=message):
         layout.check(model(variant))
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3-moe-mixed", "qwen3-next", "nemotron-h-moe", "gpt-oss"])
+@pytest.mark.parametrize("layout", [MegatronLayout, VllmLayout])
+def test_every_size_that_is_offered_fits_all_of_the_model(variant, layout):
+    with pytest.raises(ReshardError, match="sizes that do: ") as refusal:
+        layout(tp=7).check(model(variant))
+    offered = [int(n) for n in str(refusal.value).rpartition(": ")[2].split(", ")]
+    assert offered
+    for tp in range(1, 33):
+        try:
+            layout(tp=tp).check(model(variant))
+        except ReshardError:
+            assert tp not in offered or (variant, tp > 1) == ("gpt-oss", True)  # its experts need --etp 1
+        else:
+            assert tp in offered
 
 
 def test_ranks_per_stage_hold_both_meshes():

@@ -5,9 +5,10 @@ order: within a pipeline stage, tensor-parallel ranks are neighbors (for experts
 follow each other.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.core.deprecated import warn_renamed
 from reshard.core.errors import OptionError, ReshardError
@@ -41,6 +42,14 @@ OLD_NAMES = {
     "loss_in_split": "account_for_loss_in_pipeline_split",
     "pipeline": "pipeline_model_parallel_layout",
 }
+
+
+class _Misfit(NamedTuple):
+    """A parallel size that does not divide a model: its `flag`, and what it has to divide, in words and as a number."""
+
+    flag: str
+    size: int
+    what: str
 
 
 @dataclass(frozen=True, init=False)
@@ -143,42 +152,51 @@ class MegatronLayout:
         return self.pp * self.ranks_per_stage(model)
 
     def check(self, model: Model) -> None:
-        """Raise ReshardError if a size does not divide the model, naming the sizes that would."""
-        s = model.symbols
-        if s.get("NQ", 0) % self.tp or (s.get("NKV", 1) % self.tp and self.tp % s.get("NKV", 1)):
-            fits = [n for n in divisors(s["NQ"]) if s.get("NKV", n) % n == 0 or n % s.get("NKV", n) == 0]
-            heads = f"{s['NQ']} attention heads" + (f" in {s['NKV']} query groups" if "NKV" in s else "")
-            raise ReshardError(f"--tp {self.tp} does not divide {heads}; sizes that do: {numbers(fits)}")
-        for symbol in ("NK", "NV", "NM", "NG"):
-            if s.get(symbol, self.tp) % self.tp:
-                name, possible = model.family.symbols[symbol], numbers(divisors(s[symbol]))
-                raise ReshardError(
-                    f"--tp {self.tp} does not divide {name} {s[symbol]}; sizes that do: {possible}"
-                )
-        dense = [("F", "intermediate_size")] if any("dense" in kind.split() for kind in model.kinds) else []
-        sizes = [(f"--tp {self.tp}", self.tp, s[symbol], name) for symbol, name in dense]
-        if model.num_experts:
-            sizes.append((f"--etp {self.expert_tp}", self.expert_tp, s["FE"], model.family.symbols["FE"]))
-            sizes.append((f"--ep {self.ep}", self.ep, model.num_experts, "experts"))
-            if model.shared_width:
-                sizes.append(
-                    (f"--tp {self.tp}", self.tp, model.shared_width, "shared expert intermediate size")
-                )
-        elif self.ep > 1 or (self.etp or 1) > 1:
+        """Raise ReshardError if a size does not divide the model, naming all sizes that would."""
+        if not model.num_experts and (self.ep > 1 or (self.etp or 1) > 1):
             raise ReshardError(
                 f"--ep {self.ep} --etp {self.expert_tp}: a {model.family.name} model without "
                 f"experts has only 1 and 1"
             )
-        for flag, n, size, name in sizes:
-            if size % n:
-                raise ReshardError(
-                    f"{flag} does not divide {name} {size}; sizes that do: {numbers(divisors(size))}"
-                )
+        for misfit in self._misfits(model):
+            name = misfit.flag.removeprefix("--")
+            size = self.expert_tp if name == "etp" else getattr(self, name)
+            fitting = [n for n in divisors(misfit.size) if replace(self, **{name: n})._fits(model, name)]
+            raise ReshardError(
+                f"{misfit.flag} {size} does not divide {misfit.what}; sizes that do: {numbers(fitting)}"
+            )
         if model.num_experts and model.family.megatron["add_bias_linear"] and self.expert_tp > 1:
             raise ReshardError(
                 f"--etp {self.expert_tp} (by default --tp): Megatron-Core has experts with biases at --etp 1 only"
             )
         self.stages(model)
+
+    def _fits(self, model: Model, name: str) -> bool:
+        """Return True if one of the sizes, and what follows from it, divides all of a model that it has to."""
+        flags = {f"--{name}"} | ({"--etp"} if name == "tp" and self.etp is None else set())
+        return all(misfit.flag not in flags for misfit in self._misfits(model))
+
+    def _misfits(self, model: Model) -> Iterator["_Misfit"]:
+        """Yield each size that does not divide something of a model that it has to."""
+        s, symbols = model.symbols, model.family.symbols
+        if s.get("NQ", 0) % self.tp or (s.get("NKV", 1) % self.tp and self.tp % s.get("NKV", 1)):
+            groups = f" in {s['NKV']} query groups" if "NKV" in s else ""
+            yield _Misfit("--tp", s["NQ"], f"{s['NQ']} attention heads{groups}")
+        sizes = [
+            ("--tp", self.tp, s[symbol], symbols[symbol])
+            for symbol in ("NK", "NV", "NM", "NG")
+            if symbol in s
+        ]
+        if any("dense" in kind.split() for kind in model.kinds):
+            sizes.append(("--tp", self.tp, s["F"], "intermediate_size"))
+        if model.num_experts:
+            sizes.append(("--etp", self.expert_tp, s["FE"], symbols["FE"]))
+            sizes.append(("--ep", self.ep, model.num_experts, "experts"))
+            if model.shared_width:
+                sizes.append(("--tp", self.tp, model.shared_width, "shared expert intermediate size"))
+        for flag, n, size, name in sizes:
+            if size % n:
+                yield _Misfit(flag, size, f"{name} {size}")
 
     def stages(self, model: Model) -> list[list[Stage]]:
         """Return the stages as ``[pp rank][virtual stage]``. Raises ReshardError if the layers do not

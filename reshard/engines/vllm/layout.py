@@ -56,19 +56,14 @@ class VllmLayout(EngineLayout):
     def check(self, model: Model) -> None:
         """Raise ReshardError if vLLM would not start at these sizes."""
         heads = model.symbols["NQ"]
-        if heads % self.tp:
-            possible = numbers(divisors(heads))
-            raise ReshardError(
-                f"vLLM's tp {self.tp} does not divide {heads} attention heads; sizes that do: {possible}"
-            )
-        groups = model.symbols.get("NG", self.tp)  # of Mamba layers
-        if groups % self.tp:
-            raise ReshardError(
-                f"vLLM's tp {self.tp} does not divide {model.family.symbols['NG']} {groups}; sizes that do: "
-                f"{numbers(divisors(groups))}"
-            )
-        keys = model.symbols.get("NKV", heads)
-        if self.tp > keys and not VLLM.family(model).repeats_keys:
+        groups = model.symbols.get("NG", heads)  # of Mamba layers
+        keys = heads if VLLM.family(model).repeats_keys else model.symbols.get("NKV", heads)
+        groups_name = model.family.symbols.get("NG", "")
+        for size, what in ((heads, f"{heads} attention heads"), (groups, f"{groups_name} {groups}")):
+            if size % self.tp:
+                fitting = numbers([n for n in divisors(heads) if groups % n == 0 and n <= keys])
+                raise ReshardError(f"vLLM's tp {self.tp} does not divide {what}; sizes that do: {fitting}")
+        if self.tp > keys:
             raise ReshardError(
                 f"vLLM's tp {self.tp} is above the {keys} key heads of a {model.family.architecture}, which vLLM does not "
                 f"repeat for it: use tp {keys} or less"
