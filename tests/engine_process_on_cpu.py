@@ -56,9 +56,8 @@ async def _engine_of_its_own(pairs: list, port: int, other_port: int, chain: str
 
     async def request(count: int, seen: list | None = None, **sampling):
         """Prompt logprobs and `count` greedy tokens; `seen` grows while they come."""
-        wanted = SamplingParams(
-            max_tokens=count, temperature=0, ignore_eos=True, detokenize=False, **sampling
-        )
+        options = {"temperature": 0, "ignore_eos": True, "detokenize": False} | sampling
+        wanted = SamplingParams(max_tokens=count, **options)
         async for output in llm.generate(
             {"prompt_token_ids": PROMPTS[0]}, wanted, f"request {next(numbers)}"
         ):
@@ -77,7 +76,19 @@ async def _engine_of_its_own(pairs: list, port: int, other_port: int, chain: str
     def expected() -> list[float]:
         return trainer.score(PROMPTS[:1], ScoringOptions())[0].logprobs.tolist()
 
-    outcome: dict = {"refused": [str(error) for error in await connected(other_port)]}
+    async def refused(count: int = 1, **sampling) -> list[str]:
+        """The type and sentence with which a request is refused."""
+        try:
+            await request(count, **sampling)
+        except Exception as error:
+            return [type(error).__name__, str(error), isinstance(error, ReshardError)]
+        return ["answered"]
+
+    async def state() -> list[dict]:
+        return await llm.collective_rpc("reshard_state")
+
+    outcome: dict = {"dummy": [await refused(), await refused(8, n=2, temperature=1), await state()]}
+    outcome["refused"] = [str(error) for error in await connected(other_port)]
     with ignored_config_fields("clip_qkv"):
         _, link = await connected(port)
     outcome["first report"], _ = await both("reshard_refit", (1, True), link.refit, 1, True)
@@ -122,12 +133,23 @@ async def _engine_of_its_own(pairs: list, port: int, other_port: int, chain: str
     versions = await llm.collective_rpc("reshard_version")
     outcome["deltas"] = [reached, (await request(1, prompt_logprobs=0))[0], versions]
 
-    # A request to an unfit engine that nobody paused ends the engine; it is never answered.
-    link._verify = broken
-    await both("reshard_refit", (5, True), link.refit, 5, True)
-    try:
-        outcome["answered"] = await request(1)
-    except Exception as error:
-        outcome["answered"] = type(error).__name__
+    # An engine that nobody has paused: a request that runs is answered when the refit has failed, others at once, and
+    # all that come after a whole refit are served.
+    for _ in range(5):  # as above
+        link._verify, seen = plain, []
+        await both("reshard_refit", (8, True), link.refit, 8, True)
+        running = asyncio.create_task(refused(240, seen=seen))
+        while not seen and not running.done():
+            await asyncio.sleep(0.001)
+        link._verify = broken
+        await both("reshard_refit", (8, True), link.refit, 8, True)
+        outcome["half-written"] = [await running, await refused(), await state()]
+        if outcome["half-written"][0] != ["answered"]:
+            break
+    outcome["version of a half-written one"] = await llm.collective_rpc("reshard_version")
+    link._verify = plain
+    await both("reshard_refit", (9, True), link.refit, 9, True)
+    await llm.reset_prefix_cache()
+    outcome["whole again"] = [(await request(1, prompt_logprobs=0))[0], await state()]
     llm.shutdown()
     return outcome

@@ -138,7 +138,7 @@ def test_warming_up_runs_before_there_are_weights_and_requests_do_not():
 
     worker, module = PlainWorker(), torch.nn.Linear(1, 1)
     config = EngineConfig(load_config=EngineConfig(load_format="dummy"))
-    guard_of(module, config).watch(module, worker, None)
+    guard_of(module, config).watch(module, worker)
     assert worker.model_runner.execute_model(1, dummy_run=True) == 1
     assert worker.compile_or_warm_up_model() == 2
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -167,7 +167,7 @@ def test_weights_that_vllm_gives_back_or_sets_to_zero_are_not_served_until_a_ref
             load_config=EngineConfig(load_format="auto"), model_config=EngineConfig(enable_sleep_mode=False)
         ),
     )
-    guard.watch(module, worker, None)
+    guard.watch(module, worker)
     guard.version = 3
     worker.discard(("kv_cache",))
     assert worker.model_runner.execute_model(1) == 1 and guard.version == 3 and not guard.asleep
@@ -213,7 +213,7 @@ def test_weights_that_vllm_takes_from_others_are_of_no_version_and_counted(their
             load_config=EngineConfig(load_format="auto"), model_config=EngineConfig(enable_sleep_mode=False)
         ),
     )
-    guard.watch(module, worker, None)
+    guard.watch(module, worker)
     guard.version = 3
     worker.update_weights({"names": []})
     assert (guard.version, guard.writes) == ((None, 1) if theirs else (3, 0)) and guard.ready

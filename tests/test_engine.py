@@ -3,6 +3,7 @@ loaded the export."""
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -222,9 +223,23 @@ def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_pa
     assert [report["version"] for report in outcome["second report"]] == [2]
     engine, trainer = outcome["failed"]
     assert "the trainer's digests are gone" in engine and "the trainer's digests are gone" in trainer
-    assert outcome["version then"] == [2] and outcome["waited"] and outcome["version at last"] == [4]
+    assert outcome["version then"] == [None] and outcome["waited"] and outcome["version at last"] == [4]
     assert outcome["deltas"] == [[6, 7], outcome["first"][1], [7]], "equal to the last bit"
-    assert outcome["answered"] == "EngineDeadError"
+
+    dummy, half = (
+        "dummy weights (load_format='dummy')",
+        "a half-written model, since a refit failed or is under way",
+    )
+    for what, (*requests, states) in ((dummy, outcome["dummy"]), (half, outcome["half-written"])):
+        sentence = f"this vLLM holds {what}: refit it before it serves"
+        assert requests == [["RequestRefusedError", sentence, True]] * 2
+        since = [state.pop("since") for state in states]
+        assert states == [{"ready": False, "version": None, "refusal": sentence, "asleep": False}]
+        assert all(0 < time.time() - one < 600 for one in since)
+    assert outcome["version of a half-written one"] == [None]
+    logprobs, states = outcome["whole again"]
+    assert logprobs == outcome["second"][1], "equal to the last bit"
+    assert states == [{"ready": True, "version": 9, "refusal": "", "since": None, "asleep": False}]
 
 
 def partly(old: str, new: str, to: Path) -> Path:

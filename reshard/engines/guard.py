@@ -1,6 +1,7 @@
 """The record of whether an engine's model holds whole weights; as long as it does not, the engine
 refuses to serve."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
@@ -19,7 +20,8 @@ class Guard:
     "this `engine` holds" while the weights are not whole. `when_loaded` are methods to call when
     the engine has loaded all weights itself; their owners may go away. `losses` counts how often
     weights were lost, `buffer_losses` how often buffers were lost with them. `writes` counts all that may
-    have changed the weights: refits that were begun, losses, and what the engine loaded itself.
+    have changed the weights: refits that were begun, losses, and what the engine loaded itself. `since` is the
+    time from which on the weights are not whole.
     """
 
     engine: str
@@ -30,15 +32,18 @@ class Guard:
     losses: int = 0
     buffer_losses: int = 0
     writes: int = 0
+    since: float = field(default_factory=time.time)
 
     def invalidate(self, reason: str) -> None:
-        """Refuse to serve from now on."""
-        self.ready, self.reason, self.writes = False, reason, self.writes + 1
+        """Refuse to serve from now on. What is there then is of no version."""
+        if self.ready:
+            self.since = time.time()
+        self.ready, self.reason, self.writes, self.version = False, reason, self.writes + 1, None
 
     def lose(self, reason: str) -> None:
         """Refuse to serve from now on: the engine has discarded or overwritten its weights."""
         self.invalidate(reason)
-        self.version, self.losses = None, self.losses + 1
+        self.losses += 1
 
     def loaded(self) -> None:
         """Serve again: the engine has loaded all weights itself, so no refit has brought them."""
@@ -55,10 +60,21 @@ class Guard:
         """Serve again: a refit has brought all weights, of this version."""
         self.ready, self.version = True, version
 
+    @property
+    def refusal(self) -> str:
+        """The sentence with which the engine refuses to serve; empty if the weights are whole."""
+        return "" if self.ready else f"this {self.engine} holds {self.reason}: refit it before it serves"
+
     def check_ready(self) -> None:
         """Raise ReshardError if the weights are not whole."""
         if not self.ready:
-            raise ReshardError(f"this {self.engine} holds {self.reason}: refit it before it serves")
+            raise ReshardError(self.refusal)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the weights: whether the engine is ``ready`` to serve them, and which ``version`` they are;
+        if not, the ``refusal``, and ``since`` when (seconds of the epoch)."""
+        since = None if self.ready else self.since
+        return {"ready": self.ready, "version": self.version, "refusal": self.refusal, "since": since}
 
 
 def call_after(method: Callable[..., Any], after: Callable[..., None]) -> Callable[..., Any]:

@@ -17,8 +17,12 @@ Refit
     vLLM processes after loading, and what makes codes and scales of plain weights. At the end
     `weights/mla` derives and `weights/kept` restores.
 
-Names of vLLM that are no part of its interface are in `compat`, `layers`, `quantized/layers` and
-`quantized/processing` only. `layout` and `names` import nothing of it: a plan needs no vLLM.
+Serve
+    `requests/` is where requests enter the engine's core, and where those that may not be served are
+    answered; a run of the model that `guard` refuses is the end of the engine.
+
+Names of vLLM that are no part of its interface are in `compat`, `layers`, `requests/`,
+`quantized/layers` and `quantized/processing` only. `layout` and `names` import nothing of it: a plan needs no vLLM.
 """
 
 from typing import TYPE_CHECKING

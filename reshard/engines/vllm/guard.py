@@ -20,16 +20,10 @@ class VllmGuard(Guard):
     asleep: bool = False
     warming_up: bool = False
     is_model_watched: bool = False
-    is_front_watched: bool = False
 
-    def watch(self, module: torch.nn.Module, worker: Any, front: Any) -> None:
-        """Check every run of the model from now on, by this worker or this engine of the process
-        (`front`); either may be None."""
-        if front is not None and not self.is_front_watched:
-            self.is_front_watched = True
-            # Before a request is scheduled: a worker that raises leaves vLLM's scheduler waiting
-            # forever.
-            front.add_request = self._checked(front.add_request)
+    def watch(self, module: torch.nn.Module, worker: Any) -> None:
+        """Check every run of the model from now on, by this worker, which may be None. Whoever sends a request has its
+        answer from `reshard.engines.vllm.requests`: vLLM does not go on after a worker that raises."""
         if self.is_model_watched:
             return
         self.is_model_watched = True
@@ -55,8 +49,9 @@ class VllmGuard(Guard):
     def _checked(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def checked(*args: Any, **kwargs: Any) -> Any:
             # vLLM's second model runner profiles and warms up through here; nobody reads these
-            # results.
-            if not (self.warming_up or kwargs.get("dummy_run")):
+            # results. A step without tokens runs nothing: it tells the runner who has been answered.
+            idle = bool(args) and getattr(args[0], "total_num_scheduled_tokens", None) == 0
+            if not (self.warming_up or kwargs.get("dummy_run") or idle):
                 self.check_ready()
             return run(*args, **kwargs)
 
@@ -71,6 +66,10 @@ class VllmGuard(Guard):
                 self.warming_up = False
 
         return warmed_up
+
+    def state(self) -> dict[str, Any]:
+        """See `Guard.state`; ``asleep`` says that vLLM sleeps."""
+        return super().state() | {"asleep": self.asleep}
 
     def _slept(self, level: int = 1, *_: Any, **__: Any) -> None:
         """After ``sleep``: level 2 discards the weights."""
@@ -139,3 +138,9 @@ def guard_of(model: torch.nn.Module, config: Any, just_loaded: bool = False) -> 
             reason = "weights that it may have discarded in sleep before it was connected"
         _guards[model] = VllmGuard("vLLM", not reason, reason)
     return _guards[model]
+
+
+def state_of(worker: Any) -> dict[str, Any] | None:
+    """Return what a worker holds; None if its weights are not guarded."""
+    guard = _guards.get(worker.get_model())
+    return guard.state() if guard is not None else None

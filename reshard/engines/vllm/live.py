@@ -29,6 +29,7 @@ from reshard.engines.vllm.names import VLLM
 from reshard.engines.vllm.quantized.layers import kernel_of, processing_of
 from reshard.engines.vllm.quantized.recipes import Held
 from reshard.engines.vllm.quantized.reload import Reloads
+from reshard.engines.vllm.requests.core import put_before
 from reshard.engines.vllm.weights.accounts import ADAPTERS, other_accounts
 from reshard.engines.vllm.weights.block_scales import begin_compiling, find_scales, layers_in_blocks
 from reshard.engines.vllm.weights.drafter import check_drafter, is_mtp, trace_drafter
@@ -71,7 +72,8 @@ class VllmModel(LiveEngine):
         # Before anything can fail: an engine that cannot be connected must not serve dummy weights
         # either.
         self.guard = guard_of(model, config)
-        self.guard.watch(model, worker, front)
+        self.guard.watch(model, worker)
+        put_before(front)
         self.hf_config = published(config.model_config.hf_config.to_dict(), "vLLM's config")
         self.model = Model.from_hf(self.hf_config, f"vLLM's config of {config.model_config.model}")
         self.draft = draft_model(worker)

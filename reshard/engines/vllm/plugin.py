@@ -35,10 +35,12 @@ def register() -> None:
     try:
         from reshard.engines.vllm.compat import before_engine_config, register_loader, register_transfer
         from reshard.engines.vllm.load_format.loader import ReshardModelLoader
+        from reshard.engines.vllm.requests import core as gate
 
         register_loader(LOAD_FORMAT, ReshardModelLoader)
         register_transfer(BACKEND, TRANSFER_MODULE, "ReshardTransfer")
         before_engine_config(complete_arguments)
+        gate.install_where_cores_are()
     except (ImportError, ReshardError) as error:
         logger.warning("no --load-format %s: %s", LOAD_FORMAT, error)
 
@@ -48,11 +50,15 @@ def complete_arguments(arguments: Any) -> None:
 
     One with this load format gets the iteration's directory as its `model`, and where its config
     and tokenizer are. One with our weight transfer gets the extension of its workers. Others are
-    left as they are.
+    left as they are. The engine that comes of it gets a gate for its requests, and its front their refusals.
 
     Raises ReshardError, before anything is started, if the checkpoint cannot be read or no config
     is known.
     """
+    from reshard.engines.vllm.requests import core, front
+
+    core.install()
+    front.install()
     transfer = getattr(arguments, "weight_transfer_config", None)
     if getattr(transfer, "backend", None) == BACKEND and not arguments.worker_extension_cls:
         arguments.worker_extension_cls = EXTENSION

@@ -21,7 +21,7 @@ from reshard.engines.delta_methods import DeltaMethods
 from reshard.engines.guard import call_after
 from reshard.engines.vllm.adapters.live import VllmAdapter
 from reshard.engines.vllm.compat import with_plain_weights
-from reshard.engines.vllm.guard import guard_of
+from reshard.engines.vllm.guard import guard_of, state_of
 from reshard.engines.vllm.live import VllmModel
 from reshard.engines.worker import LinkMethods, WorkerOptions, connect_worker, log_connected
 
@@ -109,6 +109,11 @@ class RefitExtension(DeltaMethods, LinkMethods):
         last: VllmModel | None = getattr(self, "_reshard_engine", None)
         return self._reshard_side(last is not None and last.match_vllm_rounding)
 
+    def reshard_state(self) -> dict[str, Any]:
+        """Return what this worker holds: whether it is ``ready`` to serve, and which ``version``; if it is not, the
+        ``refusal`` that requests get, and ``since`` when; and whether vLLM is ``asleep``."""
+        return state_of(self) or {}
+
     def reshard_adapter(self) -> dict[str, Any]:
         """Return the arguments of the ``LoRARequest`` for the newest version of the adapter, where this
         engine is connected with one.
@@ -128,7 +133,7 @@ def _watch(worker: Any) -> None:
     """Guard this worker's weights from now on, and let vLLM's weight transfer use the worker, if
     that is ours."""
     model = worker.get_model()
-    guard_of(model, worker.vllm_config, just_loaded=True).watch(model, worker, None)
+    guard_of(model, worker.vllm_config, just_loaded=True).watch(model, worker)
     attach_worker = getattr(getattr(worker, "weight_transfer_engine", None), "attach_reshard_worker", None)
     if attach_worker is not None:
         attach_worker(worker)
