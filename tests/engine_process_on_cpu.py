@@ -1,6 +1,7 @@
 """A real vLLM on the CPU in processes of its own, refitted under load; started as `tests.engine_on_cpu`
 says."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -152,4 +153,79 @@ async def _engine_of_its_own(pairs: list, port: int, other_port: int, chain: str
     await llm.reset_prefix_cache()
     outcome["whole again"] = [(await request(1, prompt_logprobs=0))[0], await state()]
     llm.shutdown()
+    return outcome
+
+
+def two_workers(pairs: list, port: int, log: str) -> dict:
+    """An ``LLM`` whose two workers have processes of their own, and a trainer in this one: what it answers with dummy
+    weights, after a refit that has failed on one worker or on both, and after whole ones; and its log of that."""
+    from contextlib import suppress
+    from functools import partial
+    from threading import Thread
+
+    from reshard import MegatronLayout
+    from reshard.parity.systems.base import ScoringOptions
+    from reshard.parity.systems.megatron import Megatron
+    from reshard.refit import RefitGroup, connect
+    from reshard.trainers.megatron import MegatronModel
+    from tests.engine_on_cpu import SMALL_BATCHES, answers, caught
+    from tests.probe import caught as said_by
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        os.environ.pop(name, None)
+    for stream in (1, 2):  # of the engine's processes, too
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
+    logging.getLogger("vllm").setLevel("INFO")
+    from vllm import LLM
+
+    options = dict(
+        SMALL_BATCHES, dtype="float32", skip_tokenizer_init=True, enforce_eager=True, max_model_len=64
+    )
+    extension = "tests.mortal_worker.MortalExtension"
+    llm = LLM(pairs[0][0], load_format="dummy", seed=0, kv_cache_memory_bytes=1 << 24, tensor_parallel_size=2,
+              disable_log_stats=True, worker_extension_cls=extension, **options)  # fmt: skip
+    trainer = Megatron(Path(pairs[0][1]), "fp32", MegatronLayout())
+    address = f"127.0.0.1:{port}"
+
+    def both(method: str, arguments: tuple, mine, *more) -> list:
+        """What the engine's side and the trainer's raise."""
+        said = []
+        thread = Thread(
+            target=lambda: said.append(said_by(lambda: llm.collective_rpc(method, args=arguments)))
+        )
+        thread.start()
+        others = said_by(lambda: mine(*more))
+        thread.join()
+        return [said[0], others]
+
+    def now() -> dict:
+        return {
+            "states": llm.collective_rpc("reshard_state"),
+            "versions": llm.collective_rpc("reshard_version") if links else None,
+            "answers": [caught(lambda: answers(llm)), caught(lambda: answers(llm))],
+        }
+
+    links: list = []
+    outcome: dict = {"dummy": now()}
+
+    def meet() -> None:
+        links.append(connect(RefitGroup.join(address, 0, 3, timeout=120), MegatronModel(trainer.models)))
+
+    outcome["connected"] = both("reshard_connect", (address, 1, 3, "auto", 1 << 25, 120.0), meet)
+    [link] = links
+    score = partial(trainer.score, PROMPTS, ScoringOptions())
+    outcome["first refit"] = both("reshard_refit", (1, True), link.refit, 1, True)
+    outcome["first"] = [answers(llm), [one.logprobs.tolist() for one in score()]]
+    for who in ((1,), (0,), (0, 1)):
+        llm.collective_rpc("fail_the_next_refit", args=(who,))
+        outcome[f"refit that {who} fail"] = both("reshard_refit", (2, True), link.refit, 2, True)
+        outcome[f"{who} failed"] = now()
+    trainer.load(Path(pairs[1][1]))
+    outcome["second refit"] = both("reshard_refit", (3, True), link.refit, 3, True)
+    llm.reset_prefix_cache()
+    outcome["second"] = [answers(llm), [one.logprobs.tolist() for one in score()]]
+    outcome["then"] = llm.collective_rpc("reshard_state")
+    with suppress(Exception):
+        llm.llm_engine.engine_core.shutdown()
     return outcome

@@ -1,8 +1,9 @@
-"""An extension of vLLM's workers, of which one can be told to die."""
+"""An extension of vLLM's workers, of which one can be told to die, or to fail."""
 
 import os
 import signal
 
+from reshard.core.errors import ReshardError
 from reshard.engines.vllm.worker import RefitExtension
 
 
@@ -14,6 +15,19 @@ class MortalExtension(RefitExtension):
     def die_at_the_next_meeting(self) -> None:
         """Before it has joined there."""
         self.dies = True
+
+    def fail_the_next_refit(self, ranks: tuple[int, ...]) -> None:
+        """On these workers, when all bytes have moved."""
+        if self.rank not in ranks:
+            return
+        link = self._reshard_link
+        plain = link._verify
+
+        def broken() -> None:
+            link._verify = plain
+            raise ReshardError(f"the digests of worker {self.rank} are gone")
+
+        link._verify = broken
 
     def reshard_connect_worker(self, *args, **kwargs) -> None:
         if self.dies:

@@ -242,6 +242,35 @@ def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_pa
     assert states == [{"ready": True, "version": 9, "refusal": "", "since": None, "asleep": False}]
 
 
+def test_an_llm_whose_workers_fail_answers_in_a_sentence_and_serves_what_comes_next(converted, tmp_path):
+    """Which of the workers fails makes no difference: vLLM takes what others answer for answers to its next call."""
+    log = tmp_path / "log"
+    outcome = run(tmp_path, 1, "engine_process_on_cpu.two_workers", converted("qwen3"), free_port(), str(log))
+    half = "a half-written model, since a refit failed or is under way"
+    steps = {"dummy": "dummy weights (load_format='dummy')"}
+    for who in ((1,), (0,), (0, 1)):
+        steps[f"{who} failed"] = half
+        engine, trainer = outcome[f"refit that {who} fail"]
+        assert engine.startswith("Call to collective_rpc method failed: ")
+        for worker in who:
+            assert f"the digests of worker {worker} are gone" in engine + trainer
+    for step, held in steps.items():
+        sentence = f"this vLLM holds {held}: refit it before it serves"
+        assert outcome[step]["answers"] == [sentence] * 2
+        assert [state["refusal"] for state in outcome[step]["states"]] == [sentence] * 2
+        assert outcome[step]["versions"] == (None if step == "dummy" else [None, None])
+    assert [outcome[step] for step in ("connected", "first refit", "second refit")] == [["", ""]] * 3
+    for step in ("first", "second"):
+        engine, trainer = outcome[step]
+        for (logprobs, _), expected in zip(engine, trainer, strict=True):
+            assert logprobs == pytest.approx(expected, abs=1e-4)
+    assert outcome["first"][0] != outcome["second"][0], "the control: they are two models"
+    assert [state["version"] for state in outcome["then"]] == [3, 3]
+    said = log.read_text()
+    assert said.count("refused requests from here on: this vLLM holds") == 2
+    assert said.count("collective_rpc: ") == 3 and "Traceback" not in said
+
+
 def partly(old: str, new: str, to: Path) -> Path:
     """Write a checkpoint of which every other element is that of another one."""
     shutil.copytree(old, to)

@@ -23,6 +23,7 @@ from reshard.engines.vllm.adapters.live import VllmAdapter
 from reshard.engines.vllm.compat import with_plain_weights
 from reshard.engines.vllm.guard import guard_of, state_of
 from reshard.engines.vllm.live import VllmModel
+from reshard.engines.vllm.requests.calls import Answer, answered
 from reshard.engines.worker import LinkMethods, WorkerOptions, connect_worker, log_connected
 
 logger = logging.getLogger("vllm.reshard")  # below vLLM's own, which shows it
@@ -108,6 +109,11 @@ class RefitExtension(DeltaMethods, LinkMethods):
         """Return this worker's side, for deltas: that of the connection, where there is one."""
         last: VllmModel | None = getattr(self, "_reshard_engine", None)
         return self._reshard_side(last is not None and last.match_vllm_rounding)
+
+    def reshard_answer(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer:
+        """Call another method of this worker, and return what it returns or raises: for engines that must hear all
+        workers before they raise."""
+        return answered(self, method, args, kwargs)
 
     def reshard_state(self) -> dict[str, Any]:
         """Return what this worker holds: whether it is ``ready`` to serve, and which ``version``; if it is not, the

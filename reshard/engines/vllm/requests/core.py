@@ -7,17 +7,19 @@ in the thread that receives them, and adds them in the thread that steps and tha
 """
 
 import importlib
+import logging
 import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from reshard.core.errors import ReshardError
 from reshard.engines.vllm.compat import known
+from reshard.engines.vllm.requests.calls import call_for_answers
 from reshard.engines.vllm.requests.gate import Gate
 
+logger = logging.getLogger("vllm.reshard")
 MODULE = "vllm.v1.engine.core"
-# Calls of each step, which change no weights.
-_STEPS = frozenset(("execute_model", "sample_tokens", "execute_dummy_batch", "take_draft_token_ids"))
 REFUSED = "refused by reshard: "  # begins the answer that `reshard.engines.vllm.requests.front` looks for
 
 
@@ -26,6 +28,8 @@ def install() -> None:
     may be called again."""
     with known("takes requests elsewhere"):
         engine_core: Any = importlib.import_module(MODULE).EngineCore
+        own_process: Any = importlib.import_module(MODULE).EngineCoreProc
+        invoke = own_process._invoke_utility_method
         preprocess, add = engine_core.preprocess_add_request, engine_core.add_request
         steps = engine_core.step, engine_core.step_with_batch_queue
     if hasattr(preprocess, "of_vllm"):
@@ -55,7 +59,34 @@ def install() -> None:
     preprocess_add_request.of_vllm = preprocess  # type: ignore[attr-defined]
     engine_core.preprocess_add_request = preprocess_add_request
     engine_core.add_request = add_request
+    own_process._invoke_utility_method = staticmethod(_in_a_line(invoke))
     engine_core.step, engine_core.step_with_batch_queue = (_after_the_gate(step) for step in steps)
+
+
+def _in_a_line(invoke: Callable[..., None]) -> Callable[..., None]:
+    """Return the method by which a core answers its client's calls, which logs a refusal in one line."""
+
+    @wraps(invoke)
+    def invoked(
+        name: str, get_result: Callable[[], Any], output: Any, enqueue_output: Callable[[Any], None]
+    ) -> None:
+        refusals: list[ReshardError] = []
+
+        def result() -> Any:
+            try:
+                return get_result()
+            except ReshardError as error:
+                refusals.append(error)
+
+        def enqueue(answer: Any) -> None:
+            if refusals:
+                logger.warning("%s: %s", name, refusals[0])
+                answer.result, answer.failure_message = None, f"Call to {name} method failed: {refusals[0]}"
+            enqueue_output(answer)
+
+        invoke(name, result, output, enqueue)
+
+    return invoked
 
 
 def put_before(front: Any) -> None:
@@ -122,11 +153,11 @@ class VllmCore:
         self._answers: dict[int, list[Any]] = {}  # by client, of a core in its caller's process
         worker = getattr(core.model_executor, "driver_worker", None)
         self._worker = getattr(worker, "worker", worker)
-        self._has_extension = _has_extension(core.vllm_config)
+        self._extension = _extension(core.vllm_config)
 
     def is_guarded(self) -> bool:
         """Return True if the workers' weights are guarded."""
-        return self._has_extension if self._worker is None else bool(self.local_states())
+        return self._extension is not None if self._worker is None else bool(self.local_states())
 
     # What the workers hold
 
@@ -145,19 +176,8 @@ class VllmCore:
 
     def watch_calls(self, called: Callable[[], None]) -> None:
         """See `Core.watch_calls`."""
-        executor = self._core.model_executor
-        plain = executor.collective_rpc
-
-        @wraps(plain)
-        def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return plain(method, *args, **kwargs)
-            finally:
-                if method not in _STEPS and method != "reshard_state":
-                    called()
-
-        if self._worker is None:
-            executor.collective_rpc = collective_rpc
+        if self._worker is None and self._extension is not None:
+            call_for_answers(self._core.model_executor, self._extension, called)
 
     # Answers
 
@@ -208,10 +228,11 @@ class VllmCore:
         return outputs
 
 
-def _has_extension(config: Any) -> bool:
-    """Return True if the workers of a config have methods of ours."""
+def _extension(config: Any) -> type | None:
+    """Return the class of ours, or derived from one, that is mixed into the workers of a config; None if there is none."""
     path = config.parallel_config.worker_extension_cls
     if not path:
-        return False
+        return None
     module, _, name = path.rpartition(".")
-    return hasattr(getattr(importlib.import_module(module), name), "reshard_state")
+    extension: type = getattr(importlib.import_module(module), name)
+    return extension if hasattr(extension, "reshard_state") else None

@@ -1,0 +1,74 @@
+"""Calls of an engine core to workers in processes of their own, for vLLM 0.24 to 0.33.
+
+If a worker raises, vLLM raises in the core at once, and takes what the other workers answer for the answers
+to its next call: from then on it is out of step with them. So methods of ours do not raise in a worker; they
+answer, and the core raises when it has heard all.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from reshard.core.errors import ReshardError, first_line
+
+logger = logging.getLogger("vllm.reshard")
+# Calls of each step, which change no weights.
+_STEPS = frozenset(("execute_model", "sample_tokens", "execute_dummy_batch", "take_draft_token_ids"))
+# Methods of vLLM's worker that call our weight transfer.
+_TRANSFERS = frozenset(
+    (
+        "init_weight_transfer_engine",
+        "start_weight_update",
+        "update_weights",
+        "finish_weight_update",
+        "shutdown_weight_transfer_engine",
+    )
+)
+
+Answer = tuple[str, Any]
+_RESULT, _REFUSAL, _FAILURE = "result", "refusal", "failure"
+
+
+def answered(worker: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer:
+    """Return what a method of a worker returns, or the sentence of what it raises."""
+    try:
+        return _RESULT, getattr(worker, method)(*args, **kwargs)
+    except ReshardError as error:
+        return _REFUSAL, str(error)
+    except Exception as error:
+        logger.exception("%s failed", method)
+        return _FAILURE, f"{type(error).__name__}: {first_line(error)}"
+
+
+def call_for_answers(executor: Any, extension: type, called: Callable[[], None]) -> None:
+    """Have an executor make calls to methods of ours, which are those of the workers' `extension`, by their answers; and
+    call `called` after each call that may have changed what the workers hold."""
+    plain = executor.collective_rpc
+
+    @wraps(plain)
+    def collective_rpc(
+        method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, **how: Any
+    ) -> Any:
+        if method in _STEPS:
+            return plain(method, timeout, args, kwargs, **how)
+        try:
+            if how or not isinstance(method, str) or not (hasattr(extension, method) or method in _TRANSFERS):
+                return plain(method, timeout, args, kwargs, **how)
+            return _results(plain("reshard_answer", timeout, (method, tuple(args), kwargs or {})))
+        finally:
+            if method != "reshard_state":
+                called()
+
+    executor.collective_rpc = collective_rpc
+
+
+def _results(answers: list[Answer]) -> list[Any]:
+    """Return what all workers have answered. Raises ReshardError if one has refused, RuntimeError if one has failed."""
+    for kind, error in ((_FAILURE, RuntimeError), (_REFUSAL, ReshardError)):
+        said = dict.fromkeys(value for answer, value in answers if answer == kind)
+        # Members of a refit agree on a sentence; who has failed says it without a name before it.
+        sentences = [one for one in said if not any(one in other for other in said if other != one)]
+        if sentences:
+            raise error("; ".join(sentences))
+    return [value for _, value in answers]
