@@ -169,7 +169,6 @@ def two_workers(pairs: list, port: int, log: str) -> dict:
     from reshard.refit import RefitGroup, connect
     from reshard.trainers.megatron import MegatronModel
     from tests.engine_on_cpu import SMALL_BATCHES, answers, caught
-    from tests.probe import caught as said_by
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "VLLM_ENABLE_V1_MULTIPROCESSING"):
         os.environ.pop(name, None)
@@ -192,10 +191,10 @@ def two_workers(pairs: list, port: int, log: str) -> dict:
         """What the engine's side and the trainer's raise."""
         said = []
         thread = Thread(
-            target=lambda: said.append(said_by(lambda: llm.collective_rpc(method, args=arguments)))
+            target=lambda: said.append(caught(lambda: llm.collective_rpc(method, args=arguments)))
         )
         thread.start()
-        others = said_by(lambda: mine(*more))
+        others = caught(lambda: mine(*more))
         thread.join()
         return [said[0], others]
 

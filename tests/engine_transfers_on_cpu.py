@@ -1,10 +1,17 @@
 """Real vLLMs on the CPU, refitted by vLLM's own weight transfer; started as `tests.engine_on_cpu` says."""
 
+import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
+from reshard.core.errors import ReshardError
+from reshard.integrations import HttpClient
 from tests import probe
 from tests.engine_on_cpu import PROMPTS, SMALL_BATCHES, answers
 from tests.ranks import caught
@@ -104,6 +111,18 @@ def transfer(pairs: list, url: str, port: int) -> dict:
     )
     outcome["again"] = link.send(10, verify=True).version
 
+    with failing(link):
+        outcome["failed"] = caught(lambda: link.send(11, verify=True))
+    if first:
+        outcome["half-written"] = [
+            refusal(url, pairs[0][0]),
+            refusal(url, pairs[0][0], stream=True),
+            health(url),
+        ]
+        outcome["half-written llm"] = [caught(lambda: answers(llm)), llm.collective_rpc("reshard_version")]
+    outcome["mended"] = link.send(12, verify=True).version
+    note("version 12")
+
     def meet(who: list, at: int, **options) -> WeightTransfer:
         return WeightTransfer(
             MegatronModel(trainer.models), who if first else [], f"127.0.0.1:{at}", timeout=60, **options
@@ -115,7 +134,7 @@ def transfer(pairs: list, url: str, port: int) -> dict:
         lambda: meet([LlmClient(llm)] if first else [], port + 1, engine_ranks=[1])
     )
     link.link.group.timeout = 60
-    outcome["dead at a refit"] = on_all_ranks(lambda: link.send(11))
+    outcome["dead at a refit"] = on_all_ranks(lambda: link.send(13))
     if first:
         end_server(url)
     outcome["no server"] = on_all_ranks(lambda: meet([server], port + 2, engine_ranks=[1]))
@@ -141,9 +160,53 @@ def transfer_data_parallel(pairs: list, urls: list, port: int) -> dict:
     trainer, server = Megatron(Path(pairs[1][1]), "fp32", MegatronLayout()), HttpClient(urls[0])
     results = {"workers": server.world_size(), "before": outcome(0), "loaded": outcome(1)}
     link = WeightTransfer(MegatronModel(trainer.models), server, f"127.0.0.1:{port}", timeout=180)
-    link.send(1, verify=True)
-    server.reset_prefix_cache()
+    with failing(link):
+        results["failed"] = caught(lambda: link.send(1, verify=True))
+    results["half-written"] = [refusal(urls[0], pairs[0][0]) for _ in range(4)]
+    # Requests that come while vLLM is paused wait, whatever the weights are, and so does one that it holds.
+    server.pause()
+    with failing(link), ThreadPoolExecutor() as threads:
+        asking = [threads.submit(asked, urls[0], pairs[0][0], PROMPTS[0]) for _ in range(4)]
+        results["failed while paused"] = caught(lambda: link.send(1, verify=True))
+        results["answered while paused"] = [one.done() for one in asking]
+        link.send(1, verify=True)
+        server.reset_prefix_cache()
+        server.resume()
+        results["held"] = [one.result() for one in asking]
     return results | {"refitted": outcome(0)}
+
+
+@contextmanager
+def failing(transfer):
+    """The next refit of a `WeightTransfer` fails on this rank of the trainer, when all bytes have moved."""
+    plain = transfer.link._verify
+
+    def broken():
+        transfer.link._verify = plain
+        raise ReshardError("the trainer's digests are gone")
+
+    transfer.link._verify = broken
+    yield
+
+
+def refusal(url: str, model: str, **options) -> list:
+    """The status and the text with which a server refuses a request; of a stream, what its chunks say."""
+    body = {"model": model, "prompt": PROMPTS[0], "max_tokens": 4, **options}
+    request = Request(
+        url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urlopen(request, timeout=120) as response:
+            return [response.status, response.read().decode()]
+    except HTTPError as error:
+        return [error.code, json.loads(error.read())["error"]["message"]]
+
+
+def health(url: str) -> list:
+    """The status of a server's health, and what its workers say that they hold."""
+    with urlopen(url + "/health", timeout=60) as response:
+        status = response.status
+    return [status, HttpClient(url)._call("POST", "collective_rpc", {"method": "reshard_state"})["results"]]
 
 
 class DeadActor:

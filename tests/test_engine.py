@@ -232,7 +232,7 @@ def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_pa
     )
     for what, (*requests, states) in ((dummy, outcome["dummy"]), (half, outcome["half-written"])):
         sentence = f"this vLLM holds {what}: refit it before it serves"
-        assert requests == [["RequestRefusedError", sentence, True]] * 2
+        assert requests == [["EngineRefusedError", sentence, True]] * 2
         since = [state.pop("since") for state in states]
         assert states == [{"ready": False, "version": None, "refusal": sentence, "asleep": False}]
         assert all(0 < time.time() - one < 600 for one in since)
@@ -251,7 +251,6 @@ def test_an_llm_whose_workers_fail_answers_in_a_sentence_and_serves_what_comes_n
     for who in ((1,), (0,), (0, 1)):
         steps[f"{who} failed"] = half
         engine, trainer = outcome[f"refit that {who} fail"]
-        assert engine.startswith("Call to collective_rpc method failed: ")
         for worker in who:
             assert f"the digests of worker {worker} are gone" in engine + trainer
     for step, held in steps.items():
@@ -259,7 +258,7 @@ def test_an_llm_whose_workers_fail_answers_in_a_sentence_and_serves_what_comes_n
         assert outcome[step]["answers"] == [sentence] * 2
         assert [state["refusal"] for state in outcome[step]["states"]] == [sentence] * 2
         assert outcome[step]["versions"] == (None if step == "dummy" else [None, None])
-    assert [outcome[step] for step in ("connected", "first refit", "second refit")] == [["", ""]] * 3
+    assert [outcome[step] for step in ("connected", "first refit", "second refit")] == [["no error"] * 2] * 3
     for step in ("first", "second"):
         engine, trainer = outcome[step]
         for (logprobs, _), expected in zip(engine, trainer, strict=True):

@@ -55,6 +55,25 @@ def test_a_vllm_that_names_versions_of_its_weights_names_those_that_were_sent(ou
         assert named == {"loaded": ["default"] * 2, "version 0": ["0"] * 2, "version 1": ["1"] * 2}
 
 
+HALF = "this vLLM holds a half-written model, since a refit failed or is under way: refit it before it serves"
+
+
+def test_a_server_and_an_llm_refuse_requests_after_a_failed_refit_and_live(outcome):
+    assert "the trainer's digests are gone" in outcome["failed"]
+    plain, (status, chunks), (health, states) = outcome["half-written"]
+    assert plain == [503, HALF]
+    assert (
+        status == 200
+        and f'"message":"{HALF}"' in chunks.replace('": "', '":"')
+        and chunks.count("data:") == 2
+    )
+    assert health == 200
+    assert [(one["ready"], one["version"], one["refusal"]) for one in states] == [(False, None, HALF)]
+    assert outcome["half-written llm"] == [HALF, [None]]
+    last, second = outcome["version 12"], outcome["version 1"]
+    assert outcome["mended"] == 12 and last["server"] == last["llm"] == second["llm"], "equal to the last bit"
+
+
 def test_an_engine_that_is_told_to_let_the_trainer_go_does_and_meets_it_again(outcome):
     assert len(outcome["let go"]) == (1 if MINOR < 32 else 2), "by vLLM's own call, where it has one, too"
     assert all("this engine is not connected" in sentence for sentence in outcome["let go"])
@@ -77,8 +96,8 @@ def test_what_a_trainer_does_wrong_is_refused_in_a_sentence(outcome):
 
 def test_a_request_that_makes_no_sense_is_refused_and_leaves_the_connection_as_it_is(outcome):
     sentences = (
-        "'nowhere is not an address",
-        "'7 is not an address",
+        "nowhere is not an address",
+        "7 is not an address",
         "first_rank is '2'",
         "first_rank is -1",
         "rank 4 is not one of 4 members",
@@ -150,7 +169,15 @@ def test_every_engine_of_a_server_with_several_is_refitted(tmp_path):
         results = run(
             tmp_path, 1, "engine_transfers_on_cpu.transfer_data_parallel", pairs, [url, other], free_port()
         )
+        said = (tmp_path / "log").read_text()
     assert results["workers"] == 2
+    assert (
+        "the trainer's digests are gone" in results["failed"] and results["half-written"] == [[503, HALF]] * 4
+    )
+    assert "the trainer's digests are gone" in results["failed while paused"]
+    assert not any(results["answered while paused"])
+    assert results["held"] == results["loaded"][0], "equal to the last bit"
+    assert "Traceback" not in said and "refused requests from here on: this vLLM holds a half-written" in said
     assert results["refitted"] == results["loaded"], "equal to the last bit"
     for before, after in zip(results["before"], results["refitted"], strict=True):
         assert all(one not in after for one in before), "the control: it had loaded other weights"

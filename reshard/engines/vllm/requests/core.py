@@ -20,7 +20,7 @@ from reshard.engines.vllm.requests.gate import Gate
 
 logger = logging.getLogger("vllm.reshard")
 MODULE = "vllm.v1.engine.core"
-REFUSED = "refused by reshard: "  # begins the answer that `reshard.engines.vllm.requests.front` looks for
+REFUSED = "refused by reshard: "  # begins the answers that `reshard.engines.vllm.requests.front` looks for
 
 
 def install() -> None:
@@ -81,7 +81,7 @@ def _in_a_line(invoke: Callable[..., None]) -> Callable[..., None]:
         def enqueue(answer: Any) -> None:
             if refusals:
                 logger.warning("%s: %s", name, refusals[0])
-                answer.result, answer.failure_message = None, f"Call to {name} method failed: {refusals[0]}"
+                answer.result, answer.failure_message = None, f"{REFUSED}{refusals[0]}"
             enqueue_output(answer)
 
         invoke(name, result, output, enqueue)

@@ -1,10 +1,14 @@
-"""A refused request's answer as an error of the call that sent it, for vLLM 0.24 to 0.33.
+"""What an engine core refuses as an error of who has asked for it, for vLLM 0.24 to 0.33.
 
-An engine core answers a request that it refuses with the finish reason ``error``, and the sentence as the
-stop reason. vLLM's server would make "Internal server error" of it, ``LLM.generate`` an empty text.
+A core answers a request that it refuses with the finish reason ``error``, and the sentence as the stop reason.
+vLLM's server would make "Internal server error" of it, ``LLM.generate`` an empty text. What a call to the
+workers refuses comes as its failure, of which vLLM's server would log a traceback of sixty lines.
 """
 
+import asyncio
 import importlib
+from concurrent.futures import InvalidStateError
+from contextlib import suppress
 from functools import wraps
 from http import HTTPStatus
 from typing import Any
@@ -15,12 +19,14 @@ from reshard.engines.vllm.requests.core import REFUSED
 
 
 def install() -> None:
-    """Raise ReshardError from ``generate`` and ``encode`` for a request that was refused, in fronts of this
-    process; its server answers 503 with the sentence. May be called again."""
+    """Raise ReshardError in fronts of this process: from ``generate`` and ``encode`` for a request that was refused, to
+    which a server answers 503 with the sentence, and from ``collective_rpc`` and the like for a call, to which it answers
+    500. May be called again."""
     with known("processes an engine's outputs elsewhere"):
         engine: Any = importlib.import_module("vllm.v1.engine.llm_engine").LLMEngine
         processor: Any = importlib.import_module("vllm.v1.engine.output_processor").OutputProcessor
-        process, step = processor.process_outputs, engine.step
+        client: Any = importlib.import_module("vllm.v1.engine.core_client")
+        process, step, receive = processor.process_outputs, engine.step, client._process_utility_output
     if hasattr(process, "of_vllm"):
         return
 
@@ -45,8 +51,19 @@ def install() -> None:
         self.abort_request(list(self.output_processor.request_states), internal=True)
         raise ReshardError(sentence)
 
+    @wraps(receive)
+    def receive_answer(output: Any, waiting: dict[int, Any]) -> None:
+        message = output.failure_message
+        if message is None or not message.startswith(REFUSED):
+            receive(output, waiting)
+            return
+        with suppress(asyncio.InvalidStateError, InvalidStateError):  # nobody waits any more
+            error = _error(message.removeprefix(REFUSED), HTTPStatus.INTERNAL_SERVER_ERROR, Exception)
+            waiting.pop(output.call_id).set_exception(error)
+
     process_outputs.of_vllm = process  # type: ignore[attr-defined]
     processor.process_outputs, engine.step = process_outputs, stepped
+    client._process_utility_output = receive_answer
 
 
 def _is_refusal(output: Any) -> bool:
@@ -62,27 +79,36 @@ def _deliver(processor: Any, request: str, sentence: str) -> None:
     if state.queue is None:
         processor.reshard_refusal = sentence
     else:
-        state.queue.put(_error(sentence, is_pooling=state.detokenizer is None))
+        state.queue.put(_error_of_request(sentence, is_pooling=state.detokenizer is None))
 
 
-def _error(sentence: str, is_pooling: bool) -> Exception:
-    """Return what ``AsyncLLM`` is to find, so that it raises a ReshardError, which its server answers with 503 (of a
-    pooling model before vLLM 0.29: 400), and without a traceback in the log."""
+def _error_of_request(sentence: str, is_pooling: bool) -> Exception:
+    """Return what ``AsyncLLM`` is to find in place of an output, so that it raises the error for a refused request."""
     from vllm.v1.engine.async_llm import InputStreamError
 
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    exceptions = importlib.import_module("vllm.exceptions")
+    if hasattr(exceptions, "GracefulHTTPError"):  # from 0.29 on
+        return _error(sentence, status, exceptions.GracefulHTTPError)
+    if is_pooling:  # whose server answers 400
+        return _error(sentence, status, ValueError)
+    # The error of a stream of inputs is raised as it is; another would become one without a text.
+    return InputStreamError(_error(sentence, status, Exception))
+
+
+def _error(sentence: str, status: HTTPStatus, kind: type) -> Exception:
+    """Return a ReshardError that is of this `kind`, too, and that vLLM's server answers with a status and without a
+    traceback in its log."""
     exceptions = importlib.import_module("vllm.exceptions")
     if not hasattr(exceptions, "GenerationError"):  # before 0.29
         exceptions = importlib.import_module("vllm.entrypoints.openai.engine.protocol")
-    failed: type = exceptions.GenerationError
-    raised_as_it_is = getattr(exceptions, "GracefulHTTPError", ValueError if is_pooling else Exception)
 
-    class RequestRefusedError(ReshardError, failed, raised_as_it_is):  # type: ignore[misc, valid-type]
-        """A request that this engine refuses."""
+    class EngineRefusedError(ReshardError, exceptions.GenerationError, kind):  # type: ignore[name-defined, misc]
+        """A request or a call that this engine refuses."""
 
         def __init__(self) -> None:
             Exception.__init__(self, sentence)
             self.message, self.resumable = sentence, False
-            self.status_code = self.http_status = HTTPStatus.SERVICE_UNAVAILABLE
+            self.status_code = self.http_status = status
 
-    # What comes as the error of a stream of inputs is raised as it is, and not as an EngineGenerateError without a text.
-    return InputStreamError(RequestRefusedError()) if raised_as_it_is is Exception else RequestRefusedError()
+    return EngineRefusedError()
