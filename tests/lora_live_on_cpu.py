@@ -335,17 +335,17 @@ def refitted(kind, flags, base, hf, settings, options, files, faults=(), backend
         for i, tensors in enumerate(versions)
     ]
     link = connect(RefitGroup.of_process_group(), source, engine, adapter="policy", backend=backend)
-    slots = engine.adapter("policy").slots
-    result = {"before": caught(slots.request), "different": [], "names": []}
+    policy = engine.adapter("policy")
+    result = {"before": caught(policy.request), "different": [], "names": []}
     # Another link under the same name, after which the first one goes on.
     connect(RefitGroup.of_process_group(), source, engine, adapter="policy", backend=backend)
     for version, (tensors, directory) in enumerate(zip(versions, directories, strict=True)):
         assert put_in(models, config, tensors)
         report = link.refit(verify=True)
-        held = slot_bits(module, slots.current)
+        held = slot_bits(module, module.lora_manager.lora_index_to_id.index(policy.request().lora_int_id))
         theirs = loaded_by_vllm(module, loader, f"theirs{version}", 1 + version, directory)
         result["different"].append([name for name in theirs if held.get(name) != theirs[name]])
-        result["names"].append(slots.request().lora_name)
+        result["names"].append(policy.request().lora_name)
         result["filled"] = sum(bits != refit_sides.bits_of(torch.zeros(bits[0], dtype=torch.bfloat16))
                                for bits in held.values() if isinstance(bits, tuple))  # fmt: skip
     result |= {
@@ -370,9 +370,34 @@ def refitted(kind, flags, base, hf, settings, options, files, faults=(), backend
     result["different"] = [
         [name for of_rank in of_version for name in of_rank] for of_version in zip(*every, strict=True)
     ]
+    result["moved"] = base_moved(link, module, models)
     result["faults"] = {name: FAULTS[name](link, engine, models) for name in faults}
-    result["served"] = slots.request().lora_name
+    result["served"] = policy.request().lora_name
     return result
+
+
+def base_moved(link, module, models) -> list:
+    """How often the weights below the adapter have gone after a refit behind a step that moves them, as Megatron's
+    moves every router's bias, and behind one that does not; and which biases the engine then has, and the trainer."""
+    before, biases = link.weights.refits, {}
+    for model in models:
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias") and ".mtp" not in name:
+                buffer += torch.arange(len(buffer)) / 8
+                biases[model.get_submodule(".".join(name.split(".")[:3])).layer_number - 1] = buffer
+    if not biases:  # in a way that torch does not count
+        next(p for n, p in models[0].named_parameters() if n.endswith("norm.weight")).data.mul_(2)
+    counts = []
+    for _ in range(2):
+        link.refit()
+        counts.append(link.weights.refits - before)
+    theirs = {
+        int(name.split(".")[2]): refit_sides.bits_of(one.float())
+        for name, one in module.named_parameters()
+        if name.endswith("e_score_correction_bias")
+    }
+    own = {layer: refit_sides.bits_of(bias.float()) for layer, bias in biases.items()}
+    return [counts, own == {layer: theirs[layer] for layer in own}, len(own)]
 
 
 def main() -> None:

@@ -58,8 +58,8 @@ def distance(model, answered: list) -> float:
 
 
 def running_request(llm, link, step, policy) -> dict:
-    """The logprobs of a request that runs while a refit comes, and what a second refit says before it is done; the
-    logprobs of the same request with the version before, and with the one that came."""
+    """The logprobs of a request that runs while two refits come; those of the same request with the version before,
+    and with the one that came."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=8, temperature=0, logprobs=0, detokenize=False)
@@ -74,15 +74,13 @@ def running_request(llm, link, step, policy) -> dict:
     before = alone()
     front.add_request("running", prompt, sampling, lora_request=policy)
     outputs = front.step() + front.step()
-    step()
-    link.refit()
-    refused = caught(link.refit)
+    for _ in range(2):
+        step()
+        link.refit()
     while front.has_unfinished_requests():
         outputs += front.step()
     [running] = [logprobs(one) for one in outputs if one.finished]
-    after = alone()
-    link.refit()
-    return {"before": before, "running": running, "after": after, "refused": refused}
+    return {"before": before, "running": running, "after": alone()}
 
 
 def serve_policy(hf: str, folder: str) -> dict:
@@ -126,16 +124,10 @@ def serve_policy(hf: str, folder: str) -> dict:
         with model.disable_adapter():
             results["distances"].append(distance(model, of_base))
     results["request"] = RefitExtension.reshard_adapter(SimpleNamespace(_reshard_connected=lambda: link))
-    front = llm.llm_engine
-    watched, front.add_request = front.add_request, front.add_request.__wrapped__
-    results["by worker"] = answers(llm, policy)  # as where the front is in another process
-    front.add_request = watched
+    results["by version"] = answers(llm, LoRARequest(**results["request"]))
     results["stale"] = caught(partial(answers, llm, LoRARequest("policy@9", 1, "no path")))
-    results["taken"] = caught(
-        partial(
-            answers, llm, LoRARequest("other", destination.adapter("policy").request().lora_int_id, "no path")
-        )
-    )
+    taken = LoRARequest("other", results["request"]["lora_int_id"], "no path")
+    results["taken"] = caught(partial(answers, llm, taken))
     results["running"] = running_request(llm, link, step, policy)
     results["version"] = link.version
     destination.guard.lose("other weights, for a test")
@@ -143,13 +135,48 @@ def serve_policy(hf: str, folder: str) -> dict:
     link.refit()
     results["mended"] = distance(model, answers(llm, policy))
     results["weights"] = link.weights.refits
+    results["other base"] = other_base(llm, hf, link, destination, model, policy)
     results["closed"] = closed(llm, hf, link, destination, model, policy)
     return results
 
 
+def other_base(llm, hf: str, link, destination, model, policy) -> dict:
+    """What is said of the adapter when another link has brought another base, to a request that comes then and to
+    one that runs; and how far the answers are from the trainer's model after the adapter's own refit."""
+    from transformers import AutoModelForCausalLM
+    from vllm import SamplingParams
+
+    from reshard.refit import RefitGroup, connect
+    from reshard.trainers.fsdp import FsdpModel
+
+    other = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    another = connect(RefitGroup.of_process_group(), FsdpModel(other), destination)
+    front = llm.llm_engine
+    sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False)
+    front.add_request("runs", {"prompt_token_ids": PROMPTS[0]}, sampling, lora_request=policy)
+    front.step()
+    another.refit(verify=True)
+    said: dict = {"running": caught(front.step), "new": caught(partial(answers, llm, policy))}
+    said["left"] = front.has_unfinished_requests()
+    before = link.weights.refits
+    link.refit(verify=True)
+    llm.reset_prefix_cache()
+    said["distances"] = [distance(model, answers(llm, policy))]
+    with model.disable_adapter():
+        said["distances"].append(distance(model, answers(llm, None)))
+    said["weights"] = [link.weights.refits - before]
+    link.refit(verify=True)
+    said["weights"].append(link.weights.refits - before)
+    another.close()
+    return said
+
+
 def closed(llm, hf: str, link, destination, model, policy) -> dict:
-    """How many of vLLM's slots are kept while a link is there, when it was closed while it served a request, and
-    after a connect that failed; what is said when others have them; and what is served after another connect."""
+    """Which of vLLM's slots are pinned; what is served after a close, also when other adapters have had all slots;
+    what is said after the adapter was removed; and what is served after a connect that failed, and another."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -159,35 +186,26 @@ def closed(llm, hf: str, link, destination, model, policy) -> dict:
     front, adapter = llm.llm_engine, destination.adapter("policy")
     manager = destination.module.lora_manager
 
-    def taken() -> list[int]:
-        """Slots that vLLM may not give to others, and slots in use."""
-        used = sum(one is not None for one in manager.lora_index_to_id)
-        return [len(manager._active_adapters.pinned_items), used]
-
     def again():
         return connect(RefitGroup.of_process_group(), FsdpModel(model), destination, adapter="policy")
 
     sampling = SamplingParams(max_tokens=4, temperature=0, logprobs=0, detokenize=False)
-    served, results = answers(llm, policy)[0][0], {"taken": [taken()]}
+    served, results = answers(llm, policy)[0][0], {"kept": front.remove_lora(adapter.request().lora_int_id)}
     front.add_request("last", {"prompt_token_ids": PROMPTS[0]}, sampling, lora_request=policy)
     front.step()
     link.close()
-    results["taken"].append(taken())
+    results["pinned"] = len(manager._active_adapters.pinned_items)
     while front.has_unfinished_requests():
         outputs = front.step()
-    results["done"] = [list(outputs[-1].outputs[0].token_ids), served, answers(llm, policy)[0][0]]
     others = [LoRARequest(f"other{index}", 31 + index, adapter_of(hf)) for index in range(3)]
     results["others"] = len({str(one[0]) for one in zip(answers(llm, others), strict=True)})
+    results["done"] = [list(outputs[-1].outputs[0].token_ids), served, answers(llm, policy)[0][0]]
+    results["removed"] = front.remove_lora(adapter.request().lora_int_id)
     results["then"] = caught(partial(answers, llm, policy))
-    results["full"] = caught(again)
-    for other in others:
-        front.remove_lora(other.lora_int_id)
     adapter.most_rank, most = 1, adapter.most_rank
     results["failed"] = caught(again)
     adapter.most_rank = most
-    results["taken"].append(taken())
     link = again()
     link.refit()
     results["again"] = distance(model, answers(llm, policy))
-    results["taken"].append(taken())
     return results

@@ -36,7 +36,6 @@ def test_weights_that_are_rows_of_one_tensor_bring_its_a_to_each_slice():
     """As queries, keys and values of Qwen3.5's linear attention, for which vLLM has a slice each."""
     adapter = VllmAdapter.__new__(VllmAdapter)
     adapter.dtype, adapter.base = torch.bfloat16, SimpleNamespace(device=torch.device("cpu"))
-    adapter.slots = SimpleNamespace(id_of={})
     slices = []
     for rows in ("[0:2]", "[2:4]"):
         buffers = Buffers(torch.zeros(2, 1, 8, 6), torch.zeros(2, 1, 2, 8))

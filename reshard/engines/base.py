@@ -73,6 +73,8 @@ class Engine:
     timeout: float = 60.0
     # True for an adapter: `take_scales` is called before anything is planned.
     takes_scales: bool = False
+    # Of an adapter: bytes drawn at random for the next refit, the same on all ranks of all engines.
+    attempt: bytes = b""
 
     _addresses: list[int] | None = None
 

@@ -33,6 +33,7 @@ class Guard:
     buffer_losses: int = 0
     writes: int = 0
     since: float = field(default_factory=time.time)
+    _held: tuple[int, bytes] = (-1, b"")  # `writes`, and the digest
 
     def invalidate(self, reason: str) -> None:
         """Refuse to serve from now on. What is there then is of no version."""
@@ -59,6 +60,16 @@ class Guard:
     def refitted(self, version: int) -> None:
         """Serve again: a refit has brought all weights, of this version."""
         self.ready, self.version = True, version
+
+    def hold(self, digest: bytes) -> None:
+        """Note the digest of the weights that a refit has just brought."""
+        self._held = self.writes, digest
+
+    @property
+    def held(self) -> bytes:
+        """The digest of the weights that a refit has brought; empty if none did, or something has written since."""
+        writes, digest = self._held
+        return digest if self.ready and writes == self.writes else b""
 
     @property
     def refusal(self) -> str:

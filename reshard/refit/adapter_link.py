@@ -1,25 +1,30 @@
 """The connection of a LoRA adapter, with that of the weights below it."""
 
 import json
+import secrets
 from typing import Any
 
 from reshard.comm.group import RefitGroup
+from reshard.refit.base_digest import BaseDigest
 from reshard.refit.link import Link
+from reshard.refit.protocol.encoding import digest
 from reshard.refit.receiver import Receiver
 from reshard.refit.report import RefitReport
 from reshard.refit.sender import Sender
+
+ATTEMPT_BYTES = 8
 
 
 class AdapterLink:
     """A connection that `connect` makes with `adapter`.
 
     `weights` and `adapters` are the connections of both. The weights are refitted before the first adapter,
-    and again where an engine has lost them or loaded others, and are verified then.
+    and again where an engine holds others than the trainer now has, and are verified then.
     """
 
     def __init__(self, weights: Link, adapters: Link) -> None:
         self.weights, self.adapters = weights, adapters
-        self._losses: int | None = None  # of the engine's weights, when they were last refitted
+        self._base = BaseDigest(weights.sender) if weights.sender is not None else None
 
     @property
     def group(self) -> RefitGroup:
@@ -50,28 +55,33 @@ class AdapterLink:
         """Move the adapter, after the weights below it where an engine does not have the trainer's; return
         the adapter's report. For the rest see `Link.refit`.
 
-        Where it fails, an engine goes on serving the version before, if it has two slots for the adapter.
+        Where it fails, an engine goes on serving the version before.
         """
-        if self._weights_are_wanted():
+        held, is_wanted, attempt = self._compare_weights()
+        if is_wanted:
             version = self.weights.refit(version, verify=True).version
             if self.weights.receiver is not None:
-                self._losses = self.weights.receiver.engine.guard.losses
+                self.weights.receiver.engine.guard.hold(held)
+        if self.adapters.receiver is not None:
+            self.adapters.receiver.engine.attempt = attempt
         return self.adapters.refit(version, verify)
 
-    def _weights_are_wanted(self) -> bool:
-        """Return True, on all members, where an engine's rank does not have the trainer's weights."""
+    def _compare_weights(self) -> tuple[bytes, bool, bytes]:
+        """Return a digest of the trainer's weights below the adapter, whether an engine's rank has others, and what
+        tells this attempt from all others; the same on all members."""
         what = "the look at the weights below the adapter"
+        agreed, receiver = self.weights.agreed, self.weights.receiver
         with self.group.one_call("refit"), self.group.transaction(what):
-            self.group.post("weights", json.dumps(self._lacks_weights()).encode())
-            answers = self.group.read_all("weights", self.weights.agreed.engines)
+            if self._base is not None:
+                self.group.post("base", self._base.take())
+                self.group.post("attempt", secrets.token_bytes(ATTEMPT_BYTES))
+            held = digest(*self.group.read_all("base", agreed.trainers))
+            if receiver is not None:
+                self.group.post("weights", json.dumps(receiver.engine.guard.held != held).encode())
+            answers = self.group.read_all("weights", agreed.engines)
+            attempt = self.group.read("attempt", agreed.trainers[0])
             self.group.commit()
-        return any(payload != b"false" for payload in answers)
-
-    def _lacks_weights(self) -> bool:
-        if self.weights.receiver is None:
-            return False
-        guard = self.weights.receiver.engine.guard
-        return not guard.ready or guard.version is None or guard.losses != self._losses
+        return held, any(payload != b"false" for payload in answers), attempt
 
     def release(self) -> None:
         """See `Link.release`; of both connections."""

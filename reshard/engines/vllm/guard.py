@@ -15,11 +15,13 @@ from reshard.engines.vllm.compat import with_plain_weights
 
 @dataclass
 class VllmGuard(Guard):
-    """The guard of one model, which `watch` puts before its runs."""
+    """The guard of one model, which `watch` puts before its runs. `adapters` are the versions of adapters that
+    trainers refit (`reshard.engines.vllm.adapters.versions.Versions`); None before the first."""
 
     asleep: bool = False
     warming_up: bool = False
     is_model_watched: bool = False
+    adapters: Any = None
 
     def watch(self, module: torch.nn.Module, worker: Any) -> None:
         """Check every run of the model from now on, by this worker, which may be None. Whoever sends a request has its
@@ -68,8 +70,9 @@ class VllmGuard(Guard):
         return warmed_up
 
     def state(self) -> dict[str, Any]:
-        """See `Guard.state`; ``asleep`` says that vLLM sleeps."""
-        return super().state() | {"asleep": self.asleep}
+        """See `Guard.state`; ``asleep`` says that vLLM sleeps, ``adapters`` which ones trainers refit, if any."""
+        adapters = {"adapters": self.adapters.state()} if self.adapters is not None else {}
+        return super().state() | {"asleep": self.asleep} | adapters
 
     def _slept(self, level: int = 1, *_: Any, **__: Any) -> None:
         """After ``sleep``: level 2 discards the weights."""
@@ -140,7 +143,15 @@ def guard_of(model: torch.nn.Module, config: Any, just_loaded: bool = False) -> 
     return _guards[model]
 
 
-def state_of(worker: Any) -> dict[str, Any] | None:
-    """Return what a worker holds; None if its weights are not guarded."""
+def state_of(worker: Any, adapters_in_use: Callable[[], list[int]] | None = None) -> dict[str, Any] | None:
+    """Return what a worker holds; None if its weights are not guarded.
+
+    An engine core says which ids of adapters its unfinished requests have; other versions than the newest are
+    dropped.
+    """
     guard = _guards.get(worker.get_model())
-    return guard.state() if guard is not None else None
+    if guard is None:
+        return None
+    if adapters_in_use is not None and guard.adapters is not None:
+        guard.adapters.keep(adapters_in_use() if guard.adapters.has_older else [])
+    return guard.state()

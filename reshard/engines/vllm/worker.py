@@ -115,10 +115,14 @@ class RefitExtension(DeltaMethods, LinkMethods):
         workers before they raise."""
         return answered(self, method, args, kwargs)
 
-    def reshard_state(self) -> dict[str, Any]:
+    def reshard_state(self, adapters_in_use: list[int] | None = None) -> dict[str, Any]:
         """Return what this worker holds: whether it is ``ready`` to serve, and which ``version``; if it is not, the
-        ``refusal`` that requests get, and ``since`` when; and whether vLLM is ``asleep``."""
-        return state_of(self) or {}
+        ``refusal`` that requests get, and ``since`` when; whether vLLM is ``asleep``; and the ``adapters`` that trainers
+        refit.
+
+        The engine's core, and nobody else, gives `adapters_in_use`: the ids of those of unfinished requests.
+        """
+        return state_of(self, None if adapters_in_use is None else lambda: adapters_in_use) or {}
 
     def reshard_adapter(self) -> dict[str, Any]:
         """Return the arguments of the ``LoRARequest`` for the newest version of the adapter, where this

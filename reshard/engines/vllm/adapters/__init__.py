@@ -2,6 +2,6 @@
 
 `live` is the `Engine`: it finds in `targets` which rows and columns of which adapter a rank multiplies by,
 from what its weights are, takes them into memory of its own (`stages`), and writes them into one of vLLM's slots.
-`slots` keeps the slots, their versions, and which requests they serve. Names of vLLM that are no part of
+`versions` gives each version an id of its own, under which vLLM's manager serves it. Names of vLLM that are no part of
 its interface are in `compat`.
 """

@@ -1,9 +1,6 @@
 """Uses of vLLM's LoRA that are no part of its interface, for vLLM 0.24 to 0.33: its manager of adapters, the
 buffers in which its layers hold them, and its requests."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import wraps
 from typing import Any, NamedTuple
 
 from reshard.core.errors import ReshardError
@@ -12,9 +9,6 @@ from reshard.engines.vllm.compat import known
 
 with importing("vllm"):
     import torch
-
-
-LORA_ARGUMENT = 4  # of `LLMEngine.add_request`, where it is given by position
 
 
 class Buffers(NamedTuple):
@@ -80,34 +74,28 @@ def rank_of(wrapper: Any) -> int:
         return int(wrapper.tp_rank)
 
 
-def free_slots(manager: Any) -> list[int]:
-    """Return the slots in which no adapter is."""
-    return [slot for slot, identity in enumerate(manager.lora_index_to_id) if identity is None]
-
-
-def reserve(manager: Any, slot: int, identity: int) -> None:
-    """Have tokens with this adapter id served from a slot, which vLLM then gives to no other adapter."""
+def take_slot(manager: Any, identity: int) -> tuple[int, bool]:
+    """Return the slot of an adapter id, as of one that was just used, and whether it was given that now: the slot
+    of the id that was used longest ago, if none is free, as vLLM gives them."""
     with known("keeps its adapters' slots elsewhere"):
-        manager.lora_index_to_id[slot] = identity
-        if identity not in manager._active_adapters:
-            manager._active_adapters[identity] = None
-        manager._active_adapters.pin(identity)
-
-
-def release(manager: Any, identity: int) -> None:
-    """Let vLLM take the slot of an adapter id for another adapter, once it needs one."""
-    with known("keeps its adapters' slots elsewhere"):
-        manager._active_adapters.pinned_items.discard(identity)
-
-
-def touch(manager: Any, identity: int) -> None:
-    """Let vLLM take the slots of other ids first, as of an adapter that it has just used."""
-    with known("keeps its adapters' slots elsewhere"):
-        manager._active_adapters.touch(identity)
+        active, ids = manager._active_adapters, manager.lora_index_to_id
+        is_new = identity not in active
+        if is_new:
+            if None not in ids:
+                if len(active.pinned_items) >= len(ids):
+                    raise ReshardError(
+                        f"all {len(ids)} slots of this vLLM have pinned adapters: give a larger max_loras"
+                    )
+                active.remove_oldest()
+            active[identity] = None
+            ids[ids.index(None)] = identity
+            manager._last_mapping = None  # some versions look only at this to see that slots have changed
+        active.touch(identity)
+        return ids.index(identity), is_new
 
 
 def free(manager: Any, identity: int) -> None:
-    """Give the slot of an adapter id back, as vLLM does when an adapter is removed."""
+    """Give the slot of an adapter id back, if it has one, as vLLM does when an adapter is removed."""
     with known("keeps its adapters' slots elsewhere"):
         manager.deactivate_adapter(identity)
 
@@ -122,35 +110,3 @@ def request_for(name: str, identity: int) -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=name, lora_int_id=identity, lora_path="in memory (reshard)")
-
-
-def renumbered(mapping: Any, ids: dict[int, int]) -> Any:
-    """Return vLLM's mapping of tokens to adapters with these ids in place of others."""
-    if mapping is None or not ids:
-        return mapping
-    return replace(
-        mapping,
-        index_mapping=tuple(ids.get(one, one) for one in mapping.index_mapping),
-        prompt_mapping=tuple(ids.get(one, one) for one in mapping.prompt_mapping),
-    )
-
-
-def with_request(add_request: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return an engine's method that takes a request, with the request's adapter changed first."""
-
-    @wraps(add_request)
-    def added(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("lora_request") is not None:
-            kwargs["lora_request"] = change(kwargs["lora_request"])
-        elif len(args) > LORA_ARGUMENT and args[LORA_ARGUMENT] is not None:
-            args = (*args[:LORA_ARGUMENT], change(args[LORA_ARGUMENT]), *args[LORA_ARGUMENT + 1 :])
-        return add_request(*args, **kwargs)
-
-    return added
-
-
-def running_adapters(front: Any) -> Sequence[str]:
-    """Return the names of the adapters of an engine's unfinished requests; none if it is in another
-    process."""
-    states = getattr(getattr(front, "output_processor", None), "request_states", {})
-    return [state.lora_name for state in states.values() if getattr(state, "lora_name", None)]

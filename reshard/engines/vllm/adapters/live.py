@@ -15,10 +15,10 @@ from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.device.memory import Region
 from reshard.engines.base import Engine
 from reshard.engines.guard import Guard
-from reshard.engines.vllm.adapters.compat import check_config, manager_of
-from reshard.engines.vllm.adapters.slots import slots_of
+from reshard.engines.vllm.adapters.compat import check_config, manager_of, worker_manager_of
 from reshard.engines.vllm.adapters.stages import Slice, StagedSlice, Stages
 from reshard.engines.vllm.adapters.targets import Target, find_targets
+from reshard.engines.vllm.adapters.versions import Version, identity_of, versions_of
 from reshard.engines.vllm.guard import VllmGuard
 from reshard.engines.vllm.weights.mla import absorbing_attentions
 from reshard.engines.vllm.weights.served import Served
@@ -51,8 +51,8 @@ class VllmAdapter(Engine):
     """The adapter `name` of one rank of a vLLM whose weights are `base`.
 
     A refit brings the matrices into memory of their own. From there they are written into a slot of vLLM's,
-    in place, which serves the adapter's new requests at the end; until then, and if the refit fails, they are
-    served with what the last one brought.
+    in place, under an id of their own, which new requests get at the end; until then, and if the refit fails,
+    they get that of what the last one brought.
 
     Raises ReshardError if this vLLM serves no adapters, or in a way that is not refitted.
     """
@@ -67,15 +67,13 @@ class VllmAdapter(Engine):
         check_config(manager)
         self.most_rank: int = manager.lora_config.max_lora_rank
         self.dtype: torch.dtype = manager.lora_config.lora_dtype
-        self.slots = slots_of(name, manager, self._unfit)
-        self.slots.watch(base.worker, base.front)
+        self.versions = versions_of(manager, base.guard, base.served.adapters)
+        self.versions.serve(worker_manager_of(base.worker))
         self.targets, self._reasons = find_targets(base.placement, base.regions, base.served.adapters)
         self.guard = Guard("vLLM", False, f"no version of adapter {name!r}")
         self.placement, self.regions = Placement({}), {}
         self._stages = Stages([], self.dtype, self.device)
-        self._writing: int | None = None
-        self._clean: set[int] = set()  # slots with zeros wherever no stage is written
-        self._losses = base.guard.losses
+        self._writing: int | None = None  # the slot
         self._links = 0
 
     @property
@@ -83,35 +81,28 @@ class VllmAdapter(Engine):
         """See `Engine.device`."""
         return self.base.device
 
+    @property
+    def version(self) -> int | None:
+        """The version that new requests get; None if none may be served."""
+        return self.versions.number(self.name)
+
     def request(self) -> Any:
-        """Return vLLM's ``LoRARequest`` for the newest version of the adapter, for engines in other
-        processes; in this one, requests by the adapter's name go there too.
+        """Return vLLM's ``LoRARequest`` for the newest version of the adapter; requests by the adapter's name go
+        there too.
 
         Raises ReshardError if the engine may not serve it.
         """
-        return self.slots.request()
-
-    def _unfit(self) -> str:
-        """Return what keeps the engine from serving the adapter; empty if nothing does."""
-        guard = self.base.guard
-        if not guard.ready:
-            return guard.reason
-        if guard.version is None:
-            return "weights below it that no refit has brought"
-        if not self.guard.ready or guard.losses != self._losses:
-            return "no version of it, or one that was lost since"
-        return ""
+        return self.versions.request(self.name)
 
     # Connecting
 
     def take_scales(self, scales: Mapping[str, Scale]) -> None:
         """See `Engine.take_scales`.
 
-        Raises ReshardError for adapters of weights for which vLLM holds none, and of too high a rank, and
-        where other adapters have all of vLLM's slots.
+        Raises ReshardError for adapters of weights for which vLLM holds none, and of too high a rank.
         """
         self._links += 1
-        self.slots.take()
+        self.versions.connect(self.name)
         for reason in (self._reasons[weight] for weight in scales if weight in self._reasons):
             raise ReshardError(reason)
         own_weights = {part.name for tensor in self.base.placement.tensors.values() for part in tensor.parts}
@@ -138,11 +129,8 @@ class VllmAdapter(Engine):
                 f"max_lora_rank={highest} or more"
             )
         slices = list(self._slices(scales))
-        if sorted(one.kind for one in slices) != sorted(stage.slice.kind for stage in self._stages.all):
-            self._take_slices(slices)
-        else:  # the memory stays where it is, since another link may write there
-            self._clean = set()
-            self._stages.prepare(list(self.slots.id_of))
+        if sorted(one.kind for one in slices) != self._stages.kinds:
+            self._take_slices(slices)  # else the memory stays where it is, since another link may write there
 
     def _slices(self, scales: Mapping[str, Scale]) -> Iterator[Slice]:
         """Yield the slices of layers in which these weights are.
@@ -166,8 +154,7 @@ class VllmAdapter(Engine):
     def _take_slices(self, slices: Sequence[Slice]) -> None:
         """Make the memory of these slices, the placement, and the regions."""
         self._stages = Stages(slices, self.dtype, self.device)
-        self._stages.prepare(list(self.slots.id_of))
-        self.regions, self._clean = {}, set()
+        self.regions = {}
         shapes: dict[str, tuple[int, ...]] = {}
         tensors: list[LocalTensor] = []
         for stage in self._stages.all:
@@ -184,11 +171,11 @@ class VllmAdapter(Engine):
         self.staged_rounds = dict.fromkeys(self.regions, ROUND)
 
     def disconnect(self) -> None:
-        """See `Engine.disconnect`: let vLLM have its slots back, unless another link has them."""
+        """See `Engine.disconnect`: let vLLM remove the adapter, unless another link refits it."""
         self._links = max(0, self._links - 1)
         if not self._links:
-            self.slots.release()
-            self._take_slices([])
+            self.versions.disconnect(self.name)
+            self._take_slices([])  # the newest version keeps its own
 
     # A refit
 
@@ -201,27 +188,14 @@ class VllmAdapter(Engine):
         return False
 
     def begin(self) -> None:
-        """Choose the slot to write into; requests are served on from the other."""
-        if self.base.guard.losses != self._losses:
-            self.slots.forget()
-            self._clean.clear()
-            self._stages.prepare(list(self.slots.id_of))
-        self._writing = self.slots.begin(self.base.front)
-        if self.slots.current is None:
-            self.guard.invalidate(f"no version of adapter {self.name!r}")
+        """Make room for what will arrive; requests are served on with what they began with."""
+        self._writing = None
+        self.versions.begin(identity_of(self.attempt), self._stages)
 
     def process_round(self, index: int) -> None:
-        """Write what has arrived into the slot."""
-        assert self._writing is not None
-        if self._writing not in self._clean:
-            self._clear(self._writing)
-        self._stages.write(self._writing)
-
-    def _clear(self, slot: int) -> None:
-        """Fill a slot of all layers with zeros."""
-        for wrapper in self.base.served.adapters.values():
-            wrapper.reset_lora(slot)  # type: ignore[operator]
-        self._clean.add(slot)
+        """Write what has arrived into a slot."""
+        self._stages.finish()
+        self._writing = self.versions.fill(identity_of(self.attempt), self._stages)
 
     def mismatches(self, index: int) -> list[Any]:
         """See `Engine.mismatches`."""
@@ -232,9 +206,12 @@ class VllmAdapter(Engine):
 
     def end(self, version: int) -> None:
         """Serve new requests with what has arrived."""
-        assert self._writing is not None
-        self.slots.end(self._writing, version)
-        self._writing, self._losses = None, self.base.guard.losses
+        lora_name = f"{self.name}@{version}-{self.attempt.hex()}"
+        writes = self.base.guard.writes
+        self.versions.add(
+            Version(self.name, version, lora_name, identity_of(self.attempt), self._stages, writes)
+        )
+        self._writing = None
         self.guard.refitted(version)
 
     def tensor_accounts(self) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ slots: in one pass for all layers, since there are hundreds of small matrices.""
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -102,24 +102,39 @@ class Stages:
             if factor != 1:
                 self._scaled.append((self.memory[entries[0][1] : entries[-1][2]], factor))
         self._one = torch.ones(1, dtype=torch.int32, device=device)  # what says that experts have one
-        self._tables: dict[int, CopyTable] = {}
-        # By slot, the digests of both ends of its copies.
+        # By slot and address of the memory, the copies, and the digests of both ends of these.
+        self._tables: dict[tuple[int, int], CopyTable] = {}
         self._digests: dict[int, tuple[Digests, Digests]] = {}
+        self._buffers = self._find_buffers()
 
-    def prepare(self, slots: Sequence[int]) -> None:
-        """Make the tables of copies into these slots from where vLLM has its buffers now."""
-        self._tables = {slot: CopyTable(tiles_of(self._table(slot))[0], self.device) for slot in slots}
-        self._digests = {}
+    @property
+    def kinds(self) -> list[Any]:
+        """The shapes of all slices, which say what of a slot is written."""
+        return sorted(stage.slice.kind for stage in self.all)
 
-    def _table(self, slot: int) -> np.ndarray:
-        return table_of([copy for _, copy in self._copies(slot)])
+    def _find_buffers(self) -> list[int]:
+        """Return where vLLM has its buffers now."""
+        buffers = (stage.slice.buffers for stage in self.all)
+        return [tensor.data_ptr() for one in buffers for tensor in (one.a, one.b)]
 
-    def _copies(self, slot: int) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
-        """Yield the matrices with their copies into a slot, as `table_of` takes these."""
+    def prepare(self) -> None:
+        """Make the tables of copies again if vLLM has its buffers elsewhere now."""
+        buffers = self._find_buffers()
+        if buffers != self._buffers:
+            self._buffers, self._tables, self._digests = buffers, {}, {}
+
+    def _table(self, slot: int, shift: int = 0) -> np.ndarray:
+        return table_of([copy for _, copy in self._copies(slot, shift)])
+
+    def _copies(self, slot: int, shift: int = 0) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+        """Yield the matrices with their copies into a slot, as `table_of` takes these, from so many bytes behind
+        the memory."""
         for stage in self.all:
-            yield from self._copies_of(stage, slot)
+            yield from self._copies_of(stage, slot, shift)
 
-    def _copies_of(self, stage: StagedSlice, slot: int) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    def _copies_of(
+        self, stage: StagedSlice, slot: int, shift: int
+    ) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
         size = stage.a.element_size()
         a, b = stage.slot(slot)
         experts, rows_of_a, columns = stage.a.shape
@@ -127,24 +142,36 @@ class Stages:
             raise ReshardError(f"vLLM's adapters of {stage.layer} have rows that do not follow each other")
         if rows_of_a:
             width = rows_of_a * columns * size
-            yield stage.a, (stage.a.data_ptr(), a.data_ptr(), experts, width, width, a.stride(0) * size)
+            yield (
+                stage.a,
+                (stage.a.data_ptr() + shift, a.data_ptr(), experts, width, width, a.stride(0) * size),
+            )
         width = stage.slice.rank * size
         rows = experts * b.shape[1]
-        yield stage.b, (stage.b.data_ptr(), b.data_ptr(), rows, width, width, b.stride(1) * size)
+        yield stage.b, (stage.b.data_ptr() + shift, b.data_ptr(), rows, width, width, b.stride(1) * size)
         enabled = stage.slice.buffers.enabled
         if enabled is not None:
             four = self._one.element_size()
             yield stage.b, (self._one.data_ptr(), enabled[slot].data_ptr(), 1, four, four, four)
 
-    def write(self, slot: int) -> None:
-        """Write what has arrived into a slot, B times its scale, rounded as vLLM rounds it. What is in the memory
-        then is what the slot has.
+    def finish(self) -> None:
+        """Make of what has arrived what a slot has: B times its scale, rounded as vLLM rounds it.
 
-        Raises ReshardError, with the slot as it was, if weights have several A for which vLLM has one.
+        Raises ReshardError if weights have several A for which vLLM has one.
         """
         self._check_common()
         self.scale()
-        self._tables[slot].run()
+
+    def write(self, slot: int, memory: torch.Tensor | None = None) -> None:
+        """Write what is in the memory into a slot; or what was copied from there into other `memory`."""
+        source = self.memory if memory is None else memory
+        key = slot, source.data_ptr()
+        if key not in self._tables:
+            own = {(one, self.memory.data_ptr()) for one, _ in self._tables} | {key}
+            self._tables = {one: table for one, table in self._tables.items() if one in own}
+            shift = source.data_ptr() - self.memory.data_ptr()
+            self._tables[key] = CopyTable(tiles_of(self._table(slot, shift))[0], self.device)
+        self._tables[key].run()
 
     def differing(self, slot: int) -> list[torch.Tensor]:
         """Return the matrices whose bits in a slot differ from those in memory."""

@@ -12,18 +12,12 @@ Whether the weights are whole is no admission: that may change while a request w
 looks before each step.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
-
-class Workers(Protocol):
-    """What a gate knows of its core's workers."""
-
-    def states(self) -> Sequence[dict[str, Any]]:
-        """See `reshard.engines.vllm.requests.gate.Gate.states`."""
-
+from reshard.engines.vllm.requests.adapters import Workers, choose_version
 
 Admission = Callable[[Any, Workers], None]
 
 # In the order in which a request passes them.
-ADMISSIONS: list[Admission] = []
+ADMISSIONS: list[Admission] = [choose_version]

@@ -166,13 +166,22 @@ class VllmCore:
         if self._worker is None:
             return None
         module = sys.modules.get("reshard.engines.vllm.guard")
-        state = module.state_of(self._worker) if module is not None else None
+        state = module.state_of(self._worker, self._adapters_in_use) if module is not None else None
         return [state] if state is not None else []
 
     def remote_states(self) -> list[dict[str, Any]]:
         """See `Core.remote_states`."""
-        states: list[dict[str, Any]] = self._core.model_executor.collective_rpc("reshard_state")
+        call = self._core.model_executor.collective_rpc
+        states: list[dict[str, Any]] = call("reshard_state", args=(self._adapters_in_use(),))
         return states
+
+    def unfinished(self) -> list[tuple[str, Any]]:
+        """See `Core.unfinished`."""
+        requests = self._core.scheduler.requests
+        return [(identity, one.lora_request) for identity, one in requests.items()]
+
+    def _adapters_in_use(self) -> list[int]:
+        return sorted({adapter.lora_int_id for _, adapter in self.unfinished() if adapter is not None})
 
     def watch_calls(self, called: Callable[[], None]) -> None:
         """See `Core.watch_calls`."""
@@ -185,7 +194,7 @@ class VllmCore:
     def _has_own_process(self) -> bool:
         return hasattr(self._core, "output_queue")
 
-    def finish(self, sentence: str) -> int:
+    def finish(self, sentence: str, requests: list[str] | None = None) -> int:
         """See `Core.finish`. vLLM holds requests while it is paused, and so does this, but in a process whose one
         caller waits for them."""
         from vllm.v1.core.sched.interface import PauseState
@@ -195,7 +204,10 @@ class VllmCore:
         paused = scheduler.pause_state if self._has_own_process else PauseState.UNPAUSED
         if paused == PauseState.PAUSED_ALL:
             return 0
-        some = None if paused == PauseState.UNPAUSED else [one.request_id for one in scheduler.running]
+        some = requests
+        if paused != PauseState.UNPAUSED:
+            running = [one.request_id for one in scheduler.running]
+            some = running if requests is None else [one for one in requests if one in running]
         finished = scheduler.finish_requests(some, RequestStatus.FINISHED_ERROR)
         clients = [one if isinstance(one, tuple) else (one.request_id, one.client_index) for one in finished]
         self.answer(clients, sentence)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from reshard.core.errors import ReshardError
+from reshard.engines.vllm.requests.adapters import withdrawn_requests
 from reshard.engines.vllm.requests.admissions import ADMISSIONS
 
 logger = logging.getLogger("vllm.reshard")
@@ -22,9 +23,12 @@ class Core(Protocol):
     def watch_calls(self, called: Callable[[], None]) -> None:
         """Call `called` after each call to the workers that may change what they hold."""
 
-    def finish(self, sentence: str) -> int:
-        """Answer the requests that the next step would run with a sentence, take them from the scheduler,
-        and return how many they were."""
+    def unfinished(self) -> list[tuple[str, Any]]:
+        """Return the ids of all requests that the core has, each with its adapter or None."""
+
+    def finish(self, sentence: str, requests: list[str] | None = None) -> int:
+        """Answer the requests that the next step would run with a sentence, or those of these ids alone, take them
+        from the scheduler, and return how many they were."""
 
 
 class Gate:
@@ -38,6 +42,7 @@ class Gate:
         self._core = core
         self._known: list[dict[str, Any]] | None = None
         self._logged = ""
+        self._adapters: list[Any] = []  # the states of adapters for which all requests were looked at
         core.watch_calls(self._forget)
 
     def _forget(self) -> None:
@@ -73,8 +78,21 @@ class Gate:
         sentence = self.refusal()
         if not sentence:
             self._logged = ""
+            self._finish_withdrawn()
             return
         count = self._core.finish(sentence)
         if count and sentence != self._logged:
             logger.warning("refused requests from here on: %s", sentence)
             self._logged = sentence
+
+    def _finish_withdrawn(self) -> None:
+        """Answer the requests whose adapters must not be served any more."""
+        states = [state.get("adapters") for state in self.states()]
+        if not any(states) or states == self._adapters:
+            return
+        withdrawn = withdrawn_requests(self._core.unfinished(), self)
+        for sentence, requests in withdrawn.items():
+            if self._core.finish(sentence, requests):
+                logger.warning("ended %d requests: %s", len(requests), sentence)
+        if not withdrawn:  # else there may be some that wait while vLLM is paused
+            self._adapters = states
