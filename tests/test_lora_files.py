@@ -28,6 +28,7 @@ from reshard import (
     lora_to_peft,
     mcore_to_hf,
 )
+from reshard.lora.patterns import Patterns
 from reshard.parity.systems import opening
 from tests import lora_in_vllm
 from tests.oracle import hf_tensors, same
@@ -66,6 +67,12 @@ def adapter(source: Path, folder: Path, dtype=torch.float32, shared: bool = True
 def merged_by_peft(source: Path, of: Path, dtype) -> dict[str, torch.Tensor]:
     whole = PeftModel.from_pretrained(model_of(source, dtype), of).merge_and_unload()
     return {name: value for name, value in whole.state_dict().items() if name in hf_tensors(source)}
+
+
+def apart(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """The largest difference between the elements of two models of the same tensors."""
+    assert ours.keys() == theirs.keys()
+    return max(float((theirs[name].float() - value.float()).abs().max()) for name, value in ours.items())
 
 
 def steps(a: torch.Tensor, b: torch.Tensor) -> int:
@@ -297,7 +304,24 @@ REFUSED = [
     ({"bias": "all"}, "bias is 'all'"),
     ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; only LORA"),
     ({"r": 8}, "says that .*q_proj has rank 8, but its A has rank 4"),
-    ({"rank_pattern": {"(": 2}}, "'\\(' is not a regular expression"),
+    ({"rank_pattern": {"(": 2}}, "rank_pattern: '\\(' is not a regular expression"),
+    (
+        {"rank_pattern": {r"(q)\1_proj": 2}},
+        "rank_pattern: .* is more complex than the patterns that are followed",
+    ),
+    ({"alpha_pattern": {"(((x?){99}){99}){99}": 2}}, "alpha_pattern: .* is more complex than the patterns"),
+    ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is {'nblocks': 2}"),
+    ({"fan_in_fan_out": 0}, "fan_in_fan_out is 0"),
+    ({"of_tomorrow": 1.5}, "of_tomorrow is 1.5, which is not converted"),
+    ({"use_rslora": "yes"}, "use_rslora is 'yes', neither true nor false"),
+    (
+        {"init_lora_weights": "pissa_niter_4"},
+        "init_lora_weights is 'pissa_niter_4', by which PEFT changes the base",
+    ),
+    ({"init_lora_weights": "loftq"}, "init_lora_weights is 'loftq'"),
+    ({"init_lora_weights": "corda"}, "init_lora_weights is 'corda'"),
+    ({"init_lora_weights": "lora_ga"}, "init_lora_weights is 'lora_ga'"),
+    ({"init_lora_weights": 1}, "init_lora_weights is 1,"),
     ({"rank_pattern": {".*up_proj": 2}}, "up_proj has rank 2, but its A has rank 4"),
     ({"lora_alpha": "ten"}, "lora_alpha is 'ten', not a positive number"),
 ]
@@ -312,6 +336,61 @@ def test_what_is_more_than_two_matrices_is_refused_by_name(change, sentence, lla
         with pytest.raises(ReshardError, match=sentence):
             action(of, tmp_path / "out", hf_config=llama)
     assert not (tmp_path / "out").exists()
+
+
+# How an adapter that changes its base begins, and one that does not; PEFT reads either from its config.
+BEGINNINGS = {"pissa": False, "olora": False, "gaussian": True, "orthogonal": True, "eva": True, "mica": True}
+
+
+@pytest.mark.parametrize("init", BEGINNINGS)
+def test_an_adapter_that_changed_its_base_is_refused_and_any_other_merged_as_peft_does(init, llama, tmp_path):
+    of = adapter(llama, tmp_path / "adapter", shared=False, init_lora_weights=init)
+    theirs = merged_by_peft(llama, of, torch.float32)
+    if BEGINNINGS[init]:
+        lora_merge(llama, of, tmp_path / "merged")
+        assert apart(hf_tensors(tmp_path / "merged"), theirs) < 1e-6
+        return
+    with pytest.raises(ReshardError, match=f"init_lora_weights is '{init}', by which PEFT changes the base"):
+        lora_merge(llama, of, tmp_path / "merged")
+    config = json.loads((of / "adapter_config.json").read_text()) | {"init_lora_weights": True}
+    (of / "adapter_config.json").write_text(json.dumps(config))
+    lora_merge(llama, of, tmp_path / "merged")
+    assert apart(hf_tensors(tmp_path / "merged"), theirs) > 0.01, "another model, without the refusal"
+
+
+def test_patterns_that_a_matcher_could_not_end_are_followed_as_peft_means_them(llama, tmp_path):
+    """What Python's own matcher takes years for."""
+    of = adapter(llama, tmp_path / "adapter", shared=False, alpha_pattern={"layers.1.mlp.up_proj": 3})
+    lora_merge(llama, of, tmp_path / "wanted")
+    config = json.loads((of / "adapter_config.json").read_text())
+    config["alpha_pattern"] = {r"((\w|[a-z_.0-9]*)*)*!": 5, r"(?:layers\.1\.?)+mlp\.(up|(x+x+)+y)_proj": 3}
+    (of / "adapter_config.json").write_text(json.dumps(config))
+    lora_merge(llama, of, tmp_path / "merged")
+    assert same(hf_tensors(tmp_path / "wanted"), hf_tensors(tmp_path / "merged")) == []
+
+
+def test_a_pattern_is_what_pythons_matcher_makes_of_it():
+    """Of random patterns and real names; PEFT's own expression is the judge."""
+    pieces = (
+        "q_proj", "layers", "mlp", ".", r"\.", r"\d+", ".*", "[0-3]", "(q|up)_proj", "^model", "$", "1", "(1|2)?", "[^.]+", "w1{1}",
+        r"\w*", "(?:a|mlp)", "l{1,2}", ".*?", "x|lm_head", r"\Z", r"\A",
+    )  # fmt: skip
+    ends = ("self_attn.q_proj", "mlp.up_proj", "mlp.experts.3.w1", "mlp.gate_up_proj")
+    names = [f"model.layers.{layer}.{end}" for layer in (0, 1, 12) for end in ends] + ["lm_head", ""]
+    random, found = Random(0), 0
+    for _ in range(1500):
+        values = {"".join(random.choices(pieces, k=random.randint(1, 4))): number for number in range(2)}
+        expressions = {rf"(.*\.)?({pattern})$": number for pattern, number in values.items()}
+        try:
+            compiled = {re.compile(expression): number for expression, number in expressions.items()}
+        except re.error:
+            continue
+        patterns = Patterns(values, "rank_pattern")
+        for name in names:
+            wanted = next((number for one, number in compiled.items() if one.match(name)), None)
+            assert patterns.find(name, None) == wanted, (values, name)
+            found += wanted is not None
+    assert found > 1000
 
 
 def test_tensors_that_are_no_pair_are_refused_by_name(llama, tmp_path):

@@ -7,16 +7,24 @@ from typing import Any
 
 from reshard.core.errors import ReshardError
 from reshard.lora.names import module_of
-from reshard.lora.scale import Scale, as_number, by_pattern, most_common
+from reshard.lora.patterns import Patterns
+from reshard.lora.scale import Scale, as_number, most_common
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Fields by which an adapter is more than pairs of matrices, and the values at which it is not.
-PLAIN: dict[str, tuple[Any, ...]] = {
-    "use_dora": (False, None), "modules_to_save": (None, []), "bias": ("none", None), "lora_bias": (False, None),
-    "fan_in_fan_out": (False, None), "trainable_token_indices": (None, {}), "layer_replication": (None, []),
-    "megatron_config": (None,), "loftq_config": (None, {}), "corda_config": (None,), "use_qalora": (False, None),
-    "alora_invocation_tokens": (None, []), "arrow_config": (None,),
-}  # fmt: skip
+# Fields that say what the tensors say, or what is done in training alone: any value of theirs is W + scale * B @ A.
+READ = (
+    "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "base_model_name_or_path",
+)  # fmt: skip
+WITHOUT_EFFECT = (
+    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "target_modules", "target_parameters",
+    "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "megatron_core", "qalora_group_size",
+    "runtime_config", "ensure_weight_tying", "eva_config", "velora_config",
+)  # fmt: skip
+# The ways to begin that leave the base as it is: the others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) take something from
+# it, which PEFT does again where it loads the adapter.
+INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+# What any other field is where it does nothing. A field that is not known here has to be off.
+OFF: tuple[Any, ...] = (None, False, [], {})
 
 
 def check_plain(config: Mapping[str, Any], where: object) -> None:
@@ -24,10 +32,20 @@ def check_plain(config: Mapping[str, Any], where: object) -> None:
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
         raise ReshardError(f"{where}: peft_type is {kind!r:.80}; only LORA is converted")
-    for field, values in PLAIN.items():
-        if config.get(field) not in values:
+    init = config.get("init_lora_weights")
+    if not any(init is known or (isinstance(init, str) and init == known) for known in INITS):
+        raise ReshardError(
+            f"{where}: init_lora_weights is {init!r:.80}, by which PEFT changes the base when it loads the adapter: save it "
+            f"with save_pretrained(path_initial_model_for_weight_conversion=...), or merge it with PEFT"
+        )
+    for field, value in config.items():
+        if field in READ or field in WITHOUT_EFFECT or field == "init_lora_weights":
+            continue
+        # 0 is equal to False, and another value.
+        off = any(type(value) is type(each) and value == each for each in OFF)
+        if not off and not (field == "bias" and value == "none"):
             raise ReshardError(
-                f"{where}: {field} is {config[field]!r:.80}, which is not converted: only LoRA's A and B are"
+                f"{where}: {field} is {value!r:.80}, which is not converted: only LoRA's A and B are"
             )
 
 
@@ -39,28 +57,30 @@ def scales_of(
 
     Raises ReshardError if the config has another rank.
     """
-    rank_pattern, alpha_pattern = (
+    ranks_by_name, alphas_by_name = (
         _patterns(config, name, where) for name in ("rank_pattern", "alpha_pattern")
     )
     rank, alpha = (as_number(config.get(name, 8), name, where) for name in ("r", "lora_alpha"))
-    rslora = bool(config.get("use_rslora"))
+    rslora = config.get("use_rslora")
+    if rslora not in (None, True, False):
+        raise ReshardError(f"{where}: use_rslora is {rslora!r:.80}, neither true nor false")
     scales = {}
     for weight, held in ranks.items():
         module = module_of(names.get(weight, weight))
-        expected = by_pattern(rank_pattern, module, rank)
+        expected = ranks_by_name.find(module, rank)
         if expected != held:
             raise ReshardError(f"{where} says that {module} has rank {expected}, but its A has rank {held}")
         scales[weight] = Scale(
-            held, as_number(by_pattern(alpha_pattern, module, alpha), "lora_alpha", where), rslora
+            held, as_number(alphas_by_name.find(module, alpha), "lora_alpha", where), bool(rslora)
         )
     return scales
 
 
-def _patterns(config: Mapping[str, Any], name: str, where: object) -> Mapping[str, Any]:
+def _patterns(config: Mapping[str, Any], name: str, where: object) -> Patterns:
     patterns = config.get(name) or {}
     if not isinstance(patterns, dict):
         raise ReshardError(f"{where}: {name} is {patterns!r:.80}, not an object")
-    return patterns
+    return Patterns(patterns, f"{where}: {name}")
 
 
 def written_config(

@@ -1,8 +1,7 @@
 """The factor before ``B @ A``: alpha over the rank, or over its square root (rsLoRA)."""
 
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import Any
@@ -36,19 +35,3 @@ def as_number(value: Any, name: str, where: object) -> float:
     if not isfinite(number) or number <= 0:
         raise ReshardError(f"{where}: {name} is {value!r:.80}, not a positive number")
     return number
-
-
-def by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """Return a module's entry in PEFT's ``rank_pattern`` or ``alpha_pattern``: that of the first
-    pattern, a regular expression, that its name is or ends with after a point.
-
-    >>> by_pattern({"q_proj": 4, r"1\\.mlp\\..*": 8}, "model.layers.1.mlp.up_proj", 2)
-    8
-    """
-    for pattern, value in patterns.items():
-        try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
-        except re.error as error:
-            raise ReshardError(f"{pattern[:80]!r} is not a regular expression: {error}") from None
-    return default
