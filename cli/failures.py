@@ -5,6 +5,7 @@ import contextlib
 import errno
 import os
 import shlex
+import signal
 import sys
 import traceback
 
@@ -18,9 +19,9 @@ from reshard.core.version import __version__
 DEBUG = "RESHARD_DEBUG"
 
 
-def status_of(error: BaseException, interrupted: bool = False) -> int:
+def status_of(error: BaseException, interrupted: int = 0) -> int:
     """Say what ended the command, unless nobody can read it; the exit status. `interrupted` says
-    that Ctrl-C was pressed, whatever a library made of that."""
+    which signal has come, as by Ctrl-C, whatever a library made of that."""
     if isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError):
         # click takes an EOFError for an end of the user's input; here it is one of a file
         error = error.__cause__
@@ -32,7 +33,9 @@ def status_of(error: BaseException, interrupted: bool = False) -> int:
     if interrupted or isinstance(error, (click.Abort, KeyboardInterrupt)):
         interrupt = error.__cause__ if isinstance(error, click.Abort) else error
         hint = str(interrupt) if isinstance(interrupt, KeyboardInterrupt) else ""
-        return _end(f"Interrupted{f': {hint}' if hint else ''}.", "interrupted", 130)
+        return _end(
+            f"Interrupted{f': {hint}' if hint else ''}.", "interrupted", 128 + (interrupted or signal.SIGINT)
+        )
     if isinstance(error, click.ClickException):
         with contextlib.suppress(OSError, ValueError):
             error.show()

@@ -58,10 +58,16 @@ run_options = together(
 def progress_bar(
     title: str, amount: Callable[[int], str] | None = None
 ) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar with rate and time left on a terminal's stderr; nothing if that is piped. `amount`
-    says how much is done, by default in bytes."""
-    if sys.stderr is None or not sys.stderr.isatty():
+    """A bar with rate and time left on a terminal's stderr; a line each minute if that is a file or a pipe, such as
+    a job's log. `amount` says how much is done, by default in bytes."""
+    if sys.stderr is None:
         yield None
+        return
+    if not sys.stderr.isatty():
+        if os.environ.get("RANK", "0") != "0":  # the first process says it
+            yield None
+            return
+        yield _Lines(title, amount or size).show
         return
     bar = _Bar(title, amount or size)
     bar.draw(title)
@@ -71,29 +77,54 @@ def progress_bar(
         bar.draw("")
 
 
-class _Bar:
-    """A line that is drawn when there is something new, and by no thread: a program with threads
-    does not fork."""
+class _Progress:
+    """Progress that is shown when there is something new, every so many `SECONDS` at most, and by no thread: a
+    program with threads does not fork."""
+
+    SECONDS: float
 
     def __init__(self, title: str, amount: Callable[[int], str]) -> None:
         self.title, self.amount = title, amount
-        self.began, self.drawn, self.first = time.monotonic(), 0.0, 0
+        self.began = self.shown = time.monotonic()
+        self.first: int | None = None  # what an earlier run has done, which says nothing of the rate
 
     def show(self, done: int, total: int) -> None:
-        """Draw the progress, ten times a second at most."""
+        """Show that so much is done, if it is time to."""
         now = time.monotonic()
-        if not self.drawn:
-            self.first = done  # what an earlier run has done, which says nothing of the rate
-        if now - self.drawn < 0.1:
+        if self.first is None:
+            self.first = done
+        if now - self.shown < self.SECONDS:
             return
-        self.drawn, seconds = now, max(now - self.began, 1e-9)
+        self.shown, seconds = now, max(now - self.began, 1e-9)
         share = done / total if total else 1.0
         rate = (done - self.first) / seconds
         left = f", {(total - done) / rate:.0f} s left" if rate else ""
-        blocks = "#" * round(share * BAR_COLUMNS)
-        self.draw(
-            f"{self.title} [{blocks:<{BAR_COLUMNS}}] {share:4.0%} {self.amount(done)} of {self.amount(total)}{left}"
-        )
+        self.draw_progress(share, f"{share:4.0%} {self.amount(done)} of {self.amount(total)}{left}")
+
+    def draw_progress(self, share: float, text: str) -> None:
+        """Show the text of a share that is done."""
+        raise NotImplementedError
+
+
+class _Lines(_Progress):
+    """Lines of a log."""
+
+    SECONDS = 60.0
+
+    def draw_progress(self, share: float, text: str) -> None:
+        """Write a line. A log that cannot be written does not end the work."""
+        with contextlib.suppress(OSError):
+            click.echo(f"{self.title}: {text.strip()}", err=True)
+
+
+class _Bar(_Progress):
+    """A line of a terminal that is drawn again and again."""
+
+    SECONDS = 0.1
+
+    def draw_progress(self, share: float, text: str) -> None:
+        """Draw the bar."""
+        self.draw(f"{self.title} [{'#' * round(share * BAR_COLUMNS):<{BAR_COLUMNS}}] {text}")
 
     def draw(self, line: str) -> None:
         """Put a line in the place of the last one. A terminal that has gone away does not end the

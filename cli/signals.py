@@ -1,4 +1,4 @@
-"""Ctrl-C and the standard streams, as they are from the first line to the last. Imports nothing
+"""Ctrl-C, SIGTERM and the standard streams, as they are from the first line to the last. Imports nothing
 that takes time."""
 
 import codecs
@@ -8,44 +8,47 @@ import sys
 from types import FrameType
 from typing import Any
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C's, and the one by which slurm and Kubernetes end a process
 _seen: list[int] = []
 
 
 def leave_when_interrupted() -> None:
-    """Have Ctrl-C end the process, with a line and status 130: while modules are imported there is
+    """Have Ctrl-C, or SIGTERM, end the process, with a line and status 130, or 143: while modules are imported there is
     nothing to clean up."""
     _handle(_leave)
 
 
 def raise_when_interrupted() -> None:
-    """Have Ctrl-C raise KeyboardInterrupt once, while a command runs; a second one ends the process
-    as it is."""
+    """Have Ctrl-C, or SIGTERM, raise KeyboardInterrupt once, while a command runs; a second one ends the
+    process as it is."""
     _handle(_raise)
     sys.unraisablehook = _unraisable
 
 
-def interrupted() -> bool:
-    """Return True once Ctrl-C was pressed: a library in whose import that happens may raise
-    something else."""
-    return bool(_seen)
+def interrupted() -> int:
+    """Return the signal that has interrupted the command, 0 if none has: a library in whose import that happens may
+    raise something else."""
+    return _seen[0] if _seen else 0
 
 
 def _handle(handler: Any) -> None:
     # A process in the background, which the shell starts with Ctrl-C ignored, goes on ignoring it.
-    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _leave, _raise):
-        signal.signal(signal.SIGINT, handler)
+    for number in SIGNALS:
+        if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL, _leave, _raise):
+            signal.signal(number, handler)
 
 
 def _leave(number: int = signal.SIGINT, frame: FrameType | None = None) -> None:
     try:
         os.write(2, b"Interrupted.\n")
     finally:
-        os._exit(130)
+        os._exit(128 + number)
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
     _seen.append(number)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_DFL)
     raise KeyboardInterrupt
 
 

@@ -213,11 +213,13 @@ def test_two_runs_on_one_destination(whole, tmp_path):
     assert tree(tmp_path / "out") == whole["hf-to-mcore"][1] and beside(tmp_path) == ["out"]
 
 
-def test_an_interrupt_ends_quietly_and_can_be_resumed(whole, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_quietly_and_can_be_resumed(number, whole, tmp_path):
+    """Ctrl-C, and what slurm and Kubernetes send."""
     with held_run(whole["hf-to-mcore"][0], tmp_path / "out") as (process, go):
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         stderr = go()
-    assert process.returncode == 130 and not (tmp_path / "out").exists()
+    assert process.returncode == 128 + number and not (tmp_path / "out").exists()
     assert stderr == "\nInterrupted: run the same command with --resume to continue.\n"
     assert resumed("hf-to-mcore", whole, tmp_path / "out") > 0
 
