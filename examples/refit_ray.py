@@ -203,7 +203,7 @@ def main() -> None:
         )
         if sleeps:
             ray.get(engine.wake.remote("kv_cache"))
-        moved = sum(sum(report["received_bytes"].values()) for report in reports)
+        moved = sum(report["received_bytes"] for report in reports)
         tokens = ray.get(engine.generate.remote())
         print(
             f"step {step}: version {reports[0]['version']}, {moved / 1e6:.1f} MB, then {tokens}", flush=True

@@ -197,7 +197,7 @@ def main() -> None:
                 use_tqdm=False,
             )
             tokens = answer()[0].outputs[0].token_ids
-            moved = sum(sum(entry["received_bytes"].values()) for entry in received)
+            moved = sum(entry["received_bytes"] for entry in received)
             print(
                 f"step {step}: version {report.version}, {moved / 1e6:.1f} MB in "
                 f"{max(entry['transfer_seconds'] for entry in received) * 1e3:.1f} ms, then "

@@ -22,6 +22,8 @@ from tests import container
 from tests.ranks import caught
 from tests.refit_sides import Steps, fingerprint, start, trainer
 
+LIMIT = 3  # seconds, where one is waited for in vain
+
 
 def engine_side(sides: dict):
     """The module that has the engine which weights go `into`: its class, how one is made and loaded, and how it runs."""
@@ -427,6 +429,59 @@ def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[s
         layer.weight = kept
     now("and has it back", lambda: link.refit())
     said["routes"] = link.describe()["routes"]
+    return said
+
+
+def missed(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]]):
+    """A trainer (rank 0) and an engine of two ranks, the last of which misses one call of `refit`, by each backend;
+    what all say then, when all call again, and whether the engine then holds the trainer's weights, which are others
+    each time."""
+    is_trainer, _, members = start(rank, sides)
+    steps, said = Steps(sides, rank, 3), {}
+    source = destination = load = None
+    if is_trainer:
+        chunks, load = trainer(flags, checkpoints[0][1])
+        source = MegatronModel(chunks)
+    else:
+        side = engine_side(sides)
+        model, config = side.engine_of(checkpoints[0][0], load_format="dummy", tp=2)
+        destination = side.ENGINE(model, config)
+        known = [side.loaded(hf, tp=2) for hf, _ in checkpoints]
+
+    def now(name: str, link, number: int, absent: tuple = (), first: tuple = ()) -> None:
+        """All but the `absent` ranks call, those that come `first` as soon as the others have failed."""
+        if load is not None:
+            load(checkpoints[number % 2][1])
+        steps.meet(f"before {name}")
+        if rank not in absent:
+            if first and rank not in first:
+                time.sleep(0.3)
+            began = time.monotonic()
+            heard = caught(lambda: link.refit(verify=True))
+            right = fingerprint(model) == known[number % 2] if destination and heard == "no error" else None
+            said[name] = heard, round(time.monotonic() - began, 1), right
+        steps.meet(name)
+
+    for how in ({"delta": True}, {"backend": "staged"}, {"backend": "nixl"}):
+        by = how.get("backend", "Gloo")
+        members.timeout = 60
+        link = connect(members, source, destination, **how)
+        now(f"{by} before", link, 0)
+        now(f"{by} with changes", link, 1)
+        members.timeout = LIMIT
+        now(f"{by} without one", link, 2, absent=(2,))
+        members.timeout = 60
+        now(f"{by} again", link, 3, first=(2,) if by == "staged" else ())
+        now(f"{by} after", link, 4)
+    members.timeout = LIMIT
+    for name, absent in (("twice", (2,)), ("twice without another", (0, 1))):
+        now(name, link, 5, absent=absent)
+    members.timeout = 60
+    now("after both", link, 6)
+    steps.meet("before another call")
+    said["another call"] = caught(link.release if rank == 1 else link.refit)
+    steps.meet("another call")
+    now("after another call", link, 7)
     return said
 
 

@@ -50,9 +50,9 @@ def built(directory: str, **options) -> tuple[torch.nn.Module, object]:
 ENGINE, engine_of = SglangModel, built
 
 
-def loaded(directory: str) -> dict[str, tuple]:
+def loaded(directory: str, **options) -> dict[str, tuple]:
     """The `fingerprint` of what SGLang's own loader makes of a directory."""
-    return fingerprint(built(directory)[0])
+    return fingerprint(built(directory, **options)[0])
 
 
 def run_model(engine: SglangModel) -> None:

@@ -153,10 +153,10 @@ def as_forecast(
         make_vocab_size_divisible_by=8,
         transformer_impl="local",
     )
-    assert [r["received_bytes"]["local"] for _, r in reports] == [r.local_bytes for r in found.ranks]
+    assert [r["received_bytes_local"] for _, r in reports] == [r.local_bytes for r in found.ranks]
     for (_, report), rank in zip(reports, found.ranks, strict=True):
         came = sum(
-            report["received_bytes"][route] for route in ("nccl", "nixl", "cuda_ipc")
+            report[f"received_bytes_{route}"] for route in ("nccl", "nixl", "cuda_ipc")
         )  # one of them: the last on a GPU
         if encoded and rank.host_bytes:
             # embedding, output and norms are as they were

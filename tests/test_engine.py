@@ -252,8 +252,8 @@ def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_pa
         assert len(engine) == len(trainer) == 8 and trainer == pytest.approx(engine, abs=1e-4)
     assert outcome["first"][1] != pytest.approx(outcome["second"][1], abs=1e-2)
     assert [report["version"] for report in outcome["first report"]] == [1] and outcome["first report"][0][
-        "received_bytes"
-    ]["nccl"] > 1e6
+        "received_bytes_nccl"
+    ] > 1e6
     before, after, all_of_them = outcome["in flight"]
     assert outcome["running before"] and outcome["running after"] and 0 < before <= after < 240 == all_of_them
     assert [report["version"] for report in outcome["second report"]] == [2]

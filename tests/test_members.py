@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -71,9 +72,42 @@ def meeting():
 
 def test_two_processes_of_one_rank_are_told_apart(meeting):
     port, _ = meeting
-    RefitGroup.join(f"127.0.0.1:{port}", 1, 3, timeout=20)
+    held = RefitGroup.join(f"127.0.0.1:{port}", 1, 3, timeout=20)
     said = caught(lambda: RefitGroup.join(f"127.0.0.1:{port}", 1, 3, timeout=20))
-    assert said.startswith("rank 1 has joined at 127.0.0.1") and "give each process a rank of its own" in said
+    assert (
+        held.rank == 1
+        and said.startswith("rank 1 has joined at 127.0.0.1")
+        and "give each process a rank of its own" in said
+    )
+
+
+def commit(members: RefitGroup) -> None:
+    with members.transaction("a refit"):
+        members.prepare()
+        members.commit()
+
+
+def test_members_that_have_closed_their_groups_meet_again_at_the_same_port_in_any_order():
+    address = f"127.0.0.1:{free_port()}"
+    join = partial(RefitGroup.join, address, size=3, timeout=20)
+    before = [join(rank) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(commit, before))
+        for one in before[1:]:
+            one.close()
+        early = [pool.submit(join, rank) for rank in (1, 2)]
+        time.sleep(0.5)  # they have come, and the first has not left
+        assert not any(one.done() for one in early)
+        before[0].close()
+        again = [join(0), *(one.result() for one in early)]
+        list(pool.map(commit, again))
+    assert caught(lambda: commit(before[0])) == "this group was closed: meet again"
+    # Who does not close it is told what to do.
+    assert "RefitGroup.close of one that met there gives it back" in caught(lambda: join(0))
+    again[1].close()
+    assert "has left, and rank 0 still serves that meeting: call close() on rank 0's group" in caught(
+        lambda: join(1)
+    )
 
 
 def test_members_that_count_differently_are_refused(meeting):
@@ -216,7 +250,7 @@ def test_nothing_stays_open_of_meetings_that_are_over_and_who_comes_late_to_one_
     before = open_files()
     address = f"127.0.0.1:{free_port()}"
     first = RefitGroup.join(address, 0, 2, timeout=0.2)
-    with pytest.raises(ReshardError, match="rank 1 did not come to connect"), first.transaction("connect"):
+    with pytest.raises(ReshardError, match="rank 1 has not joined"), first.transaction("connect"):
         first.prepare()
     del first
     of_one_meeting()
@@ -226,7 +260,7 @@ def test_nothing_stays_open_of_meetings_that_are_over_and_who_comes_late_to_one_
     assert before < open_files(at_most=two) <= two
     late = RefitGroup.join(address, 1, 2, timeout=60)
     with (
-        pytest.raises(ReshardError, match="rank 0: rank 1 did not come to connect within 0.2 s"),
+        pytest.raises(ReshardError, match="rank 0: rank 1 has not joined within 0.2 s"),
         late.transaction("connect"),
     ):
         late.prepare()

@@ -141,7 +141,7 @@ def test_all_say_the_same_of_a_member_that_does_not_come():
         waits(members[-1], "prepare")
 
     said = in_threads(*(partial(waits, one, "prepare") for one in members[:-1]), last)
-    sentence = "rank 23 did not come to a refit within 0.5 s: dead, stalled or not started"
+    sentence = "rank 23 has not joined within 0.5 s: dead, stalled or not started"
     assert all(one.endswith(sentence) for one in said), said
 
 
@@ -379,3 +379,26 @@ def test_who_has_gathered_has_it_also_where_another_fails_right_afterward():
         thread.join(60)
     assert said[0] == said[1] == [b"0", b"1"]
     assert said["next"].endswith("the disk is full")
+
+
+def test_a_call_is_for_the_transaction_that_failed_before_it_came_unless_it_failed_for_that():
+    """Each member calls as often as the others: one that is slower than another's error is told of that error, also
+    where the other has called again already."""
+    members, failed = met(2), threading.Event()
+
+    def fails_and_calls_again() -> list[str]:
+        def fail() -> None:
+            with members[0].transaction("a refit"):
+                raise ReshardError("no luck")
+
+        said = [caught(fail)]
+        threading.Timer(0.3, failed.set).start()
+        return [*said, caught(lambda: waits(members[0], "prepare"))]
+
+    def comes_later() -> list[str]:
+        assert failed.wait(60)
+        return [caught(lambda: waits(members[1], "prepare")) for _ in range(2)]
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.submit(fails_and_calls_again), pool.submit(comes_later)
+        assert (first.result(), second.result()) == (["no luck", "no error"], ["rank 0: no luck", "no error"])

@@ -6,6 +6,7 @@ import mmap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from socket import SHUT_RDWR
@@ -23,6 +24,7 @@ from reshard.engines.base import Engine
 from reshard.engines.guard import Guard
 from reshard.refit import Link, RefitGroup, RefitReport, connect
 from reshard.refit.copies import host_bytes
+from reshard.refit.report import RefitDelta
 from reshard.refit.routes import BACKENDS, Pair, Peer
 from reshard.refit.tables import TILE_BYTES
 from reshard.refit.transports import TRANSPORTS, agent, nccl, slots, transport_for
@@ -486,4 +488,27 @@ def test_attributes_of_earlier_reports_are_warned_of_and_work():
             3,
             4,
         ]
-    assert report.to_dict()["received_bytes"]["staged"] == 3
+
+
+def test_a_report_as_a_dict_is_flat_as_loggers_of_metrics_want_it():
+    plain = RefitReport(3, 0.5, 1.0, 2.0, {"local": 1, "staged": 3}, 5)
+    assert plain.to_dict() == {
+        "version": 3,
+        "wait_seconds": 0.5,
+        "transfer_seconds": 1.0,
+        "total_seconds": 2.0,
+        "received_bytes": 4,
+        "received_bytes_local": 1,
+        "received_bytes_staged": 3,
+        "launches": 5,
+    }
+    changes = replace(plain, delta=RefitDelta(True, "changes since version 2", 0.01, 10, 100, 200)).to_dict()
+    assert {name: value for name, value in changes.items() if "delta" in name} == {
+        "is_delta": True,
+        "delta_reason": "changes since version 2",
+        "delta_changed": 0.01,
+        "delta_bytes": 10,
+        "delta_whole_bytes": 100,
+        "delta_kept_bytes": 200,
+    }
+    assert all(isinstance(value, bool | int | float | str) for value in changes.values())

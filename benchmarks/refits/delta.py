@@ -97,7 +97,7 @@ def measure(options: argparse.Namespace) -> list[dict]:
             delta = refits(group, trainer, engine, options.steps + 1, training, True)
             auto = refits(group, trainer, engine, 8, training, "auto")
             bits = crc32(bits_of(model, engine))
-            results.append(summary(rate, gigabits, whole, delta) | {"auto": auto[-1]["delta"]["reason"]})
+            results.append(summary(rate, gigabits, whole, delta) | {"auto": auto[-1]["delta_reason"]})
             group.begin("the comparison of bits")
             answers = group.gather("bits", str(bits).encode())
             group.commit()
@@ -151,14 +151,14 @@ def bits_of(model: torch.nn.Module, engine: ServedModel | None) -> bytes:
 
 def summary(rate: float, gigabits: float, whole: list[dict], delta: list[dict]) -> dict:
     """Return what a table shows of one learning rate and link."""
-    steps = [report for report in delta if report["delta"]["is_delta"]]
-    all_bytes, few_bytes = (steps[0]["delta"][key] if steps else 0 for key in ("whole_bytes", "delta_bytes"))
-    few_bytes = statistics.median(report["delta"]["delta_bytes"] for report in steps)
+    steps = [report for report in delta if report["is_delta"]]
+    all_bytes, few_bytes = (steps[0][key] if steps else 0 for key in ("delta_whole_bytes", "delta_bytes"))
+    few_bytes = statistics.median(report["delta_bytes"] for report in steps)
     per_second = gigabits * 1e9 / 8
     return {
         "learning_rate": rate,
         "gigabits": gigabits,
-        "changed": [report["delta"]["changed"] for report in steps],
+        "changed": [report["delta_changed"] for report in steps],
         "whole_bytes": all_bytes,
         "delta_bytes": few_bytes,
         "whole_seconds": statistics.median(report["transfer_seconds"] for report in whole[1:]),
@@ -166,7 +166,7 @@ def summary(rate: float, gigabits: float, whole: list[dict], delta: list[dict]) 
         "whole_floor": all_bytes / per_second,
         "delta_floor": few_bytes / per_second,
         "finding_seconds": delta[-1]["finding"],
-        "kept_bytes": delta[-1]["delta"]["kept_bytes"],
+        "kept_bytes": delta[-1]["delta_kept_bytes"],
         "load": os.getloadavg()[0],
     }
 

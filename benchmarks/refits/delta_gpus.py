@@ -293,7 +293,8 @@ def sent_whole(run: Run, rounds: int, **options: Any) -> dict[str, Any]:
     """Connect, and time refits that send all."""
     seconds = run.connect(**options)
     reports = [run.refit() for _ in range(rounds + 2)]
-    routes = reports[-1]["received_bytes"] | {"of": run.link.describe()["backend"]}
+    received = {name: size for name, size in reports[-1].items() if name.startswith("received_bytes_")}
+    routes = received | {"of": run.link.describe()["backend"]}
     return {
         "connect_seconds": seconds,
         "transfer_ms": median(reports[2:]),
@@ -304,9 +305,9 @@ def sent_whole(run: Run, rounds: int, **options: Any) -> dict[str, Any]:
 
 def summary(reports: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what a table shows of refits that should be deltas."""
-    last = reports[-1]["delta"]
+    last = reports[-1]
     return {
-        "deltas": sum(report["delta"]["is_delta"] for report in reports),
+        "deltas": sum(report["is_delta"] for report in reports),
         "of": len(reports),
         "changed": last["changed"],
         "delta_mb": last["delta_bytes"] / 1e6,
@@ -405,7 +406,7 @@ def over_link(run: Run, shares: list[float], gigabits: float) -> dict[str, Any]:
             run.step(share)
             reports.append(run.refit(verify=share == shares[-1] and index == 2))
         result[str(share)] = summary(reports)
-    size = reports[-1]["delta"]["whole_bytes"]
+    size = reports[-1]["delta_whole_bytes"]
     result |= {"whole_mb": size / 1e6, "floor_ms": 1e3 * size * 8 / (gigabits * 1e9)}
     result["auto"] = automatic(run, 0.01, 7, backend="nccl")
     return result

@@ -257,7 +257,7 @@ def main() -> None:
                 json.dumps([sorted(held_by_one.items()) for held_by_one in known[2]]).encode()
             )
             found[f"{how}_routes"] = {
-                route: sum(report["received_bytes"][route] for report in reports)
+                route: sum(report[f"received_bytes_{route}"] for report in reports)
                 for route in ("cuda_ipc", "staged", "nccl")
             }
             print(how, found[f"{how}_routes"], "bits", found[f"{how}_bits"], flush=True)

@@ -33,7 +33,10 @@ class Refit(VerlExtension):
         way = ("refit", "again", "alone")[min(self.repeats, 2)]
         began = time.perf_counter()
         report = super().reshard_refit(version, *args, **kwargs)
-        received = {route: size for route, size in report["received_bytes"].items() if size}
+        prefix = "received_bytes_"
+        received = {
+            key.removeprefix(prefix): size for key, size in report.items() if key.startswith(prefix) and size
+        }
         served = self.model_runner.model if way != "alone" else None
         note(self.rank, served, way, began, received=received)
         return report

@@ -59,6 +59,7 @@ class HubClient:
         self._watched: Callable[[], str] | None = None  # says why to give up, beside the hub
         self._lost = ""  # why the hub is not asked any more
         self._last_alive = float("-inf")
+        self.closed = False
         self._requests, self._lock = itertools.count(), threading.RLock()
         channel.limit_sending(timeout)
 
@@ -198,6 +199,8 @@ class HubClient:
 
     def _lose(self, why: str) -> None:
         """Raise HubLostError."""
+        if self.closed:
+            raise HubLostError("this group was closed: meet again")
         server, member = self.names[0], self.names[self.rank]
         again = ": meet again to go on" if self._lost else ""
         self._lost = why

@@ -22,12 +22,21 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.comm.background import in_background
 from reshard.comm.channel import BrokenChannelError, Channel, Message, WrongSecretError, connect
-from reshard.comm.client import GRACE_SECONDS, HubClient, PeerMemoryError, TransactionFailedError
+from reshard.comm.client import (
+    GRACE_SECONDS,
+    LOOK_SECONDS,
+    HubClient,
+    PeerMemoryError,
+    TransactionFailedError,
+)
 from reshard.comm.hosts import BACKLOG, family_of, listener_for, parsed
 from reshard.comm.hub import ALIVE_SECONDS, Hub
 from reshard.comm.protocol import (
+    MOST_DIGITS,
     Abort,
+    Begin,
     Commit,
+    Failure,
     Gather,
     Join,
     Liveness,
@@ -46,6 +55,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 MOST_MEMBERS = 1 << 20
+OVER_SECONDS = 5.0  # for which a rank that has left a meeting waits at its port for the next one
 _groups_made: Counter[str] = Counter()
 
 
@@ -66,7 +76,10 @@ class RefitGroup(HubClient):
         self.local_address: str | None = None
         self.what = "connect"  # the transaction that goes on, in words
         self.version: int | None = None
+        self.meeting = ""  # the hub's word for it, which no other meeting has
         self.verify = False  # some member has asked for a check of this refit
+        self.anew = False  # for some member the refit before has failed
+        self._expected: int | None = None  # the transaction for which this member's next call was asked for
         self._notes: dict[int, str] = {}
         self._prepared_version: int | None = None
         self._call = ""  # that goes on, in words
@@ -142,8 +155,13 @@ class RefitGroup(HubClient):
             listener = socket.create_server((host, port), family=family_of(host), backlog=BACKLOG)
         except (OSError, ValueError, OverflowError) as error:
             taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-            hint = ": connect at another port, also after members were replaced" if taken else ""
-            raise ReshardError(f"rank 0 cannot serve at {address} ({first_line(error)}){hint}") from error
+            hint = (
+                "; RefitGroup.close of one that met there gives it back): connect at another port, also after members "
+                "were replaced"
+                if taken
+                else ")"
+            )
+            raise ReshardError(f"rank 0 cannot serve at {address} ({first_line(error)}{hint}") from error
         return _first(listener, key, size, timeout, address)
 
     @staticmethod
@@ -168,6 +186,20 @@ class RefitGroup(HubClient):
         """Call `abort`, under its old name."""
         warn_renamed("RefitGroup.tell", "RefitGroup.abort")
         RefitGroup.abort(address, sentence, timeout, secret)
+
+    def close(self) -> None:
+        """Leave the meeting, which ends it: whoever waits for this member learns that it is gone. With the first
+        member's its port is free, and another meeting may be held there.
+
+        Close what was connected over it first.
+        """
+        hub, self.hub = self.hub, None
+        if hub is not None:
+            hub.closing = True
+        self.channel.close()  # which wakes the hub
+        self.closed, self._lost = True, "this group was closed"
+        if hub is not None:
+            hub.closed.wait(GRACE_SECONDS)
 
     def torch_store(self) -> "dist.Store":
         """Make a store over the hub, for a process group of members. The caller must keep a reference to
@@ -196,11 +228,35 @@ class RefitGroup(HubClient):
         finally:
             self._call = ""
 
+    def ticket(self) -> str:
+        """Return a text that says for which transaction another member is called: the next of this one. Raises
+        ReshardError where there will be none."""
+        if self._lost:
+            self._lose(self._lost)
+        return f"{self.meeting}/{self.transaction_number + 1}"
+
     @contextmanager
-    def transaction(self, what: str) -> Iterator[None]:
-        """A connect or a refit. An error inside, whatever it is, fails it for all members."""
-        self.begin(what)
+    def expecting(self, ticket: str) -> Iterator[None]:
+        """Take part with the call inside in the transaction of another member's `ticket`, and in no other. Raises
+        ReshardError if that is a member of another meeting."""
+        meeting, _, number = str(ticket).partition("/")
+        if meeting != self.meeting or not number.isdecimal() or len(number) > MOST_DIGITS:
+            raise ReshardError(
+                f"{self.names[self.rank]} is called by a connection that is over: it has connected anew since, and is "
+                f"refitted by that connection alone"
+            )
+        self._expected = int(number)
         try:
+            yield
+        finally:
+            self._expected = None
+
+    @contextmanager
+    def transaction(self, what: str, kind: str = "") -> Iterator[None]:
+        """A connect or a refit. An error inside, whatever it is, fails it for all members; see `begin`."""
+        self.begin(what, kind)
+        try:
+            self.check()
             yield
         except BaseException as error:
             self.fail(error)
@@ -214,14 +270,23 @@ class RefitGroup(HubClient):
         if earlier is not None and earlier.by != self.rank:
             raise TransactionFailedError.of(earlier, self.names, self.rank) from error
 
-    def begin(self, what: str) -> None:
-        """Begin the next transaction. While it is neither committed nor failed, `failure` says who is
-        gone."""
-        self.transaction_number += 1
-        self.what, self.verify, self._notes, self._prepared_version = what, False, {}, None
+    def begin(self, what: str, kind: str = "") -> None:
+        """Begin the next transaction, of the members' calls of one `kind`, by default those of the same words. While
+        it is neither committed nor failed, `failure` says who is gone.
+
+        A member whose call comes late to one that has failed is in that one, and so is told. It may have missed
+        others: the hub says which is the next.
+        """
+        self.what, self.verify, self.anew, self._notes, self._prepared_version = what, False, False, {}, None
+        number, self._expected = self._expected, None
+        begin = Begin(what, kind or what, self.timeout, number)
+        answer = self._request(begin, self.timeout + GRACE_SECONDS, watches=False).head
+        self.transaction_number = int(answer["transaction"])
         self._failures = {
             number: failure for number, failure in self._failures.items() if number >= self.transaction_number
         }
+        if answer.get("failed") is not None:
+            self._failures[self.transaction_number] = Failure.from_json(answer["failed"])
 
     def failure(self) -> str:
         """Return why this transaction has failed; empty while it has not."""
@@ -231,16 +296,18 @@ class RefitGroup(HubClient):
             return str(error)
         return self._lost
 
-    def prepare(self, version: int | None = None, note: str = "", verify: bool = False) -> int:
+    def prepare(
+        self, version: int | None = None, note: str = "", verify: bool = False, anew: bool = False
+    ) -> int:
         """Wait for everyone before the first byte; return the version that all agree on.
 
         None leaves it to the others; where nobody gives one it is one more than the last. `note` is
-        what `notes_of` returns to the others; where any member gives `verify`, `self.verify` is
-        true for all. Raises ReshardError if two give different versions, where one fails, or is
+        what `notes_of` returns to the others; where any member gives `verify`, or `anew`, `self.verify`,
+        or `self.anew`, is true for all. Raises ReshardError if two give different versions, where one fails, or is
         late.
         """
         late = f"did not come to {self.what}"
-        answer = self._wait_for(Prepare(self.timeout, late, version, self.version, note, verify)).head
+        answer = self._wait_for(Prepare(self.timeout, late, version, self.version, note, verify, anew)).head
         if (conflict := answer.get("conflict")) is not None:
             other_version, other = conflict
             raise ReshardError(
@@ -248,7 +315,7 @@ class RefitGroup(HubClient):
                 f"{version}: give all the same"
             )
         self._notes = dict(answer["notes"])
-        self.verify = bool(answer["verify"])
+        self.verify, self.anew = bool(answer["verify"]), bool(answer["anew"])
         self._prepared_version = int(answer["version"])
         return self._prepared_version
 
@@ -334,6 +401,39 @@ def _first(
 
 def _joined(address: str, secret: bytes, rank: int, size: int, timeout: float, deadline: float) -> RefitGroup:
     """Connect to the hub and join. Raises ReshardError if it does not let this member in."""
+    over_by = min(deadline, time.monotonic() + OVER_SECONDS)
+    while True:
+        group = _connected(address, secret, rank, size, timeout, deadline)
+        process = f"{socket.gethostname()}, process {os.getpid()}"
+        seconds = max(1.0, deadline - time.monotonic())
+        answer = group._request(Join(rank, size, process), seconds, watches=False).head
+        if not answer.get("has_left") or time.monotonic() > over_by:
+            break
+        group.channel.close()  # the meeting before, which the first member is about to end, if it meets here again
+        time.sleep(LOOK_SECONDS)
+    if "size" in answer:
+        raise ReshardError(
+            f"rank {rank} expects {size} members at {address}, another {answer['size']}: give all the same number"
+        )
+    if answer.get("has_left"):
+        raise ReshardError(
+            f"rank {rank} has joined at {address} before ({answer['taken_by']}) and has left, and rank 0 still serves that "
+            f"meeting: call close() on rank 0's group, or meet at another port"
+        )
+    if "taken_by" in answer:
+        raise ReshardError(
+            f"rank {rank} has joined at {address} before ({answer['taken_by']}): give each process a rank of its own, and meet at "
+            f"another port after a restart"
+        )
+    group.meeting = str(answer.get("meeting", ""))
+    group.local_address = group.channel.connection.getsockname()[0]
+    return group
+
+
+def _connected(
+    address: str, secret: bytes, rank: int, size: int, timeout: float, deadline: float
+) -> RefitGroup:
+    """Return a group with a connection to the hub, which has not joined."""
     host, port = parsed(address)
     try:
         channel = connect(host, port, secret, deadline)
@@ -341,21 +441,7 @@ def _joined(address: str, secret: bytes, rank: int, size: int, timeout: float, d
         raise ReshardError(f"rank {rank} is not let in at {address} ({error}): {HOW}") from error
     except (OSError, ValueError, OverflowError) as error:
         raise ReshardError(f"rank {rank} found no member 0 at {address} ({first_line(error)})") from error
-    group = RefitGroup(channel, address, secret, rank, size, timeout)
-    process = f"{socket.gethostname()}, process {os.getpid()}"
-    seconds = max(1.0, deadline - time.monotonic())
-    answer = group._request(Join(rank, size, process), seconds, watches=False).head
-    if "size" in answer:
-        raise ReshardError(
-            f"rank {rank} expects {size} members at {address}, another {answer['size']}: give all the same number"
-        )
-    if "taken_by" in answer:
-        raise ReshardError(
-            f"rank {rank} has joined at {address} before ({answer['taken_by']}): give each process a rank of its own, and meet at "
-            f"another port after a restart"
-        )
-    group.local_address = channel.connection.getsockname()[0]
-    return group
+    return RefitGroup(channel, address, secret, rank, size, timeout)
 
 
 def _looked_up(store: Any, timeout: float) -> bytes:

@@ -6,17 +6,20 @@ others learn of it at once. A process that only stalls is found by the member wh
 the hub knows who waits for whom, and blames nobody who only waits for another.
 """
 
+import secrets
 import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
 from reshard.comm.channel import BrokenChannelError, Message
+from reshard.comm.numbering import Call, Numbering
 from reshard.comm.protocol import (
     COMMIT,
     PREPARE,
     Abort,
     Alive,
+    Begin,
     Commit,
     Fail,
     Failure,
@@ -50,13 +53,16 @@ class Hub(Server):
         self.processes: dict[int, str] = {}  # names of the members' processes, for people
         self.gone: set[int] = set()
         self.transactions: dict[int, Transaction] = {}
-        self.last_committed = self.last_decided = 0
+        self.last_decided = 0
+        self.numbering = Numbering()
+        self.meeting = secrets.token_hex(8)  # tells it from all other meetings
         self.aborted = ""  # why no transaction will succeed, from a process that is no member
         self.values = Values(self.send)
         self.liveness_waits: list[Wait] = []
         self.owner_left: float | None = None  # when the first member's connection ended
         self.operations: dict[type, Callable[[Client, Message, Any], None]] = {
             Join: self._join,
+            Begin: self._begin,
             Post: self._post,
             Read: self._read,
             Gather: self._gather,
@@ -78,6 +84,8 @@ class Hub(Server):
                 if wait.deadline <= now:
                     self._fail_late(transaction, wait)
         self.values.sweep(now)
+        for call in self.numbering.take_late(now):
+            self._answer_begin(call, self.numbering.last)
         for wait in list(self.liveness_waits):
             if wait.deadline <= now:
                 others = [rank for rank in range(self.size) if rank != wait.rank]
@@ -95,13 +103,17 @@ class Hub(Server):
             if rank in self.members and rank not in self.gone
         )
         all_informed = all(client.informed >= self.last_decided and not client.out for client in others)
-        never_came = self.last_decided and any(rank not in self.members for rank in range(1, self.size))
+        never_came = (
+            not self.closing
+            and self.last_decided
+            and any(rank not in self.members for rank in range(1, self.size))
+        )
         return (all_informed and not never_came) or time.monotonic() - self.owner_left > self.kept_seconds
 
     def is_waited_for(self) -> bool:
         """See `Server.is_waited_for`."""
         in_transactions = any(transaction.waits for transaction in self.transactions.values())
-        return bool(self.values.waits or self.liveness_waits or in_transactions)
+        return bool(self.values.waits or self.liveness_waits or self.numbering.late or in_transactions)
 
     def handle(self, client: Client, message: Message) -> None:
         """Carry out a request."""
@@ -115,6 +127,7 @@ class Hub(Server):
         if rank is None or self.members.get(rank) is not client:
             return
         self.gone.add(rank)
+        self.numbering.drop(client)
         if rank == 0:
             self.owner_left = time.monotonic()
         for transaction in list(self.transactions.values()):
@@ -131,21 +144,54 @@ class Hub(Server):
             answer["size"] = self.size
         elif request.rank in self.members or not 0 <= request.rank < self.size:
             answer["taken_by"] = self.processes.get(request.rank, "")
+            answer["has_left"] = request.rank in self.gone
         else:
             client.rank = request.rank
             self.members[request.rank], self.processes[request.rank] = client, request.process
+            answer["meeting"] = self.meeting
         self.send(client, answer)
 
-    def _transaction(self, client: Client, message: Message) -> Transaction | None:
-        """Return the transaction that a member's request belongs to, None if it is committed and
-        forgotten."""
+    def _begin(self, client: Client, message: Message, request: Begin) -> None:
+        """Let a member's call take part in the transaction that others have begun, or in a new one."""
+        call = Call(client, int(message.head["id"]), request)
+        number = self.numbering.number_of(call, self.transactions, bool(self.gone or self.aborted))
+        if number is None:
+            self.numbering.late.append(call)
+        else:
+            self._answer_begin(call, number)
+
+    def _answer_begin(self, call: Call, number: int) -> None:
+        """Answer with the transaction in which a call takes part, and why it has failed, if it has."""
+        client, is_new = call.client, number > self.numbering.last
+        is_late = not is_new and client.transaction < number
+        transaction = self._transaction(client, number)
+        if transaction is not None and not transaction.decided:
+            is_late = False
+            if why := transaction.begin(call.begin.what, call.begin.kind):
+                self._decide(transaction, Failure(client.rank, why))
+        client.was_told = is_late
+        failure = transaction.failure if transaction is not None else Failure(reason=Failure.OVER)
+        if failure is not None:
+            client.informed = max(client.informed, number)
+        head = {"transaction": number, "failed": failure.to_json() if failure is not None else None}
+        self.send(client, {"id": call.id} | head)
+        if is_new:
+            for late in self.numbering.take_late():
+                self._answer_begin(late, number)
+
+    def _transaction_of(self, client: Client, message: Message) -> Transaction | None:
+        """Return the transaction that a member's request belongs to; see `_transaction`."""
+        return self._transaction(client, int(message.head["transaction"]))
+
+    def _transaction(self, client: Client, number: int) -> Transaction | None:
+        """Return a transaction, to which a member comes, None if it is over and forgotten."""
         if client.rank is None:
             raise BrokenChannelError("it has not joined")
-        number = int(message.head["transaction"])
         client.transaction = max(client.transaction, number)
         self._forget_failed()
-        if number <= self.last_committed and number not in self.transactions:
+        if number <= self.numbering.last and number not in self.transactions:
             return None
+        self.numbering.last = max(self.numbering.last, number)
         if number not in self.transactions:
             transaction = self.transactions[number] = Transaction(number)
             if self.aborted:
@@ -171,7 +217,6 @@ class Hub(Server):
         number = transaction.number
         if failure is None:
             transaction.committed = True
-            self.last_committed = max(self.last_committed, number)
         else:
             transaction.failure = failure
         self.last_decided = max(self.last_decided, number)
@@ -215,7 +260,7 @@ class Hub(Server):
     # Messages within a transaction
 
     def _post(self, client: Client, message: Message, request: Post) -> None:
-        transaction = self._transaction(client, message)
+        transaction = self._transaction_of(client, message)
         if transaction is None or transaction.decided or client.rank is None:
             return
         key = request.key
@@ -283,7 +328,7 @@ class Hub(Server):
         count: int | None,
         posts_itself: bool = False,
     ) -> None:
-        transaction = self._transaction(client, message)
+        transaction = self._transaction_of(client, message)
         wait = self._new_wait(client, message, request.timeout, request.what, key, ranks)
         wait.count = count
         if self._answer_if_over(transaction, wait) or transaction is None:
@@ -327,7 +372,7 @@ class Hub(Server):
     ) -> tuple[Transaction | None, Wait]:
         """Return the transaction to which a member comes, None if it is over, and its wait for the
         others."""
-        transaction = self._transaction(client, message)
+        transaction = self._transaction_of(client, message)
         wait = self._new_wait(client, message, request.timeout, request.what, f"/{step}", [*range(self.size)])
         return (None if self._answer_if_over(transaction, wait) else transaction), wait
 
@@ -341,8 +386,21 @@ class Hub(Server):
         unresponsive = self._unresponsive(transaction, late)
         self._decide(
             transaction,
-            Failure(wait.rank, late=late, unresponsive=unresponsive, what=wait.what, seconds=wait.seconds),
+            Failure(
+                wait.rank,
+                late=late,
+                unresponsive=unresponsive,
+                absent=[rank for rank in late if rank not in self.members],
+                away=[rank for rank in late if self._is_away(rank, transaction)],
+                call=transaction.what or "this call",
+                what=wait.what,
+                seconds=wait.seconds,
+            ),
         )
+
+    def _is_away(self, rank: int, transaction: Transaction) -> bool:
+        """Return True for a member that has not begun a transaction."""
+        return rank in self.members and self.members[rank].transaction < transaction.number
 
     def _awaited(self, transaction: Transaction, wait: Wait) -> set[int]:
         """Return the ranks that a member waits for."""
@@ -373,13 +431,13 @@ class Hub(Server):
 
     def _liveness(self, client: Client, message: Message, request: Liveness) -> None:
         """Answer which members do not respond, once each has had time to."""
-        transaction = self._transaction(client, message)
+        transaction = self._transaction_of(client, message)
         wait = self._new_wait(client, message, request.timeout, "", "", [])
         if not self._answer_if_over(transaction, wait):
             self.liveness_waits.append(wait)
 
     def _fail(self, client: Client, message: Message, request: Fail) -> None:
-        transaction = self._transaction(client, message)
+        transaction = self._transaction_of(client, message)
         if transaction is not None and not transaction.decided:
             self._decide(transaction, Failure(client.rank, request.reason, resumable=request.resumable))
         failure = transaction.failure if transaction is not None else None

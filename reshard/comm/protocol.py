@@ -2,7 +2,8 @@
 they travel.
 
     member sends                                            hub answers
-    Join             once, when it connects                 {}, or {size} or {taken_by} of a mistake
+    Join             once, when it connects                 {meeting}, or {size}, or {taken_by, has_left}
+    Begin            a call begins                          {transaction}
     Post             a payload of this transaction          nothing
     Read             payloads of other ranks                {lengths}, and the payloads as body
     Gather           Post and Read of all ranks in one      {lengths}, and the payloads as body
@@ -15,9 +16,10 @@ they travel.
     SetValue, GetValues   torch's store                     {}; {lengths} and the values, or {absent}
     Abort            a process that is no member            {}
 
-Every request carries the number of its `transaction` and an `id`, which its answer repeats. An
-answer, and a message of its own to every member, carries a `Failure` under ``failed`` once the
-transaction has failed. How messages are framed and authenticated is `reshard.comm.channel`'s.
+The hub numbers transactions: a member that missed one takes part in the next. Every request carries the
+number of its `transaction` and an `id`, which its answer repeats. An answer, and a message of its own to
+every member, carries a `Failure` under ``failed`` once the transaction has failed. How messages are framed
+and authenticated is `reshard.comm.channel`'s.
 """
 
 import math
@@ -42,6 +44,17 @@ class Join(Request):
     rank: int
     size: int
     process: str
+
+
+@dataclass(frozen=True)
+class Begin(Request):
+    """A call begins, `what` in words; only calls of the same `kind` belong together. `number` is that of the
+    transaction for which it was asked, where the caller knows."""
+
+    what: str
+    kind: str
+    timeout: float
+    number: int | None = None
 
 
 @dataclass(frozen=True)
@@ -91,12 +104,13 @@ class WaitForCount(Waiting):
 @dataclass(frozen=True)
 class Prepare(Waiting):
     """This member is ready for the first byte. `version` is the one it wants, `last_version` the
-    one that it has, `note` is passed on to the others, and one member's `verify` counts for all."""
+    one that it has, `note` is passed on to the others, and one member's `verify`, or `anew`, counts for all."""
 
     version: int | None
     last_version: int | None
     note: str
     verify: bool
+    anew: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,7 +163,7 @@ class GetValues(Request):
 REQUESTS: dict[str, type[Request]] = {
     kind.__name__: kind
     for kind in (
-        Join, Post, Read, Gather, WaitForCount, Prepare, Commit, Alive, Liveness, Fail, Abort, SetValue, GetValues,
+        Join, Begin, Post, Read, Gather, WaitForCount, Prepare, Commit, Alive, Liveness, Fail, Abort, SetValue, GetValues,
     )
 }  # fmt: skip
 _FITS: dict[Any, Callable[[Any], bool]] = {
@@ -194,6 +208,7 @@ class Prepared:
 
     version: int
     verify: bool
+    anew: bool
     notes: list[list[Any]]
 
 
@@ -203,7 +218,8 @@ class Failure:
     `resumable` or not, or ranks that are late.
 
     `by` is the rank that reports it. `late` ranks did not do `what` within `seconds`; of these, and
-    of those that they wait for, the `unresponsive` ones neither wait nor say that they are alive.
+    of those that they wait for, the `unresponsive` ones neither wait nor say that they are alive. Of both, `absent`
+    ranks have never joined, and `away` ones have not begun the `call`.
     """
 
     by: int | None = None
@@ -211,6 +227,9 @@ class Failure:
     gone: list[int] | None = None
     late: list[int] | None = None
     unresponsive: list[int] | None = None
+    absent: list[int] | None = None
+    away: list[int] | None = None
+    call: str = ""
     what: str = ""
     seconds: float = 0.0
     resumable: bool = False
@@ -244,11 +263,19 @@ class Failure:
     def _late_sentence(self, names: Mapping[int, str]) -> str:
         """Return which ranks are late, or for which unresponsive ranks they wait."""
         late, unresponsive = self.late or [], self.unresponsive or []
-        what = f"{self.what} within {self.seconds:g} s: dead, stalled or not started"
+        within = f"within {self.seconds:g} s: dead, stalled or not started"
         if unresponsive and not set(unresponsive) & set(late):
             blamed, waiting = (listed(names[rank] for rank in ranks) for ranks in (unresponsive, late))
-            return f"{blamed} is silent, and {waiting}, which waits for it, {what}"
-        return f"{listed(names[rank] for rank in late if rank in unresponsive or not unresponsive)} {what}"
+            return f"{blamed} is silent, and {waiting}, which waits for it, {self.what} {within}"
+        absent, away = self.absent or [], self.away or []
+        done: dict[str, list[int]] = {}
+        for rank in late:
+            if rank in unresponsive or not unresponsive:
+                step = "has not joined" if rank in absent else self.what
+                step = f"did not come to {self.call}" if rank in away else step
+                done.setdefault(step, []).append(rank)
+        said = [f"{listed(names[rank] for rank in ranks)} {step}" for step, ranks in done.items()]
+        return f"{' and '.join(said)} {within}"
 
 
 def posted_number(payload: bytes) -> int | None:

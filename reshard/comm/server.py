@@ -34,6 +34,7 @@ class Client:
         self.out: deque[memoryview] = deque()
         self.rank: int | None = None
         self.transaction = 0  # the last one that it has come to
+        self.was_told = False  # its last call came late to a transaction that had failed
         self.informed = 0  # the last transaction whose outcome it has been sent
         self.alive = float("-inf")  # when it last said so
 
@@ -48,6 +49,8 @@ class Server(ABC):
         self.clients: dict[socket.socket, Client] = {}
         self.swept = time.monotonic()
         self.stopped = False
+        self.closing = False  # set by another thread: nobody is to be admitted any more
+        self.closed = threading.Event()  # nobody is, and the port is free
 
     @abstractmethod
     def handle(self, client: Client, message: Message) -> None:
@@ -88,6 +91,8 @@ class Server(ABC):
             self._close()
 
     def _serve_once(self) -> None:
+        if self.closing and not self.closed.is_set():
+            self._close_door()
         knocks = bool(self.door.handshakes)
         for key, events in self.selector.select(SWEEP_SECONDS if self.is_waited_for() else TICK_SECONDS):
             if key.fileobj is self.door:
@@ -108,8 +113,14 @@ class Server(ABC):
     def _close(self) -> None:
         for client in list(self.clients.values()):
             client.connection.close()
-        self.door.close()
+        self._close_door()
         self.selector.close()
+
+    def _close_door(self) -> None:
+        if not self.closed.is_set():
+            self.selector.unregister(self.door)
+            self.door.close()
+            self.closed.set()
 
     def _admit(self, connection: socket.socket, keys: Keys) -> None:
         prepare(connection)

@@ -46,12 +46,13 @@ class Transaction:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.kind = self.what = ""  # of the call that began it
         self.committed = False
         self.failure: Failure | None = None
         self.arrived: dict[str, set[int]] = {PREPARE: set(), COMMIT: set()}  # ranks by step
         self.version: tuple[int, int] | None = None  # and the rank that asked for it first
         self.last_version = 0  # the highest that a member has
-        self.verify = False
+        self.verify = self.anew = False
         self.notes: dict[int, str] = {}
         self.posts: dict[str, dict[int, Posted]] = {}
         self.joined: dict[str, tuple[list[int], bytes, bytes]] = {}  # posts of all ranks, put together once
@@ -62,6 +63,15 @@ class Transaction:
         """True once it has failed or is committed."""
         return self.failure is not None or self.committed
 
+    def begin(self, what: str, kind: str) -> str:
+        """Count a call in. Returns why it does not belong to the calls that came before; empty if it does."""
+        if not self.kind:
+            self.what, self.kind = what, kind
+        if kind == self.kind:
+            return ""
+        other = self.what if self.what != what else f"that of another connection ({self.what})"
+        return f"one member calls {what}, others {other}: all make the same calls in the same order"
+
     def prepare(self, rank: int, request: Prepare) -> tuple[int, int] | None:
         """Count a member in. Returns the version that another asked for before it, and its rank,
         where this one asks for another."""
@@ -70,6 +80,7 @@ class Transaction:
             if self.version[0] != request.version:
                 return self.version
         self.verify |= request.verify
+        self.anew |= request.anew
         self.last_version = max(self.last_version, request.last_version or 0)
         if request.note:
             self.notes[rank] = request.note
@@ -79,7 +90,7 @@ class Transaction:
     def prepared(self) -> Prepared:
         """Return the answer to all members once they are there."""
         version = self.version[0] if self.version is not None else self.last_version + 1
-        return Prepared(version, self.verify, [[rank, note] for rank, note in self.notes.items()])
+        return Prepared(version, self.verify, self.anew, [[rank, note] for rank, note in self.notes.items()])
 
     def post(self, key: str, rank: int, posted: Posted) -> None:
         """Keep what a member posts, in place of what it posted under this key before."""

@@ -4,9 +4,12 @@ An engine's own module has its way into them, and says how a worker makes its si
 """
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import wraps
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -28,7 +31,7 @@ class WorkerOptions(ConnectOptions):
 
     `timeout` is for how many seconds members wait for each other, when they connect and in every refit.
     `match_vllm_rounding` is that of `VllmModel`. `secret` is that of `RefitGroup.join`, the same
-    for all members.
+    for all members, and `name` the engine's, or this worker's, in the errors and logs of all.
     """
 
     timeout: float = 60.0
@@ -41,6 +44,11 @@ class WorkerOptions(ConnectOptions):
         by name. Raises TypeError, as any call does, for others."""
         return WorkerOptions(**ARGUMENTS.bind(*arguments, **named).arguments)
 
+    def of_worker(self, index: int) -> dict[str, Any]:
+        """Return the arguments for a worker of the engine that has these: its name says which one it is."""
+        name = None if self.name is None else f"engine {self.name}, worker {index}"
+        return {field: getattr(self, field) for field in ARGUMENTS.parameters} | {"name": name}
+
     def checked(self, name: Callable[[str], str] = str) -> "WorkerOptions":
         """Return these options; see `ConnectOptions.checked`."""
         check_seconds(self.timeout, name("timeout"))
@@ -52,7 +60,7 @@ class WorkerOptions(ConnectOptions):
 ARGUMENTS = Signature(
     [
         Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=getattr(WorkerOptions, name))
-        for name in ("backend", "bucket_bytes", "timeout", "match_vllm_rounding", "secret", "adapter")
+        for name in ("backend", "bucket_bytes", "timeout", "match_vllm_rounding", "secret", "adapter", "name")
     ]
 )
 
@@ -80,11 +88,35 @@ def connect_worker(
         return connect_with(options, members, destination=destination)
 
 
-def log_connected(logger: logging.Logger, link: Link | AdapterLink) -> None:
-    """Log how the weights come to a worker."""
-    routes = [route["route"] for route in link.describe()["routes"]]
-    ways = ", ".join(f"{way} from {n}" for way, n in sorted(Counter(routes).items()))
-    logger.info("connected: weights come by refits, to this rank %s trainer ranks", ways)
+def log_refits(logger: logging.Logger, link: Link | AdapterLink, is_first: bool) -> None:
+    """Let the first of an engine's workers log in the engine's log how the weights come to it, and each refit."""
+    for one in (link.weights, link.adapters) if isinstance(link, AdapterLink) else (link,):
+        one.log.logger, one.log.is_first = logger, is_first
+        receiver, log = one.receiver, one.log
+    if is_first and receiver is not None:
+        routes = Counter(map(log.way, receiver.routes().values()))
+        ways = ", ".join(f"{way} from {n}" for way, n in sorted(routes.items()))
+        logger.info("reshard is connected: weights come to this rank by refits, %s trainer ranks", ways)
+
+
+def with_short_traceback(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a worker that raises a ReshardError without its causes, and from there: the engine logs the
+    whole traceback, and the sentence says what is to be done."""
+
+    @wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except ReshardError as error:
+            if os.environ.get("RESHARD_DEBUG"):
+                raise
+            refusal = error
+        try:
+            raise refusal.with_traceback(None) from None
+        finally:
+            del refusal  # which its traceback would keep
+
+    return called
 
 
 class LinkMethods:
@@ -92,10 +124,17 @@ class LinkMethods:
 
     _reshard_link: Link | AdapterLink | None = None
 
+    @with_short_traceback
     def reshard_refit(self, version: int | None = None, verify: bool = False) -> dict[str, Any]:
         """Take the trainer's weights; return the report as a dict."""
         check_switch(verify, "verify")
         return self._reshard_connected().refit(version, verify).to_dict()
+
+    def reshard_expecting(self, ticket: str | None) -> AbstractContextManager[None]:
+        """Return a context in which a refit is that of a trainer's `ticket` (`RefitGroup.ticket`), where there is
+        one."""
+        link = self._reshard_connected()
+        return nullcontext() if ticket is None else link.group.expecting(ticket)
 
     def reshard_release(self) -> None:
         """Unmap the trainer's memory, together with the trainer's `Link.release`."""
@@ -105,7 +144,10 @@ class LinkMethods:
         """Free what was mapped and staged, and forget the trainer, if one is connected."""
         link, self._reshard_link = self._reshard_link, None
         if link is not None:
-            link.close()
+            try:
+                link.close()
+            finally:
+                link.group.close()
 
     def reshard_version(self) -> int | None:
         """Return the version of the weights that this worker serves.

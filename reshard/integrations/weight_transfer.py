@@ -26,8 +26,8 @@ from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import check_number, check_seconds
 from reshard.integrations.calls import Calls
 from reshard.refit.connecting import connect_with
-from reshard.refit.link import RefitReport
-from reshard.refit.options import BUCKET_BYTES, ConnectOptions
+from reshard.refit.link import Link, RefitReport
+from reshard.refit.options import BUCKET_BYTES, ConnectOptions, check_member_name
 from reshard.trainers.base import Trainer
 
 DEV_MODE = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "reshard"}\''
@@ -53,11 +53,13 @@ class EngineClient(Protocol):
 
 class HttpClient(EngineServer):
     """A ``vllm serve`` with ``VLLM_SERVER_DEV_MODE=1``, called by its routes. `timeout` is in
-    seconds."""
+    seconds; errors and logs call the engine by its `name`, such as that of its pod."""
 
-    def __init__(self, url: str, timeout: float = 600.0) -> None:
+    def __init__(self, url: str, timeout: float = 600.0, name: str | None = None) -> None:
         check_seconds(timeout, "timeout of HttpClient")
+        check_member_name(name, "name of HttpClient")
         super().__init__(url, timeout, DEV_MODE)
+        self.name = name
 
     def world_size(self) -> int:
         """Return how many workers it has, over all of its data parallel ranks."""
@@ -101,10 +103,11 @@ class HttpClient(EngineServer):
 
 
 class LlmClient:
-    """An ``LLM`` of this process, whose workers run in other processes."""
+    """An ``LLM`` of this process, whose workers run in other processes; `name` is as in `HttpClient`."""
 
-    def __init__(self, llm: Any) -> None:
-        self.llm = llm
+    def __init__(self, llm: Any, name: str | None = None) -> None:
+        check_member_name(name, "name of LlmClient")
+        self.llm, self.name = llm, name
 
     def world_size(self) -> int:
         """Return how many workers it has."""
@@ -167,7 +170,8 @@ class WeightTransfer:
 
         def join(index: int) -> None:
             meeting = {"address": address, "first_rank": firsts[index], "size": size, "timeout": timeout}
-            self.clients[index].init_weight_transfer_engine(meeting | {"secret": secret})
+            name = getattr(self.clients[index], "name", None)
+            self.clients[index].init_weight_transfer_engine(meeting | {"secret": secret, "name": name})
 
         calls = self._call(join)
         members = RefitGroup.join(address, self.rank, size, timeout, secret)
@@ -178,15 +182,22 @@ class WeightTransfer:
             delta=delta,
             delta_on_host=delta_on_host,
         )
-        self.link = calls.alongside(members, lambda: connect_with(options, members, source))
+        try:
+            self.link = calls.alongside(members, lambda: connect_with(options, members, source))
+        except BaseException:
+            members.close()  # the address is the caller's, who may meet there again
+            raise
 
     def send(self, version: int | None = None, verify: bool = False) -> RefitReport:
         """Refit all engines; see `Link.refit`. Returns when they have the weights.
 
         Engines keep what they have computed from the old weights: pause them before, and reset
-        their prefix cache.
+        their prefix cache. A call of an engine that comes late, when all have given up, is refused there, and so
+        is one of a connection after which the engine has made another.
         """
-        info = {"version": version, "verify": verify}
+        if isinstance(self.link, Link):
+            self.link.check_open()  # before an engine hears of it
+        info = {"version": version, "verify": verify, "ticket": self.link.group.ticket()}
 
         def update(index: int) -> None:
             self.clients[index].start_weight_update()
@@ -199,8 +210,12 @@ class WeightTransfer:
         return report
 
     def close(self) -> None:
-        """Unmap the peers' memory, and free what was staged."""
-        self.link.close()
+        """Unmap the peers' memory, free what was staged, and leave the meeting: another may be held at the
+        address."""
+        try:
+            self.link.close()
+        finally:
+            self.link.group.close()
 
     def _call(self, call: Callable[[int], None]) -> Calls:
         """Call each engine by its index, on the first rank; the calls run while this rank does its part."""
@@ -231,6 +246,8 @@ def _clients(value: Any) -> list[EngineClient]:
 
 
 def _name(client: EngineClient, index: int) -> str:
+    if name := getattr(client, "name", None):
+        return f"engine {name}"
     return f"engine {index} ({getattr(client, 'url', type(client).__name__)})"
 
 

@@ -28,21 +28,24 @@ with importing("vllm"):
 class ReshardInitInfo(WeightTransferInitInfo):
     """The meeting with the trainer: `address` (``host:port``), the member `first_rank` that this
     engine's first worker is, of `size` members; `timeout` is how many seconds each waits for the
-    others, `secret` is that of `RefitGroup.join`."""
+    others, `secret` is that of `RefitGroup.join`, and `name` that of the engine, for errors and logs."""
 
     address: str
     first_rank: int
     size: int
     timeout: float = 60.0
     secret: str | None = field(default=None, repr=False)
+    name: str | None = None
 
 
 @dataclass
 class ReshardUpdateInfo(WeightTransferUpdateInfo):
-    """The `version` of the weights, and whether to compare digests of both sides (`verify`)."""
+    """The `version` of the weights, and whether to compare digests of both sides (`verify`). `ticket` is the
+    trainer's `RefitGroup.ticket`: a call that comes late, or of an earlier connection, is refused by it."""
 
     version: int | None = None
     verify: bool = False
+    ticket: str | None = None
 
 
 class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
@@ -72,6 +75,7 @@ class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
             init_info.size,
             timeout=init_info.timeout,
             secret=init_info.secret,
+            name=init_info.name,
         )
 
     def start_weight_update(self) -> None:
@@ -90,7 +94,9 @@ class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
                 "vLLM has moved its weights to the meta device, to load others layer by layer: call "
                 "start_weight_update(is_checkpoint_format=False)"
             )
-        self._attached_worker().reshard_refit(update_info.version, update_info.verify)
+        worker = self._attached_worker()
+        with worker.reshard_expecting(update_info.ticket):
+            worker.reshard_refit(update_info.version, update_info.verify)
 
     def finish_weight_update(self) -> None:
         """Do nothing: a refit that succeeded is complete."""

@@ -25,6 +25,7 @@ class AdapterLink:
     def __init__(self, weights: Link, adapters: Link) -> None:
         self.weights, self.adapters = weights, adapters
         self._base = BaseDigest(weights.sender) if weights.sender is not None else None
+        adapters.log.what = "adapter's refit"
 
     @property
     def group(self) -> RefitGroup:

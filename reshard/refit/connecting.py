@@ -213,7 +213,7 @@ def _greeting(rank: int, source: Any, destination: Any, options: ConnectOptions)
     sides = (("trainer", source), ("inference", destination))
     roles = [role for role, side in sides if side is not None]
     return Greeting(
-        name=f"{' and '.join(roles) or 'idle'} rank {rank}",
+        name=options.name or f"{' and '.join(roles) or 'idle'} rank {rank}",
         roles=roles,
         backend=options.backend,
         bucket_bytes=options.bucket_bytes,

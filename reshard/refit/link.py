@@ -20,6 +20,7 @@ from reshard.refit.copies import wait_for_all_streams, wait_for_device, wait_for
 from reshard.refit.deltas import OFF, Deltas
 from reshard.refit.protocol.memory import TrainerMemory, exchange_unmapped
 from reshard.refit.receiver import Receiver
+from reshard.refit.refit_log import RefitLog
 from reshard.refit.report import RefitReport
 from reshard.refit.routes import LOCAL
 from reshard.refit.sender import Sender
@@ -45,10 +46,12 @@ class Link:
         delta_on_host: bool = False,
     ) -> None:
         self.group, self.agreed, self.device = group, agreed, device
+        self.number = group.transaction_number  # of this connection, the same on all members
         self.sender, self.receiver = sender, receiver
         self.sent_digests = SentDigests(sender) if sender is not None else None
         self.received_digests = ReceivedDigests(receiver) if receiver is not None else None
         self.keep_mapped = agreed.keep_mapped
+        self.log = RefitLog(group, agreed)
         self.refits = 0
         self.version: int | None = None
         self.broken = False  # the last refit failed
@@ -158,17 +161,15 @@ class Link:
         start = time.perf_counter()
         self.refits += 1
         try:
-            with self.group.transaction(f"refit {self.refits}"):
-                if self.closed:
-                    raise ReshardError("this connection is closed: call connect again")
+            with self.group.transaction(f"refit {self.refits}", f"refit of connection {self.number}"):
+                self.check_open()
                 wanted = _checked(version)
                 sender_moved, receiver_moved = self._find_moved()
                 note = self.sender.memory_digest.hex() if self.sender is not None else ""
-                agreed_version = self.group.prepare(wanted, note, verify)
-                broken = self.broken
+                agreed_version = self.group.prepare(wanted, note, verify, self.broken)
                 self._follow(sender_moved, receiver_moved)
                 if self.deltas is not None:
-                    self.deltas.begin(self.group, broken, receiver_moved)
+                    self.deltas.begin(self.group, self.group.anew, receiver_moved)
                 prepared_at = time.perf_counter()
                 if self.receiver is not None:
                     self.receiver.engine.begin()
@@ -178,19 +179,25 @@ class Link:
                     self._verify()
                 self._release()
                 self._commit()
-        except BaseException:
+        except BaseException as error:
             self._clean_up()
+            self.log.failed(self.refits, time.perf_counter() - start, error)
             raise
         if self.receiver is not None:
             self.receiver.engine.end(agreed_version)
         if not self.keep_mapped:
             for transport in self.transports:
                 transport.free()
-        self.version = agreed_version
+        before, self.version = self.version, agreed_version
         if self.deltas is not None:
             self.deltas.end(self.group, transferred_at - prepared_at)
         seconds = prepared_at - start, transferred_at - prepared_at, time.perf_counter() - start
-        return self._report(agreed_version, *seconds)
+        report = self._report(agreed_version, *seconds)
+        side = self.receiver or self.sender
+        if side is not None and self.log.is_first:
+            sent = self.sender.bytes_read if self.sender is not None else 0
+            self.log.succeeded(report, before, [*side.routes().values()], sent)
+        return report
 
     def _commit(self) -> None:
         """Wait until all have what they need. A rank that does not learn how that ended refuses to serve, also what
@@ -235,8 +242,11 @@ class Link:
 
     def _follow(self, sender_moved: bool, receiver_moved: bool) -> None:
         """Refresh addresses on both sides, and map again what was unmapped."""
+        anew = self.group.anew
+        if anew and not self.broken:  # it has missed a refit that failed for the others, who start anew
+            self._abort()
         # After a refit that failed nobody knows how far the tables had been made.
-        tables_hold = not self.broken and not receiver_moved and not (sender_moved and self._sends())
+        tables_hold = not anew and not receiver_moved and not (sender_moved and self._sends())
         moved: list[int] = []
         if self.receiver is not None:
             moved = self.receiver.read_moved(self.group.notes_of(self.receiver.pieces))
@@ -245,7 +255,7 @@ class Link:
         if not tables_hold:
             self._prepare()
         for transport in self.transports:
-            if self.broken:
+            if anew:
                 transport.renew()
             if moved and self.receiver is not None:
                 transport.unmap_except(self.receiver.memory)
@@ -346,11 +356,15 @@ class Link:
     def _clean_up(self) -> None:
         """After a refit that failed: unmap the trainers' memory, and give everything back, since a link
         that failed may not be used again, nor be closed."""
+        if self.sender is not None:
+            self.sender.forget()
+        self._abort()
+
+    def _abort(self) -> None:
+        """Unmap the trainers' memory, and end and give back what transports have."""
         self.broken = True
         for transport in self.transports:
             transport.abort()
-        if self.sender is not None:
-            self.sender.forget()
         with suppress(ReshardError, RuntimeError):
             if wait_for_device(self.device, self.group.timeout):  # not under a kernel that reads it
                 self._release()
@@ -386,7 +400,7 @@ class Link:
         with self.group.one_call("release"):
             self.keep_mapped, kept = False, self.keep_mapped
             try:
-                with self.group.transaction("release"):
+                with self.group.transaction("release", f"release of connection {self.number}"):
                     self._release()
                     self.group.commit()
             finally:
@@ -438,9 +452,15 @@ class Link:
             )
         return routes
 
+    def check_open(self) -> None:
+        """Raise ReshardError once the link is closed."""
+        if self.closed:
+            raise ReshardError("this connection is closed: call connect again")
+
     def close(self) -> None:
         """Unmap the peers' memory, free what was staged and what deltas kept, and end the communicator of NCCL or Gloo,
-        if this connection made one; it cannot be used again. vLLM gets the slots of an adapter back, which it serves
+        if this connection made one; it cannot be used again. The group stays, and with it the port at which
+        its members have met, until it is closed, too (`RefitGroup.close`). vLLM gets the slots of an adapter back, which it serves
         until it needs them for others."""
         with self.group.one_call("close"):
             self.give_back()

@@ -28,6 +28,7 @@ class ConnectOptions:
     adapter: str | None = None
     delta: bool | str = False
     delta_on_host: bool = False
+    name: str | None = None  # of this member, in errors and logs of all
 
     def checked(self: Options, name: Callable[[str], str] = str) -> Options:
         """Return these options, with the present name of a backend. Raises ReshardError for a wrong value,
@@ -36,9 +37,18 @@ class ConnectOptions:
         check_switch(self.keep_mapped, name("keep_mapped"))
         check_switch(self.delta_on_host, name("delta_on_host"))
         check_delta(self.delta, name("delta"))
+        check_member_name(self.name, name("name"))
         if self.adapter is not None:
             check_adapter_name(self.adapter, name("adapter"))
         return replace(self, backend=check_backend(self.backend, name("backend")))
+
+
+def check_member_name(value: Any, name: str) -> None:
+    """Raise OptionError where what was given as `name` is no name of a member; None is that of none."""
+    if value is not None and (not value or not is_word(value)):
+        raise OptionError(
+            f"{name} is {value!r:.80}, which is no name: give a printable text, such as a pod's name"
+        )
 
 
 def check_adapter_name(value: Any, name: str) -> None:

@@ -57,5 +57,16 @@ class RefitReport:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it for logs."""
-        return asdict(self)
+        """Return it for logs and metrics, without nesting: `received_bytes` is the sum over all routes, and
+        ``received_bytes_nccl`` and its like are those of each.
+
+        In a connection with deltas there are ``is_delta``, ``delta_bytes`` and ``delta_`` before the other fields of
+        `RefitDelta`.
+        """
+        fields = asdict(self)
+        delta, received = fields.pop("delta"), fields.pop("received_bytes")
+        fields["received_bytes"] = sum(received.values())
+        fields |= {f"received_bytes_{route}": size for route, size in received.items()}
+        return fields | {
+            name if "delta" in name else f"delta_{name}": value for name, value in (delta or {}).items()
+        }

@@ -117,6 +117,14 @@ class Sender:
         self.group.post("asked", answer.encode())
 
     @property
+    def bytes_read(self) -> int:
+        """The bytes that inference ranks read of this rank's shards in a refit."""
+        return sum(
+            int((pieces[:, [ROW_COUNT, COLUMN_COUNT]].prod(1) * self.sizes.itemsizes[pieces[:, SHARD]]).sum())
+            for pieces in self.requests.values()
+        )
+
+    @property
     def times_read(self) -> float:
         """The number of times that inference ranks read an element of this rank, on average."""
         wanted = sum(

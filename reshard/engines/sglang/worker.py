@@ -23,7 +23,7 @@ from reshard.engines.delta_methods import DeltaMethods
 from reshard.engines.sglang import compat, pipeline
 from reshard.engines.sglang.guard import guard_of
 from reshard.engines.sglang.live import SglangModel
-from reshard.engines.worker import LinkMethods, WorkerOptions, connect_worker, log_connected
+from reshard.engines.worker import LinkMethods, WorkerOptions, connect_worker, log_refits
 
 logger = logging.getLogger("sglang.srt.reshard")  # below SGLang's own, which shows it
 
@@ -47,16 +47,16 @@ class SchedulerMethods(DeltaMethods, LinkMethods):
         or a member is missing.
         """
         check_number(first_rank, "first_rank", MOST_MEMBERS, 0)
-        rank = first_rank + compat.rank_in_engine(self)
-        connecting = WorkerOptions.of_call(**options)
+        index = compat.rank_in_engine(self)
+        rank = first_rank + index
+        connecting = WorkerOptions(**WorkerOptions.of_call(**options).checked().of_worker(index))
         self._reshard_guard()
 
         def connected() -> None:
             side = partial(SchedulerMethods._reshard_side, self)
             close = partial(LinkMethods.reshard_close, self)  # type: ignore[arg-type]
             self._reshard_link = connect_worker(address, rank, size, connecting, side, close)
-            if rank == first_rank:
-                log_connected(logger, self._reshard_link)
+            log_refits(logger, self._reshard_link, index == 0)
 
         self._reshard_run(connected)
 

@@ -24,7 +24,13 @@ from reshard.engines.vllm.compat import with_plain_weights
 from reshard.engines.vllm.guard import guard_of, state_of
 from reshard.engines.vllm.live import VllmModel
 from reshard.engines.vllm.requests.calls import Answer, answered
-from reshard.engines.worker import LinkMethods, WorkerOptions, connect_worker, log_connected
+from reshard.engines.worker import (
+    LinkMethods,
+    WorkerOptions,
+    connect_worker,
+    log_refits,
+    with_short_traceback,
+)
 
 logger = logging.getLogger("vllm.reshard")  # below vLLM's own, which shows it
 # Methods of a worker that make layers or load weights.
@@ -76,8 +82,10 @@ class RefitExtension(DeltaMethods, LinkMethods):
         # By the index: the data parallel rank is 0 in each of the engines of a model without
         # experts.
         rank = self.rank + parallel.data_parallel_index * parallel.world_size  # type: ignore[attr-defined]
-        self.reshard_connect_worker(address, first_rank + rank, size, *options, **named_options)
+        connecting = WorkerOptions.of_call(*options, **named_options).checked()
+        self.reshard_connect_worker(address, first_rank + rank, size, **connecting.of_worker(rank))
 
+    @with_short_traceback
     @accepts_renamed_options
     def reshard_connect_worker(
         self, address: str, rank: int, size: int, *options: Any, **named_options: Any
@@ -87,8 +95,7 @@ class RefitExtension(DeltaMethods, LinkMethods):
         connecting = WorkerOptions.of_call(*options, **named_options)
         side = partial(self._reshard_side, connecting.match_vllm_rounding)
         self._reshard_link = connect_worker(address, rank, size, connecting, side, self.reshard_close)
-        if self.rank == 0:  # type: ignore[attr-defined]
-            log_connected(logger, self._reshard_link)
+        log_refits(logger, self._reshard_link, self.rank == 0)  # type: ignore[attr-defined]
 
     def reshard_join(self, address: str, rank: int, size: int, *options: Any, **named_options: Any) -> None:
         """Do what `reshard_connect_worker` does: its old name."""

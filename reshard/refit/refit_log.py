@@ -1,0 +1,73 @@
+"""The line that each side logs of a refit."""
+
+import logging
+
+from reshard.comm.group import RefitGroup
+from reshard.core.errors import first_line, listed
+from reshard.refit.agreement import Agreement
+from reshard.refit.report import RefitReport
+from reshard.refit.routes import NCCL
+
+GLOO = "Gloo"
+
+
+class RefitLog:
+    """What a member logs of its refits: one line for each, if it is the first rank of a side.
+
+    A worker of an engine has a logger of its own, which the engine shows, and says whether it is the first.
+    """
+
+    def __init__(self, group: RefitGroup, agreed: Agreement) -> None:
+        self.group, self.agreed = group, agreed
+        self.logger = logging.getLogger("reshard")
+        self.is_first = group.rank in (*agreed.trainers[:1], *agreed.engines[:1])
+        self.what = "refit"
+
+    def way(self, route: str) -> str:
+        """Return a route's name, which on a CPU is Gloo where it is NCCL on a GPU."""
+        return GLOO if route == NCCL and self.agreed.peers[self.group.rank].device == "cpu" else route
+
+    def succeeded(
+        self, report: RefitReport, before: int | None, partners: list[str], sent_bytes: int
+    ) -> None:
+        """Log a refit that brought the weights of a version after those of the version `before`.
+
+        `partners` are the routes to or from each rank of the other side. A version that goes back is warned of.
+        """
+        if not self.is_first:
+            return
+        ways = listed(sorted({self.way(route) for route in partners})) or "nothing"
+        received = sum(report.received_bytes.values())
+        if received or self.group.rank in self.agreed.engines:
+            moved = f"{_size(received)} from {_ranks(len(partners), 'trainer')} by {ways}"
+        else:
+            moved = f"{_size(sent_bytes)} of this rank to {_ranks(len(partners), 'inference')} by {ways}"
+        changes = f"; {report.delta.reason}" if report.delta is not None else ""
+        self.logger.info(
+            "reshard: %s to version %d: %s in %.3f s (%.3f s of it waiting for others, %.3f s moving bytes)%s",
+            self.what, report.version, moved, report.total_seconds, report.wait_seconds, report.transfer_seconds,
+            changes,
+        )  # fmt: skip
+        if before is not None and report.version < before:
+            self.logger.warning(
+                "reshard: %s to version %d after version %d: versions go back, and who tells samples by them takes new "
+                "weights for old ones",
+                self.what, report.version, before,
+            )  # fmt: skip
+
+    def failed(self, number: int, seconds: float, error: BaseException) -> None:
+        """Log a refit that failed."""
+        if self.is_first:
+            reason = first_line(error) if str(error) else type(error).__name__
+            self.logger.warning("reshard: %s %d failed after %.1f s: %s", self.what, number, seconds, reason)
+
+
+def _ranks(count: int, side: str) -> str:
+    return f"{count} {side} rank{'s' * (count != 1)}"
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} bytes"
