@@ -201,3 +201,21 @@ import resource"""
         (tmp_path / "gone").touch()
         out = process.communicate(timeout=300)[0]
     assert process.returncode == 0 and out.startswith(b"qwen3, ") and check(tmp_path / "out").ok
+
+
+def test_a_log_that_is_no_terminal_gets_lines_of_progress_of_the_first_process_alone():
+    code = """
+from reshard.cli import output
+output._Lines.SECONDS = 0
+with output.progress_bar("check") as progress:
+    if progress is not None:
+        progress(1_000_000, 4_000_000)
+        progress(3_000_000, 4_000_000)
+"""
+    said = {}
+    for rank in "01":
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"RANK": rank})  # fmt: skip
+        said[rank] = done.stderr.splitlines()
+    first, second = said["0"]
+    assert first == "check: 25% 1.00 MB of 4.00 MB" and second.startswith("check: 75% 3.00 MB of 4.00 MB, ")
+    assert said["1"] == []
