@@ -393,6 +393,97 @@ def test_a_pattern_is_what_pythons_matcher_makes_of_it():
     assert found > 1000
 
 
+def rewritten(of: Path, rule) -> None:
+    tensors = load_file(of / "adapter_model.safetensors")
+    renamed = {rule(name): value for name, value in tensors.items()}
+    save_file(renamed, of / "adapter_model.safetensors", {"format": "pt"})
+
+
+SPELLINGS = {
+    "compiled": lambda name: f"_orig_mod.{name}",
+    "in DDP": lambda name: f"module.{name}",
+    "without PEFT's prefix": lambda name: name.removeprefix("base_model.model."),
+    "with the adapter's name": lambda name: name.replace(".weight", ".default.weight"),
+    "of AutoModel": lambda name: name.replace("base_model.model.model.", "base_model.model."),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_an_adapters_names_are_read_as_a_models_are(spelling, llama, tmp_path):
+    of = adapter(llama, tmp_path / "adapter", shared=False)
+    lora_merge(llama, of, tmp_path / "wanted")
+    rewritten(of, SPELLINGS[spelling])
+    notices = lora_merge(llama, of, tmp_path / "merged").notices
+    assert same(hf_tensors(tmp_path / "wanted"), hf_tensors(tmp_path / "merged")) == []
+    assert any("read under PEFT's names: 56 tensors" in notice for notice in notices)
+    rewritten(of, lambda name: name.replace("layers.0.", "layers.9."))
+    with pytest.raises(ReshardError, match="holds 14 tensors that are not A or B of a linear layer of llama"):
+        lora_merge(llama, of, tmp_path / "refused")
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("qwen3-next", ["q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"])],
+)
+def test_an_adapter_of_any_matrix_of_a_model_is_merged_as_peft_merges_it(
+    family, targets, checkpoint, tmp_path
+):
+    """Those of which no trainer has an adapter are refused there by name."""
+    source = checkpoint(family)
+    of = adapter(source, tmp_path / "adapter", shared=False, target_modules=targets)
+    lora_merge(source, of, tmp_path / "merged")
+    PeftModel.from_pretrained(model_of(source), of).merge_and_unload().save_pretrained(tmp_path / "theirs")
+    ours, theirs, base = (
+        hf_tensors(tmp_path / "merged"),
+        hf_tensors(tmp_path / "theirs"),
+        hf_tensors(source),
+    )
+    assert apart(ours, theirs) < 1e-5
+    changed = {name.split(".")[-2] for name in same(ours, base)}
+    assert changed == set(targets)
+    with pytest.raises(ReshardError, match="has an adapter of .*, which bridge has no adapter for"):
+        lora_to_megatron(of, tmp_path / "lora", hf_config=source)
+
+
+def test_embeddings_saved_beside_an_adapter_are_the_models_own_or_refused(llama, tmp_path):
+    of = adapter(llama, tmp_path / "adapter", shared=False)
+    lora_merge(llama, of, tmp_path / "wanted")
+    tensors, base = load_file(of / "adapter_model.safetensors"), hf_tensors(llama)
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    copies = {f"base_model.model.{name}": base[name].clone() for name in names}
+    save_file(tensors | copies, of / "adapter_model.safetensors")
+    assert any("left out, as a copy" in said for said in lora_merge(llama, of, tmp_path / "merged").notices)
+    assert same(hf_tensors(tmp_path / "wanted"), hf_tensors(tmp_path / "merged")) == []
+    trained = copies | {f"base_model.model.{names[0]}": base[names[0]] + 1}
+    save_file(tensors | trained, of / "adapter_model.safetensors")
+    with pytest.raises(ReshardError, match="holds another model.embed_tokens.weight than"):
+        lora_merge(llama, of, tmp_path / "refused")
+    longer = {name: torch.cat([value, value[:4]]) for name, value in copies.items()}
+    save_file(tensors | longer, of / "adapter_model.safetensors")
+    with pytest.raises(
+        ReshardError, match="with 1004 rows, and the model's has 1000: its vocabulary was resized"
+    ):
+        lora_merge(llama, of, tmp_path / "refused")
+
+
+def test_an_adapter_beside_merged_weights_is_said_as_transformers_reads_it(llama, tmp_path):
+    """transformers adds it once more, where the note said before that it does not read it."""
+    of = adapter(llama, tmp_path / "adapter", shared=False)
+    both = shutil.copytree(llama, tmp_path / "both")
+    config = json.loads((of / "adapter_config.json").read_text()) | {"base_model_name_or_path": None}
+    (both / "adapter_config.json").write_text(json.dumps(config))
+    shutil.copy(of / "adapter_model.safetensors", both)
+    tokens = torch.arange(16)[None]
+    with torch.no_grad():
+        plain, added = (model_of(folder)(tokens).logits for folder in (llama, both))
+    assert not torch.allclose(plain, added, atol=0.01), "transformers adds it"
+    notices = hf_to_mcore(both, tmp_path / "mcore").notices
+    assert any("transformers with PEFT adds it to what it loads here" in notice for notice in notices)
+    assert not any("as transformers and vLLM do not" in notice for notice in notices)
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    assert same(hf_tensors(llama), hf_tensors(tmp_path / "back")) == []
+
+
 def test_tensors_that_are_no_pair_are_refused_by_name(llama, tmp_path):
     of = adapter(llama, tmp_path / "adapter")
     tensors = load_file(of / "adapter_model.safetensors")

@@ -78,6 +78,17 @@ def linear_layers(base: ModelParameters) -> list[LinearLayer]:
     return [LinearLayer(name.removesuffix(WEIGHT), tuple(ps)) for (_, name, _), ps in layers.items()]
 
 
+def other_layers(base: ModelParameters) -> list[LinearLayer]:
+    """Return the matrices of a model's decoder and MTP layers that no trainer's adapter is of: the parts of a state
+    space's or linear attention's projection, and the gate of a shared expert."""
+    return [
+        LinearLayer(p.name, (p,))
+        for p in base.parameters
+        if p.layer is not None and p.expert is None and not p.name.endswith(WEIGHT) and len(p.shape) == 2
+        if len(p.parts) and all(len(base.shapes.get(part.name, ())) == 2 for part in p.parts)
+    ]
+
+
 def output_layers(base: ModelParameters) -> list[LinearLayer]:
     """Return the output layer of a model; none of one that shares the embedding's weight."""
     return [LinearLayer(OUTPUT_LAYER, (p,)) for p in base.parameters if p.name == f"{OUTPUT_LAYER}{WEIGHT}"]

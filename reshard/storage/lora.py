@@ -230,8 +230,15 @@ def _notices_for_peft(source: AdapterSource) -> list[str]:
         }
         for of_experts in (True, False)
     ]
-    if source.parameters or not ends[0] & ends[1]:
+    if not ends[0] & ends[1]:
         return notices
+    if source.parameters:
+        return [
+            *notices,
+            "PEFT 0.21 with transformers 5 does not load adapters of dense layers and shared experts "
+            f"({listed(sorted(ends[0] & ends[1]))}) beside those of all routed experts in one tensor: write them with "
+            "--experts apart for vLLM; reshard lora-merge adds either",
+        ]
     return [
         *notices,
         f"PEFT 0.21 with transformers 5 drops the adapters of dense layers and shared experts ({listed(sorted(ends[0] & ends[1]))}) "

@@ -9,8 +9,16 @@ from typing import Any
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import Placement
 from reshard.core.planner import make_plan
+from reshard.core.views import tensor_of
 from reshard.formats import torch_dist
-from reshard.lora.parameters import Adapter, AdapterForm, adapter_parameters, linear_layers, part_names
+from reshard.lora.parameters import (
+    Adapter,
+    AdapterForm,
+    adapter_parameters,
+    linear_layers,
+    other_layers,
+    part_names,
+)
 from reshard.lora.peft_config import CONFIG
 from reshard.lora.scale import most_common
 from reshard.megatron.checkpoint import Chunk, chunks_to_write
@@ -56,6 +64,12 @@ class MegatronAdapterFiles(Destination):
             raise ReshardError(
                 f"{source.path} has an adapter of {weight}, and {form.name} has none of the output layer: train without, or "
                 f"add it to the model with reshard lora-merge"
+            )
+        others = {layer.first.name for layer in other_layers(source.base)}
+        for weight in (name for a in source.adapters if a.layer.first.name in others for name in a.ranks):
+            raise ReshardError(
+                f"{source.path} has an adapter of {tensor_of(weight)}, which {form.name} has no adapter for: train without, "
+                f"or add it to the model with reshard lora-merge"
             )
         self.rank, self.alpha, self.rslora = _settings(source, form)
         adapters = _completed(source, self.rank)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard.core.errors import ReshardError
+from reshard.lora.experts import ExpertsParameter, experts_parameter
 from reshard.lora.names import PEFT_PREFIX, A, B, peft_name
 from reshard.lora.parameters import Adapter
 from reshard.lora.scale import Scale
@@ -16,10 +17,12 @@ from reshard.storage.sources.adapter import AdapterSource
 
 
 class FusedMatrix(NamedTuple):
-    """A matrix of all experts: by expert the names of its parts, which lie one above the other."""
+    """A matrix of all experts: by expert the names of its parts, which lie one above the other, or a row of each
+    in turn."""
 
     matrix: str
     parts: list[list[str]]
+    interleaved: bool
 
 
 class FusedExpertsSource(AdapterSource):
@@ -45,40 +48,35 @@ class FusedExpertsSource(AdapterSource):
         self.fused: dict[str, FusedMatrix] = {}
         self.tensors = dict(adapter.tensors)
         of_experts = [one for one in self.adapters if one.layer.of_experts]
-        modules = [self._module(one) for one in of_experts]
-        for one, module in zip(of_experts, modules, strict=True):
+        places = [experts_parameter(one.layer, self.model) for one in of_experts]
+        modules = [place.module for place in places]
+        for one, place in zip(of_experts, places, strict=True):
             # PEFT wraps the module once for each of its parameters, gate and up first.
-            within = ".base_layer" if one.layer.first.halves == 2 and modules.count(module) > 1 else ""
-            self._fuse(one, module, within)
+            self._fuse(one, place, place.is_first and modules.count(place.module) > 1)
 
-    @staticmethod
-    def _module(adapter: Adapter) -> str:
-        return f"{adapter.layer.published()[0].rpartition('.experts.')[0]}.experts"
-
-    def _fuse(self, adapter: Adapter, module: str, within: str) -> None:
+    def _fuse(self, adapter: Adapter, place: ExpertsParameter, below: bool) -> None:
         layer = adapter.layer
         weights = [layer.published(expert) for expert in range(len(layer.weights))]
         scales = {self.scales.get(name) for of_expert in weights for name in of_expert}
         if len(scales) > 1 or None in scales:
             raise ReshardError(
-                f"--experts together: the experts in {module} differ in rank or alpha, or some have no adapter"
+                f"--experts together: the experts in {place.module} differ in rank or alpha, or some have no adapter"
             )
         [scale] = scales
         assert scale is not None
-        parameter = "gate_up_proj" if layer.first.halves == 2 else "down_proj"
-        self.parameters[f"{module}.{parameter}"] = scale
+        self.parameters[f"{place.module}.{place.name}"] = scale
         for of_expert in weights:
             self._check_common(of_expert)
         (out, columns), experts = layer.first.shape, len(weights)
         dtype = self.adapter.tensors[peft_name(weights[0][0], A)].dtype
         shapes = {A: (experts * scale.rank, columns), B: (out, scale.rank * experts)}
         for matrix, shape in shapes.items():
-            name = f"{PEFT_PREFIX}{module}{within}.lora_{matrix}.weight"
+            name = f"{PEFT_PREFIX}{place.module}{'.base_layer' * below}.lora_{matrix}.weight"
             parts = [[peft_name(part, matrix) for part in of_expert] for of_expert in weights]
             for of_expert in parts:
                 for part in of_expert:
                     del self.tensors[part]
-            self.fused[name] = FusedMatrix(matrix, parts)
+            self.fused[name] = FusedMatrix(matrix, parts, place.interleaved and matrix == B)
             self.tensors[name] = TensorInfo(shape, dtype)
 
     def _check_common(self, weights: list[str]) -> None:
@@ -98,7 +96,8 @@ class FusedExpertsSource(AdapterSource):
         if fused is None:
             return self.adapter.read_rows(name, start, stop)
         if fused.matrix == B:
-            by_expert = [self._stacked(parts, start, stop) for parts in fused.parts]
+            read = self._in_turn if fused.interleaved else self._stacked
+            by_expert = [read(parts, start, stop) for parts in fused.parts]
             return np.stack(by_expert, 2).reshape(stop - start, -1)
         return self._stacked([parts[0] for parts in fused.parts], start, stop)
 
@@ -112,6 +111,13 @@ class FusedExpertsSource(AdapterSource):
                 pieces.append(np.array(self.adapter.read_rows(name, first, last)))
             before += rows
         return np.concatenate(pieces)
+
+    def _in_turn(self, names: list[str], start: int, stop: int) -> np.ndarray:
+        """Return rows `start` .. `stop` of tensors of which one row of each lies below the other in turn."""
+        first, last = start // len(names), -(-stop // len(names))
+        pieces = [np.array(self.adapter.read_rows(name, first, last)) for name in names]
+        rows = np.stack(pieces, 1).reshape((last - first) * len(names), -1)
+        return rows[start - first * len(names) :][: stop - start]
 
     def strips(self, name: str) -> list[Strip] | None:
         return None if name in self.fused else self.adapter.strips(name)

@@ -1,18 +1,21 @@
 """A PEFT directory: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from reshard.core.errors import ReshardError, listed
-from reshard.core.views import tensor_of
+from reshard.core.views import tensor_of, tensor_shapes
 from reshard.formats import safetensors
 from reshard.formats.small_files import read_json
 from reshard.lora.checkpoint import check_supported
+from reshard.lora.experts import ExpertsParameter, experts_parameter
 from reshard.lora.names import PEFT_PREFIX, A, B, module_of, peft_name
-from reshard.lora.parameters import Adapter, LinearLayer, linear_layers, output_layers
+from reshard.lora.parameters import Adapter, LinearLayer, linear_layers, other_layers, output_layers
 from reshard.lora.peft_config import CONFIG, WEIGHTS, check_plain, scales_of
 from reshard.megatron.parameters import ModelParameters, expand
 from reshard.models.model import Model
@@ -21,17 +24,20 @@ from reshard.storage.io.streams import Strip, StripReader, TensorInfo, strips_of
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
 from reshard.storage.sources.adapter import AdapterSource
+from reshard.storage.sources.adapter_names import peft_names
 from reshard.storage.sources.base import read_config
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.versions import FileVersions
 
 
 class ExpertMatrix(NamedTuple):
-    """The place of an expert's matrix in the one of all experts: the stored `tensor`, and its first `row` there."""
+    """The place of an expert's matrix in the one of all experts: the stored `tensor`, its first `row` there, and the
+    rows from one of its own to the next."""
 
     tensor: str
     expert: int
     row: int
+    step: int = 1
 
 
 class PeftSource(AdapterSource):
@@ -58,9 +64,9 @@ class PeftSource(AdapterSource):
                 f"{path} has its adapter as a pickle (adapter_model.bin), which is not read: save it with "
                 f"save_pretrained(safe_serialization=True) first"
             )
-        self.stored = safetensors.read_header(path / WEIGHTS)
-        self.files = OpenFiles()
         self.base = expand(self.model)
+        self.stored = self._as_peft_names(safetensors.read_header(path / WEIGHTS))
+        self.files = OpenFiles()
         self.adapters = self._adapters()
         self.mapping = ModelParameters(
             {n: i.shape for n, i in self.tensors.items()}, [], {}, frozenset(), frozenset(), frozenset()
@@ -68,6 +74,19 @@ class PeftSource(AdapterSource):
         ranks = {name: rank for adapter in self.adapters for name, rank in adapter.ranks.items()}
         self.scales = scales_of(self.config, ranks, path / CONFIG, self.scale_names)
         self.reader = StripReader(self.tensors, self.files)
+
+    def _as_peft_names(self, stored: dict[str, safetensors.Tensor]) -> dict[str, safetensors.Tensor]:
+        """Return the tensors of the file under PEFT's names, and note those that had others."""
+        experts = [
+            experts_parameter(layer, self.model) for layer in linear_layers(self.base) if layer.of_experts
+        ]
+        names = peft_names(stored, self.base, self.model, experts)
+        others = sorted(name for name, named in names.items() if name != named)
+        if others:
+            self.notices.append(
+                f"read under PEFT's names: {len(others)} tensors such as {others[0]}, which is {names[others[0]]}"
+            )
+        return {names[name]: tensor for name, tensor in stored.items()}
 
     def _model(self) -> Model:
         assert self.config_path is not None
@@ -102,11 +121,13 @@ class PeftSource(AdapterSource):
         """Return the layers that have an adapter, and note their tensors. Raises ReshardError if A and B
         do not fit one another or the model, or if tensors are left over."""
         check_supported(self.stored, self.path)
+        matrices = {name: shape for name, shape in self.base.shapes.items() if len(shape) == 2}
+        self._rows_of_tensors = {name: shape[0] for name, shape in tensor_shapes(matrices).items()}
         self.tensors: dict[str, TensorInfo] = {}
         self.of_all_experts: dict[str, ExpertMatrix] = {}
         self.scale_names: dict[str, str] = {}
         adapters = []
-        for layer in (*linear_layers(self.base), *output_layers(self.base)):
+        for layer in self._layers():
             ranks = self._of_all_experts(layer) if layer.of_experts else {}
             weights = (name for expert in range(len(layer.weights)) for name in layer.published(expert))
             for weight in () if ranks else weights:
@@ -127,6 +148,11 @@ class PeftSource(AdapterSource):
             raise ReshardError(f"{self.path} holds no adapter")
         return adapters
 
+    def _layers(self) -> Iterator[LinearLayer]:
+        yield from linear_layers(self.base)
+        yield from other_layers(self.base)
+        yield from output_layers(self.base)
+
     def _check_tied(self, left: list[str]) -> None:
         """Raise ReshardError if the adapter is of an output layer that is the embedding's weight: adding it would
         change what the model reads, too."""
@@ -139,19 +165,26 @@ class PeftSource(AdapterSource):
 
     def _of_base(self) -> set[str]:
         """Return the tensors that are the model's own: PEFT saves the frozen weight of an output layer beside its
-        adapter. Those of another shape than the model's are left; whether they have its numbers is seen where these are
-        (`MergedSource`)."""
-        copies = {
-            weight: f"{PEFT_PREFIX}{module_of(weight)}.base_layer.weight" for weight in self.base.shapes
-        }
-        self.copies_of_base = {
-            weight: name
-            for weight, name in copies.items()
-            if name in self.stored and self.stored[name].shape == self.base.shapes[weight]
-        }
-        left_out = set(self.copies_of_base.values())
+        adapter, and embedding and output layer where `save_embedding_layers` says so. Whether they have the model's numbers
+        is seen where these are (`MergedSource`). Raises ReshardError for those of another vocabulary."""
+        self.copies_of_base = {}
+        left_out = set()
+        for weight, shape in self.base.shapes.items():
+            module = f"{PEFT_PREFIX}{module_of(weight)}"
+            for name in (f"{module}.base_layer.weight", f"{module}.weight"):
+                stored = self.stored.get(name)
+                if stored is not None and stored.shape == shape:
+                    self.copies_of_base[weight] = name
+                    left_out.add(name)
+                elif stored is not None and stored.shape[1:] == shape[1:]:
+                    raise ReshardError(
+                        f"{self.path} holds {name} with {stored.shape[0]} rows, and the model's has {shape[0]}: its vocabulary was "
+                        f"resized for the training; give the resized model"
+                    )
         if left_out:
-            self.notices.append(f"left out, as a copy of the model's own: {listed(sorted(left_out), 2)}")
+            self.notices.append(
+                f"left out, as a copy of the model's own, which a merge compares: {listed(sorted(left_out), 2)}"
+            )
         return left_out
 
     def read_copy_of_base(self, weight: str, start: int, stop: int) -> np.ndarray:
@@ -170,7 +203,7 @@ class PeftSource(AdapterSource):
             return None
         out, columns = self.base.shapes[weight]
         rank = a.shape[0] if a.shape else 0
-        rows = b.shape[0] if "[" in weight and b.shape else out
+        rows = self._rows_of_tensors[tensor_of(weight)]
         for matrix, name in ((a, name_a), (b, name_b)):
             if not matrix.dtype.floating:
                 raise ReshardError(
@@ -192,32 +225,68 @@ class PeftSource(AdapterSource):
         A is ``[experts * rank, in]``; B is ``[out, rank * experts]``, with the experts of one rank side by side.
         """
         experts, (out, columns) = len(layer.weights), layer.first.shape
-        module, _, _ = layer.published()[0].rpartition(".experts.")
-        for wrapped in (".base_layer", ""):  # PEFT wraps the module once for each of its parameters
-            name_a, name_b = (f"{PEFT_PREFIX}{module}.experts{wrapped}.lora_{m}.weight" for m in (A, B))
-            a, b = self.stored.get(name_a), self.stored.get(name_b)
-            if a is None or b is None or len(a.shape) != 2 or a.shape[1] != columns or b.shape[:1] != (out,):
+        parameter = experts_parameter(layer, self.model)
+        for name_a, name_b in self._names_of_all_experts(parameter):
+            a, b = self.stored[name_a], self.stored[name_b]
+            if not self._check_form(name_a, (a.shape, b.shape), (out, columns), parameter):
                 continue
             rank = a.shape[0] // experts
-            if rank < 1 or a.shape[0] != rank * experts or b.shape != (out, rank * experts):
+            if rank < 1 or a.shape != (rank * experts, columns) or b.shape != (out, rank * experts):
                 raise ReshardError(
                     f"{self.path}: {name_a} {list(a.shape)} and B {list(b.shape)} are not of {experts} experts"
                 )
             ranks = {}
-            parameter = "gate_up_proj" if layer.first.halves == 2 else "down_proj"
             for expert, weight in enumerate(layer.weights):
-                for part in weight.parts:
+                for number, part in enumerate(weight.parts):
                     rows = part.box.lengths[0]
                     ranks[part.name] = rank
-                    self.scale_names[part.name] = f"{module}.experts.{parameter}.weight"
+                    self.scale_names[part.name] = f"{parameter.module}.{parameter.name}.weight"
                     own_a, own_b = peft_name(part.name, A), peft_name(part.name, B)
                     self.tensors[own_a], self.tensors[own_b] = (
                         TensorInfo((rank, columns), a.dtype), TensorInfo((rows, rank), b.dtype)
                     )  # fmt: skip
+                    first, step = (number, len(weight.parts)) if parameter.interleaved else (part.at[0], 1)
                     self.of_all_experts[own_a] = ExpertMatrix(name_a, expert, expert * rank)
-                    self.of_all_experts[own_b] = ExpertMatrix(name_b, expert, part.at[0])
+                    self.of_all_experts[own_b] = ExpertMatrix(name_b, expert, first, step)
             return ranks
         return {}
+
+    def _names_of_all_experts(self, parameter: ExpertsParameter) -> list[tuple[str, str]]:
+        """Return the names of the matrices in the file that may be those of a parameter of all experts: of both that a
+        module has where it has one pair alone, else by the order in which PEFT wraps them."""
+        for module in parameter.modules:
+            pairs = {
+                below: tuple(f"{PEFT_PREFIX}{module}{'.base_layer' * below}.lora_{m}.weight" for m in (A, B))
+                for below in (True, False)
+            }
+            held = {below: (a, b) for below, (a, b) in pairs.items() if a in self.stored and b in self.stored}
+            if len(held) == 2:
+                return [held[parameter.is_first]]
+            if held:
+                return list(held.values())
+        return []
+
+    def _check_form(
+        self,
+        name: str,
+        held: tuple[tuple[int, ...], ...],
+        weight: tuple[int, int],
+        parameter: ExpertsParameter,
+    ) -> bool:
+        """Return True if matrices are of a weight of this shape. Raises ReshardError for those of PEFT before 0.19,
+        which has A where B is for parameters ``[experts, out, in]``."""
+        a, b = held
+        if len(a) != 2 or len(b) != 2:
+            return False
+        fits, swapped = ((a[1], b[0]) == shape for shape in (weight[::-1], weight))
+        version = re.match(r"(\d+)\.(\d+)", str(self.config.get("peft_version") or ""))
+        old = tuple(map(int, version.groups())) < (0, 19) if version else self.manifest() is None
+        if swapped and not parameter.interleaved and (old or not fits):
+            raise ReshardError(
+                f"{self.path}: {name} and its B are as PEFT before 0.19 has those of {parameter.name}, with in and out "
+                f"exchanged, or may be: merge it with the PEFT that saved it"
+            )
+        return fits
 
     def strips(self, name: str) -> list[Strip] | None:
         return None if name in self.of_all_experts else self._strips(name)
@@ -230,7 +299,8 @@ class PeftSource(AdapterSource):
         matrix = self.of_all_experts.get(name)
         if matrix is None:
             return self.reader.read_rows(name, start, stop, self._strips(name))
-        rows = self._rows(matrix.tensor, matrix.row + start, matrix.row + stop)
+        first, last = (matrix.row + row * matrix.step for row in (start, stop - 1))
+        rows = self._rows(matrix.tensor, first, last + 1)[:: matrix.step]
         rank, width = self.tensors[name].shape[1], rows.shape[1]
         if width == rank or matrix.tensor.endswith(f"lora_{A}.weight"):
             return rows

@@ -16,6 +16,7 @@ from reshard.core.scratch import Scratch
 from reshard.core.views import tensor_of, tensor_shapes
 from reshard.formats import safetensors
 from reshard.formats.small_files import read_json
+from reshard.lora.peft_config import WEIGHTS
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
 from reshard.quantization import channels, compressed_tensors, fp8_blocks, fp8_scales, modelopt, mxfp4
@@ -25,7 +26,7 @@ from reshard.storage.io.streams import Strip, StripReader, TensorInfo, largest_m
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
 from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
-from reshard.storage.sources.paths import check_config
+from reshard.storage.sources.paths import ADAPTER, check_config
 from reshard.storage.sources.spellings import published_names
 from reshard.storage.sources.versions import FileVersions
 
@@ -52,6 +53,12 @@ class HuggingFaceSource(Source):
         self.files, self.scratch = OpenFiles(), Scratch()
         self.paths = {tensor.file: path / tensor.file for tensor in self.stored.values()}
         unread = sorted(p.name for p in path.glob("*.safetensors") if p.name not in self.paths)
+        if (path / ADAPTER).is_file():
+            unread = [name for name in unread if name != WEIGHTS]
+            self.notices.append(
+                f"the adapter of {ADAPTER} beside the weights is not read: transformers with PEFT adds it to what it loads "
+                "here, and computes other logits; reshard lora-merge adds it, or delete its files if it is merged already"
+            )
         if unread:
             self.notices.append(f"not read, as transformers and vLLM do not: {listed(unread, 3)}")
         prefix = self.model.mtp_prefixes(0)[0]
