@@ -15,6 +15,7 @@ class DeepseekV3(Family):
     wrapped_class = "Kimi_K25ForConditionalGeneration"
     wrapped_names = ("", "language_model.")
     towers = ("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector.")
+    tower = "moonvit"
     symbols = {
         "V": "vocab_size", "H": "hidden_size", "F": "intermediate_size", "E": "n_routed_experts", "FE": "moe_intermediate_size",
         "NS": "n_shared_experts", "NQ": "num_attention_heads", "RQ": "q_lora_rank", "RKV": "kv_lora_rank",

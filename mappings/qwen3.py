@@ -12,6 +12,7 @@ class Qwen3(Family):
     architecture = "Qwen3ForCausalLM"
     wrapped_in = ("Qwen3VLForConditionalGeneration", "qwen3_vl")
     towers = ("model.visual.",)
+    tower = "deepstack"
     symbols = {
         "V": "vocab_size", "H": "hidden_size", "F": "intermediate_size",
         "NQ": "num_attention_heads", "NKV": "num_key_value_heads", "D": "head_dim",

@@ -14,6 +14,7 @@ class Qwen35(Family):
     architecture = "Qwen3_5ForCausalLM"
     wrapped_in = ("Qwen3_5ForConditionalGeneration", "qwen3_5")
     towers = ("model.visual.",)
+    tower = "visual"
     symbols = {
         "V": "vocab_size", "H": "hidden_size", "F": "intermediate_size",
         "NQ": "num_attention_heads", "NKV": "num_key_value_heads", "D": "head_dim",

@@ -13,6 +13,7 @@ class Qwen35Moe(Family):
     architecture = "Qwen3_5MoeForCausalLM"
     wrapped_in = ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe")
     towers = ("model.visual.",)
+    tower = "visual"
     symbols = {
         "V": "vocab_size", "H": "hidden_size", "E": "num_experts", "FE": "moe_intermediate_size", "FS": "shared_expert_intermediate_size",
         "NQ": "num_attention_heads", "NKV": "num_key_value_heads", "D": "head_dim",

@@ -13,6 +13,7 @@ class Qwen3VLMoe(Family):
     architecture = "Qwen3VLMoeForConditionalGeneration"
     wrapped_in = ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe")
     towers = ("model.visual.",)
+    tower = "deepstack"
     symbols = {
         "V": "vocab_size", "H": "hidden_size", "F": "intermediate_size",
         "E": "num_experts", "FE": "moe_intermediate_size", "NQ": "num_attention_heads", "NKV": "num_key_value_heads", "D": "head_dim",

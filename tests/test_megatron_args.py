@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from reshard import (
     ReshardError,
@@ -16,6 +17,7 @@ from reshard.cli.main import cli
 from reshard.megatron.arguments import check_args, megatron_args, model_of_args
 from reshard.models.model import Model
 from tests.checkpoints import PLAIN_YARN, VARIANTS, config_of, model, with_config
+from tests.oracle import hf_tensors, same
 
 ANOTHER = {
     "position_embedding_type": "none", "rotary_percent": 0.5, "rotary_interleaved": True, "no_rope_freq": 4, "quick_geglu": True,
@@ -102,6 +104,33 @@ def test_a_checkpoint_whose_args_contradict_its_config_is_refused(change, messag
     with pytest.raises(ReshardError, match=message):
         mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+def test_tokens_that_training_added_are_not_taken_for_padding(checkpoint, tmp_path):
+    source, run = checkpoint("qwen3"), tmp_path / "mcore"
+    vocab = config_of("qwen3")["vocab_size"]
+    hf_to_mcore(source, run)
+    (run / "reshard.json").unlink()  # the training has gone on
+    common = torch.load(run / "release" / "common.pt", weights_only=False)
+
+    def trained_with(tokens: int) -> None:
+        common["args"].vocab_size = tokens
+        torch.save(common, run / "release" / "common.pt")
+
+    trained_with(vocab + 3)
+    with pytest.raises(ReshardError, match=rf"vocab_size is {vocab + 3} .not {vocab}..*pass --hf-config"):
+        mcore_to_hf(run, tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(config_of("qwen3", vocab_size=vocab + 3)))
+    mcore_to_hf(run, tmp_path / "all", hf_config=config)
+    rows = hf_tensors(tmp_path / "all")["model.embed_tokens.weight"]
+    assert (
+        torch.equal(rows[:vocab], hf_tensors(source)["model.embed_tokens.weight"]) and len(rows) == vocab + 3
+    )
+    trained_with(vocab - 3)  # the control: of a tokenizer with fewer tokens than the model has rows
+    mcore_to_hf(run, tmp_path / "back")
+    assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
 
 
 def test_what_training_chose_does_not_contradict_a_config(checkpoint, tmp_path):

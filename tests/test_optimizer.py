@@ -319,6 +319,25 @@ def test_inspect_says_which_states_can_be_moved(runs):
     assert "optimizer" not in inspect(runs.folder / "qwen3-mcore").details
 
 
+def test_diff_compares_the_states_of_two_trainings_and_says_what_it_leaves_out(runs):
+    def compared(a: str, b: str):
+        return diff(runs.folder / a, runs.folder / b, hf_config=runs.configs["qwen3-moe"])
+
+    moved, exchanged = compared("moe", "stages"), compared("moe", "exchanged")
+    states = sum(name.startswith("optimizer.state.") for name in moved.names)
+    weights = len(hf_tensors(runs.configs["qwen3-moe"]))
+    assert moved.equal and states == 3 * weights and "schedules" in str(moved.notices)
+    # The control: the first moments of two layers in each other's place, with the same weights.
+    assert not exchanged.equal and not exchanged.only_a and not exchanged.only_b
+    assert all(each.name.startswith("optimizer.state.exp_avg.") for each in exchanged.differences)
+    # What cannot be compared is named, and the weights are.
+    flat, alone = compared("buffers", "buffers"), compared("moe", "qwen3-moe-mcore")
+    assert flat.equal and "optimizer states were not compared" in str(flat.notices)
+    assert "dp_reshardable" in str(flat.notices)
+    assert "moe has optimizer states, and" in str(alone.notices) and not alone.only_a
+    assert not any("optimizer" in name for name in (*flat.names, *alone.names))
+
+
 def test_states_of_muon_are_moved_where_experts_keep_the_optimizer_that_they_have(runs, tmp_path):
     of_both, by_layers = (inspect(runs.folder / name).details["optimizer"] for name in ("muon", "by-layers"))
     assert of_both == "regular (exp_avg, exp_avg_sq, fp32_param, momentum_buffer), moved by mcore-to-mcore"

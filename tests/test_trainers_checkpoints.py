@@ -190,4 +190,6 @@ def test_a_run_config_that_names_a_hub_id_is_a_hint(saved, tmp_path):
         ReshardError, match="pass --hf-config .* such as Qwen/Qwen3-0.6B, with which its training began"
     ):
         inspect(run)
-    assert "config" not in str(inspect(run, hf_config=source).notices)
+    notices = inspect(run, hf_config=source).notices
+    assert "config taken" not in str(notices)
+    assert "beside the weights, and not carried along: run_config.yaml" in notices

@@ -160,7 +160,7 @@ def check_args(model: Model, args: dict[str, Any], where: str, advice: str) -> N
     """
     try:
         args = as_gpt_args(args, where)
-        different = disagreements(args, megatron_args(model))
+        different = disagreements(args, megatron_args(model)) + _more_tokens(args, model)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ReshardError(
             f"{where} cannot be read as a model's ({type(error).__name__}: {error})"
@@ -181,6 +181,14 @@ def check_args(model: Model, args: dict[str, Any], where: str, advice: str) -> N
             f"{where}: {values}, which makes another model of the weights than {other}: "
             f"{advice}; {ignore_hint([name for name, *_ in wrong])} goes on without {them}"
         )
+
+
+def _more_tokens(args: dict[str, Any], model: Model) -> list[tuple[str, Any, Any]]:
+    """Return ``vocab_size``, with both values, where a training had more tokens than the model: their rows would be
+    taken for padding. A tokenizer often has fewer than there are rows."""
+    tokens, rows = args.get("vocab_size"), model.symbols["V"]
+    more = isinstance(tokens, int) and tokens > rows
+    return [("vocab_size", tokens, rows)] if more else []
 
 
 def check_family(name: str) -> None:

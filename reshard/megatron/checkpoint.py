@@ -187,6 +187,12 @@ def check_language_model(keys: Keys, where: object) -> None:
             f"{where} is in the format 'fsdp_dtensor' or 'torch_dcp' of a trainer under FSDP ({sharded[0]}), which is not read: save it "
             f"with --ckpt-format torch_dist"
         )
+    published = next((key for key in sorted(keys) if key.endswith(".embed_tokens.weight")), None)
+    if EMBEDDING not in keys and published is not None:
+        raise ReshardError(
+            f"{where} is a checkpoint of torch.distributed.checkpoint that a trainer under FSDP has saved ({published}), not "
+            f"Megatron's: merge it with accelerate merge-weights {where} DIRECTORY"
+        )
     head = keys.get(OUTPUT)
     value_heads = [key for key in keys if VALUE_HEAD.search(key)]
     if value_heads or (head is not None and head.shape[:1] == (1,)):

@@ -62,6 +62,11 @@ class ModelParameters:
     packed_codes: dict[str, str] = field(default_factory=dict)
     packed_otherwise: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def dispensable(self) -> frozenset[str]:
+        """The names that a checkpoint may lack: optional ones, and copies of what it has."""
+        return self.optional | self.copies.keys()
+
     def stored_shapes(self, places: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the published tensors, each whole, where canonical ones have these
         `places` in them.

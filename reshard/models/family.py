@@ -103,7 +103,8 @@ class Family:
       model, its config under ``text_config``; `wrapped_class`: another name of that architecture,
       such as transformers' class for it; `wrapped_names`: what names begin with, and what
       instead in that model; `towers`: what the names of its other tensors begin with, or of a model
-      that is in no larger one, which are carried from disk to disk unchanged.
+      that is in no larger one, which are carried from disk to disk unchanged; `tower`: the
+      table of `reshard.models.towers` with what these have to be by the config.
     - `mtp_prefixes`: what the names of an MTP layer's own tensors, and of those of the decoder
       layer in it, begin with; ``{layers}`` stands for `layers`, ``{layer}`` counts on from the
       decoder layers, ``{index}`` from 0, and ``{part}`` the decoder layers in one MTP layer.
@@ -163,6 +164,7 @@ class Family:
     wrapped_class = ""
     wrapped_names = ("model.", "model.language_model.")
     towers: tuple[str, ...] = ()
+    tower = ""
     mtp_prefixes = ("{layers}{layer}.", "{layers}{layer}.")
     # place for people, module in transformers, module in Megatron
     layers = "model.layers."

@@ -1,6 +1,6 @@
 """A model as its Hugging Face config describes it: family, sizes, layer kinds."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,6 +16,7 @@ from reshard.models.field_tables import DECIDES_ELSEWHERE
 from reshard.models.numerics_args import NUMERICS_ARGS, same_value
 from reshard.models.rope import inverse_frequencies
 from reshard.models.tables import ALWAYS, Row, shape_of, size_of
+from reshard.models.towers import lacking_of_tower
 
 
 class Block(NamedTuple):
@@ -223,6 +224,15 @@ class Model:
     def is_of_tower(self, name: str) -> bool:
         """Return True for a published tensor that is carried along, of another part of a larger model for one."""
         return name.startswith(self.towers)
+
+    def tower_notices(self, config: dict[str, Any], names: Collection[str]) -> list[str]:
+        """Return a sentence on what the tower that a whole ``config.json`` announces lacks, if these are its tensors'
+        names."""
+        lacking = lacking_of_tower(self.family.tower, config, names) if self.wrapped else []
+        if not lacking:
+            return []
+        tensors = "1 tensor" if len(lacking) == 1 else f"{len(lacking)} tensors"
+        return [f"the files lack {tensors} of the tower that config.json announces: {listed(lacking, 3)}"]
 
     def layer_prefix(self, layer: int) -> str:
         """Return what the published names of a decoder layer begin with."""

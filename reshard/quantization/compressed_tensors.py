@@ -35,7 +35,7 @@ REORDERED_SUFFIXES = ("weight_g_idx",)  # of weights whose columns are in anothe
 # What quantizes activations, and keys and values, while a model is served.
 ACTIVATION_SUFFIXES = frozenset(
     f"{what}_{end}"
-    for what in ("input", "output", "q", "k", "v")
+    for what in ("input", "output", "activation", "q", "k", "v")
     for end in ("scale", "scale_ub", "zero_point", "global_scale")
 )
 READ = (

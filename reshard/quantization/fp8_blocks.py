@@ -70,13 +70,21 @@ def is_block(block: Any) -> TypeGuard[Sequence[int]]:
     return whole_numbers(block, 2, 1) and len(block) == 2 and max(block) <= MAX_BLOCK
 
 
+def has_blocks(config: Mapping[str, Any]) -> bool:
+    """Return False for a config that says null for the size of blocks: each matrix has one scale then."""
+    return config.get("weight_block_size", BLOCK) is not None
+
+
 def find_weights(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], where: str
 ) -> dict[str, StoredWeight]:
     """Return the weights among a checkpoint's `tensors` that are stored in fp8 blocks, by name.
 
-    Raises ReshardError if the ``quantization_config`` or the scales do not add up.
+    There are none where the ``quantization_config`` says null for their size (`has_blocks`). Raises ReshardError
+    if it and the scales do not add up.
     """
+    if not has_blocks(config):
+        return {}
     block = config.get("weight_block_size") or (BLOCK, BLOCK)
     if not is_block(block):
         raise ReshardError(f"{where}: weight_block_size is {block!r:.80}, not two positive whole numbers")

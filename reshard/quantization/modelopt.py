@@ -36,7 +36,7 @@ def find_weights(
     fields = config.get("quantization", config)
     algorithm = fields.get("quant_algo") if isinstance(fields, Mapping) else None
     if str(algorithm).upper() in FP8_ALGORITHMS:
-        return fp8_scales.find_weights(tensors, where)
+        return fp8_scales.find_weights(config, tensors, where)
     if str(algorithm).upper() not in ALGORITHMS:
         raise ReshardError(f"{where}: its quant_algo is {algorithm!r:.80}, and {READ}")
     if fields.get("group_size") not in (None, GROUP):

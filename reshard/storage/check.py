@@ -11,10 +11,11 @@ from reshard.models.config_fields import allow_unmapped_configs, check_ignored
 from reshard.storage.io.files import allow_many_files
 from reshard.storage.manifest import CHECKSUM, NAME, read_manifest
 from reshard.storage.run.workers import Progress, run_jobs, worker_count
-from reshard.storage.sources.base import Source
+from reshard.storage.sources.base import Source, has_tokenizer, of_tokenizer
 from reshard.storage.sources.megatron import MegatronSource
 from reshard.storage.sources.opening import open_source
 from reshard.storage.sources.paths import HF_FILES, iterations_in, tracked_iteration
+from reshard.storage.sources.training import damaged_padding
 from reshard.storage.sources.verify import (
     changed_files,
     checksum_of,
@@ -72,6 +73,7 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
             )
         root, prefixes = _checked_part(path, source, manifest)
         bad = _changed_tensors(source, manifest["tensors"], workers, progress)
+        bad += [f"{key} (its padding)" for key in damaged_padding(source)]
         result = Check(str(path), len(manifest["tensors"]), bad)
         result.notices += source.model.notices
         result.missing = _missing_iteration(path, source)
@@ -158,6 +160,21 @@ def _check_files(
         and not name.startswith(others)
         and not _is_hidden(name)
     )
+    _allow_tokenizer(result, entries)
+
+
+def _allow_tokenizer(result: Check, entries: dict[str, Any]) -> None:
+    """Say which added files are a tokenizer's, and take them for no fault, where none was written: who converts is
+    asked to copy one there."""
+    within = {name.removeprefix(f"{HF_FILES}/") for name in entries}
+    if has_tokenizer(within):
+        return
+    tokenizer = [name for name in result.added if of_tokenizer(name.removeprefix(f"{HF_FILES}/"))]
+    if tokenizer:
+        result.added = [name for name in result.added if name not in tokenizer]
+        result.notices.append(
+            f"a tokenizer has been added since, which has no checksums: {listed(tokenizer, 3)}"
+        )
 
 
 def _missing_iteration(path: Path, source: Source) -> list[str]:

@@ -20,6 +20,7 @@ from reshard.storage.sources.hf_hub import config_path, local_directory
 from reshard.storage.sources.huggingface import HuggingFaceSource
 from reshard.storage.sources.opening import check_config_is_read, open_source
 from reshard.storage.sources.paths import config_beside, locate
+from reshard.storage.sources.training import has_states, is_of_training, is_padding, notices_on_training
 
 
 @dataclass(frozen=True)
@@ -107,27 +108,34 @@ def diff(
     left_directory, right_directory = local_directory(str(a)), local_directory(str(b))
     check_config_is_read(hf_config, left_directory, right_directory)
     config = config_path(hf_config) if hf_config is not None else None
-    left = open_source(left_directory, config, adapters=True)
+    left = open_source(left_directory, config, adapters=True, states="movable")
     try:
-        right = open_source(right_directory, config or _config_for(right_directory, left), adapters=True)
+        right_config = config or _config_for(right_directory, left)
+        right = open_source(right_directory, right_config, adapters=True, states="movable")
     except BaseException:
         left.close()
         raise
     try:
         _check_kinds(left, right)
         check_ignored(left.model, right.model)
-        chosen = only or (lambda name: True)
+        left_out = _outside_comparison(left, right)
+
+        def chosen(name: str) -> bool:
+            return name not in left_out and (only is None or only(name))
+
         common = [name for name in left.tensors if name in right.tensors and chosen(name)]
         # A copy that only one side keeps under a name of its own says nothing new.
         result = Diff(str(a), str(b), common)
-        result.notices = [*left.model.notices, *right.model.notices]
+        result.notices = [*left.model.notices, *right.model.notices, *notices_on_training(left, right)]
         result.only_a = sorted(
-            n for n in left.tensors if n not in right.tensors and n not in left.mapping.optional and chosen(n)
+            n
+            for n in left.tensors
+            if n not in right.tensors and n not in left.mapping.dispensable and chosen(n)
         )
         result.only_b = sorted(
             n
             for n in right.tensors
-            if n not in left.tensors and n not in right.mapping.optional and chosen(n)
+            if n not in left.tensors and n not in right.mapping.dispensable and chosen(n)
         )
         if not (common or result.only_a or result.only_b):
             raise ReshardError(
@@ -147,6 +155,16 @@ def diff(
     finally:
         left.close()
         right.close()
+
+
+def _outside_comparison(left: Source, right: Source) -> set[str]:
+    """Return the optimizer states, and the padding beside them, that only one of two sources has, or that they have in
+    different sizes, since that of the vocabulary is a layout's."""
+    if not (has_states(left) and has_states(right)):
+        return {name for source in (left, right) for name in source.tensors if is_of_training(name)}
+    shapes = [{name: info.shape for name, info in source.tensors.items()} for source in (left, right)]
+    names = {name for of_source in shapes for name in of_source if is_padding(name)}
+    return {name for name in names if shapes[0].get(name) != shapes[1].get(name)}
 
 
 def _check_kinds(left: Source, right: Source) -> None:

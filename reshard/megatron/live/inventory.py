@@ -80,8 +80,12 @@ def take_inventory(team: Team, local: LocalBoxes, published: PublishedModel) -> 
     decided = run_on_first(team, decide)
     model = _with_mtp(published, decided["mtp"])
     mapping = expand(model)
-    # An optional copy is there where the model that this one was started from had it.
-    copies = {n: p for n, p in mapping.copies.items() if n not in mapping.optional or n in published.stored}
+    # As in the files that this model was started from, or else as in published ones.
+    copies = {
+        n: p
+        for n, p in mapping.copies.items()
+        if (n in published.stored if published.stored else n not in mapping.optional)
+    }
     tensors = {
         name: TensorInfo(shape, DTYPES[decided["others"].get(copies.get(name, name), decided["dtype"])])
         for name, shape in mapping.shapes.items()

@@ -11,13 +11,14 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.formats import safetensors
-from reshard.formats.small_files import MAX_COPIED_BYTES, MAX_INDEX_BYTES, read_json
+from reshard.formats.small_files import MAX_INDEX_BYTES, read_json
 from reshard.megatron.hybrid import stages_of_pattern
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import Model
 from reshard.storage.manifest import read_manifest
-from reshard.storage.sources.base import files_beside, ignored_as_recorded, read_config
+from reshard.storage.sources.base import ignored_as_recorded, read_config
+from reshard.storage.sources.beside import beside
 from reshard.storage.sources.hf_hub import config_path
 from reshard.storage.sources.paths import HF_FILES, locate
 
@@ -71,9 +72,9 @@ class PublishedModel:
         with ignored_as_recorded(root):
             model = Model.from_hf(read_config(path / "config.json"), str(path / "config.json"))
         check_ignored(model)
-        beside = {p.name: p for p in files_beside(path) if p.stat().st_size <= MAX_COPIED_BYTES}
+        files = beside(path).files
         stored = (read_manifest(root) or {}).get("tensors") or _stored(path)
-        return PublishedModel(path, model, beside, frozenset(stored))
+        return PublishedModel(path, model, files, frozenset(stored))
 
 
 def digest_of(model: Model) -> str:

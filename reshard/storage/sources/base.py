@@ -11,36 +11,24 @@ from typing import Any
 import numpy as np
 
 from reshard.core.errors import ReshardError, listed
-from reshard.formats.small_files import MAX_COPIED_BYTES, read_json
+from reshard.formats.small_files import read_json
 from reshard.formats.torch_dist import TRACKER
 from reshard.megatron.parameters import ModelParameters
 from reshard.models.config_fields import ignored_config_fields
 from reshard.models.model import Model
-from reshard.quantization.modelopt import CONFIG as MODELOPT_CONFIG
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import Strip, TensorInfo
-from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
-from reshard.storage.sources.paths import OF_TRAINERS
+from reshard.storage.sources.beside import Beside, beside, code_without_file
 from reshard.storage.sources.versions import FileVersions
-
-WEIGHT_SUFFIXES = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".index.json",
-    ".distcp",
-    ".ckpt",
-)
 
 # Files that are enough for a tokenizer, besides sentencepiece's and tiktoken's, which are named by
 # their ends.
 TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json")
+BESIDE_TOKENIZERS = (
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja",
+    "chat_template.json",
+)  # fmt: skip
 
 
 class Source(ABC):
@@ -94,7 +82,7 @@ class Source(ABC):
     def hf_files(self) -> dict[str, Path]:
         """Return the files beside the weights of a Hugging Face checkpoint, by name: config,
         tokenizer, generation config, chat template."""
-        return {p.name: p for p in self._beside() if p.stat().st_size <= MAX_COPIED_BYTES}
+        return self._beside()
 
     @abstractmethod
     def read_files(self) -> list[Path]:
@@ -132,20 +120,23 @@ class Source(ABC):
         since the source was opened."""
         return self.versions.unchanged(self.pinned_files)
 
-    def _beside(self) -> list[Path]:
-        directory = self.hf_directory()
-        return [] if directory is None else files_beside(directory)
+    def _beside(self) -> dict[str, Path]:
+        """Return the files that go along with the weights, by name."""
+        return beside(self.hf_directory()).files
 
-    def _note_large_files(self) -> None:
-        """Say which files beside the weights are too large for a config or a tokenizer, and are left
-        behind."""
-        large = [
-            f"{p.name} ({p.stat().st_size:,} bytes)"
-            for p in self._beside()
-            if p.stat().st_size > MAX_COPIED_BYTES
-        ]
-        if large:
-            self.notices.append(f"not copied, larger than any tokenizer: {listed(large, 3)}")
+    def _take_beside(self, config: dict[str, Any]) -> None:
+        """Record the versions of the files that go along with the weights, and note which stay, and which code the
+        config names that is not there."""
+        found, directory = beside(self.hf_directory()), self.hf_directory()
+        self.versions.record(*found.files.values())
+        self.notices += Beside(found.files, [*found.left, *self.left_beside()]).notices()
+        lacking = [] if directory is None else code_without_file(config, found.files)
+        if lacking:
+            self.notices.append(f"config.json names code that does not lie beside it: {listed(lacking, 3)}")
+
+    def left_beside(self) -> list[str]:
+        """Return the names of what lies beside the weights themselves, and stays there."""
+        return []
 
     def manifest(self) -> dict[str, Any] | None:
         """Return the manifest, where there is one."""
@@ -160,17 +151,14 @@ class Source(ABC):
         """Close the files."""
 
 
-def files_beside(directory: Path) -> list[Path]:
-    """Return the files of a Hugging Face directory that are not weights: config, tokenizer and so on, but not
-    the description of how weights are quantized, which vLLM would apply to the new weights."""
-    apart = (MANIFEST, MODELOPT_CONFIG, *OF_TRAINERS)
-    files = [p for p in sorted(directory.iterdir()) if p.is_file() and p.name not in apart]
-    return [p for p in files if not p.name.startswith(".") and not p.name.endswith(WEIGHT_SUFFIXES)]
-
-
 def has_tokenizer(names: Iterable[str]) -> bool:
     """Return True if a tokenizer is among these files."""
     return any(name in TOKENIZERS or name.endswith((".tiktoken", ".model")) for name in names)
+
+
+def of_tokenizer(name: str) -> bool:
+    """Return True for a file of a tokenizer, or of a chat template."""
+    return has_tokenizer([name]) or name in BESIDE_TOKENIZERS or name.startswith("additional_chat_templates/")
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class HuggingFaceSource(Source):
         self._quantization(dequantize_to)
         self._check()
         self.reader = StripReader(self.tensors, self.files)
-        self._note_large_files()
+        self._take_beside(self.config)
 
     def _as_published(self, stored: dict[str, safetensors.Tensor]) -> dict[str, safetensors.Tensor]:
         """Return the files' tensors by their published names, which not all programs write. Raises
@@ -122,21 +122,23 @@ class HuggingFaceSource(Source):
             self.codes = mxfp4.find_weights(self.stored, where)
         elif method in (None, fp8_blocks.METHOD, fp8_scales.FBGEMM):
             self.codes, dtype = fp8_blocks.find_weights(config, self.stored, where), None
-            self.codes |= fp8_scales.find_weights(self.stored, where)
+            self.codes |= fp8_scales.find_weights(config, self.stored, where)
         elif isinstance(method, str) and all(
             t.dtype.floating and not t.dtype.name.startswith("float8") for t in self.stored.values()
         ):
-            # Merged or dequantized, with the config of the model that it was trained as.
             self.codes = {}
-            self.notices.append(
-                f"config.json has quantization_config of {method!r:.80}, but no weight is quantized"
-            )
         else:
             raise ReshardError(
                 f"{self.path}: weights quantized as {method!r:.80} are not supported, only fp8 with scales for "
                 f"matrices, rows or blocks, {mxfp4.METHOD}, and fp8, int8, int4 and nvfp4 by "
                 f"{compressed_tensors.METHOD}, and nvfp4 and fp8 by {modelopt.METHOD}: convert the checkpoint that "
                 "this one was made of, or save it dequantized"
+            )
+        if (
+            config and not self.codes
+        ):  # merged or dequantized, with the config of the model that it was trained as
+            self.notices.append(
+                f"config.json has quantization_config of {method!r:.80}, but no weight is quantized"
             )
         self.quant_method = method
         self.dequantize_to = dequantize_to or DTYPES[dtype if dtype in ("float16", "float32") else "bfloat16"]
@@ -177,11 +179,12 @@ class HuggingFaceSource(Source):
         stored |= {name: self._codes_of(name) for name in self.codes}
         carried = self._carried(stored)
         expected = self.mapping.stored_shapes(self.packed) | carried
-        missing = [n for n in expected if n not in stored and n not in self.mapping.optional]
+        missing = [n for n in expected if n not in stored and n not in self.mapping.dispensable]
         ignored = {n for n in stored if n in self.mapping.ignored or n.endswith(COMPUTED)}
         extra = [n for n in stored if n not in expected and n not in ignored]
         family = self.model.family.name
         if missing or extra:
+            self._check_prefix(missing, extra)
             parts = [f"lacks {len(missing)} of {family}'s tensors: {listed(missing)}"] if missing else []
             parts += [f"holds {len(extra)} that {family} does not have: {listed(extra)}"] if extra else []
             head = f"{self.model.published_name(self.model.family.ends[2][1])}.weight"
@@ -207,6 +210,8 @@ class HuggingFaceSource(Source):
             if not dtype.floating and name not in self.codes:
                 raise ReshardError(f"{self.path}: {name} has dtype {dtype.name}, which is not a weight's")
             dtypes[name] = self.dequantize_to if name in self.codes else dtype
+        towers = [name for name in carried if self.model.is_of_tower(name)]
+        self.notices += self.model.tower_notices(self.config, towers)
         self.tensors = {
             name: TensorInfo(shape, dtypes[self._tensor_of(name)])
             for name, shape in (self.mapping.shapes | carried).items()
@@ -215,6 +220,17 @@ class HuggingFaceSource(Source):
         self.copies = {name: primary for name, primary in self.mapping.copies.items() if name in self.tensors}
         if ignored:
             self.notices.append(f"ignored on purpose: {listed(sorted(ignored), 3)}")
+
+    def _check_prefix(self, missing: list[str], extra: list[str]) -> None:
+        """Raise ReshardError, naming it, if one prefix is all by which the names of missing tensors differ from others'."""
+        others = set(extra)
+        for name in extra if missing else ():
+            prefix = name.removesuffix(missing[0])
+            if prefix != name and all(prefix + each in others for each in missing):
+                raise ReshardError(
+                    f"{self.path} holds {self.model.family.name}'s tensors with {prefix!r:.200} in front of their names, as a "
+                    f"program saves a model inside a wrapper: save the model itself, or rename them without it"
+                )
 
     def _carried(self, stored: Mapping[str, safetensors.Tensor]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tensors that are carried along unchanged: of towers, and of an MTP layer of
@@ -374,7 +390,7 @@ class HuggingFaceSource(Source):
 
     def read_files(self) -> list[Path]:
         small = [self.path / n for n in ("config.json", modelopt.CONFIG, safetensors.INDEX, MANIFEST)]
-        return [*small, *self.paths.values(), *self._beside()]
+        return [*small, *self.paths.values(), *self._beside().values()]
 
     def manifest(self) -> dict[str, Any] | None:
         return read_manifest(self.path)

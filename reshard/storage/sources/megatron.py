@@ -40,6 +40,8 @@ from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
 from reshard.storage.run.partial import unfinished
 from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
+from reshard.storage.sources.beside import unread_beside
+from reshard.storage.sources.foreign import check_foreign
 from reshard.storage.sources.paths import (
     HF_FILES,
     TOWERS,
@@ -51,7 +53,7 @@ from reshard.storage.sources.paths import (
 from reshard.storage.sources.versions import FileVersions
 
 # Which optimizer states are read.
-States = Literal["none", "all", "recorded"]
+States = Literal["none", "all", "movable", "recorded"]
 
 
 class MegatronSource(Source):
@@ -59,7 +61,8 @@ class MegatronSource(Source):
     that a trainer has put it in (`reshard.storage.sources.paths`).
 
     With `states` its optimizer states are tensors too: ``all`` of them, or none but those that its manifest
-    lists (``recorded``). Padding of the vocabulary is then read up to a multiple of `vocab_multiple`.
+    lists (``recorded``), or all if they are in a format that can be moved (``movable``). Padding of the
+    vocabulary is then read up to a multiple of `vocab_multiple`.
     """
 
     kind = "megatron"
@@ -75,6 +78,7 @@ class MegatronSource(Source):
     ) -> None:
         located = locate(path)
         if located is None:
+            check_foreign(path)
             raise ReshardError(
                 unfinished(path)
                 or f"{path} is not a Megatron torch_dist checkpoint: it has neither {torch_dist.TRACKER} nor .metadata"
@@ -113,8 +117,11 @@ class MegatronSource(Source):
             ) from error
         self.transfers = self.plan.by_canonical_tensor()
         self.tensors = {name: self._info(name) for name in self.transfers}
+        # As in the files that this was converted from, or else as in published ones.
         self.copies = {
-            n: p for n, p in self.mapping.copies.items() if n not in self.mapping.optional or n in recorded
+            n: p
+            for n, p in self.mapping.copies.items()
+            if (n in recorded if recorded else n not in self.mapping.optional)
         }
         self.tensors |= {name: self.tensors[primary] for name, primary in self.copies.items()}
         names = (*self.mapping.shapes, *self.state_shapes)
@@ -122,7 +129,8 @@ class MegatronSource(Source):
         self.uncast = frozenset(self.state_shapes)
         self.tower_directory, self.towers = self._towers()
         self.tensors |= {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in self.towers.items()}
-        self._note_large_files()
+        self.notices += self.model.tower_notices(self.config_fields, self.towers)
+        self._take_beside(self.config_fields)
         self._open_readers()
 
     def _open_readers(self) -> None:
@@ -150,6 +158,8 @@ class MegatronSource(Source):
         if wanted == "none" or (wanted == "recorded" and not is_recorded):
             return None
         states = states_of(self.checkpoint)
+        if wanted == "movable" and (states is None or not states.can_move):
+            return None
         if states is not None:
             check_movable(states, self.checkpoint.directory)
         return states
@@ -221,6 +231,7 @@ class MegatronSource(Source):
     def _model(self, family: str | None, taken: list[str]) -> tuple[Model, str]:
         """Return the model, and where its config stands. Notices of where that was found are added
         to `taken`."""
+        self.config_fields: dict[str, Any] = {}
         if self.hf_config is not None:
             config = self.hf_config / "config.json" if self.hf_config.is_dir() else self.hf_config
             fields, where = read_config(config), str(config)
@@ -235,7 +246,7 @@ class MegatronSource(Source):
             if beside.directory is not None:
                 self.versions.record(beside.directory)
             taken += [beside.notice] if beside.notice else []
-        model = Model.from_hf(fields, where)
+        self.config_fields, model = fields, Model.from_hf(fields, where)
         if family is not None:
             check_family(family)
         if family not in (None, model.family.name):
@@ -250,6 +261,9 @@ class MegatronSource(Source):
             "pass --hf-config with the config.json that it was trained with",
         )
         if model.mtp_layers and not any(key.startswith("mtp.") for key in self.keys):
+            taken.append(
+                f"{where} announces {model.mtp_layers} MTP layers, but the checkpoint has none; converted without"
+            )
             model = replace(model, mtp_layers=0)
         return model, where
 
@@ -375,7 +389,14 @@ class MegatronSource(Source):
             *config,
             *{self.tower_directory / tensor.file for tensor in self.towers.values()},
         ]
-        return [*small, *(checkpoint.directory / name for name in sorted(names)), *self._beside()]
+        return [*small, *(checkpoint.directory / name for name in sorted(names)), *self._beside().values()]
+
+    def left_beside(self) -> list[str]:
+        read = self.read_files()
+        names = unread_beside(self.checkpoint.directory, read)
+        if self.root not in (self.checkpoint.directory, self.hf_directory()):
+            names += unread_beside(self.root, [*read, self.checkpoint.directory])
+        return names
 
     def hf_files(self) -> dict[str, Path]:
         files = super().hf_files()

@@ -17,6 +17,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.formats import torch_dist
 from reshard.formats.small_files import MAX_COPIED_BYTES, read_file, read_json
 from reshard.storage.manifest import NAME as MANIFEST
+from reshard.storage.sources.foreign import check_foreign
 
 # In the ``hf/`` of a Megatron checkpoint: the tensors of a larger model around the language model.
 TOWERS = "towers.safetensors"
@@ -251,6 +252,8 @@ def model_named(located: Located) -> str | None:
 def check_config(path: Path, has_weights: bool = True) -> None:
     """Raise ReshardError, saying what it is instead, for a directory without the config.json of a
     model, or, where it is to have weights too, of a Megatron checkpoint's config and tokenizer alone."""
+    if has_weights:
+        check_foreign(path)
     if (path / "config.json").is_file():
         weights = {file.name for file in path.glob("*.safetensors")} - {TOWERS}
         if has_weights and path.name == HF_FILES and not weights and locate(path.parent) is not None:
