@@ -65,6 +65,17 @@ def alpha_changed(link, engine, models) -> list[str]:
         module.alpha /= 2
 
 
+def disabled(link, engine, models) -> list[str]:
+    wrappers = [m for model in models for m in model.modules() if hasattr(m, "disable_adapter_layers")]
+    for module in wrappers:
+        module.disable_adapter_layers()
+    try:
+        return [caught(link.refit), engine.adapter("policy").request().lora_name]
+    finally:
+        for module in wrappers:
+            module.enable_adapter_layers()
+
+
 def absorbed(link, engine, _) -> list[str]:
     """An adapter of the layer of which MLA makes matrices, connected beside the one that serves."""
     weight = "model.layers.1.self_attn.kv_b_proj.weight"
@@ -89,5 +100,6 @@ FAULTS = {
     "stale": lambda link, engine, _: fault(link, engine, leave_stale),
     "doubled": lambda link, engine, _: fault(link, engine, double),
     "alpha": alpha_changed,
+    "disabled": disabled,
     "apart": apart,
 }

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
+from tests import lora_states
 from tests.engine_on_cpu import PROMPTS, adapter_of, engine, keep_imports_frozen
 from tests.ranks import caught
 
@@ -136,6 +137,13 @@ def serve_policy(hf: str, folder: str) -> dict:
     results["mended"] = distance(model, answers(llm, policy))
     results["weights"] = link.weights.refits
     results["other base"] = other_base(llm, hf, link, destination, model, policy)
+    results["states"] = lora_states.refused(
+        model,
+        link,
+        lambda another: connect(
+            RefitGroup.of_process_group(), FsdpModel(another), destination, adapter="another"
+        ),
+    )
     results["closed"] = closed(llm, hf, link, destination, model, policy)
     return results
 

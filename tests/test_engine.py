@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from reshard import MegatronLayout, hf_to_mcore
 from reshard.delta import save
+from tests import lora_states
 from tests.checkpoints import make
 from tests.install_vllm_cpu import environment_of_engine
 from tests.ranks import free_port, run_to_the_end, torchrun
@@ -118,6 +119,8 @@ def test_a_trainers_adapter_is_served_by_name_as_vllm_serves_its_files_and_as_pe
 ):
     outcome = run(tmp_path, 1, "lora_serving_on_cpu.serve_policy", converted("qwen3")[0][0], str(tmp_path))
     assert "connect with adapter='NAME'" in outcome["plain"] and "dummy weights" in outcome["before"]
+    for state, said in outcome["states"].items():
+        assert lora_states.NAMED[state] in said, "another model than W + scale * B @ A"
     for of_refit, of_files, of_base, of_other, mixed in outcome["served"]:
         assert of_refit == of_files, "equal to the last bit"
         assert of_refit != of_base != of_other != of_refit

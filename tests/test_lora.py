@@ -339,7 +339,14 @@ def read_by_torch(directory: Path) -> dict[str, torch.Tensor]:
 
 # Variant, whose adapters, the trainer's layout on how many ranks, vLLM's options on as many, and which faults are tried.
 IN_MEMORY = [
-    ("qwen3", "bridge", f"{TP} 2", {"tp": 2}, 2, ["exchanged", "stale", "doubled", "alpha", "taken"]),
+    (
+        "qwen3",
+        "bridge",
+        f"{TP} 2",
+        {"tp": 2},
+        2,
+        ["exchanged", "stale", "doubled", "alpha", "disabled", "taken"],
+    ),
     ("qwen3", "mcore-bridge", f"{PP} 2", {"tp": 2, "fully_sharded_loras": True}, 2, []),
     ("qwen3-moe", "bridge", f"{TP} 2 {EP} 2 {ETP} 1", {"tp": 2, "enable_expert_parallel": True}, 2, []),
     ("qwen3", "canonical", f"{TP} 2", {"tp": 2, "quantization": "fp8_per_block", "backend": "staged"}, 2, []),
@@ -355,6 +362,7 @@ NAMED = {
     "stale": "layers.0.self_attn.q_proj.lora_A",
     "doubled": "layers.3.mlp.down_proj.lora_B",
     "alpha": "multiplies by 5 now, and by 2.5 when it was connected",
+    "disabled": "is disabled: a refit would make plain W + scale * B @ A of it",
     "apart": "gate and up have different A in 1 layers (model.layers.0.mlp.experts), for which this vLLM has one",
 }
 

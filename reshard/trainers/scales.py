@@ -50,11 +50,46 @@ def _of_held_rank(alpha: float, rank: int, module: Any, name: str, rslora: bool)
     return alpha if held == rank else Scale(rank, alpha, rslora).factor * (sqrt(held) if rslora else held)
 
 
+# PEFT's variants that are B @ A: they differ in training alone.
+_PLAIN_VARIANTS = ("MiCALinearVariant", "VeloraLinearVariant")
+
+
+def _of_wrapper(module: Any) -> str:
+    """Return what a module of Megatron-Bridge around a layer and its adapter does besides adding B @ A; nothing of
+    another module."""
+    return "is disabled" if not getattr(module, "_adapter_enabled", True) else ""
+
+
+def _of_adapter(module: Any) -> str:
+    """Return what an adapter module does other than adding its B @ A to a layer's output; nothing if that is all."""
+    if hasattr(module, "linear_in"):
+        activation = getattr(module, "activation", None)
+        plain = activation is None or isinstance(activation, torch.nn.Identity)
+        return "" if plain else f"has {type(activation).__name__} between A and B"
+    names = list(module.lora_A)
+    if len(names) > 1:
+        return f"is one of {len(names)} ({listed(names)}), of which one at a time is refitted"
+    if getattr(module, "merged", False):
+        return "is merged into the base's weights"
+    if getattr(module, "disable_adapters", False):
+        return "is disabled"
+    if names[0] not in getattr(module, "active_adapters", names):
+        return f"({names[0]}) is not the active one"
+    variant = type(getattr(module, "lora_variant", {}).get(names[0])).__name__
+    return "" if variant in ("NoneType", *_PLAIN_VARIANTS) else f"is a {variant.removesuffix('Variant')}"
+
+
 class Factors:
-    """The factors of the adapter modules of these models, as they are now."""
+    """The adapter modules of these models, and the factors that they have now.
+
+    Raises ReshardError for one that adds something else than its B @ A, or nothing at all.
+    """
 
     def __init__(self, models: Iterable[torch.nn.Module]) -> None:
-        modules: list[Any] = [module for model in models for module in model.modules() if alpha_of(module)]
+        named = [each for model in models for each in model.named_modules()]
+        self._wrappers = [(name, module) for name, module in named if hasattr(module, "_adapter_enabled")]
+        self._modules: list[tuple[str, Any]] = [(name, module) for name, module in named if alpha_of(module)]
+        modules = [module for _, module in self._modules]
         # Hundreds are checked before every refit: what leads to a factor is found once.
         self._bridge = [(m, m.alpha / m.dim) for m in modules if hasattr(m, "linear_in")]
         self._peft = [
@@ -63,13 +98,24 @@ class Factors:
             if not hasattr(m, "linear_in")
             for name in [next(iter(m.lora_A))]
         ]
+        self._check_plain()
 
     def check(self) -> None:
-        """Raise ReshardError if one has changed since."""
+        """Raise ReshardError if one has changed since, or adds something else than B @ A now."""
+        self._check_plain()
         for module, factor in self._bridge:
             _check_factor(module.alpha / module.dim, factor)
         for scaling, name, factor in self._peft:
             _check_factor(scaling[name], factor)
+
+    def _check_plain(self) -> None:
+        for say, modules in ((_of_wrapper, self._wrappers), (_of_adapter, self._modules)):
+            for name, module in modules:
+                what = say(module)
+                if what:
+                    raise ReshardError(
+                        f"{WHERE} of {name} {what}: a refit would make plain W + scale * B @ A of it, which is another model"
+                    )
 
 
 def _check_factor(now: float, then: float) -> None:
