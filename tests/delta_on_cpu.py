@@ -33,8 +33,12 @@ class Workers(DeltaMethods):
         dist.all_gather_object(answers, getattr(self, method)(*args))
         return answers
 
-    def reset_prefix_cache(self) -> None:
-        self.emptied += 1
+    def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
+        self.emptied += running
+        return True
+
+    def reshard_delta_workers(self) -> list:
+        return [dist.get_world_size(), ""]
 
 
 def move(rank: int, path: Path, to: Path) -> None:
@@ -59,13 +63,17 @@ def follow_second(writer: DeltaWriter, workers: Workers, chain: str, loads: list
 def calls_that_lead_nowhere(workers: Workers, chain: str) -> tuple[str, str, int]:
     """Ask a worker for a chain that is not there, for a version with other weights than the chain has, and for
     one that another worker could not prepare; the first two answers, and what is left of the third."""
-    absent = [workers.reshard_delta_digests(f"{chain}-not")["error"] for _ in range(2)][-1]
-    held = workers.reshard_delta_digests(chain)
-    replaced = workers.reshard_delta_prepare(held, 40, "0" * 16)["error"]
+    absent = [workers.reshard_delta_digests(f"{chain}-not", "a")["error"] for _ in range(2)][-1]
+    boxes = workers.reshard_delta_digests(chain, "b")
     with Chain(chain) as opened:
-        after = opened.deltas()[-1].after
-    assert workers.reshard_delta_prepare(held, 40, after) is None and workers._reshard_deltas.prepared
-    assert workers.reshard_delta_digests(chain) == held, "remembered"
+        held, after = opened.deltas()[-1].before, opened.deltas()[-1].after
+    replaced = workers.reshard_delta_prepare("b", held, 40, "0" * 16)["error"]
+    assert (
+        "another call of apply_deltas has begun"
+        in workers.reshard_delta_prepare("a", held, 40, after)["error"]
+    )
+    assert workers.reshard_delta_prepare("b", held, 40, after) is None and workers._reshard_deltas.prepared
+    assert workers.reshard_delta_digests(chain, "c") == boxes
     return absent, replaced, len(workers._reshard_deltas.prepared)
 
 
@@ -129,7 +137,7 @@ def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: di
     begun_anew = []
     if engine == {"tp": 2}:
         move(rank, folder, folder.parent / "first")
-        second = DeltaWriter(chunks, steps[0][0], chain)
+        second = DeltaWriter(chunks, steps[0][0], chain, base=steps[-1][0])
         begun_anew = follow_second(second, workers, chain, [lambda n=n: load(steps[n][1]) for n in (2, 3)])
         move(rank, folder, folder.parent / "second")
         move(rank, folder.parent / "first", folder)

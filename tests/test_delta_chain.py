@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,14 +21,18 @@ from transformers import AutoModelForCausalLM
 
 from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, mcore_to_hf
 from reshard.cli.places import check_command
+from reshard.comm.group import RefitGroup
+from reshard.comm.hosts import free_address
 from reshard.core.dtypes import DTYPES
 from reshard.delta import Chain, apply, apply_deltas, apply_deltas_async, digest, save, show
 from reshard.delta.manifests import _checksum
+from reshard.delta.serving import apply_deltas_in_group
 from reshard.engines.delta_methods import DeltaMethods
 from reshard.engines.sglang import calls as sglang
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import TensorInfo
 from tests.checkpoints import make
+from tests.ranks import caught
 
 STEPS = 20
 
@@ -205,7 +210,8 @@ FAULTS = {
         "delta-000002.json is truncated, or no manifest",
     ),
     "a delta is another chain's": (other_chain, "delta-000002 is of another chain: it changes weights with digest 0123456789abcdef"),
-    "a format of another time": (lambda c: rewrite(c / "delta-000002.json", format=2), "has format 2, and this reshard reads 1"),
+    "a format of another time": (lambda c: rewrite(c / "delta-000002.json", format=3), "has format 3, and this reshard reads 2: update reshard"),
+    "a format of an earlier time": (lambda c: rewrite(c / "base.json", format=1), "has format 1, and this reshard reads 2: begin a new"),
     "a value is forged": (
         lambda c: forge(c / "delta-000002.json", lambda data: flip(data, data.index(b"}}") + 24)),
         "(version 2 does not give the weights that it says|has changes outside of its box)",
@@ -388,42 +394,88 @@ def test_of_two_savers_at_once_in_a_store_the_slower_adds_nothing(begun, trained
 
 
 class TwoWorkers:
-    """An engine one of whose two workers cannot write a delta, such as by a store that is gone."""
+    """An engine both of whose workers hold a checkpoint, and one of them cannot write a delta, such as by a store that
+    is gone."""
 
-    def __init__(self, held: str) -> None:
-        self.answers = {
-            "reshard_delta_digests": [held] * 2,
-            "reshard_delta_write": [None, Broken().reshard_delta_write(1, "")],
+    def __init__(self, held: Path | None = None) -> None:
+        broken = Broken().reshard_delta_write("", 1, "")
+        self.answers: dict[str, list] = {
+            "reshard_delta_workers": [[2, ""]] * 2,
+            "reshard_delta_digests": [boxes(held)] * 2 if held else [],
+            "reshard_delta_write": [None, broken],
         }
         self.calls: list[str] = []
+        self.empties = True
 
     def collective_rpc(self, method: str, args: tuple = ()) -> list:
         self.calls.append(method)
         return self.answers.get(method, [None] * 2)
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
         self.calls.append("reset_prefix_cache")
+        return self.empties
 
 
 class Broken(DeltaMethods):
     """A worker without memory for a delta."""
 
-    def _reshard_opened(self):
+    def _reshard_opened(self, session):
         raise RuntimeError("out of memory")
 
 
-def test_no_engine_serves_half_a_delta_or_goes_back(chain):
-    with Chain(chain) as opened:
-        engine = TwoWorkers(opened.base.digest)
+def boxes(checkpoint: Path) -> list:
+    """What a worker says of the tensors of a checkpoint."""
+    parts = []
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        rows = tensor.view(torch.int16).reshape(len(tensor), -1).numpy()
+        seed = digest.seed_of(name, TensorInfo(tuple(tensor.shape), DTYPES["bfloat16"]))
+        parts.append((name, [0, len(rows), 0, rows.shape[1]], digest.digest_rows(seed, rows)))
+    return parts
+
+
+def test_no_engine_serves_half_a_delta_or_goes_back(trained, chain):
+    engine = TwoWorkers(trained[0])
     with pytest.raises(ReshardError, match="RuntimeError: out of memory"):
         apply_deltas(engine, chain)
-    assert engine.calls[-2:] == ["reshard_delta_write", "reshard_delta_invalidate"]
-    newer = TwoWorkers(show(chain)["deltas"][4]["digest"])
+    assert engine.calls[-3:] == ["reset_prefix_cache", "reshard_delta_write", "reshard_delta_invalidate"]
+    newer = TwoWorkers(trained[5])
     with pytest.raises(
         ReshardError, match="engine holds version 5 of .*, and goes forward only: to go back to version 3"
     ):
         apply_deltas(newer, chain, version=3)
-    assert newer.calls == ["reshard_delta_digests"]
+    assert newer.calls == ["reshard_delta_workers", "reshard_delta_digests"]
+
+
+@pytest.mark.parametrize("call", ["digests", "prepare", "write"])
+def test_a_worker_that_does_not_answer_is_missed(call, trained, chain):
+    engine = TwoWorkers(trained[0])
+    engine.answers["reshard_delta_write"] = [None, None]
+    engine.answers[f"reshard_delta_{call}"] = engine.answers.get(f"reshard_delta_{call}", [None])[:1]
+    with pytest.raises(ReshardError, match="1 of the engine's 2 workers have answered"):
+        apply_deltas(engine, chain)
+    assert ("reshard_delta_invalidate" in engine.calls) == (call == "write")
+
+
+def test_an_engine_that_has_requests_under_way_is_left_as_it_is(trained, chain):
+    engine = TwoWorkers(trained[0])
+    engine.empties = False
+    with pytest.raises(ReshardError, match="this LLM has requests under way, whose keys and values"):
+        apply_deltas(engine, chain)
+    assert engine.calls[-2:] == ["reshard_delta_prepare", "reset_prefix_cache"], "nothing is written"
+
+
+def test_workers_that_find_different_chains_at_one_place_write_nothing(trained, tmp_path):
+    address, chains = free_address("127.0.0.1"), [tmp_path / "one", tmp_path / "other"]
+    for step, path in enumerate(chains, 1):
+        save(trained[0], trained[step], path)
+
+    def follow(rank: int) -> str:
+        group = RefitGroup.join(address, rank, 2)
+        return caught(lambda: apply_deltas_in_group(group, None, chains[rank]))
+
+    with ThreadPoolExecutor(2) as pool:
+        for said in pool.map(follow, (0, 1)):
+            assert "workers of this engine find different chains at" in said, said
 
 
 @pytest.mark.parametrize("said", [
@@ -439,12 +491,12 @@ def test_an_engine_without_the_extension_says_how_to_get_it(said, chain):
     with pytest.raises(
         ReshardError, match="give LLM worker_extension_cls='reshard.engines.vllm.worker.Refit"
     ):
-        apply_deltas(Bare(""), chain)
+        apply_deltas(Bare(), chain)
     with pytest.raises(ReshardError, match="verify is 'no'; it is true or false"):
-        apply_deltas(TwoWorkers(""), chain, verify="no")
+        apply_deltas(TwoWorkers(), chain, verify="no")
     said = "the control: another error"
     with pytest.raises(RuntimeError, match="another error"):
-        apply_deltas(Bare(""), chain)
+        apply_deltas(Bare(), chain)
 
 
 def test_what_is_no_engine_is_refused_by_name(chain):
@@ -452,14 +504,14 @@ def test_what_is_no_engine_is_refused_by_name(chain):
         async def collective_rpc(self, method, args=()): ...
 
     for engine, said in (
-        (Awaited(""), "the calls of this Awaited are awaited: await apply_deltas_async"),
+        (Awaited(), "the calls of this Awaited are awaited: await apply_deltas_async"),
         (None, "llm is a NoneType: give a vLLM LLM, .* an SGLang takes reshard.engines.sglang.calls"),
         ("127.0.0.1:8000", "'127.0.0.1:8000' is not the address of a server such as http://"),
     ):
         with pytest.raises(ReshardError, match=said):
             apply_deltas(engine, chain)
     with pytest.raises(ReshardError, match="are not awaited: call apply_deltas"):
-        asyncio.run(apply_deltas_async(TwoWorkers(""), chain))
+        asyncio.run(apply_deltas_async(TwoWorkers(), chain))
     for call in (sglang.apply_deltas, lambda url, _: sglang.connect_server(url, "127.0.0.1:1", 1, 2)):
         with pytest.raises(ReshardError, match="'127.0.0.1:30000' is not the address of a server"):
             call("127.0.0.1:30000", chain)

@@ -9,7 +9,7 @@ Several ranks may have written one file each of a version.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from reshard.delta.manifests import (
 from reshard.delta.stores import Store, open_store, write_errors
 from reshard.storage.io.casts import EXACT
 from reshard.storage.io.streams import TensorInfo
+from reshard.storage.sources.versions import FileVersions
 
 FIRST_VERSION, MOST_VERSION = 1, 10**12
 # A directory with one of these is a model, an adapter, or Megatron's.
@@ -49,6 +50,7 @@ class Chain:
         self._base: Base | None = None
         self._deltas: dict[int, Delta] = {}
         self._checked: set[str] = set()
+        self._versions = FileVersions()  # of files on this host, from before their checksums were compared
 
     @property
     def base(self) -> Base:
@@ -116,6 +118,11 @@ class Chain:
                     f"{self.where} lacks {delta_name(delta.follows)}, which {delta_name(delta.version)} follows: bring it "
                     f"back, or begin a new chain with reshard delta save"
                 )
+            if delta.chain != self.base.chain:
+                raise ReshardError(
+                    f"{place} is of another chain ({delta.chain}, not {self.base.chain}): bring the right one back, or begin "
+                    f"a new chain with reshard delta save"
+                )
             if delta.before != digest:
                 raise ReshardError(
                     f"{place} is of another chain: it changes weights with digest {delta.before}, and {_called(last)} "
@@ -147,11 +154,20 @@ class Chain:
         paths = []
         for file in delta.files:
             path = self.store.local(file.name)
+            self._versions.record(path)
             if file.name not in self._checked:
                 check_file(File.of(path, file.name), file, f"{self.where}/{file.name}")
                 self._checked.add(file.name)
             paths.append(path)
         return paths
+
+    def check_unchanged(self) -> None:
+        """Raise ReshardError, naming them, if files of deltas are no longer those whose checksums were right."""
+        self._versions.check(self._versions.recorded)
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """Do the same at the end of a `with` block."""
+        return self._versions.unchanged(lambda: self._versions.recorded)
 
     def check_sizes(self, deltas: Iterable[Delta]) -> None:
         """Raise ReshardError, naming the file, if one of these deltas' is not there, or has another size."""
@@ -202,7 +218,7 @@ class Chain:
         name = f"{delta_name(delta.version)}.json"
         if name in self.store.names():
             raise ReshardError(f"{self.where} has version {delta.version} already: give a higher one")
-        self._publish(asdict(delta), name, scratch)
+        self._publish(asdict(delta) | {"chain": self.base.chain}, name, scratch)
 
     def _publish(self, fields: dict[str, Any], name: str, scratch: Path) -> None:
         path = scratch / name

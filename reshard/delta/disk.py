@@ -33,6 +33,7 @@ from reshard.storage.sources.base import Source
 from reshard.storage.sources.hf_hub import config_path, local_directory
 from reshard.storage.sources.megatron import MegatronSource
 from reshard.storage.sources.opening import check_config_is_read, open_source
+from reshard.storage.sources.verify import SourceChecks, check_listed
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ def save(
         writer = RecordWriter(scratch, f"{delta_name(number)}.safetensors")
         stack.callback(writer.close)
         with left.unchanged(), right.unchanged():
+            _check_copies(left)
+            _check_copies(right)
             before, after = _write_changes(left, right, tensors, writer, workers, progress)
         base = target.base if exists else Base(str(old), before, tensors)
         _check_old(base, deltas, (before, after), (str(old), str(new)), target.where)
@@ -126,22 +129,47 @@ def _write_changes(
     workers: int | None,
     progress: Progress | None,
 ) -> tuple[str, str]:
-    """Write what changed between two sources; return the digests of both."""
+    """Write what changed between two sources; return the digests of both. Raises ReshardError if a tensor does not have
+    the checksum of its source's manifest."""
+    checks = SourceChecks(left), SourceChecks(right)
+    for check in checks:
+        check_listed(check.source, workers=workers, names=check.unwatched() - check.source.copies.keys())
 
     def compare(name: str) -> tuple[int, int]:
         info, seed = tensors[name], seed_of(name, tensors[name])
         whole = change = 0
+        watches = [check.watch(name) for check in checks]
         for start, stop in info.slabs(RECORD_BYTES, max(left.row_multiple(name), right.row_multiple(name))):
             old, new = left.read_rows(name, start, stop), right.read_rows(name, start, stop)
             whole += digest_rows(seed, old, start)
+            for watch, rows in zip(watches, (old, new), strict=True):
+                if watch is not None:
+                    watch.rows(rows, start, stop)
             added = writer.compare(name, info, row_box(info, start, stop), old, new)
             change += added.digest if added is not None else 0
+        for watch in filter(None, watches):
+            watch.end()
         return whole, change
 
     sizes = {name: info.size_bytes for name, info in tensors.items()}
     parts = run_jobs(sizes, compare, workers, progress).values()
     before = digest_total(whole for whole, _ in parts)
     return digest_text(before), digest_text(before + digest_total(change for _, change in parts))
+
+
+def _check_copies(source: Source) -> None:
+    """Raise ReshardError if two tensors of a source differ that a chain holds as one."""
+    for copy, primary in source.copies.items():
+        info = source.tensors[copy]
+        same = info == source.tensors[primary]
+        for start, stop in info.slabs(RECORD_BYTES, source.row_multiple(copy)) if same else ():
+            held = source.read_rows(copy, start, stop).tobytes()
+            same = same and held == source.read_rows(primary, start, stop).tobytes()
+        if not same:
+            hint = ': if they are two, say "tie_word_embeddings": false in config.json' * source.model.tied
+            raise ReshardError(
+                f"{source.path}: {copy} differs from {primary}, but a chain holds the two as one tensor{hint}"
+            )
 
 
 def _check_same_model(

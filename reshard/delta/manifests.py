@@ -6,6 +6,7 @@ it follows, the digest of all weights before and after it (`reshard.delta.digest
 
 import json
 import re
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +20,11 @@ from reshard.formats.small_files import a_name, whole_numbers
 from reshard.storage.io.streams import TensorInfo
 from reshard.storage.manifest import CHECKSUM, printable
 
-FORMAT = 1
+FORMAT = 2
 BASE = "base.json"
 _MANIFEST = re.compile(r"delta-(\d{6,13})\.json")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
+_IDENTITY = re.compile(r"[0-9a-f]{32}")
 _READ_BYTES = 4 << 20
 
 
@@ -61,11 +63,13 @@ class File:
 @dataclass(frozen=True)
 class Base:
     """The weights that a chain begins with: `name` is what it was called when the chain was begun, `tensors` are canonical
-    ones that repeat no other."""
+    ones that repeat no other. `chain` is drawn when a chain begins, and in each of its versions: two chains may agree in
+    their first ones."""
 
     name: str
     digest: str
     tensors: dict[str, TensorInfo]
+    chain: str = field(default_factory=lambda: secrets.token_hex(16))
 
     @property
     def elements(self) -> int:
@@ -75,7 +79,8 @@ class Base:
 
 @dataclass(frozen=True)
 class Delta:
-    """One version of a chain: `before` and `after` are digests of all weights, `changed` counts elements."""
+    """One version of a chain, whose identity is `chain` once it is there: `before` and `after` are digests of all weights,
+    `changed` counts elements."""
 
     version: int
     follows: int
@@ -83,6 +88,7 @@ class Delta:
     after: str
     changed: int
     files: list[File] = field(default_factory=list)
+    chain: str = ""
 
     @property
     def bytes(self) -> int:
@@ -103,10 +109,11 @@ def fields_of(manifest: bytes, place: str) -> dict[str, Any]:
         checksum = fields.pop(CHECKSUM)
     except (ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
         raise ReshardError(f"{place} is truncated, or no manifest of a delta: bring it back") from error
-    if fields.get("format") != FORMAT:
-        raise ReshardError(
-            f"{place} has format {fields.get('format')!r:.40}, and this reshard reads {FORMAT}: update reshard"
-        )
+    written = fields.get("format")
+    if written != FORMAT:
+        is_older = type(written) is int and written < FORMAT
+        hint = "begin a new chain with reshard delta save" if is_older else "update reshard"
+        raise ReshardError(f"{place} has format {written!r:.40}, and this reshard reads {FORMAT}: {hint}")
     if checksum != _checksum(fields):
         raise ReshardError(f"{place} was altered after it was written: bring it back, or begin a new chain")
     return fields
@@ -119,7 +126,7 @@ def _checksum(fields: Mapping[str, Any]) -> str:
 def fields_of_base(base: Base) -> dict[str, Any]:
     """Return the fields of a base's manifest."""
     tensors = {n: {"dtype": info.dtype.name, "shape": list(info.shape)} for n, info in base.tensors.items()}
-    return {"name": printable(base.name), "digest": base.digest, "tensors": tensors}
+    return {"name": printable(base.name), "chain": base.chain, "digest": base.digest, "tensors": tensors}
 
 
 def base_of(fields: dict[str, Any], place: str) -> Base:
@@ -130,20 +137,23 @@ def base_of(fields: dict[str, Any], place: str) -> Base:
         if dtype is None or not whole_numbers(entry.get("shape")) or not a_name(name):
             raise ReshardError(f"{place} has a malformed entry for {name[:200]!a}")
         tensors[name] = TensorInfo(tuple(entry["shape"]), dtype)
-    if not tensors or not isinstance(fields.get("name"), str) or not _is_digest(fields.get("digest")):
+    chain = fields.get("chain")
+    is_base = isinstance(fields.get("name"), str) and _is_digest(fields.get("digest")) and _is_identity(chain)
+    if not tensors or not is_base:
         raise ReshardError(f"{place} is not the base of a chain of deltas")
-    return Base(fields["name"], fields["digest"], tensors)
+    return Base(fields["name"], fields["digest"], tensors, str(chain))
 
 
 def delta_of(fields: dict[str, Any], place: str) -> Delta:
     """Return the version that a manifest describes. Raises ReshardError for fields that describe none."""
     numbers = [fields.get(key) for key in ("version", "follows", "changed")]
     digests, files = [fields.get(key) for key in ("before", "after")], fields.get("files")
-    if not whole_numbers(numbers) or not all(map(_is_digest, digests)) or not isinstance(files, list):
+    are_right = all(map(_is_digest, digests)) and _is_identity(fields.get("chain"))
+    if not whole_numbers(numbers) or not are_right or not isinstance(files, list):
         raise ReshardError(f"{place} is not the manifest of a delta")
     version, follows, changed = numbers
     before, after = map(str, digests)
-    return Delta(version, follows, before, after, changed, _files_of(files, place))
+    return Delta(version, follows, before, after, changed, _files_of(files, place), fields["chain"])
 
 
 def _files_of(entries: list[Any], place: str) -> list[File]:
@@ -166,6 +176,10 @@ def _files_of(entries: list[Any], place: str) -> list[File]:
 
 def _is_digest(value: Any) -> bool:
     return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+
+
+def _is_identity(value: Any) -> bool:
+    return isinstance(value, str) and _IDENTITY.fullmatch(value) is not None
 
 
 def check_size(size: int, expected: int, place: str) -> None:

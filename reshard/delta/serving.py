@@ -1,31 +1,40 @@
 """The deltas of a chain into a running engine, through the methods of its workers."""
 
+import asyncio
 import json
+import logging
 import re
+import threading
+import uuid
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from reshard.comm.group import RefitGroup
-from reshard.comm.http import EngineServer
+from reshard.comm.hosts import is_loopback, parsed
+from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_switch
 from reshard.delta.chain import Chain
 from reshard.delta.digest import digest_text, digest_total
-from reshard.delta.manifests import Base
+from reshard.delta.fronts import EMPTY_CACHES, IS_PAUSED, PAUSE, RESUME, Call, Front, front_of
+from reshard.delta.manifests import Base, Delta
 
-CALL_SECONDS = 3600.0  # for a server to fetch and write what changed
-EXTENSION = "reshard.engines.vllm.worker.RefitExtension"
-START_IT = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
+log = logging.getLogger("reshard")
+GROUP_SECONDS = 600.0  # for which workers of several engines wait for each other
 # How vLLM says, alone and with several processes, that its workers have no such method.
 _LACKS = re.compile(r"has no attribute 'reshard_|'reshard_\w+' is not implemented")
-# What a worker says of its weights: their digest, or (name, rows and columns, sum) of each box that it holds.
-Answer = str | list[tuple[str, list[int], int]]
-# A method of all workers, and its arguments; or RESET_PREFIX_CACHE, which is the engine's own.
-Call = tuple[str, tuple[Any, ...]]
-RESET_PREFIX_CACHE = "reset_prefix_cache"
+# Calls in order, each of which is sent the answers to the one before.
+Calls = Generator[Call, Any, Any]
+# One caller at a time in this process. A second one elsewhere is refused by the workers.
+_locks: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
+_async_locks: WeakKeyDictionary[Any, asyncio.Lock] = WeakKeyDictionary()
+
+
+class UntouchedError(ReshardError):
+    """A refusal of workers that all serve on, as before."""
 
 
 def apply_deltas(llm: Any, chain: str | Path, version: int | None = None, verify: bool = False) -> int:
@@ -33,181 +42,264 @@ def apply_deltas(llm: Any, chain: str | Path, version: int | None = None, verify
 
     `llm` is a vLLM ``LLM``, or the address of a ``vllm serve`` with ``VLLM_SERVER_DEV_MODE=1``, whose workers
     have `reshard.engines.vllm.worker.RefitExtension`, and which reach the chain by the same path or URL. It holds the
-    chain's base or one of its versions: which one is found by the digest of its weights, and afterward
-    remembered, until something else writes them. Elements that changed are written in place, by the
-    placement of a refit, once every worker has fetched and checked all; the engine refuses to serve until each
-    has written its part. Then its prefix cache is emptied. `verify` compares the digest of all weights afterward.
+    chain's base or one of its versions: which one is found by the digest of its weights. Every worker fetches and
+    checks the deltas. Then changed elements are written in place, by the placement of a refit, while a server is
+    paused; the engine refuses to serve until each worker has written its part. Keys and values of other weights are
+    forgotten, so a request that was running goes on with those of the new ones. `verify` compares the digest of all
+    weights afterward.
 
-    Raises ReshardError, before the first byte, if a delta is missing, altered or out of order, or the engine
-    holds weights that are in no version up to the one asked for.
+    Raises ReshardError, before the first byte, if a delta is missing, altered or out of order, the engine holds
+    weights that are in no version up to the one asked for, or an ``LLM`` has requests under way. A server stays
+    paused where a write failed.
     """
-    server = isinstance(llm, str)
-    llm = _VllmServer(llm, CALL_SECONDS, START_IT) if server else _checked_llm(llm, awaited=False)
-    calls = _Calls(chain, version, verify)
-    while call := calls.following():
-        with _naming_the_extension(START_IT if server else f"give LLM worker_extension_cls={EXTENSION!r}"):
-            calls.answers = _send(llm, call)
-    return calls.version
+    check_switch(verify, "verify")
+    front = front_of(llm, awaited=False)
+    lock = threading.Lock() if isinstance(llm, str) else _locks.setdefault(llm, threading.Lock())
+    with lock, _naming_the_extension(front):
+        calls = _Sent(_calls(front, chain, version, verify))
+        while call := calls.following():
+            try:
+                calls.answers = front.send(call)
+            except Exception as error:
+                calls.answers = _not_emptied(call, error)
+    reached: int = calls.result
+    return reached
 
 
 async def apply_deltas_async(
     llm: Any, chain: str | Path, version: int | None = None, verify: bool = False
 ) -> int:
-    """Do what `apply_deltas` does, for an ``AsyncLLM``. Pause generation around it where requests are running."""
-    llm = _checked_llm(llm, awaited=True)
-    calls = _Calls(chain, version, verify)
-    while call := calls.following():
-        with _naming_the_extension(f"give AsyncEngineArgs worker_extension_cls={EXTENSION!r}"):
-            calls.answers = await _send(llm, call)
-    return calls.version
+    """Do what `apply_deltas` does, for an ``AsyncLLM``, which is paused while it is written unless it is already."""
+    check_switch(verify, "verify")
+    front = front_of(llm, awaited=True)
+    async with _async_locks.setdefault(llm, asyncio.Lock()):
+        with _naming_the_extension(front):
+            calls = _Sent(_calls(front, chain, version, verify))
+            while call := calls.following():
+                try:
+                    calls.answers = await front.send(call)
+                except Exception as error:
+                    calls.answers = _not_emptied(call, error)
+    reached: int = calls.result
+    return reached
 
 
 def apply_deltas_in_group(
     group: RefitGroup, worker: Any, chain: str | Path, version: int | None = None, verify: bool = False
-) -> int:
-    """Do what `apply_deltas` does, called by each of an engine's workers: they are the members of `group`, each
-    gives itself (`reshard.engines.delta_methods.DeltaMethods`), and all the same version. The engine empties its
-    prefix cache itself."""
-    with group.transaction("deltas"):
-        calls, number = _Calls(chain, version, verify), 0
-        while call := calls.following():
-            method, arguments = call
-            if method == RESET_PREFIX_CACHE:
-                continue
-            answer = json.dumps(getattr(worker, method)(*arguments)).encode()
-            calls.answers = [json.loads(each) for each in group.gather(f"answers/{number}", answer)]
-            number += 1
-        group.commit()
-    return calls.version
-
-
-def _checked_llm(llm: Any, awaited: bool) -> Any:
-    """Return vLLM's ``LLM``, or its ``AsyncLLM`` where calls are `awaited`. Raises ReshardError for another
-    object."""
-    if not hasattr(llm, "collective_rpc") or not hasattr(llm, RESET_PREFIX_CACHE):
-        raise ReshardError(
-            f"llm is a {type(llm).__name__}: give a vLLM LLM, or the address of a vllm serve; an SGLang takes "
-            f"reshard.engines.sglang.calls.apply_deltas"
-        )
-    if iscoroutinefunction(llm.collective_rpc) != awaited:
-        are, instead = ("are not", "call apply_deltas") if awaited else ("are", "await apply_deltas_async")
-        raise ReshardError(f"the calls of this {type(llm).__name__} {are} awaited: {instead}")
-    return llm
-
-
-def _send(llm: Any, call: Call) -> Any:
-    """Send a call to all workers; return what they answer, which is awaited of an ``AsyncLLM``."""
-    method, arguments = call
-    if method == RESET_PREFIX_CACHE:
-        return llm.reset_prefix_cache()
-    return llm.collective_rpc(method, args=arguments)
-
-
-@contextmanager
-def _naming_the_extension(advice: str) -> Iterator[None]:
-    """Have vLLM's error, where its workers have no methods of ours, say how they get them."""
-    try:
-        yield
-    except Exception as error:  # each of vLLM's ways to run workers raises another one
-        if not _LACKS.search(str(error)):
+) -> bool:
+    """Do what `apply_deltas` does, called by each of the workers of an engine, or of several of one model: they are the
+    members of `group`, each gives itself (`reshard.engines.delta_methods.DeltaMethods`), and all the same version.
+    Return whether anything was written: then the caller empties the prefix cache."""
+    check_switch(verify, "verify")
+    with group.transaction("deltas"), Chain(chain) as opened:
+        session, number, wrote = uuid.uuid4().hex, 0, False
+        target, after = _target(opened, version)
+        if len(set(group.gather("target", f"{target} {after}".encode()))) > 1:
+            raise ReshardError(
+                f"workers of this engine find different chains at {chain}: give a place that is the same for all"
+            )
+        calls = _Sent(_applied(opened, target, after, session, verify, group.size))
+        try:
+            while call := calls.following():
+                method, arguments = call
+                wrote |= method == "reshard_delta_write"
+                answer = json.dumps(getattr(worker, method)(*arguments)).encode()
+                calls.answers = [json.loads(each) for each in group.gather(f"answers/{number}", answer)]
+                number += 1
+            group.commit()
+        except BaseException:
+            if wrote:  # others may not have
+                worker.reshard_delta_invalidate(session)
             raise
-        raise ReshardError(f"this vLLM's workers have no extension of reshard: {advice}") from error
+    changed: bool = calls.result
+    return changed
 
 
-class _VllmServer(EngineServer):
-    """The calls of an ``LLM``, by the routes of a ``vllm serve``."""
+class _Sent:
+    """Calls that are made one by one: `answers` are those to the last, `result` is what the calls come to."""
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        answer = self._call("POST", "collective_rpc", {"method": method, "args": list(args)})
-        results = answer.get("results") if isinstance(answer, dict) else None
-        if not isinstance(results, list):
-            raise ReshardError(f"{self.url} answers /collective_rpc without results")
-        return results
-
-    def reset_prefix_cache(self) -> None:
-        self._call("POST", "reset_prefix_cache", {})
-
-
-class _Calls:
-    """The calls that bring an engine to a version of a chain, in order: each depends on the `answers` to the
-    one before. `version` is what the engine has after the last."""
-
-    def __init__(self, chain: str | Path, version: int | None, verify: bool) -> None:
-        check_switch(verify, "verify")
+    def __init__(self, calls: Calls) -> None:
         self.answers: Any = None
-        self.version = 0
-        self._calls = _calls(chain, version, verify)
+        self.result: Any = None
+        self._calls = calls
 
     def following(self) -> Call | None:
         """Return the next call; None after the last. Raises ReshardError if the engine cannot be brought there."""
         try:
             return self._calls.send(self.answers)
         except StopIteration as end:
-            self.version = end.value
+            self.result = end.value
             return None
 
 
-def _checked(answers: list[Any]) -> list[Any]:
-    """Return what workers answer. Raises ReshardError for the first that could not."""
-    for answer in answers:
-        if isinstance(answer, dict):
-            raise ReshardError(str(answer.get("error")))
+def _not_emptied(call: Call, error: Exception) -> bool:
+    """Return what an error of a call answers: that caches were not emptied. Raises the error of any other call."""
+    if call[0] != EMPTY_CACHES:
+        raise error
+    log.warning("vLLM did not empty its prefix cache: %s", error)
+    return False
+
+
+@contextmanager
+def _naming_the_extension(front: Front) -> Iterator[None]:
+    """Have vLLM's error, where its workers have no methods of ours, say how they get them."""
+    try:
+        yield
+    except Exception as error:  # each of vLLM's ways to run workers raises another one
+        if not _LACKS.search(str(error)):
+            raise
+        raise ReshardError(f"this vLLM's workers have no extension of reshard: {front.advice}") from error
+
+
+def _calls(front: Front, chain: str | Path, version: int | None, verify: bool) -> Calls:
+    """Yield the calls that bring an engine to a version of a chain; return the version."""
+    with Chain(chain) as opened:
+        target, after = _target(opened, version)
+        answers = yield "reshard_delta_workers", ()
+        [workers, address] = _checked(answers, len(answers))[0]
+        if front.engines == 1:
+            yield from _applied(opened, target, after, uuid.uuid4().hex, verify, workers, front)
+        else:
+            # Only the first engine's workers are heard: all meet, and succeed or fail together.
+            secret = None if is_loopback(parsed(address)[0]) else new_secret()
+            options = address, front.engines * workers, str(chain), target, verify, GROUP_SECONDS, secret
+            yield from _held(front, _followed(options, workers))
+    return target
+
+
+def _followed(options: tuple[Any, ...], workers: int) -> Calls:
+    """Yield the call of workers that meet, and bring themselves to a version; return whether they wrote anything."""
+    answers = yield "reshard_delta_follow", options
+    return any(_checked(answers, workers))
+
+
+def _target(chain: Chain, version: int | None) -> tuple[int, str]:
+    """Return the version that is asked for, 0 for the base, and the digest of its weights."""
+    deltas = chain.deltas(version)
+    return (deltas[-1].version, deltas[-1].after) if deltas else (0, chain.base.digest)
+
+
+def _checked(answers: Any, workers: int) -> list[Any]:
+    """Return what workers answer. Raises ReshardError if one has not answered, or could not."""
+    if not isinstance(answers, list) or len(answers) != workers:
+        heard = len(answers) if isinstance(answers, list) else 0
+        raise ReshardError(
+            f"{heard} of the engine's {workers} workers have answered, so what the others hold is not known: load the "
+            f"base into it again"
+        )
+    errors = [answer for answer in answers if isinstance(answer, dict)]
+    if errors:
+        kind = UntouchedError if all(error.get("untouched") for error in errors) else ReshardError
+        raise kind(str(errors[0].get("error")))
     return answers
 
 
-def _calls(chain: str | Path, version: int | None, verify: bool) -> Generator[Call, Any, int]:
-    """Yield the calls of all workers, which are sent the list of what these answer; return the version."""
-    place = str(chain)
-    with Chain(chain) as opened:
-        deltas, base = opened.deltas(version), opened.base
-        held = _digest(base, _checked((yield "reshard_delta_digests", (place,))), opened.where)
-        versions = {base.digest: 0, **{delta.after: delta.version for delta in deltas}}
-        target, digest = (deltas[-1].version, deltas[-1].after) if deltas else (0, base.digest)
-        if held not in versions:
-            newer = [delta.version for delta in opened.deltas() if delta.after == held]
-            if newer:
-                raise ReshardError(
-                    f"the engine holds version {newer[-1]} of {opened.where}, and goes forward only: to go back to version {target}, "
-                    f"load the base or an older version into it first"
-                )
-            raise ReshardError(
-                f"the engine holds weights with digest {held}, which are neither the base of {opened.where} ({base.name}) "
-                f"nor a version up to {target}: load the base into it first"
-            )
-        if held != digest:
-            _checked((yield "reshard_delta_prepare", (held, target, digest)))
-        if target:
-            written = yield "reshard_delta_write", (target, digest)
-            if any(isinstance(answer, dict) for answer in written):
-                # Others have written theirs, and must not serve beside one that does not.
-                yield "reshard_delta_invalidate", ()
-            _checked(written)
-        if held != digest:
-            yield RESET_PREFIX_CACHE, ()
-        if verify:
-            anew = _checked((yield "reshard_delta_digests", (place, True)))
-            if _digest(base, anew, opened.where) != digest:
-                yield "reshard_delta_invalidate", ()
-                raise ReshardError(
-                    f"the engine does not hold version {target} of {opened.where}: load the base anew"
-                )
-        return target
+def _applied(
+    chain: Chain,
+    target: int,
+    after: str,
+    session: str,
+    verify: bool,
+    workers: int,
+    front: Front | None = None,
+) -> Calls:
+    """Yield the calls of workers that bring them to a version whose weights have a digest, and those of the `front`,
+    where there is one, around what is written; return whether anything was."""
+    place = chain.where
+    held = _digest(chain.base, _checked((yield "reshard_delta_digests", (place, session)), workers), place)
+    if held != after:
+        _check_forward(chain, chain.deltas(target), held, target)
+        prepared = yield "reshard_delta_prepare", (session, held, target, after)
+        _checked(prepared, workers)
+    writing = _written(chain, target, after, session, verify, workers)
+    if front is None or held == after:
+        yield from writing
+    else:
+        yield from _held(front, writing)
+    return held != after
 
 
-def _digest(base: Base, answers: list[Answer], chain: str) -> str:
-    """Return the digest of an engine's weights, of what all of its workers say. Raises ReshardError if they
-    lack a part, or replicas of one differ."""
-    texts = {answer for answer in answers if isinstance(answer, str)}
-    boxes = [answer for answer in answers if not isinstance(answer, str)]
-    if len(texts) == 1 and not boxes:
-        return texts.pop()
-    if texts:
+def _check_forward(chain: Chain, deltas: list[Delta], held: str, target: int) -> None:
+    """Raise ReshardError unless weights with digest `held` are the base or a version before the target."""
+    if held in {chain.base.digest, *(delta.after for delta in deltas)}:
+        return
+    newer = [delta.version for delta in chain.deltas() if delta.after == held]
+    if newer:
         raise ReshardError(
-            f"the engine's workers hold different versions of {chain}: load the base into it again"
+            f"the engine holds version {newer[-1]} of {chain.where}, and goes forward only: to go back to version {target}, "
+            f"load the base or an older version into it first"
         )
+    raise ReshardError(
+        f"the engine holds weights with digest {held}, which are neither the base of {chain.where} ({chain.base.name}) "
+        f"nor a version up to {target}: load the base into it first"
+    )
+
+
+def _written(chain: Chain, target: int, after: str, session: str, verify: bool, workers: int) -> Calls:
+    """Yield the calls that write what was prepared, and compare the digest if asked to `verify`; return True."""
+    written = yield "reshard_delta_write", (session, target, after)
+    try:
+        _checked(written, workers)
+    except UntouchedError:
+        if all(isinstance(answer, dict) for answer in written):
+            raise
+        yield "reshard_delta_invalidate", (session,)  # others have written theirs
+        raise ReshardError(str(next(each["error"] for each in written if isinstance(each, dict)))) from None
+    except ReshardError:
+        yield "reshard_delta_invalidate", (session,)
+        raise
+    if verify:
+        anew = _checked((yield "reshard_delta_digests", (chain.where, session, True)), workers)
+        if _digest(chain.base, anew, chain.where) != after:
+            yield "reshard_delta_invalidate", (session,)
+            raise ReshardError(
+                f"the engine does not hold version {target} of {chain.where}: load the base anew"
+            )
+    return True
+
+
+def _held(front: Front, writing: Calls) -> Calls:
+    """Yield the calls of `writing` while no request runs, and, where these wrote anything, the one after which nothing
+    of other weights is in a cache. Where a write fails the engine stays paused."""
+    is_ours = False
+    if front.pauses:
+        if not (yield IS_PAUSED, ()):
+            yield PAUSE, ()
+            is_ours = True
+    elif not (yield EMPTY_CACHES, (False, False)):
+        raise ReshardError(
+            "this LLM has requests under way, whose keys and values are of the weights that it has now: call again when "
+            "they have ended"
+        )
+    try:
+        wrote = yield from writing
+    except UntouchedError:
+        if is_ours:
+            yield RESUME, ()
+        raise
+    except ReshardError as error:
+        if not is_ours:
+            raise
+        raise ReshardError(
+            f"{error} (it stays paused: POST /resume, or resume_generation(), ends that)"
+        ) from error
+    # Requests that were running begin again, with the tokens that they have.
+    if wrote and (yield EMPTY_CACHES, (True, front.has_connector)) is not True:
+        yield "reshard_delta_invalidate", (None,)
+        raise ReshardError(
+            "the engine did not forget keys and values of the weights that it had before, so it does not serve: load the "
+            "base into it again"
+        )
+    if is_ours:
+        yield RESUME, ()
+
+
+def _digest(base: Base, answers: list[Any], chain: str) -> str:
+    """Return the digest of an engine's weights, of what all of its workers say of their boxes. Raises ReshardError if
+    they lack a part, or replicas of one differ."""
     sums: dict[tuple[str, ...], int] = {}
     elements = dict.fromkeys(base.tensors, 0)
-    for name, rows, value in (part for parts in boxes for part in parts):
+    for name, rows, value in (part for parts in answers for part in parts):
         key = (name, str(list(rows)))
         if key not in sums:
             start, stop, _, columns = rows

@@ -1,6 +1,7 @@
 """A checkpoint with the deltas of a chain applied to it, read as one source."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,10 @@ class DeltaSource(DerivedSource):
         contents, places = self.base.identity()
         return [*contents, [self.chain.base.digest, *(files.delta.after for files in self.deltas)]], places
 
-    def unchanged(self) -> AbstractContextManager[None]:
-        return self.base.unchanged()
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        with self.base.unchanged(), self.chain.unchanged():
+            yield
 
     def close(self) -> None:
         """Close the files of the deltas; those of the base are its opener's."""

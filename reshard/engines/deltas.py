@@ -50,25 +50,24 @@ class EngineDeltas:
             )
         self.engine = engine
         self.chain: Chain | None = None
+        self.session = ""
         self.prepared: list[DeltaFiles] = []
-        # Digest of the weights that a delta left, and the guard's count of writes then.
-        self.left: tuple[str, int] = "", -1
-        self.tensors: dict[str, TensorInfo] = {}  # of the chain that was opened last
+        self.due: tuple[int, str] | None = (
+            None  # the version that was prepared, and the digest of its weights
+        )
         self.files = OpenFiles()
         self.boxes: dict[str, list[HeldBox]] = {}
 
-    def open(self, place: str | Path) -> Chain:
-        """Return the chain at a place, of whose tensors the boxes that this rank holds are found. Raises
-        ReshardError where it is of another model.
+    def open(self, place: str | Path, session: str) -> Chain:
+        """Return the chain at a place, of whose tensors the boxes that this rank holds are found; any other session
+        ends. Raises ReshardError where it is of another model.
 
         It is read anew at each call: another chain may have been begun in the place of the last one.
         """
         self.engine.check_idle()
         self.close()
-        self.chain = Chain(place)
+        self.chain, self.session = Chain(place), session
         base = self.chain.base
-        if base.tensors != self.tensors:
-            self.left, self.tensors = ("", -1), base.tensors  # that digest is of others
         if self.engine.optional:
             self.engine.select_optional(self.engine.optional & base.tensors.keys())
         self.engine.refresh_regions()
@@ -107,12 +106,14 @@ class EngineDeltas:
         """Fetch and check all that is to be written from weights with digest `held` to a version, whose weights
         have this `digest`: checksums, and that each change lies in its box."""
         assert self.chain is not None
-        self.prepared = []
-        for delta in self._between(held, version, digest):
-            files = DeltaFiles(self.chain, delta, self.files)
-            for stored in self._records(files):
-                self._decode(files, stored)
-            self.prepared.append(files)
+        self.prepared, self.due = [], None
+        with self.chain.unchanged():
+            for delta in self._between(held, version, digest):
+                files = DeltaFiles(self.chain, delta, self.files)
+                for stored in self._records(files):
+                    self._decode(files, stored)
+                self.prepared.append(files)
+        self.due = version, digest
 
     def _between(self, held: str, version: int, digest: str) -> list[Delta]:
         """Return the deltas that lead from weights with digest `held` to a version with this `digest`. Raises
@@ -142,19 +143,26 @@ class EngineDeltas:
             return decode_record(record, dtype, payload)
 
     def write(self, version: int, digest: str) -> None:
-        """Write what was prepared, and serve as this version, whose weights have this digest."""
+        """Write what was prepared, and serve as this version, whose weights have this digest. Raises ReshardError,
+        before the first byte, if files of the chain are no longer those that were checked; if they change after that,
+        the engine does not serve."""
+        assert self.chain is not None
         if self.prepared:
+            if self.due != (version, digest):
+                raise ReshardError(
+                    f"version {version} of {self.chain.where} was not prepared: call apply_deltas"
+                )
+            self.chain.check_unchanged()
             self.engine.begin()
-            with torch.no_grad():
+            with torch.no_grad(), self.chain.unchanged():
                 for files in self.prepared:
                     for stored in self._records(files):
                         self._write(stored.record, self._decode(files, stored))
             self.engine.update_derived()
             self.engine.end(version)
-            self.prepared = []
+            self.prepared, self.due = [], None
         else:
             self.engine.guard.refitted(version)  # a version that changes nothing
-        self.left = digest, self.engine.guard.writes
 
     def _write(self, record: Record, decoded: Decoded) -> None:
         """Write a record's changes into each of the boxes that hold them."""
@@ -182,7 +190,7 @@ class EngineDeltas:
         self.files.close()
         if self.chain is not None:
             self.chain.close()
-        self.chain, self.prepared = None, []
+        self.chain, self.prepared, self.due, self.session = None, [], None, ""
 
 
 def _memory(region: Region) -> torch.Tensor:

@@ -161,7 +161,7 @@ class MegatronLayout:
         for misfit in self._misfits(model):
             name = misfit.flag.removeprefix("--")
             size = self.expert_tp if name == "etp" else getattr(self, name)
-            fitting = [n for n in divisors(misfit.size) if replace(self, **{name: n})._fits(model, name)]
+            fitting = [n for n in divisors(misfit.size) if self._with(name, n)._fits(model, name)]
             raise ReshardError(
                 f"{misfit.flag} {size} does not divide {misfit.what}; sizes that do: {numbers(fitting)}"
             )
@@ -170,6 +170,11 @@ class MegatronLayout:
                 f"--etp {self.expert_tp} (by default --tp): Megatron-Core has experts with biases at --etp 1 only"
             )
         self.stages(model)
+
+    def _with(self, name: str, size: int) -> "MegatronLayout":
+        """Return this layout with another size."""
+        values: dict[str, Any] = {name: size}
+        return replace(self, **values)
 
     def _fits(self, model: Model, name: str) -> bool:
         """Return True if one of the sizes, and what follows from it, divides all of a model that it has to."""

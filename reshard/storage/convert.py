@@ -279,6 +279,8 @@ def check_both_ends(
     )
     if not options.dry_run:
         team.together(lambda: workdir.check_destination() if team.process == 0 else None)
+        if isinstance(source, DerivedSource):
+            team.together(lambda: source.check_read(team.process, team.size, options.workers))
     return checks, workdir
 
 

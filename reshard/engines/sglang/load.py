@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from reshard.core.errors import ReshardError, listed
+from reshard.core.limits import check_switch
 from reshard.engines.checkpoint import config_directory, megatron_directory, wants_fp8_blocks
 from reshard.engines.sglang import compat
 from reshard.engines.sglang.derived import DerivedTensors
@@ -32,8 +33,9 @@ from reshard.models.config_fields import ignore_hint_for
 from reshard.models.model import Model
 from reshard.storage.io.reading import weights_of_megatron
 from reshard.storage.sources.megatron import MegatronSource
+from reshard.storage.sources.verify import check_listed
 
-OPTION = "megatron"
+OPTION, VERIFY = "megatron", "verify"
 logger = logging.getLogger("sglang.srt.reshard")  # below SGLang's own, which shows it
 
 
@@ -43,26 +45,28 @@ def choose_loader(get_loader: Callable[..., Any], load_config: Any, *args: Any, 
     extra = load_config.model_loader_extra_config or {}
     if OPTION not in extra:
         return get_loader(load_config, *args, **kwargs)
-    others = sorted(set(extra) - {OPTION})
+    others, verify = sorted(set(extra) - {OPTION, VERIFY}), extra.get(VERIFY, False)
+    check_switch(verify, f"{VERIFY} in --model-loader-extra-config")
     if others or not isinstance(extra[OPTION], str):
         raise ReshardError(
-            f"--model-loader-extra-config has {listed(others)} beside {OPTION!r}: it takes that one alone"
+            f"--model-loader-extra-config has {listed(others)} beside {OPTION!r}: it takes {VERIFY!r} alone"
             if others
             else f"{OPTION!r} in --model-loader-extra-config is {extra[OPTION]!r:.80}, not a directory"
         )
-    return compat.loader_of(load_config, partial(stream_megatron, extra[OPTION]))
+    return compat.loader_of(load_config, partial(stream_megatron, extra[OPTION], verify))
 
 
 def stream_megatron(
-    place: str, model_config: Any, model: torch.nn.Module
+    place: str, verify: bool, model_config: Any, model: torch.nn.Module
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Return the tensors of a Megatron checkpoint by their published names, in blocks of fp8 where SGLang's
     config wants that; nothing if they are in the model already.
 
-    Raises ReshardError, before the first, if it is none, or of another model than SGLang's config.
+    To `verify` compares all tensors with the checkpoint's manifest first. Raises ReshardError, before the first, if it is
+    none, of another model than SGLang's config, or not as it was written.
     """
     with ignore_hint_for("engine"):
-        weights = _open(Path(place), model_config)
+        weights = _open(Path(place), model_config, verify)
     reading = _plan_reading(model, weights, model_config.dtype)
     stream = weights.stream_and_close() if reading.trace is None else _read(model, weights, reading.trace)
     logger.info("%s: %d tensors, %s", weights.name, len(weights.weights.tensors), reading)
@@ -101,7 +105,7 @@ def _read(model: torch.nn.Module, weights: StoredWeights, trace: Trace) -> Itera
     return iter(())
 
 
-def _open(path: Path, model_config: Any) -> StoredWeights:
+def _open(path: Path, model_config: Any, verify: bool) -> StoredWeights:
     directory = megatron_directory(path) if path.is_dir() else None
     if directory is None:
         raise ReshardError(
@@ -118,6 +122,9 @@ def _open(path: Path, model_config: Any) -> StoredWeights:
                 f"not made while SGLang loads: convert it with reshard mcore-to-hf --quantize, and serve that"
             )
         weights = StoredWeights(str(directory), weights_of_megatron(source), names_in_blocks(source, wanted))
+        if verify:
+            tensor_parallel = compat.parallel().tp
+            check_listed(source, tensor_parallel.rank, tensor_parallel.ranks)
         weights.check_complete(Model.from_hf(source.model.config, f"the config in {beside}"))
     except BaseException:
         source.close()

@@ -29,6 +29,8 @@ class VllmGuard(Guard):
         if self.is_model_watched:
             return
         self.is_model_watched = True
+        if hasattr(module, "load_weights"):
+            module.load_weights = self._loading(module.load_weights)  # type: ignore[assignment,operator,arg-type]
         runner = getattr(worker, "model_runner", None)
         if runner is None:
             module.register_forward_pre_hook(lambda *_: self.check_ready())
@@ -111,6 +113,17 @@ class VllmGuard(Guard):
             return result
 
         return reloaded
+
+    def _loading(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        """Follow the model's own ``load_weights``, by which trainers write weights without a word to vLLM's worker."""
+
+        @wraps(load)
+        def loading(*args: Any, **kwargs: Any) -> Any:
+            self.altered()
+            return load(*args, **kwargs)
+
+        loading.unwatched = load  # type: ignore[attr-defined]
+        return loading
 
     def _updating(self, update: Callable[..., Any], worker: Any) -> Callable[..., Any]:
         """Follow ``update_weights``, by which vLLM takes weights from a trainer: through us, or through others."""

@@ -13,11 +13,12 @@ import logging
 from functools import partial
 from typing import Any
 
-from reshard.comm.group import MOST_MEMBERS
+from reshard.comm.group import MOST_MEMBERS, RefitGroup
+from reshard.comm.hosts import free_address
 from reshard.core.deprecated import accepts_renamed_options, warn_renamed
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_number
-from reshard.engines.delta_methods import DeltaMethods
+from reshard.engines.delta_methods import DeltaMethods, answering
 from reshard.engines.guard import call_after
 from reshard.engines.vllm.adapters.live import VllmAdapter
 from reshard.engines.vllm.compat import with_plain_weights
@@ -78,12 +79,43 @@ class RefitExtension(DeltaMethods, LinkMethods):
         up.
         """
         check_number(first_rank, "first_rank", MOST_MEMBERS, 0)
+        connecting = WorkerOptions.of_call(*options, **named_options).checked()
+        rank = self._reshard_rank()
+        self.reshard_connect_worker(address, first_rank + rank, size, **connecting.of_worker(rank))
+
+    def _reshard_rank(self) -> int:
+        """Return the rank of this worker among those of all engines of its model."""
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         # By the index: the data parallel rank is 0 in each of the engines of a model without
         # experts.
-        rank = self.rank + parallel.data_parallel_index * parallel.world_size  # type: ignore[attr-defined]
-        connecting = WorkerOptions.of_call(*options, **named_options).checked()
-        self.reshard_connect_worker(address, first_rank + rank, size, **connecting.of_worker(rank))
+        rank: int = self.rank + parallel.data_parallel_index * parallel.world_size  # type: ignore[attr-defined]
+        return rank
+
+    @answering
+    def reshard_delta_workers(self) -> list[Any]:
+        """Return how many workers this engine has, and, of the first worker, an address at which those of all engines
+        of its model can meet."""
+        parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
+        is_first = self._reshard_rank() == 0
+        return [parallel.world_size, free_address(parallel.data_parallel_master_ip) if is_first else ""]
+
+    @answering
+    def reshard_delta_follow(
+        self,
+        address: str,
+        size: int,
+        chain: str,
+        version: int,
+        verify: bool,
+        timeout: float,
+        secret: str | None,
+    ) -> bool:
+        """Bring this worker to a version of a chain, together with those of all engines of its model, which meet at
+        `address`; return whether anything was written. See `reshard.delta.apply_deltas`."""
+        from reshard.delta.serving import apply_deltas_in_group  # which needs more packages than a refit
+
+        members = RefitGroup.join(address, self._reshard_rank(), size, timeout, secret)
+        return apply_deltas_in_group(members, self, chain, version, verify)
 
     @with_short_traceback
     @accepts_renamed_options

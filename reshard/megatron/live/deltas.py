@@ -1,7 +1,8 @@
 """Deltas of a live model, Megatron-Core's or one under FSDP2: after each step, what changed is added to a chain."""
 
+import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 
 from reshard.comm.team import Team
 from reshard.core.boxes import Box
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, listed
 from reshard.core.gc import gc_paused
 from reshard.delta.chain import Chain, check_tensors, next_version
 from reshard.delta.digest import bits_of, digest_rows, digest_text, digest_total, seed_of
@@ -18,6 +19,7 @@ from reshard.delta.disk import DeltaReport
 from reshard.delta.files import RecordWriter
 from reshard.delta.manifests import Base, Delta, File, delta_name
 from reshard.delta.records import RECORD_BYTES
+from reshard.delta.source import own_tensors
 from reshard.device.live_boxes import LiveBox, Slab, slabs_of
 from reshard.device.staging import numpy_view
 from reshard.device.stored import plus_one
@@ -25,7 +27,11 @@ from reshard.megatron.live.collective import check_same_options, keyword_style_e
 from reshard.megatron.live.inventory import take_inventory
 from reshard.megatron.live.local_boxes import LocalBoxes
 from reshard.megatron.live.published_model import PublishedModel
-from reshard.storage.io.casts import float_dtype
+from reshard.storage.io.casts import cast, float_dtype
+from reshard.storage.io.streams import TensorInfo
+from reshard.storage.sources.base import Source
+from reshard.storage.sources.opening import open_source
+from reshard.storage.sources.paths import HF_FILES, locate
 from reshard.trainers.fsdp import FsdpModel
 
 if TYPE_CHECKING:
@@ -56,11 +62,13 @@ class DeltaWriter:
 
     All ranks of torch's default process group make one, and call `save` together. `models` are Megatron's, or a
     `reshard.trainers.FsdpModel`. `hf_config` is that of `reshard.export`, `chain` a directory that all ranks
-    reach, or a URL. `base` is what a new chain calls its base: the checkpoint that the model holds now, by
-    default `hf_config`. `dtype`, such as ``bf16``, is the chain's where the model holds another one.
+    reach, or a URL. `base` is the checkpoint that the model holds now, with which a new chain begins: by default
+    `hf_config`. The model is compared with it, where it is a directory or was fetched from the hub. A `base` that is
+    given and is not on this host is only noted, as the name of what the model holds. `dtype`, such as ``bf16``, is the
+    chain's where the model holds another one.
 
     Raises ReshardError on every rank where the models are not that of `hf_config`, or hold other weights than
-    the newest version of the chain.
+    the newest version of the chain, or than the base of a new one.
     """
 
     def __init__(
@@ -95,18 +103,26 @@ class DeltaWriter:
             check_same_options(team, "deltas", {"the digest of the config": published.digest})
             inventory = take_inventory(team, self.local, published)
             self.tensors = {n: info for n, info in inventory.tensors.items() if n not in inventory.copies}
+            self.config = published.path  # for a Megatron base without one of its own
             self.numbers = team.scatter(inventory.assigned_numbers(team.size))
             self._follow(team)
-            self._begin(team, str(hf_config if base is None else base))
+            named: list[tuple[str, Path | None]] = []
+            team.together(lambda: named.append(_base_of(hf_config, published, base, self.chain.exists)))
+            self._begin(team, *named[0])
 
-    def _begin(self, team: Team, name: str) -> None:
-        """Keep the weights as they are, and begin the chain with them, or see that it ends with them."""
+    def _begin(self, team: Team, name: str, directory: Path | None) -> None:
+        """Keep the weights as they are, and begin the chain with them, or see that it ends with them. The base is known
+        by its name, and by the directory of its weights where these are on this host."""
         self.kept = [_Kept(slab, bits) for slab, bits in self._numbers()]
         parts = team.together(lambda: sum(self._digest_of(kept) for kept in self.kept))
         self.digest = digest_text(digest_total(parts))
 
+        exists = run_on_first(team, lambda: self.chain.exists)
+        if not exists and directory is not None:
+            self._check_base(team, directory)
+
         def begin() -> None:
-            if self.chain.exists:
+            if exists:
                 self._check_newest(self.chain.deltas())
                 return
             with self.chain.store.writing() as scratch:
@@ -114,6 +130,36 @@ class DeltaWriter:
                 self.chain.begin(Base(name, self.digest, self.tensors), scratch)
 
         run_on_first(team, begin)
+
+    def _check_base(self, team: Team, directory: Path) -> None:
+        """Raise ReshardError on every rank unless the checkpoint in a directory has the weights with which the chain
+        begins. Each rank reads some of its tensors."""
+
+        def digest() -> int:
+            with closing(
+                open_source(directory, self.config if locate(directory) is not None else None)
+            ) as source:
+                stored = own_tensors(source)
+                lacking = [
+                    n for n, info in self.tensors.items() if n not in stored or stored[n].shape != info.shape
+                ]
+                if lacking:
+                    raise ReshardError(
+                        f"{directory} is another model than the trainer's: it has no {listed(lacking, 3)} of that shape; give "
+                        f"base= the checkpoint that the model holds now"
+                    )
+                with source.unchanged():
+                    return sum(
+                        _digest_of_stored(source, name, self.tensors[name])
+                        for name in sorted(self.tensors)[team.process :: team.size]
+                    )
+
+        there = digest_text(digest_total(team.together(digest)))
+        if there != self.digest:
+            raise ReshardError(
+                f"the trainer's model holds other weights than {directory} (digest {self.digest}, not {there}), so a chain "
+                f"that begins with them could not be applied to that: give base= the checkpoint that the model holds now"
+            )
 
     def _check_newest(self, deltas: list[Delta]) -> None:
         """Raise ReshardError unless this model's weights are those of the chain's newest version."""
@@ -222,6 +268,37 @@ class DeltaWriter:
         """Free what is kept. No version can be saved afterward."""
         self.is_closed, self.kept = True, []
         self.chain.close()
+
+
+def _base_of(
+    hf_config: Any, published: PublishedModel, base: str | Path | None, exists: bool
+) -> tuple[str, Path | None]:
+    """Return the name of the checkpoint with which a chain begins, and the directory of its weights, None for a base that
+    is not on this host. Raises ReshardError for a new chain of which it is not known."""
+    if base is not None:
+        return str(base), Path(base) if os.path.isdir(base) else None
+    path = published.path
+    directory = path.parent if path is not None and path.is_file() else path
+    if directory is not None and directory.name == HF_FILES and locate(directory.parent) is not None:
+        directory = directory.parent
+    has_weights = directory is not None and (
+        any(directory.glob("*.safetensors")) or locate(directory) is not None
+    )
+    if not has_weights and not exists:
+        raise ReshardError(
+            f"the weights of {hf_config if isinstance(hf_config, str | Path) else 'hf_config'} are not on this host, so the "
+            f"trainer's model cannot be compared with them: give base= the checkpoint that it holds now, as a directory, "
+            f"or by its name, which is believed"
+        )
+    return str(hf_config), directory if has_weights else None
+
+
+def _digest_of_stored(source: Source, name: str, info: TensorInfo) -> int:
+    """Return what a checkpoint's tensor adds to the digest, in the dtype of the chain."""
+    seed, stored, total = seed_of(name, info), source.tensors[name].dtype, 0
+    for start, stop in info.slabs(RECORD_BYTES, source.row_multiple(name)):
+        total += digest_rows(seed, cast(source.read_rows(name, start, stop), stored, info.dtype), start)
+    return total
 
 
 def _local(models: "Models | FsdpModel", metadata: Mapping[str, Any] | None) -> LocalBoxes:

@@ -33,7 +33,7 @@ from reshard.storage.sources.hf_hub import config_path, local_directory
 from reshard.storage.sources.huggingface import HuggingFaceSource
 from reshard.storage.sources.megatron import MegatronSource
 from reshard.storage.sources.opening import open_source
-from reshard.storage.sources.verify import SourceChecks
+from reshard.storage.sources.verify import SourceChecks, check_listed
 
 
 @dataclass
@@ -69,6 +69,7 @@ def load(
     make_vocab_size_divisible_by: int = 128,
     optimizer: Any = None,
     metadata: Mapping[str, Any] | None = None,
+    verify: bool = False,
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> LoadReport:
@@ -87,6 +88,8 @@ def load(
         make_vocab_size_divisible_by: how much of the vocabulary may be padding, which becomes zero.
         optimizer: Megatron's, whose main parameters then follow.
         hf_config, family: as for `mcore_to_hf`. metadata: as for `MegatronModel`.
+        verify: compare every tensor with the manifest of the source before the first is loaded. Without it only small
+            files, dtypes and shapes are. All is read once more, each rank a part.
         progress: called as ``progress(done, total)`` with this rank's bytes.
 
     Raises ReshardError on every rank, with nothing changed, where names, shapes, config or dtypes
@@ -96,7 +99,7 @@ def load(
     began = time.monotonic()
     with keyword_style_errors(), gc_paused(), open_team("load") as team:
         job = _Load(team, models, source, hf_config, family, dtype, allow_overflow, skip_mtp,
-                    make_vocab_size_divisible_by, optimizer, metadata, workers, progress)  # fmt: skip
+                    make_vocab_size_divisible_by, optimizer, metadata, verify, workers, progress)  # fmt: skip
         return job.run(began)
 
 
@@ -115,6 +118,7 @@ class _Load:
     make_vocab_size_divisible_by: int
     optimizer: Any
     metadata: Mapping[str, Any] | None
+    verify: bool
     workers: int | None
     progress: Progress | None
     target: Dtype | None = None
@@ -131,6 +135,8 @@ class _Load:
             boxes_of_ranks = team.gather(self.local.held_boxes())
             run_on_first(team, lambda: self._check_all_source_identity(source, boxes_of_ranks))
             team.together(lambda: self._check_copies(source))
+            if self.verify:
+                team.together(lambda: check_listed(source, team.process, team.size, self.workers))
             # Parameters that are still being gathered would overwrite what is loaded.
             team.together(self.local.trainer.sync_params)
             try:
@@ -147,6 +153,7 @@ class _Load:
         allow_many_files()
         check_switch(self.allow_overflow, "allow_overflow")
         check_switch(self.skip_mtp, "skip_mtp")
+        check_switch(self.verify, "verify")
         worker_count(self.workers)
         target = self.target = float_dtype(self.dtype)
         # As in a conversion: to a dtype that holds all that codes stand for, so that the cast can
@@ -182,7 +189,7 @@ class _Load:
         options = {
             "source": _source_identity(self.path, source), "the digest of the config": digest_of(source.model),
             "dtype": None if self.target is None else self.target.name, "allow_overflow": self.allow_overflow,
-            "skip_mtp": self.skip_mtp, "optimizer": None if self.optimizer is None else "given",
+            "skip_mtp": self.skip_mtp, "verify": self.verify, "optimizer": None if self.optimizer is None else "given",
             "make_vocab_size_divisible_by": self.make_vocab_size_divisible_by,
         }  # fmt: skip
         check_same_options(self.team, "loads", options)

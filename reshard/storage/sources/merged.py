@@ -16,7 +16,7 @@ from reshard.storage.io.streams import SLAB_BYTES
 from reshard.storage.sources.adapter import AdapterSource
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.derived import DerivedSource
-from reshard.storage.sources.verify import SourceChecks
+from reshard.storage.sources.verify import SourceChecks, check_listed
 
 
 class _LastA(threading.local):
@@ -74,9 +74,10 @@ class MergedSource(DerivedSource):
     def changes(self, name: str) -> bool:
         return name in self.adapter.scales
 
-    def checks(self) -> SourceChecks:
-        SourceChecks(self.adapter)  # its files
-        return super().checks()
+    def check_read(self, part: int, parts: int, workers: int | None) -> None:
+        check_listed(self.adapter, part, parts, workers, SourceChecks(self.adapter).entries)
+        unwatched = SourceChecks(self.base).unwatched()
+        check_listed(self.base, part, parts, workers, {*self.adapter.scales, *unwatched})
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         scale = self.adapter.scales.get(name)

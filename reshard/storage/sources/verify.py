@@ -1,7 +1,7 @@
 """A source against its own manifest: what was changed after it was written is named before anything
 is made of it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -158,6 +158,11 @@ class SourceChecks:
         codes = self.source.codes.get(name) if isinstance(self.source, HuggingFaceSource) else None
         return [n for n in ((name,) if codes is None else codes.tensors) if n in self.entries]
 
+    def unwatched(self) -> set[str]:
+        """Return the listed tensors that no canonical one is compared with while it is read, such as experts in one."""
+        watched = {listed for name in self.source.tensors for listed in self.names(name)}
+        return self.entries.keys() - watched
+
     def compare(self, name: str, checksum: str) -> None:
         """Raise ReshardError if a tensor's checksum is not the listed one."""
         if name in self.entries and checksum != self.entries[name][CHECKSUM]:
@@ -199,6 +204,31 @@ class Watch:
         for name in self.others:
             infos, read = stored_tensors(self.checks.source)
             self.checks.compare(name, checksum_of(name, infos[name], read))
+
+
+def check_listed(
+    source: Source,
+    part: int = 0,
+    parts: int = 1,
+    workers: int | None = None,
+    names: Container[str] | None = None,
+) -> None:
+    """Read the tensors that a source's manifest lists, by default all, and compare their checksums; of several processes
+    each does a part of them.
+
+    Raises ReshardError for one that is not as it was written, and where there is no manifest, unless only some are asked
+    for by `names`.
+    """
+    checks = SourceChecks(source)
+    if not checks.entries and names is None:
+        raise ReshardError(
+            f"{source.path} has no {MANIFEST} with checksums of its tensors, so they cannot be verified: convert it with "
+            f"reshard, or do not ask for that"
+        )
+    infos, read = stored_tensors(source)
+    wanted = sorted(name for name in checks.entries if names is None or name in names)[part::parts]
+    sizes = {name: infos[name].size_bytes for name in wanted}
+    run_jobs(sizes, lambda name: checks.compare(name, checksum_of(name, infos[name], read)), workers)
 
 
 def checksum_of(name: str, info: TensorInfo, read: Callable[[str, int, int], np.ndarray]) -> str:

@@ -24,13 +24,18 @@ with importing("vllm"):
 
 
 from reshard.core.errors import ReshardError, listed
+from reshard.core.limits import check_switch
+from reshard.engines.checkpoint import config_directory, megatron_directory
 from reshard.engines.stored_boxes import read_boxes
+from reshard.engines.vllm.compat import tensor_parallel
 from reshard.engines.vllm.load_format.boxes import plan_reading
 from reshard.engines.vllm.load_format.opened import OpenedWeights, directory_of, open_weights
 from reshard.engines.vllm.weights.supported import CACHE_METHOD, loading_method
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
 from reshard.storage.sources.base import read_config
+from reshard.storage.sources.opening import open_source
+from reshard.storage.sources.verify import check_listed
 
 logger = logging.getLogger("vllm.reshard")  # below vLLM's own, which shows it
 
@@ -39,19 +44,22 @@ class ReshardModelLoader(BaseModelLoader):
     """A loader by vLLM's interface.
 
     With ``{"whole_tensors": true}`` in ``model_loader_extra_config``, every rank reads all tensors,
-    and vLLM's ``load_weights`` takes what it needs.
+    and vLLM's ``load_weights`` takes what it needs. With ``{"verify": true}`` all tensors are compared with the
+    checkpoint's manifest before they are loaded.
     """
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
         extra: Any = load_config.model_loader_extra_config or {}
-        unknown = sorted(set(extra) - {"whole_tensors"})
+        unknown = sorted(set(extra) - {"whole_tensors", "verify"})
         if unknown:
             raise ReshardError(
                 f"--model-loader-extra-config has {listed(unknown)}, of which --load-format reshard knows "
-                f"nothing: it takes whole_tensors"
+                f"nothing: it takes whole_tensors and verify"
             )
         self.whole_tensors = bool(extra.get("whole_tensors", False))
+        self.verify: bool = extra.get("verify", False)
+        check_switch(self.verify, "verify in --model-loader-extra-config")
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Fetch a model from the hub."""
@@ -65,6 +73,8 @@ class ReshardModelLoader(BaseModelLoader):
         began = time.perf_counter()
         with closing(open_weights(model_config)) as opened, opened.weights.unchanged():
             _check_complete(opened, model_config)
+            if self.verify:
+                _check_listed(model_config)
             opened.quantize_as(model)
             reading = plan_reading(model, model_config, opened, self.whole_tensors)
             if reading.trace is not None:
@@ -87,11 +97,24 @@ class ReshardModelLoader(BaseModelLoader):
         opened = open_weights(model_config)
         try:
             _check_complete(opened, model_config)
+            if self.verify:
+                _check_listed(model_config)
             opened.quantize_as(model)
         except BaseException:
             opened.close()
             raise
         return opened.stream_and_close()
+
+
+def _check_listed(model_config: ModelConfig) -> None:
+    """Raise ReshardError if a tensor is not as the checkpoint's manifest has it; each rank reads a part of them."""
+    size, rank = tensor_parallel()
+    directory = directory_of(model_config)
+    megatron, beside = megatron_directory(directory), model_config.hf_config_path
+    is_beside = megatron is not None and beside is not None
+    config = config_directory(str(beside), model_config.revision) if is_beside else None
+    with closing(open_source(megatron or directory, config)) as source:
+        check_listed(source, rank, size)
 
 
 def _check_same_model(path: Path, model_config: ModelConfig) -> None:

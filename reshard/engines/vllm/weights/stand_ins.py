@@ -2,6 +2,7 @@
 (`reshard.engines.tracing.trace`)."""
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 
@@ -22,8 +23,9 @@ def trace_model(model: torch.nn.Module, canonical: Canonical, computed: Collecti
     it fails.
     """
     in_place = stand_ins.stand_ins(model, loading_templates, plain_templates, bound_to)
+    load: Any = getattr(model.load_weights, "unwatched", model.load_weights)  # a trace writes no weights
     with without_adapters(model), in_place as parameters:
-        return trace_load("vLLM", model.load_weights, canonical, parameters, computed)  # type: ignore[arg-type]
+        return trace_load("vLLM", load, canonical, parameters, computed)
 
 
 def layer_fingerprint(model: torch.nn.Module, layer: ExpertLayer) -> tuple:

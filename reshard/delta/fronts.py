@@ -1,0 +1,105 @@
+"""The fronts of a running vLLM, by which calls reach its scheduler and its workers: ``LLM``, ``AsyncLLM``, a server."""
+
+from inspect import iscoroutinefunction
+from typing import Any
+
+from reshard.comm.http import EngineServer
+from reshard.core.errors import ReshardError
+
+CALL_SECONDS = 3600.0  # for a server to fetch and write what changed
+EXTENSION = "reshard.engines.vllm.worker.RefitExtension"
+START_IT = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
+# A method of all workers, and its arguments; or one of the front's own.
+Call = tuple[str, tuple[Any, ...]]
+IS_PAUSED, PAUSE, RESUME, EMPTY_CACHES = (
+    "is_paused",
+    "pause_generation",
+    "resume_generation",
+    "reset_prefix_cache",
+)
+
+
+class Front:
+    """A vLLM ``LLM`` or ``AsyncLLM``.
+
+    `engines` is how many engines of one model (data parallel) a call reaches, of which only the first one's workers
+    are heard. `pauses` is True if requests can be held back. `advice` says how workers get the extension.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.pauses = hasattr(llm, PAUSE)
+        config = getattr(llm, "vllm_config", None) or getattr(
+            getattr(llm, "llm_engine", None), "vllm_config", None
+        )
+        parallel = getattr(config, "parallel_config", None)
+        of = (
+            "data_parallel_size_local"
+            if getattr(parallel, "local_engines_only", False)
+            else "data_parallel_size"
+        )
+        # An LLM with several is one of several processes, each with an engine of its own.
+        self.engines: int = getattr(parallel, of, 1) if self.pauses else 1
+        self.has_connector = getattr(config, "kv_transfer_config", None) is not None
+        arguments = "AsyncEngineArgs" if self.pauses else "LLM"
+        self.advice = f"give {arguments} worker_extension_cls={EXTENSION!r}"
+
+    def send(self, call: Call) -> Any:
+        """Send a call; return what is answered, of an ``AsyncLLM`` an awaitable."""
+        method, arguments = call
+        if method == PAUSE:  # requests stay where they are
+            return self.llm.pause_generation(mode="keep", clear_cache=False)
+        if method in (IS_PAUSED, RESUME, EMPTY_CACHES):
+            return getattr(self.llm, method)(*arguments)
+        return self.llm.collective_rpc(method, args=arguments)
+
+
+class Server(Front, EngineServer):
+    """A ``vllm serve``, by its routes."""
+
+    def __init__(self, url: str) -> None:
+        EngineServer.__init__(self, url, CALL_SECONDS, START_IT)
+        self.pauses, self.advice = True, START_IT
+        config = self._call("GET", "server_info?config_format=json").get("vllm_config")
+        parallel = config.get("parallel_config") if isinstance(config, dict) else None
+        if not isinstance(parallel, dict):
+            raise ReshardError(
+                f"{self.url} does not say at /server_info how many engines it has: use another vLLM"
+            )
+        local = parallel.get("data_parallel_external_lb") or parallel.get("data_parallel_hybrid_lb")
+        self.engines = int(parallel.get("data_parallel_size_local" if local else "data_parallel_size") or 1)
+        self.has_connector = config.get("kv_transfer_config") is not None
+
+    def send(self, call: Call) -> Any:
+        method, arguments = call
+        if method == IS_PAUSED:
+            return self._call("GET", "is_paused").get("is_paused")
+        if method == PAUSE:
+            return self._call("POST", "pause?mode=keep&clear_cache=false", {})
+        if method == RESUME:
+            return self._call("POST", "resume", {})
+        if method == EMPTY_CACHES:
+            running, connector = (str(bool(argument)).lower() for argument in arguments)
+            route = f"reset_prefix_cache?reset_running_requests={running}&reset_external={connector}"
+            return self._call("POST", route, {}).get("success")
+        answer = self._call("POST", "collective_rpc", {"method": method, "args": list(arguments)})
+        results = answer.get("results") if isinstance(answer, dict) else None
+        if not isinstance(results, list):
+            raise ReshardError(f"{self.url} answers /collective_rpc without results")
+        return results
+
+
+def front_of(llm: Any, awaited: bool) -> Front:
+    """Return the front of a vLLM: an ``LLM`` or the address of a server, or an ``AsyncLLM`` where calls are `awaited`.
+    Raises ReshardError for another object."""
+    if isinstance(llm, str) and not awaited:
+        return Server(llm)
+    if not hasattr(llm, "collective_rpc") or not hasattr(llm, EMPTY_CACHES):
+        raise ReshardError(
+            f"llm is a {type(llm).__name__}: give a vLLM LLM, or the address of a vllm serve; an SGLang takes "
+            f"reshard.engines.sglang.calls.apply_deltas"
+        )
+    if iscoroutinefunction(llm.collective_rpc) != awaited:
+        are, instead = ("are not", "call apply_deltas") if awaited else ("are", "await apply_deltas_async")
+        raise ReshardError(f"the calls of this {type(llm).__name__} {are} awaited: {instead}")
+    return Front(llm)
