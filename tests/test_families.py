@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING
 
 from reshard import MegatronLayout, ReshardError, diff, hf_to_mcore, mcore_to_hf, read_model
 from reshard.megatron.arguments import family_of_args, megatron_args, mismatched_args, model_of_args
+from reshard.models import config_defaults
 from reshard.models.family import Family, families
 from reshard.models.model import Model
 from tests.checkpoints import OTHERS_OF_DEEPSEEK, VARIANTS, config_of, hf_logits
@@ -159,6 +160,13 @@ def test_a_mistake_in_a_table_is_a_sentence_that_names_file_and_row(mistake):
     type("Good", (type(BASE),), {"__module__": "mappings.good"})()
     with pytest.raises(ValueError, match=f"^mappings.strange: {message}"):
         type("Strange", (type(BASE),), entries | {"__module__": "mappings.strange"})()
+
+
+def test_a_family_without_defaults_names_the_command_that_makes_them():
+    new = type("New", (type(BASE),), {"name": "new_family", "__module__": "mappings.new"})()
+    with pytest.raises(ReshardError, match="no defaults for new_family: run python -m tests.config_defaults"):
+        _ = new.defaults
+    assert BASE.defaults == config_defaults.DEFAULTS["qwen3"]
 
 
 @pytest.mark.parametrize("name", families())

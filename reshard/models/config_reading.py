@@ -4,7 +4,6 @@ of it before anything is made of it."""
 from typing import Any, NamedTuple
 
 from reshard.core.errors import ReshardError
-from reshard.models.config_defaults import DEFAULTS
 from reshard.models.config_fields import Unmapped, ignored_fields, unmapped, whole_number, without
 from reshard.models.config_rows import ConfigRow
 from reshard.models.family import NULLABLE, Family, family_of, is_wrapped
@@ -69,7 +68,7 @@ def read_config(config: dict[str, Any], where: str) -> ConfigReading:
         for name, value in dropped.items()
     }
     mtp = full.get(family.field_of("mtp_num_layers") or "") or 0
-    leftover = unmapped(config, family.fields, family.has_no_effect, DEFAULTS[family.name], family.always)
+    leftover = unmapped(config, family.fields, family.has_no_effect, family.defaults, family.always)
     kinds = family.layer_kinds(full, where)
     return ConfigReading(family, full, kinds, int(mtp), wrapped, notices, leftover)
 

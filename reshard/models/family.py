@@ -7,6 +7,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from reshard.core.errors import ReshardError, listed
+from reshard.models.config_defaults import DEFAULTS
 from reshard.models.config_fields import MAPPED, WINDOW, ignore_hint, whole_number
 from reshard.models.config_rows import ConfigRow, Equality, Refusal
 from reshard.models.field_tables import NO_EFFECT, NO_EFFECT_ENDS
@@ -213,6 +214,16 @@ class Family:
             *filter(None, (self.first_dense, self.mlp_types, self.shared_experts)),
         }
         return frozenset(rules | rows | refused | set(self.symbols.values()))
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Fields that only transformers' class has, and its values for them."""
+        if self.name not in DEFAULTS:
+            raise ReshardError(
+                f"reshard/models/config_defaults.py has no defaults for {self.name}: run "
+                f"python -m tests.config_defaults --write in the clone"
+            )
+        return DEFAULTS[self.name]
 
     def field_of(self, argument: str) -> str | None:
         """Return the config field for an argument of Megatron's, or None."""

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from reshard.core.errors import ReshardError, listed
 from reshard.core.views import tensor_of
-from reshard.models.config_defaults import DEFAULTS
 from reshard.models.config_fields import unmapped_configs_allowed
 from reshard.models.config_reading import read_config
 from reshard.models.family import Family
@@ -96,7 +95,7 @@ class Model:
             *self.ignored,
             *family.fields,
             *family.always,
-            *DEFAULTS[family.name],
+            *family.defaults,
             *DECIDES_ELSEWHERE,
             *NUMERICS_ARGS,
         }
