@@ -6,11 +6,16 @@ below `source/`, so that every link works offline, and a promise leads to its te
 
 import posixpath
 import re
+from functools import partial
 from pathlib import Path
 
 from mkdocs.structure.files import File
 
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
+CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
+CODE = re.compile(r"(<code>)(.*?)(</code>)", re.DOTALL)
+DRAWING = re.compile(r'<img [^>]*src="([^":]+\.svg)"[^>]*>')
+READABLE = 0.65  # of a diagram's own width, in which words are 16 pixels high; those of charts are smaller
 LANGUAGES = {
     ".py": "python",
     ".sh": "bash",
@@ -111,6 +116,34 @@ def source_page(root: Path, path: str) -> str:
     )
 
 
+def on_page_context(context, page, config, nav):
+    """Hide the left column of a page that is alone in its section: it would hold one link."""
+    if page.parent is None:
+        page.meta.setdefault("hide", ["navigation"])
+    return context
+
+
 def on_page_content(html, page, config, files):
-    """Leave the cell of a default empty where an option has none: newer versions of click name a marker there."""
-    return html.replace("<code>Sentinel.UNSET</code>", "")
+    """Mark what the style sheet lays out: the words of code in cells, and drawings.
+
+    The cell of a default is left empty where an option has none: newer versions of click name a marker there.
+    """
+    html = html.replace("<code>Sentinel.UNSET</code>", "")
+    html = CELL.sub(lambda cell: CODE.sub(with_words, cell.group()), html)
+    return DRAWING.sub(partial(as_drawing, docs=Path(config.docs_dir), home=page.file.src_uri), html)
+
+
+def with_words(code):
+    """Return a piece of code with each of its words marked, so that none is broken."""
+    opening, text, closing = code.groups()
+    return opening + re.sub(r"[^\s<>]+", r'<span class="word">\g<0></span>', text) + closing
+
+
+def as_drawing(image, docs, home):
+    """Return a drawing as a link to its file, with its own width, and the least at which its words can be read."""
+    source = image.group(1)
+    drawing = (docs / posixpath.normpath(posixpath.join(posixpath.dirname(home), source))).read_text("utf-8")
+    width = float(re.search(r'viewBox="\S+ \S+ (\S+) ', drawing).group(1))
+    least = READABLE * width if "made of" in drawing else width
+    widths = f"--readable: {least:.0f}px; --own: {width:.0f}px"
+    return f'<a class="drawing" href="{source}" style="{widths}">{image.group()}</a>'

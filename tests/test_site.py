@@ -1,5 +1,7 @@
 """The site builds without a warning, fetches nothing, and fits a phone and a desk."""
 
+import ast
+import builtins
 import http.server
 import importlib.util
 import os
@@ -18,6 +20,13 @@ from benchmarks import charts
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 WIDTHS = (390, 1280)
+PYTHON = re.compile(r"^ *```python\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+# Mapping tables are no programs.
+PAGES_WITH_PYTHON = [
+    page
+    for page in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md")))
+    if PYTHON.search(page.read_text(encoding="utf-8")) and page.name != "mapping-tables.md"
+]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -99,7 +108,53 @@ def browser() -> str:
     return found
 
 
-def test_no_page_scrolls_sideways(site):
+# What the reader's own program has, by the names that the pages give it.
+READERS_OWN = {
+    "address", "consume", "engine", "first_rank", "generate", "link", "llm", "model", "models", "optimizer", "prompts", "rank", "ray", "sampling",
+    "secret", "self", "size", "step", "steps", "train", "trainers", "version",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_PYTHON, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_the_python_of_a_page_imports_and_defines_what_it_uses(page):
+    """All but what the reader's own program has."""
+    defined, used = {*dir(builtins), *READERS_OWN}, {}
+    for code in PYTHON.findall(page.read_text(encoding="utf-8")):
+        if code.startswith("--8<--"):
+            code = (REPOSITORY / code.split('"')[1].partition(":")[0]).read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                defined |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler):
+                defined.add(node.name)
+            elif isinstance(node, ast.arg):
+                defined.add(node.arg)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                defined.add(node.id)
+            elif isinstance(node, ast.Name):
+                used.setdefault(node.id, code)
+    assert used and used.keys() - defined == set()
+
+
+# Tables of literals and reports, whose columns are wider than a desk's page.
+WIDER_THAN_A_DESK = {"concepts/mapping-tables.html", "guides/memory.html", "guides/parity-ci.html", "guides/trainers/verl.html", "reference/checkpoint-format.html"}  # fmt: skip
+CUT = """() => [...document.querySelectorAll('.md-typeset pre > code')]
+    .filter(code => code.scrollWidth > code.clientWidth + 1).map(code => code.textContent.slice(0, 60))"""
+BROKEN = """() => [...document.querySelectorAll('.md-typeset td code .word')]
+    .filter(word => word.getClientRects().length > 1).map(word => word.textContent)"""
+# The height of letters in a drawing, of which its own letters have 16 pixels or more.
+LETTERS = """() => [...document.querySelectorAll('.drawing img')]
+    .map(drawing => 16 * drawing.getBoundingClientRect().width / drawing.naturalWidth)"""
+UNHINTED = """() => [...document.querySelectorAll('.md-typeset table:not([class]), .md-typeset pre > code, .drawing')]
+    .map(part => part.closest('.md-typeset__scrollwrap') || part)
+    .filter(part => part.scrollWidth > part.clientWidth + 1)
+    .filter(part => !getComputedStyle(part).backgroundAttachment.includes('local')).map(part => part.textContent.slice(0, 60))"""
+LONE = """() => [...document.querySelectorAll('.md-sidebar--primary:not([hidden])')]
+    .filter(column => column.getBoundingClientRect().width)
+    .filter(column => [...column.querySelectorAll('a.md-nav__link')].filter(link => link.offsetParent).length < 2).length"""
+
+
+def test_no_page_scrolls_sideways_and_what_is_wider_says_so(site):
     from playwright.sync_api import sync_playwright
 
     handler = partial(http.server.SimpleHTTPRequestHandler, directory=site)
@@ -111,7 +166,7 @@ def test_no_page_scrolls_sideways(site):
     listings = [page for page in pages if page.parts[0] == "source"]
     longest = sorted(listings, key=lambda page: -max(map(len, (site / page).read_text().split("\n"))))[:5]
     pages = [page for page in pages if page not in listings] + longest
-    too_wide = []
+    wrong = []
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=browser(), args=["--no-sandbox"])
         # Without the theme's scripts, which set no width, a page is laid out at once.
@@ -122,7 +177,17 @@ def test_no_page_scrolls_sideways(site):
                 tab.set_viewport_size({"width": width, "height": 900})
                 needed = tab.evaluate("document.documentElement.scrollWidth")
                 if needed > width:
-                    too_wide.append(f"{page} needs {needed} of {width} pixels")
+                    wrong.append(f"{page} needs {needed} of {width} pixels")
+                at = f"{page} at {width} pixels"
+                wrong += [f"{at}: {word} is broken" for word in tab.evaluate(BROKEN)]
+                wrong += [f"{at}: no hint beside {text!r}" for text in tab.evaluate(UNHINTED)]
+                wrong += [
+                    f"{at}: letters of {size:.1f} pixels" for size in tab.evaluate(LETTERS) if size < 10
+                ]
+                if width == max(WIDTHS) and page.parts[0] != "source":
+                    wrong += [f"{at}: the left column holds one link"] * tab.evaluate(LONE)
+                    cut = [] if str(page) in WIDER_THAN_A_DESK else tab.evaluate(CUT)
+                    wrong += [f"{at}: {code!r} is cut" for code in cut]
         chromium.close()
     server.shutdown()
-    assert len(pages) > 30 and too_wide == []
+    assert len(pages) > 30 and wrong == []

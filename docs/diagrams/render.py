@@ -20,7 +20,7 @@ OPTIONS = {
     "theme": "neutral",
     "fontFamily": "sans-serif",
     "htmlLabels": False,
-    "flowchart": {"htmlLabels": False},
+    "flowchart": {"htmlLabels": False, "nodeSpacing": 30, "rankSpacing": 40},  # as wide as a phone
     "sequence": {"useMaxWidth": True, "mirrorActors": False},
 }
 

@@ -37,7 +37,8 @@ def estimate_memory(
     Static bytes are exact, activations those of Transformer Engine's layers, the rest bands. Raises
     ReshardError where a size does not divide, or an option has no such value.
 
-        report = reshard.estimate_memory("Qwen/Qwen3-32B", reshard.MegatronLayout(tp=8, pp=2), gpus=16, gpu_memory="H100")
+        layout = reshard.MegatronLayout(tp=8, pp=2)
+        report = reshard.estimate_memory("Qwen/Qwen3-32B", layout, gpus=16, gpu_memory="H100")
         report.fits, report.peak.allocated, report.peak.moment
     """
     if not isinstance(model, Model):
