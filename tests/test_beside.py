@@ -78,7 +78,8 @@ def test_a_tower_that_is_not_whole_is_named_in_both_directions(kind, tmp_path):
     with_tensors(source, {name: tensor for name, tensor in tensors.items() if name not in lost})
     (tmp_path / "part").mkdir()
     for said in notices(source, tmp_path / "part"):
-        assert f"lack 2 tensors of the tower that config.json announces: {lost[0]}, {lost[1]}" in said
+        assert "lack 2 tensors of the tower that config.json announces: " in said
+        assert all(name in said for name in lost)
 
 
 def test_code_that_a_config_names_and_quantization_that_is_not_there_are_named(checkpoint, tmp_path):

@@ -247,7 +247,8 @@ def test_a_member_that_is_killed_in_the_middle_is_named_in_time_and_nothing_torn
             continue
         assert blamed(said) == {victim}, said
         assert seconds < PATIENCE, "the end of its process is seen, not its silence"
-        assert state in (None, (moment == "refit comes", 1 if moment.startswith("refit") else None)), state
+        whole = moment == "refit comes"
+        assert state in (None, (whole, 1 if whole else None)), state
 
 
 @pytest.mark.parametrize("into", ENGINES)

@@ -1,6 +1,6 @@
 """A model as its Hugging Face config describes it: family, sizes, layer kinds."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -224,7 +224,7 @@ class Model:
         """Return True for a published tensor that is carried along, of another part of a larger model for one."""
         return name.startswith(self.towers)
 
-    def tower_notices(self, config: dict[str, Any], names: Collection[str]) -> list[str]:
+    def tower_notices(self, config: Mapping[str, Any], names: Collection[str]) -> list[str]:
         """Return a sentence on what the tower that a whole ``config.json`` announces lacks, if these are its tensors'
         names."""
         lacking = lacking_of_tower(self.family.tower, config, names) if self.wrapped else []

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ class Source(ABC):
         """Return the files that go along with the weights, by name."""
         return beside(self.hf_directory()).files
 
-    def _take_beside(self, config: dict[str, Any]) -> None:
+    def _take_beside(self, config: Mapping[str, Any]) -> None:
         """Record the versions of the files that go along with the weights, and note which stay, and which code the
         config names that is not there."""
         found, directory = beside(self.hf_directory()), self.hf_directory()

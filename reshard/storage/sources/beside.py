@@ -4,7 +4,7 @@ Everything there is one or the other, but for hidden entries: those that stay ar
 """
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def unread_beside(directory: Path, read: Collection[Path]) -> list[str]:
     return names
 
 
-def code_without_file(config: dict[str, Any], files: Collection[str]) -> list[str]:
+def code_without_file(config: Mapping[str, Any], files: Collection[str]) -> list[str]:
     """Return the files of code that a config names, and that do not lie beside it."""
     code = config.get("auto_map")
     names = {name for name in code.values() if isinstance(name, str)} if isinstance(code, dict) else set()

@@ -1,9 +1,11 @@
 """A ``torch_dist`` checkpoint of Megatron-Core, read as canonical tensors."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -66,6 +68,7 @@ class MegatronSource(Source):
     """
 
     kind = "megatron"
+    config_fields: Mapping[str, Any] = MappingProxyType({})  # of the config, where one was read
 
     def __init__(
         self,
@@ -231,7 +234,6 @@ class MegatronSource(Source):
     def _model(self, family: str | None, taken: list[str]) -> tuple[Model, str]:
         """Return the model, and where its config stands. Notices of where that was found are added
         to `taken`."""
-        self.config_fields: dict[str, Any] = {}
         if self.hf_config is not None:
             config = self.hf_config / "config.json" if self.hf_config.is_dir() else self.hf_config
             fields, where = read_config(config), str(config)
