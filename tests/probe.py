@@ -57,12 +57,15 @@ def adapter_in_slot(worker: Any, name: str, folder: str = "") -> list:
     a directory; and the ids of adapters that it lists."""
     from vllm.lora.request import LoRARequest
 
+    from reshard.engines.vllm.guard import guard_of
+
     manager = worker.get_model().lora_manager
     if folder:
         worker.add_lora(LoRARequest("theirs", 77, folder))
         slot = manager.lora_index_to_id.index(77)
     else:
-        slot = manager.reshard_slots[name].current
+        newest = guard_of(worker.get_model(), worker.vllm_config).adapters.newest[name]
+        slot = manager.lora_index_to_id.index(newest.identity)
     digests = {
         f"{key} {kind} {index}": hashlib.sha256(held[slot].contiguous().view(torch.uint8).numpy()).hexdigest()
         for key, layer in manager.modules.items()

@@ -176,11 +176,11 @@ class Spoiler:
                 self.said += f", {key}: {how}"
             return payload
 
-        def note(version: int | None = None, note: str = "", verify: bool = False) -> int:
+        def note(version: int | None = None, note: str = "", verify: bool = False, anew: bool = False) -> int:
             if self.kind == "note":
                 note = rng.choice(["", "moved", "a b c", "\u0661", "x" * 5000, "{}", "\n"])
                 self.said += f": {note!r:.60}"
-            return prepare(version, note, verify)
+            return prepare(version, note, verify, anew)
 
         self.members.post = lambda key, payload=b"": post(key, changed(key, payload))
         self.members.gather = lambda key, payload: gather(key, changed(key, payload))

@@ -183,6 +183,9 @@ def _connected(group: RefitGroup, source: Any, destination: Any, options: Connec
                 trainer: Trainer | None = _resolve_side(source, Trainer, "source", TRAINERS)
                 engine: Engine | None = _resolve_side(destination, Engine, "destination", ENGINES)
                 device = _device(trainer, engine)
+                if device.type == "cuda":
+                    # The driver's calls need this thread to have the GPU's context, which a new thread lacks.
+                    torch.cuda.synchronize(device)
                 compiling = _compile_ahead(trainer, engine, device)
                 devices = exchange_devices(group, _device_info(device, greetings))
                 check_sides(greetings)

@@ -68,7 +68,7 @@ class MegatronAdapter(ShardedModel):
         check_supported((shard.key for shard in self.shards), WHERE)
         check_frozen(self.models)
         self._published: Published | None = None
-        self._factors = Factors(self.models)
+        self.factors = Factors(self.models)
 
     def _published_key(self, key: str) -> str | None:
         return key if ADAPTER.search(key) else None
@@ -96,7 +96,7 @@ class MegatronAdapter(ShardedModel):
 
     def addresses(self) -> list[int]:
         """See `Trainer.addresses`; called before every refit, so that a scale that has changed is seen."""
-        self._factors.check()
+        self.factors.check()
         return super().addresses()
 
     def name_of(self, index: int) -> str:

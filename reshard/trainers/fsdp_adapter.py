@@ -57,7 +57,7 @@ class FsdpAdapter(FsdpShards):
         super().__init__(model)
         check_supported(self.adapter_names, WHERE)
         check_frozen([model])
-        self._factors = Factors([model])
+        self.factors = Factors([model])
         self._scales: dict[str, Scale] = {}
         self._of_experts = _matrices_of_experts(model)
         self._copies: dict[int, torch.Tensor] = {}  # of B of all experts, by the parameter's index
@@ -90,7 +90,7 @@ class FsdpAdapter(FsdpShards):
     def addresses(self) -> list[int]:
         """See `Trainer.addresses`; called before every refit, so that a scale that has changed is seen, and
         that copies are of what is trained now."""
-        self._factors.check()
+        self.factors.check()
         self._reshard()
         tensors = self._tensors()
         self._copy(tensors)
