@@ -55,7 +55,7 @@ def test_huge_sparse_files_are_refused_unread(source, mcore, tmp_path):
     with fuzz.limited():
         report = hf_to_mcore(source, tmp_path / "out", workers=1)
     assert any(
-        "not copied" in notice and "tokenizer.json (3,221,225,472 bytes)" in notice
+        "not carried along" in notice and "tokenizer.json (3,221,225,472 bytes)" in notice
         for notice in report.notices
     )
     shutil.rmtree(mcore / "hf")
