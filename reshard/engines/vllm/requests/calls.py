@@ -1,8 +1,8 @@
 """Calls of an engine core to workers in processes of their own, for vLLM 0.24 to 0.33.
 
 If a worker raises, vLLM raises in the core at once, and takes what the other workers answer for the answers
-to its next call: from then on it is out of step with them. So methods of ours do not raise in a worker; they
-answer, and the core raises when it has heard all.
+to its next call: from then on it is out of step with them, also if it was a method of vLLM's own. So methods
+do not raise in a worker; they answer, and the core raises when it has heard all.
 """
 
 import logging
@@ -15,16 +15,6 @@ from reshard.core.errors import ReshardError, first_line
 logger = logging.getLogger("vllm.reshard")
 # Calls of each step, which change no weights.
 _STEPS = frozenset(("execute_model", "sample_tokens", "execute_dummy_batch", "take_draft_token_ids"))
-# Methods of vLLM's worker that call our weight transfer.
-_TRANSFERS = frozenset(
-    (
-        "init_weight_transfer_engine",
-        "start_weight_update",
-        "update_weights",
-        "finish_weight_update",
-        "shutdown_weight_transfer_engine",
-    )
-)
 
 Answer = tuple[str, Any]
 _RESULT, _REFUSAL, _FAILURE = "result", "refusal", "failure"
@@ -41,9 +31,9 @@ def answered(worker: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, 
         return _FAILURE, f"{type(error).__name__}: {first_line(error)}"
 
 
-def call_for_answers(executor: Any, extension: type, called: Callable[[], None]) -> None:
-    """Have an executor make calls to methods of ours, which are those of the workers' `extension`, by their answers; and
-    call `called` after each call that may have changed what the workers hold."""
+def call_for_answers(executor: Any, called: Callable[[], None]) -> None:
+    """Have an executor call methods of workers, which have our extension, by their answers; and call `called` after each
+    call that may have changed what the workers hold."""
     plain = executor.collective_rpc
 
     @wraps(plain)
@@ -53,7 +43,7 @@ def call_for_answers(executor: Any, extension: type, called: Callable[[], None])
         if method in _STEPS:
             return plain(method, timeout, args, kwargs, **how)
         try:
-            if how or not isinstance(method, str) or not (hasattr(extension, method) or method in _TRANSFERS):
+            if how or not isinstance(method, str):
                 return plain(method, timeout, args, kwargs, **how)
             return _results(plain("reshard_answer", timeout, (method, tuple(args), kwargs or {})))
         finally:

@@ -186,7 +186,7 @@ class VllmCore:
     def watch_calls(self, called: Callable[[], None]) -> None:
         """See `Core.watch_calls`."""
         if self._worker is None and self._extension is not None:
-            call_for_answers(self._core.model_executor, self._extension, called)
+            call_for_answers(self._core.model_executor, called)
 
     # Answers
 
