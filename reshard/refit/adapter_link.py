@@ -73,11 +73,8 @@ class AdapterLink:
         what = "the look at the weights below the adapter"
         agreed, receiver = self.weights.agreed, self.weights.receiver
         with self.group.one_call("refit"), self.group.transaction(what):
-            if (
-                self.sender is not None
-            ):  # an adapter that is more than B @ A is refused before the weights move
-                adapter: Any = self.sender.source
-                adapter.factors.check()
+            if self.sender is not None:  # before the weights move
+                self.sender.source.check_adapter()
             if self._base is not None:
                 self.group.post("base", self._base.take())
                 self.group.post("attempt", secrets.token_bytes(ATTEMPT_BYTES))

@@ -94,10 +94,9 @@ class MegatronAdapter(ShardedModel):
         before = matrix.before // (rows * columns) * shard.pitch
         return shard._replace(offset=shard.offset + before, pitch=matrix.columns)
 
-    def addresses(self) -> list[int]:
-        """See `Trainer.addresses`; called before every refit, so that a scale that has changed is seen."""
+    def check_adapter(self) -> None:
+        """See `Trainer.check_adapter`."""
         self.factors.check()
-        return super().addresses()
 
     def name_of(self, index: int) -> str:
         """Return the checkpoint key of a region's matrix."""

@@ -68,6 +68,11 @@ class Trainer(ABC):
         this rank; None for anything else."""
         return None
 
+    def check_adapter(self) -> None:
+        """For an adapter, raise ReshardError if it is now more than its ``B @ A``, or has other scales than
+        were published. Called before every refit."""
+        return
+
     def addresses(self) -> list[int]:
         """Return the parameters' addresses now: one for each tensor that a region looks into."""
         return [

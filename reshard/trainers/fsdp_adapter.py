@@ -87,10 +87,12 @@ class FsdpAdapter(FsdpShards):
         """Return the parameter's name in the model."""
         return self.held[self._placed[index].held].name
 
-    def addresses(self) -> list[int]:
-        """See `Trainer.addresses`; called before every refit, so that a scale that has changed is seen, and
-        that copies are of what is trained now."""
+    def check_adapter(self) -> None:
+        """See `Trainer.check_adapter`."""
         self.factors.check()
+
+    def addresses(self) -> list[int]:
+        """See `Trainer.addresses`; called before every refit, so that copies are of what is trained now."""
         self._reshard()
         tensors = self._tensors()
         self._copy(tensors)

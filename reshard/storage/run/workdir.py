@@ -87,9 +87,10 @@ class Workdir:
 
     def _check_place(self) -> None:
         """Raise ReshardError if the destination overlaps the source, or nothing can be made beside it."""
-        destination, parent = self.destination, nearest_directory(self.destination)
+        destination = self.destination
         if not destination.name:
             raise ReshardError(f"{destination} is the root directory; name a directory in it")
+        parent = nearest_directory(destination)
         source = os.path.realpath(self.source)
         if os.path.commonpath((source, os.path.realpath(destination))) in (
             source,

@@ -58,13 +58,17 @@ from reshard.storage.sources.versions import FileVersions
 States = Literal["none", "all", "movable", "recorded"]
 
 
+class StatesUnplaced(ReshardError):
+    """Raised for optimizer states that belong to no parameter of the model, or have other shapes."""
+
+
 class MegatronSource(Source):
     """A ``torch_dist`` checkpoint of Megatron-Core, whoever wrote it, by its own directory or one
     that a trainer has put it in (`reshard.storage.sources.paths`).
 
     With `states` its optimizer states are tensors too: ``all`` of them, or none but those that its manifest
-    lists (``recorded``), or all if they are in a format that can be moved (``movable``). Padding of the
-    vocabulary is then read up to a multiple of `vocab_multiple`.
+    lists (``recorded``), or all if they are in a format that can be moved (``movable``) and each belongs to a
+    parameter of the model: `unplaced_states` says which does not. Padding of the vocabulary is then read up to a multiple of `vocab_multiple`.
     """
 
     kind = "megatron"
@@ -104,7 +108,15 @@ class MegatronSource(Source):
         self.states = self._states_to_read(states)
         self.vocab_multiple = vocab_multiple
         self.mapping = self._expanded()
-        placed = self._placed()
+        self.unplaced_states: str | None = None  # why states of a movable format are not read after all
+        try:
+            placed = self._placed()
+        except StatesUnplaced as error:
+            if states != "movable":
+                raise ReshardError(f"{error}; --without-optimizer takes the weights alone") from error
+            self.states, self.unplaced_states = None, str(error)
+            self.mapping = self._expanded()
+            placed = self._placed()
         manifest = self.manifest()
         recorded = set((manifest or {}).get("tensors", {}))
         self.experts_packed = (manifest or {}).get("experts_packed", True)
@@ -214,7 +226,10 @@ class MegatronSource(Source):
         self.state_shapes: dict[str, tuple[int, ...]] = {}
         if self.states is None:
             return placed
-        of_states = placement_of_states(self.states, self.checkpoint, self.model, self.mapping)
+        try:
+            of_states = placement_of_states(self.states, self.checkpoint, self.model, self.mapping)
+        except ReshardError as error:
+            raise StatesUnplaced(str(error)) from error
         self.state_shapes = dict(of_states.shapes)
         tensors = dict(placed.placement.tensors) | dict(of_states.tensors)
         return KeyPlacement(Placement(self.mapping.shapes | self.state_shapes, tensors), placed.notices)

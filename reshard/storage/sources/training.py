@@ -49,6 +49,13 @@ def notices_on_training(left: Source, right: Source) -> list[str]:
             f"optimizer states were not compared: {place} has them in the format {states.format}, which belongs to its "
             f"layout: {states.remedy}"
         ]
+    unplaced = [
+        source.unplaced_states
+        for source in (left, right)
+        if isinstance(source, MegatronSource) and source.unplaced_states is not None
+    ]
+    if unplaced:
+        return [f"optimizer states were not compared: {unplaced[0]}"]
     notices = ["not compared: what else the trainings have in common.pt (schedules, arguments)"]
     if any(_has_rng(source) for source in (left, right)):
         notices[0] += ", and states of RNGs"
