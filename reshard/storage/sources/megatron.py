@@ -58,7 +58,7 @@ from reshard.storage.sources.versions import FileVersions
 States = Literal["none", "all", "movable", "recorded"]
 
 
-class StatesUnplaced(ReshardError):
+class UnplacedStatesError(ReshardError):
     """Raised for optimizer states that belong to no parameter of the model, or have other shapes."""
 
 
@@ -67,8 +67,9 @@ class MegatronSource(Source):
     that a trainer has put it in (`reshard.storage.sources.paths`).
 
     With `states` its optimizer states are tensors too: ``all`` of them, or none but those that its manifest
-    lists (``recorded``), or all if they are in a format that can be moved (``movable``) and each belongs to a
-    parameter of the model: `unplaced_states` says which does not. Padding of the vocabulary is then read up to a multiple of `vocab_multiple`.
+    lists (``recorded``), or all if they are in a format that can be moved and each belongs to a parameter of
+    the model (``movable``; `unplaced_states` says which does not). Padding of the vocabulary is then read up
+    to a multiple of `vocab_multiple`.
     """
 
     kind = "megatron"
@@ -111,7 +112,7 @@ class MegatronSource(Source):
         self.unplaced_states: str | None = None  # why states of a movable format are not read after all
         try:
             placed = self._placed()
-        except StatesUnplaced as error:
+        except UnplacedStatesError as error:
             if states != "movable":
                 raise ReshardError(f"{error}; --without-optimizer takes the weights alone") from error
             self.states, self.unplaced_states = None, str(error)
@@ -229,7 +230,7 @@ class MegatronSource(Source):
         try:
             of_states = placement_of_states(self.states, self.checkpoint, self.model, self.mapping)
         except ReshardError as error:
-            raise StatesUnplaced(str(error)) from error
+            raise UnplacedStatesError(str(error)) from error
         self.state_shapes = dict(of_states.shapes)
         tensors = dict(placed.placement.tensors) | dict(of_states.tensors)
         return KeyPlacement(Placement(self.mapping.shapes | self.state_shapes, tensors), placed.notices)
