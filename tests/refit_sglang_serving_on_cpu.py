@@ -9,9 +9,11 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.request import Request, urlopen
 
 import torch
 
@@ -22,7 +24,7 @@ from reshard.parity import parity
 from reshard.refit import RefitGroup, connect
 from reshard.trainers.megatron import MegatronModel
 from tests import install_sglang_cpu
-from tests.ranks import caught
+from tests.ranks import caught, free_port
 from tests.refit_sides import Steps, trainer
 from tests.sglang_on_cpu import only_our_models
 
@@ -196,10 +198,15 @@ def follow(served, chain: str, checkpoints: list[tuple[str, str]]) -> tuple:
 
 
 @contextmanager
-def server(mcore: str, port: int):
-    """SGLang's own server of a Megatron checkpoint, with two pipeline stages; its address."""
-    options = {"model-path": f"{mcore}/hf", "model-loader-extra-config": json.dumps({"megatron": mcore}), "device": "cpu", "dtype": "float32", "attention-backend": "torch_native", "sampling-backend": "pytorch",
-               "grammar-backend": "none", "max-total-tokens": 1024, "context-length": 128, "pp-size": 2, "log-level": "error", "port": port}  # fmt: skip
+def server(directory: str, port: int, without_plugin: Path | None = None):
+    """SGLang's own server of a Megatron checkpoint, with two pipeline stages; its address. Or of a Hugging Face
+    directory, with one, without the plugin, and with its log in a file."""
+    if without_plugin is None:
+        options = {"model-path": f"{directory}/hf", "model-loader-extra-config": json.dumps({"megatron": directory}), "pp-size": 2, "log-level": "error"}  # fmt: skip
+    else:
+        options = {"model-path": directory, "log-level": "info"}
+    options |= {"device": "cpu", "dtype": "float32", "attention-backend": "torch_native", "sampling-backend": "pytorch",
+               "grammar-backend": "none", "max-total-tokens": 1024, "context-length": 128, "port": port}  # fmt: skip
     flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     program = [sys.executable, "-m", "sglang.launch_server", *flags]
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
@@ -209,7 +216,17 @@ def server(mcore: str, port: int):
     only_our_models()
     # From 0.5.19 on it has to be told where more stages run than the host has nodes of memory.
     where = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"} if install_sglang_cpu.version() > (0, 5, 18) else {}
-    with subprocess.Popen([*program, *switches], env=os.environ | where) as process:
+    if without_plugin is not None:
+        where = where | {"SGLANG_PLUGINS": "none"}
+    with (
+        open(without_plugin or os.devnull, "wb") as log,
+        subprocess.Popen(
+            [*program, *switches],
+            env=os.environ | where,
+            stdout=log if without_plugin else None,
+            stderr=log if without_plugin else None,
+        ) as process,
+    ):
         try:
             while caught(lambda: call_route(url, "model_info")) != "no error":
                 assert process.poll() is None and time.monotonic() < deadline
@@ -219,10 +236,33 @@ def server(mcore: str, port: int):
             kill_process_tree(process.pid)
 
 
+def refit_under_requests(url: str) -> list:
+    """What a server says of a refit while a request runs, after how many seconds, whether the request still ran then, and
+    how many tokens it had in the end."""
+    sampling = {"max_new_tokens": 100, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": PROMPTS[0], "sampling_params": sampling, "stream": True}
+    request = Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urlopen(request, timeout=120) as stream, ThreadPoolExecutor(1) as thread:
+        stream.readline()  # it runs
+        began = time.monotonic()
+        refit = thread.submit(said_by, lambda: refit_server(url, 5))
+        refit.add_done_callback(lambda _: ended.append(time.monotonic() - began))
+        ended: list[float] = []
+        last, ran = b"", False
+        for line in stream:
+            ran = ran or bool(ended)  # tokens came after the refusal
+            last = line if line.startswith(b"data: {") else last
+        return [refit.result(), ended[0], ran, len(json.loads(last.removeprefix(b"data: "))["output_ids"])]
+
+
 def drive_server(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict:
     """What a server answers, and parity says of it, that has loaded the first checkpoint from Megatron's, that has been
     refitted by HTTP from the last, and that has loaded that."""
-    with server(checkpoints[0][1], sides["http"]) as url:
+    log = Path(f"{sides['folder']}/log of none")
+    with (
+        server(checkpoints[0][1], sides["http"]) as url,
+        server(checkpoints[0][0], free_port(), without_plugin=log) as other,
+    ):
         served = f"sglang:{url}"
 
         def told() -> list:
@@ -248,9 +288,18 @@ def drive_server(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) 
                 "group_name": "reshard", "backend": "join", "master_address": "", "master_port": 0, "rank_offset": 0, "world_size": 0,
             })
         )  # fmt: skip
+        began = time.monotonic()
+        results["no plugin"] = [
+            said_by(lambda: connect_server(other, f"127.0.0.1:{free_port()}", 1, 3, secret="x" * 32)),
+            said_by(lambda: apply_deltas(other, chain)),
+            time.monotonic() - began,
+            answered(call_route(other, "generate", {"input_ids": PROMPTS, **ASKED})),
+            log.read_text(encoding="utf-8"),
+        ]
         results["options"] = said_by(lambda: connect_server(url, "127.0.0.1:1", 1, 2, bucket_bytes=-1))
         steps.meet("server")
         connect_server(url, f"127.0.0.1:{sides['again']}", 1, 3)
+        results["under requests"] = refit_under_requests(url)
         steps.meet("connected")
         refit_server(url, 5, verify=True)
         results["by http"] = told(), call_route(url, "model_info")["weight_version"]

@@ -235,6 +235,22 @@ def test_a_server_with_pipeline_stages_is_refitted_by_its_own_routes(served):
     assert "400" in engine["options"] and "bucket_bytes" in engine["options"]
 
 
+def test_an_sglang_server_without_the_plugin_is_named_and_never_sees_a_secret(served):
+    _, engine = served
+    connected, applied, seconds, answers, log = engine["no plugin"]
+    assert ": this SGLang has no plugin of reshard: install reshard where SGLang is" in connected
+    assert applied == connected and seconds < 20
+    assert answers == engine["loaded"][0], "its scheduler waits for nobody"
+    assert "x" * 32 not in log and "/destroy_weights_update_group" in log, "the control: it logs its calls"
+
+
+def test_an_sglang_server_refuses_a_refit_while_requests_run(served):
+    _, engine = served
+    sentence, seconds, ran_on, tokens = engine["under requests"]
+    assert "400" in sentence and "this SGLang has requests under way" in sentence and seconds < 10
+    assert ran_on and tokens == 100
+
+
 def test_a_running_sglang_follows_a_chain_until_something_else_writes_into_it(served):
     _, engine = served
     version, answers, written_by_others = engine["deltas of an engine"]

@@ -4,18 +4,23 @@
 import json
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from reshard.comm.hosts import free_address, parsed
-from reshard.comm.http import call_route
+from reshard.comm.http import RefusedError, call_route
 from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import check_seconds
 from reshard.engines.sglang import compat
-from reshard.engines.sglang.group import GROUP, JOIN, VERIFIED
+from reshard.engines.sglang.group import ASKED, GROUP, JOIN, PRESENT, VERIFIED
 from reshard.engines.sglang.pipeline import UNDER_WAY
 
+NO_PLUGIN = (
+    "this SGLang has no plugin of reshard: install reshard where SGLang is, and, where the environment variable "
+    "SGLANG_PLUGINS is set, name reshard there too; SGLang's log says why a plugin did not load"
+)
 MISSING = "has no attribute 'reshard_"
 # Calls that only begin, with pipeline stages, and that a second one joins.
 JOINED = ("reshard_connect", "reshard_refit", "reshard_release", "reshard_apply_deltas")
@@ -46,11 +51,7 @@ def call(engine: Any, method: str, **options: Any) -> None:
 
             if method not in METHODS:
                 raise ReshardError(f"there is no {method}: the calls are {listed(CALLS)}") from error
-            raise ReshardError(
-                "this SGLang has no plugin of reshard: install reshard where SGLang is, and, where the "
-                "environment variable SGLANG_PLUGINS is set, name reshard there too; SGLang's log says why a "
-                "plugin did not load"
-            ) from error
+            raise ReshardError(NO_PLUGIN) from error
         raise ReshardError(message) from error
 
 
@@ -64,7 +65,24 @@ def connect_server(
     """
     check_seconds(timeout, "timeout")
     body = connect_request(address, first_rank, size, timeout=timeout, **options)
+    check_plugin(url)
     _post(url, "init_weights_update_group", body, 2 * timeout)
+
+
+def check_plugin(url: str) -> None:
+    """Raise ReshardError if a server has not loaded the plugin.
+
+    Without it SGLang would take a connect for one of its own groups: its scheduler would wait at the address for
+    ever, and its log would show the secret. This question changes nothing in either case.
+    """
+    try:
+        answer = call_route(url, "destroy_weights_update_group", {"group_name": ASKED})
+    except RefusedError as error:
+        if error.code != HTTPStatus.BAD_REQUEST:
+            raise
+        answer = None
+    if not isinstance(answer, dict) or answer.get("message") != PRESENT:
+        raise ReshardError(f"{url}: {NO_PLUGIN}")
 
 
 def refit_server(url: str, version: int | None, verify: bool = False, timeout: float = 120.0) -> None:
@@ -126,6 +144,7 @@ def apply_deltas(
     if not isinstance(engine, str):
         call(engine, "reshard_apply_deltas", version=reached, **options)
         return reached
+    check_plugin(engine)
     body = refit_request(reached, verify) | {"load_format": json.dumps(options)}
     _post(engine, "update_weights_from_distributed", body, timeout)
     return reached

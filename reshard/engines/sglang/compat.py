@@ -3,8 +3,10 @@
 Importing this changes nothing in SGLang.
 """
 
+import asyncio
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,6 +41,12 @@ CALL = f"{_SCHEDULER}.Scheduler.handle_rpc_request"  # of collective_rpc, which 
 CONNECT = f"{_UPDATER}.init_weights_update_group"
 UPDATE = f"{_UPDATER}.update_weights_from_distributed"
 CLOSE = f"{_UPDATER}.destroy_weights_update_group"
+# The route of their update, in the server's process.
+SERVE_UPDATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_distributed"
+BUSY = (
+    "this SGLang has requests under way, whose keys and values are of earlier weights: wait for them, or call "
+    "pause_generation(mode='abort'), before a refit"
+)
 GET_LOADER = "sglang.srt.model_loader.loader.get_model_loader"
 CONNECTED = "InitWeightsUpdateGroupReqOutput"
 UPDATED = "UpdateWeightsFromDistributedReqOutput"
@@ -301,10 +309,18 @@ def check_idle(scheduler: Any) -> None:
             _drop_finished(scheduler)
         is_idle = scheduler.is_fully_idle()
     if not is_idle:
-        raise ReshardError(
-            "this SGLang has requests under way, whose keys and values are of earlier weights: wait for "
-            "them, or call pause_generation(mode='abort'), before a refit"
-        )
+        raise ReshardError(BUSY)
+
+
+async def is_busy(manager: Any, seconds: float) -> bool:
+    """Tell whether a server runs requests, and does so for so many seconds; a paused one runs none."""
+    with known("does not say whether it has requests"):
+        end = time.monotonic() + seconds
+        while not manager.is_pause and manager.model_update_lock._readers:
+            if time.monotonic() > end:
+                return True
+            await asyncio.sleep(0.02)
+    return False
 
 
 def _drop_finished(scheduler: Any) -> None:

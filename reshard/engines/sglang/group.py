@@ -2,10 +2,10 @@
 
     POST /init_weights_update_group        connect, as ``Scheduler.reshard_connect``
     POST /update_weights_from_distributed  take the weights, as ``Scheduler.reshard_refit``
-    POST /destroy_weights_update_group     forget the trainer
+    POST /destroy_weights_update_group     forget the trainer; for a group `ASKED`, say that the plugin is here
 
 The plugin puts the functions below around SGLang's own, which get what is of other groups. A server without
-the plugin refuses these calls: it has no such group. `reshard.engines.sglang.calls` makes them.
+the plugin knows no such group, and would wait for ever to make it: ask first. `reshard.engines.sglang.calls` makes them.
 
 With pipeline stages the first two answer with an error that begins with `UNDER_WAY`, since nothing is there
 yet; the same call with ``join`` as the backend or load format has the outcome.
@@ -21,7 +21,9 @@ from reshard.engines.sglang.guard import follow_update
 from reshard.engines.sglang.pipeline import UNDER_WAY, call_of
 
 GROUP = "reshard"
+ASKED, PRESENT = "reshard?", "reshard is here"  # a group that nobody has, and the answer of a plugin
 VERIFIED = "verify"  # as a load format: compare every bit
+FINISHING_SECONDS = 1.0  # that a request may be on its way out, whose answer has been sent
 JOIN = "join"  # as a backend or load format: wait for the stages that have begun
 
 
@@ -70,8 +72,24 @@ def refit_group(update: Callable[..., Any], updater: Any, request: Any) -> Any:
     return _answer(compat.UPDATED, refitted, "refitted")
 
 
+async def check_idle(
+    update: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Update weights, in the server's process; or refuse a refit of a group of ours while requests run. SGLang's
+    route would wait for their end before its schedulers hear of the refit, and the trainer would wait, too.
+
+    Deltas, for which no trainer waits, wait for the requests as SGLang's own updates do.
+    """
+    is_refit = request.group_name == GROUP and request.load_format in (None, VERIFIED)
+    if is_refit and not request.abort_all_requests and await compat.is_busy(manager, FINISHING_SECONDS):
+        return False, compat.BUSY
+    return await update(manager, request, *args, **kwargs)
+
+
 def close_group(close: Callable[..., Any], updater: Any, request: Any) -> Any:
-    """Forget the trainer of a group of ours."""
+    """Forget the trainer of a group of ours, or answer whoever asks for the plugin."""
+    if request.group_name == ASKED:
+        return compat.answer(compat.DESTROYED, True, PRESENT)
     if request.group_name != GROUP:
         return close(updater, request)
     return _answer(compat.DESTROYED, lambda: updater.scheduler.reshard_close(), "closed")

@@ -27,6 +27,7 @@ def register() -> None:
     compat.hook_around(compat.LOAD, guard.follow_load)
     compat.hook_around(compat.CONNECT, group.connect_group)
     compat.hook_around(compat.UPDATE, group.refit_group)
+    compat.hook_around(compat.SERVE_UPDATE, group.check_idle)
     compat.hook_around(compat.CLOSE, group.close_group)
     compat.hook_around(compat.GET_LOADER, choose_loader)
     for update in (*compat.UPDATES, *([compat.BEGIN] if compat.has_sessions() else [])):
