@@ -176,6 +176,13 @@ def load_of_what_changes(rank: int, flags: list[str], source: str, file: str) ->
     return [caught(partial(load, progress=progress)), caught(load)]
 
 
+def verified(rank: int, flags: list[str], good: str, flipped: str, bare: str) -> list[str]:
+    """What is said of loads that compare a source with its manifest, and of one that does not."""
+    _, wrapped, _ = chunks(flags)
+    loads = (good, True), (flipped, True), (bare, True), (flipped, False)
+    return [caught(partial(reshard.load, wrapped, source, verify=verify)) for source, verify in loads]
+
+
 def failing_load(rank: int, flags: list[str], source: str, fault: str) -> str:
     """A load in which the last rank's disk fails, or the rank dies, after its first box; what is said."""
     _, wrapped, _ = chunks(flags)

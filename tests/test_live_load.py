@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from reshard import MegatronLayout, hf_to_mcore, mcore_to_hf
 from tests.checkpoints import make, with_config
+from tests.disk import flip
 from tests.oracle import bits, hf_tensors
 from tests.ranks import run_on_ranks
 from tests.test_logits import EP, ETP, PP, TP, VPP, flags_at
@@ -247,3 +248,17 @@ def test_a_source_that_is_rewritten_while_it_is_loaded_is_named_on_all_ranks(kin
     for said, after in ranks:
         assert f"{file} changed while it was read" in said and said.endswith("load again"), said
         assert after == "no error", "the control: it is loaded once nobody writes to it"
+
+
+def test_a_load_compares_tensors_with_their_manifest_where_it_is_asked_to(weights, tmp_path):
+    folder = weights("qwen3")
+    flipped = shutil.copytree(folder / "mcore", tmp_path / "flipped")
+    file = max(flipped.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    flip(file, file.stat().st_size // 2)
+    sources = (str(path) for path in (folder / "mcore", flipped, folder / "hf"))
+    for good, spoiled, bare, unasked in on_ranks(
+        2, "verified", flags_at(folder / "mcore", f"{TP} 2"), *sources
+    ):
+        assert good == unasked == "no error"
+        assert "does not have the checksum of reshard.json" in spoiled
+        assert "has no reshard.json with checksums of its tensors, so they cannot be verified" in bare

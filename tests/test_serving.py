@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from reshard import MegatronLayout, hf_to_mcore, mcore_to_hf
 from reshard.delta import apply_deltas, save
 from tests.checkpoints import make
+from tests.disk import flip
 from tests.ranks import run_on_ranks
 from tests.test_wrapped import published
 from tests.vllm_server import post, served, with_tokenizer
@@ -35,6 +36,7 @@ CASES = [
     ("qwen3.5-moe", {"wrapped": True}, MegatronLayout(pp=2, ep=4, etp=1), dict(tp=2, pp=2)),
 ]  # fmt: skip
 RESHARD = dict(load_format="reshard")
+VERIFIED = RESHARD | dict(model_loader_extra_config={"verify": True})
 WHOLE = RESHARD | dict(model_loader_extra_config={"whole_tensors": True})
 
 
@@ -139,6 +141,9 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(checkpoint, tmp_path):
     torn = next((tmp_path / "torn" / "release").glob("*.distcp"))
     torn.write_bytes(torn.read_bytes()[:1000])
     shutil.copytree(tmp_path / "mcore", tmp_path / "int4")
+    shutil.copytree(tmp_path / "mcore", tmp_path / "flipped")
+    file = max((tmp_path / "flipped").rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    flip(file, file.stat().st_size // 2)
     config = json.loads((tmp_path / "int4" / "hf" / "config.json").read_text())
     (tmp_path / "int4" / "hf" / "config.json").write_text(
         json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
@@ -169,9 +174,13 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(checkpoint, tmp_path):
         (
             tmp_path / "mcore",
             RESHARD | dict(model_loader_extra_config={"threads": 3}),
-            "knows nothing: it takes whole_tensors",
+            "knows nothing: it takes whole_tensors and verify",
         ),
         (tmp_path / "int4", RESHARD, "wants weights quantized as 'gptq'"),
+        (tmp_path / "flipped", VERIFIED, "does not have the checksum of reshard.json"),
+        (tmp_path / "flipped", RESHARD, "no error"),
+        (tmp_path / "mcore", VERIFIED, "no error"),
+        (checkpoint("qwen3"), VERIFIED, "has no reshard.json with checksums of its tensors"),
     ]
     outcome = run_on_ranks(1, "refused", [case[:2] for case in cases], module="serving_on_cpu")[0]
     for (_, _, sentence), results in zip(cases, outcome, strict=True):
