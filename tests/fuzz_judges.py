@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from tests import readings
+from tests import fuzz_chains, readings
 from tests.fuzz_subjects import Subject
 from tests.oracle import dequantized, hf_tensors, megatron_tensors, same, stored_tensors
 
@@ -22,6 +22,8 @@ def judged(command: str, subject: Subject, folder: Path, status: int, printed: s
     """Whether what a command did is right, by readers that share no code with it."""
     spoiled, out = folder / "spoiled", folder / "out"
     try:
+        if subject.kind == "chain":
+            return fuzz_chains.judged(command, subject, out, printed)
         if command == "inspect":
             listing = json.loads(printed)["tensors"]
             if subject.kind == "mcore":

@@ -27,7 +27,7 @@ QUANTIZED = {"deepseek-v3": "fp8", "qwen3-moe": "fp8_per_channel"}
 @dataclass
 class Subject:
     """A checkpoint to spoil: `written` by reshard (with a manifest) or not; `truth` is what it
-    holds, `listing` what inspect says."""
+    holds, `listing` what inspect says, `earlier` what a chain's earlier versions hold."""
 
     name: str
     path: Path
@@ -37,6 +37,7 @@ class Subject:
     truth: dict[str, torch.Tensor]
     megatron: dict[str, torch.Tensor]
     listing: dict[str, Any] = field(default_factory=dict)
+    earlier: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
 
 def subjects(folder: Path, families: tuple[str, ...] = FAMILIES) -> list[Subject]:

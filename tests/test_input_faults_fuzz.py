@@ -4,6 +4,7 @@ import json
 import pickle
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,6 +19,23 @@ def test_mutations_of_every_file_are_answered(tmp_path):
     outcomes = fuzz.run(2026, list(range(40)), found)
     assert fuzz.failed(outcomes) == []
     assert len({outcome.verdict for outcome in outcomes}) > 1
+
+
+def test_mutations_of_chains_are_answered(tmp_path):
+    """Also where a forger has made the checksums right."""
+    [chain] = found = fuzz.chains(tmp_path)
+    outcomes = fuzz.run(2026, list(range(40)), found)
+    assert fuzz.failed(outcomes) == []
+    assert sum("forged" in outcome.mutation for outcome in outcomes) > 10
+    assert {"refused", "right"} <= {outcome.verdict for outcome in outcomes}
+    (tmp_path / "control").mkdir()
+    shutil.copytree(chain.path, tmp_path / "control" / "spoiled")
+    unlike = {name: tensor + 1 for name, tensor in chain.truth.items()}
+    for truth, expected in ((chain.truth, "right"), (unlike, "wrong")):
+        shutil.rmtree(tmp_path / "control" / "out", ignore_errors=True)
+        subject = replace(chain, truth=truth)
+        outcome = fuzz.Outcome(0, 0, chain.name, "delta-apply", "", "time")
+        assert fuzz.answered(subject, "delta-apply", tmp_path / "control", outcome).verdict == expected
 
 
 def test_the_judges_of_the_fuzzer_see_what_goes_wrong_without_our_checks(tmp_path, monkeypatch):
