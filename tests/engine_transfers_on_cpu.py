@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -53,6 +55,10 @@ def transfer(pairs: list, url: str, port: int) -> dict:
 
     note("loaded")
     if first:
+        with running(url, pairs[0][0]):
+            # vLLM's own default keeps all where requests hold something, and its status is 200.
+            outcome["kept under load"] = server._call("POST", "reset_prefix_cache", {})
+            outcome["reset under load"] = caught(server.reset_prefix_cache)
         outcome["too early"] = caught(lambda: server.update_weights({"version": 1}))
         server.start_weight_update()
         outcome["not connected"] = caught(lambda: server.update_weights({"version": 1}))
@@ -63,7 +69,7 @@ def transfer(pairs: list, url: str, port: int) -> dict:
         outcome["nobody"] = caught(HttpClient(f"http://127.0.0.1:{port}").world_size)
     source = MegatronModel(trainer.models)
     outcome["no client"] = caught(lambda: WeightTransfer(source, url, f"127.0.0.1:{port}"))
-    clients = [server, LlmClient(llm)] if first else []
+    clients = [server, LlmClient(llm, name="pod-7")] if first else []
     link = WeightTransfer(
         source,
         clients,
@@ -98,6 +104,9 @@ def transfer(pairs: list, url: str, port: int) -> dict:
     if first:
         outcome["the same port"] = caught(lambda: RefitGroup.join(f"127.0.0.1:{port}", 0, 2))
     link.close()
+    called: list = []
+    link.clients = [SimpleNamespace(start_weight_update=lambda: called.append("an engine"))]
+    outcome["closed"] = probe.caught(lambda: link.send(10)), called
     dist.barrier()
     if first:
         mine = [LlmClient(llm), *([server] if hasattr(llm, "shutdown_weight_transfer_engine") else [])]
@@ -106,10 +115,20 @@ def transfer(pairs: list, url: str, port: int) -> dict:
             client.start_weight_update()
         outcome["let go"] = [probe.caught(partial(client.update_weights, {"version": 1})) for client in mine]
     dist.barrier()
+    before = link
     link = WeightTransfer(
-        source, clients, f"127.0.0.1:{port + 4}", engine_ranks=None if first else [1, 1], timeout=180
+        source, clients, f"127.0.0.1:{port}", engine_ranks=None if first else [1, 1], timeout=180
     )
     outcome["again"] = link.send(10, verify=True).version
+    dist.barrier()
+    if first:  # as one whose call comes when the engines have connected anew
+        llm_client = LlmClient(llm)
+        llm_client.start_weight_update()
+        outcome["of another"] = probe.caught(
+            partial(llm_client.update_weights, {"version": 1, "ticket": f"{before.link.group.meeting}/2"})
+        )
+    dist.barrier()
+    outcome["after another"] = link.send(11, verify=True).version
 
     with failing(link):
         outcome["failed"] = caught(lambda: link.send(11, verify=True))
@@ -187,6 +206,27 @@ def failing(transfer):
 
     transfer.link._verify = broken
     yield
+
+
+@contextmanager
+def running(url: str, model: str):
+    """Requests run, one after the other in each of a few threads, and all are answered in the end."""
+    over = Event()
+
+    def ask() -> int:
+        answered = 0
+        while not over.is_set():
+            answered += refusal(url, model, max_tokens=50, ignore_eos=True)[0] == 200
+        return answered
+
+    with ThreadPoolExecutor(3) as threads:
+        asking = [threads.submit(ask) for _ in range(3)]
+        time.sleep(0.5)
+        try:
+            yield
+        finally:
+            over.set()
+    assert all(one.result() for one in asking)
 
 
 def refusal(url: str, model: str, **options) -> list:

@@ -147,6 +147,14 @@ class Actor:
         except Exception as error:
             refused = str(error)  # with the note, which its cause is without
         updater.connect_rollout_engines([engine], None, engine_gpu_counts=[1], engine_gpu_offsets=[0])
+        plain, other = slime._answer, make()
+        other.connect_rollout_engines([engine], None, engine_gpu_counts=[1], engine_gpu_offsets=[0])
+        # As slime does where SGLang refuses that call, since it has no plugin.
+        slime._answer = lambda engine, method, request: (
+            None if method == "destroy_weights_update_group" else plain(engine, method, request)
+        )
+        without_plugin = caught(other.update_weights)
+        slime._answer = plain
         for factor in (2.0, 0.5):
             changing.mul_(factor)
             updater.update_weights()
@@ -163,6 +171,7 @@ class Actor:
             wrong,
             delta.is_delta and 0 < delta.changed < 1,
             refused,
+            without_plugin,
         ]
 
     async def sync(self, steps: int, adapter: str | None = None) -> list:

@@ -195,12 +195,13 @@ def test_verls_adapter_refits_sglang_from_the_actors_process_and_from_elsewhere(
 
 
 def test_slimes_updater_reads_the_copies_of_an_offloaded_model(sglang):
-    version, metrics, disk, missing, called_otherwise, is_delta, refused = sglang["slime"]
+    version, metrics, disk, missing, called_otherwise, is_delta, refused, without_plugin = sglang["slime"]
     assert (version, metrics, called_otherwise) == (2, {}, []) and sglang["version of slime"] == "2"
     assert is_delta, "RESHARD_DELTA=1"
     assert "does not answer inference rank 1" in refused, (
         "SGLang's own words, since verl's trainer has closed"
     )
+    assert ": this SGLang has no plugin of reshard" in without_plugin
     assert disk.startswith("--update-weight-transport disk sends weights as files, and a refit does not")
     assert missing.startswith(
         "slime keeps no copy of decoder.final_layernorm.weight while the model is offloaded"
@@ -211,4 +212,4 @@ if "SLIME_CLONE" in os.environ:
 
     def test_the_stand_ins_are_called_as_slimes_own_are():
         wrong, compared = differing("slime", Path(os.environ["SLIME_CLONE"]), ("SGLangEngine.__init__",))
-        assert not wrong and compared == 17
+        assert not wrong and compared == 18

@@ -55,6 +55,11 @@ def test_a_vllm_that_names_versions_of_its_weights_names_those_that_were_sent(ou
         assert named == {"loaded": ["default"] * 2, "version 0": ["0"] * 2, "version 1": ["1"] * 2}
 
 
+def test_a_reset_of_the_prefix_cache_takes_what_running_requests_hold(outcome):
+    assert outcome["kept under load"] == {"success": False}, "the control"
+    assert outcome["reset under load"] == "no error"
+
+
 HALF = "this vLLM holds a half-written model, since a refit failed or is under way: refit it before it serves"
 
 
@@ -77,7 +82,13 @@ def test_a_server_and_an_llm_refuse_requests_after_a_failed_refit_and_live(outco
 def test_an_engine_that_is_told_to_let_the_trainer_go_does_and_meets_it_again(outcome):
     assert len(outcome["let go"]) == (1 if MINOR < 32 else 2), "by vLLM's own call, where it has one, too"
     assert all("this engine is not connected" in sentence for sentence in outcome["let go"])
-    assert outcome["again"] == 10
+    assert (outcome["again"], outcome["after another"]) == (10, 11), "at the same port"
+
+
+def test_a_transfer_that_is_over_reaches_no_engine(outcome):
+    """One that is closed calls none; and a call of another connection than an engine has is refused there."""
+    assert [*outcome["closed"]] == ["this connection is closed: call connect again", []]
+    assert "engine pod-7, worker 0 is called by a connection that is over" in outcome["of another"]
 
 
 def test_what_a_trainer_does_wrong_is_refused_in_a_sentence(outcome):
@@ -142,7 +153,7 @@ def test_what_is_no_address_of_a_server_is_refused():
 
 @pytest.mark.parametrize(("fault", "sentence"), [
     ("died", "engine 0 (LlmClient) has failed: "),
-    ("dead at a refit", "inference rank 3 is gone: "),
+    ("dead at a refit", "engine pod-7, worker 0 is gone: "),
     ("no server", "does not answer /init_weight_transfer_engine ("),
     ("not asked", "does not answer /get_world_size ("),
     ("asked in vain", "DeadActor does not say how many workers its engine has (the actor is dead): give engine_ranks"),

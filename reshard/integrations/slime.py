@@ -23,7 +23,8 @@ with importing_beside("slime", "ray", "slime", "torch"):
 from reshard.comm.background import in_background
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
-from reshard.engines.sglang.calls import call_and_join, connect_request, refit_request
+from reshard.engines.sglang.calls import NO_PLUGIN, call_and_join, connect_request, refit_request, says_plugin
+from reshard.engines.sglang.group import ASKED
 from reshard.integrations.calls import Calls
 from reshard.integrations.connection import Connection, SyncOptions
 from reshard.integrations.meeting import agreed_meeting
@@ -149,7 +150,7 @@ class RefitWeights:
         requests = [
             connect_request(address, first, size, timeout=options.timeout, secret=secret) for first in firsts
         ]
-        calls = self._call("init_weights_update_group", requests)
+        calls = self._call("init_weights_update_group", requests, before=_check_plugin)
         members = RefitGroup.join(address, dist.get_rank(), size, options.timeout, secret)
         self._connection.connect(members, self.source, calls=calls)
 
@@ -164,15 +165,24 @@ class RefitWeights:
                 self._source = MegatronModel(self.model)
         return self._source
 
-    def _call(self, method: str, arguments: list[dict[str, Any]]) -> Calls:
-        """Call a method of each engine on the first rank; the calls run while it does its part."""
+    def _call(
+        self,
+        method: str,
+        arguments: list[dict[str, Any]],
+        before: Callable[[Any], None] = lambda engine: None,
+    ) -> Calls:
+        """Call a method of each engine on the first rank, after what comes `before`; the calls run while it does
+        its part."""
         if dist.get_rank() != 0:
             return Calls({})
+
+        def call(engine: Any, given: dict[str, Any]) -> None:
+            before(engine)
+            call_and_join(partial(_answer, engine, method), given)
+
         return Calls(
             {
-                f"the rollout's engine {index}": in_background(
-                    partial(call_and_join, partial(_answer, engine, method), given)
-                )
+                f"the rollout's engine {index}": in_background(partial(call, engine, given))
                 for index, (engine, given) in enumerate(zip(self.rollout_engines, arguments, strict=True))
             }
         )
@@ -181,6 +191,13 @@ class RefitWeights:
         """Call a method of each engine on the first rank, and wait for them."""
         if dist.get_rank() == 0:
             ray.get([getattr(engine, method).remote() for engine in self.rollout_engines])
+
+
+def _check_plugin(engine: Any) -> None:
+    """Raise ReshardError if an engine's SGLang has not loaded the plugin; see `check_plugin`. slime returns nothing
+    where SGLang refuses this call."""
+    if not says_plugin(_answer(engine, "destroy_weights_update_group", {"group_name": ASKED})):
+        raise ReshardError(NO_PLUGIN)
 
 
 def _answer(engine: Any, method: str, request: dict[str, Any]) -> Any:

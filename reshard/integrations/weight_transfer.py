@@ -97,9 +97,19 @@ class HttpClient(EngineServer):
         """Let requests run again."""
         self._call("POST", "resume", {})
 
-    def reset_prefix_cache(self) -> None:
-        """Drop what was computed from the old weights."""
-        self._call("POST", "reset_prefix_cache", {})
+    def reset_prefix_cache(self, external: bool = False) -> None:
+        """Drop what was computed from the old weights. Requests that run are computed anew as far as they have come;
+        `external` drops what a KV connector keeps, too.
+
+        Raises ReshardError if vLLM says that it has not.
+        """
+        route = f"reset_prefix_cache?reset_running_requests=true&reset_external={str(external).lower()}"
+        answer = self._call("POST", route, {})
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise ReshardError(
+                f"{self.url} has not reset its prefix cache, and would answer from the old weights: pause it before, "
+                f"and reset it again"
+            )
 
 
 class LlmClient:

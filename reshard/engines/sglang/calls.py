@@ -81,8 +81,13 @@ def check_plugin(url: str) -> None:
         if error.code != HTTPStatus.BAD_REQUEST:
             raise
         answer = None
-    if not isinstance(answer, dict) or answer.get("message") != PRESENT:
+    if not says_plugin(answer):
         raise ReshardError(f"{url}: {NO_PLUGIN}")
+
+
+def says_plugin(answer: Any) -> bool:
+    """Tell whether an answer of ``/destroy_weights_update_group`` to a group `ASKED` is a plugin's."""
+    return isinstance(answer, dict) and answer.get("message") == PRESENT
 
 
 def refit_server(url: str, version: int | None, verify: bool = False, timeout: float = 120.0) -> None:

@@ -1,5 +1,6 @@
 """In the place of what slime has under this name."""
 
+import contextlib
 import time
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -26,6 +27,10 @@ class SGLangEngine:
         fields = {"master_address": master_address, "master_port": master_port, "rank_offset": rank_offset}
         fields |= {"world_size": world_size, "group_name": group_name, "backend": backend}
         return self._make_request("init_weights_update_group", fields)
+
+    def destroy_weights_update_group(self, group_name):
+        with contextlib.suppress(requests.exceptions.RequestException):
+            return self._make_request("destroy_weights_update_group", {"group_name": group_name})
 
     def update_weights_from_distributed(
         self, names, dtypes, shapes, group_name, flush_cache=False, weight_version=None, load_format=None
