@@ -143,6 +143,21 @@ def test_config_fields_that_make_two_models_fail_by_name(megatron_of, tmp_path):
     assert report["ok"] and report["fields"] == {}, "the same number in two spellings"
 
 
+def test_another_number_of_experts_for_each_token_fails_by_name(megatron_of, tmp_path):
+    hf, mcore = megatron_of("qwen3-moe")
+    shutil.copytree(hf, tmp_path / "hf")
+    change_config(tmp_path / "hf", num_experts_per_tok=1)
+    report = run(tmp_path / "hf", mcore, lengths=(9,))
+    assert not report["ok"] and report["routing"] is None
+    assert report["exceeded"][0].startswith(
+        "the configs make two models of the same weights: num_experts_per_tok is 1 in A"
+    )
+    assert any(
+        note.startswith("the experts were not compared, since the configs differ")
+        for note in report["unmeasured"]
+    )
+
+
 def test_the_assertion_says_where_the_two_diverge(megatron_of, tmp_path):
     hf, mcore = megatron_of("qwen3")
     name = "model.layers.2.self_attn.o_proj.weight"

@@ -1,11 +1,11 @@
 """The gate: score the same prompts in two systems, measure their difference, and hold it against
 limits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import OptionError, ReshardError
@@ -16,10 +16,11 @@ from reshard.megatron.layout import MegatronLayout, checked_layout
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import Model
 from reshard.parity.limits import Limits
-from reshard.parity.metrics import metrics_of, routing_of
+from reshard.parity.metrics import Scores, metrics_of, routing_of
 from reshard.parity.noise import Noise
 from reshard.parity.prompts import Prompt, check_prompts, far_prompt, random_prompts
 from reshard.parity.report import ParityReport
+from reshard.parity.routing import Routing
 from reshard.parity.served import ENGINES, engine_of
 from reshard.storage.sources.hf_hub import config_path
 
@@ -145,13 +146,13 @@ def _report(comparison: "SystemComparison", limits: Limits, noise: Noise | None)
 
     scores_a, scores_b = comparison.runs["A"], comparison.runs["B"]
     model = comparison.models[0]
-    overall, routing = metrics_of(scores_a, scores_b), routing_of(scores_a, scores_b, model)
+    overall, fields = metrics_of(scores_a, scores_b), config_differences(*comparison.models)
+    routing, not_compared = _routing(scores_a, scores_b, model, fields)
     margins = [compared.margin for compared in comparison.routings if compared is not None]
     limits = limits.with_noise(noise, max(margins, default=None))
     unmeasured = limits.unmeasured(overall, routing, noise)
-    if not model.num_experts:
+    if not model.num_experts or not_compared:
         unmeasured.pop("routing_margin", None)
-    fields = config_differences(*comparison.models)
     exceeded = sentences_on(fields) + limits.exceeded(overall, routing, noise)
     far_sentences = _exceeded_at_far_positions(comparison, limits)
     exceeded += [f"at {comparison.covered}: {sentence}" for sentence in far_sentences]
@@ -173,7 +174,7 @@ def _report(comparison: "SystemComparison", limits: Limits, noise: Noise | None)
         scores_b=scores_b,
         tokens=comparison.prompts,
         first_process=dist.get_rank() == 0,
-        unmeasured=[*unmeasured.values(), *comparison.notes],
+        unmeasured=[*unmeasured.values(), *not_compared, *comparison.notes],
         quantized=comparison.quantized,
         rounding=noise,
         fields=fields,
@@ -181,6 +182,19 @@ def _report(comparison: "SystemComparison", limits: Limits, noise: Noise | None)
         far=comparison.far,
         covered=comparison.covered,
     )
+
+
+def _routing(
+    a: Sequence[Scores], b: Sequence[Scores], model: Model, fields: Mapping[str, Any]
+) -> tuple[Routing | None, list[str]]:
+    """Compare the experts that tokens went to. None, with a sentence, where the configs differ and the choices
+    cannot be compared: the `fields` say more than that."""
+    try:
+        return routing_of(a, b, model), []
+    except ReshardError as error:
+        if not fields:
+            raise
+        return None, [f"the experts were not compared, since the configs differ: {error}"]
 
 
 def _exceeded_at_far_positions(comparison: "SystemComparison", limits: Limits) -> list[str]:
