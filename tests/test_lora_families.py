@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from reshard import lora_merge
+from reshard import ReshardError, lora_merge, lora_to_megatron
 from tests.checkpoints import VARIANTS
 from tests.oracle import hf_tensors, same
 from tests.test_lora_experts import furthest
@@ -106,3 +107,55 @@ def test_an_adapter_of_every_layer_that_peft_adapts_is_merged_as_peft_merges_it(
         save_file(pairs, of / "adapter_model.safetensors", {"format": "pt"})
         lora_merge(source, of, tmp_path / f"{kind}-control", sync=False)
         assert furthest(hf_tensors(tmp_path / f"{kind}-control"), theirs, base) > 0.01, kind
+
+
+NO_PLACE = "train without, or add it to the model with reshard lora-merge"
+# Layers of which a trainer has no adapter, by family, and one that it has beside them as a control.
+WITHOUT_A_PLACE = [
+    ("qwen3-next", ["q_proj"], ["out_proj"]),  # queries with a gate: canonical LoRA has no name for the parts
+    ("qwen3-next", ["in_proj_qkvz"], ["out_proj"]),
+    ("qwen3.5", ["in_proj_qkv"], ["out_proj"]),
+    ("nemotron-h-moe", ["in_proj"], ["o_proj"]),
+]
+
+
+@pytest.mark.parametrize(("family", "targets", "placed"), WITHOUT_A_PLACE)
+def test_what_no_trainer_has_an_adapter_for_is_not_sent_from_one_format_to_the_other(
+    family, targets, placed, checkpoint, tmp_path
+):
+    source = checkpoint(family)
+    model = model_of(source)
+    of = random_adapter(model, tmp_path / "adapter", target_modules=targets)
+    for options in ({}, {"format": "mcore-bridge"}, {"canonical": False}):
+        with pytest.raises(ReshardError) as said:
+            lora_to_megatron(of, tmp_path / "out", hf_config=source, **options)
+        assert str(said.value).endswith(NO_PLACE), options
+        assert "--" not in str(said.value).replace("without --canonical", ""), options
+        lora_to_megatron(
+            random_adapter(model, tmp_path / "placed", target_modules=placed),
+            tmp_path / "out",
+            hf_config=source,
+            overwrite=True,
+            **options,
+        )
+        shutil.rmtree(tmp_path / "out")
+    with pytest.raises(ReshardError, match="has no adapters for the parts|bridge has no adapter for"):
+        lora_to_megatron(of, tmp_path / "out", hf_config=source, canonical=True)
+
+
+def test_another_format_is_named_only_where_it_takes_the_adapter(checkpoint, tmp_path):
+    source = checkpoint("llama")
+    model = model_of(source)
+    for name, ranks, sentence in (
+        ("one", {}, "--format bridge has one for each"),
+        ("two", {"q_proj": 2}, NO_PLACE),  # Megatron-Bridge has one rank for all layers
+    ):
+        of = random_adapter(model, tmp_path / name, target_modules=["q_proj", "k_proj"], rank_pattern=ranks)
+        with pytest.raises(ReshardError, match=sentence):
+            lora_to_megatron(of, tmp_path / "out", hf_config=source, format="mcore-bridge")
+        if ranks:
+            with pytest.raises(ReshardError, match="Megatron-Bridge has one rank for all layers"):
+                lora_to_megatron(of, tmp_path / "out", hf_config=source)
+        else:
+            lora_to_megatron(of, tmp_path / "out", hf_config=source)
+            shutil.rmtree(tmp_path / "out")

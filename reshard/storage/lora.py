@@ -11,7 +11,7 @@ from reshard.comm.team import Team
 from reshard.core.errors import OptionError, ReshardError, listed
 from reshard.core.limits import MAX_ITERATION, check_number
 from reshard.lora.names import A, module_of, peft_name
-from reshard.lora.parameters import FORMATS, AdapterForm
+from reshard.lora.parameters import FORMATS, AdapterForm, part_names
 from reshard.megatron.layout import MegatronLayout, checked_layout
 from reshard.storage.convert import (
     carry_out,
@@ -21,7 +21,7 @@ from reshard.storage.convert import (
     to_hf,
     to_mcore,
 )
-from reshard.storage.destinations.adapter_megatron import MegatronAdapterFiles
+from reshard.storage.destinations.adapter_megatron import MegatronAdapterFiles, trainer_settings
 from reshard.storage.destinations.adapter_peft import PeftFiles
 from reshard.storage.destinations.huggingface import parse_size
 from reshard.storage.io.casts import float_dtype
@@ -39,6 +39,7 @@ from reshard.storage.sources.opening import check_config_is_read, open_adapter, 
 from reshard.storage.sources.paths import locate
 
 EXPERTS = ("apart", "together")
+NO_PLACE = "train without, or add it to the model with reshard lora-merge"
 ADAPTER_NAME = "default"  # PEFT's and ms-swift's, of the only adapter
 
 
@@ -259,15 +260,32 @@ def _form(source: AdapterSource, format: str, canonical: bool | None, tp: int) -
     reason = _not_fused(source)
     if reason and (format == "mcore-bridge" or canonical is False):
         another = "--format bridge" if format == "mcore-bridge" else "--canonical"
+        advice = f"{another} has one for each" if not _not_canonical(source) else NO_PLACE
         raise ReshardError(
             f"{source.path}: {reason}, where {format}{'' if format == 'mcore-bridge' else ' without --canonical'} "
-            f"has one A for all of them: {another} has one for each"
+            f"has one A for all of them: {advice}"
         )
     if format == "mcore-bridge":
         return AdapterForm(adapter=ADAPTER_NAME, swiglu_ranks=tp)
+    if reason and (refusal := _not_canonical(source)):
+        raise ReshardError(
+            f"{source.path}: {reason}, where {format} has one A for all of them, and {refusal}: {NO_PLACE}"
+        )
     if reason:
         source.notices.append(f"written as canonical LoRA: {reason}")
     return AdapterForm(canonical=bool(reason), swiglu_ranks=tp)
+
+
+def _not_canonical(source: AdapterSource) -> str:
+    """Return why canonical LoRA has no place for an adapter; empty if it has one."""
+    try:
+        for adapter in source.adapters:
+            if not adapter.layer.of_experts and len(adapter.layer.published()) > 1:
+                part_names(adapter.layer)
+        trainer_settings(source, AdapterForm(canonical=True))
+    except ReshardError as error:
+        return str(error)
+    return ""
 
 
 def _not_fused(source: AdapterSource) -> str:

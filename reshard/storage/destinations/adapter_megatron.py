@@ -71,7 +71,7 @@ class MegatronAdapterFiles(Destination):
                 f"{source.path} has an adapter of {tensor_of(weight)}, which {form.name} has no adapter for: train without, "
                 f"or add it to the model with reshard lora-merge"
             )
-        self.rank, self.alpha, self.rslora = _settings(source, form)
+        self.rank, self.alpha, self.rslora = trainer_settings(source, form)
         adapters = _completed(source, self.rank)
         mapping = adapter_parameters(adapters, form)
         self.stored, self.copies, self.parameters = tensors, mapping.copies, mapping.parameters
@@ -193,7 +193,7 @@ def _check_stacked(chunks: list[Chunk], source: AdapterSource) -> None:
             )
 
 
-def _settings(source: AdapterSource, form: AdapterForm) -> tuple[int, float, bool]:
+def trainer_settings(source: AdapterSource, form: AdapterForm) -> tuple[int, float, bool]:
     """Return the one rank, alpha and kind of scale that a trainer has for all layers.
 
     Raises ReshardError if the layers have several: a trainer would compute another model.
