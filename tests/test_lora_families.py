@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from reshard import ReshardError, lora_merge, lora_to_megatron
+from reshard import ReshardError, inspect, lora_merge, lora_to_megatron
 from tests.checkpoints import VARIANTS
 from tests.oracle import hf_tensors, same
 from tests.test_lora_experts import furthest
@@ -159,3 +159,30 @@ def test_another_format_is_named_only_where_it_takes_the_adapter(checkpoint, tmp
         else:
             lora_to_megatron(of, tmp_path / "out", hf_config=source)
             shutil.rmtree(tmp_path / "out")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+def test_an_adapter_that_was_not_trained_is_said(family, checkpoint, tmp_path):
+    """The control has one number in one B that is not zero, the last."""
+    source = checkpoint(family)
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if family == "qwen3-moe" else None
+    of = random_adapter(
+        model_of(source), tmp_path / "adapter", target_modules=["o_proj"], target_parameters=experts
+    )
+    pairs = load_file(of / "adapter_model.safetensors")
+    of_b = [name for name in pairs if ".lora_B." in name]
+    for name in of_b:
+        pairs[name].zero_()
+    for trained in (False, True):
+        pairs[of_b[-1]][-1, -1] = float(trained)
+        save_file(pairs, of / "adapter_model.safetensors", {"format": "pt"})
+        converted = lora_to_megatron(of, tmp_path / "lora", hf_config=source, overwrite=True)
+        for said in (
+            inspect(of, hf_config=source),
+            inspect(tmp_path / "lora"),
+            lora_merge(source, of, tmp_path / "merged", overwrite=True),
+            lora_merge(source, tmp_path / "lora", tmp_path / "merged", overwrite=True),
+            converted,
+        ):
+            sentences = [notice for notice in said.notices if "adds nothing: every lora_B is zero" in notice]
+            assert len(sentences) == (not trained)

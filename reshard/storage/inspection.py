@@ -10,6 +10,7 @@ from reshard.core.errors import ReshardError
 from reshard.formats import safetensors
 from reshard.models.config_fields import allow_unmapped_configs, check_ignored, whole_number
 from reshard.models.model import Model
+from reshard.storage.sources.adapter import AdapterSource
 from reshard.storage.sources.base import ignored_as_recorded, read_config
 from reshard.storage.sources.hf_hub import config_path, local_directory
 from reshard.storage.sources.opening import check_config_is_read, open_source
@@ -55,6 +56,8 @@ def inspect(path: str | Path, *, hf_config: str | Path | None = None) -> Inspect
         source = open_source(directory, config, adapters=True)
     try:
         check_ignored(source.model)
+        if isinstance(source, AdapterSource):
+            source.note_untrained()
         own = {name: t for name, t in source.tensors.items() if name not in source.copies}
         dtypes: Counter = Counter()
         for info in own.values():

@@ -140,6 +140,7 @@ def lora_to_megatron(
         checks, workdir = check_both_ends(src, destination, team, options)
         tensors = tensors_to_store(src, float_dtype(dtype))
         _name_base(src, hf_config)
+        src.note_untrained()
         form = _form(src, format, canonical, tp or 1)
         files = MegatronAdapterFiles(src, tensors, form, iteration)
         settings = {

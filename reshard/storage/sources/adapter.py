@@ -1,13 +1,14 @@
 """What a source of a LoRA adapter has besides the matrices: the layers, and their scales."""
 
 from abc import ABC
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from reshard.core.errors import ReshardError
+from reshard.lora.names import B, peft_name
 from reshard.lora.parameters import Adapter
 from reshard.lora.scale import Scale
 from reshard.megatron.parameters import ModelParameters
@@ -33,6 +34,17 @@ class AdapterSource(Source, ABC):
     def read_copy_of_base(self, weight: str, start: int, stop: int) -> np.ndarray:
         """Read rows of the copy of a weight in `copies_of_base`."""
         raise NotImplementedError
+
+    def note_untrained(self) -> None:
+        """Note an adapter whose every B is zero, as PEFT begins; of any other, no more is read than the first rows that
+        are not."""
+        if not any(matrix.astype(np.float32).any() for matrix in self.every_b()):
+            self.notices.append("the adapter adds nothing: every lora_B is zero, as before training")
+
+    def every_b(self) -> Iterator[np.ndarray]:
+        """Read the B of each layer, one after the other."""
+        for name in (peft_name(weight, B) for adapter in self.adapters for weight in adapter.ranks):
+            yield self.read_rows(name, 0, self.tensors[name].shape[0])
 
     def described_adapter(self) -> dict[str, Any]:
         """Return what `inspect` shows of any adapter."""

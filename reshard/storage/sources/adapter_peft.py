@@ -316,6 +316,12 @@ class PeftSource(AdapterSource):
         """Read rows of a tensor of `stored_tensors`."""
         return self.read_rows(name, start, stop) if name in self.tensors else self._rows(name, start, stop)
 
+    def every_b(self) -> Iterator[np.ndarray]:
+        """Read the B's as they are stored: those of all experts once."""
+        for name, info in self.stored_tensors().items():
+            if f".lora_{B}." in name:
+                yield self.read_stored_rows(name, 0, info.shape[0])
+
     def _rows(self, tensor: str, start: int, stop: int) -> np.ndarray:
         stored = self.stored[tensor]
         rows = np.empty((stop - start, stored.shape[1] * stored.dtype.size), np.uint8)

@@ -50,6 +50,7 @@ class MergedSource(DerivedSource):
             name: replace(info, dtype=dtype or info.dtype) if name in adapter.scales else info
             for name, info in base.tensors.items()
         }
+        adapter.note_untrained()
         self.notices = list(dict.fromkeys([*base.notices, *adapter.notices]))
         self.last = _LastA()
         for weight in adapter.copies_of_base.keys() & base.tensors.keys():
