@@ -114,6 +114,8 @@ NO_PLACE = "train without, or add it to the model with reshard lora-merge"
 WITHOUT_A_PLACE = [
     ("qwen3-next", ["q_proj"], ["out_proj"]),  # queries with a gate: canonical LoRA has no name for the parts
     ("qwen3-next", ["in_proj_qkvz"], ["out_proj"]),
+    ("qwen3-next", ["in_proj_ba"], ["out_proj"]),
+    ("qwen3-next", ["shared_expert_gate"], ["out_proj"]),
     ("qwen3.5", ["in_proj_qkv"], ["out_proj"]),
     ("nemotron-h-moe", ["in_proj"], ["o_proj"]),
 ]
