@@ -2,6 +2,7 @@
 deltas; started as `tests.engine_on_cpu` says."""
 
 import asyncio
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,12 @@ async def _follow(llm: Any, chain: str, broken: Path) -> dict:
         """What each engine says with what is in its prefix cache, and without."""
         return [[await ask(engine), await ask(engine, salt=f"salt {next(numbers)}")] for engine in (0, 1)]
 
-    outcome: dict = {"base": await answers()}
+    lines: list[str] = []
+    heard = logging.Handler()
+    heard.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("reshard").addHandler(heard)
+    logging.getLogger("reshard").setLevel(logging.INFO)
+    outcome: dict = {"base": await answers(), "lines": lines}
 
     # Under load, in both engines: the cache holds the prompt, as the base has it.
     seen: list[list[int]] = [[], []]

@@ -433,10 +433,12 @@ def boxes(checkpoint: Path) -> list:
     return parts
 
 
-def test_no_engine_serves_half_a_delta_or_goes_back(trained, chain):
+def test_no_engine_serves_half_a_delta_or_goes_back(trained, chain, caplog):
     engine = TwoWorkers(trained[0])
     with pytest.raises(ReshardError, match="RuntimeError: out of memory"):
         apply_deltas(engine, chain)
+    said = [record.message for record in caplog.records if record.message.startswith("reshard: deltas of")]
+    assert len(said) == 1 and said[0].endswith("RuntimeError: out of memory"), "a line for the failure"
     assert engine.calls[-3:] == ["reset_prefix_cache", "reshard_delta_write", "reshard_delta_invalidate"]
     newer = TwoWorkers(trained[5])
     with pytest.raises(

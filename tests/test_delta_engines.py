@@ -49,6 +49,11 @@ def test_two_engines_of_one_model_follow_a_chain_under_load_and_say_what_others_
     assert outcome["first"] == "reached 1" and outcome["was running"] == [True, True]
     assert outcome["counts"] == [180, 180] and not outcome["paused"], "requests went on"
     assert outcome["at once"] == ["reached 2", "reached 3"] and outcome["version"] == [3]
+    applied = [line for line in outcome["lines"] if line.startswith("reshard: the engine serves version ")]
+    assert [line.split()[5] for line in applied] == ["1", "2", "3", "3"], (
+        "a line for each call that succeeded"
+    )
+    assert sum("failed after" in line for line in outcome["lines"]) == 3, "and for each that did not"
     assert outcome["version then"] == [None]
     for between in ("loaded between", "written between"):
         assert "the engine holds weights with digest" in outcome[between], outcome[between]

@@ -5,8 +5,9 @@ import json
 import logging
 import re
 import threading
+import time
 import uuid
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from weakref import WeakKeyDictionary
 from reshard.comm.group import RefitGroup
 from reshard.comm.hosts import is_loopback, parsed
 from reshard.comm.secret import new_secret
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import check_switch
 from reshard.delta.chain import Chain
 from reshard.delta.digest import digest_text, digest_total
@@ -55,15 +56,14 @@ def apply_deltas(llm: Any, chain: str | Path, version: int | None = None, verify
     check_switch(verify, "verify")
     front = front_of(llm, awaited=False)
     lock = threading.Lock() if isinstance(llm, str) else _locks.setdefault(llm, threading.Lock())
-    with lock, _naming_the_extension(front):
+    with lock, _logged(chain) as done, _naming_the_extension(front):
         calls = _Sent(_calls(front, chain, version, verify))
         while call := calls.following():
             try:
                 calls.answers = front.send(call)
             except Exception as error:
                 calls.answers = _not_emptied(call, error)
-    reached: int = calls.result
-    return reached
+        return done(calls.result)
 
 
 async def apply_deltas_async(
@@ -73,15 +73,14 @@ async def apply_deltas_async(
     check_switch(verify, "verify")
     front = front_of(llm, awaited=True)
     async with _async_locks.setdefault(llm, asyncio.Lock()):
-        with _naming_the_extension(front):
+        with _logged(chain) as done, _naming_the_extension(front):
             calls = _Sent(_calls(front, chain, version, verify))
             while call := calls.following():
                 try:
                     calls.answers = await front.send(call)
                 except Exception as error:
                     calls.answers = _not_emptied(call, error)
-    reached: int = calls.result
-    return reached
+            return done(calls.result)
 
 
 def apply_deltas_in_group(
@@ -113,6 +112,31 @@ def apply_deltas_in_group(
             raise
     changed: bool = calls.result
     return changed
+
+
+@contextmanager
+def _logged(chain: str | Path) -> Iterator[Callable[[int], int]]:
+    """Log a line of what comes of a call: the version, which is given to the function and returned by it, or the
+    failure."""
+    start = time.perf_counter()
+
+    def done(version: int) -> int:
+        log.info(
+            "reshard: the engine serves version %d of %s, after %.3f s",
+            version,
+            chain,
+            time.perf_counter() - start,
+        )
+        return version
+
+    try:
+        yield done
+    except BaseException as error:
+        reason = first_line(error) if str(error) else type(error).__name__
+        log.warning(
+            "reshard: deltas of %s failed after %.1f s: %s", chain, time.perf_counter() - start, reason
+        )
+        raise
 
 
 class _Sent:

@@ -1,6 +1,7 @@
 """Methods of an engine's worker by which deltas of a chain are written into it."""
 
 import logging
+import time
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,10 @@ class DeltaMethods:
     def _reshard_engine_side(self) -> "Engine":
         raise NotImplementedError
 
+    def _reshard_logger(self) -> logging.Logger | None:
+        """Return where this worker logs what it has applied; None unless it is the first of its engine."""
+        return log
+
     @answering
     def reshard_delta_digests(self, chain: str, session: str, anew: bool = False) -> list[list[Any]]:
         """Return what each box of this worker adds to the digest of the weights; `anew` where this session has
@@ -69,7 +74,15 @@ class DeltaMethods:
     @answering
     def reshard_delta_write(self, session: str, version: int, digest: str) -> None:
         """Write the prepared deltas, and serve as this version, whose weights have this digest."""
-        self._reshard_opened(session).write(version, digest)
+        deltas, start = self._reshard_opened(session), time.perf_counter()
+        sizes = [files.delta.bytes for files in deltas.prepared]
+        deltas.write(version, digest)
+        logger = self._reshard_logger()
+        if logger is not None:
+            logger.info(
+                "reshard: deltas to version %d: %d of %.1f MB in all, written in %.3f s",
+                version, len(sizes), sum(sizes) / 1e6, time.perf_counter() - start,
+            )  # fmt: skip
 
     def reshard_delta_invalidate(self, session: str | None) -> None:
         """Refuse to serve, since the weights are not those of a version; nothing where another session has begun."""

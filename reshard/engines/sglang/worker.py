@@ -125,6 +125,9 @@ class SchedulerMethods(DeltaMethods, LinkMethods):
         if served != version:
             raise ReshardError(f"this SGLang serves weights of version {served}, not {version}")
 
+    def _reshard_logger(self) -> logging.Logger | None:
+        return logger if compat.rank_in_engine(self) == 0 else None
+
     def _reshard_engine_side(self) -> SglangModel:
         return self._reshard_side()
 

@@ -83,6 +83,9 @@ class RefitExtension(DeltaMethods, LinkMethods):
         rank = self._reshard_rank()
         self.reshard_connect_worker(address, first_rank + rank, size, **connecting.of_worker(rank))
 
+    def _reshard_logger(self) -> logging.Logger | None:
+        return logger if self.rank == 0 else None  # type: ignore[attr-defined]
+
     def _reshard_rank(self) -> int:
         """Return the rank of this worker among those of all engines of its model."""
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
