@@ -34,8 +34,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from reshard import ReshardError
-from tests.fuzz_chains import COMMANDS, chains, forge
-from tests.fuzz_judges import judged
+from tests.fuzz_adapters import adapters
+from tests.fuzz_chains import chains
+from tests.fuzz_judges import OWN, judged
 from tests.fuzz_subjects import FAMILIES, Subject, run_command, subjects
 from tests.mutations import mutations_of
 
@@ -77,7 +78,8 @@ def spoil(seed: int, number: int, found: list[Subject], folder: Path) -> tuple[S
         often = [
             group
             for group in groups
-            if group in (".metadata", ".distcp", ".safetensors", "config.json", "common.pt")
+            if group
+            in (".metadata", ".distcp", ".safetensors", "config.json", "adapter_config.json", "common.pt")
         ]
         path = rng.choice(groups[rng.choice(rng.choice([often, often, often, list(groups)]) or list(groups))])
         try:
@@ -85,8 +87,9 @@ def spoil(seed: int, number: int, found: list[Subject], folder: Path) -> tuple[S
         except Exception as error:
             note = f"not spoiled ({type(error).__name__}: {error!s:.60})"  # a mutation that this file does not take
         notes.append(f"{path.relative_to(spoiled)}: {note}")
-    if subject.kind == "chain":
-        return subject, rng.choice(COMMANDS), "; ".join(notes) + forge(rng, spoiled)
+    if subject.kind in OWN:
+        own = OWN[subject.kind]
+        return subject, rng.choice(own.COMMANDS), "; ".join(notes) + own.forge(rng, spoiled)
     convert = "hf-to-mcore" if subject.kind == "hf" else "mcore-to-hf"
     command = rng.choice(
         [convert, convert, convert, "inspect", "diff"] + (["check"] if subject.written else [])
@@ -103,6 +106,15 @@ def _arguments(command: str, subject: Subject, folder: Path) -> list[str]:
         "diff": ["diff", spoiled, str(subject.partner), "--json", "--workers", "1"],
         "delta-apply": ["delta", "apply", str(subject.partner), spoiled, out, "--no-sync", "--workers", "1"],
         "delta-show": ["delta", "show", spoiled, "--json"],
+        "lora-merge": [
+            "lora-merge",
+            str(subject.partner),
+            spoiled,
+            out,
+            "--no-sync",
+            "--workers",
+            "1",
+        ],
         "check": ["check", spoiled, "--json", "--workers", "1"],
     }[command]
 
@@ -251,8 +263,12 @@ def main() -> None:
         )
     start, outcomes = time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="reshard-fuzz-subjects-") as folder:
-        found = subjects(Path(folder), families) + chains(Path(folder))
-        print(f"{len(found)} checkpoints and chains made in {time.monotonic() - start:.0f} s", flush=True)
+        found = subjects(Path(folder), families) + chains(Path(folder) / "of chains")
+        found += adapters(Path(folder) / "of adapters")
+        print(
+            f"{len(found)} checkpoints, chains and adapters made in {time.monotonic() - start:.0f} s",
+            flush=True,
+        )
         for seed, number in wanted:
             outcomes += run(seed, [number], found)
             if len(outcomes) % 100 == 0:

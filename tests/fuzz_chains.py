@@ -57,11 +57,11 @@ def forge(rng: random.Random, chain: Path) -> str:
     return "; checksums forged"
 
 
-def judged(command: str, subject: Subject, out: Path, printed: str) -> tuple[str, str]:
+def judged(command: str, subject: Subject, folder: Path, printed: str) -> tuple[str, str]:
     """Whether what a command made of a spoiled chain is a version of it."""
     if command == "delta-show":
         return ("right", "") if json.loads(printed)["deltas"] is not None else ("wrong", "no list")
-    got = hf_tensors(out)
+    got = hf_tensors(folder / "out")
     differing = [same(got, truth) for truth in (subject.truth, *subject.earlier)]
     if not differing[0]:
         return "right", ""

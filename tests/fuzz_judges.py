@@ -11,19 +11,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from tests import fuzz_chains, readings
+from tests import fuzz_adapters, fuzz_chains, readings
 from tests.fuzz_subjects import Subject
 from tests.oracle import dequantized, hf_tensors, megatron_tensors, same, stored_tensors
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # their padding is no model's
+
+# Kinds of subjects with commands, a forger and a judge of their own.
+OWN = {"chain": fuzz_chains, "adapter": fuzz_adapters}
 
 
 def judged(command: str, subject: Subject, folder: Path, status: int, printed: str) -> tuple[str, str]:
     """Whether what a command did is right, by readers that share no code with it."""
     spoiled, out = folder / "spoiled", folder / "out"
     try:
-        if subject.kind == "chain":
-            return fuzz_chains.judged(command, subject, out, printed)
+        if subject.kind in OWN:
+            return OWN[subject.kind].judged(command, subject, folder, printed)
         if command == "inspect":
             listing = json.loads(printed)["tensors"]
             if subject.kind == "mcore":

@@ -38,6 +38,23 @@ def test_mutations_of_chains_are_answered(tmp_path):
         assert fuzz.answered(subject, "delta-apply", tmp_path / "control", outcome).verdict == expected
 
 
+def test_mutations_of_adapters_are_answered(tmp_path):
+    [adapter] = found = fuzz.adapters(tmp_path)
+    outcomes = fuzz.run(2026, list(range(60)), found)
+    assert fuzz.failed(outcomes) == []
+    assert {"refused", "right", "right for what the files say now"} <= {
+        outcome.verdict for outcome in outcomes
+    }
+    (tmp_path / "control").mkdir()
+    shutil.copytree(adapter.path, tmp_path / "control" / "spoiled")
+    unlike = {name: tensor + 1 for name, tensor in adapter.truth.items()}
+    for truth, expected in ((adapter.truth, "right"), (unlike, "wrong")):
+        shutil.rmtree(tmp_path / "control" / "out", ignore_errors=True)
+        outcome = fuzz.Outcome(0, 0, adapter.name, "lora-merge", "", "time")
+        subject = replace(adapter, truth=truth)
+        assert fuzz.answered(subject, "lora-merge", tmp_path / "control", outcome).verdict == expected
+
+
 def test_the_judges_of_the_fuzzer_see_what_goes_wrong_without_our_checks(tmp_path, monkeypatch):
     """Negative controls: with a check switched off a spoiled checkpoint converts, and is not taken for
     right."""
