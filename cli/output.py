@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import click
 
 from reshard.cli.groups import together
 from reshard.core.limits import MAX_WORKERS
+from reshard.core.printed import size
 
 BAR_COLUMNS = 24
 
@@ -170,14 +171,12 @@ def print_note(sentence: str) -> None:
         click.echo(f"note: {sentence}", err=True)
 
 
-def size(n: int) -> str:
-    """Return bytes as text for people."""
-    value, unit = float(n), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit in ("B", "kB") else f"{value:.2f} {unit}"
+def print_result(result: Any, lines: Iterable[str] | None = None) -> None:
+    """Print a result's notices as notes, and its lines, or these."""
+    for notice in result.notices:
+        print_note(notice)
+    for line in result.lines() if lines is None else lines:
+        click.echo(line)
 
 
 def print_report(report: Any, as_json: bool, seconds: float) -> None:
@@ -187,29 +186,8 @@ def print_report(report: Any, as_json: bool, seconds: float) -> None:
     if as_json:
         print_json(report.to_dict() | {"seconds": round(seconds, 3)})
         return
-    for notice in report.notices:
-        print_note(notice)
-    verb = "would write" if report.dry_run else "wrote"
-    click.echo(
-        f"{report.family}, {report.tensors} tensors, {size(report.read_bytes)}: "
-        f"{verb} {report.destination} ({report.layout}, "
-        f"{report.files} file{'s' * (report.files != 1)}, {size(report.written_bytes)})"
-    )
-    if report.dry_run:
-        if report.bytes_per_rank:
-            values = list(report.bytes_per_rank.values())
-            click.echo(
-                f"bytes per rank: {size(min(values))} to {size(max(values))} on {len(values)} ranks that save"
-            )
-            shown = list(report.bytes_per_rank.items())
-            for rank, n in shown[:16]:
-                click.echo(f"  rank {rank}: {size(n)}")
-            if len(shown) > 16:
-                click.echo(f"  ... {len(shown) - 16} more (--json has all)")
-        click.echo(f"peak memory: about {size(report.peak_memory_bytes)}; all names and shapes match")
-    else:
-        if report.resumed_tensors:
-            click.echo(f"resumed: {report.resumed_tensors} tensors were done before")
+    print_result(report)
+    if not report.dry_run:
         click.echo(f"{seconds:.1f} s, {size(int(report.read_bytes / max(seconds, 1e-9)))}/s")
 
 

@@ -178,7 +178,9 @@ def _conclude(
         added = {"located": divergence and divergence.to_dict()} if located else {}
         print_json(report.to_dict() | added)
     else:
-        _print_report(report)
+        for line in report.lines():
+            if report.ok or line != report.verdict:  # an error, below
+                click.echo(line)
     sentence = None
     if located and not report.ok:
         from reshard.parity.divergence import describe_divergence
@@ -188,7 +190,7 @@ def _conclude(
             click.echo(sentence)
     written = html is None or _write_page(Path(html), report, systems, sentence)
     if not report.ok:
-        click.echo(f"Error: {_verdict(report.exceeded)}: {'; '.join(report.exceeded)}", err=True)
+        click.echo(f"Error: {report.verdict}", err=True)
     if not report.ok or not written:
         raise click.exceptions.Exit(1)
 
@@ -245,45 +247,3 @@ def _write_page(page: Path, report: Any, systems: list[str], divergence: str | N
         click.echo(f"Error: --html: cannot write {page}: {error.strerror}", err=True)
         return False
     return True
-
-
-def _verdict(exceeded: list[str]) -> str:
-    """Return the conclusion from limits that are exceeded."""
-    unknown = all("was not measured" in sentence or "too few" in sentence for sentence in exceeded)
-    return "A and B cannot be held against the limits" if unknown else "A and B do not hold the same model"
-
-
-def _print_report(report: Any) -> None:
-    """Print the figures as a table, then sentences, notes and limits."""
-    click.echo(f"A: {report.a}\nB: {report.b}")
-    columns = report.columns
-    width = max(20, *(len(name) + 2 for name in columns))
-    heading = f"{report.overall.tokens} tokens of {len(report.prompts)} prompts"
-    click.echo(heading.ljust(36) + "".join(f"{name:>{width}}" for name in columns))
-    for name, value in report.overall.to_dict().items():
-        if name == "tokens" or value is None:
-            continue
-        values = [getattr(metrics, name) for metrics in columns.values()]
-        cells = ["-" if value is None else f"{value:.6g}" for value in values]
-        click.echo(f"  {name:<34}" + "".join(f"{cell:>{width}}" for cell in cells))
-    for sentence in report.sentences:
-        click.echo(sentence)
-    for sentence in report.unmeasured:
-        click.echo(f"note: {sentence}")
-    worst = report.prompts[report.worst]
-    click.echo(f"worst prompt: {report.worst} ({worst.tokens} tokens), mean_abs {worst.mean_abs:.6g}")
-    click.echo(f"limits: {', '.join(_limits(report))}")
-    if report.ok:
-        click.echo("A and B hold the same model: every figure is within its limit")
-
-
-def _limits(report: Any) -> list[str]:
-    """Return the limits on figures that were measured; the notes and the verdict have the others."""
-    figures = report.overall.to_dict()
-    figures["routing_margin"] = report.routing.margin if report.routing is not None else None
-    figures["noise_ratio"] = report.rounding.ratio if report.rounding is not None else None
-    return [
-        f"{name} {'>=' if name == 'argmax_agreement' else '<='} {limit:.6g}"
-        for name, limit in report.limits.to_dict().items()
-        if limit is not None and figures[name] is not None
-    ]

@@ -1,8 +1,10 @@
 """The result of a comparison: figures, limits and what exceeds them, for people and for programs."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from reshard.core.printed import Printed
 from reshard.core.truth import NoTruthValue
 from reshard.parity.limits import Limits
 from reshard.parity.metrics import Metrics, Scores
@@ -12,7 +14,7 @@ from reshard.parity.routing import Routing
 
 
 @dataclass
-class ParityReport(NoTruthValue):
+class ParityReport(NoTruthValue, Printed):
     """The figures of two systems' scores of the same prompts, and the limits that they exceed.
 
     - `noise`: how far a system is from other runs of its checkpoint, by name (``A in fp32``).
@@ -47,6 +49,7 @@ class ParityReport(NoTruthValue):
     reach: FarPrompt | None = None
     far: Metrics | None = None
     covered: str = ""
+    notices = ()  # they are among the lines
 
     @property
     def ok(self) -> bool:
@@ -95,6 +98,48 @@ class ParityReport(NoTruthValue):
         if self.routing is not None:
             sentences.append(f"routing: {self.routing.sentence}")
         return [*sentences, *([f"covered: {self.covered}"] if self.covered else [])]
+
+    @property
+    def verdict(self) -> str:
+        """The conclusion, with all limits that are exceeded."""
+        if self.ok:
+            return "A and B hold the same model: every figure is within its limit"
+        unknown = all("was not measured" in sentence or "too few" in sentence for sentence in self.exceeded)
+        what = (
+            "A and B cannot be held against the limits" if unknown else "A and B do not hold the same model"
+        )
+        return f"{what}: {'; '.join(self.exceeded)}"
+
+    def lines(self) -> Iterator[str]:
+        """See `Printed.lines`: a table of the figures, then sentences, notes, limits and the verdict."""
+        yield from (f"A: {self.a}", f"B: {self.b}")
+        columns = self.columns
+        width = max(20, *(len(name) + 2 for name in columns))
+        heading = f"{self.overall.tokens} tokens of {len(self.prompts)} prompts"
+        yield heading.ljust(36) + "".join(f"{name:>{width}}" for name in columns)
+        for name, value in self.overall.to_dict().items():
+            if name == "tokens" or value is None:
+                continue
+            values = [getattr(metrics, name) for metrics in columns.values()]
+            cells = ["-" if value is None else f"{value:.6g}" for value in values]
+            yield f"  {name:<34}" + "".join(f"{cell:>{width}}" for cell in cells)
+        yield from self.sentences
+        yield from (f"note: {sentence}" for sentence in self.unmeasured)
+        worst = self.prompts[self.worst]
+        yield f"worst prompt: {self.worst} ({worst.tokens} tokens), mean_abs {worst.mean_abs:.6g}"
+        yield f"limits: {', '.join(self._held_limits())}"
+        yield self.verdict
+
+    def _held_limits(self) -> list[str]:
+        """Return the limits on figures that were measured; the notes and the verdict have the others."""
+        figures = self.overall.to_dict()
+        figures["routing_margin"] = self.routing.margin if self.routing is not None else None
+        figures["noise_ratio"] = self.rounding.ratio if self.rounding is not None else None
+        return [
+            f"{name} {'>=' if name == 'argmax_agreement' else '<='} {limit:.6g}"
+            for name, limit in self.limits.to_dict().items()
+            if limit is not None and figures[name] is not None
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the scores themselves, for ``--json``."""

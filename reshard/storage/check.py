@@ -1,11 +1,13 @@
 """Checking a checkpoint against the checksums in its manifest."""
 
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from reshard.core.errors import ReshardError, listed
+from reshard.core.printed import Printed
 from reshard.core.truth import NoTruthValue
 from reshard.models.config_fields import allow_unmapped_configs, check_ignored
 from reshard.storage.io.files import allow_many_files
@@ -24,9 +26,11 @@ from reshard.storage.sources.verify import (
     stored_tensors,
 )
 
+SHOWN = 20  # names of a kind
+
 
 @dataclass
-class Check(NoTruthValue):
+class Check(NoTruthValue, Printed):
     """The outcome of `check`.
 
     `bad` are the tensors whose bytes do not give the manifest's checksum, `changed`, `missing` and
@@ -51,6 +55,27 @@ class Check(NoTruthValue):
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome as the object that ``--json`` prints."""
         return {"ok": self.ok, **asdict(self)}
+
+    def lines(self) -> Iterator[str]:
+        """See `Printed.lines`."""
+        if self.ok:
+            yield f"intact: {self.tensors} tensors{f', {self.files} files' if self.files else ''}"
+            return
+        for what, names in (
+            ("does not match the manifest", self.bad),
+            ("changed", self.changed),
+            ("missing", self.missing),
+            ("added", self.added),
+        ):
+            yield from (f"{what}: {name}" for name in names[:SHOWN])
+            if len(names) > SHOWN:
+                yield f"{what}: {len(names) - SHOWN} more (--json has all)"
+        yield f"{len(self.bad)} of {self.tensors} tensors do not match"
+        if self.changed or self.missing or self.added:
+            yield (
+                f"of {self.files} files {len(self.changed)} changed, {len(self.missing)} are missing, {len(self.added)} "
+                f"were added"
+            )
 
 
 def check(path: str | Path, *, workers: int | None = None, progress: Progress | None = None) -> Check:

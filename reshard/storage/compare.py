@@ -1,6 +1,6 @@
 """Comparing two checkpoints of either format, tensor by tensor."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import numpy as np
 
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
+from reshard.core.printed import Printed
 from reshard.core.truth import NoTruthValue
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import different_fields
@@ -21,6 +22,8 @@ from reshard.storage.sources.huggingface import HuggingFaceSource
 from reshard.storage.sources.opening import check_config_is_read, open_source
 from reshard.storage.sources.paths import config_beside, locate
 from reshard.storage.sources.training import has_states, is_of_training, is_padding, notices_on_training
+
+WORST = 10  # differences that are shown
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Difference:
 
 
 @dataclass
-class Diff(NoTruthValue):
+class Diff(NoTruthValue, Printed):
     """The outcome of a comparison.
 
     `names` are the tensors that both have, `differences` are sorted with the worst first, and
@@ -86,6 +89,23 @@ class Diff(NoTruthValue):
     def tensors(self) -> int:
         """Number of tensors that were compared."""
         return len(self.names)
+
+    def lines(self, worst: int = WORST) -> Iterator[str]:
+        """See `Printed.lines`; with the `worst` differences, and as many names that only one side has."""
+        if self.equal:
+            yield f"equal: {self.tensors} tensors, bit for bit"
+            return
+        for name, (left, right) in self.fields.items():
+            yield (
+                f"the configs make two models of the same weights: {name} is {left} in {self.a}, {right} in {self.b}"
+            )
+        for side, names in ((self.a, self.only_a), (self.b, self.only_b)):
+            yield from (f"only in {side}: {name}" for name in names[:worst])
+        yield from (f"{each.name}: {each.sentence}" for each in self.differences[:worst])
+        count, retyped = len(self.differences), sum(each.values_equal for each in self.differences)
+        which = f", {'all' if retyped == count else retyped} of them in dtype only" if retyped else ""
+        lone = len(self.only_a) + len(self.only_b)
+        yield f"{count} of {self.tensors} tensors differ{which}, {lone} are on one side only"
 
 
 def diff(

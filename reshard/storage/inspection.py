@@ -1,12 +1,14 @@
 """Looking at a checkpoint of either format."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from reshard.core.errors import ReshardError
+from reshard.core.printed import Printed, size
 from reshard.formats import safetensors
 from reshard.models.config_fields import allow_unmapped_configs, check_ignored, whole_number
 from reshard.models.model import Model
@@ -18,7 +20,7 @@ from reshard.storage.sources.paths import locate
 
 
 @dataclass
-class Inspection:
+class Inspection(Printed):
     """The contents of a checkpoint. `parameters` and `size_bytes` leave out tensors that repeat
     another."""
 
@@ -41,6 +43,36 @@ class Inspection:
     def to_dict(self) -> dict[str, Any]:
         """Return the inspection as the object that ``--json`` prints."""
         return asdict(self)
+
+    def lines(self) -> Iterator[str]:
+        """See `Printed.lines`."""
+        rows = self._rows()
+        width = max(11, *(len(label) for label, _ in rows)) + 1
+        yield from (f"{label:<{width}}{value}" for label, value in rows)
+
+    def _rows(self) -> list[tuple[str, Any]]:
+        """Return the lines to show, as labels and values."""
+        dtypes = ", ".join(f"{name} ({count:,})" for name, count in sorted(self.dtypes.items()))
+        mtp = f" + {self.mtp_layers} MTP" if self.mtp_layers else ""
+        layout = [f"{key}={value}" for key, value in (self.layout or {}).items() if value is not False]
+        details = dict(self.details)
+        if quantized := details.get("quantized"):
+            formats = f" ({', '.join(quantized['formats'])})" if quantized["formats"] else ""
+            details["quantized"] = f"{quantized['weights']:,} weights, {quantized['method']}{formats}"
+        manifest = self.manifest
+        rows = [
+            ("format", self.format),
+            ("family", f"{self.family} ({self.architecture})"),
+            ("layers", f"{self.layers}{mtp}"),
+            ("experts", self.experts or None),
+            ("parameters", f"{self.parameters:,}"),
+            ("size", size(self.size_bytes)),
+            ("dtypes", dtypes),
+            ("layout", " ".join(layout) or None),
+            *details.items(),
+            ("manifest", manifest and f"{manifest['tensors']} tensors, from {manifest['source']}"),
+        ]
+        return [(label, value) for label, value in rows if value is not None]
 
 
 def inspect(path: str | Path, *, hf_config: str | Path | None = None) -> Inspection:

@@ -1,10 +1,12 @@
 """The report of a conversion: what it reads, writes and takes, and what its user should know."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from reshard.core.errors import ReshardError
+from reshard.core.printed import Printed, size
 from reshard.storage.destinations.huggingface import HuggingFaceFiles
 from reshard.storage.io.casts import overflow_notice
 from reshard.storage.io.streams import SLAB_BYTES
@@ -18,8 +20,11 @@ from reshard.storage.sources.base import has_tokenizer
 BASE_MEMORY_BYTES, WORKER_MEMORY_BYTES, TENSOR_MEMORY_BYTES = 48 << 20, 8 << 20, 9 << 10
 
 
+SHOWN_RANKS = 16
+
+
 @dataclass
-class ConversionReport:
+class ConversionReport(Printed):
     """The result of a conversion, or with `dry_run` what it would be. Sizes in bytes."""
 
     direction: str
@@ -41,6 +46,26 @@ class ConversionReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as the object that ``--json`` prints."""
         return asdict(self)
+
+    def lines(self) -> Iterator[str]:
+        """See `Printed.lines`."""
+        verb = "would write" if self.dry_run else "wrote"
+        yield (
+            f"{self.family}, {self.tensors} tensors, {size(self.read_bytes)}: {verb} {self.destination} ({self.layout}, "
+            f"{self.files} file{'s' * (self.files != 1)}, {size(self.written_bytes)})"
+        )
+        if self.resumed_tensors and not self.dry_run:
+            yield f"resumed: {self.resumed_tensors} tensors were done before"
+        if not self.dry_run:
+            return
+        if self.bytes_per_rank:
+            sizes = list(self.bytes_per_rank.values())
+            yield f"bytes per rank: {size(min(sizes))} to {size(max(sizes))} on {len(sizes)} ranks that save"
+            for rank, n in list(self.bytes_per_rank.items())[:SHOWN_RANKS]:
+                yield f"  rank {rank}: {size(n)}"
+            if len(sizes) > SHOWN_RANKS:
+                yield f"  ... {len(sizes) - SHOWN_RANKS} more (--json has all)"
+        yield f"peak memory: about {size(self.peak_memory_bytes)}; all names and shapes match"
 
 
 def new_report(direction: str, job: ConversionJob, destination: str | Path, layout: str) -> ConversionReport:
