@@ -8,11 +8,9 @@ import click
 
 from reshard.cli.dtypes import DtypeChoice
 from reshard.cli.layout import engine_layout, engine_option, megatron_sizes, trainer_option
-from reshard.cli.output import ignore_option, json_option, print_json, print_note, progress_bar, size
+from reshard.cli.output import ignore_option, json_option, print_json, print_note, progress_bar
 from reshard.cli.places import model_argument
 from reshard.core.limits import MAX_VOCAB_MULTIPLE
-
-SHOWN = 16
 
 
 class _Rate(click.FloatRange):
@@ -135,53 +133,10 @@ def command(
     if as_json:
         print_json(forecast.to_dict() | {"notices": notices})
         return
-    _show(forecast)
+    for line in forecast.lines():
+        click.echo(line)
     for notice in notices:
         print_note(notice)
-
-
-def _show(forecast: Any) -> None:
-    click.echo(
-        f"{forecast.model}: Megatron {forecast.trainer} ({forecast.trainer_ranks} ranks) to "
-        f"{forecast.engine_name} {forecast.engine} ({forecast.engine_ranks} ranks) on {'the same' if forecast.colocated else 'other'} GPUs"
-    )
-    widths = (6, 6, 11, 11, 11, 11, 7, 9, 10)
-    heads = ("rank", "GPU", "weights", "local", "host", "network", "peers", "copies", "tables")
-    click.echo("".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
-    shown = forecast.ranks
-    if len(shown) > SHOWN:
-        shown = sorted(shown, key=lambda r: -(r.host_bytes + r.network_bytes))[:SHOWN]
-    for r in shown:
-        amounts = (size(n) for n in (r.weight_bytes, r.local_bytes, r.host_bytes, r.network_bytes))
-        row = (r.rank, r.gpu, *amounts, r.partners, f"{r.transfers:,}", size(r.table_bytes))
-        click.echo("".join(f"{value:>{width}}" for value, width in zip(row, widths, strict=True)))
-    if len(shown) < len(forecast.ranks):
-        click.echo(f"   ... and {len(forecast.ranks) - len(shown)} that receive no more (--json has all)")
-    partly = "" if len(forecast.ranks) == forecast.engine_ranks else " to these ranks"
-    click.echo(
-        f"trainer's GPUs: weights {size(max(forecast.trainer_bytes))} at most; "
-        f"out{partly} {size(min(forecast.out_bytes))} to {size(max(forecast.out_bytes))}"
-    )
-    click.echo(
-        f"wire floor {forecast.wire_seconds * 1e3:.1f} ms: within hosts {forecast.link_seconds * 1e3:.1f} ms at "
-        f"{forecast.link_rate / 1e9:g} GB/s, between hosts {forecast.network_seconds * 1e3:.1f} ms at "
-        f"{forecast.network_rate / 1e9:g} GB/s"
-    )
-    if forecast.delta_network_seconds is not None:
-        click.echo(
-            f"of {100 * forecast.changed:g} % changed, with delta=True: between hosts {forecast.delta_network_seconds * 1e3:.1f} ms, "
-            f"beside a comparison of all weights with the copy of them that the trainer keeps"
-        )
-    click.echo(f"memory floor {forecast.memory_seconds * 1e3:.1f} ms at {forecast.memory_rate / 1e9:g} GB/s")
-    click.echo(
-        "extra memory of a GPU: the tables; where ranks cannot read each other's memory, the buckets (512 "
-        "MiB unless told otherwise)"
-    )
-    total = sum(r.plan_seconds for r in forecast.ranks)
-    click.echo(
-        f"planned in {forecast.plan_seconds:.2f} s for a rank at most, {total:.1f} s in all; every copy is proven. Whether your "
-        f"{forecast.engine_name} has this model is seen when it starts"
-    )
 
 
 def _numbers(text: str | None, option: str) -> list[int] | None:

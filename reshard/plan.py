@@ -16,6 +16,7 @@ from reshard.core.gc import gc_paused
 from reshard.core.limits import MAX_RANKS, check_number
 from reshard.core.placement import Placement, local_matrix
 from reshard.core.planner import Transfer, make_plan
+from reshard.core.printed import Printed, size
 from reshard.delta.forms import delta_share
 from reshard.engines.layout import EngineLayout, published_tensors
 from reshard.engines.sglang.layout import SglangLayout
@@ -32,6 +33,7 @@ from reshard.storage.sources.opening import read_model
 MAX_RANK_BYTES = 1 << 40
 # Columns of a copy table, each an int64.
 COPY_BYTES = 6 * 8
+SHOWN = 16  # ranks
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class RankForecast:
 
 
 @dataclass
-class Forecast:
+class Forecast(Printed):
     """The bytes that a refit would move, and the least time that the wires need.
 
     `ranks` are the inference ranks that were planned, `trainer_bytes` the weights of each trainer's rank,
@@ -100,6 +102,51 @@ class Forecast:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for ``--json``."""
         return asdict(self) | {"wire_seconds": self.wire_seconds, "plan_seconds": self.plan_seconds}
+
+    def lines(self) -> Iterator[str]:
+        """See `Printed.lines`."""
+        yield (
+            f"{self.model}: Megatron {self.trainer} ({self.trainer_ranks} ranks) to "
+            f"{self.engine_name} {self.engine} ({self.engine_ranks} ranks) on {'the same' if self.colocated else 'other'} GPUs"
+        )
+        widths = (6, 6, 11, 11, 11, 11, 7, 9, 10)
+        heads = ("rank", "GPU", "weights", "local", "host", "network", "peers", "copies", "tables")
+        yield "".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True))
+        shown = self.ranks
+        if len(shown) > SHOWN:
+            shown = sorted(shown, key=lambda rank: -(rank.host_bytes + rank.network_bytes))[:SHOWN]
+        for rank in shown:
+            amounts = (rank.weight_bytes, rank.local_bytes, rank.host_bytes, rank.network_bytes)
+            copies, tables = f"{rank.transfers:,}", size(rank.table_bytes)
+            row = (rank.rank, rank.gpu, *map(size, amounts), rank.partners, copies, tables)
+            yield "".join(f"{value:>{width}}" for value, width in zip(row, widths, strict=True))
+        if len(shown) < len(self.ranks):
+            yield f"   ... and {len(self.ranks) - len(shown)} that receive no more (--json has all)"
+        partly = "" if len(self.ranks) == self.engine_ranks else " to these ranks"
+        yield (
+            f"trainer's GPUs: weights {size(max(self.trainer_bytes))} at most; "
+            f"out{partly} {size(min(self.out_bytes))} to {size(max(self.out_bytes))}"
+        )
+        yield (
+            f"wire floor {self.wire_seconds * 1e3:.1f} ms: within hosts {self.link_seconds * 1e3:.1f} ms at "
+            f"{self.link_rate / 1e9:g} GB/s, between hosts {self.network_seconds * 1e3:.1f} ms at "
+            f"{self.network_rate / 1e9:g} GB/s"
+        )
+        if self.changed is not None and self.delta_network_seconds is not None:
+            yield (
+                f"of {100 * self.changed:g} % changed, with delta=True: between hosts {self.delta_network_seconds * 1e3:.1f} ms, "
+                f"beside a comparison of all weights with the copy of them that the trainer keeps"
+            )
+        yield f"memory floor {self.memory_seconds * 1e3:.1f} ms at {self.memory_rate / 1e9:g} GB/s"
+        yield (
+            "extra memory of a GPU: the tables; where ranks cannot read each other's memory, the buckets (512 "
+            "MiB unless told otherwise)"
+        )
+        total = sum(rank.plan_seconds for rank in self.ranks)
+        yield (
+            f"planned in {self.plan_seconds:.2f} s for a rank at most, {total:.1f} s in all; every copy is proven. Whether your "
+            f"{self.engine_name} has this model is seen when it starts"
+        )
 
 
 @accepts_renamed_options

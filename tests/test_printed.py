@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from reshard import check, diff, hf_to_mcore, inspect
+from reshard import MegatronLayout, VllmLayout, check, diff, hf_to_mcore, inspect
 from reshard.parity import parity
+from reshard.plan import plan_refit
 from tests.checkpoints import make
 
 
@@ -55,6 +56,12 @@ def test_a_printed_result_is_what_its_command_prints(made, tmp_path):
         text = str(result)
         assert sorted(text.splitlines()) == of_command(*command), command
         assert unescape(result._repr_html_()) == f"<pre>{text}</pre>"
+    forecast = plan_refit(one, MegatronLayout(tp=2), VllmLayout(tp=2))
+    planned, said = (
+        str(forecast).splitlines(),
+        of_command("plan", one, "--trainer", "tp=2", "--engine", "tp=2"),
+    )
+    assert len(planned) == len(said) and set(planned[:-1]) < set(said), "but for the time that it took"
     [differing, *_] = results.values()
     assert "model.norm.weight: 1 of 64 differ" in str(differing) and "changed: hf/config.json" in str(
         results["check", mcore]

@@ -7,7 +7,7 @@ from html import escape
 class Printed:
     """A result that ``print`` and notebooks show as its command does: its lines, and then a note for each notice."""
 
-    notices: Sequence[str]
+    notices: Sequence[str] = ()
 
     def lines(self) -> Iterable[str]:
         """Return the lines of text, without the notices."""

@@ -49,7 +49,6 @@ class ParityReport(NoTruthValue, Printed):
     reach: FarPrompt | None = None
     far: Metrics | None = None
     covered: str = ""
-    notices = ()  # they are among the lines
 
     @property
     def ok(self) -> bool:
