@@ -178,9 +178,8 @@ def _conclude(
         added = {"located": divergence and divergence.to_dict()} if located else {}
         print_json(report.to_dict() | added)
     else:
-        for line in report.lines():
-            if report.ok or line != report.verdict:  # an error, below
-                click.echo(line)
+        for line in report.lines(verdict=report.ok):  # another one is an error, below
+            click.echo(line)
     sentence = None
     if located and not report.ok:
         from reshard.parity.divergence import describe_divergence

@@ -132,7 +132,7 @@ def _logged(chain: str | Path) -> Iterator[Callable[[int], int]]:
     try:
         yield done
     except BaseException as error:
-        reason = first_line(error) if str(error) else type(error).__name__
+        reason = first_line(error)
         log.warning(
             "reshard: deltas of %s failed after %.1f s: %s", chain, time.perf_counter() - start, reason
         )

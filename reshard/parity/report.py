@@ -109,8 +109,9 @@ class ParityReport(NoTruthValue, Printed):
         )
         return f"{what}: {'; '.join(self.exceeded)}"
 
-    def lines(self) -> Iterator[str]:
-        """See `Printed.lines`: a table of the figures, then sentences, notes, limits and the verdict."""
+    def lines(self, verdict: bool = True) -> Iterator[str]:
+        """See `Printed.lines`: a table of the figures, then sentences, notes, limits and, unless told otherwise, the
+        `verdict`."""
         yield from (f"A: {self.a}", f"B: {self.b}")
         columns = self.columns
         width = max(20, *(len(name) + 2 for name in columns))
@@ -127,7 +128,8 @@ class ParityReport(NoTruthValue, Printed):
         worst = self.prompts[self.worst]
         yield f"worst prompt: {self.worst} ({worst.tokens} tokens), mean_abs {worst.mean_abs:.6g}"
         yield f"limits: {', '.join(self._held_limits())}"
-        yield self.verdict
+        if verdict:
+            yield self.verdict
 
     def _held_limits(self) -> list[str]:
         """Return the limits on figures that were measured; the notes and the verdict have the others."""

@@ -58,7 +58,7 @@ class RefitLog:
     def failed(self, number: int, seconds: float, error: BaseException) -> None:
         """Log a refit that failed."""
         if self.is_first:
-            reason = first_line(error) if str(error) else type(error).__name__
+            reason = first_line(error)
             self.logger.warning("reshard: %s %d failed after %.1f s: %s", self.what, number, seconds, reason)
 
 

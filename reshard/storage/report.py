@@ -18,8 +18,6 @@ from reshard.storage.sources.base import has_tokenizer
 # About what the interpreter and numpy take before the first slab, a forked worker of its own, and what is
 # planned for a tensor (with .metadata, and with what workers copy of it).
 BASE_MEMORY_BYTES, WORKER_MEMORY_BYTES, TENSOR_MEMORY_BYTES = 48 << 20, 8 << 20, 9 << 10
-
-
 SHOWN_RANKS = 16
 
 

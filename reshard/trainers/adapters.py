@@ -68,7 +68,7 @@ class MegatronAdapter(ShardedModel):
         check_supported((shard.key for shard in self.shards), WHERE)
         check_frozen(self.models)
         self._published: Published | None = None
-        self.factors = Factors(self.models)
+        self._factors = Factors(self.models)
 
     def _published_key(self, key: str) -> str | None:
         return key if ADAPTER.search(key) else None
@@ -96,7 +96,7 @@ class MegatronAdapter(ShardedModel):
 
     def check_adapter(self) -> None:
         """See `Trainer.check_adapter`."""
-        self.factors.check()
+        self._factors.check()
 
     def name_of(self, index: int) -> str:
         """Return the checkpoint key of a region's matrix."""

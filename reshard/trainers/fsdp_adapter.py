@@ -57,7 +57,7 @@ class FsdpAdapter(FsdpShards):
         super().__init__(model)
         check_supported(self.adapter_names, WHERE)
         check_frozen([model])
-        self.factors = Factors([model])
+        self._factors = Factors([model])
         self._scales: dict[str, Scale] = {}
         self._of_experts = _matrices_of_experts(model)
         self._copies: dict[int, torch.Tensor] = {}  # of B of all experts, by the parameter's index
@@ -89,7 +89,7 @@ class FsdpAdapter(FsdpShards):
 
     def check_adapter(self) -> None:
         """See `Trainer.check_adapter`."""
-        self.factors.check()
+        self._factors.check()
 
     def addresses(self) -> list[int]:
         """See `Trainer.addresses`; called before every refit, so that copies are of what is trained now."""

@@ -110,14 +110,7 @@ class MegatronSource(Source):
         self.vocab_multiple = vocab_multiple
         self.mapping = self._expanded()
         self.unplaced_states: str | None = None  # why states of a movable format are not read after all
-        try:
-            placed = self._placed()
-        except UnplacedStatesError as error:
-            if states != "movable":
-                raise ReshardError(f"{error}; --without-optimizer takes the weights alone") from error
-            self.states, self.unplaced_states = None, str(error)
-            self.mapping = self._expanded()
-            placed = self._placed()
+        placed = self._placed_with(states)
         manifest = self.manifest()
         recorded = set((manifest or {}).get("tensors", {}))
         self.experts_packed = (manifest or {}).get("experts_packed", True)
@@ -217,6 +210,18 @@ class MegatronSource(Source):
             )
             kept, self.cuts_padding = min(own, limit), limit < own
         return expand(self.model, padded_vocab=vocab, model_class=self.model_class, kept_padding=kept)
+
+    def _placed_with(self, states: States) -> KeyPlacement:
+        """Place the weights, and the optimizer states that are read: without states that have no place, where those
+        that can be moved were asked for. Raises ReshardError for such states where all were."""
+        try:
+            return self._placed()
+        except UnplacedStatesError as error:
+            if states != "movable":
+                raise ReshardError(f"{error}; --without-optimizer takes the weights alone") from error
+            self.states, self.unplaced_states = None, str(error)
+            self.mapping = self._expanded()
+            return self._placed()
 
     def _placed(self) -> KeyPlacement:
         """Place the weights, and with them the optimizer states that are read."""
