@@ -11,6 +11,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.request import Request, urlopen
@@ -19,7 +20,15 @@ import torch
 
 from reshard.comm.http import call_route
 from reshard.delta import save
-from reshard.engines.sglang.calls import apply_deltas, call, close_server, connect_server, refit_server
+from reshard.engines.sglang.calls import (
+    apply_deltas,
+    call,
+    call_and_join,
+    close_server,
+    connect_server,
+    refit_request,
+    refit_server,
+)
 from reshard.parity import parity
 from reshard.refit import RefitGroup, connect
 from reshard.trainers.megatron import MegatronModel
@@ -255,6 +264,15 @@ def refit_under_requests(url: str) -> list:
         return [refit.result(), ended[0], ran, len(json.loads(last.removeprefix(b"data: "))["output_ids"])]
 
 
+def applied_after_an_answer(url: str, chain: str) -> str:
+    """What a server says of deltas that come right after a request's last token, when its stages may still hold it:
+    by the route alone, since to ask for the plugin before takes their loop's next turn."""
+    options = {"chain": chain, "address": f"127.0.0.1:{free_port()}", "timeout": 60, "secret": "of this one call alone"}
+    body = refit_request(2, False) | {"load_format": json.dumps(options)}
+    call_route(url, "generate", {"input_ids": PROMPTS[0], "sampling_params": {"max_new_tokens": 3, "temperature": 0}})
+    return said_by(lambda: call_and_join(partial(call_route, url, "update_weights_from_distributed"), body))
+
+
 def drive_server(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict:
     """What a server answers, and parity says of it, that has loaded the first checkpoint from Megatron's, that has been
     refitted by HTTP from the last, and that has loaded that."""
@@ -281,6 +299,7 @@ def drive_server(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) 
             )
             for version in (1, None)
         ]
+        results["at once"] = [applied_after_an_answer(url, chain) for _ in range(10)]
         results["no chain"] = said_by(lambda: apply_deltas(url, f"{chain}-not"))
         results["no group"] = said_by(lambda: refit_server(url, 5))
         results["nothing to join"] = said_by(

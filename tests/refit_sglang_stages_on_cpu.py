@@ -1,6 +1,7 @@
 """Two stages of a pipeline with SGLang's real model classes, each called when the other has answered, as
 SGLang's schedulers are; refitted from a real Megatron model."""
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -16,6 +17,20 @@ from tests.refit_sglang_on_cpu import built, held
 from tests.refit_sides import Steps, trainer
 
 
+class Batch:
+    """The requests of one turn of a stage's loop."""
+
+    def __init__(self) -> None:
+        self.reqs: list[SimpleNamespace] = []
+
+    def filter_batch(self) -> None:
+        self.reqs = [request for request in self.reqs if not request.finished()]
+
+    def run_until(self, moment: float) -> None:
+        """Run a request that has its last token at a moment."""
+        self.reqs = [SimpleNamespace(finished=lambda: time.monotonic() >= moment)]
+
+
 class Stage:
     """What our side asks of an SGLang scheduler."""
 
@@ -24,14 +39,18 @@ class Stage:
         self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
         self.weight_updater = SimpleNamespace(offload_tags=set())
         self.ipc_channels = SimpleNamespace(send_to_tokenizer=self)
-        self.idle, self.said, self.flushed = True, [], 0
+        self.said, self.flushed = [], 0
+        self.running_batch, self.last_batch = Batch(), None
+        self.running_mbs, self.mbs, self.last_mbs = [Batch(), self.running_batch], [None], [None]
+        self.enable_overlap, self.waiting_queue = False, []
+        self.grammar_manager = SimpleNamespace(grammar_queue=[])
 
     def is_fully_idle(self) -> bool:
-        return self.idle
+        return not any(batch.reqs for batch in self.running_mbs)
 
     def flush_cache(self, empty_cache: bool) -> bool:
-        self.flushed += 1
-        return True
+        self.flushed += self.is_fully_idle()
+        return self.is_fully_idle()
 
     def send_output(self, abort, request) -> None:
         self.said.append(abort.finished_reason["message"])
@@ -97,6 +116,8 @@ def serve(steps: Steps, address: str, checkpoints: list[tuple[str, str]], number
     in_turn("connect called", connects)
     in_turn("connect joined", stage.reshard_join)
     for version in range(3):
+        if version == 2:  # the first stage has answered a request, which the second has to hear of
+            stage.running_mbs[number].run_until(time.monotonic() + 0.3 * number)
         in_turn(f"refit {version} called", lambda version=version: stage.reshard_refit(version))  # type: ignore[misc]
         assert not stage.takes()
         if version == 1:  # nobody joins
@@ -109,10 +130,10 @@ def serve(steps: Steps, address: str, checkpoints: list[tuple[str, str]], number
         results["served"].append(guard._guards[model].version if results["taken"][-1] else None)
         assert held(model) == loaded
         if version == 1:
-            stage.idle = number == 1  # the first stage has a request
+            stage.running_mbs[0].run_until(math.inf if number == 0 else 0.0)  # the first stage has a request
             in_turn("busy called", stage.reshard_refit)
             results["busy"] = caught(stage.reshard_join)
-            stage.idle = True
+            stage.running_mbs[0].reqs = []
     steps.meet("last")
     if number:
         os._exit(0)

@@ -226,6 +226,7 @@ def test_a_server_with_pipeline_stages_is_refitted_by_its_own_routes(served):
     _, engine = served
     [of_one, of_two] = engine["deltas"]
     assert of_one == (1, engine["loaded"][1], "1") and of_two == (2, engine["loaded"][0], "2")
+    assert engine["at once"] == ["no error"] * 10, "a request that has been answered is in nobody's way"
     assert "chain-not is not a chain of deltas" in engine["no chain"]
     answers, version = engine["by http"]
     assert answers == engine["loaded"][1] != engine["loaded"][0] and version == "5"

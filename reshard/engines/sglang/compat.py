@@ -47,6 +47,7 @@ BUSY = (
     "this SGLang has requests under way, whose keys and values are of earlier weights: wait for them, or call "
     "pause_generation(mode='abort'), before a refit"
 )
+FINISHING_SECONDS = 1.0  # that a request may be on its way out, whose answer has been sent
 GET_LOADER = "sglang.srt.model_loader.loader.get_model_loader"
 CONNECTED = "InitWeightsUpdateGroupReqOutput"
 UPDATED = "UpdateWeightsFromDistributedReqOutput"
@@ -304,18 +305,25 @@ def check_idle(scheduler: Any) -> None:
     """Raise ReshardError while a scheduler has requests under way."""
     if scheduler is None:
         return
+    drop_finished(scheduler)
     with known("does not say whether it has requests"):
-        if not has_stages(scheduler):  # whose loop goes on by itself
-            _drop_finished(scheduler)
         is_idle = scheduler.is_fully_idle()
     if not is_idle:
         raise ReshardError(BUSY)
 
 
-async def is_busy(manager: Any, seconds: float) -> bool:
-    """Tell whether a server runs requests, and does so for so many seconds; a paused one runs none."""
+def running_requests(scheduler: Any) -> list[Any]:
+    """Return the requests that a scheduler runs, whose ``finished()`` tells when they are at their end; none
+    if others wait for their turn."""
     with known("does not say whether it has requests"):
-        end = time.monotonic() + seconds
+        running = [request for batch in _batches(scheduler) for request in batch.reqs]
+        return [] if scheduler.waiting_queue or scheduler.grammar_manager.grammar_queue else running
+
+
+async def is_busy(manager: Any) -> bool:
+    """Tell whether a server runs requests, and does so for `FINISHING_SECONDS`; a paused one runs none."""
+    with known("does not say whether it has requests"):
+        end = time.monotonic() + FINISHING_SECONDS
         while not manager.is_pause and manager.model_update_lock._readers:
             if time.monotonic() > end:
                 return True
@@ -323,16 +331,26 @@ async def is_busy(manager: Any, seconds: float) -> bool:
     return False
 
 
-def _drop_finished(scheduler: Any) -> None:
+def _batches(scheduler: Any) -> list[Any]:
+    """Return the batches of a scheduler, of each turn of its loop with pipeline stages; some twice."""
+    batches = [scheduler.last_batch, scheduler.running_batch]
+    if has_stages(scheduler):
+        batches += [*scheduler.running_mbs, *scheduler.mbs, *scheduler.last_mbs]
+    return [batch for batch in batches if batch is not None]
+
+
+def drop_finished(scheduler: Any) -> None:
     """Drop a scheduler's last batches if all of their requests have been answered: it would do so in the
-    next turn of its loop, which waits for this call."""
-    batches = [batch for batch in (scheduler.last_batch, scheduler.running_batch) if batch is not None]
-    if not all(request.finished() for batch in batches for request in batch.reqs):
-        return
-    while scheduler.enable_overlap and scheduler.result_queue:
-        scheduler.process_batch_result(*scheduler.result_queue.popleft())
-    scheduler.last_batch = None
-    scheduler.running_batch.filter_batch()
+    next turns of its loop, which wait for this call."""
+    with known("does not say whether it has requests"):
+        batches = _batches(scheduler)
+        if not all(request.finished() for batch in batches for request in batch.reqs):
+            return
+        while scheduler.enable_overlap and scheduler.result_queue:
+            scheduler.process_batch_result(*scheduler.result_queue.popleft())
+        for batch in batches:
+            batch.filter_batch()
+        scheduler.last_batch = None
 
 
 def flush_cache(scheduler: Any) -> None:

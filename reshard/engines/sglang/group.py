@@ -23,7 +23,6 @@ from reshard.engines.sglang.pipeline import UNDER_WAY, call_of
 GROUP = "reshard"
 ASKED, PRESENT = "reshard?", "reshard is here"  # a group that nobody has, and the answer of a plugin
 VERIFIED = "verify"  # as a load format: compare every bit
-FINISHING_SECONDS = 1.0  # that a request may be on its way out, whose answer has been sent
 JOIN = "join"  # as a backend or load format: wait for the stages that have begun
 
 
@@ -81,7 +80,7 @@ async def check_idle(
     Deltas, for which no trainer waits, wait for the requests as SGLang's own updates do.
     """
     is_refit = request.group_name == GROUP and request.load_format in (None, VERIFIED)
-    if is_refit and not request.abort_all_requests and await compat.is_busy(manager, FINISHING_SECONDS):
+    if is_refit and not request.abort_all_requests and await compat.is_busy(manager):
         return False, compat.BUSY
     return await update(manager, request, *args, **kwargs)
 

@@ -10,6 +10,7 @@ changes while the thread runs, and what does change, changes in `BackgroundCall.
 """
 
 import contextvars
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Thread
@@ -27,15 +28,16 @@ class BackgroundCall:
     """A call of a scheduler on another thread, while the scheduler's loop continues.
 
     Make it on the scheduler's thread, since only that thread knows whether there are requests. If there were
-    some then, `check_idle` says so inside the call.
+    some then that are not about to end, `check_idle` says so inside the call.
     """
 
     def __init__(self, scheduler: Any, action: Callable[[], Any]) -> None:
         self._busy: ReshardError | None = None
+        self._running: list[Any] = []
         try:
             compat.check_idle(scheduler)
         except ReshardError as error:
-            self._busy = error
+            self._busy, self._running = error, compat.running_requests(scheduler)
         self._at_end: list[Callable[[], None]] = []
         self._outcome: Future[Any] = Future()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -61,9 +63,21 @@ class BackgroundCall:
         return not self._outcome.done()
 
     def check_idle(self) -> None:
-        """Raise ReshardError if the scheduler had requests under way."""
-        if self._busy is not None:
-            raise self._busy
+        """Raise ReshardError if the scheduler had requests under way.
+
+        The first stage answers a request a turn or two before the others hear that it has ended: what they still
+        run is waited for, while their loops go on.
+        """
+        if self._busy is None:
+            return
+        end = time.monotonic() + compat.FINISHING_SECONDS
+        while self._running and time.monotonic() < end:
+            self._running = [request for request in self._running if not request.finished()]
+            if not self._running:
+                self._busy = None
+                return
+            time.sleep(0.005)
+        raise self._busy
 
     def at_end(self, action: Callable[[], None]) -> None:
         """Have `join` call this on the scheduler's thread."""
@@ -111,6 +125,7 @@ def join(scheduler: Any) -> Any:
             "no call of this SGLang waits to be joined: reshard_join comes after reshard_connect, reshard_refit "
             "or reshard_release, with pipeline stages"
         )
+    compat.drop_finished(scheduler)  # which would keep its cache from being flushed
     try:
         return call.join()
     finally:
