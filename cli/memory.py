@@ -1,6 +1,5 @@
 """``reshard memory``."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,14 @@ from reshard.cli.layout import (
     trainer_option,
 )
 from reshard.cli.memory_options import GROUPS, memory_options
-from reshard.cli.output import ignore_option, json_option, print_json, print_note, write_page
+from reshard.cli.output import ignore_option, json_option, print_json, print_note, print_result, write_page
 from reshard.cli.places import model_argument
 from reshard.core.errors import ReshardError
 
-GIB = 1 << 30
-SHOWN = 16
+RANKING = (
+    "memory is predicted, time is not: first those that surely fit, then less recomputed, less offloaded, a smaller "
+    "bubble, less TP, EP within a host"
+)
 # Options that say something about what another one asks for, and nothing without it.
 NEEDING = {
     "engine": ("utilization", "colocated", "trainer_offload", "delta", "from_host"),
@@ -70,9 +71,8 @@ def command(
         _check_html(html)
     model = read_model(path)
     check_ignored(model)
-    notices = model.notices
     if fitting["fit"]:
-        _fit(context, model, training, gpu_bytes, sizes, fitting, notices + uncounted(model), as_json)
+        _fit(context, model, training, gpu_bytes, sizes, fitting, model.notices + uncounted(model), as_json)
         return
     report = estimate_memory(model, layout, gpu_memory=gpu_bytes, engine=engine_setup, **options)
     if html is not None:
@@ -83,11 +83,9 @@ def command(
         except OSError as error:
             raise ReshardError(f"--html: cannot write {html}: {error.strerror}") from error
     if as_json:
-        print_json(report.to_dict() | {"notices": notices})
+        print_json(report.to_dict())
     else:
-        _show(report, tensors)
-        for notice in notices:
-            print_note(notice)
+        print_result(report, report.lines(tensors))
     if report.gpu_bytes is not None and not report.fits:
         context.exit(1)
 
@@ -154,98 +152,13 @@ def _check_html(path: str) -> None:
     require("parity", "bokeh", "jinja2")
 
 
-def _gib(n: float) -> str:
-    return f"{n / GIB:.2f}"
-
-
-def _band(band: Any) -> str:
-    return f"{band.low / GIB:.1f} to {band.high / GIB:.1f}"
-
-
-def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(len(row[i]) for row in [heads, *rows]) + 2 for i in range(len(heads))]
-    for row in [heads, *rows]:
-        click.echo("".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-HEADS = (
-    "stage", "layers", "weights", "grads", "main", "moments", "TE", "activations", "transient", "allocated", "outside", "in all",
-)  # fmt: skip
-
-
-def _show(report: Any, tensors: bool) -> None:
-    click.echo(
-        f"{report.model}: {report.layout}, {report.ranks} GPU{'s' * (report.ranks > 1)}, {report.tokens:,} tokens a microbatch and GPU, "
-        f"{report.microbatches} microbatches, recompute {report.recompute}"
-    )
-    _show_stages(report.stages)
-    peak = report.peak
-    click.echo(
-        f"peak: stage {peak.stage}, {peak.moment}: {_gib(peak.allocated)} GiB allocated"
-        + (f" ({_band(peak.allocated_band)})" if peak.allocated_band.high > peak.allocated_band.low else "")
-        + f", {_band(peak.total_band)} with fragmentation and what lies outside torch"
-    )
-    if report.host_bytes:
-        click.echo(f"host: {_gib(report.host_bytes)} GiB of optimizer for the GPUs of a host")
-    if report.delta_host_bytes:
-        click.echo(
-            f"host: {_gib(report.delta_host_bytes)} GiB kept for deltas for the GPUs of a host, at most"
-        )
-    if tensors:
-        click.echo("activations of that stage, GiB:")
-        largest_first = sorted(peak.tensors.items(), key=lambda each: -each[1])
-        _table(("", "GiB"), [(name, _gib(n)) for name, n in largest_first])
-    if report.phases:
-        _show_phases(report.phases)
-    for note in report.notes:
-        print_note(note)
-    if report.gpu_bytes is not None:
-        size = f"{_gib(report.gpu_bytes)} GiB"
-        verdicts = {
-            True: f"yes: it fits into {size}",
-            False: f"no: it does not fit into {size}",
-            None: f"maybe: {size} is within the range of the estimate",
-        }
-        click.echo(verdicts[report.fits])
-
-
-def _show_stages(stages: list[Any]) -> None:
-    click.echo("GiB of a GPU of each pipeline stage, at its fullest moment:")
-    shown = stages
-    if len(shown) > SHOWN:
-        fullest = sorted(stages, key=lambda s: -s.total_band.high)[:SHOWN]
-        shown = sorted(fullest, key=lambda s: s.stage)
-    rows = []
-    for s in shown:
-        layers = s.layers if len(s.layers) <= 28 else s.layers[:25] + "..."
-        static = (s.weights, s.grads, s.main_params, s.moments, s.engine_buffers)
-        parts = (*static, s.activations, s.transient, s.allocated)
-        rows.append((str(s.stage), layers, *map(_gib, parts), _band(s.outside), _band(s.total_band)))
-    _table(HEADS, rows)
-    if len(shown) < len(stages):
-        click.echo(f"  ... and {len(stages) - len(shown)} that need no more (--json has all)")
-
-
-def _show_phases(phases: list[Any]) -> None:
-    from reshard.memory.phases import KEPT
-
-    click.echo("phases of an RL step, GiB of the fullest GPU:")
-    rows = []
-    for p in phases:
-        tokens = f"{p.kv_tokens.low:,} to {p.kv_tokens.high:,}" if p.kv_tokens else ""
-        rows.append((p.name, p.gpus, _gib(sum(p.parts.values())), _band(p.total_band), tokens))
-    _table(("phase", "GPUs", "holds", "in all", "tokens of keys and values"), rows)
-    if kept := max(p.parts.get(KEPT, 0) for p in phases):
-        click.echo(f"of which kept for deltas: {_gib(kept)} GiB of a trainer's GPU, at most")
-
-
 def _fit(
     context: click.Context, model: Any, training: Any, gpu_bytes: int | None, sizes: dict[str, Any], limits: dict[str, Any],
     notices: list[str], as_json: bool,
 ) -> None:  # fmt: skip
     from click.core import ParameterSource
 
-    from reshard.memory.fit import SearchSpace, fit
+    from reshard.memory.fit import SearchSpace, fit, fit_lines
 
     def was_given(name: str) -> bool:
         return context.get_parameter_source(name) is not ParameterSource.DEFAULT
@@ -276,34 +189,10 @@ def _fit(
                 "notices": notices,
             }
         )
-    elif layouts:
-        _show_fit(layouts, f"{tried} layouts of {training.gpus} GPUs tried", gpu_bytes)
-        for notice in notices:
-            print_note(notice)
     else:
-        click.echo(f"none of {tried} layouts of {training.gpus} GPUs fits into {_gib(gpu_bytes)} GiB")
+        for line in fit_lines(layouts, tried, training.gpus, gpu_bytes):
+            click.echo(line)
+        for notice in [RANKING, *notices] if layouts else []:
+            print_note(notice)
     if not any(layout.surely for layout in layouts):
         context.exit(1)
-
-
-def _show_fit(layouts: list[Any], title: str, gpu_bytes: int) -> None:
-    click.echo(f"{title}; the best that fit into {_gib(gpu_bytes)} GiB:")
-    rows = [
-        (
-            f"{layout.layout} DP{layout.dp}" + f" CP{layout.cp}" * (layout.cp > 1),
-            layout.recompute,
-            f"{layout.offload:g}",
-            _gib(layout.allocated),
-            f"{layout.low / GIB:.1f} to {layout.high / GIB:.1f}",
-            f"{layout.bubble:.0%}",
-            str(layout.microbatches),
-            "yes" if layout.surely else "maybe",
-        )
-        for layout in layouts
-    ]
-    _table(("layout", "recompute", "offload", "allocated", "in all", "bubble", "microbatches", "fits"), rows)
-    click.echo(
-        "note: memory is predicted, time is not: first those that surely fit, then less recomputed, less offloaded, a smaller "
-        "bubble, less TP, EP within a host",
-        err=True,
-    )

@@ -267,9 +267,16 @@ def refit_under_requests(url: str) -> list:
 def applied_after_an_answer(url: str, chain: str) -> str:
     """What a server says of deltas that come right after a request's last token, when its stages may still hold it:
     by the route alone, since to ask for the plugin before takes their loop's next turn."""
-    options = {"chain": chain, "address": f"127.0.0.1:{free_port()}", "timeout": 60, "secret": "of this one call alone"}
+    options = {
+        "chain": chain,
+        "address": f"127.0.0.1:{free_port()}",
+        "timeout": 60,
+        "secret": "of this one call alone",
+    }
     body = refit_request(2, False) | {"load_format": json.dumps(options)}
-    call_route(url, "generate", {"input_ids": PROMPTS[0], "sampling_params": {"max_new_tokens": 3, "temperature": 0}})
+    call_route(
+        url, "generate", {"input_ids": PROMPTS[0], "sampling_params": {"max_new_tokens": 3, "temperature": 0}}
+    )
     return said_by(lambda: call_and_join(partial(call_route, url, "update_weights_from_distributed"), body))
 
 

@@ -12,7 +12,8 @@ from reshard.cli.failures import status_of
 from reshard.cli.main import cli
 from reshard.memory.activations import uncounted
 from reshard.memory.estimate import estimate_memory
-from reshard.memory.phases import EngineSetup, Phase
+from reshard.memory.phases import EngineSetup
+from reshard.memory.report import Phase
 from reshard.refit.options import BUCKET_BYTES
 from tests.checkpoints import model
 from tests.test_memory_measured import GIB, QWEN, of
@@ -119,7 +120,7 @@ def test_what_cannot_be_is_one_sentence(configs, arguments, code, said):
 def test_activations_of_modules_that_are_not_counted_are_named(variant, modules):
     [note] = uncounted(model(variant))
     assert f"what layers keep for {modules}" in note
-    assert note in estimate_memory(model(variant)).notes
+    assert note in estimate_memory(model(variant)).notices
 
 
 def test_activations_of_most_families_are_all_counted():

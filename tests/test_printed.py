@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from reshard import MegatronLayout, VllmLayout, check, diff, hf_to_mcore, inspect
+from reshard import MegatronLayout, VllmLayout, check, diff, estimate_memory, hf_to_mcore, inspect
 from reshard.parity import parity
 from reshard.plan import plan_refit
 from tests.checkpoints import make
@@ -50,12 +50,16 @@ def test_a_printed_result_is_what_its_command_prints(made, tmp_path):
         ("check", mcore): check(mcore),
         ("inspect", one): inspect(one),
         ("hf-to-mcore", one, tmp_path / "new", "--dry-run"): hf_to_mcore(one, tmp_path / "new", dry_run=True),
+        ("memory", one, "--tp", "2", "--gpu-memory", "H100"): estimate_memory(
+            one, MegatronLayout(tp=2), gpu_memory="H100"
+        ),
         ("parity", one, other, "--dtype", "fp32", "--random", "2"): parity(one, other, 2, dtype="fp32"),
     }
     for command, result in results.items():
         text = str(result)
         assert sorted(text.splitlines()) == of_command(*command), command
         assert unescape(result._repr_html_()) == f"<pre>{text}</pre>"
+    assert not torch.distributed.is_initialized(), "a process of its own is left without a process group"
     forecast = plan_refit(one, MegatronLayout(tp=2), VllmLayout(tp=2))
     planned, said = (
         str(forecast).splitlines(),

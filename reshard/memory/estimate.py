@@ -12,7 +12,8 @@ from reshard.megatron.layout import MegatronLayout, checked_layout
 from reshard.memory.options import Training, TrainingSetup
 from reshard.memory.outside import bytes_of_gpu
 from reshard.memory.phases import EngineSetup, kept_for_deltas, phases_of
-from reshard.memory.report import MemoryReport, report_of
+from reshard.memory.report import MemoryReport
+from reshard.memory.stages import report_of
 from reshard.models.model import Model
 from reshard.storage.sources.opening import read_model
 

@@ -4,14 +4,16 @@ Memory is predicted, time is not: the order says which layouts recompute less, m
 host, wait less in the pipeline and split layers within hosts, not which is faster.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from reshard.core.errors import OptionError, ReshardError
 from reshard.megatron.layout import MegatronLayout
 from reshard.memory.options import Training, TrainingSetup
-from reshard.memory.report import report_of
+from reshard.memory.outside import Band
+from reshard.memory.stages import report_of
+from reshard.memory.text import band_text, gib, table
 from reshard.models.model import Model
 
 LADDER_DENSE = ("none", "mlp", "full")
@@ -211,3 +213,27 @@ def even_stages(layers: int, mtp: int, stages: int) -> str | None:
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def fit_lines(layouts: Sequence[FittingLayout], tried: int, gpus: int, gpu_bytes: int) -> Iterator[str]:
+    """Yield the lines of a search for layouts that fit, of how many `tried`."""
+    if not layouts:
+        yield f"none of {tried} layouts of {gpus} GPUs fits into {gib(gpu_bytes)} GiB"
+        return
+    yield f"{tried} layouts of {gpus} GPUs tried; the best that fit into {gib(gpu_bytes)} GiB:"
+    rows = [
+        (
+            f"{layout.layout} DP{layout.dp}" + f" CP{layout.cp}" * (layout.cp > 1),
+            layout.recompute,
+            f"{layout.offload:g}",
+            gib(layout.allocated),
+            band_text(Band(layout.low, layout.high)),
+            f"{layout.bubble:.0%}",
+            str(layout.microbatches),
+            "yes" if layout.surely else "maybe",
+        )
+        for layout in layouts
+    ]
+    yield from table(
+        ("layout", "recompute", "offload", "allocated", "in all", "bubble", "microbatches", "fits"), rows
+    )

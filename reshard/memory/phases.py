@@ -6,19 +6,17 @@ here; so is what a sleeping engine leaves on the GPU.
 
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
 from reshard.core.errors import OptionError, listed
 from reshard.engines.layout import EngineLayout, EngineRank, Split
 from reshard.memory.activations import Sizes, layer_tensors
 from reshard.memory.options import GIB, TrainingSetup
 from reshard.memory.outside import CONTEXT, Band
-from reshard.memory.report import MemoryReport, StageMemory
+from reshard.memory.report import KEPT, MemoryReport, Phase, StageMemory
 from reshard.models.model import Model
 
 MOVABLE = ("weights", "grads", "optimizer")
 DELTA_PLACES = ("gpu", "host")
-KEPT = "kept for deltas"
 # Left by a sleeping engine: its context, communicators and CUDA graphs. Up to 25 GiB were reported.
 RESIDUE = Band(1 * GIB, 4 * GIB)
 # Of CUDA graphs and kernels of a running engine.
@@ -67,18 +65,6 @@ class EngineSetup:
             raise OptionError(f"--delta: {self.delta!r} is not one of {listed(DELTA_PLACES)}")
         if self.from_host and "weights" not in self.offload:
             raise OptionError("--refit-from-host: the weights are not offloaded, see --trainer-offload")
-
-
-class Phase(NamedTuple):
-    """Bytes on the fullest GPU of a phase, by what they are; `gpus` says whose GPUs. `kv_tokens`
-    are the tokens of keys and values that fit for each engine (of a data parallel engine: for each
-    of its parts)."""
-
-    name: str
-    gpus: str
-    parts: dict[str, int]
-    total_band: Band
-    kv_tokens: Band | None = None
 
 
 def phases_of(setup: TrainingSetup, report: MemoryReport, engine: EngineSetup) -> list[Phase]:

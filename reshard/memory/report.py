@@ -1,14 +1,18 @@
-"""The memory of a training layout, stage by stage."""
+"""What an estimate of memory says: a report, of each pipeline stage, and of each phase of an RL step."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from reshard.megatron.stages import Stage
-from reshard.memory.activations import ChunkBytes, chunk_bytes, uncounted
-from reshard.memory.options import TrainingSetup
-from reshard.memory.outside import IMBALANCE, RESERVED, Band, outside
-from reshard.memory.schedule import Moment, moments
-from reshard.memory.static import Static, static_bytes
+from reshard.core.printed import Printed
+from reshard.memory.outside import Band
+from reshard.memory.text import band_text, gib, table
+
+SHOWN = 16
+KEPT = "kept for deltas"  # the part of a phase that has a line of its own
+HEADS = (
+    "stage", "layers", "weights", "grads", "main", "moments", "TE", "activations", "transient", "allocated", "outside", "in all",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,20 @@ class StageMemory:
         return self.weights + self.grads + self.main_params + self.moments + self.engine_buffers
 
 
+class Phase(NamedTuple):
+    """Bytes on the fullest GPU of a phase, by what they are; `gpus` says whose GPUs. `kv_tokens`
+    are the tokens of keys and values that fit for each engine (of a data parallel engine: for each
+    of its parts)."""
+
+    name: str
+    gpus: str
+    parts: dict[str, int]
+    total_band: Band
+    kv_tokens: Band | None = None
+
+
 @dataclass(frozen=True)
-class MemoryReport:
+class MemoryReport(Printed):
     """The memory of each pipeline stage, and the assumptions of the estimate.
 
     `delta_host_bytes` is the host's memory in which the GPUs of a host keep what they sent, for deltas.
@@ -62,10 +78,10 @@ class MemoryReport:
     tokens: int
     recompute: str
     stages: list[StageMemory]
-    notes: list[str]
+    notices: list[str]
     gpu_bytes: int | None = None
     gpus_per_host: int = 8
-    phases: list[Any] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
     delta_host_bytes: int = 0
 
     @property
@@ -90,6 +106,10 @@ class MemoryReport:
             return True
         return False if any(end.low > self.gpu_bytes for end in ends) else None
 
+    def lines(self, tensors: bool = False) -> Iterator[str]:
+        """See `Printed.lines`; with the activations of the fullest stage by name if `tensors`."""
+        return _lines(self, tensors)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for ``--json``."""
         return asdict(self) | {
@@ -99,165 +119,66 @@ class MemoryReport:
         }
 
 
-def report_of(setup: TrainingSetup, gpu_bytes: int | None = None) -> MemoryReport:
-    """Compute the report of a setup."""
-    by_kind: dict[tuple, tuple[Static, list[ChunkBytes], list[ChunkBytes]]] = {}
-    stages = []
-    for rank, chunks in enumerate(setup.layout.stages(setup.model)):
-        kinds = tuple(
-            (tuple(setup.model.kinds[layer] for layer in chunk.layers), chunk.embedding, chunk.output, chunk.mtp,
-             setup.model.num_layers - 1 in chunk.layers)
-            for chunk in chunks
-        )  # fmt: skip
-        if kinds not in by_kind:
-            by_kind[kinds] = _parts(setup, chunks)
-        stages.append(_stage(setup, rank, chunks, *by_kind[kinds]))
-    axes = f"{setup.layout} DP{setup.dp}" + (f" CP{setup.training.cp}" if setup.training.cp > 1 else "")
-    return MemoryReport(
-        f"{setup.model.family.name} ({setup.model.num_layers} layers)", axes, setup.ranks, setup.dp,
-        setup.microbatches, setup.tokens, str(setup.recompute), stages, _notes(setup), gpu_bytes,
-        setup.training.gpus_per_host,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The fullest moment of a rank: bytes of activations, and of tensors that live for a moment only."""
-
-    activations: float
-    transient: float
-    moment: Moment
-
-
-def peak_of(setup: TrainingSetup, rank: int, chunks: list[ChunkBytes]) -> Peak:
-    """Return the fullest moment of pipeline rank `rank` over the schedule."""
-    t = setup.training
-    group = t.microbatch_group_size or setup.layout.pp
-    best: Peak | None = None
-    for moment in moments(
-        setup.layout.pp, rank, len(chunks), setup.microbatches, group, int(t.overlap_expert_comm)
-    ):
-        kept = sum(n * chunk.kept for n, chunk in zip(moment.alive, chunks, strict=True))
-        current = chunks[moment.chunk]
-        extra = current.forward if moment.forward else current.backward
-        if best is None or kept + extra > best.activations + best.transient:
-            best = Peak(kept, extra, moment)
-    assert best is not None
-    return best
-
-
-def _parts(setup: TrainingSetup, stages: list[Stage]) -> tuple[Static, list[ChunkBytes], list[ChunkBytes]]:
-    """Return what does not depend on the pipeline rank: static bytes, and a microbatch's bytes in
-    each chunk, with the given routing and with that of the band's upper end."""
-    t, static = setup.training, static_bytes(setup, stages)
-
-    def chunks(imbalance: float) -> list[ChunkBytes]:
-        sizes = [chunk_bytes(setup, chunk, imbalance) for chunk in stages]
-        return [size._replace(backward=size.backward + static.largest) for size in sizes]
-
-    usual = chunks(t.imbalance or 1.0)
-    uneven = setup.model.num_experts and setup.layout.ep > 1 and t.imbalance is None
-    return static, usual, chunks(IMBALANCE) if uneven else usual
-
-
-def _stage(
-    setup: TrainingSetup,
-    rank: int,
-    stages: list[Stage],
-    static: Static,
-    chunks: list[ChunkBytes],
-    fuller: list[ChunkBytes],
-) -> StageMemory:
-    peak = peak_of(setup, rank, chunks)
-    busy = static.total + round(peak.activations + peak.transient)
-    step = static.total + static.step
-    least = high = max(busy, step)
-    if fuller is not chunks:
-        fuller_peak = peak_of(setup, rank, fuller)
-        high = max(high, static.total + round(fuller_peak.activations + fuller_peak.transient))
-    copies, copies_band = _fp8_copies(setup, static)
-    allocated, band = least + copies, Band(least + copies_band.low, high + copies_band.high)
-    outside_torch = outside(setup)
-    total = Band(
-        round(band.low * RESERVED[0]) + outside_torch.low, round(band.high * RESERVED[1]) + outside_torch.high
+def _lines(report: MemoryReport, tensors: bool) -> Iterator[str]:
+    """Yield the lines of a report; with the activations of its fullest stage by name if `tensors`."""
+    yield (
+        f"{report.model}: {report.layout}, {report.ranks} GPU{'s' * (report.ranks > 1)}, {report.tokens:,} tokens a microbatch and GPU, "
+        f"{report.microbatches} microbatches, recompute {report.recompute}"
     )
-    in_step = step > busy
-    tensors: dict[str, float] = {}
-    for n, chunk in zip(peak.moment.alive, chunks, strict=True):
-        for name, amount in chunk.tensors.items():
-            tensors[name] = tensors.get(name, 0) + n * amount
-    return StageMemory(
-        rank, _layers(stages), static.weights, static.grads, static.main_params, static.moments,
-        static.engine_buffers + copies, 0 if in_step else round(peak.activations),
-        static.step if in_step else round(peak.transient),
-        "the optimizer's step" if in_step else _words(peak.moment, len(chunks)),
-        (0,) * len(chunks) if in_step else peak.moment.alive, allocated, band, outside_torch, total, static.host,
-        {} if in_step else {name: round(amount) for name, amount in tensors.items()},
-    )  # fmt: skip
-
-
-def _fp8_copies(setup: TrainingSetup, static: Static) -> tuple[int, Band]:
-    """Return the bytes of the weights' fp8 copies, and a band around them.
-
-    Beside bf16 weights there is a copy by rows and one by columns, which stay until the next step
-    (measured: 1.9 to 2.1 bytes for a number, of blockwise and of tensorwise scaling); mxfp8 has a
-    scale for every 32 numbers. With fp8 parameters the copies replace the two bytes of bf16.
-    """
-    if not setup.training.fp8:
-        return 0, Band(0, 0)
-    if setup.training.fp8_params:
-        return 0, Band(-static.linear, static.linear // 8)
-    return 2 * static.linear, Band(static.linear, static.linear * 17 // 8)
-
-
-def _words(moment: Moment, chunks: int) -> str:
-    n = sum(moment.alive)
-    which = f" of chunk {moment.chunk}" if chunks > 1 else ""
-    what = "forward" if moment.forward else "backward"
-    kind, plural = ("microbatch", "microbatches") if chunks == 1 else ("chunk", "chunks")
-    return f"{what}{which}, {n} {kind if n == 1 else plural} alive"
-
-
-def _layers(stages: list[Stage]) -> str:
-    """Describe the layers of a stage's chunks, such as ``E 0-3, 16-19``."""
-    texts = []
-    for chunk in stages:
-        layers = (
-            f"{chunk.layers[0]}-{chunk.layers[-1]}"
-            if len(chunk.layers) > 1
-            else "".join(map(str, chunk.layers))
+    yield from _stage_lines(report.stages)
+    peak = report.peak
+    yield (
+        f"peak: stage {peak.stage}, {peak.moment}: {gib(peak.allocated)} GiB allocated"
+        + (
+            f" ({band_text(peak.allocated_band)})"
+            if peak.allocated_band.high > peak.allocated_band.low
+            else ""
         )
-        parts = ["E" * chunk.embedding, layers, "MTP" * chunk.mtp, "L" * chunk.output]
-        texts.append(" ".join(part for part in parts if part) or "-")
-    return ", ".join(texts)
+        + f", {band_text(peak.total_band)} with fragmentation and what lies outside torch"
+    )
+    if report.host_bytes:
+        yield f"host: {gib(report.host_bytes)} GiB of optimizer for the GPUs of a host"
+    if report.delta_host_bytes:
+        yield f"host: {gib(report.delta_host_bytes)} GiB kept for deltas for the GPUs of a host, at most"
+    if tensors:
+        yield "activations of that stage, GiB:"
+        largest_first = sorted(peak.tensors.items(), key=lambda each: -each[1])
+        yield from table(("", "GiB"), [(name, gib(n)) for name, n in largest_first])
+    if report.phases:
+        yield from _phase_lines(report.phases)
+    if report.gpu_bytes is not None:
+        size = f"{gib(report.gpu_bytes)} GiB"
+        verdicts = {
+            True: f"yes: it fits into {size}",
+            False: f"no: it does not fit into {size}",
+            None: f"maybe: {size} is within the range of the estimate",
+        }
+        yield verdicts[report.fits]
 
 
-def _notes(setup: TrainingSetup) -> list[str]:
-    """Return a note for each assumption, and for what the figures leave open."""
-    t = setup.training
-    notes = [
-        "static bytes are exact; activations are those of Transformer Engine's layers with fused attention, without "
-        f"dropout, and the loss that of --cross-entropy-fusion-impl {t.cross_entropy}"
-    ]
-    notes += uncounted(setup.model)
-    if t.num_microbatches is None and t.global_batch_size is None and setup.layout.pp > 1:
-        notes.append(
-            f"{setup.microbatches} microbatches are assumed: --num-microbatches or --global-batch-size says"
-        )
-    if setup.model.num_experts and setup.layout.ep > 1 and t.imbalance is None:
-        notes.append(
-            f"routing is taken as even; the upper end of a band is with {IMBALANCE:g} times the even share on the "
-            f"fullest rank: --imbalance says otherwise"
-        )
-    if t.fp8:
-        notes.append(
-            "fp8: the weights' copies are taken as two, as measured for blockwise and tensorwise scaling; the band has one "
-            "to two and their scales"
-        )
-    if t.optimizer_offload:
-        notes.append(
-            "offload: the host needs buffers for transfers besides, up to 4 bytes for each parameter moved"
-        )
-    if setup.recompute.modules & {"core_attn"}:
-        notes.append("core_attn saves nothing where attention is fused")
-    return notes
+def _stage_lines(stages: Sequence[StageMemory]) -> Iterator[str]:
+    yield "GiB of a GPU of each pipeline stage, at its fullest moment:"
+    shown = stages
+    if len(shown) > SHOWN:
+        fullest = sorted(stages, key=lambda s: -s.total_band.high)[:SHOWN]
+        shown = sorted(fullest, key=lambda s: s.stage)
+    rows = []
+    for s in shown:
+        layers = s.layers if len(s.layers) <= 28 else s.layers[:25] + "..."
+        static = (s.weights, s.grads, s.main_params, s.moments, s.engine_buffers)
+        parts = (*static, s.activations, s.transient, s.allocated)
+        rows.append((str(s.stage), layers, *map(gib, parts), band_text(s.outside), band_text(s.total_band)))
+    yield from table(HEADS, rows)
+    if len(shown) < len(stages):
+        yield f"  ... and {len(stages) - len(shown)} that need no more (--json has all)"
+
+
+def _phase_lines(phases: Sequence[Phase]) -> Iterator[str]:
+    yield "phases of an RL step, GiB of the fullest GPU:"
+    rows = []
+    for p in phases:
+        tokens = f"{p.kv_tokens.low:,} to {p.kv_tokens.high:,}" if p.kv_tokens else ""
+        rows.append((p.name, p.gpus, gib(sum(p.parts.values())), band_text(p.total_band), tokens))
+    yield from table(("phase", "GPUs", "holds", "in all", "tokens of keys and values"), rows)
+    if kept := max(p.parts.get(KEPT, 0) for p in phases):
+        yield f"of which kept for deltas: {gib(kept)} GiB of a trainer's GPU, at most"

@@ -26,7 +26,7 @@ from reshard.parity.systems.base import SystemOptions, hooked
 from reshard.parity.systems.huggingface import HuggingFace
 from reshard.parity.systems.megatron import Megatron
 from reshard.parity.systems.opening import check_one_of_each, is_megatron, model_of, open_system
-from reshard.parity.systems.processes import device, gather_from_ranks, join_processes, share_in_fp32
+from reshard.parity.systems.processes import device, gather_from_ranks, joined_processes, share_in_fp32
 from reshard.storage.compare import Difference, diff
 from reshard.storage.sources.hf_hub import config_path
 
@@ -120,6 +120,7 @@ def compared_outputs(model: Model) -> list[ModuleOutput]:
     return [point._replace(prefix=model.published_name(point.prefix)) for point in points]
 
 
+@joined_processes()
 def find_divergence(
     a: str,
     b: str,
@@ -143,7 +144,6 @@ def find_divergence(
     """
     if tolerance is not None and not 0 <= tolerance < float("inf"):
         raise ReshardError(f"a tolerance of {tolerance} cannot be: give a finite number of at least 0")
-    join_processes()
     config = config_path(hf_config) if hf_config is not None else None
     check_one_of_each(a, b)
     hf, mcore = (b, a) if is_megatron(a) else (a, b)

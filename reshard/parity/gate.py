@@ -76,7 +76,7 @@ def parity(
     """
     require("parity", "torch")
     from reshard.parity.comparison import SystemComparison
-    from reshard.parity.systems.processes import join_processes
+    from reshard.parity.systems.processes import joined_processes
 
     a, b = (str(side) if isinstance(side, Path) else side for side in (a, b))
     options = _system_options(a, b, dtype, layout, engine, hf_config, quantization, match_vllm_rounding)
@@ -84,14 +84,14 @@ def parity(
     comparison = SystemComparison(a, b, options)
     check_ignored(*comparison.models)
     _check_same_architecture(*comparison.models)
-    join_processes()
     prompts = _checked_prompts(comparison.models, prompts, lengths, seed)
     far = far_prompt(comparison.models[0], max(map(len, prompts)), seed) if reach else None
     comparison.prepare(prompts, far, batch_size, packed, routing)
-    measured_noise = comparison.run(noise)
-    return _report(
-        comparison, limits_by_kind["fp8" if comparison.quantized else options.dtype], measured_noise
-    )
+    with joined_processes():
+        measured_noise = comparison.run(noise)
+        return _report(
+            comparison, limits_by_kind["fp8" if comparison.quantized else options.dtype], measured_noise
+        )
 
 
 def _system_options(

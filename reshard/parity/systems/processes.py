@@ -2,6 +2,8 @@
 
 import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -48,6 +50,19 @@ def join_processes() -> None:
             ) from error
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+@contextmanager
+def joined_processes() -> Iterator[None]:
+    """Join the processes for a while: afterwards a process of its own, which has not been started by torchrun, has
+    the process group that it had before, or none."""
+    is_mine = not dist.is_initialized() and "RANK" not in os.environ
+    join_processes()
+    try:
+        yield
+    finally:
+        if is_mine and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def gather_from_ranks(entries: dict[Name, Any]) -> dict[Name, Any]:
