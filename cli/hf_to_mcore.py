@@ -8,7 +8,7 @@ import click
 from reshard.cli.dtypes import DtypeChoice
 from reshard.cli.groups import together
 from reshard.cli.layout import layout_options, pop_layout
-from reshard.cli.output import print_note, print_report, progress_bar, run_options
+from reshard.cli.output import print_report, progress_bar, run_options
 from reshard.cli.places import PathOrHubId, check_command, resumable
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE
 
@@ -64,21 +64,12 @@ megatron_options = together(
 @click.argument("source", type=PathOrHubId())
 @click.argument("destination", type=PathOrHubId())
 @megatron_options
-@click.option(
-    "--release", is_flag=True, hidden=True, help="Deprecated: a release is what is written by default."
-)
-def command(source: str, destination: str, as_json: bool, release: bool, **options: Any) -> None:
+def command(source: str, destination: str, as_json: bool, **options: Any) -> None:
     """Convert SOURCE, a Hugging Face directory or hub id, to a Megatron checkpoint at DESTINATION.
 
     Megatron-LM loads it with --load DESTINATION and the flags in DESTINATION/megatron_flags.txt, at
     this layout or any other. Under torchrun the processes share the work.
     """
-    if release and options["iteration"]:
-        raise click.UsageError("--release and --iteration exclude each other")
-    if release:
-        print_note(
-            "--release is the default, and the option goes with the next release of reshard: leave it out"
-        )
     check_command(source, destination, megatron=False)
     from reshard.megatron.layout import MegatronLayout
     from reshard.storage.convert import hf_to_mcore

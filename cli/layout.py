@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from reshard.cli.groups import together
-from reshard.cli.output import print_note
 
 LAYOUT_NAMES = (
     "tp",
@@ -23,18 +22,6 @@ LAYOUT_NAMES = (
     "pipeline_model_parallel_layout",
 )
 SWITCHES = {"account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"}
-# Options of an earlier release, by command. `with_new_names` replaces them.
-_OLD_STAGES = {
-    "--first-stage-layers": "--num-layers-in-first-pipeline-stage",
-    "--last-stage-layers": "--num-layers-in-last-pipeline-stage",
-    "--pipeline-layout": "--pipeline-model-parallel-layout",
-}
-OLD_OPTIONS = {
-    "hf-to-mcore": _OLD_STAGES,
-    "memory": _OLD_STAGES,
-    "parity": _OLD_STAGES | {"--vllm": "--engine", "--exact": "--match-vllm-rounding"},
-    "plan": {"--from": "--trainer", "--to": "--engine"},
-}
 
 _SIZE = click.IntRange(min=1)
 
@@ -96,24 +83,6 @@ def engine_option(text: str, required: bool = False) -> Callable:
     return click.option("--engine", required=required, metavar="SIZES", help=text)
 
 
-def with_new_names(command: str | None, args: list[str]) -> list[str]:
-    """Replace options of an earlier release by those of this one, with a note on stderr for each.
-
-    >>> with_new_names("plan", ["--trainer", "tp=2"])
-    ['--trainer', 'tp=2']
-    """
-    renamed = OLD_OPTIONS.get(command or "", {})
-    end = args.index("--") if "--" in args else len(args)
-    replaced = []
-    for arg in args[:end]:
-        option, equals, value = arg.partition("=")
-        if option in renamed:
-            print_note(f"{option} is now {renamed[option]}; the old name goes with the next release")
-            option = renamed[option]
-        replaced.append(option + equals + value)
-    return replaced + args[end:]
-
-
 def given_options() -> dict[str, click.Parameter]:
     """Return the options that stand on the command line, by name, in the command's order."""
     context = click.get_current_context()
@@ -150,22 +119,15 @@ def pop_layout(options: dict[str, Any], extra: Collection[str] = ()) -> dict[str
 def megatron_sizes(text: str, extra: Collection[str] = ()) -> dict[str, Any]:
     """Read ``tp=4,pp=2``, the value of ``--trainer``; sizes may have Megatron's long names. A pipeline layout
     string comes last, as it may have commas. `extra` are names besides those of a layout."""
-    from reshard.megatron.layout import LONG_NAMES, OLD_NAMES
+    from reshard.megatron.layout import LONG_NAMES
 
-    head, old, string = text.partition("pipeline=")
-    if old:
-        print_note(
-            "pipeline= is now pipeline_model_parallel_layout=; the old name goes with the next release"
-        )
-    else:
-        head, old, string = text.partition("pipeline_model_parallel_layout=")
-    if old and not head.strip():
+    head, has_string, string = text.partition("pipeline_model_parallel_layout=")
+    if has_string and not head.strip():
         head = "pp=1"  # only the string is given
     numbers = ({*LAYOUT_NAMES} - SWITCHES - {"pipeline_model_parallel_layout"}) | {*extra}
-    aliases = LONG_NAMES | {name: new for name, new in OLD_NAMES.items() if new in numbers}
-    sizes = parse_sizes(head, "--trainer", numbers, SWITCHES, aliases)
+    sizes = parse_sizes(head, "--trainer", numbers, SWITCHES, LONG_NAMES)
     sizes |= dict.fromkeys(SWITCHES & sizes.keys(), True)
-    return sizes | ({"pipeline_model_parallel_layout": string} if old else {})
+    return sizes | ({"pipeline_model_parallel_layout": string} if has_string else {})
 
 
 def engine_layout(text: str, option: str, names: Collection[str] = ("tp", "pp", "dp")) -> Any:

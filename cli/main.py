@@ -11,7 +11,6 @@ import click
 
 from reshard.cli import signals
 from reshard.cli.failures import status_of
-from reshard.cli.layout import with_new_names
 from reshard.core.errors import ReshardError
 from reshard.core.version import __version__
 
@@ -65,7 +64,7 @@ class Commands(click.Group):
             close = get_close_matches(name.lower().replace("_", "-"), COMMANDS, n=1)
             hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(COMMANDS)}"
             raise click.UsageError(f"No such command '{name}': {hint}", ctx)
-        return super().resolve_command(ctx, [name, *with_new_names(name, args[1:])])
+        return super().resolve_command(ctx, [name, *args[1:]])
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

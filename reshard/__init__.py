@@ -38,7 +38,6 @@ if not TYPE_CHECKING:  # a type checker knows the names above, and that there ar
         __name__,
         {
             "DeltaWriter": "reshard.megatron.live.deltas",
-            "Layout": "reshard.megatron.layout:MegatronLayout",  # an alias that stays
             "MegatronLayout": "reshard.megatron.layout",
             "ReshardError": "reshard.core.errors",
             "SglangLayout": "reshard.engines.sglang.layout",

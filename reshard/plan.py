@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import OptionError, ReshardError, listed
 from reshard.core.gc import gc_paused
 from reshard.core.limits import MAX_RANKS, check_number
@@ -149,7 +148,6 @@ class Forecast(Printed):
         )
 
 
-@accepts_renamed_options
 @gc_paused()
 def plan_refit(
     model: Model | str | Path,

@@ -151,7 +151,6 @@ def megatron(checkpoint, tmp_path_factory):
     (["hf-to-mcore", "{src}", "{out}", "--tp", "0"], 2, "Invalid value for '--tp'"),
     (["hf-to-mcore", "{src}"], 2, "Missing argument 'DESTINATION'"),
     (["nothing"], 2, "No such command"),
-    (["hf-to-mcore", "{src}", "{out}", "--release", "--iteration", "3"], 2, "exclude each other"),
     (["hf-to-mcore", "no/such/place", "{out}"], 1, "neither a directory nor a hub id"),
     (["hf-to-mcore", "{src}", "{out}", "--tp", "16"], 1, "sizes that do: 1, 2, 4, 8"),
     (["mcore-to-hf", "{src}", "{out}"], 1, "is a Hugging Face directory, which hf-to-mcore converts: reshard hf-to-mcore {src} {out}"),

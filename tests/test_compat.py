@@ -77,22 +77,18 @@ WRONG = {
     "host": (("nowhere", 1, 2), {}, "nowhere is not an address"),
     "rank": (("127.0.0.1:29600", 3, 2), {}, "rank"),
     "backend": (("127.0.0.1:29600", 1, 2, "pigeons"), {}, "pigeons"),
-    "an old option": (("127.0.0.1:29600", 1, 2), {"executor": "pigeons"}, "pigeons"),
     "bucket_bytes": (("127.0.0.1:29600", 1, 2, "auto", 0), {}, "bucket_bytes"),
     "timeout": (("127.0.0.1:29600", 1, 2), {"timeout": -1}, "timeout"),
     "match_vllm_rounding": (("127.0.0.1:29600", 1, 2), {"match_vllm_rounding": "yes"}, "match_vllm_rounding"),
 }
 
 
-@pytest.mark.filterwarnings("ignore:executor:DeprecationWarning")
 @pytest.mark.parametrize(("arguments", "options", "named"), WRONG.values(), ids=WRONG)
 def test_a_worker_refuses_wrong_arguments_before_it_gives_up_its_connection(arguments, options, named):
     worker = RefitExtension()
     worker._reshard_link = link = object()
     said = said_by(lambda: worker.reshard_connect_worker(*arguments, **options))
     assert named in said and worker._reshard_link is link, said
-    with pytest.warns(DeprecationWarning, match="reshard_join is now reshard_connect_worker"):
-        assert said_by(lambda: worker.reshard_join(*arguments, **options)) == said
 
 
 def test_importing_reshard_changes_nothing_in_vllm_or_megatron():

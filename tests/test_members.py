@@ -13,10 +13,8 @@ from functools import partial
 import pytest
 
 from reshard import ReshardError
-from reshard.core.deprecated import renamed_options, renamed_variable
 from reshard.engines import VllmModel
 from reshard.refit import RefitGroup, connect
-from reshard.refit.routes import check_backend
 from tests.ranks import caught, free_port
 
 
@@ -135,33 +133,6 @@ def test_members_meet_while_other_threads_open_and_close_connections():
     finally:
         over.set()
     assert set(said) == {"no error"}
-
-
-@pytest.mark.parametrize(("old", "new"), [
-    ({"executor": "peer"}, {"backend": "cuda_ipc"}),
-    ({"executor": "buckets", "release": True}, {"backend": "nccl", "keep_mapped": False}),
-    ({"release": False}, {"keep_mapped": True}),
-    ({"exact": True, "backend": "staged"}, {"match_vllm_rounding": True, "backend": "staged"}),
-])  # fmt: skip
-def test_old_names_of_options_and_backends_are_warned_of_and_work(old, new):
-    with pytest.warns(DeprecationWarning, match="the old name goes with the next release"):
-        options = renamed_options(old)
-        assert {**options, "backend": check_backend(options.get("backend", "auto"))} == {
-            "backend": "auto"
-        } | new
-
-
-def test_connect_and_the_environment_take_old_names_of_options(monkeypatch):
-    members = RefitGroup.join(f"127.0.0.1:{free_port()}", 0, 1, timeout=20)
-    assert "group is a str: give reshard.refit.RefitGroup" in caught(lambda: connect("127.0.0.1:1"))
-    with pytest.warns(DeprecationWarning, match="executor= is now backend="):
-        sentence = caught(lambda: connect(members, executor="nvlink"))
-    assert "backend 'nvlink' is not one of auto, cuda_ipc, staged, nixl, nccl" in sentence
-    with pytest.raises(TypeError, match="executor is now backend: give backend only"):
-        connect(members, executor="peer", backend="cuda_ipc")
-    monkeypatch.setenv("RESHARD_EXECUTOR", "staged")
-    with pytest.warns(DeprecationWarning, match="RESHARD_EXECUTOR is now RESHARD_BACKEND"):
-        assert renamed_variable("RESHARD_EXECUTOR", "RESHARD_BACKEND", "auto") == "staged"
 
 
 @pytest.mark.parametrize(("given", "sentence"), [

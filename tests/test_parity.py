@@ -184,11 +184,3 @@ def test_a_limit_on_a_figure_that_was_not_measured_fails_unless_it_is_a_default(
     assert not compare(lambda dtype: Limits.of_dtype(dtype, routing_margin=0.1)).ok, (
         "this model has no experts"
     )
-
-
-def test_the_old_name_of_match_vllm_rounding_works_and_warns():
-    with (
-        pytest.warns(DeprecationWarning, match="match_vllm_rounding"),
-        pytest.raises(ReshardError, match="match_vllm_rounding is for a vLLM that is refitted"),
-    ):
-        parity("a", "b", exact=True)

@@ -477,19 +477,6 @@ def test_a_handle_of_a_slab_is_what_an_agent_says_or_nothing():
     other.close()
 
 
-def test_attributes_of_earlier_reports_are_warned_of_and_work():
-    report = RefitReport(3, 0.0, 0.0, 0.0, {"local": 1, "cuda_ipc": 2, "staged": 3, "nccl": 4}, 5)
-    with pytest.warns(
-        DeprecationWarning, match=r"RefitReport.peer_bytes is now RefitReport.received_bytes\['cuda_ipc'\]"
-    ):
-        assert [report.local_bytes, report.peer_bytes, report.staged_bytes, report.bucket_bytes] == [
-            1,
-            2,
-            3,
-            4,
-        ]
-
-
 def test_a_report_as_a_dict_is_flat_as_loggers_of_metrics_want_it():
     plain = RefitReport(3, 0.5, 1.0, 2.0, {"local": 1, "staged": 3}, 5)
     assert plain.to_dict() == {

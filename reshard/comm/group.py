@@ -47,7 +47,6 @@ from reshard.comm.protocol import (
     encode,
 )
 from reshard.comm.secret import HOW, given_secret, new_secret, secret_for
-from reshard.core.deprecated import warn_renamed
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import check_seconds
 
@@ -180,12 +179,6 @@ class RefitGroup(HubClient):
                 channel.receive(timeout)
             finally:
                 channel.close()
-
-    @staticmethod
-    def tell(address: str, sentence: str, timeout: float = 10.0, secret: str | None = None) -> None:
-        """Call `abort`, under its old name."""
-        warn_renamed("RefitGroup.tell", "RefitGroup.abort")
-        RefitGroup.abort(address, sentence, timeout, secret)
 
     def close(self) -> None:
         """Leave the meeting, which ends it: whoever waits for this member learns that it is gone. With the first

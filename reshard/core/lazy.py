@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from typing import Any
 
-from reshard.core.deprecated import warn_renamed
 from reshard.core.extras import importing, is_installed
 
 
@@ -14,30 +13,21 @@ def lazy(
     package: str,
     places: Mapping[str, str],
     extra: str | None = None,
-    renamed: Mapping[str, str] | None = None,
     needs: Mapping[str, Collection[str]] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the ``__getattr__`` and the ``__dir__`` of a `package` whose names lie in these `places`: ``module`` if
     it has the same name there, ``module:name`` if it has another, and the submodule itself.
 
-    Missing packages are named in a ReshardError, with `extra` or the extra that is known to bring them. `renamed` maps old names to
-    new ones, in full if they are in another package. `needs` says which names import a package (``torch``) that an extra brings:
-    where it is not installed, ``dir()``, which lists ``__all__``, leaves them out: ``help()`` and an interpreter's completion
-    get all that it lists.
+    Missing packages are named in a ReshardError, with `extra` or the extra that is known to bring them. `needs` says
+    which names import a package (``torch``) that an extra brings: where it is not installed, ``dir()``, which lists
+    ``__all__``, leaves them out: ``help()`` and an interpreter's completion get all that it lists.
 
     >>> load, names = lazy("reshard", {"splits": "reshard.core.splits:split"}, needs={"no_such_package": ["diff"]})
     >>> load("splits").__name__, "check" in names(), "diff" in names()
     ('split', True, False)
     """
-    new_names = renamed or {}
 
     def load(name: str) -> Any:
-        if name in new_names:
-            owner, _, new = new_names[name].rpartition(".")
-            warn_renamed(f"{package}.{name}", f"{owner or package}.{new}")
-            if owner:
-                return getattr(import_module(owner), new)
-            name = new
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, _, attribute = places[name].partition(":")

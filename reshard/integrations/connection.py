@@ -9,7 +9,6 @@ from difflib import get_close_matches
 from typing import Any, ClassVar
 
 from reshard.comm.group import RefitGroup
-from reshard.core.deprecated import renamed_variable
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds, check_switch
 from reshard.engines.base import Engine
@@ -96,7 +95,7 @@ class SyncOptions(ConnectOptions):
         return SyncOptions(
             verify=switch("RESHARD_VERIFY"),
             timeout=timeout,
-            backend=renamed_variable("RESHARD_EXECUTOR", "RESHARD_BACKEND", "auto"),
+            backend=os.environ.get("RESHARD_BACKEND", "auto"),
             delta=SWITCHES.get(delta, delta),
             keep_mapped=switch("RESHARD_KEEP_MAPPED"),
             delta_on_host=switch("RESHARD_DELTA_ON_HOST"),

@@ -26,7 +26,6 @@ with importing_beside("NeMo-RL", "nemo_rl", "ray"):
 
 from reshard.comm.group import RefitGroup
 from reshard.comm.secret import new_secret
-from reshard.core.deprecated import accepts_renamed_options, renamed_options
 from reshard.core.errors import ReshardError
 from reshard.integrations.connection import Connection, SyncOptions
 from reshard.integrations.meeting import meeting_place
@@ -46,7 +45,6 @@ class ReshardCheckpointEngine(CheckpointEngine):
     first sync, and anew after one that failed, or with `release_after_refit`.
     """
 
-    @accepts_renamed_options
     def __init__(
         self,
         bucket_size: int = 0,
@@ -245,7 +243,7 @@ def with_refits(setup: Callable[..., Any]) -> Callable[..., Any]:
         why = not_covered(policy_config)
         if why:
             raise ReshardError(f"{why}, which reshard does not refit: run NeMo-RL's own script")
-        options = checked_options(renamed_options((generation.get("refit_cfg") or {}).get(BACKEND) or {}))
+        options = checked_options((generation.get("refit_cfg") or {}).get(BACKEND) or {})
         engine = generation.setdefault("vllm_kwargs", {})
         if engine.setdefault("worker_cls", WORKER) != WORKER:
             raise ReshardError(

@@ -23,7 +23,6 @@ with importing_beside("ms-swift", "mcore_bridge", "megatron", "swift"):
 import torch
 
 from reshard.comm.group import RefitGroup
-from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.live import VllmModel
 from reshard.integrations.connection import TIMEOUT, Connection, SyncOptions
@@ -39,7 +38,6 @@ ROTARY = frozenset(
 log = logging.getLogger("reshard.swift")
 
 
-@accepts_renamed_options
 def use(
     verify: bool = False, timeout: float = TIMEOUT, backend: str = "auto", keep_mapped: bool = False
 ) -> None:

@@ -31,7 +31,6 @@ with importing_beside("verl", "ray", "torch", "verl"):
 
 from reshard.comm.group import RefitGroup
 from reshard.comm.secret import new_secret
-from reshard.core.deprecated import accepts_renamed_options, renamed_options
 from reshard.core.errors import ReshardError
 from reshard.integrations.connection import Connection, SyncOptions
 from reshard.integrations.meeting import meeting_place
@@ -121,7 +120,7 @@ def adapter_of(model_config: Any) -> str | None:
 def options_of(config: Any) -> SyncOptions:
     """Return the options in ``rollout.checkpoint_engine.engine_kwargs.reshard``. Raises
     ReshardError for wrong ones."""
-    return checked_options(renamed_options((config.checkpoint_engine.engine_kwargs or {}).get(BACKEND, {})))
+    return checked_options((config.checkpoint_engine.engine_kwargs or {}).get(BACKEND, {}))
 
 
 def checked_options(given: Mapping[str, Any]) -> SyncOptions:
@@ -139,7 +138,6 @@ class ReshardCheckpointEngine(CheckpointEngine):
     The `options` are those of `reshard.integrations.connection.SyncOptions`.
     """
 
-    @accepts_renamed_options
     def __init__(self, bucket_size: int = 0, is_master: bool = False, **options: Any) -> None:
         self.connection = Connection(checked_options(options))
         self.member = f"{socket.gethostname()} {id(self)} {ray.get_runtime_context().get_worker_id()}"

@@ -21,7 +21,6 @@ from reshard.comm.background import in_background
 from reshard.comm.group import MOST_MEMBERS, RefitGroup, check_rank
 from reshard.comm.http import EngineServer
 from reshard.comm.secret import given_secret, new_secret
-from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import check_number, check_seconds
 from reshard.integrations.calls import Calls
@@ -163,7 +162,6 @@ class WeightTransfer:
     Raises ReshardError on all sides if they do not fit, before a byte moves.
     """
 
-    @accepts_renamed_options
     def __init__(self, source: Trainer | Callable[[], Trainer], clients: EngineClient | Sequence[EngineClient], address: str, *,
                  engine_ranks: Sequence[int] | None = None, rank: int | None = None, ranks: int | None = None,
                  timeout: float = 60.0, secret: str | None = None, backend: str = "auto", bucket_bytes: int = BUCKET_BYTES,

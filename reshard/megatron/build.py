@@ -17,7 +17,6 @@ with importing("megatron"):
     import megatron.core  # noqa: F401
     import torch
 
-from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.megatron.compat import unknown, without_deprecation_of_gpt_model
 from reshard.megatron.hybrid import as_hybrid_args, check_model_class, class_of, layer_pattern
@@ -181,7 +180,6 @@ def initialize_parallel(layout: MegatronLayout, seed: int = 1234, **options: Any
         model_parallel_cuda_manual_seed(seed)
 
 
-@accepts_renamed_options
 def build_megatron(
     model: Model,
     layout: MegatronLayout,

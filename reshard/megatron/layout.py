@@ -8,9 +8,8 @@ follow each other.
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from math import lcm
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from reshard.core.deprecated import warn_renamed
 from reshard.core.errors import OptionError, ReshardError
 from reshard.megatron.stages import (
     Stage,
@@ -33,14 +32,6 @@ LONG_NAMES = {
     "expert_tensor_parallel_size": "etp",
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
-}
-# Names of an earlier release.
-OLD_NAMES = {
-    "first_stage_layers": "num_layers_in_first_pipeline_stage",
-    "last_stage_layers": "num_layers_in_last_pipeline_stage",
-    "embedding_in_split": "account_for_embedding_in_pipeline_split",
-    "loss_in_split": "account_for_loss_in_pipeline_split",
-    "pipeline": "pipeline_model_parallel_layout",
 }
 
 
@@ -92,9 +83,6 @@ class MegatronLayout:
         values = {field.name: arguments[field.name] for field in fields(self)}
         for other, value in other_names.items():
             name = LONG_NAMES.get(other)
-            if name is None and other in OLD_NAMES:
-                name = OLD_NAMES[other]
-                warn_renamed(f"MegatronLayout({other}=...)", f"{name}=...")
             if name is None:
                 raise TypeError(f"MegatronLayout() got an unexpected keyword argument {other!r}")
             if values[name] != _DEFAULTS[name]:
@@ -128,14 +116,6 @@ class MegatronLayout:
                 f"--pp {self.pp} --vpp {self.vpp} are {self.pp * self.vpp} virtual stages; "
                 f"at most {MAX_SIZE} can be"
             )
-
-    if not TYPE_CHECKING:  # so that a misspelled attribute is still found
-
-        def __getattr__(self, name: str) -> Any:
-            if name in OLD_NAMES:
-                warn_renamed(f"MegatronLayout.{name}", OLD_NAMES[name])
-                return getattr(self, OLD_NAMES[name])
-            raise AttributeError(f"'MegatronLayout' object has no attribute {name!r}")
 
     @property
     def expert_tp(self) -> int:

@@ -6,7 +6,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import OptionError
 from reshard.megatron.layout import MegatronLayout, checked_layout
 from reshard.memory.options import Training, TrainingSetup
@@ -18,7 +17,6 @@ from reshard.models.model import Model
 from reshard.storage.sources.opening import read_model
 
 
-@accepts_renamed_options
 def estimate_memory(
     model: Model | str | Path,
     layout: MegatronLayout | Mapping[str, Any] | None = None,

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import OptionError, ReshardError
 from reshard.core.extras import require
 from reshard.engines.layout import EngineLayout
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from reshard.parity.systems.base import System, SystemOptions
 
 
-@accepts_renamed_options
 def parity(
     a: "str | Path | System",
     b: "str | Path | System",

@@ -25,6 +25,5 @@ if not TYPE_CHECKING:  # a type checker knows the names above, and that there ar
         },
         extra="megatron",
         needs={"torch": ["Link", "connect"]},
-        renamed={"Members": "RefitGroup", "Report": "RefitReport"},
     )
 __all__ = ["Link", "RefitGroup", "RefitReport", "connect"]

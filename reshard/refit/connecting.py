@@ -13,7 +13,6 @@ import torch
 
 from reshard.comm.group import RefitGroup
 from reshard.comm.hosts import has_rdma
-from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
 from reshard.engines.base import Engine
@@ -60,9 +59,6 @@ def connect(
     bucket_bytes: int = BUCKET_BYTES, keep_mapped: bool = False, adapter: str | None,
     delta: bool | str = False, delta_on_host: bool = False,
 ) -> Link | AdapterLink: ...  # fmt: skip
-
-
-@accepts_renamed_options
 def connect(
     group: RefitGroup,
     source: "Trainer | Callable[[], Trainer] | None" = None,

@@ -4,11 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from reshard.core.deprecated import warn_renamed
-from reshard.refit.routes import CUDA_IPC, LOCAL, NCCL, STAGED
-
 # Attributes of earlier releases, and the routes whose bytes they were.
-OLD_ATTRIBUTES = {"local_bytes": LOCAL, "peer_bytes": CUDA_IPC, "staged_bytes": STAGED, "bucket_bytes": NCCL}
 
 
 @dataclass(frozen=True)
@@ -48,13 +44,6 @@ class RefitReport:
     received_bytes: Mapping[str, int] = field(default_factory=dict)
     launches: int = 0
     delta: RefitDelta | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name in OLD_ATTRIBUTES:
-            route = OLD_ATTRIBUTES[name]
-            warn_renamed(f"RefitReport.{name}", f"RefitReport.received_bytes[{route!r}]")
-            return self.received_bytes.get(route, 0)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for logs and metrics, without nesting: `received_bytes` is the sum over all routes, and

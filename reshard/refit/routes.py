@@ -4,20 +4,15 @@ backends. Pure."""
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-from reshard.core.deprecated import warn_renamed
 from reshard.core.errors import ReshardError, listed
 
 # Names of the routes between two ranks: within a process, and of the transports.
 LOCAL, CUDA_IPC, STAGED, NIXL, NCCL = "local", "cuda_ipc", "staged", "nixl", "nccl"
 BACKENDS = ("auto", CUDA_IPC, STAGED, NIXL, NCCL)
-RENAMED_BACKENDS = {"peer": CUDA_IPC, "buckets": NCCL}
 
 
 def check_backend(value: Any, name: str = "backend") -> str:
-    """Return the backend's present name. Raises ReshardError where what was given as `name` is no backend."""
-    if isinstance(value, str) and value in RENAMED_BACKENDS:
-        warn_renamed(f"{name} {value!r}", repr(RENAMED_BACKENDS[value]))
-        return RENAMED_BACKENDS[value]
+    """Return the backend. Raises ReshardError where what was given as `name` is no backend."""
     if value not in BACKENDS:
         raise ReshardError(f"{name} {value!r:.80} is not one of {listed(BACKENDS)}")
     return str(value)

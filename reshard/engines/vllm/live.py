@@ -9,7 +9,6 @@ from reshard.core.extras import importing
 with importing("vllm"):
     import torch
 
-from reshard.core.deprecated import accepts_renamed_options
 from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
 from reshard.device.cuda import is_mapped
@@ -58,7 +57,6 @@ class VllmModel(LiveEngine):
     engine = "vLLM"
     guard: VllmGuard
 
-    @accepts_renamed_options
     def __init__(
         self,
         model: torch.nn.Module,
@@ -101,14 +99,12 @@ class VllmModel(LiveEngine):
             self.hf_config, self.model = announced, model
 
     @staticmethod
-    @accepts_renamed_options
     def from_worker(worker: Any, front: Any = None, match_vllm_rounding: bool = False) -> "VllmModel":
         """Return the model of a vLLM worker (``vllm.v1.worker.gpu_worker.Worker``); `front` is the
         engine of this process, if it is in this process."""
         return VllmModel(worker.get_model(), worker.vllm_config, worker, front, match_vllm_rounding)
 
     @staticmethod
-    @accepts_renamed_options
     def from_llm(llm: Any, match_vllm_rounding: bool = False) -> "VllmModel":
         """Return the model of an ``LLM``, or of an ``LLMEngine``, whose worker runs in this process
         (``external_launcher``, or without multiprocessing)."""

@@ -15,7 +15,6 @@ from typing import Any
 
 from reshard.comm.group import MOST_MEMBERS, RefitGroup
 from reshard.comm.hosts import free_address
-from reshard.core.deprecated import accepts_renamed_options, warn_renamed
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_number
 from reshard.engines.delta_methods import DeltaMethods, answering
@@ -61,7 +60,6 @@ class RefitExtension(DeltaMethods, LinkMethods):
             worker.load_model = call_after(worker.load_model, lambda *_, **__: _watch(worker))
         return worker
 
-    @accepts_renamed_options
     def reshard_connect(
         self, address: str, first_rank: int, size: int, *options: Any, **named_options: Any
     ) -> None:
@@ -121,7 +119,6 @@ class RefitExtension(DeltaMethods, LinkMethods):
         return apply_deltas_in_group(members, self, chain, version, verify)
 
     @with_short_traceback
-    @accepts_renamed_options
     def reshard_connect_worker(
         self, address: str, rank: int, size: int, *options: Any, **named_options: Any
     ) -> None:
@@ -131,11 +128,6 @@ class RefitExtension(DeltaMethods, LinkMethods):
         side = partial(self._reshard_side, connecting.match_vllm_rounding)
         self._reshard_link = connect_worker(address, rank, size, connecting, side, self.reshard_close)
         log_refits(logger, self._reshard_link, self.rank == 0)  # type: ignore[attr-defined]
-
-    def reshard_join(self, address: str, rank: int, size: int, *options: Any, **named_options: Any) -> None:
-        """Do what `reshard_connect_worker` does: its old name."""
-        warn_renamed("RefitExtension.reshard_join", "reshard_connect_worker")
-        self.reshard_connect_worker(address, rank, size, *options, **named_options)
 
     def _reshard_side(self, match_vllm_rounding: bool) -> VllmModel:
         """Return this worker's side: that of the last connect, if vLLM still has the same model in
