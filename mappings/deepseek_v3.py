@@ -65,7 +65,7 @@ class DeepseekV3(Family):
     )  # fmt: skip
     first_dense = "first_k_dense_replace"
     shared_experts = "n_shared_experts"
-    specs = "reshard.megatron.mla:specs"
+    specs = "reshard.megatron.layers.mla:specs"
     rotary = "DR"
     rope_types = ("default", "yarn")
 

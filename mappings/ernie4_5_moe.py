@@ -46,7 +46,7 @@ class Ernie45Moe(Family):
         "attention_dropout": 0.0,
         "spec": ["reshard.megatron.softmax_bias_spec", "layer"],
     }
-    specs = "reshard.megatron.softmax_bias:specs"
+    specs = "reshard.megatron.layers.softmax_bias:specs"
     shared_experts = "moe_num_shared_experts"
     rope_theta = 500000.0
     rope_types = ("default", "linear")

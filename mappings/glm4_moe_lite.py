@@ -52,7 +52,7 @@ class Glm4MoeLite(Family):
     first_dense = "first_k_dense_replace"
     mlp_types = "mlp_layer_types"
     shared_experts = "n_shared_experts"
-    specs = "reshard.megatron.mla:specs"
+    specs = "reshard.megatron.layers.mla:specs"
     rotary = "DR"
     partial_rotary = 1.0
     rope_types = ("default", "yarn")

@@ -63,7 +63,7 @@ class GlmMoeDsa(Family):
     first_dense = "first_k_dense_replace"
     mlp_types = "mlp_layer_types"
     shared_experts = "n_shared_experts"
-    specs = "reshard.megatron.dsa:specs"
+    specs = "reshard.megatron.layers.dsa:specs"
     rotary = "DR"
     rope_types = ("default", "yarn")
     # transformers sets both itself: the rotary width, and the one kind of layer that its cache has.

@@ -50,7 +50,7 @@ class MiniMaxM2(Family):
         "use_qk_norm": True,
         "qk_norm_type": "per_layer",
     }
-    specs = "reshard.megatron.full_width_norm:specs"
+    specs = "reshard.megatron.layers.full_width_norm:specs"
     partial_rotary = 1.0
     rope_theta = 5000000.0
     reads = ("rotary_dim",)

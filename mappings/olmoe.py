@@ -42,7 +42,7 @@ class Olmoe(Family):
         "spec": ["reshard.megatron.full_width_norm_spec", "layer"],
     }  # fmt: skip
     megatron = {"qk_layernorm": True, "spec": ["reshard.megatron.full_width_norm_spec", "layer"]}
-    specs = "reshard.megatron.full_width_norm:specs"
+    specs = "reshard.megatron.layers.full_width_norm:specs"
     always = {"use_qk_norm": True}
 
     #    HF parameter                             shape      Megatron parameter                             arrangement  split    when

@@ -50,7 +50,7 @@ class Qwen35(Family):
         "qk_layernorm": True, "attention_output_gate": True, "apply_layernorm_1p": True, "layernorm_zero_centered_gamma": True,
         "experimental_attention_variant": "gated_delta_net",
     }  # fmt: skip
-    specs = "reshard.megatron.gated_delta:layer_specs"
+    specs = "reshard.megatron.layers.gated_delta:layer_specs"
     partial_rotary = 0.25
     reads = ("layer_types", "full_attention_interval")
     always = {"mlp_only_layers": [], "attn_output_gate": True, "use_qk_norm": True, "mtp_use_dedicated_embeddings": False}  # fmt: skip

@@ -55,7 +55,7 @@ class Qwen35Moe(Family):
         "qk_layernorm": True, "attention_output_gate": True, "apply_layernorm_1p": True, "layernorm_zero_centered_gamma": True,
         "experimental_attention_variant": "gated_delta_net", "moe_shared_expert_gate": True,
     }  # fmt: skip
-    specs = "reshard.megatron.gated_delta:layer_specs"
+    specs = "reshard.megatron.layers.gated_delta:layer_specs"
     partial_rotary = 0.25
     reads = ("layer_types", "full_attention_interval")
     always = {"mlp_only_layers": [], "attn_output_gate": True, "use_qk_norm": True, "mtp_use_dedicated_embeddings": False, "norm_topk_prob": True, "decoder_sparse_step": 1}  # fmt: skip

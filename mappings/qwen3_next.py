@@ -63,7 +63,7 @@ class Qwen3Next(Family):
         "qk_layernorm": True, "attention_output_gate": True, "apply_layernorm_1p": True, "layernorm_zero_centered_gamma": True,
         "experimental_attention_variant": "gated_delta_net", "moe_shared_expert_gate": True,
     }  # fmt: skip
-    specs = "reshard.megatron.gated_delta:layer_specs"
+    specs = "reshard.megatron.layers.gated_delta:layer_specs"
     partial_rotary = 0.25
     always = {"attn_output_gate": True, "use_qk_norm": True}
     reads = ("decoder_sparse_step", "mlp_only_layers", "layer_types", "full_attention_interval")

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from reshard.core.errors import ReshardError
     from reshard.engines.sglang.layout import SglangLayout
     from reshard.engines.vllm.layout import VllmLayout
+    from reshard.live.deltas import DeltaWriter
+    from reshard.live.export import export
+    from reshard.live.load import load
+    from reshard.live.offload import offload, onload
+    from reshard.live.save import save
     from reshard.megatron.layout import MegatronLayout
     from reshard.megatron.layout import MegatronLayout as Layout
-    from reshard.megatron.live.deltas import DeltaWriter
-    from reshard.megatron.live.export import export
-    from reshard.megatron.live.load import load
-    from reshard.megatron.live.offload import offload, onload
-    from reshard.megatron.live.save import save
     from reshard.memory.estimate import estimate_memory
     from reshard.models.config_fields import ignored_config_fields
     from reshard.plan import plan_refit
@@ -37,7 +37,7 @@ if not TYPE_CHECKING:  # a type checker knows the names above, and that there ar
     __getattr__, __dir__ = lazy(
         __name__,
         {
-            "DeltaWriter": "reshard.megatron.live.deltas",
+            "DeltaWriter": "reshard.live.deltas",
             "MegatronLayout": "reshard.megatron.layout",
             "ReshardError": "reshard.core.errors",
             "SglangLayout": "reshard.engines.sglang.layout",
@@ -47,24 +47,24 @@ if not TYPE_CHECKING:  # a type checker knows the names above, and that there ar
             "diff": "reshard.storage.compare",
             "engines": "reshard.engines",
             "estimate_memory": "reshard.memory.estimate",
-            "export": "reshard.megatron.live.export",
+            "export": "reshard.live.export",
             "hf_to_mcore": "reshard.storage.convert",
             "ignored_config_fields": "reshard.models.config_fields",
             "inspect": "reshard.storage.inspection",
-            "load": "reshard.megatron.live.load",
+            "load": "reshard.live.load",
             "lora_merge": "reshard.storage.lora",
             "lora_to_megatron": "reshard.storage.lora",
             "lora_to_peft": "reshard.storage.lora",
             "mcore_to_hf": "reshard.storage.convert",
             "mcore_to_mcore": "reshard.storage.convert",
             "memory": "reshard.memory",
-            "offload": "reshard.megatron.live.offload",
-            "onload": "reshard.megatron.live.offload",
+            "offload": "reshard.live.offload",
+            "onload": "reshard.live.offload",
             "parity": "reshard.parity",
             "plan_refit": "reshard.plan",
             "read_model": "reshard.storage.sources.opening",
             "refit": "reshard.refit",
-            "save": "reshard.megatron.live.save",
+            "save": "reshard.live.save",
             "trainers": "reshard.trainers",
         },
         needs={

@@ -24,8 +24,8 @@ from reshard.megatron.layout import MegatronLayout, checked_layout
 from reshard.megatron.parameters import ModelParameters, expand, padded_vocab_size
 from reshard.megatron.ranks import LiveShard, Ranks, live_shards
 from reshard.models.model import Model
+from reshard.refit.copying.tables import table_of, tile_count
 from reshard.refit.routes import Seat, distance, nearest
-from reshard.refit.tables import table_of, tile_count
 from reshard.storage.sources.opening import read_model
 
 # More than the memory of any GPU.

@@ -6,9 +6,9 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.delta.chunks import CHUNK
 from reshard.delta.encoding import encode
-from reshard.refit.change_kernels import DeviceChanges, write_changes
+from reshard.refit.changes.kernels import DeviceChanges, write_changes
 from reshard.refit.codecs import codec_between
-from reshard.refit.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, STATUS, UNORDERED, WIDTH
+from reshard.refit.copying.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, STATUS, UNORDERED, WIDTH
 from reshard.refit.transports.changes import ServedBucket, check_status, header_bytes
 from tests.test_delta_encoding import SPOILS
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from reshard.live.deltas import DeltaWriter
 
 from reshard.delta import Chain, apply_deltas
-from reshard.engines.delta_methods import DeltaMethods
-from reshard.engines.deltas import EngineDeltas
 from reshard.engines.vllm.live import VllmModel
-from reshard.megatron.live.deltas import DeltaWriter
+from reshard.engines.workers.delta_methods import DeltaMethods
+from reshard.engines.workers.deltas import EngineDeltas
 from reshard.trainers import FsdpModel
 from tests.fsdp_on_cpu import copy_shards, sharded
 from tests.ranks import caught

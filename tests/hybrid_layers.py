@@ -17,8 +17,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from reshard.megatron import mamba
-from reshard.megatron.gated_delta import ZeroCenteredNorm
+from reshard.megatron.layers import mamba
+from reshard.megatron.layers.gated_delta import ZeroCenteredNorm
 
 
 def model(config, args, vp_stage, mtp_spec, layers, options):

@@ -16,8 +16,8 @@ from megatron.core.transformer.module import Float16Module
 
 import reshard
 from reshard.device import box_loader
-from reshard.megatron import full_width_norm
-from reshard.megatron.live import share_writer
+from reshard.live import share_writer
+from reshard.megatron.layers import full_width_norm
 from reshard.storage.io import files
 from tests import megatron_on_cpu
 from tests.disk import scribble

@@ -188,7 +188,8 @@ def parsed(flags: list[str], world_size: int = 1, take=None):
 def local_specs(config, vp_stage: int | None):
     """Megatron's local layers of a stage, and a list that ends with the model's last."""
     if config.experimental_attention_variant in ("gated_delta_net", "gdn"):  # as Megatron-LM's main calls it
-        from reshard.megatron import compat, gated_delta
+        from reshard.megatron import compat
+        from reshard.megatron.layers import gated_delta
 
         KEPT.enter_context(compat.without_linear_attention_kernels())
         module = "megatron.core.ssm.gated_delta_net"
@@ -270,7 +271,7 @@ def build(flags: list[str], parallel_output: bool = False):
                 config, layer_specs[-1], use_transformer_engine=False, vp_stage=vp_stage
             )
             if mtp is not None and config.layernorm_zero_centered_gamma:
-                from reshard.megatron.gated_delta import local_mtp
+                from reshard.megatron.layers.gated_delta import local_mtp
 
                 mtp = local_mtp(mtp)
         options = dict(

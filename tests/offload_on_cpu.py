@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import reshard
 from reshard.device import staging
-from reshard.megatron.live import offload as offloading
+from reshard.live import offload as offloading
 from reshard.refit import RefitGroup, connect
 from reshard.trainers.megatron import MegatronModel
 from tests import megatron_on_cpu, vllm_on_cpu

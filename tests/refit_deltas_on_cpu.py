@@ -8,11 +8,11 @@ import torch.distributed as dist
 from reshard.core.boxes import Box
 from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.device.memory import Region
-from reshard.engines.base import Engine
-from reshard.engines.guard import Guard
 from reshard.refit import RefitGroup, connect
+from reshard.refit.engine import Engine
+from reshard.refit.guard import Guard
+from reshard.refit.trainer import Trainer
 from reshard.refit.transports.changes import SentBuckets
-from reshard.trainers.base import Trainer
 from tests.ranks import caught
 from tests.test_transports import CONFIG
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.engines import placing
-from reshard.refit import connect, connecting, copies
+from reshard.engines.placing import places
+from reshard.refit import connect, connecting
+from reshard.refit.copying import copies
 from reshard.refit.protocol import greeting
 from reshard.refit.transports import staged
 from reshard.refit.transports.agent import Agent
@@ -491,7 +492,7 @@ def agreement(rank: int, sides: dict, checkpoint: str, engine: dict, change: str
     side = engine_side(sides)
     model, config = side.engine_of(checkpoint, **engine)
     before = fingerprint(model)
-    plain = placing.place
+    plain = places.place
     if change in ("gate and up", "expert"):
 
         def changed(*args):
@@ -509,7 +510,7 @@ def agreement(rank: int, sides: dict, checkpoint: str, engine: dict, change: str
                 parts = gate._replace(name=gate.name.replace("experts.0", "experts.1")), up
             return replace(placement, tensors={**placement.tensors, name: tensor._replace(parts=parts)})
 
-        placing.place = changed
+        places.place = changed
     if change == "turns":  # every second row, but the other one
 
         def exchanged(*args):
@@ -521,7 +522,7 @@ def agreement(rank: int, sides: dict, checkpoint: str, engine: dict, change: str
             tensors = [t._replace(id=names.get(t.id, t.id)) for t in placement.tensors.values()]
             return placement.of(placement.shapes, tensors)
 
-        placing.place = exchanged
+        places.place = exchanged
     if change == "fp8":
         from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 
@@ -534,5 +535,5 @@ def agreement(rank: int, sides: dict, checkpoint: str, engine: dict, change: str
             if hasattr(getattr(module, "quant_method", None), "unquantized_backend"):
                 module.quant_method.unquantized_backend = UnquantizedMoeBackend.FLASHINFER_CUTLASS
     said = caught(lambda: side.ENGINE(model, config))
-    placing.place = plain
+    places.place = plain
     return said, fingerprint(model) == before

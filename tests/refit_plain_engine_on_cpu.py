@@ -1,15 +1,15 @@
-"""An engine that has no more than `reshard.engines.base` asks of a new one: a transformers model
+"""An engine that has no more than `reshard.refit.engine` asks of a new one: a transformers model
 that serves itself."""
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from reshard.engines.accounts import LEFT_ALONE, Account, account_for
-from reshard.engines.base import Engine
-from reshard.engines.guard import Guard
-from reshard.engines.rules import place_by_trace
+from reshard.engines.placing.accounts import LEFT_ALONE, Account, account_for
+from reshard.engines.placing.rules import place_by_trace
 from reshard.engines.tracing.trace import Trace, storage_id, trace_load
 from reshard.refit import connect
+from reshard.refit.engine import Engine
+from reshard.refit.guard import Guard
 from reshard.trainers import FsdpModel
 from tests.fsdp_on_cpu import copy_shards, sharded
 from tests.ranks import caught

@@ -10,8 +10,9 @@ from reshard.core.errors import ReshardError
 from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.live import VllmModel
 from reshard.engines.vllm.quantized import processing, reload, reprocessing
-from reshard.refit import connect, copies
-from reshard.refit.tables import DST
+from reshard.refit import connect
+from reshard.refit.copying import copies
+from reshard.refit.copying.tables import DST
 from reshard.trainers.megatron import MegatronModel
 from tests.ranks import caught
 from tests.refit_on_cpu import engine_of, loaded

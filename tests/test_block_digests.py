@@ -11,11 +11,11 @@ import torch
 from reshard.core.boxes import Box
 from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.device.memory import Region
-from reshard.engines.base import Engine, Scales
-from reshard.engines.guard import Guard
 from reshard.quantization.fp8_blocks import BLOCK, encode
 from reshard.refit import RefitGroup, connect
-from reshard.trainers.base import Trainer
+from reshard.refit.engine import Engine, Scales
+from reshard.refit.guard import Guard
+from reshard.refit.trainer import Trainer
 from tests.ranks import caught, free_port
 from tests.test_blocks import rounded, weights
 from tests.test_transports import CONFIG

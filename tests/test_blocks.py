@@ -16,23 +16,10 @@ from hypothesis import strategies as st
 
 from reshard.core.dtypes import DTYPES
 from reshard.quantization.fp8_blocks import BLOCK, FP8, ROUNDINGS, encode
-from reshard.refit.addresses import NO_SLOT, PART_COLUMNS, UNSTAGED, Pieces
 from reshard.refit.codecs import BEFORE_BLOCKS, CODECS, PLAIN, block_codec, codec_between
-from reshard.refit.digests import Digests
-from reshard.refit.fp8_blocks import split
-from reshard.refit.fp8_blocks.items import (
-    BF16,
-    PLACES,
-    cut,
-    digest_items_on_host,
-    digest_on_host,
-    items_of,
-    quantize_on_host,
-    size_of,
-    spans_of,
-)
-from reshard.refit.fp8_blocks.packed import BlockDigests, Placed, places_of_requests
-from reshard.refit.tables import (
+from reshard.refit.copying.addresses import NO_SLOT, PART_COLUMNS, UNSTAGED, Pieces
+from reshard.refit.copying.digests import Digests
+from reshard.refit.copying.tables import (
     CODEC,
     CODES,
     DST,
@@ -47,6 +34,19 @@ from reshard.refit.tables import (
     BlockKernel,
     empty_table,
 )
+from reshard.refit.fp8_blocks import split
+from reshard.refit.fp8_blocks.items import (
+    BF16,
+    PLACES,
+    cut,
+    digest_items_on_host,
+    digest_on_host,
+    items_of,
+    quantize_on_host,
+    size_of,
+    spans_of,
+)
+from reshard.refit.fp8_blocks.packed import BlockDigests, Placed, places_of_requests
 from reshard.refit.transports.base import Incoming, Outgoing
 from reshard.refit.transports.packing import PackedPair, PackedRound
 

@@ -27,8 +27,8 @@ from reshard.core.dtypes import DTYPES
 from reshard.delta import Chain, apply, apply_deltas, apply_deltas_async, digest, save, show
 from reshard.delta.manifests import _checksum
 from reshard.delta.serving import apply_deltas_in_group
-from reshard.engines.delta_methods import DeltaMethods
 from reshard.engines.sglang import calls as sglang
+from reshard.engines.workers.delta_methods import DeltaMethods
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import TensorInfo
 from tests.checkpoints import make

@@ -17,12 +17,13 @@ from reshard.core.errors import ReshardError
 from reshard.delta.chunks import WORD, ChunkSizes
 from reshard.delta.forms import BLOCK
 from reshard.device.memory import Region
-from reshard.refit import RefitGroup, connect, deltas
+from reshard.refit import RefitGroup, connect
+from reshard.refit.changes import choice
 from reshard.refit.codecs import codec_between
+from reshard.refit.copying.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, WIDTH, empty_table
 from reshard.refit.fp8_blocks.items import PLACES
 from reshard.refit.options import ConnectOptions
 from reshard.refit.protocol.deltas import DeltaState, makes_sense
-from reshard.refit.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, WIDTH, empty_table
 from reshard.refit.transports import changes
 from reshard.refit.transports.base import Outgoing
 from reshard.refit.transports.changes_exchange import ChangesExchange
@@ -255,7 +256,7 @@ def test_auto_sends_what_is_faster_and_where_that_is_all_keeps_nothing_until_it_
     slower, kinds, monkeypatch
 ):
     """The link's rate changes after eight refits, and the engine loads other weights after twelve."""
-    plain_end, plain_store, stored = deltas.Deltas.end, changes.SentBuckets._store, Counter()
+    plain_end, plain_store, stored = choice.Deltas.end, changes.SentBuckets._store, Counter()
 
     def end(self, group, seconds):
         slow = slower == "changes" and group.version < 9
@@ -266,7 +267,7 @@ def test_auto_sends_what_is_faster_and_where_that_is_all_keeps_nothing_until_it_
         plain_store(self, key, segment)
 
     monkeypatch.setattr(deltas, "REST", 3)
-    monkeypatch.setattr(deltas.Deltas, "end", end)
+    monkeypatch.setattr(choice.Deltas, "end", end)
     monkeypatch.setattr(changes.SentBuckets, "_store", store)
 
     def member(link, side):
@@ -365,7 +366,7 @@ def test_options_that_cannot_be_are_refused():
             ConnectOptions(adapter=adapter).checked()
     for value in (1, "on", None):
         with pytest.raises(ReshardError, match="it is true, false, or 'auto'"):
-            deltas.check_delta(value)
+            choice.check_delta(value)
 
 
 def test_steps_of_a_trained_model_change_few_elements_and_their_chain_leaves_its_bits(trained):

@@ -143,7 +143,7 @@ MISTAKES = {
     "values that are no tuple": ({"refused": (("hidden_act", "silu", "why"),)}, "refused, hidden_act: the values 'silu'"),
     "what identifies it": ({"identifies": {"qk_layernorms": True}}, "identifies: 'qk_layernorms' is not an argument"),
     "what it is never": ({"identifies": BASE.identifies | {"qk_layernorm": False}}, "identifies: qk_layernorm is False, but True in"),
-    "specs": ({"specs": "reshard.megatron.mla.specs"}, "specs: 'reshard.megatron.mla.specs' is not module:function"),
+    "specs": ({"specs": "reshard.megatron.layers.mla.specs"}, "specs: 'reshard.megatron.layers.mla.specs' is not module:function"),
     "experts apart": ({"experts_apart": False}, "experts_apart: experts that are in no file apart need places"),
     "a packed name": ({"packed": (("mlp.experts.up", "mlp.experts[{expert}].T"),)}, "packed, mlp.experts.up: no row of layer has this name"),
     "a packed part": (

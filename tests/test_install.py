@@ -228,7 +228,7 @@ CALLS = {
     "inspect": "import reshard; reshard.inspect(source)",
     "hf_to_mcore": "import reshard; reshard.hf_to_mcore(source, source)",
     "a module": "import reshard.storage.convert",
-    "load": "import reshard.megatron.live.load",
+    "load": "import reshard.live.load",
     "a dtype": "from reshard.core.dtypes import DTYPES; DTYPES['bfloat16'].numpy()",
     "a hub id": "import reshard.storage.sources.hf_hub as hub; hub.local_directory('someone/something')",
 }

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from triton import knobs
 
 from reshard.refit.codecs import BLOCKWISE, CODECS, PLAIN, codec_between
-from reshard.refit.copies import CopyTable, copy_on_host, of_copy_engines, wait_for_all_streams
-from reshard.refit.digests import Digests, word_tiles
-from reshard.refit.kernels import expected_compilation
-from reshard.refit.tables import (
+from reshard.refit.copying.copies import CopyTable, copy_on_host, of_copy_engines, wait_for_all_streams
+from reshard.refit.copying.digests import Digests, word_tiles
+from reshard.refit.copying.kernels import expected_compilation
+from reshard.refit.copying.tables import (
     CODEC,
     DST,
     ROWS,
@@ -270,7 +270,7 @@ def test_the_kernel_does_what_the_host_does(kernel):
 
 
 def interpret(kernel: str) -> None:
-    from reshard.refit.kernels import copy_tiles, digest_tiles
+    from reshard.refit.copying.kernels import copy_tiles, digest_tiles
 
     small = [
         (n, min(width, 3000), min(a, 3016) if a else a, min(b, 3032) if b else b, shift)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from reshard import MegatronLayout
-from reshard.megatron import full_width_norm
+from reshard.megatron.layers import full_width_norm
 from reshard.memory.activations import Sizes, layer_tensors
 from reshard.memory.estimate import estimate_memory
 from reshard.memory.options import Training, TrainingSetup

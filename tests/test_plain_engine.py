@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.engines.rules import place_by_trace
+from reshard.engines.placing.rules import place_by_trace
 from reshard.engines.tracing.trace import storage_id, trace_load
 from tests.checkpoints import make
 from tests.ranks import free_port, run_on_ranks

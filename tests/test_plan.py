@@ -15,7 +15,7 @@ from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_ex
 from reshard import MegatronLayout, ReshardError, SglangLayout, VllmLayout, plan_refit
 from reshard.cli.main import cli
 from reshard.models.model import Model
-from reshard.refit.tables import table_of, tile_count, tiles_of
+from reshard.refit.copying.tables import table_of, tile_count, tiles_of
 from tests.disk import command
 from tests.test_published import PUBLISHED
 

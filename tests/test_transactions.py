@@ -18,7 +18,7 @@ from reshard import ReshardError
 from reshard.comm.client import PeerMemoryError
 from reshard.comm.protocol import PREPARE
 from reshard.refit import RefitGroup
-from reshard.refit.copies import wait_for_device
+from reshard.refit.copying.copies import wait_for_device
 from tests.ranks import caught, free_port
 
 pytestmark = pytest.mark.slow

@@ -20,18 +20,18 @@ from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
 from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.device.memory import Region
-from reshard.engines.base import Engine
-from reshard.engines.guard import Guard
 from reshard.refit import Link, RefitGroup, RefitReport, connect
-from reshard.refit.copies import host_bytes
+from reshard.refit.copying.copies import host_bytes
+from reshard.refit.copying.tables import TILE_BYTES
+from reshard.refit.engine import Engine
+from reshard.refit.guard import Guard
 from reshard.refit.report import RefitDelta
 from reshard.refit.routes import BACKENDS, Pair, Peer
-from reshard.refit.tables import TILE_BYTES
+from reshard.refit.trainer import Trainer
 from reshard.refit.transports import TRANSPORTS, agent, nccl, slots, transport_for
 from reshard.refit.transports.agent import Agent, AgentHandle
 from reshard.refit.transports.bucket_memory import BucketMemory
 from reshard.refit.transports.slots import SlotTransport
-from reshard.trainers.base import Trainer
 from tests.ranks import caught, free_port
 
 TRAINER = Peer("trainer", "host", "namespaces", 0, 1, "cuda", "GPU 0")

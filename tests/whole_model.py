@@ -6,9 +6,9 @@ import torch
 from reshard.core.boxes import Box
 from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.device.memory import Region
-from reshard.engines.base import Engine
-from reshard.engines.guard import Guard
-from reshard.trainers.base import Trainer
+from reshard.refit.engine import Engine
+from reshard.refit.guard import Guard
+from reshard.refit.trainer import Trainer
 
 
 def whole(index, name: str, tensor: torch.Tensor) -> LocalTensor:

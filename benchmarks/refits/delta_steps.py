@@ -26,7 +26,7 @@ from reshard.delta.chunks import CHUNK, WORD, ChunkSizes, Comparison, decode_chu
 from reshard.delta.encoding import encode
 from reshard.delta.forms import Form
 from reshard.refit.codecs import codec_between
-from reshard.refit.tables import CODEC, COLUMNS, DST, DST_PITCH, PRELUDE, ROWS, SRC, STATUS, WIDTH
+from reshard.refit.copying.tables import CODEC, COLUMNS, DST, DST_PITCH, PRELUDE, ROWS, SRC, STATUS, WIDTH
 from reshard.refit.transports.changes import HostChanges, ServedBucket, header_bytes, read_changes
 
 SIZES = [8, 4096 + 8, CHUNK - 8, CHUNK, CHUNK + 8, 5 * CHUNK + 24, 12 * CHUNK + 65536 + 8]  # words
@@ -55,7 +55,7 @@ def found(old: torch.Tensor, new: torch.Tensor, keep: bool = False):
     old, new = old.view(torch.uint8), new.view(torch.uint8)
     if device() == "cpu":
         return HostChanges(old, new)
-    from reshard.refit.change_kernels import DeviceChanges
+    from reshard.refit.changes.kernels import DeviceChanges
 
     return DeviceChanges(old, new, keep)
 

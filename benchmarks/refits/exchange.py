@@ -254,7 +254,7 @@ class Pieces:
 
     def copies(self, index: int, packed: int, memory: int, packs: bool) -> np.ndarray:
         """Return the copies of a bucket between memory and the packed bytes."""
-        from reshard.refit.tables import table_of
+        from reshard.refit.copying.tables import table_of
 
         rows = []
         first = index * self.experts_in_bucket
@@ -276,8 +276,8 @@ class Pieces:
 def packed(slots: Slots, pieces: Pieces, programs: int, beside: bool) -> Callable[[], None]:
     """Return a refit by buckets: packed, exchanged and unpacked, each in a stream of its own; `beside` it as
     many bytes are copied within this GPU."""
-    from reshard.refit.copies import CopyTable
-    from reshard.refit.tables import tiles_of
+    from reshard.refit.copying.copies import CopyTable
+    from reshard.refit.copying.tables import tiles_of
 
     device = torch.device("cuda", torch.cuda.current_device())
     count = len(slots.send)

@@ -103,7 +103,7 @@ def into_one_buffer(models: list[torch.nn.Module]) -> None:
 @contextmanager
 def by_kernels(link) -> Iterator[None]:
     """Let no copy engine read host memory; the tables are made anew before and after."""
-    from reshard.refit import copies
+    from reshard.refit.copying import copies
 
     plain = copies.of_copy_engines
     copies.of_copy_engines = lambda tiles: torch.zeros(len(tiles), dtype=torch.bool).numpy()

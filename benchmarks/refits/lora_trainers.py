@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from benchmarks.processes import device, say
-from reshard.trainers.base import Trainer
+from reshard.refit.trainer import Trainer
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 STD_A, STD_B = 0.02, 0.005  # a change of a few percent of the weights, whose own is 0.02

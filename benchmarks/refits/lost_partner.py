@@ -154,7 +154,7 @@ class Part:
         import torch
 
         from benchmarks.processes import device
-        from reshard.refit.copies import wait_for_all_streams
+        from reshard.refit.copying.copies import wait_for_all_streams
 
         return wait_for_all_streams(torch.device(device()), 5.0)
 

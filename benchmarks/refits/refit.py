@@ -323,7 +323,7 @@ def main() -> None:
     from benchmarks.models import change
     from reshard.engines.vllm.live import VllmModel
     from reshard.refit import RefitGroup, connect
-    from reshard.refit.addresses import COLUMN_COUNT, ROW_COUNT
+    from reshard.refit.copying.addresses import COLUMN_COUNT, ROW_COUNT
     from reshard.trainers.megatron import MegatronModel
 
     change(MegatronModel(models), 0)

@@ -149,7 +149,7 @@ def megatron_from_flags(flags: list[str], family: Any = None) -> list:
     from megatron.training import global_vars
     from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 
-    from reshard.megatron.specs import layer_specs
+    from reshard.megatron.layers.specs import layer_specs
     from reshard.models.family import families
 
     sys.argv = ["pretrain_gpt.py", *flags, *QUIET]

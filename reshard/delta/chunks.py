@@ -3,7 +3,7 @@
 
 Torch's operations compare, encode and decode many chunks at once, since each takes about as long for a chunk
 as for a bucket. On a GPU, refits have kernels of their own for the same bytes
-(`reshard.refit.change_kernels`).
+(`reshard.refit.changes.kernels`).
 """
 
 from collections.abc import Iterator, Sequence

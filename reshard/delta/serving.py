@@ -87,7 +87,7 @@ def apply_deltas_in_group(
     group: RefitGroup, worker: Any, chain: str | Path, version: int | None = None, verify: bool = False
 ) -> bool:
     """Do what `apply_deltas` does, called by each of the workers of an engine, or of several of one model: they are the
-    members of `group`, each gives itself (`reshard.engines.delta_methods.DeltaMethods`), and all the same version.
+    members of `group`, each gives itself (`reshard.engines.workers.delta_methods.DeltaMethods`), and all the same version.
     Return whether anything was written: then the caller empties the prefix cache."""
     check_switch(verify, "verify")
     with group.transaction("deltas"), Chain(chain) as opened:

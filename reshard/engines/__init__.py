@@ -2,19 +2,18 @@
 
 Read in this order:
 
-1. `base`: `Engine`, what an engine has to give (its config, its TP size, its placement, where the
-   tensors lie, a guard), and what has defaults.
-2. `guard`: refuses to serve weights that are not whole.
+1. `reshard.refit.engine`: `Engine`, what an engine has to give (its config, its TP size, its placement, where
+   the tensors lie, a guard), and what has defaults. `reshard.refit.guard` refuses to serve weights that are not
+   whole.
+2. `layout`: the arithmetic of which boxes its ranks hold; it needs neither the engine nor torch.
 3. `tracing/`: records what an engine's own loader would write where.
-4. `rules`: makes a placement of that record, or holds rules of one's own against it.
-5. `accounts`: refuses tensors that a refit neither brings nor leaves alone for a named reason.
-6. `names` and `layout`: what an engine calls a model's parameters, and the arithmetic of which boxes
-   its ranks hold; neither needs the engine, or torch. `placing` decides for a live rank.
-7. `live` and `worker`: following tensors that an engine moves, and the methods that its workers get.
-8. `blocks`: where the scales of layers in fp8 blocks lie.
-9. `deltas` and `delta_methods`: deltas of a chain, written into a rank, and the workers' methods for it.
-10. `checkpoint` and `stored_weights`: a Megatron checkpoint, opened for an engine's own loader.
-11. `vllm/` and `sglang/`: all of this for one engine.
+4. `placing/`: `names` has what an engine calls a model's parameters; `rules` makes a placement of a trace, or
+   holds rules of one's own against it; `places` decides for a live rank; `accounts` refuses tensors that a refit
+   neither brings nor leaves alone for a named reason; `blocks` has the scales of layers in fp8 blocks.
+5. `live`: follows tensors that an engine moves.
+6. `workers/`: the methods that an engine's workers get, for refits and for the deltas of chains.
+7. `loading/`: a checkpoint of any format, opened for an engine's own loader.
+8. `vllm/` and `sglang/`: all of this for one engine.
 
 None of these but the last knows an engine by name. `tested` holds the versions that such a package was
 tested with. Another engine is a package beside them: its names, its layout, a subclass of `LiveEngine`,

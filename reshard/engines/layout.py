@@ -1,7 +1,7 @@
-"""The placement of a model on each rank of an engine, by arithmetic alone; `reshard.engines.placing` asks
+"""The placement of a model on each rank of an engine, by arithmetic alone; `reshard.engines.placing.places` asks
 a live one.
 
-Engines fuse rows of a mapping table that share one of their parameters (`reshard.engines.names`), in
+Engines fuse rows of a mapping table that share one of their parameters (`reshard.engines.placing.names`), in
 table order: the rank's queries, its keys, its values; its gate rows, its up rows. Linear layers are
 split over TP as Megatron's are; key and value heads are repeated if TP exceeds them; the vocabulary
 is padded to a multiple of 64 and then split. Experts are one ``[experts, rows, columns]`` tensor.
@@ -20,7 +20,7 @@ from reshard.core.limits import MAX_RANKS, check_number
 from reshard.core.placement import LocalTensor, Part, Placement, as_matrix
 from reshard.core.splits import split
 from reshard.core.views import View
-from reshard.engines.names import EngineNames
+from reshard.engines.placing.names import EngineNames
 from reshard.models.model import Model
 from reshard.models.tables import HEADS, Row
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.engines.accounts import Account, summary
-from reshard.engines.base import Engine
+from reshard.engines.placing.accounts import Account, summary
+from reshard.refit.engine import Engine
 
 
 class LiveEngine(Engine):

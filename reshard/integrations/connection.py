@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds, check_switch
-from reshard.engines.base import Engine
 from reshard.integrations.calls import Calls
-from reshard.refit.adapter_link import AdapterLink
+from reshard.refit.changes.choice import AUTO
 from reshard.refit.connecting import connect_with
-from reshard.refit.deltas import AUTO
+from reshard.refit.engine import Engine
 from reshard.refit.link import Link, RefitReport
+from reshard.refit.lora.link import AdapterLink
 from reshard.refit.options import ConnectOptions
-from reshard.trainers.base import Trainer
+from reshard.refit.trainer import Trainer
 
 TIMEOUT = 600.0
 SWITCHES = {"0": False, "1": True}  # values of environment variables

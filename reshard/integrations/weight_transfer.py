@@ -27,7 +27,7 @@ from reshard.integrations.calls import Calls
 from reshard.refit.connecting import connect_with
 from reshard.refit.link import Link, RefitReport
 from reshard.refit.options import BUCKET_BYTES, ConnectOptions, check_member_name
-from reshard.trainers.base import Trainer
+from reshard.refit.trainer import Trainer
 
 DEV_MODE = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "reshard"}\''
 

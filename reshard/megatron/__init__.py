@@ -1,1 +1,1 @@
-"""Megatron-Core: layouts and ranks, parameters, checkpoint keys, arguments; and live models."""
+"""Megatron-Core: layouts and ranks, parameters, checkpoint keys, arguments, and models built from them."""

@@ -20,9 +20,9 @@ with importing("megatron"):
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.megatron.compat import unknown, without_deprecation_of_gpt_model
 from reshard.megatron.hybrid import as_hybrid_args, check_model_class, class_of, layer_pattern
+from reshard.megatron.layers.specs import layer_specs
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS, padded_vocab_size
-from reshard.megatron.specs import layer_specs
 from reshard.models.model import Model
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -266,7 +266,7 @@ def _hybrid_model(
     try:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-        from reshard.megatron.hybrid_specs import stack_spec
+        from reshard.megatron.layers.hybrid_specs import stack_spec
     except ImportError as error:
         raise unknown("has no HybridModel") from error
 

@@ -132,7 +132,7 @@ def without_mamba_kernels() -> Iterator[None]:
     names = ("HAVE_MAMBA_SSM", "ExtendedRMSNorm", "mamba_split_conv1d_scan_combined")
     try:
         mixers: Any = import_module("megatron.core.ssm.mamba_mixer")
-        from reshard.megatron.mamba import GroupNorm, split_conv1d_scan
+        from reshard.megatron.layers.mamba import GroupNorm, split_conv1d_scan
 
         before = [getattr(mixers, name) for name in names]
     except (ImportError, AttributeError):  # before 0.19

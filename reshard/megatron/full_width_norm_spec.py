@@ -8,7 +8,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 
-from reshard.megatron.full_width_norm import with_full_width_norms
+from reshard.megatron.layers.full_width_norm import with_full_width_norms
 
 # How many experts there are does not matter to the spec, but that there are some.
 if find_spec("transformer_engine") is not None:

@@ -11,7 +11,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 
-from reshard.megatron.softmax_bias import with_softmax_bias
+from reshard.megatron.layers.softmax_bias import with_softmax_bias
 from reshard.models.numerics_args import moe_pattern
 
 

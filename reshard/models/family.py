@@ -69,7 +69,7 @@ class Family:
       besides the decoder layer in it.
     - `kind_words`: the words that `layer_kinds` says of a layer, ``dense`` or ``moe`` among them.
     - `specs`: ``module:function``, where Megatron's own specs lack this family's layers. The
-      function takes and returns what `reshard.megatron.specs.standard_specs` does.
+      function takes and returns what `reshard.megatron.layers.specs.standard_specs` does.
     - `first_dense`: the field with the number of dense layers, after which all have experts.
       `mlp_types`: the field with ``dense`` or ``sparse`` for each layer, which says the same to
       transformers. `shared_experts`: the field with the number of experts that every token goes to,

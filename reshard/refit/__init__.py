@@ -1,6 +1,6 @@
 """Refit: move the weights of a live trainer into a live engine, shard to shard and in place.
 
-No trainer and no engine is known here by name: `reshard.trainers.base` and `reshard.engines.base`
+No trainer and no engine is known here by name: `reshard.refit.trainer` and `reshard.refit.engine`
 have their interfaces.
 """
 

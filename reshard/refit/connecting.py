@@ -15,14 +15,14 @@ from reshard.comm.group import RefitGroup
 from reshard.comm.hosts import has_rdma
 from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
-from reshard.engines.base import Engine
 from reshard.models.config_fields import ignored, ignored_config_fields
 from reshard.models.model import Model
-from reshard.refit.adapter_link import AdapterLink
 from reshard.refit.agreement import Agreement, agreement_of, check_sides
-from reshard.refit.deltas import check_delta
+from reshard.refit.changes.choice import check_delta
+from reshard.refit.engine import Engine
 from reshard.refit.fp8_blocks.items import BF16
 from reshard.refit.link import Link
+from reshard.refit.lora.link import AdapterLink
 from reshard.refit.options import BUCKET_BYTES, ConnectOptions
 from reshard.refit.protocol.encoding import readable
 from reshard.refit.protocol.greeting import (
@@ -36,8 +36,8 @@ from reshard.refit.protocol.greeting import (
 from reshard.refit.receiver import Receiver
 from reshard.refit.routes import NIXL
 from reshard.refit.sender import Sender
+from reshard.refit.trainer import Trainer
 from reshard.refit.transports.agent import installed_version
-from reshard.trainers.base import Trainer
 
 TRAINERS = "reshard.trainers.MegatronModel(models), or another Trainer"
 ENGINES = "reshard.engines.VllmModel.from_llm(llm), or .from_worker(worker)"
@@ -256,7 +256,7 @@ def _compile_ahead(trainer: Trainer | None, engine: Engine | None, device: torch
     """Begin to compile the kernels that these sides will need, in a thread; nothing on a CPU."""
     if device.type != "cuda":
         return None
-    from reshard.refit.compiling import compile_ahead
+    from reshard.refit.copying.compiling import compile_ahead
 
     held = [region.tensor.dtype for region in (trainer.regions if trainer is not None else ())]
     served = [region.tensor.dtype for region in (engine.regions.values() if engine is not None else ())]

@@ -13,18 +13,18 @@ import torch
 from reshard.comm.client import TransactionFailedError
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, first_line
-from reshard.refit.addresses import UNSTAGED, region_addresses
 from reshard.refit.agreement import Agreement, names_of
+from reshard.refit.changes.choice import OFF, Deltas
 from reshard.refit.codecs import CODECS, PLAIN
-from reshard.refit.copies import wait_for_all_streams, wait_for_device, wait_for_partners
-from reshard.refit.deltas import OFF, Deltas
+from reshard.refit.copying.addresses import UNSTAGED, region_addresses
+from reshard.refit.copying.copies import wait_for_all_streams, wait_for_device, wait_for_partners
+from reshard.refit.copying.tables import CODEC, bytes_of
 from reshard.refit.protocol.memory import TrainerMemory, exchange_unmapped
 from reshard.refit.receiver import Receiver
 from reshard.refit.refit_log import RefitLog
 from reshard.refit.report import RefitReport
 from reshard.refit.routes import LOCAL
 from reshard.refit.sender import Sender
-from reshard.refit.tables import CODEC, bytes_of
 from reshard.refit.transports import SENT, TRANSPORTS
 from reshard.refit.transports.base import Context, Transport
 from reshard.refit.verification import ReceivedDigests, SentDigests

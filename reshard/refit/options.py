@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from reshard.core.errors import OptionError
 from reshard.core.limits import MOST_BUCKET_BYTES, check_number, check_switch
-from reshard.refit.deltas import check_delta
+from reshard.refit.changes.choice import check_delta
 from reshard.refit.protocol.encoding import is_word
 from reshard.refit.routes import check_backend
 

@@ -12,9 +12,9 @@ from reshard.core.dtypes import dtype_named
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Placement
 from reshard.core.planner import PlanError, Transfer, make_plan
-from reshard.engines.base import Engine
-from reshard.refit.addresses import NO_SLOT, PART_ROUND, Pieces, staged_rounds_of
 from reshard.refit.codecs import codec_between
+from reshard.refit.copying.addresses import NO_SLOT, PART_ROUND, Pieces, staged_rounds_of
+from reshard.refit.engine import Engine
 from reshard.refit.fp8_blocks.items import SHAPE, places_of
 from reshard.refit.protocol.held import HeldTensors
 from reshard.refit.routes import nearest
@@ -59,7 +59,7 @@ def plan_pieces(
 
 
 def build_requests(engine: Engine, pieces: Pieces) -> np.ndarray:
-    """Return the rows in which a trainer's rank is asked for pieces (`reshard.refit.addresses`)."""
+    """Return the rows in which a trainer's rank is asked for pieces (`reshard.refit.copying.addresses`)."""
     if not engine.scales and not engine.staged_rounds:
         return pieces.requests
     index, in_parts = pieces.destinations[:, 0], pieces.parts[:, PART_ROUND]

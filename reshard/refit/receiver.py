@@ -11,8 +11,9 @@ import torch
 
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
-from reshard.engines.base import Engine
-from reshard.refit.addresses import (
+from reshard.refit.agreement import Agreement
+from reshard.refit.codecs import BLOCKWISE
+from reshard.refit.copying.addresses import (
     PART_ROUND,
     REQUEST_COLUMNS,
     UNSTAGED,
@@ -21,8 +22,8 @@ from reshard.refit.addresses import (
     region_addresses,
     staged_rounds_of,
 )
-from reshard.refit.agreement import Agreement
-from reshard.refit.codecs import BLOCKWISE
+from reshard.refit.copying.tables import CODEC
+from reshard.refit.engine import Engine
 from reshard.refit.fp8_blocks.items import SHAPE, places_of
 from reshard.refit.fp8_blocks.packed import compile_block_kernels
 from reshard.refit.fp8_blocks.split import SplitBlocksSlab, split_pieces
@@ -33,7 +34,6 @@ from reshard.refit.protocol.memory import TrainerMemory, check_regions
 from reshard.refit.protocol.requests import PieceRequest, RequestsRead
 from reshard.refit.protocol.scales import read_scales
 from reshard.refit.routes import CUDA_IPC, LOCAL
-from reshard.refit.tables import CODEC
 from reshard.refit.transports import SENT, TRANSPORTS
 from reshard.refit.transports.base import Incoming
 

@@ -12,7 +12,9 @@ from reshard.core.errors import ReshardError
 from reshard.core.placement import LocalTensor, local_matrix
 from reshard.device.cuda import Allocation, exported, frees_of, generation_of, is_exportable
 from reshard.models.model import Model
-from reshard.refit.addresses import (
+from reshard.refit.agreement import Agreement
+from reshard.refit.codecs import BLOCKWISE
+from reshard.refit.copying.addresses import (
     COLUMN_COUNT,
     DESTINATION,
     DESTINATION_SHAPE,
@@ -27,9 +29,7 @@ from reshard.refit.addresses import (
     region_addresses,
     source_table,
 )
-from reshard.refit.agreement import Agreement
-from reshard.refit.codecs import BLOCKWISE
-from reshard.refit.copies import wait_for_device
+from reshard.refit.copying.copies import wait_for_device
 from reshard.refit.fp8_blocks.items import PLACES
 from reshard.refit.fp8_blocks.packed import compile_block_kernels, places_of_requests
 from reshard.refit.protocol.encoding import digest
@@ -38,9 +38,9 @@ from reshard.refit.protocol.memory import TrainerMemory
 from reshard.refit.protocol.requests import PieceRequest, RequestsRead, check_pieces
 from reshard.refit.protocol.scales import SCALES, encode_scales
 from reshard.refit.routes import CUDA_IPC
+from reshard.refit.trainer import Trainer
 from reshard.refit.transports import SENT
 from reshard.refit.transports.base import Outgoing
-from reshard.trainers.base import Trainer
 
 # What has been published of a model, for who connects the same trainer again.
 _published: WeakKeyDictionary[Trainer, tuple[tuple[Model, list[torch.dtype]], bytes, bytes, ShardSizes]] = (

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from reshard.core.errors import ReshardError, listed
-from reshard.refit.addresses import (
+from reshard.refit.codecs import BLOCKWISE
+from reshard.refit.copying.addresses import (
     COLUMN_COUNT,
     REQUEST_CODEC,
     UNSTAGED,
@@ -24,8 +25,7 @@ from reshard.refit.addresses import (
     region_addresses,
     source_table,
 )
-from reshard.refit.codecs import BLOCKWISE
-from reshard.refit.digests import Digests
+from reshard.refit.copying.digests import Digests
 from reshard.refit.fp8_blocks.check import BlockCheck
 from reshard.refit.fp8_blocks.items import places_of
 from reshard.refit.fp8_blocks.packed import BlockDigests, Placed

@@ -18,9 +18,9 @@ from reshard.core.views import tensor_shapes, view_parts, views_by_tensor
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model, different_fields
 from reshard.models.published import published
-from reshard.trainers.fsdp_adapter import FsdpAdapter
+from reshard.trainers.fsdp_lora import FsdpAdapter
 from reshard.trainers.fsdp_shards import FUSED, FsdpShards, LocalParameter
-from reshard.trainers.scales import without_adapter_error
+from reshard.trainers.lora_scales import without_adapter_error
 
 
 class FsdpModel(FsdpShards):

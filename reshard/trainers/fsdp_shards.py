@@ -16,7 +16,7 @@ from reshard.device.memory import Region
 from reshard.lora.checkpoint import WRAPPED
 from reshard.lora.names import PEFT_PREFIX
 from reshard.megatron.checkpoint import ADAPTER
-from reshard.trainers.base import Trainer
+from reshard.refit.trainer import Trainer
 
 # What wrappers put into a parameter's name: activation checkpointing, torch.compile.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")

@@ -19,10 +19,10 @@ from reshard.models.field_tables import ROPE_FIELDS
 from reshard.models.model import Model
 from reshard.models.numerics_args import NUMERICS_ARGS, disagreements
 from reshard.models.rope import inverse_frequencies
-from reshard.trainers.adapters import MegatronAdapter
-from reshard.trainers.base import Trainer
+from reshard.refit.trainer import Trainer
+from reshard.trainers.lora_scales import without_adapter_error
+from reshard.trainers.megatron_lora import MegatronAdapter
 from reshard.trainers.plus_one import PlusOne
-from reshard.trainers.scales import without_adapter_error
 from reshard.trainers.shards import ShardedModel
 
 

@@ -9,7 +9,7 @@ from reshard.core.placement import LocalTensor
 from reshard.device.memory import Region
 from reshard.device.stored import plus_one
 from reshard.models.model import Model
-from reshard.trainers.base import Trainer
+from reshard.refit.trainer import Trainer
 
 
 class PlusOne(Trainer):

@@ -18,7 +18,7 @@ from reshard.formats.torch_dist import Key, Stored
 from reshard.megatron.checkpoint import placement_of_keys
 from reshard.megatron.parameters import ModelParameters
 from reshard.models.model import Model
-from reshard.trainers.base import Trainer
+from reshard.refit.trainer import Trainer
 
 # Where a checkpoint's chunk would name its file.
 IN_MEMORY = Stored("", 0, 0)

@@ -2,7 +2,7 @@
 
 import torch
 
-from reshard.engines.blocks import Blocks, scale_names
+from reshard.engines.placing.blocks import Blocks, scale_names
 from reshard.engines.sglang import compat
 
 

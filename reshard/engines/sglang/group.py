@@ -28,7 +28,7 @@ JOIN = "join"  # as a backend or load format: wait for the stages that have begu
 
 def connect_group(connect: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Connect to a trainer for a group of ours. The backend of the request holds the options of
-    `reshard.engines.worker.WorkerOptions.of_call`, as JSON."""
+    `reshard.engines.workers.refits.WorkerOptions.of_call`, as JSON."""
     if request.group_name != GROUP:
         return connect(updater, request)
 

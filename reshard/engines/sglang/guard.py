@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from reshard.engines.guard import Guard
 from reshard.engines.sglang import compat
 from reshard.engines.sglang.pipeline import call_of
+from reshard.refit.guard import Guard
 
 _guards: WeakKeyDictionary[torch.nn.Module, Guard] = WeakKeyDictionary()
 

@@ -13,11 +13,18 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.gc import gc_paused
 from reshard.core.views import tensor_of
 from reshard.device.cuda import is_mapped
-from reshard.engines.accounts import DERIVED, LEFT_ALONE, OF_TOWER, SCALE_OF_CACHE, Account, account_for
-from reshard.engines.blocks import counted, find_scales, served_in_blocks
 from reshard.engines.layout import WITHOUT_PARAMETER, EngineRank
 from reshard.engines.live import LiveEngine, check_towers_loaded, owners_of
-from reshard.engines.placing import Placer
+from reshard.engines.placing.accounts import (
+    DERIVED,
+    LEFT_ALONE,
+    OF_TOWER,
+    SCALE_OF_CACHE,
+    Account,
+    account_for,
+)
+from reshard.engines.placing.blocks import counted, find_scales, served_in_blocks
+from reshard.engines.placing.places import Placer
 from reshard.engines.sglang import compat, pipeline
 from reshard.engines.sglang.blocks import layers_in_blocks
 from reshard.engines.sglang.derived import DerivedTensors

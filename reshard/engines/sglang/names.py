@@ -1,6 +1,6 @@
 """SGLang's names for the parameters of a layer, and which of them it fuses, by family."""
 
-from reshard.engines.names import FUSED, EngineFamily, EngineNames
+from reshard.engines.placing.names import FUSED, EngineFamily, EngineNames
 
 # published name, SGLang's parameter, when (as in `reshard.models.tables`); `*` is the rest of the
 # name: weight or bias

@@ -5,7 +5,7 @@ from collections.abc import Collection
 import torch
 
 from reshard.engines.layout import EngineRank, Split, experts_of_rank, outer_of_stage
-from reshard.engines.placing import layers_of
+from reshard.engines.placing.places import layers_of
 from reshard.engines.sglang import compat
 from reshard.engines.sglang.names import SGLANG
 from reshard.models.model import Model

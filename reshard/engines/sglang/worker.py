@@ -19,11 +19,11 @@ from typing import Any
 from reshard.comm.group import MOST_MEMBERS, RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_number, check_seconds, check_switch
-from reshard.engines.delta_methods import DeltaMethods
 from reshard.engines.sglang import compat, pipeline
 from reshard.engines.sglang.guard import guard_of
 from reshard.engines.sglang.live import SglangModel
-from reshard.engines.worker import LinkMethods, WorkerOptions, connect_worker, log_refits
+from reshard.engines.workers.delta_methods import DeltaMethods
+from reshard.engines.workers.refits import LinkMethods, WorkerOptions, connect_worker, log_refits
 
 logger = logging.getLogger("sglang.srt.reshard")  # below SGLang's own, which shows it
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from reshard.engines.layout import WITHOUT_PARAMETER, published_tensors
-from reshard.engines.names import EngineNames
+from reshard.engines.placing.names import EngineNames
 from reshard.engines.tracing.deduplicated import ExpertLayer
 from reshard.engines.tracing.trace import Canonical
 from reshard.engines.tracing.views import StoredViews

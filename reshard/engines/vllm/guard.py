@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from reshard.engines.guard import Guard, call_after
 from reshard.engines.vllm.compat import with_plain_weights
+from reshard.refit.guard import Guard, call_after
 
 
 @dataclass

@@ -12,11 +12,11 @@ with importing("vllm"):
 from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
 from reshard.device.cuda import is_mapped
-from reshard.engines.accounts import LEFT_ALONE, Account, account_for
-from reshard.engines.blocks import counted, served_in_blocks
 from reshard.engines.live import LiveEngine, check_towers_loaded, owners_of
-from reshard.engines.placing import Placer
-from reshard.engines.rules import PlacedTensors
+from reshard.engines.placing.accounts import LEFT_ALONE, Account, account_for
+from reshard.engines.placing.blocks import counted, served_in_blocks
+from reshard.engines.placing.places import Placer
+from reshard.engines.placing.rules import PlacedTensors
 from reshard.engines.tracing.canonical import expert_layers, mtp_names, stored_tensors
 from reshard.engines.tracing.deduplicated import ExpertLayer, trace_deduplicated
 from reshard.engines.tracing.trace import Canonical, Trace

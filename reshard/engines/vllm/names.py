@@ -5,7 +5,7 @@ in no list here is the published one. These names are for families that they wer
 engine that serves another one is asked by the trace of its own loader alone.
 """
 
-from reshard.engines.names import FUSED, OUTER, EngineFamily, EngineNames
+from reshard.engines.placing.names import FUSED, OUTER, EngineFamily, EngineNames
 
 # published name, vLLM's parameter, when (as in `reshard.models.tables`); `*` is the rest of the name:
 # weight or bias

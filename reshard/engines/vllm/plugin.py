@@ -79,7 +79,7 @@ def complete_arguments(arguments: Any) -> None:
 
 def _complete_model(arguments: Any) -> None:
     from reshard.core.errors import ReshardError
-    from reshard.engines.checkpoint import config_directory, wants_fp8_blocks
+    from reshard.engines.loading.checkpoint import config_directory, wants_fp8_blocks
     from reshard.storage.sources.hf_hub import check_hub_id
     from reshard.storage.sources.megatron import MegatronSource
     from reshard.storage.sources.opening import check_huggingface

@@ -17,20 +17,20 @@ from reshard.comm.group import MOST_MEMBERS, RefitGroup
 from reshard.comm.hosts import free_address
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_number
-from reshard.engines.delta_methods import DeltaMethods, answering
-from reshard.engines.guard import call_after
 from reshard.engines.vllm.adapters.live import VllmAdapter
 from reshard.engines.vllm.compat import with_plain_weights
 from reshard.engines.vllm.guard import guard_of, state_of
 from reshard.engines.vllm.live import VllmModel
 from reshard.engines.vllm.requests.calls import Answer, answered
-from reshard.engines.worker import (
+from reshard.engines.workers.delta_methods import DeltaMethods, answering
+from reshard.engines.workers.refits import (
     LinkMethods,
     WorkerOptions,
     connect_worker,
     log_refits,
     with_short_traceback,
 )
+from reshard.refit.guard import call_after
 
 logger = logging.getLogger("vllm.reshard")  # below vLLM's own, which shows it
 # Methods of a worker that make layers or load weights.

@@ -7,10 +7,17 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from reshard.engines.base import Engine
-from reshard.refit.addresses import Pieces, destination_table, fills_of, region_addresses, with_sources
 from reshard.refit.codecs import BEFORE_BLOCKS, BLOCKWISE
-from reshard.refit.digests import Digests
+from reshard.refit.copying.addresses import (
+    Pieces,
+    destination_table,
+    fills_of,
+    region_addresses,
+    with_sources,
+)
+from reshard.refit.copying.digests import Digests
+from reshard.refit.copying.tables import CODEC, FIRST_FRAGMENT, NO_PIECE, SPAN_ELEMENTS, WIDTH, interleaved
+from reshard.refit.engine import Engine
 from reshard.refit.fp8_blocks.items import (
     BF16,
     BlockTable,
@@ -20,7 +27,6 @@ from reshard.refit.fp8_blocks.items import (
     spans_of,
     take_kernel_of_pieces,
 )
-from reshard.refit.tables import CODEC, FIRST_FRAGMENT, NO_PIECE, SPAN_ELEMENTS, WIDTH, interleaved
 
 
 class BlockCheck:

@@ -15,13 +15,12 @@ import torch
 
 from reshard.core.dtypes import DTYPES
 from reshard.device.cuda import on_device
-from reshard.engines.base import Engine
 from reshard.quantization.fp8_blocks import BLOCK, ROUNDINGS, encode
-from reshard.refit.addresses import region_addresses
 from reshard.refit.codecs import BEFORE_BLOCKS, CODEC_ROUNDINGS, CODECS, SOURCE_SIZES, block_codec
-from reshard.refit.copies import host_bytes
-from reshard.refit.digests import mixed
-from reshard.refit.tables import (
+from reshard.refit.copying.addresses import region_addresses
+from reshard.refit.copying.copies import host_bytes
+from reshard.refit.copying.digests import mixed
+from reshard.refit.copying.tables import (
     ALIGNMENT,
     CODEC,
     CODES,
@@ -54,6 +53,7 @@ from reshard.refit.tables import (
     WIDTH,
     BlockKernel,
 )
+from reshard.refit.engine import Engine
 
 # Columns of `places_of`: the addresses of codes and scales, their pitches in elements, rows and
 # columns, and the codec that bf16 would have.

@@ -1,5 +1,5 @@
 """The Triton kernels that make fp8 blocks, compare them with those that an engine serves, and digest either, from
-tables of items and their fragments (`reshard.refit.tables`). Between blocks that it makes one carries out copies."""
+tables of items and their fragments (`reshard.refit.copying.tables`). Between blocks that it makes one carries out copies."""
 
 from functools import cache
 
@@ -9,8 +9,8 @@ import triton.language as tl
 
 from reshard.quantization import fp8_blocks
 from reshard.quantization.fp8_blocks_triton import encode_block
-from reshard.refit.kernels import BLOCK, COPY, POSITION, columns, copy_tile, expected_compilation, mix
-from reshard.refit.tables import ITEM_BLOCKS, BlockKernel
+from reshard.refit.copying.kernels import BLOCK, COPY, POSITION, columns, copy_tile, expected_compilation, mix
+from reshard.refit.copying.tables import ITEM_BLOCKS, BlockKernel
 
 # So that two programs run on a multiprocessor. In a pull more warps, of which each has less under way, wait for the
 # links a little better; where NCCL's kernels run beside them, for buckets, they leave these less room.

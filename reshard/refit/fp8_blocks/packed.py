@@ -16,21 +16,7 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.device.cuda import on_device
 from reshard.refit.codecs import SOURCE_SIZES
-from reshard.refit.fp8_blocks.items import (
-    ENCODING,
-    PITCH,
-    PLACE,
-    PLACES,
-    SHAPE,
-    BlockItems,
-    BlockTable,
-    cut,
-    digest_items_on_host,
-    items_of,
-    kernel_of,
-    size_of,
-)
-from reshard.refit.tables import (
+from reshard.refit.copying.tables import (
     ALIGNMENT,
     CODES,
     CODES_PITCH,
@@ -52,6 +38,20 @@ from reshard.refit.tables import (
     BlockKernel,
     empty_table,
 )
+from reshard.refit.fp8_blocks.items import (
+    ENCODING,
+    PITCH,
+    PLACE,
+    PLACES,
+    SHAPE,
+    BlockItems,
+    BlockTable,
+    cut,
+    digest_items_on_host,
+    items_of,
+    kernel_of,
+    size_of,
+)
 
 SCALE = 4  # bytes
 FP8 = (8, 9)  # the compute capability from which on a GPU converts to fp8
@@ -72,8 +72,8 @@ def compile_block_kernels(codecs: np.ndarray, encodes: bool, device: torch.devic
     """
     if device.type != "cuda" or not len(codecs):
         return
+    from reshard.refit.copying.kernels import compile_copy
     from reshard.refit.fp8_blocks.kernels import compile_quantize
-    from reshard.refit.kernels import compile_copy
 
     if not encodes:
         compile_copy(SCALE, device, 1)

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from reshard.engines.base import Engine
 from reshard.quantization.fp8_blocks import BLOCK
-from reshard.refit.addresses import (
+from reshard.refit.codecs import BEFORE_BLOCKS, BLOCKWISE
+from reshard.refit.copying.addresses import (
     COLUMN_COUNT,
     FIRST_COLUMN,
     FIRST_ROW,
@@ -31,9 +31,7 @@ from reshard.refit.addresses import (
     ROW_COUNT,
     Pieces,
 )
-from reshard.refit.codecs import BEFORE_BLOCKS, BLOCKWISE
-from reshard.refit.fp8_blocks.items import BF16, ENCODING, BlockTable, items_of, places_of
-from reshard.refit.tables import (
+from reshard.refit.copying.tables import (
     CODEC,
     DST,
     DST_PITCH,
@@ -44,6 +42,8 @@ from reshard.refit.tables import (
     empty_table,
     pack_into_rounds,
 )
+from reshard.refit.engine import Engine
+from reshard.refit.fp8_blocks.items import BF16, ENCODING, BlockTable, items_of, places_of
 
 SLAB_BYTES = 128 << 20  # unless one run of blocks alone is larger: 256 bytes for each column of a matrix
 ROW_BYTES = BLOCK * BF16.size  # of a block in the slab

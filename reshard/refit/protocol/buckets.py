@@ -6,7 +6,7 @@ from typing import Any
 
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
-from reshard.refit.addresses import UNSTAGED
+from reshard.refit.copying.addresses import UNSTAGED
 from reshard.refit.protocol.encoding import exchange_json, is_number
 from reshard.refit.protocol.requests import MOST_ROUNDS
 

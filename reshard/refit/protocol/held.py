@@ -9,7 +9,7 @@ import numpy as np
 from reshard.core.boxes import Box
 from reshard.core.dtypes import DTYPES
 from reshard.core.placement import LocalTensor, Part
-from reshard.refit.addresses import rows_and_columns
+from reshard.refit.copying.addresses import rows_and_columns
 from reshard.refit.protocol.encoding import pack_array, pack_json, readable, unpack_array, unpack_json
 
 MOST_ELEMENTS = 1 << 56  # of a dim, or a local tensor

@@ -10,7 +10,7 @@ import numpy as np
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.device.cuda import HANDLE_BYTES
-from reshard.refit.addresses import SHARD
+from reshard.refit.copying.addresses import SHARD
 from reshard.refit.protocol.encoding import (
     MOST_ADDRESS,
     digest,

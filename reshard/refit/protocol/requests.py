@@ -7,7 +7,8 @@ import numpy as np
 
 from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError
-from reshard.refit.addresses import (
+from reshard.refit.codecs import BLOCKWISE, CODEC_ROUNDINGS, CODECS, PLAIN
+from reshard.refit.copying.addresses import (
     BLOCK_REQUEST_COLUMNS,
     COLUMN_COUNT,
     DESTINATION,
@@ -21,7 +22,6 @@ from reshard.refit.addresses import (
     STAGED_ROUND,
     UNSTAGED,
 )
-from reshard.refit.codecs import BLOCKWISE, CODEC_ROUNDINGS, CODECS, PLAIN
 from reshard.refit.protocol.encoding import DIGEST_BYTES, pack_array, unpack_array
 from reshard.refit.protocol.held import DTYPE_NUMBERS, ShardSizes
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from reshard.comm.group import RefitGroup
-from reshard.engines.base import Engine
-from reshard.refit.addresses import UNSTAGED
+from reshard.refit.copying.addresses import UNSTAGED
+from reshard.refit.engine import Engine
 from reshard.refit.protocol.memory import TrainerMemory
 from reshard.refit.routes import Pair, Peer, why_apart
 

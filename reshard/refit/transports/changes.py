@@ -11,7 +11,7 @@ in int64 and then bytes:
 An inference rank knows since when it expects changes, and which bucket is next: others are refused before a
 byte is written, and positions outside of the bucket before any of as many chunks as are written at once.
 
-On a GPU kernels do all of it (`reshard.refit.change_kernels`) without a wait: the host learns the sizes when it needs
+On a GPU kernels do all of it (`reshard.refit.changes.kernels`) without a wait: the host learns the sizes when it needs
 them, and whether all made sense at the end.
 """
 
@@ -26,8 +26,8 @@ from reshard.core.errors import ReshardError
 from reshard.delta.chunks import WORD, ChunkSizes, Comparison, Words, chunks_of, decode_chunks, encode_chunks
 from reshard.delta.forms import Form
 from reshard.refit.codecs import CODECS, PLAIN, bytes_in_source
-from reshard.refit.copies import host_bytes
-from reshard.refit.tables import (
+from reshard.refit.copying.copies import host_bytes
+from reshard.refit.copying.tables import (
     CODEC,
     DST,
     DST_PITCH,
@@ -45,11 +45,11 @@ from reshard.refit.transports.base import Measured
 from reshard.refit.transports.packing import PackedPair
 
 if TYPE_CHECKING:
-    from reshard.refit.change_kernels import DeviceChanges
+    from reshard.refit.changes.kernels import DeviceChanges
 
 
 class HostChanges:
-    """The changes of a bucket on a CPU since `old`, as `reshard.refit.change_kernels.DeviceChanges` has it of a GPU;
+    """The changes of a bucket on a CPU since `old`, as `reshard.refit.changes.kernels.DeviceChanges` has it of a GPU;
     both are bytes of one size."""
 
     def __init__(self, old: torch.Tensor, new: torch.Tensor) -> None:
@@ -183,7 +183,7 @@ class SentBuckets:
         before = self._kept(key)
         changes: HostChanges | DeviceChanges
         if self.device.type == "cuda":
-            from reshard.refit import change_kernels
+            from reshard.refit.changes import kernels as change_kernels
 
             changes = change_kernels.DeviceChanges(before, segment, self.keeps_by_comparing)
         else:
@@ -315,7 +315,7 @@ class ServedBucket:
     ) -> None:
         """Write the changes of a bucket of `size` bytes where it is served from, on a GPU: enqueue that, and what
         `check_status` needs into `status`, zeros in int64 ``[3]``."""
-        from reshard.refit.change_kernels import write_changes
+        from reshard.refit.changes.kernels import write_changes
 
         write_changes(payload, size, since, index, self.tiles, self.codecs, self.has_odd, status)
 

@@ -13,8 +13,8 @@ import torch
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.delta.forms import SECTION
-from reshard.refit.copies import event_now, wait_for_exchange, wait_for_partners
-from reshard.refit.tables import STATUS
+from reshard.refit.copying.copies import event_now, wait_for_exchange, wait_for_partners
+from reshard.refit.copying.tables import STATUS
 from reshard.refit.transports.changes import (
     SentBuckets,
     ServedBucket,

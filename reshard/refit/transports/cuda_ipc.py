@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from reshard.core.errors import ReshardError, rewrite_message
-from reshard.refit.addresses import SHARD, UNSTAGED, fills_of, staged_rounds_of, with_sources
 from reshard.refit.codecs import BLOCKWISE
-from reshard.refit.copies import CopyTable
+from reshard.refit.copying.addresses import SHARD, UNSTAGED, fills_of, staged_rounds_of, with_sources
+from reshard.refit.copying.copies import CopyTable
+from reshard.refit.copying.tables import CODEC, bytes_read_by, interleaved, tiles_of
 from reshard.refit.fp8_blocks.items import (
     FIRST_FRAGMENT,
     BlockTable,
@@ -26,7 +27,6 @@ from reshard.refit.fp8_blocks.items import (
 from reshard.refit.fp8_blocks.packed import Placed, cut_into_blocks, padding_outside
 from reshard.refit.protocol.memory import TrainerMemory
 from reshard.refit.routes import CUDA_IPC, LOCAL, Pair
-from reshard.refit.tables import CODEC, bytes_read_by, interleaved, tiles_of
 from reshard.refit.transports.base import Context, Incoming, Outgoing, Transport
 from reshard.refit.transports.mapped import HINT, MappedMemory
 

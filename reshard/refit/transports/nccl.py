@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.refit.addresses import UNSTAGED
-from reshard.refit.copies import wait_for_exchange
+from reshard.refit.copying.addresses import UNSTAGED
+from reshard.refit.copying.copies import wait_for_exchange
+from reshard.refit.copying.tables import ALIGNMENT, DST, SRC, TILE_BYTES, bytes_packed
 from reshard.refit.protocol.buckets import exchange_bucket_counts, exchange_partner_counts
 from reshard.refit.routes import NCCL, Pair
-from reshard.refit.tables import ALIGNMENT, DST, SRC, TILE_BYTES, bytes_packed
 from reshard.refit.transports.base import Context, Incoming, Measured, Outgoing, Transport, by_round
 from reshard.refit.transports.bucket_memory import BucketMemory
 from reshard.refit.transports.changes import SentBuckets, ServedBucket
@@ -155,8 +155,8 @@ class Nccl(Transport):
         self.buckets = exchange_bucket_counts(self.group, counts)
         self.numbers = self.buckets.keys() - {UNSTAGED}  # of all engines: all that have a side take part
         if self.device.type == "cuda":
-            from reshard.refit.change_kernels import compile_finding, compile_writing
-            from reshard.refit.kernels import compile_copy
+            from reshard.refit.changes.kernels import compile_finding, compile_writing
+            from reshard.refit.copying.kernels import compile_copy
 
             # The tables are made at the first exchange, nearly all of words of this size.
             compile_copy(ALIGNMENT, self.device, 1)

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.core.errors import ReshardError
+from reshard.refit.copying.tables import ALIGNMENT, DST, TILE_BYTES
 from reshard.refit.protocol.buckets import exchange_partner_counts
 from reshard.refit.protocol.slab import SlabLocation
 from reshard.refit.routes import NIXL, Pair
-from reshard.refit.tables import ALIGNMENT, DST, TILE_BYTES
 from reshard.refit.transports.agent import Agent, AgentHandle, NixlError, RegisteredSlab
 from reshard.refit.transports.base import Context
 from reshard.refit.transports.slots import SLOTS, SlotRound, SlotTransport

@@ -20,16 +20,8 @@ from reshard.refit.codecs import (
     bytes_in_destination,
     bytes_in_source,
 )
-from reshard.refit.copies import CopyTable
-from reshard.refit.fp8_blocks.items import BlockTable
-from reshard.refit.fp8_blocks.packed import (
-    cut_into_blocks,
-    encode_table,
-    packed_bytes,
-    slice_blocks,
-    unpack_copies,
-)
-from reshard.refit.tables import (
+from reshard.refit.copying.copies import CopyTable
+from reshard.refit.copying.tables import (
     ALIGNMENT,
     CODEC,
     DST,
@@ -42,6 +34,14 @@ from reshard.refit.tables import (
     pack_into_rounds,
     packed_width,
     tiles_of,
+)
+from reshard.refit.fp8_blocks.items import BlockTable
+from reshard.refit.fp8_blocks.packed import (
+    cut_into_blocks,
+    encode_table,
+    packed_bytes,
+    slice_blocks,
+    unpack_copies,
 )
 from reshard.refit.transports.base import Incoming, Outgoing
 

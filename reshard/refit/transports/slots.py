@@ -17,11 +17,11 @@ from typing import NamedTuple, Protocol
 import torch
 
 from reshard.core.errors import ReshardError, listed
-from reshard.refit.addresses import UNSTAGED
-from reshard.refit.copies import event_now, wait_for_device
+from reshard.refit.copying.addresses import UNSTAGED
+from reshard.refit.copying.copies import event_now, wait_for_device
+from reshard.refit.copying.tables import ALIGNMENT, DST, SRC, bytes_packed
 from reshard.refit.protocol.encoding import readable
 from reshard.refit.protocol.slab import SlabLocation
-from reshard.refit.tables import ALIGNMENT, DST, SRC, bytes_packed
 from reshard.refit.transports.base import Context, Incoming, Outgoing, Transport, by_round, rounds_in
 from reshard.refit.transports.packing import PackedPair, PackedRound
 

@@ -15,10 +15,10 @@ import torch
 from reshard.comm.client import PeerMemoryError
 from reshard.core.errors import ReshardError, rewrite_message
 from reshard.device.cuda import cuda_free, cuda_memory, exported
+from reshard.refit.copying.tables import ALIGNMENT, TILE_BYTES
 from reshard.refit.protocol.memory import is_handle
 from reshard.refit.protocol.slab import SlabLocation
 from reshard.refit.routes import CUDA_IPC, NCCL, STAGED, Pair
-from reshard.refit.tables import ALIGNMENT, TILE_BYTES
 from reshard.refit.transports.base import Context, Incoming, Outgoing
 from reshard.refit.transports.mapped import HINT, MappedMemory
 from reshard.refit.transports.slots import SLOTS, SlotTransport, slab_numbers

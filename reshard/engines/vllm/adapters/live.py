@@ -13,8 +13,6 @@ from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.device.memory import Region
-from reshard.engines.base import Engine
-from reshard.engines.guard import Guard
 from reshard.engines.vllm.adapters.compat import check_config, manager_of, worker_manager_of
 from reshard.engines.vllm.adapters.stages import Slice, StagedSlice, Stages
 from reshard.engines.vllm.adapters.targets import Target, find_targets
@@ -24,6 +22,8 @@ from reshard.engines.vllm.weights.mla import absorbing_attentions
 from reshard.engines.vllm.weights.served import Served
 from reshard.lora.names import A, B, peft_name
 from reshard.lora.scale import Scale
+from reshard.refit.engine import Engine
+from reshard.refit.guard import Guard
 
 ABSORBED = "kv_b_proj"
 ROUND = 0  # in which everything passes through memory of its own

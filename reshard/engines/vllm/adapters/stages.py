@@ -17,10 +17,10 @@ from reshard.core.errors import ReshardError, listed
 from reshard.device.memory import ALIGNMENT
 from reshard.engines.vllm.adapters.compat import Buffers
 from reshard.engines.vllm.adapters.targets import Target
-from reshard.refit.addresses import reading_destination
-from reshard.refit.copies import CopyTable
-from reshard.refit.digests import Digests
-from reshard.refit.tables import WIDTH, table_of, tiles_of
+from reshard.refit.copying.addresses import reading_destination
+from reshard.refit.copying.copies import CopyTable
+from reshard.refit.copying.digests import Digests
+from reshard.refit.copying.tables import WIDTH, table_of, tiles_of
 
 
 class Slice(NamedTuple):

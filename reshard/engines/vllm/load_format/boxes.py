@@ -8,7 +8,7 @@ with importing("vllm"):
 
 
 from reshard.core.errors import ReshardError, listed
-from reshard.engines.stored_boxes import Reading, check_boxes
+from reshard.engines.loading.stored_boxes import Reading, check_boxes
 from reshard.engines.tracing.trace import Trace
 from reshard.engines.vllm.load_format.opened import OpenedWeights
 from reshard.engines.vllm.weights.stand_ins import trace_model

@@ -25,8 +25,8 @@ with importing("vllm"):
 
 from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import check_switch
-from reshard.engines.checkpoint import config_directory, megatron_directory
-from reshard.engines.stored_boxes import read_boxes
+from reshard.engines.loading.checkpoint import config_directory, megatron_directory
+from reshard.engines.loading.stored_boxes import read_boxes
 from reshard.engines.vllm.compat import tensor_parallel
 from reshard.engines.vllm.load_format.boxes import plan_reading
 from reshard.engines.vllm.load_format.opened import OpenedWeights, directory_of, open_weights

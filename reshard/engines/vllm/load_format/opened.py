@@ -16,8 +16,8 @@ import numpy as np
 
 from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError
-from reshard.engines.checkpoint import config_directory, megatron_directory
-from reshard.engines.stored_weights import StoredWeights, names_in_blocks, tensor_from_bytes
+from reshard.engines.loading.checkpoint import config_directory, megatron_directory
+from reshard.engines.loading.stored_weights import StoredWeights, names_in_blocks, tensor_from_bytes
 from reshard.engines.tracing.trace import Canonical
 from reshard.engines.vllm.quantized import nvfp4
 from reshard.engines.vllm.quantized.compressed import stored_as

@@ -5,7 +5,7 @@ loaded, and which kernel serves it; for vLLM 0.24 to 0.33, as is `reshard.engine
 from typing import Any, NamedTuple
 
 from reshard.core.extras import importing
-from reshard.engines.blocks import Blocks, scale_names
+from reshard.engines.placing.blocks import Blocks, scale_names
 from reshard.engines.vllm.compat import known
 from reshard.engines.vllm.quantized.processing import loading_templates
 

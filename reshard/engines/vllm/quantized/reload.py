@@ -34,7 +34,7 @@ from reshard.engines.vllm.quantized.processing import HANDLE, loading_templates,
 from reshard.engines.vllm.quantized.recipes import Held, LayerQuantizer, parameter_like, reduce_max
 from reshard.engines.vllm.quantized.reprocessing import Layer, put, reprocessed
 from reshard.engines.vllm.weights.served import Served
-from reshard.refit.copies import wait_for_device
+from reshard.refit.copying.copies import wait_for_device
 
 # The most that a round has, unless one layer alone is larger.
 ROUND_BYTES = 128 << 20

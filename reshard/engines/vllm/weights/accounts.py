@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from reshard.engines.accounts import DERIVED, LEFT_ALONE, OF_TOWER, SCALE_OF_CACHE, Account
+from reshard.engines.placing.accounts import DERIVED, LEFT_ALONE, OF_TOWER, SCALE_OF_CACHE, Account
 from reshard.engines.vllm.layers import has_cache, has_experts
 from reshard.engines.vllm.weights.mla import DERIVED_PREFIX
 

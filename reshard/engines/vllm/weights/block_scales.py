@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from reshard.engines import blocks
-from reshard.engines.base import Scales
-from reshard.engines.blocks import Blocks
-from reshard.engines.rules import PlacedTensors
+from reshard.engines.placing import blocks
+from reshard.engines.placing.blocks import Blocks
+from reshard.engines.placing.rules import PlacedTensors
 from reshard.engines.vllm.quantized.fp8 import check_blocks
 from reshard.engines.vllm.quantized.layers import blocks_of
 from reshard.engines.vllm.weights.served import Served
+from reshard.refit.engine import Scales
 from reshard.refit.fp8_blocks.items import BF16
 
 
@@ -30,7 +30,7 @@ def begin_compiling(layers: Mapping[str, Blocks], device: torch.device) -> None:
     layers with, since `find_scales` and connect would wait for them; nothing on a CPU."""
     if device.type != "cuda":
         return
-    from reshard.refit.compiling import compile_ahead
+    from reshard.refit.copying.compiling import compile_ahead
 
     compile_ahead(device, {BF16.size}, bool(layers), BF16.size)
 
@@ -41,7 +41,7 @@ def find_scales(
     tensors: Mapping[str, torch.Tensor],
     match_vllm_rounding: bool,
 ) -> dict[Any, Scales]:
-    """Return the scales of local tensors in fp8, by id; see `reshard.engines.blocks.find_scales`.
+    """Return the scales of local tensors in fp8, by id; see `reshard.engines.placing.blocks.find_scales`.
 
     Raises ReshardError if our quantization of blocks differs from vLLM's.
     """

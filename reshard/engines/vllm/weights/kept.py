@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from reshard.engines.accounts import LEFT_ALONE, Account
+from reshard.engines.placing.accounts import LEFT_ALONE, Account
 from reshard.engines.vllm.guard import VllmGuard
 from reshard.engines.vllm.weights.served import DRAFT
 

@@ -7,7 +7,7 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.engines.layout import EngineRank
-from reshard.engines.placing import layers_of, outer_of
+from reshard.engines.placing.places import layers_of, outer_of
 from reshard.engines.vllm.compat import tensor_parallel
 from reshard.engines.vllm.layers import experts_of
 from reshard.engines.vllm.layout import WHOLE_SHARED_EXPERTS

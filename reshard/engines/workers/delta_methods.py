@@ -1,0 +1,100 @@
+"""Methods of an engine's worker by which deltas of a chain are written into it."""
+
+import logging
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from reshard.core.errors import ReshardError, first_line
+
+if TYPE_CHECKING:
+    from reshard.engines.workers.deltas import EngineDeltas
+    from reshard.refit.engine import Engine
+
+log = logging.getLogger("reshard")
+
+
+def answering(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a method answer ``{"error": sentence}`` instead of raising: an engine that waits for several workers would
+    leave what the others answer to the next call. ``untouched`` says whether the worker serves whole weights then."""
+
+    @wraps(method)
+    def answered(self: "DeltaMethods", *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except ReshardError as error:
+            sentence = str(error)
+        except Exception as error:
+            log.exception("a delta failed")
+            sentence = f"{type(error).__name__}: {first_line(error)}"
+        deltas = self._reshard_deltas
+        return {"error": sentence, "untouched": deltas is None or deltas.engine.guard.ready}
+
+    return answered
+
+
+class DeltaMethods:
+    """Methods of an engine's worker by which `reshard.delta.apply_deltas` writes deltas into it. They answer
+    with ``{"error": sentence}`` where they cannot.
+
+    A `session` is one call of `apply_deltas`. The next one ends it.
+    """
+
+    _reshard_deltas: "EngineDeltas | None" = None
+
+    def _reshard_engine_side(self) -> "Engine":
+        raise NotImplementedError
+
+    def _reshard_logger(self) -> logging.Logger | None:
+        """Return where this worker logs what it has applied; None unless it is the first of its engine."""
+        return log
+
+    @answering
+    def reshard_delta_digests(self, chain: str, session: str, anew: bool = False) -> list[list[Any]]:
+        """Return what each box of this worker adds to the digest of the weights; `anew` where this session has
+        written them."""
+        from reshard.engines.workers.deltas import EngineDeltas  # which needs more packages than a refit does
+
+        engine = self._reshard_engine_side()
+        if anew:
+            return self._reshard_opened(session).digests()
+        if self._reshard_deltas is None or self._reshard_deltas.engine is not engine:
+            self._reshard_deltas = EngineDeltas(engine)
+        self._reshard_deltas.open(chain, session)
+        engine.guard.check_ready()
+        return self._reshard_deltas.digests()
+
+    @answering
+    def reshard_delta_prepare(self, session: str, held: str, version: int, digest: str) -> None:
+        """Fetch and check the deltas from weights with digest `held` to a version, whose weights have this
+        `digest`."""
+        self._reshard_opened(session).prepare(held, version, digest)
+
+    @answering
+    def reshard_delta_write(self, session: str, version: int, digest: str) -> None:
+        """Write the prepared deltas, and serve as this version, whose weights have this digest."""
+        deltas, start = self._reshard_opened(session), time.perf_counter()
+        sizes = [files.delta.bytes for files in deltas.prepared]
+        deltas.write(version, digest)
+        logger = self._reshard_logger()
+        if logger is not None:
+            logger.info(
+                "reshard: deltas to version %d: %d of %.1f MB in all, written in %.3f s",
+                version, len(sizes), sum(sizes) / 1e6, time.perf_counter() - start,
+            )  # fmt: skip
+
+    def reshard_delta_invalidate(self, session: str | None) -> None:
+        """Refuse to serve, since the weights are not those of a version; nothing where another session has begun."""
+        deltas = self._reshard_deltas
+        if deltas is not None and session in (None, deltas.session):
+            deltas.engine.guard.altered()  # of no version
+            deltas.engine.guard.invalidate("other weights than a delta was to bring")
+
+    def _reshard_opened(self, session: str) -> "EngineDeltas":
+        deltas = self._reshard_deltas
+        if deltas is None or deltas.session != session:
+            raise ReshardError(
+                "another call of apply_deltas has begun on this engine: call again when that one has returned"
+            )
+        return deltas

@@ -1,0 +1,228 @@
+"""Deltas of a chain, written in place into one rank of a running engine."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reshard.core.extras import importing
+
+with importing("vllm"):
+    import torch
+
+import numpy as np
+
+from reshard.core.errors import ReshardError
+from reshard.delta.chain import Chain
+from reshard.delta.digest import column_keys, row_keys, seed_of
+from reshard.delta.encoding import BITS, Decoded
+from reshard.delta.files import DeltaFiles, StoredRecord
+from reshard.delta.manifests import Delta
+from reshard.delta.records import Record, decode_record
+from reshard.device.memory import Region, same_bits
+from reshard.device.staging import row_view
+from reshard.refit.engine import Engine
+from reshard.storage.io.boxes import Rows
+from reshard.storage.io.casts import EXACT
+from reshard.storage.io.files import OpenFiles
+from reshard.storage.io.streams import TensorInfo
+
+_CHUNK_ELEMENTS = 4 << 20  # that are 8 bytes each on the device
+
+
+class HeldBox(NamedTuple):
+    """Rows and columns of a canonical tensor that lie in a region of this rank's memory, at `local`."""
+
+    rows: Rows
+    region: Region
+    local: Rows
+
+
+class EngineDeltas:
+    """One rank of an engine, as the deltas of chains reach it. Raises ReshardError for an engine that serves
+    quantized weights."""
+
+    def __init__(self, engine: Engine) -> None:
+        if engine.scales or engine.staged_rounds:
+            identity = next(iter({**engine.scales, **engine.staged_rounds}))
+            raise ReshardError(
+                f"this {engine.guard.engine} serves {identity[0]} quantized, and deltas are of plain weights: write the "
+                f"version with reshard delta apply, and load that"
+            )
+        self.engine = engine
+        self.chain: Chain | None = None
+        self.session = ""
+        self.prepared: list[DeltaFiles] = []
+        self.due: tuple[int, str] | None = (
+            None  # the version that was prepared, and the digest of its weights
+        )
+        self.files = OpenFiles()
+        self.boxes: dict[str, list[HeldBox]] = {}
+
+    def open(self, place: str | Path, session: str) -> Chain:
+        """Return the chain at a place, of whose tensors the boxes that this rank holds are found; any other session
+        ends. Raises ReshardError where it is of another model.
+
+        It is read anew at each call: another chain may have been begun in the place of the last one.
+        """
+        self.engine.check_idle()
+        self.close()
+        self.chain, self.session = Chain(place), session
+        base = self.chain.base
+        if self.engine.optional:
+            self.engine.select_optional(self.engine.optional & base.tensors.keys())
+        self.engine.refresh_regions()
+        self.boxes = {}
+        for identity, tensor in self.engine.placement.tensors.items():
+            region = self.engine.regions[identity]
+            for part in tensor.parts:
+                self._check(part.name, region, base.tensors.get(part.name))
+                held = HeldBox(Rows.of(part.box), region, Rows.of(part.local_box))
+                self.boxes.setdefault(part.name, []).append(held)
+        return self.chain
+
+    def _check(self, name: str, region: Region, info: TensorInfo | None) -> None:
+        assert self.chain is not None
+        guard, where = self.engine.guard, self.chain.where
+        if info is None:
+            raise ReshardError(f"this {guard.engine} holds {name}, which the base of {where} does not have")
+        dtype = str(region.tensor.dtype).removeprefix("torch.")
+        if dtype != info.dtype.name and (info.dtype.name, dtype) not in EXACT:
+            raise ReshardError(
+                f"this {guard.engine} holds {name} as {dtype}, and the base of {where} has {info.dtype.name}: start it with "
+                f"that dtype"
+            )
+
+    def digests(self) -> list[list[Any]]:
+        """Return for each box that this rank holds its tensor's name, its rows and columns, and what it adds to
+        the digest of all weights."""
+        assert self.chain is not None
+        parts = []
+        for name, boxes in self.boxes.items():
+            info = self.chain.base.tensors[name]
+            parts += [[name, list(box.rows), _digest(box, name, info)] for box in boxes]
+        return parts
+
+    def prepare(self, held: str, version: int, digest: str) -> None:
+        """Fetch and check all that is to be written from weights with digest `held` to a version, whose weights
+        have this `digest`: checksums, and that each change lies in its box."""
+        assert self.chain is not None
+        self.prepared, self.due = [], None
+        with self.chain.unchanged():
+            for delta in self._between(held, version, digest):
+                files = DeltaFiles(self.chain, delta, self.files)
+                for stored in self._records(files):
+                    self._decode(files, stored)
+                self.prepared.append(files)
+        self.due = version, digest
+
+    def _between(self, held: str, version: int, digest: str) -> list[Delta]:
+        """Return the deltas that lead from weights with digest `held` to a version with this `digest`. Raises
+        ReshardError where there are none: the chain is not the one that was read before."""
+        assert self.chain is not None
+        deltas = self.chain.deltas(version)
+        starts = [number for number, delta in enumerate(deltas) if delta.before == held]
+        if not starts or deltas[-1].after != digest:
+            raise ReshardError(
+                f"{self.chain.where} was replaced while it was read: version {version} has other weights now; "
+                f"call apply_deltas again"
+            )
+        return deltas[starts[-1] :]  # the last, where weights come again
+
+    def _records(self, files: DeltaFiles) -> Iterable[StoredRecord]:
+        """Yield the records of which this rank holds elements."""
+        for name, boxes in self.boxes.items():
+            for stored in files.records.get(name, ()):
+                if any(stored.record.rows.intersect(box.rows) for box in boxes):
+                    yield stored
+
+    def _decode(self, files: DeltaFiles, stored: StoredRecord) -> Decoded:
+        """Return a record's changes on the engine's device."""
+        record, dtype = stored.record, _torch_dtype(files.tensors[stored.record.name])
+        with files.errors_of(stored):
+            payload = torch.from_numpy(files.read(stored)).to(self.engine.device)
+            return decode_record(record, dtype, payload)
+
+    def write(self, version: int, digest: str) -> None:
+        """Write what was prepared, and serve as this version, whose weights have this digest. Raises ReshardError,
+        before the first byte, if files of the chain are no longer those that were checked; if they change after that,
+        the engine does not serve."""
+        assert self.chain is not None
+        if self.prepared:
+            if self.due != (version, digest):
+                raise ReshardError(
+                    f"version {version} of {self.chain.where} was not prepared: call apply_deltas"
+                )
+            self.chain.check_unchanged()
+            self.engine.begin()
+            with torch.no_grad(), self.chain.unchanged():
+                for files in self.prepared:
+                    for stored in self._records(files):
+                        self._write(stored.record, self._decode(files, stored))
+            self.engine.update_derived()
+            self.engine.end(version)
+            self.prepared, self.due = [], None
+        else:
+            self.engine.guard.refitted(version)  # a version that changes nothing
+
+    def _write(self, record: Record, decoded: Decoded) -> None:
+        """Write a record's changes into each of the boxes that hold them."""
+        assert self.chain is not None
+        changed, dtype = record.rows, _torch_dtype(self.chain.base.tensors[record.name])
+        width = max(1, changed.columns)
+        rows = torch.div(decoded.positions, width, rounding_mode="floor")
+        columns = decoded.positions - rows * width + changed.column
+        rows += changed.start
+        for box in self.boxes[record.name]:
+            if not changed.intersect(box.rows):
+                continue
+            inside = (rows >= box.rows.start) & (rows < box.rows.stop)
+            inside &= (columns >= box.rows.column) & (columns < box.rows.column + box.rows.columns)
+            local_rows = rows[inside] - box.rows.start + box.local.start
+            local_columns = columns[inside] - box.rows.column + box.local.column
+            places = local_rows * box.region.pitch + local_columns + box.region.offset
+            memory = _memory(box.region)
+            values = decoded.values[inside].view(dtype).to(memory.dtype)  # an engine holds some wider
+            bits = BITS[memory.element_size()]
+            memory.view(bits).index_copy_(0, places, values.view(bits))
+
+    def close(self) -> None:
+        """Close the files of the chain, and forget it."""
+        self.files.close()
+        if self.chain is not None:
+            self.chain.close()
+        self.chain, self.prepared, self.due, self.session = None, [], None, ""
+
+
+def _memory(region: Region) -> torch.Tensor:
+    """View a region's tensor, from its first element to the end of its memory, as a vector."""
+    tensor = region.tensor.detach()
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+    return torch.as_strided(tensor, (elements,), (1,), tensor.storage_offset())
+
+
+def _digest(box: HeldBox, name: str, info: TensorInfo) -> int:
+    """Return what a box adds to the digest, as `reshard.delta.digest.digest_rows` of its numbers does. Raises
+    ReshardError where the engine holds numbers that the chain's dtype does not have."""
+    held = row_view(box.region, box.local)
+    columns = _keys_on_device(column_keys(box.rows.column + box.rows.columns)[box.rows.column :], held.device)
+    keys = _keys_on_device(row_keys(seed_of(name, info), box.rows.start, box.rows.stop), held.device)
+    dtype, step = _torch_dtype(info), max(1, _CHUNK_ELEMENTS // max(1, box.rows.columns))
+    total = torch.zeros((), dtype=torch.int64, device=held.device)
+    for first in range(0, len(held), step):
+        numbers = held[first : first + step].to(dtype)
+        if dtype != held.dtype and not same_bits(numbers.to(held.dtype), held[first : first + step]):
+            raise ReshardError(
+                f"the engine holds numbers of {name} that {info.dtype.name} does not have: load the base"
+            )
+        bits = numbers.view(BITS[numbers.element_size()]).to(torch.int64)
+        total += ((bits * columns).sum(1) * keys[first : first + step]).sum()
+    return int(total)
+
+
+def _torch_dtype(info: TensorInfo) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, info.dtype.name)
+    return dtype
+
+
+def _keys_on_device(keys: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(keys.view(np.int64)).to(device)

@@ -1,0 +1,168 @@
+"""The engine's side of a refit in processes of an engine: the methods that its workers get.
+
+An engine's own module has its way into them, and says how a worker makes its side.
+"""
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import wraps
+from inspect import Parameter, Signature
+from typing import Any
+
+from reshard.comm.group import RefitGroup, check_rank
+from reshard.comm.hosts import parsed
+from reshard.core.errors import ReshardError
+from reshard.core.limits import check_seconds, check_switch
+from reshard.models.config_fields import ignore_hint_for
+from reshard.refit.connecting import connect_with
+from reshard.refit.engine import Engine
+from reshard.refit.link import Link
+from reshard.refit.lora.link import AdapterLink
+from reshard.refit.options import ConnectOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions(ConnectOptions):
+    """The options with which a worker connects.
+
+    `timeout` is for how many seconds members wait for each other, when they connect and in every refit.
+    `match_vllm_rounding` is that of `VllmModel`. `secret` is that of `RefitGroup.join`, the same
+    for all members, and `name` the engine's, or this worker's, in the errors and logs of all.
+    """
+
+    timeout: float = 60.0
+    match_vllm_rounding: bool = False
+    secret: str | None = field(default=None, repr=False)
+
+    @staticmethod
+    def of_call(*arguments: Any, **named: Any) -> "WorkerOptions":
+        """Return the options in the arguments of a call, which may have those of `ARGUMENTS`, in this order or
+        by name. Raises TypeError, as any call does, for others."""
+        return WorkerOptions(**ARGUMENTS.bind(*arguments, **named).arguments)
+
+    def of_worker(self, index: int) -> dict[str, Any]:
+        """Return the arguments for a worker of the engine that has these: its name says which one it is."""
+        name = None if self.name is None else f"engine {self.name}, worker {index}"
+        return {field: getattr(self, field) for field in ARGUMENTS.parameters} | {"name": name}
+
+    def checked(self, name: Callable[[str], str] = str) -> "WorkerOptions":
+        """Return these options; see `ConnectOptions.checked`."""
+        check_seconds(self.timeout, name("timeout"))
+        check_switch(self.match_vllm_rounding, name("match_vllm_rounding"))
+        return super().checked(name)
+
+
+# What a worker's call takes: what else `ConnectOptions` has is for a trainer's ranks to give.
+ARGUMENTS = Signature(
+    [
+        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=getattr(WorkerOptions, name))
+        for name in ("backend", "bucket_bytes", "timeout", "match_vllm_rounding", "secret", "adapter", "name")
+    ]
+)
+
+
+def connect_worker(
+    address: str,
+    rank: int,
+    size: int,
+    options: WorkerOptions,
+    destination: Callable[[], Engine],
+    close: Callable[[], None],
+) -> Link | AdapterLink:
+    """Connect a worker as member `rank` of `size`; its side is made by `destination`.
+
+    `close` gives up the present connection; wrong arguments are refused before that. Raises
+    ReshardError, as on every other member, if the two sides do not hold the same model or a member
+    is missing.
+    """
+    parsed(address)
+    check_rank(rank, size)
+    options = options.checked()
+    close()
+    members = RefitGroup.join(address, rank, size, options.timeout, options.secret)
+    with ignore_hint_for("refit"):
+        return connect_with(options, members, destination=destination)
+
+
+def log_refits(logger: logging.Logger, link: Link | AdapterLink, is_first: bool) -> None:
+    """Let the first of an engine's workers log in the engine's log how the weights come to it, and each refit."""
+    for one in (link.weights, link.adapters) if isinstance(link, AdapterLink) else (link,):
+        one.log.logger, one.log.is_first = logger, is_first
+        receiver, log = one.receiver, one.log
+    if is_first and receiver is not None:
+        routes = Counter(map(log.way, receiver.routes().values()))
+        ways = ", ".join(f"{way} from {n}" for way, n in sorted(routes.items()))
+        logger.info("reshard is connected: weights come to this rank by refits, %s trainer ranks", ways)
+
+
+def with_short_traceback(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a worker that raises a ReshardError without its causes, and from there: the engine logs the
+    whole traceback, and the sentence says what is to be done."""
+
+    @wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except ReshardError as error:
+            if os.environ.get("RESHARD_DEBUG"):
+                raise
+            refusal = error
+        try:
+            raise refusal.with_traceback(None) from None
+        finally:
+            del refusal  # which its traceback would keep
+
+    return called
+
+
+class LinkMethods:
+    """Methods of a worker that has connected, on its `_reshard_link`."""
+
+    _reshard_link: Link | AdapterLink | None = None
+
+    @with_short_traceback
+    def reshard_refit(self, version: int | None = None, verify: bool = False) -> dict[str, Any]:
+        """Take the trainer's weights; return the report as a dict."""
+        check_switch(verify, "verify")
+        return self._reshard_connected().refit(version, verify).to_dict()
+
+    def reshard_expecting(self, ticket: str | None) -> AbstractContextManager[None]:
+        """Return a context in which a refit is that of a trainer's `ticket` (`RefitGroup.ticket`), where there is
+        one."""
+        link = self._reshard_connected()
+        return nullcontext() if ticket is None else link.group.expecting(ticket)
+
+    def reshard_release(self) -> None:
+        """Unmap the trainer's memory, together with the trainer's `Link.release`."""
+        self._reshard_connected().release()
+
+    def reshard_close(self) -> None:
+        """Free what was mapped and staged, and forget the trainer, if one is connected."""
+        link, self._reshard_link = self._reshard_link, None
+        if link is not None:
+            try:
+                link.close()
+            finally:
+                link.group.close()
+
+    def reshard_version(self) -> int | None:
+        """Return the version of the weights that this worker serves.
+
+        None before the first refit, and if the engine has discarded the weights or loaded others
+        since.
+        """
+        deltas = getattr(self, "_reshard_deltas", None)
+        if self._reshard_link is None and deltas is not None:
+            version: int | None = deltas.engine.version
+            return version
+        receiver = self._reshard_connected().receiver
+        return receiver.engine.version if receiver is not None else None
+
+    def _reshard_connected(self) -> Link | AdapterLink:
+        if self._reshard_link is None:
+            raise ReshardError("this engine is not connected: call reshard_connect first")
+        return self._reshard_link

@@ -1,0 +1,326 @@
+"""Deltas of a live model, Megatron-Core's or one under FSDP2: after each step, what changed is added to a chain."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from reshard.comm.team import Team
+from reshard.core.boxes import Box
+from reshard.core.errors import ReshardError, listed
+from reshard.core.gc import gc_paused
+from reshard.delta.chain import Chain, check_tensors, next_version
+from reshard.delta.digest import bits_of, digest_rows, digest_text, digest_total, seed_of
+from reshard.delta.disk import DeltaReport
+from reshard.delta.files import RecordWriter
+from reshard.delta.manifests import Base, Delta, File, delta_name
+from reshard.delta.records import RECORD_BYTES
+from reshard.delta.source import own_tensors
+from reshard.device.live_boxes import LiveBox, Slab, slabs_of
+from reshard.device.staging import numpy_view
+from reshard.device.stored import plus_one
+from reshard.live.collective import check_same_options, keyword_style_errors, open_team, run_on_first
+from reshard.live.inventory import take_inventory
+from reshard.live.local_boxes import LocalBoxes
+from reshard.live.published_model import PublishedModel
+from reshard.storage.io.casts import cast, float_dtype
+from reshard.storage.io.streams import TensorInfo
+from reshard.storage.sources.base import Source
+from reshard.storage.sources.opening import open_source
+from reshard.storage.sources.paths import HF_FILES, locate
+from reshard.trainers.fsdp import FsdpModel
+
+if TYPE_CHECKING:
+    from reshard.live.local_model import Models
+
+
+class _Kept(NamedTuple):
+    """Rows of a box as they were in the newest version: the bits of the published numbers, on the host."""
+
+    slab: Slab
+    bits: np.ndarray
+
+
+class _Pending(NamedTuple):
+    """Elements of what is kept that get these values once a version is there."""
+
+    kept: _Kept
+    positions: tuple[np.ndarray, np.ndarray]
+    values: np.ndarray
+
+
+class DeltaWriter:
+    """Adds versions of a live model to a chain.
+
+    Each rank keeps what it last wrote in host memory (`kept_bytes`): of boxes that several ranks hold one
+    of them keeps and writes it, so all ranks together keep the weights once, and none gathers another's. What
+    changed of a rank's boxes becomes a file of its own.
+
+    All ranks of torch's default process group make one, and call `save` together. `models` are Megatron's, or a
+    `reshard.trainers.FsdpModel`. `hf_config` is that of `reshard.export`, `chain` a directory that all ranks
+    reach, or a URL. `base` is the checkpoint that the model holds now, with which a new chain begins: by default
+    `hf_config`. The model is compared with it, where it is a directory or was fetched from the hub. A `base` that is
+    given and is not on this host is only noted, as the name of what the model holds. `dtype`, such as ``bf16``, is the
+    chain's where the model holds another one.
+
+    Raises ReshardError on every rank where the models are not that of `hf_config`, or hold other weights than
+    the newest version of the chain, or than the base of a new one.
+    """
+
+    def __init__(
+        self,
+        models: "Models | FsdpModel",
+        hf_config: str | Path | PublishedModel,
+        chain: str | Path,
+        *,
+        base: str | Path | None = None,
+        make_vocab_size_divisible_by: int = 128,
+        metadata: Mapping[str, Any] | None = None,
+        dtype: str | None = None,
+    ) -> None:
+        with keyword_style_errors():
+            target = float_dtype(dtype)
+        name = None if target is None else target.name
+        self.chain = Chain(chain)
+        self.digest = ""
+        self.kept: list[_Kept] = []
+        self.is_closed = False
+        with keyword_style_errors(), gc_paused(), open_team("deltas") as team:
+            described: list[tuple[PublishedModel, LocalBoxes]] = []
+
+            def describe() -> None:
+                published = PublishedModel.read(hf_config)
+                local = _local(models, metadata)
+                local.find_boxes(published.model, make_vocab_size_divisible_by, name)
+                described.append((published, local))
+
+            team.together(describe)
+            [(published, self.local)] = described
+            check_same_options(team, "deltas", {"the digest of the config": published.digest})
+            inventory = take_inventory(team, self.local, published)
+            self.tensors = {n: info for n, info in inventory.tensors.items() if n not in inventory.copies}
+            self.config = published.path  # for a Megatron base without one of its own
+            self.numbers = team.scatter(inventory.assigned_numbers(team.size))
+            self._follow(team)
+            named: list[tuple[str, Path | None]] = []
+            team.together(lambda: named.append(_base_of(hf_config, published, base, self.chain.exists)))
+            self._begin(team, *named[0])
+
+    def _begin(self, team: Team, name: str, directory: Path | None) -> None:
+        """Keep the weights as they are, and begin the chain with them, or see that it ends with them. The base is known
+        by its name, and by the directory of its weights where these are on this host."""
+        self.kept = [_Kept(slab, bits) for slab, bits in self._numbers()]
+        parts = team.together(lambda: sum(self._digest_of(kept) for kept in self.kept))
+        self.digest = digest_text(digest_total(parts))
+
+        exists = run_on_first(team, lambda: self.chain.exists)
+        if not exists and directory is not None:
+            self._check_base(team, directory)
+
+        def begin() -> None:
+            if exists:
+                self._check_newest(self.chain.deltas())
+                return
+            with self.chain.store.writing() as scratch:
+                self.chain.check_end(None)
+                self.chain.begin(Base(name, self.digest, self.tensors), scratch)
+
+        run_on_first(team, begin)
+
+    def _check_base(self, team: Team, directory: Path) -> None:
+        """Raise ReshardError on every rank unless the checkpoint in a directory has the weights with which the chain
+        begins. Each rank reads some of its tensors."""
+
+        def digest() -> int:
+            with closing(
+                open_source(directory, self.config if locate(directory) is not None else None)
+            ) as source:
+                stored = own_tensors(source)
+                lacking = [
+                    n for n, info in self.tensors.items() if n not in stored or stored[n].shape != info.shape
+                ]
+                if lacking:
+                    raise ReshardError(
+                        f"{directory} is another model than the trainer's: it has no {listed(lacking, 3)} of that shape; give "
+                        f"base= the checkpoint that the model holds now"
+                    )
+                with source.unchanged():
+                    return sum(
+                        _digest_of_stored(source, name, self.tensors[name])
+                        for name in sorted(self.tensors)[team.process :: team.size]
+                    )
+
+        there = digest_text(digest_total(team.together(digest)))
+        if there != self.digest:
+            raise ReshardError(
+                f"the trainer's model holds other weights than {directory} (digest {self.digest}, not {there}), so a chain "
+                f"that begins with them could not be applied to that: give base= the checkpoint that the model holds now"
+            )
+
+    def _check_newest(self, deltas: list[Delta]) -> None:
+        """Raise ReshardError unless this model's weights are those of the chain's newest version."""
+        base = self.chain.base
+        check_tensors(base, self.tensors, "the trainer's model", self.chain.where)
+        newest = deltas[-1].after if deltas else base.digest
+        if newest != self.digest:
+            last = f"version {deltas[-1].version}" if deltas else f"the base ({base.name})"
+            raise ReshardError(
+                f"{self.chain.where} ends with {last}, and the trainer's model holds other weights (digest {self.digest}, not "
+                f"{newest}): load those, or give a directory for a new chain"
+            )
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that this rank keeps in host memory."""
+        return sum(kept.bits.nbytes for kept in self.kept)
+
+    def save(self, version: int | None = None) -> DeltaReport:
+        """Add what changed since the last version to the chain, as `version`, by default the next one. All
+        ranks call it, while no rank trains.
+
+        Raises ReshardError on every rank, and adds nothing, where one of them fails.
+        """
+        with keyword_style_errors(), gc_paused(), open_team("a delta") as team, ExitStack() as stack:
+            check_same_options(team, "deltas", {"version": version})
+            self._follow(team)
+
+            def start() -> tuple[int, int]:
+                deltas = self.chain.deltas()
+                self._check_newest(deltas)
+                return next_version(deltas, version, self.chain.where)
+
+            number, follows = run_on_first(team, start)
+            scratch = self._scratch(team, stack)
+            pending: list[_Pending] = []
+            written = team.together(lambda: self._write(team, scratch, number, follows, pending))
+            run_on_first(team, lambda: self.chain.check_end(follows))
+            own, _, _ = written[team.process]
+            after = digest_text(int(self.digest, 16) + digest_total(change for _, _, change in written))
+            files = [File(*file) for file, _, _ in written if file]
+            delta = Delta(number, follows, self.digest, after, sum(n for _, n, _ in written), files)
+            with self.chain.adding(delta) if team.process == 0 else nullcontext():
+                team.together(lambda: self.chain.store.put(scratch / own[0], own[0]) if own else None)
+                run_on_first(team, lambda: self.chain.append(delta, scratch))
+            self.digest = after
+            for kept, positions, values in pending:
+                kept.bits[positions] = values
+            return DeltaReport.of(self.chain, delta)
+
+    def _follow(self, team: Team) -> None:
+        """Let the trainer finish what it has put off, and find the boxes that this rank writes where they lie."""
+
+        def follow() -> None:
+            if self.is_closed:
+                raise ReshardError("this DeltaWriter is closed: make another one")
+            self.local.trainer.sync_params()
+            self.local.find_regions()
+
+        team.together(follow)
+        self.boxes = self.local.numbered(self.numbers)
+
+    def _scratch(self, team: Team, stack: ExitStack) -> Path:
+        """Return where this rank writes what is not whole yet: the first one has made it by then."""
+        entered: list[Path] = []
+
+        def enter(is_first: bool) -> None:
+            if is_first == (team.process == 0):
+                entered.append(stack.enter_context(self.chain.store.writing(is_first)))
+
+        for is_first in (True, False):
+            team.together(lambda is_first=is_first: enter(is_first))  # type: ignore[misc]
+        return entered[0]
+
+    def _write(
+        self, team: Team, scratch: Path, number: int, follows: int, pending: list[_Pending]
+    ) -> tuple[list[Any] | None, int, int]:
+        """Write this rank's file into `scratch`; return what it is, how many elements changed, and by how much the digest."""
+        rank = f"-rank-{team.process:05d}" if team.size > 1 else ""
+        writer, change = RecordWriter(scratch, f"{delta_name(number)}{rank}.safetensors"), 0
+        try:
+            for kept, (slab, new) in zip(self.kept, self._numbers(), strict=True):
+                name = slab.live_box.name
+                added = writer.compare(name, self.tensors[name], _box_of(slab), kept.bits, new)
+                if added is not None:
+                    change += added.digest
+                    pending.append(_Pending(kept, added.positions, added.values))
+            if not writer.places:
+                return None, 0, 0
+            file = writer.finish(number, follows)
+            return [file.name, file.bytes, file.xxh3_128], writer.changed, digest_total([change])
+        finally:
+            writer.close()
+
+    def _numbers(self) -> Iterator[tuple[Slab, np.ndarray]]:
+        """Yield the slabs that this rank writes, with the bits of their published numbers: a copy on the host."""
+        for box in self.boxes:
+            for slab in slabs_of(box, box.dtype.size, RECORD_BYTES):
+                yield slab, _published_bits(slab, box)
+
+    def _digest_of(self, kept: _Kept) -> int:
+        name, rows = kept.slab.live_box.name, kept.slab.rows
+        return digest_rows(seed_of(name, self.tensors[name]), kept.bits, rows.start, rows.column)
+
+    def close(self) -> None:
+        """Free what is kept. No version can be saved afterward."""
+        self.is_closed, self.kept = True, []
+        self.chain.close()
+
+
+def _base_of(
+    hf_config: Any, published: PublishedModel, base: str | Path | None, exists: bool
+) -> tuple[str, Path | None]:
+    """Return the name of the checkpoint with which a chain begins, and the directory of its weights, None for a base that
+    is not on this host. Raises ReshardError for a new chain of which it is not known."""
+    if base is not None:
+        return str(base), Path(base) if os.path.isdir(base) else None
+    path = published.path
+    directory = path.parent if path is not None and path.is_file() else path
+    if directory is not None and directory.name == HF_FILES and locate(directory.parent) is not None:
+        directory = directory.parent
+    has_weights = directory is not None and (
+        any(directory.glob("*.safetensors")) or locate(directory) is not None
+    )
+    if not has_weights and not exists:
+        raise ReshardError(
+            f"the weights of {hf_config if isinstance(hf_config, str | Path) else 'hf_config'} are not on this host, so the "
+            f"trainer's model cannot be compared with them: give base= the checkpoint that it holds now, as a directory, "
+            f"or by its name, which is believed"
+        )
+    return str(hf_config), directory if has_weights else None
+
+
+def _digest_of_stored(source: Source, name: str, info: TensorInfo) -> int:
+    """Return what a checkpoint's tensor adds to the digest, in the dtype of the chain."""
+    seed, stored, total = seed_of(name, info), source.tensors[name].dtype, 0
+    for start, stop in info.slabs(RECORD_BYTES, source.row_multiple(name)):
+        total += digest_rows(seed, cast(source.read_rows(name, start, stop), stored, info.dtype), start)
+    return total
+
+
+def _local(models: "Models | FsdpModel", metadata: Mapping[str, Any] | None) -> LocalBoxes:
+    if isinstance(models, FsdpModel):
+        return LocalBoxes(models)
+    from reshard.live.local_model import LocalModel
+
+    return LocalModel(models, metadata)
+
+
+def _box_of(slab: Slab) -> Box:
+    box, rows = slab.live_box.box, slab.rows
+    return Box((rows.start, *box.offsets[1:]), (rows.stop - rows.start, *box.lengths[1:]))
+
+
+def _published_bits(slab: Slab, box: LiveBox) -> np.ndarray:
+    held = slab.bytes
+    copied = torch.empty(held.shape, dtype=torch.uint8)
+    copied.copy_(held)
+    numbers = copied.view(box.region.tensor.dtype)
+    if box.less_one:
+        numbers = plus_one(numbers)
+    copied = numbers.to(getattr(torch, box.dtype.name)).view(torch.uint8)
+    bits: np.ndarray = bits_of(numpy_view(copied).view(f"i{box.dtype.size}"))
+    return bits

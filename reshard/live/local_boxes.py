@@ -1,0 +1,105 @@
+"""The part of a live trainer's model that this rank holds, by published names; of any trainer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from reshard.core.boxes import Box, whole
+from reshard.core.dtypes import DTYPES, dtype_named
+from reshard.core.placement import LocalTensor
+from reshard.device.live_boxes import LiveBox
+from reshard.device.memory import Region
+from reshard.megatron.parameters import expand
+from reshard.models.model import Model
+from reshard.refit.trainer import Trainer
+from reshard.storage.io.boxes import Rows
+
+# A box as ranks send it to one another: its offsets, then its lengths.
+HeldBoxes = list[Any]
+
+
+class LocalBoxes:
+    """This rank's part of a live model.
+
+    After `find_boxes`, `boxes` are the published tensors' boxes that lie in its memory, `padding` the regions
+    of vocabulary padding.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.device = trainer, trainer.device or torch.device("cpu")
+        self.boxes: list[LiveBox] = []
+        self.padding: list[tuple[Region, Rows]] = []
+        self._held: list[LocalTensor] = []
+        self._less_one: frozenset[str] = frozenset()
+        self._dtype: str | None = None
+
+    def find_boxes(
+        self, model: Model, make_vocab_size_divisible_by: int = 128, dtype: str | None = None
+    ) -> None:
+        """Find the boxes of a model's tensors in this rank's memory, to be published in `dtype`, by default
+        in their own. Raises ReshardError if the live model computes something else, or has parameters that
+        the model does not have."""
+        self.trainer.check_model(model)
+        self._held, self._less_one, self._dtype = self.trainer.publish(model), expand(model).less_one, dtype
+        self.find_regions()
+
+    def find_regions(self) -> None:
+        """Find the boxes where they lie now: a trainer may have moved them."""
+        self.boxes, self.padding = [], []
+        for tensor, region in zip(self._held, self.trainer.regions, strict=True):
+            dtype = DTYPES[self._dtype] if self._dtype else dtype_named(str(region.tensor.dtype))
+            for part in tensor.parts:
+                rows, less_one = Rows.of(part.local_box), part.name in self._less_one
+                self.boxes.append(LiveBox(part.name, part.box, region, rows, dtype, less_one))
+            self.padding += [(region, Rows.of(box)) for box in tensor.fills]
+
+    def names_by_dtype(self) -> dict[str, list[str]]:
+        """Return the names of this rank's tensors, by dtype."""
+        names: dict[str, set[str]] = {}
+        for box in self.boxes:
+            names.setdefault(box.dtype.name, set()).add(box.name)
+        return {dtype: sorted(of_dtype) for dtype, of_dtype in names.items()}
+
+    def by_name(self) -> dict[str, list[LiveBox]]:
+        """Return the boxes of each tensor, in the order of `held_boxes`."""
+        boxes: dict[str, list[LiveBox]] = {}
+        for box in self.boxes:
+            boxes.setdefault(box.name, []).append(box)
+        return boxes
+
+    def numbered(self, numbers: dict[str, list[int]]) -> list[LiveBox]:
+        """Return the boxes with these numbers among those of each tensor."""
+        boxes = self.by_name()
+        return [boxes[name][number] for name, of_tensor in numbers.items() for number in of_tensor]
+
+    def held_boxes(self) -> dict[str, list[HeldBoxes]]:
+        """Return the boxes by name, as this rank sends them to the others."""
+        boxes: dict[str, list[HeldBoxes]] = {}
+        for live in self.boxes:
+            boxes.setdefault(live.name, []).append([*live.box.offsets, *live.box.lengths])
+        return boxes
+
+
+def box_of(numbers: Sequence[int]) -> Box:
+    """Return the box that a rank sent."""
+    dims = len(numbers) // 2
+    return Box(tuple(numbers[:dims]), tuple(numbers[dims:]))
+
+
+def uncovered_tensors(
+    boxes_of_ranks: list[dict[str, list[HeldBoxes]]], shapes: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """Return the canonical tensors that have an element which no rank holds."""
+    boxes: dict[str, set[tuple[int, ...]]] = {}
+    for boxes_of_names in boxes_of_ranks:
+        for name, sent in boxes_of_names.items():
+            boxes.setdefault(name, set()).update(map(tuple, sent))
+    uncovered = []
+    for name, shape in shapes.items():
+        rest = [whole(shape)]
+        for box in sorted(boxes.get(name, ())):
+            rest = [left for piece in rest for left in piece.minus(box_of(box))]
+        if rest:
+            uncovered.append(name)
+    return uncovered

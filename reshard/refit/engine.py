@@ -1,0 +1,183 @@
+"""The destination of a refit: one rank of a running inference engine, as `Engine`.
+
+What a new engine has to give, if it serves weights as they were loaded:
+
+- `hf_config`: the published config of the model that it serves, a ``config.json`` as a dict.
+- `tp`: its tensor parallel size, which tells replicas apart.
+- `placement`: which boxes of the canonical tensors (published names and shapes) each of its local
+  tensors holds. `reshard.engines.tracing.trace` records this from the engine's own loader, and
+  `reshard.engines.placing.rules` checks rules against that record, or does without rules.
+- `regions`: where each of these local tensors lies in memory.
+- `guard`: a `reshard.refit.guard.Guard`, on which the engine's serving path calls
+  ``check_ready()`` before each run of the model, also before the first refit.
+
+Many loaders skip names that they do not know. So that no tensor is passed over, an engine calls
+`reshard.engines.placing.accounts.account_for` when it is made.
+
+The rest has defaults. An engine overrides them as far as it moves its tensors (`refresh_regions`),
+quantizes plain weights when they have arrived (`scales`, `staged_rounds`, `process_round`,
+`mismatches`), derives tensors from the weights (`update_derived`, `stale_derived`), or can do
+without some of them (`optional`, `select_optional`).
+"""
+
+from collections.abc import Mapping, Set
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from reshard.core.errors import ReshardError
+from reshard.core.placement import Placement
+from reshard.device.memory import Region
+from reshard.lora.scale import Scale
+from reshard.refit.guard import Guard
+
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
+
+
+class Scales(NamedTuple):
+    """The scales of a local tensor ``[rows, columns]`` whose region holds fp8 codes.
+
+    `region` holds the fp32 scales of its 128x128 blocks, ``[ceil(rows / 128), ceil(columns /
+    128)]``; `rounding` is one of `reshard.quantization.fp8_blocks.ROUNDINGS`.
+    """
+
+    region: Region
+    rounding: str
+
+
+class Engine:
+    """One rank of a running inference engine; the module's docstring says what a subclass has to
+    give.
+
+    A refit writes into `regions`, and into the `scales` of those that are quantized, and nowhere
+    else. Ids of local tensors are the keys of `regions`, whose order does not change.
+    """
+
+    hf_config: dict[str, Any]
+    tp: int
+    placement: Placement
+    regions: Mapping[Any, Region]
+    guard: Guard
+
+    # Quantized local tensors, by id: where their scales lie, and how these are rounded.
+    scales: Mapping[Any, Scales] = _NOTHING
+    # Local tensors that only pass through their regions, by id: the index of their round. The
+    # regions of all rounds may be the same memory. `process_round` is called when those of a round
+    # have arrived, before the first of the next.
+    staged_rounds: Mapping[Any, int] = _NOTHING
+    # Published names that a trainer may lack: `select_optional` tells the engine, before anything
+    # is planned, which of them it has.
+    optional: frozenset[str] = frozenset()
+    # Seconds that ranks wait for each other when they process a round together.
+    timeout: float = 60.0
+    # True for an adapter: `take_scales` is called before anything is planned.
+    takes_scales: bool = False
+    # Of an adapter: bytes drawn at random for the next refit, the same on all ranks of all engines.
+    attempt: bytes = b""
+
+    _addresses: list[int] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """True once every parameter has been written by one complete refit, or loaded by the engine
+        itself."""
+        return self.guard.ready
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which this rank computes."""
+        return next(iter(self.regions.values())).tensor.device
+
+    @property
+    def version(self) -> int | None:
+        """The version that the last complete refit brought; None before."""
+        return self.guard.version
+
+    def check_idle(self) -> None:
+        """Raise ReshardError if the engine cannot take weights now, as under requests; called at the
+        start of each refit."""
+
+    def begin(self) -> None:
+        """Refuse to serve until `end`; called before the first byte is written."""
+        self.guard.invalidate("a half-written model, since a refit failed or is under way")
+
+    def end(self, version: int) -> None:
+        """Serve again, with weights of this version; called when every member has finished."""
+        self.guard.refitted(version)
+
+    def refresh_regions(self) -> bool:
+        """Update `regions` and `scales` for tensors that the engine has moved; return True if it
+        has moved any.
+
+        Called at connect and before each refit. Raises ReshardError if a tensor has no memory, or
+        another layout than at connect.
+        """
+        addresses = [
+            region.address for regions in (self.regions, self._scale_regions()) for region in regions.values()
+        ]
+        moved, self._addresses = addresses != self._addresses, addresses
+        return moved
+
+    def select_optional(self, available: Set[str]) -> None:
+        """Drop from `placement` what needs those of the `optional` names that are not `available`.
+
+        Raises ReshardError if the engine cannot serve without it.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has optional names, and does not say what it is without them"
+        )
+
+    def adapter(self, name: str) -> "Engine":
+        """Return the LoRA adapter that the engine serves by this name, as a destination of its own.
+
+        Raises ReshardError if the engine serves none.
+        """
+        raise ReshardError(f"{type(self).__name__} serves no LoRA adapters that a refit can bring")
+
+    def take_scales(self, scales: Mapping[str, Scale]) -> None:
+        """Make the `placement` of an adapter for these published weights: each has a rank, and a scale
+        by which the engine multiplies.
+
+        Raises ReshardError if the engine cannot serve it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is not an adapter")
+
+    def disconnect(self) -> None:
+        """Give back what `take_scales` took; called when the link closes, or could not be made."""
+
+    def process_round(self, index: int) -> None:
+        """Quantize the local tensors staged in this round into the tensors that the engine serves
+        from.
+
+        Their bytes are in their regions; on a GPU, once the current stream has reached this point.
+        """
+
+    def mismatches(self, index: int) -> list[Any]:
+        """Return the ids of this round's local tensors, whose bytes are in their regions, that the
+        engine serves other weights for."""
+        return []
+
+    def update_derived(self) -> None:
+        """Update the tensors that the engine derives from its weights; called after the last
+        byte."""
+
+    def stale_derived(self) -> list[str]:
+        """Return, for a check, the names of derived tensors that are not what the weights give."""
+        return []
+
+    def quantized_layers(self) -> list[dict[str, Any]]:
+        """Return, for logs, what is not served in the trainer's dtype: ``how``, by which
+        ``kernel``, and how many ``layers``."""
+        return []
+
+    def tensor_accounts(self) -> list[dict[str, Any]]:
+        """Return, for logs, what a refit does to the engine's tensors.
+
+        Each entry has ``what`` (brought, derived, left alone), ``how`` or why, how many
+        ``tensors``, and the name of the ``first``.
+        """
+        return []
+
+    def _scale_regions(self) -> dict[Any, Region]:
+        return {identity: scales.region for identity, scales in self.scales.items()}

@@ -1,0 +1,1 @@
+"""The connection of a LoRA adapter above that of its base."""
