@@ -1,11 +1,11 @@
-"""Collect the commands and the Python of the pages as tests (`tests/pages.py`)."""
+"""Collect the commands and the Python of the pages as tests (`tests/tools/pages.py`)."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from tests.pages import PythonOfPage, make_hub, pages
+from tests.tools.pages import PythonOfPage, make_hub, pages
 
 pytest_collect_file = pages().pytest()
 

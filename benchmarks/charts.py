@@ -1,6 +1,6 @@
 """Draw the charts of the pages from figures that stand in the records: python -m benchmarks.charts
 
-Every figure names its record, and a test finds it there (tests/test_site.py).
+Every figure names its record, and a test finds it there (tests/pages/test_site.py).
 """
 
 from math import log10

@@ -1,6 +1,6 @@
 """Bring files of the repository that pages link to into the site: tests, records, examples.
 
-A page links to them as it would on a code host (`../../tests/test_refit.py`). Each becomes a page
+A page links to them as it would on a code host (`../../tests/refit/test_refit.py`). Each becomes a page
 below `source/`, so that every link works offline, and a promise leads to its test.
 """
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from reshard.core.errors import ReshardError
     from reshard.engines.sglang.layout import SglangLayout
     from reshard.engines.vllm.layout import VllmLayout
-    from reshard.live.deltas import DeltaWriter
+    from reshard.live.delta_writer import DeltaWriter
     from reshard.live.export import export
     from reshard.live.load import load
     from reshard.live.offload import offload, onload
@@ -37,7 +37,7 @@ if not TYPE_CHECKING:  # a type checker knows the names above, and that there ar
     __getattr__, __dir__ = lazy(
         __name__,
         {
-            "DeltaWriter": "reshard.live.deltas",
+            "DeltaWriter": "reshard.live.delta_writer",
             "MegatronLayout": "reshard.megatron.layout",
             "ReshardError": "reshard.core.errors",
             "SglangLayout": "reshard.engines.sglang.layout",

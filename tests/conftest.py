@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
+from tests.starting import warm
 
 # Pytest's workers are forked by a program that stands for a Python; what they start as
 # sys.executable is to be a real one.
@@ -36,10 +36,10 @@ SLOWEST_FIRST = (
 # Test files that use these are slow as well, whatever their names.
 STARTS_PROCESSES = (
     "run_on_ranks",
-    "tests.warm",
-    "tests.fork_server",
-    "tests.vllm_server",
-    "tests.environments",
+    "tests.starting.warm",
+    "tests.starting.fork_server",
+    "tests.tools.vllm_server",
+    "tests.tools.environments",
 )
 
 
@@ -76,7 +76,7 @@ def pytest_xdist_setupnodes(specs):
 def checkpoint(tmp_path_factory):
     """Return a function from a variant to its Hugging Face directory, which is made at the first
     call."""
-    from tests.checkpoints import make
+    from tests.tools.checkpoints import make
 
     directories = {}
 
@@ -93,8 +93,8 @@ def checkpoint(tmp_path_factory):
 def trained(hub, tmp_path_factory):
     """Return the directory of a trained model with its tokenizer, in bf16: the first ten layers of
     SmolLM2-135M-Instruct, whose weights and activations have the outliers of the whole model."""
-    from tests.pages import TRAINED_MODEL, snapshot
-    from tests.trained import first_layers
+    from tests.tools.pages import TRAINED_MODEL, snapshot
+    from tests.tools.trained import first_layers
 
     return first_layers(
         snapshot(hub(False), TRAINED_MODEL), tmp_path_factory.mktemp("trained") / "hf", layers=10
@@ -107,7 +107,7 @@ def whole(checkpoint, tmp_path_factory):
     import torch
 
     from reshard import MegatronLayout, hf_to_mcore, mcore_to_hf
-    from tests.disk import tree
+    from tests.tools.disk import tree
 
     folder = tmp_path_factory.mktemp("whole")
     sources = {"hf-to-mcore": checkpoint("qwen3-moe", dtype=torch.bfloat16), "mcore-to-hf": folder / "mcore"}
@@ -143,7 +143,7 @@ def converted(tmp_path_factory):
     import torch
 
     from reshard import hf_to_mcore
-    from tests.checkpoints import make
+    from tests.tools.checkpoints import make
 
     pairs = {}
 
@@ -166,7 +166,7 @@ def megatron_of(tmp_path_factory):
     """Return a function from a variant, a layout and further options of a conversion to (Hugging Face
     directory, Megatron checkpoint at that layout)."""
     from reshard import MegatronLayout, hf_to_mcore
-    from tests.checkpoints import make
+    from tests.tools.checkpoints import make
 
     pairs = {}
 
@@ -189,7 +189,7 @@ def weights(tmp_path_factory):
     import torch
 
     from reshard import hf_to_mcore
-    from tests.checkpoints import make
+    from tests.tools.checkpoints import make
 
     made = {}
 

@@ -6,7 +6,7 @@ that and from Megatron checkpoints.
 Makes a checkpoint of Qwen3-30B-A3B's shapes with as many layers as fit, converts it to Megatron at TP1 and at
 TP2 PP2 EP4, and starts a real engine from each in a process of its own, `rounds` times in turn. Reported are
 the seconds that vLLM says it took to load the model (the slowest rank). That it is the same model is tested
-(`tests/test_serving.py`).
+(`tests/engines/test_serving.py`).
 """
 
 import argparse

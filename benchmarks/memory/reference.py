@@ -3,7 +3,7 @@
     python -m benchmarks.memory.reference cases cases.json
     python benchmarks/memory/reference.py mbridge cases.json --estimator MBRIDGE/memory_estimator
 
-The cases are those of ``tests/test_memory_measured.py``, as others published them, and those of a
+The cases are those of ``tests/memory/test_memory_measured.py``, as others published them, and those of a
 recorded run of `benchmarks.memory.peaks`. The second line runs in an environment that the estimator
 takes: megatron-core 0.13.1, transformers 4.57, Transformer Engine (which it asks for names only),
 termcolor, mbridge. It does what the estimator's own page does with a config and sizes, and prints a
@@ -28,7 +28,7 @@ def cases() -> list[dict]:
     """Configs, sizes, what was measured, and `reshard.memory`'s estimates."""
     from benchmarks.memory.peaks import GIB, WIDTHS
     from reshard.memory.estimate import estimate_memory
-    from tests.test_memory_measured import MEASURED
+    from tests.memory.test_memory_measured import MEASURED
 
     found = []
     for name, (model, layout, options, measured, _) in MEASURED.items():

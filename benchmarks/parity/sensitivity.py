@@ -277,7 +277,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("kind", choices=("trained", "random"))
-    parser.add_argument("models", nargs="+", help="directories, or variants of tests/checkpoints.py")
+    parser.add_argument("models", nargs="+", help="directories, or variants of tests/tools/checkpoints.py")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -288,7 +288,7 @@ def main() -> None:
         folder.mkdir(parents=True)
         hf = Path(name)
         if options.kind == "random":
-            from tests.checkpoints import make
+            from tests.tools.checkpoints import make
 
             hf = make(folder / "hf", name, torch.bfloat16)
         results.append(measure(Path(name).name, hf, folder))

@@ -29,8 +29,8 @@ from zlib import crc32
 import torch
 
 from reshard.refit import RefitGroup, connect
-from tests import two_hosts
-from tests.whole_model import ServedModel, TrainedModel, Training
+from tests.tools import two_hosts
+from tests.tools.whole_model import ServedModel, TrainedModel, Training
 
 REPOSITORY = Path(__file__).parent.parent.parent
 PORT = 29641
@@ -54,9 +54,9 @@ def main() -> None:
         if options.rank == 0:
             (options.folder / "result.json").write_text(json.dumps(result))
         return
-    from tests.trained import make
+    from tests.tools.trained import make
 
-    program = [sys.executable, "-m", "tests.two_hosts"]
+    program = [sys.executable, "-m", "tests.tools.two_hosts"]
     with (
         tempfile.TemporaryDirectory() as folder,
         subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as hosts,

@@ -27,8 +27,8 @@ from safetensors.torch import load_file, save_file
 from benchmarks.refits.delta import LENGTH, tokens
 from reshard import diff
 from reshard.delta import apply, save, show
-from tests.trained import make
-from tests.whole_model import Training
+from tests.tools.trained import make
+from tests.tools.whole_model import Training
 
 
 def main() -> None:

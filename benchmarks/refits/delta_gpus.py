@@ -44,7 +44,7 @@ from benchmarks.models import config_of, megatron_models
 from benchmarks.processes import device, start_processes, synchronize
 from benchmarks.refits.offload import Fingerprints, engine, start_engine
 from benchmarks.refits.refit import memory_rate, scribble
-from tests import two_hosts
+from tests.tools import two_hosts
 
 AT_ONCE = 1 << 26  # elements that a step changes at once
 CHAIN = 20
@@ -127,7 +127,7 @@ def start_engine_on_host(held: dict, config: dict, gpus: str, settings: dict) ->
 
 def on_two_hosts() -> int:
     """Run this program again on the first of two hosts; return its code."""
-    program = [sys.executable, "-m", "tests.two_hosts"]
+    program = [sys.executable, "-m", "tests.tools.two_hosts"]
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as hosts:
         assert hosts.stdin and hosts.stdout
         held = json.loads(hosts.stdout.readline())

@@ -191,7 +191,7 @@ import sys, json, time, resource
 from pathlib import Path
 if __name__ == "__main__":
     import torch
-    from tests import megatron_on_cpu as megatron
+    from tests.on_cpu import megatron_on_cpu as megatron
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     flags = [f for line in Path({str(target / "ours" / "megatron_flags.txt")!r}).read_text(encoding="utf-8").splitlines()
              if not line.startswith(("--tensor-model", "--pipeline-model", "--expert-", "--bf16")) for f in line.split()]

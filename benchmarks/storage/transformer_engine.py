@@ -24,8 +24,8 @@ def make(folder: Path) -> None:
     import torch
 
     from reshard import MegatronLayout, hf_to_mcore, inspect
-    from tests.checkpoints import VARIANTS
-    from tests.checkpoints import make as make_checkpoint
+    from tests.tools.checkpoints import VARIANTS
+    from tests.tools.checkpoints import make as make_checkpoint
 
     for variant in VARIANTS:
         source = folder / variant / "hf"

@@ -3,7 +3,7 @@ the reward rise alike?
 
     python -m benchmarks.trainers.swift_learning OUT [--steps 150] [--limit 500] [--after SECONDS] [--lora RANK] [--options OPTIONS OF MS-SWIFT]
 
-SmolLM2-135M-Instruct (tests/trained.py) is asked for sums of two numbers up to 20; an answer whose
+SmolLM2-135M-Instruct (tests/tools/trained.py) is asked for sums of two numbers up to 20; an answer whose
 last number is the sum is worth 1. Three runs with the same seeds go side by side, each on one GPU:
 `stock` with ms-swift's own sync, `refit` with a refit in its place, and `both`, where each step
 overwrites vLLM's weights, refits, overwrites them again, and lets ms-swift's own sync fill them.
@@ -154,7 +154,7 @@ def main() -> int:
     out = chosen.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "model").exists():
-        from tests.trained import make
+        from tests.tools.trained import make
 
         make(out / "model")
     os.environ.update(DETERMINISTIC)

@@ -1,7 +1,7 @@
 """Values of fields that a config lacks: the defaults of transformers' config classes,
 without the fields that a mapping table has and those that have no effect.
 
-Written by ``python -m tests.config_defaults``; a test compares it with the installed transformers.
+Written by ``python -m tests.tools.config_defaults``; a test compares it with the installed transformers.
 """
 
 from typing import Any

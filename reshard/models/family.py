@@ -221,7 +221,7 @@ class Family:
         if self.name not in DEFAULTS:
             raise ReshardError(
                 f"reshard/models/config_defaults.py has no defaults for {self.name}: run "
-                f"python -m tests.config_defaults --write in the clone"
+                f"python -m tests.tools.config_defaults --write in the clone"
             )
         return DEFAULTS[self.name]
 

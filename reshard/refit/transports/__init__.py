@@ -13,8 +13,8 @@ A new transport is one module with a subclass of `Transport` (`reshard.refit.tra
 
 Then add its name to `BACKENDS` in `reshard.refit.routes`, and its class to `TRANSPORTS` here, in order of
 preference. The link, the sides and the verification know no transport by name. `staged.py` and `nixl.py`
-are ones to copy from: they pack into slabs (`slots.py`). tests/test_refit.py and
-tests/test_refit_faults.py take a backend as a parameter: add the new name there.
+are ones to copy from: they pack into slabs (`slots.py`). tests/refit/test_refit.py and
+tests/refit/test_refit_faults.py take a backend as a parameter: add the new name there.
 """
 
 from reshard.core.errors import ReshardError

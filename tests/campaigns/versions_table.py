@@ -1,0 +1,75 @@
+"""docs/evidence/versions.md: the outcomes of `tests.campaigns.matrix` as a table, read and written."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests.tools.environments import REPOSITORY
+
+TABLE = REPOSITORY / "docs" / "evidence" / "versions.md"
+
+
+@dataclass
+class Result:
+    """The outcome of a cell, for people; `ok` is None if it was not run."""
+
+    group: str
+    name: str
+    outcome: str
+    ok: bool | None
+    seconds: int
+    date: str
+
+
+VERDICTS = {True: "", False: "**fails**: ", None: "not run: "}
+
+
+def read_table() -> dict[str, Result]:
+    """The results in the table, by section and name."""
+    results, group = {}, ""
+    for line in TABLE.read_text(encoding="utf-8").splitlines() if TABLE.is_file() else []:
+        cells = [cell.strip() for cell in line.strip("|").split(" |")]
+        if line.startswith("## "):
+            group = line.removeprefix("## ")
+        elif line.startswith("| ") and len(cells) == 4 and cells[2].isdecimal():
+            name, outcome, seconds, date = cells
+            ok = next(ok for ok in (False, None, True) if outcome.startswith(VERDICTS[ok]))
+            results[f"{group}: {name}"] = Result(
+                group, name, outcome.removeprefix(VERDICTS[ok]), ok, int(seconds), date
+            )
+    return results
+
+
+SUMMARY = """\
+| package | works | CI runs |
+|---|---|---|
+| Python | 3.10 to 3.14 | 3.12 |
+| Megatron-Core | 0.12 to main | 0.19 |
+| vLLM | 0.24 to 0.33 | 0.26 |
+| SGLang | 0.5.16 to 0.5.23 | 0.5.16 |
+| transformers | 4.57 on | 5.23 |
+
+There are no upper bounds: a newer version works, or is refused by name. The tables below are written by
+`python -m tests.campaigns.matrix`, without a GPU; CI runs the versions of `tests/constraints.txt`.
+""".splitlines()
+
+
+def write_table(kept: dict[str, Result], cells: Sequence[tuple[str, str]]) -> None:
+    """Write the results of these cells, each a section and a name, by both."""
+    lines = [
+        "# Versions",
+        "",
+        *SUMMARY,
+        "",
+    ]
+    for group in dict.fromkeys(group for group, _ in cells):
+        lines += [f"## {group}", "", "| with | outcome | seconds | on |", "|---|---|---|---|"]
+        for name in [name for of_group, name in cells if of_group == group]:
+            result = kept.get(f"{group}: {name}")
+            if result is None:
+                lines.append(f"| {name} | not run | | |")
+                continue
+            lines.append(
+                f"| {name} | {VERDICTS[result.ok]}{result.outcome} | {result.seconds} | {result.date} |"
+            )
+        lines.append("")
+    TABLE.write_text("\n".join(lines), encoding="utf-8")

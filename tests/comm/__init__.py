@@ -1,0 +1,1 @@
+"""Tests of meetings, transactions, and strangers at the door."""

@@ -1,0 +1,62 @@
+"""Deltas into running engines of several processes: under load, of two engines of one model, by two callers at once, and
+beside others who write into the same model."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from reshard.delta import save
+from tests.engines.test_engine import run
+from tests.tools.checkpoints import make
+
+
+def moved(old: Path, to: Path, seed: int) -> Path:
+    """Write a checkpoint of which every other element of the large tensors is another one's."""
+    shutil.copytree(old, to)
+    weights, generator = load_file(old / "model.safetensors"), torch.Generator().manual_seed(seed)
+    for weight in weights.values():
+        if weight.ndim > 1:
+            other = torch.randn(weight.shape, generator=generator) * weight.std()
+            weight.view(-1)[::2] = other.view(-1)[::2]
+    save_file(weights, to / "model.safetensors", {"format": "pt"})
+    return to
+
+
+def test_two_engines_of_one_model_follow_a_chain_under_load_and_say_what_others_wrote(tmp_path):
+    steps = [make(tmp_path / "0", "served-qwen3")]
+    for number in range(1, 5):
+        steps.append(moved(steps[-1], tmp_path / str(number), number))
+        save(steps[-2], steps[-1], tmp_path / "chain")
+    (tmp_path / "run").mkdir()
+    arguments = str(steps[0]), str(tmp_path / "chain"), str(tmp_path)
+    outcome = run(tmp_path / "run", 1, "engine_deltas_on_cpu.follow", *arguments)
+    (tmp_path / "outcome.json").write_text(json.dumps(outcome, indent=1))
+
+    def said_alike(answers: list) -> float:
+        [[first, anew], [second, anew_there]] = answers
+        assert first == pytest.approx(anew, abs=1e-4), "nothing that other weights left in the cache"
+        assert second == pytest.approx(anew_there, abs=1e-4) and first == pytest.approx(second, abs=1e-4)
+        return first[0]
+
+    at_base, under_load, after_both = map(
+        said_alike, (outcome[key] for key in ("base", "under load", "after both"))
+    )
+    assert abs(at_base - under_load) > 1e-2 and abs(under_load - after_both) > 1e-2, "the control"
+    assert outcome["first"] == "reached 1" and outcome["was running"] == [True, True]
+    assert outcome["counts"] == [180, 180] and not outcome["paused"], "requests went on"
+    assert outcome["at once"] == ["reached 2", "reached 3"] and outcome["version"] == [3]
+    applied = [line for line in outcome["lines"] if line.startswith("reshard: the engine serves version ")]
+    assert [line.split()[5] for line in applied] == ["1", "2", "3", "3"], (
+        "a line for each call that succeeded"
+    )
+    assert sum("failed after" in line for line in outcome["lines"]) == 3, "and for each that did not"
+    assert outcome["version then"] == [None]
+    for between in ("loaded between", "written between"):
+        assert "the engine holds weights with digest" in outcome[between], outcome[between]
+    assert outcome["loaded back"] == "reached 3"
+    assert "the disk of the second engine is gone" in outcome["replica"]
+    assert outcome["versions then"] == [None] and outcome["paused then"], "no engine serves what one lacks"

@@ -1,0 +1,55 @@
+"""What adapters call beside a refit, and how long they wait for it once the refit is over."""
+
+import socket
+import time
+
+import pytest
+
+from reshard import ReshardError
+from reshard.comm.background import in_background
+from reshard.integrations import HttpClient
+from reshard.integrations.calls import Calls
+from reshard.refit import RefitGroup
+from tests.starting.ranks import caught, free_port
+
+
+@pytest.fixture
+def silent():
+    """A server that takes a request, and never answers it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield HttpClient(f"http://127.0.0.1:{server.getsockname()[1]}")
+
+
+def alone(timeout: float) -> RefitGroup:
+    return RefitGroup.join(f"127.0.0.1:{free_port()}", 0, 1, timeout=timeout)
+
+
+def test_an_engine_that_does_not_answer_once_the_refit_is_over_is_given_up_and_named(silent):
+    calls = Calls({
+        "engine 0": in_background(lambda: None),
+        "engine 1": in_background(lambda: silent.update_weights({"version": 1})),
+    })  # fmt: skip
+    began = time.monotonic()
+    assert caught(lambda: calls.alongside(alone(1), lambda: "refitted")) == (
+        "engine 1 did not answer within 1 s: dead or stalled"
+    )
+    assert 1 <= time.monotonic() - began < 10
+
+
+def test_an_engine_that_fails_after_the_refit_is_named_at_once(silent):
+    def fails() -> None:
+        time.sleep(0.2)
+        raise ReshardError("no luck")
+
+    calls = Calls({
+        "engine 0": in_background(silent.finish_weight_update),
+        "engine 1": in_background(fails),
+    })  # fmt: skip
+    began = time.monotonic()
+    assert caught(lambda: calls.alongside(alone(60), lambda: "refitted")) == "engine 1 has failed: no luck"
+    assert time.monotonic() - began < 10
+
+
+def test_what_is_answered_in_time_is_the_refits_result():
+    calls = Calls({"engine 0": in_background(lambda: time.sleep(0.5))})
+    assert calls.alongside(alone(60), lambda: "refitted") == "refitted"

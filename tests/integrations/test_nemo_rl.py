@@ -1,0 +1,164 @@
+"""NeMo-RL's weight sync as a refit, with the real Ray, Megatron and vLLM. No package index has
+NeMo-RL itself: stand-ins for what ours call of it are in ``tests/standins``, and
+``NEMO_RL_CLONE=DIRECTORY`` runs all of this with the real one as well, and compares the two."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.starting import fork_server, warm
+from tests.tools.checkpoints import make
+from tests.tools.clones import STANDINS, differing, variables
+from tests.tools.environments import attempt, environment_before_ours, run
+from tests.tools.probe import alike
+
+pytestmark = pytest.mark.install
+CLONE = Path(os.environ["NEMO_RL_CLONE"]).resolve() if "NEMO_RL_CLONE" in os.environ else None
+WITH = {"stand-ins": STANDINS} | ({"clone": CLONE} if CLONE else {})
+# What importing NeMo-RL takes and this environment lacks or has too new; without what they ask for in turn.
+OF_NEMO_RL = [
+    "transformers==5.8.*", "tokenizers==0.22.*", "huggingface-hub<2", "accelerate", "antlr4-python3-runtime==4.9.3", "datasets", "decord2",
+    "dill", "fsspec", "hydra-core", "math-verify", "mlflow", "multiprocess", "num2words", "nvtx", "omegaconf", "orjson", "pandas", "peft",
+    "plotly", "pyarrow", "python-dateutil", "pyvers", "swanlab", "tensorboard", "tensordict", "torchdata", "TransferQueue", "wandb", "xxhash",
+]  # fmt: skip
+KIND = "reshard.integrations.nemo_rl_worker.ReshardWorker"
+BACKEND = "reshard.integrations.nemo_rl:ReshardCheckpointEngine"
+
+
+def python_of(kind: str, tmp_path_factory) -> str:
+    """The Python of an environment with Ray, which finds this one's packages behind its own."""
+    if kind == "stand-ins":
+        return warm.python_with_ray()
+    inside = environment_before_ours(
+        tmp_path_factory.mktemp("nemo_rl") / "venv", ["ray", "msgpack", *OF_NEMO_RL]
+    )
+    return fork_server.python(*warm.WITH_RAY, environment=variables(WITH[kind]), executable=str(inside))
+
+
+@pytest.fixture(scope="module", params=WITH)
+def outcome(request, tmp_path_factory):
+    """What a job of two ranks of a policy and two engines says."""
+    folders = [
+        make(tmp_path_factory.mktemp(n) / "hf", "served-qwen3", torch.bfloat16, seed)
+        for seed, n in enumerate("ab")
+    ]
+    surroundings = variables(WITH[request.param])
+    command = [python_of(request.param, tmp_path_factory), "-m", "tests.on_cpu.nemo_rl_on_cpu", *folders]
+    out = run(command, env=surroundings, cwd=tmp_path_factory.mktemp("at"))
+    [line] = [line for line in out.splitlines() if line.startswith("SAID ")]
+    results = json.loads(line.removeprefix("SAID "))
+    assert results["real"] == (request.param == "clone")
+    return results
+
+
+@pytest.fixture(params=["separate", "colocated"])
+def placement(request):
+    return request.param
+
+
+def test_every_engine_holds_after_a_sync_what_vllms_loader_leaves(outcome, placement):
+    assert outcome["before"] == [[False, None]] * 2, "dummy weights are not served"
+    first, second = outcome["loaded"]
+    assert alike(first[0], second[0]) == alike(first[0], outcome["dummy"][0]) == 0
+    for version, (sync, loaded) in enumerate(
+        zip(outcome[placement]["syncs"], (first, second, first)), start=1
+    ):
+        assert sync["error"] == "" and sync["ready"] == [[True, version]] * 2
+        assert sync["refitted"] == loaded
+    assert outcome[placement]["stale"] == [True, False]
+
+
+def test_after_a_sync_that_failed_the_next_one_connects_again(outcome, placement):
+    error, stale = outcome[placement]["failed"]
+    assert "did not come to refit 4 within 0 s" in error and stale
+    assert outcome[placement]["mended"] == ["", outcome["loaded"][0], [[True, 1]] * 2]
+
+
+def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for(outcome, placement):
+    sentence, seconds, why = outcome[placement]["died"]
+    failed = "engine 1 of the rollout has failed: "
+    assert sentence.startswith(failed if placement == "colocated" else "") and sentence and seconds < 30, (
+        "of 120"
+    )
+    assert all(
+        failed in one if placement == "colocated" else "rank 1 of the rollout is gone" in one for one in why
+    )
+
+
+def test_after_a_shutdown_a_sync_connects_again(outcome, placement):
+    assert outcome[placement]["after a shutdown"] == ["", True]
+
+
+def test_policy_and_vllm_take_turns_on_their_gpus_as_under_nemo_rl(outcome):
+    order = [["offload the rest"], ["wake", ["weights"]], ["offload"], ["wake", ["kv_cache"]]]
+    assert [sync["phases"] for sync in outcome["colocated"]["syncs"]] == [order] * 3
+    assert [sync["phases"] for sync in outcome["separate"]["syncs"]] == [[]] * 3, "there NeMo-RL does"
+
+
+def test_a_setup_ends_with_our_synchronizer(outcome):
+    assert outcome["setup"]["plain"] == [{"worker_cls": KIND}, "ColocatedSynchronizer", "more", False, 600.0]
+    assert outcome["setup"]["options"][3:] == [True, 5.0]
+
+
+def test_a_rollout_that_drafts_tokens_is_refitted(outcome):
+    drafts = {"speculative_config": {"num_speculative_tokens": 2}, "worker_cls": KIND}
+    assert outcome["setup"]["drafts"][:2] == [drafts, "ColocatedSynchronizer"]
+
+
+@pytest.mark.parametrize(("config", "sentence"), [
+    ("a wrong option", f"policy.generation.refit_cfg['{BACKEND}'] has ['verfy']: it takes verify, timeout, backend, delta, keep_mapped, delta_on_host, release_after_refit, update_weights_bucket_memory_ratio"),
+    ("a wrong time", f"timeout of policy.generation.refit_cfg['{BACKEND}'] is 0; it is a number of seconds above 0"),
+    ("separate", f"policy and vLLM do not share GPUs: run NeMo-RL's own script, with policy.generation.refit_transport={BACKEND}"),
+    ("another backend", "policy.generation.backend is sglang: reshard refits vllm"),
+    ("no Megatron", "reshard refits from Megatron here: set policy.megatron_cfg.enabled=true"),
+    ("another worker", f"vllm_kwargs.worker_cls is a.B: make that {KIND}, or unset it"),
+    ("adapters", "the model has LoRA adapters (policy.megatron_cfg.peft), which"),
+    ("fp8", "the rollout is quantized (vllm_cfg.precision), which"),
+    ("fp8 cache", "the rollout has an fp8 key-value cache (vllm_cfg.kv_cache_dtype), which"),
+    ("draft", "a draft model is trained (policy.draft), which"),
+    ("quantized", "the model is quantized (quant_cfg), which"),
+])  # fmt: skip
+def test_what_a_refit_does_not_cover_is_refused_before_anything_starts(outcome, config, sentence):
+    error, started = outcome["setup"][config]
+    assert error.startswith(sentence) and not started
+
+
+def test_a_policy_with_adapters_and_a_worker_of_vllms_are_refused_where_they_meet(outcome):
+    # From the rank that found it, or from one that was told of it first.
+    assert re.match(r"(trainer rank \d: )?the model has LoRA adapters \(policy", outcome["adapters"])
+    assert f"set policy.generation.vllm_kwargs.worker_cls={KIND}" in outcome["no line"]
+
+
+def test_a_script_finds_our_setup_in_the_place_of_nemo_rls(tmp_path):
+    python = warm.python_with_ray()
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom nemo_rl.algorithms.grpo import setup\nprint('FOUND', setup.__wrapped__.__name__, setup.__code__.co_name, sys.argv[1:])\n"
+    )
+    plain = [python, script, "a"]
+    ours = [python, "-m", "reshard.integrations.nemo_rl", script, "--config", "b"]
+    out = run(ours, env=variables(STANDINS), cwd=tmp_path)
+    assert "FOUND setup refitting ['--config', 'b']" in out
+    assert "has no attribute '__wrapped__'" in attempt(plain, env=variables(STANDINS), cwd=tmp_path).stderr
+    assert (
+        "give NeMo-RL's examples/run_grpo.py"
+        in attempt(ours[:3], env=variables(STANDINS), cwd=tmp_path).stderr
+    )
+
+
+if CLONE is not None:
+
+    def test_the_stand_ins_are_called_as_nemo_rls_own_are():
+        kind = "CheckpointEngineWeightSynchronizer"
+        wrong, compared = differing(
+            "nemo_rl", CLONE, (f"{kind}.__init__", f"{kind}._policy", f"{kind}._engines")
+        )
+        assert not wrong and compared == 29
+
+    def test_nemo_rls_scripts_take_setup_from_where_ours_is_put():
+        text = (CLONE / "examples" / "run_grpo.py").read_text()
+        assert "from nemo_rl.algorithms.grpo import (" in text and "    setup,\n" in text

@@ -1,0 +1,218 @@
+"""verl by lines of config, slime by an argument, and plain Ray actors: the real verl and ray in an environment of
+their own, with this one's torch, megatron-core, vLLM and SGLang. No package index has slime: stand-ins for what ours
+call of it are in ``tests/standins``, and ``SLIME_CLONE=DIRECTORY`` compares them with the real one."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests import install_sglang_cpu
+from tests.megatron.test_logits import flags_at
+from tests.starting import fork_server, warm
+from tests.starting.warm import python_with_ray
+from tests.tools.checkpoints import make
+from tests.tools.clones import RAY_PACKAGES, STANDINS, differing, variables
+from tests.tools.environments import REPOSITORY, run
+from tests.tools.vllm_server import with_tokenizer
+
+pytestmark = pytest.mark.install
+ALL_LINES = [
+    "model_engine=megatron",
+    "actor_rollout_ref.model.external_lib=reshard.integrations.verl",
+    "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard.verify=true",
+    "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard.timeout=60",
+]
+LINES = [
+    *ALL_LINES,
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=reshard.integrations.verl_worker.VerlExtension",
+    "actor_rollout_ref.rollout.name=vllm",
+]
+SGLANG_LINES = [
+    *ALL_LINES,
+    "actor_rollout_ref.rollout.name=sglang",
+    *(f"actor_rollout_ref.rollout.{line}" for line in (
+        "tensor_model_parallel_size=1", "dtype=float32", "enforce_eager=true", "free_cache_engine=false", "skip_tokenizer_init=true", "prompt_length=64",
+        "response_length=64",
+    )),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """What verl makes of the lines."""
+    at = tmp_path_factory.mktemp("at")
+    hf = make(tmp_path_factory.mktemp("model") / "hf", "served-qwen3")
+    with_tokenizer(hf)
+    out = run(
+        [python_with_ray(), "-m", "tests.on_cpu.verl_on_cpu", hf, *LINES], env=variables(STANDINS), cwd=at
+    )
+    [line] = [line for line in out.splitlines() if line.startswith("SAID ")]
+    return json.loads(line.removeprefix("SAID "))
+
+
+def test_the_lines_of_config_put_ours_in_the_place_of_verls(outcome):
+    assert outcome["before"] == [
+        "verl.workers.engine.megatron.transformer_impl.MegatronEngineWithLMHead",
+        "verl.workers.rollout.vllm_rollout.vllm_rollout.ServerAdapter",
+    ]
+    assert outcome["after"] == [
+        "reshard.integrations.verl.ReshardMegatronEngine",
+        "reshard.integrations.verl_vllm.ReshardServerAdapter",
+    ]
+    assert outcome["extension"] == "reshard.integrations.verl_worker.VerlExtension"
+    assert outcome["options"] == {
+        "verify": True,
+        "timeout": 60,
+        "backend": "auto",
+        "delta": False,
+        "keep_mapped": False,
+        "delta_on_host": False,
+    }
+    assert outcome["wrong options"] == [
+        "checkpoint_engine.engine_kwargs.reshard has ['verfy']: it takes verify, timeout, backend, delta, keep_mapped, delta_on_host",
+        "checkpoint_engine.engine_kwargs.reshard.verify is 1; it is true or false",
+        "checkpoint_engine.engine_kwargs.reshard.timeout is 0; it is a number of seconds above 0",
+        "checkpoint_engine.engine_kwargs.reshard.backend 'bucket' is not one of auto, cuda_ipc, staged, nixl, nccl",
+    ]
+
+
+def test_ours_are_called_as_verls_are_and_fit_vllms_worker(outcome):
+    assert outcome["called otherwise"] == [] and outcome["in vLLM's worker too"] == []
+    assert outcome["order"] == ["vLLMColocateWorkerExtension", "RefitExtension"]
+    assert outcome["control"] == ["send_weights"]
+
+
+def test_a_connection_stays_until_a_member_is_replaced(outcome):
+    first, second, third = outcome["meeting"]
+    assert [(rank, size) for _, rank, size, *_ in first] == [(2, 4), (3, 4)]
+    assert [[new for *_, new in sync] for sync in (first, second, third)] == [
+        [True, True],
+        [False, False],
+        [True, True],
+    ]
+    address, *others = {at for at, *_ in first + second}
+    assert not others and {at for at, *_ in third} != {address}
+    secret, *others = {secret for *_, secret, _ in first + second}
+    assert not others and len(secret) == 64 and {one for *_, one, _ in third} != {secret}
+
+
+def test_verls_adapter_refits_a_real_vllm_at_every_sync_and_after_one_that_failed(outcome):
+    first, second, failed, mended, *_ = outcome["live"]["syncs"]
+    assert first[:4] == ["no error", "", [3], ["cleared", 3]]
+    assert second[:4] == ["no error", "", [4], ["cleared", 3, "cleared", 4]]
+    assert failed[0] == "ReshardError" and "did not come to refit 3 within 0 s" in failed[1]
+    assert mended[0] == "no error" and mended[2] == [6]
+    assert len({str(one[4]) for one in (first, second, mended)}) == 3, "other weights say other words"
+
+
+def test_a_model_that_verl_has_offloaded_is_loaded_for_a_connection_alone(outcome):
+    """And the numbers in host memory are those that verl took there; verl offloads what was loaded once more."""
+    first, second, _, mended, again, last = outcome["live"]["syncs"]
+    loads, on_gpu = zip(*outcome["live"]["loads"], strict=True)
+    assert loads == (2, 0, 0, 1, 0, 1), (
+        "the first for the source too, the last since engines read it 3 times over"
+    )
+    assert [bytes_there > 100_000 for bytes_there in on_gpu] == [True, False, False, True, False, True]
+    assert set(on_gpu) == {0, on_gpu[0]}
+    assert again[5] == first[5], "from host memory, the bits of the same weights from the GPU"
+    assert len({str(one[5]) for one in (first, second, mended, last)}) == 4, (
+        "the control: others have other bits"
+    )
+
+
+def test_an_adapter_is_refitted_and_served_as_verl_asks_for_it(outcome):
+    """In the one slot that verl gives vLLM, as vLLM's own loading leaves PEFT's files there."""
+    assert outcome["adapters"] == [
+        [None, ""], ["123", ""], [None, "the model has LoRA adapters that are merged (model.lora.merge)"],
+    ]  # fmt: skip
+    (slot, listed, _), (_, _, without, _) = outcome["live"]["loaded"]
+    assert listed == [77]
+    first, second = outcome["live"]["adapters"]
+    assert first[:4] == ["no error", "", slot, [123]]
+    assert second[:2] == ["no error", ""] and second[3] == [123]
+    assert all(second[2][name] != slot[name] for name in slot)
+    assert len({str(tokens) for tokens in (first[4], second[4], without)}) == 3
+
+
+def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for(outcome):
+    kind, sentence, seconds = outcome["live"]["died together"]
+    assert kind == "ReshardError" and sentence.startswith(
+        "the rollout's replica 0 has failed: The actor died"
+    )
+    assert seconds < 20, "of 60"
+    actor, beside = outcome["live"]["died elsewhere"]
+    assert actor[1].startswith("the rollout's replica 0 has failed: The actor died") and actor[1] == beside[1]
+    assert actor[0] == beside[0] == "ReshardError" and max(actor[2], beside[2]) < 20
+
+
+def test_plain_ray_actors_refit_an_engine_after_every_step():
+    # The worker in the engine's process: those of its own would import vLLM anew.
+    # And what actors say is not printed in the midst of the lines that are looked at.
+    in_one = variables(STANDINS) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RAY_LOG_TO_DRIVER": "0"}
+    out = run([python_with_ray(), REPOSITORY / "examples" / "refit_ray.py"], env=in_one, cwd=REPOSITORY)
+    steps = [line for line in out.splitlines() if line.startswith("step ")]
+    assert [line.split(",")[0] for line in steps] == [f"step {i}: version {i}" for i in range(3)]
+    assert len({line.split("then ")[1] for line in steps}) == 3 and all(
+        ", 1.6 MB, " in line for line in steps
+    )
+
+
+@pytest.fixture(scope="module")
+def sglang(converted, tmp_path_factory):
+    """What verl's own server of SGLang answers, refitted by the lines that refit vLLM, and by slime's updater."""
+    checkpoints = converted("qwen3")
+    for hf, _ in checkpoints:
+        with_tokenizer(Path(hf))
+    path = ":".join(map(str, (install_sglang_cpu.TARGET, REPOSITORY, STANDINS)))
+    variables_of_sglang = variables() | install_sglang_cpu.WITHOUT_GPU | {"PYTHONPATH": path}
+    python = fork_server.python(*warm.SGLANG_WITH_RAY, environment=variables_of_sglang, packages=RAY_PACKAGES)
+    arguments = [json.dumps(checkpoints), json.dumps(flags_at(Path(checkpoints[0][1]), "")), *SGLANG_LINES]
+    out = run(
+        [python, "-m", "tests.on_cpu.sglang_trainers_on_cpu", *arguments],
+        env=variables_of_sglang, cwd=tmp_path_factory.mktemp("sglang"),
+    )  # fmt: skip
+    [line] = [line for line in out.splitlines() if line.startswith("SAID ")]
+    return json.loads(line.removeprefix("SAID "))
+
+
+def test_a_server_of_sglang_answers_after_each_refit_as_one_that_has_loaded_the_checkpoint(sglang):
+    """By verl's adapter twice, by its checkpoint engine, and by slime's updater."""
+    assert [one[:2] for one in sglang["served"]] == sglang["loaded"]
+    assert sglang["dummy"] not in sglang["loaded"] and sglang["loaded"][0] != sglang["loaded"][1]
+
+
+def test_verls_adapter_refits_sglang_from_the_actors_process_and_from_elsewhere(sglang):
+    assert sglang["adapters"] == ["reshard.integrations.verl_sglang.ReshardSglangAdapter"] * 2
+    assert sglang["said"] == sglang["apart"] == [["no error", ""]] * 2
+    assert [one[2] for one in sglang["served"]] == [3, 4, 9, 9] and sglang["version"] == "4"
+    kind, sentence = sglang["lora"]
+    assert kind == "ReshardError" and sentence.startswith("LoRA adapters are refitted into vLLM alone")
+    kind, sentence, seconds = sglang["died"]
+    # Whichever ends first: the call, or the connection of the scheduler.
+    assert kind == "ReshardError" and (
+        "replica 0 has failed: " in sentence or "inference rank 1 is gone" in sentence
+    )
+    assert seconds < 20, "of 60"
+
+
+def test_slimes_updater_reads_the_copies_of_an_offloaded_model(sglang):
+    version, metrics, disk, missing, called_otherwise, is_delta, refused, without_plugin = sglang["slime"]
+    assert (version, metrics, called_otherwise) == (2, {}, []) and sglang["version of slime"] == "2"
+    assert is_delta, "RESHARD_DELTA=1"
+    assert "does not answer inference rank 1" in refused, (
+        "SGLang's own words, since verl's trainer has closed"
+    )
+    assert ": this SGLang has no plugin of reshard" in without_plugin
+    assert disk.startswith("--update-weight-transport disk sends weights as files, and a refit does not")
+    assert missing.startswith(
+        "slime keeps no copy of decoder.final_layernorm.weight while the model is offloaded"
+    )
+
+
+if "SLIME_CLONE" in os.environ:
+
+    def test_the_stand_ins_are_called_as_slimes_own_are():
+        wrong, compared = differing("slime", Path(os.environ["SLIME_CLONE"]), ("SGLangEngine.__init__",))
+        assert not wrong and compared == 18

@@ -1,0 +1,1 @@
+"""Tests of live models as a home of weights."""

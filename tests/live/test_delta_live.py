@@ -1,0 +1,115 @@
+"""Deltas of a live Megatron into a running engine: bit for bit what the engine's own loader makes of each version."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from reshard import DeltaWriter, ReshardError, diff, hf_to_mcore
+from reshard.delta import apply, show
+from reshard.trainers import FsdpModel
+from tests.megatron.test_logits import EP, ETP, PP, TP, flags_at
+from tests.starting.ranks import run_on_ranks
+from tests.tools.checkpoints import make
+
+CASES = [
+    ("llama-rope-tied", f"{TP} 2 {PP} 2", 4, {"tp": 4}),
+    ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", 4, {"tp": 4, "enable_expert_parallel": True}),
+    ("deepseek-v3", f"{PP} 2 {EP} 2 {ETP} 1", 4, {"tp": 2, "pp": 2}),
+    ("qwen3-next", f"{TP} 2", 2, {"tp": 2}),
+]
+# What is said of engines that quantize as they load, and that serve in fp16.
+REFUSED = (
+    "quantized, and deltas are of plain weights: write the version with reshard delta apply",
+    "as float16, and the base of",
+)
+
+
+def steps_of(variant: str, folder: Path, count: int = 4) -> list[tuple[str, str]]:
+    """A small model and versions of it, each with a few percent of the elements of the last one changed, in
+    both formats."""
+    steps, generator = [], torch.Generator().manual_seed(0)
+    for step in range(count):
+        hf = folder / f"hf{step}"
+        if not step:
+            make(hf, variant, torch.bfloat16)
+        else:
+            shutil.copytree(steps[-1][0], hf)
+            weights = load_file(hf / "model.safetensors")
+            for name, tensor in weights.items():
+                chosen = torch.rand(tensor.shape, generator=generator) < 0.03
+                weights[name] = torch.where(chosen, tensor + tensor.abs().max() / 8, tensor)
+            save_file(weights, hf / "model.safetensors", {"format": "pt"})
+        hf_to_mcore(hf, folder / f"mcore{step}", transformer_impl="local")
+        steps.append((str(hf), str(folder / f"mcore{step}")))
+    return steps
+
+
+def test_a_writer_says_what_keeps_it_from_going_on(checkpoint, tmp_path, monkeypatch):
+    source = checkpoint("qwen3", dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    monkeypatch.chdir(tmp_path)
+    for empty in ("", " "):
+        with pytest.raises(ReshardError, match=f"the chain is '{empty}'; it is a directory or a URL, . for"):
+            DeltaWriter(FsdpModel(model), source, empty)
+    with pytest.raises(
+        ReshardError, match=r"is not a Megatron-Core model.*reshard.trainers.FsdpModel\(model\)"
+    ):
+        DeltaWriter(model, source, "chain")
+    assert not list(tmp_path.iterdir())
+    writer = DeltaWriter(FsdpModel(model), source, "chain")
+    model.model.norm.weight.data += 1
+    assert writer.save().changed == 64
+    (tmp_path / "chain").rename("moved")
+    with pytest.raises(ReshardError, match="chain is not a chain of deltas, since it has no base.json"):
+        writer.save()
+    (tmp_path / "moved").rename("chain")
+    assert writer.save().version == 2
+    writer.close()
+    with pytest.raises(ReshardError, match="this DeltaWriter is closed: make another one"):
+        writer.save()
+
+
+@pytest.mark.parametrize("variant, parallel, ranks, engine", CASES, ids=[case[0] for case in CASES])
+def test_an_engine_follows_a_live_trainer_through_a_chain(variant, parallel, ranks, engine, tmp_path):
+    steps = steps_of(variant, tmp_path)
+    # Once by fsspec, whose ranks each put their own file there.
+    chain = f"{'file://' if variant == 'qwen3-moe' else ''}{tmp_path}/chain"
+    arguments = flags_at(Path(steps[0][1]), parallel), steps, engine, chain
+    outcomes = run_on_ranks(ranks, "follow", *arguments, module="delta_on_cpu")
+    for outcome in outcomes:
+        for version, emptied in ((20, 1), (30, 2)):
+            assert outcome["held"][version] == (outcome["expected"][version], version, emptied, True)
+        assert outcome["expected"][20] != outcome["expected"][30], "the control"
+        if variant == "qwen3-moe":
+            said, as_it_was = outcome["overtaken"]
+            assert "has version 35 since this process read it: one process at a time" in said and as_it_was
+        assert outcome["begun_anew"], "of a second chain in the place of the first"
+        assert outcome["same"] == 30 and outcome["healed"] == (40, True)
+        assert outcome["again"].endswith("has version 30, so the next cannot be 20: give a higher one")
+        assert "ends with version 30, and the trainer's model holds other weights" in outcome["behind"]
+        assert "lacks delta-000030, which delta-000040 follows" in outcome["lost"][0]
+        assert outcome["lost"][1:] == (True, True), "it serves on, as it was"
+        absent, replaced, prepared = outcome["calls"]
+        assert "chain-not is not a chain of deltas" in absent and prepared == 0
+        assert "was replaced while it was read: version 40 has other weights now" in replaced
+        assert "the engine does not hold version 50" in outcome["withheld"][0] and not outcome["withheld"][1]
+        assert outcome["unchanged"] == (0, 45, 45, 3), "the version alone"
+        for said, sentence in zip(outcome["refused"], REFUSED if engine == {"tp": 2} else (), strict=True):
+            assert sentence in said
+        assert outcome["half"].startswith("this vLLM holds a half-written model")
+        assert (
+            "neither the base of" in outcome["strange"]
+            and "load the base into it first" in outcome["strange"]
+        )
+    held = show(chain)
+    assert all(0.02 < delta["density"] < 0.04 and delta["files"] == ranks for delta in held["deltas"][:3])
+    assert sum(outcome["kept_bytes"] for outcome in outcomes) == held["weights_bytes"], "each element once"
+    apply(steps[0][0], chain, tmp_path / "out", version=20)
+    written = diff(steps[2][0], tmp_path / "out")
+    assert written.equal or all(
+        each.values_equal for each in written.differences
+    )  # router biases, which stay in fp32

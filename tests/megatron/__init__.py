@@ -1,0 +1,1 @@
+"""Tests of Megatron's side: layouts, arguments, models, checkpoints, optimizer states."""

@@ -1,0 +1,1 @@
+"""Tests of configs and families."""

@@ -1,0 +1,196 @@
+"""Deltas of live Megatron models, written by all ranks, into vLLM's real model classes on the same ranks."""
+
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from reshard.delta import Chain, apply_deltas
+from reshard.engines.vllm.live import VllmModel
+from reshard.engines.workers.delta_methods import DeltaMethods
+from reshard.engines.workers.deltas import EngineDeltas
+from reshard.live.delta_writer import DeltaWriter
+from reshard.trainers import FsdpModel
+from tests.on_cpu.fsdp_on_cpu import copy_shards, sharded
+from tests.on_cpu.refit_on_cpu import engine_of, loaded
+from tests.starting.ranks import caught
+from tests.tools.refit_sides import fingerprint, trainer
+
+
+class Workers(DeltaMethods):
+    """A rank's worker, and the engine of all of them as `apply_deltas` calls it."""
+
+    def __init__(self, side: VllmModel) -> None:
+        self.side, self.emptied, self.called = side, 0, []
+
+    def _reshard_engine_side(self) -> VllmModel:
+        return self.side
+
+    def collective_rpc(self, method: str, args: tuple = ()) -> list:
+        self.called.append(method)
+        answers: list = [None] * dist.get_world_size()
+        dist.all_gather_object(answers, getattr(self, method)(*args))
+        return answers
+
+    def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
+        self.emptied += running
+        return True
+
+    def reshard_delta_workers(self) -> list:
+        return [dist.get_world_size(), ""]
+
+
+def move(rank: int, path: Path, to: Path) -> None:
+    """Move a file or directory while no rank uses it."""
+    dist.barrier()
+    if not rank:
+        shutil.move(path, to)
+    dist.barrier()
+
+
+def follow_second(writer: DeltaWriter, workers: Workers, chain: str, loads: list) -> list[tuple[int, str]]:
+    """Follow a chain that begins where an earlier one in its place ends, with versions of that one but other
+    weights; the versions, and what the engine holds of each."""
+    held = []
+    for number, load in enumerate(loads, 1):
+        load()
+        writer.save(10 * number)
+        held.append((apply_deltas(workers, chain), fingerprint(workers.side.module)))
+    return held
+
+
+def calls_that_lead_nowhere(workers: Workers, chain: str) -> tuple[str, str, int]:
+    """Ask a worker for a chain that is not there, for a version with other weights than the chain has, and for
+    one that another worker could not prepare; the first two answers, and what is left of the third."""
+    absent = [workers.reshard_delta_digests(f"{chain}-not", "a")["error"] for _ in range(2)][-1]
+    boxes = workers.reshard_delta_digests(chain, "b")
+    with Chain(chain) as opened:
+        held, after = opened.deltas()[-1].before, opened.deltas()[-1].after
+    replaced = workers.reshard_delta_prepare("b", held, 40, "0" * 16)["error"]
+    assert (
+        "another call of apply_deltas has begun"
+        in workers.reshard_delta_prepare("a", held, 40, after)["error"]
+    )
+    assert workers.reshard_delta_prepare("b", held, 40, after) is None and workers._reshard_deltas.prepared
+    assert workers.reshard_delta_digests(chain, "c") == boxes
+    return absent, replaced, len(workers._reshard_deltas.prepared)
+
+
+def overtake(rank: int, writer: DeltaWriter, folder: Path) -> tuple[str, bool]:
+    """Save while another process adds a version to a chain that cannot be locked; what is said, and whether all
+    of its files are as that one left them."""
+    before, numbers = contents(folder), writer._numbers
+
+    def meanwhile():
+        if not rank:
+            (folder / "delta-000035.json").touch()
+        return numbers()
+
+    writer._numbers = meanwhile
+    said = caught(lambda: writer.save(40))
+    writer._numbers = numbers
+    dist.barrier()
+    if not rank:
+        (folder / "delta-000035.json").unlink()
+    dist.barrier()
+    return said, contents(folder) == before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a directory."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def write_chain(
+    rank: int, mesh: dict[str, int], checkpoints: list[str], chain: str
+) -> tuple[str, list[float]]:
+    """Add the second of two checkpoints to a chain that begins with the first, and the first again, from a model in
+    fp32 whose chain is in bf16; what is said of a chain in its own dtype, and the density of each version."""
+    model = sharded(checkpoints[0], mesh, torch.float32)
+    wrong = caught(lambda: DeltaWriter(FsdpModel(model), checkpoints[0], chain, dtype="bf17"))
+    writer = DeltaWriter(FsdpModel(model), checkpoints[0], chain, dtype="bf16")
+    densities = []
+    for number in (1, 0):
+        copy_shards(sharded(checkpoints[number], mesh, torch.float32), model)
+        densities.append(writer.save().density)
+    assert writer.kept_bytes * dist.get_world_size() < 1.1 * 2 * sum(p.numel() for p in model.parameters())
+    return wrong, densities
+
+
+def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: dict, chain: str):
+    """Write a version for each step after the first, by all ranks of a trainer that loads them in turn, and
+    follow it with an engine that has loaded the first: two at once, then one, then none where one is lost."""
+    chunks, load = trainer(flags, steps[0][1])
+    writer = DeltaWriter(chunks, steps[0][0], chain)
+    module, config = engine_of(steps[0][0], **engine)
+    side = VllmModel(module, config)
+    workers, reports, held = Workers(side), [], {}
+    for number, (_, mcore) in enumerate(steps[1:], 1):
+        load(mcore)
+        reports.append(writer.save(number * 10).to_dict())
+        if number > 1:
+            reached = apply_deltas(workers, chain, verify=True)
+            held[reached] = fingerprint(module), side.version, workers.emptied, side.ready
+    same = apply_deltas(workers, chain)
+    folder = Path(chain.removeprefix("file://"))
+    begun_anew = []
+    if engine == {"tp": 2}:
+        move(rank, folder, folder.parent / "first")
+        second = DeltaWriter(chunks, steps[0][0], chain, base=steps[-1][0])
+        begun_anew = follow_second(second, workers, chain, [lambda n=n: load(steps[n][1]) for n in (2, 3)])
+        move(rank, folder, folder.parent / "second")
+        move(rank, folder.parent / "first", folder)
+    again = caught(lambda: DeltaWriter(chunks, steps[0][0], chain).save(20))
+    load(steps[0][1])
+    behind = caught(lambda: DeltaWriter(chunks, steps[0][0], chain))
+    overtaken = overtake(rank, writer, folder) if chain.startswith("file://") else None
+    writer.save(40)
+    move(rank, folder / "delta-000030.json", folder.parent / "delta-000030.json")
+    lost = caught(lambda: apply_deltas(workers, chain)), side.ready, fingerprint(module) == held[30][0]
+    move(rank, folder.parent / "delta-000030.json", folder / "delta-000030.json")
+    calls = calls_that_lead_nowhere(workers, chain)
+    side.begin()
+    half = caught(lambda: apply_deltas(workers, chain))
+    side.guard.refitted(1)
+    parameter = next(iter(side.regions.values())).tensor.data.view(-1)
+    kept = parameter[:1].clone()
+    parameter[0] += 1
+    strange = caught(lambda: apply_deltas(workers, chain))
+    parameter[:1] = kept
+    healed = apply_deltas(workers, chain, verify=True), fingerprint(module)
+    unchanged = (
+        writer.save(45).changed,
+        apply_deltas(workers, chain),
+        side.version,
+        workers.emptied - len(begun_anew),
+    )
+    load(steps[1][1])
+    writer.save(50)
+    plain, left = EngineDeltas._write, [True]
+    EngineDeltas._write = lambda *of: None if left and left.pop() else plain(*of)
+    withheld = caught(lambda: apply_deltas(workers, chain, verify=True)), side.ready
+    refused = []
+    for options in ({"quantization": "fp8_per_channel"}, {"dtype": "float16"}) if engine == {"tp": 2} else ():
+        other = Workers(VllmModel(*engine_of(steps[0][0], **engine, **options)))
+        refused.append(caught(lambda other=other: apply_deltas(other, chain)))
+    expected = {10 * number: loaded(steps[number][0], **engine) for number in (0, 2, 3)}
+    return {
+        "held": held,
+        "expected": expected,
+        "reports": reports,
+        "kept_bytes": writer.kept_bytes,
+        "same": same,
+        "overtaken": overtaken,
+        "begun_anew": not begun_anew or begun_anew == [(v - 10, expected[v]) for v in (20, 30)],
+        "again": again,
+        "behind": behind,
+        "lost": lost,
+        "calls": calls,
+        "half": half,
+        "strange": strange,
+        "healed": (healed[0], healed[1] == expected[0]),
+        "withheld": withheld,
+        "unchanged": unchanged,
+        "refused": refused,
+    }

@@ -1,0 +1,310 @@
+"""NeMo-RL's weight sync through our classes: two ranks of a Megatron in Ray actors, and two real
+vLLMs, without a GPU.
+
+    python -m tests.on_cpu.nemo_rl_on_cpu FIRST SECOND     # two Hugging Face directories, whose weights the policy gets in turn
+
+``nemo_rl`` is what ``PYTHONPATH`` has: the stand-ins of ``tests/standins``, or a clone of NeMo-RL.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import ray
+from nemo_rl.models.generation.vllm.checkpoint_engine import VllmCheckpointEngineRpcMixin
+from nemo_rl.models.policy.workers.checkpoint_engine import (
+    MegatronCheckpointEngineSendMixin,
+    PolicyCheckpointEngineMixin,
+)
+
+from reshard.integrations import nemo_rl as ours
+from reshard.integrations.connection import SyncOptions
+from reshard.integrations.nemo_rl_worker import ReshardWorker
+from tests.tools.probe import Probed, after, alone, caught
+
+REAL = importlib.util.find_spec("nemo_rl").origin is not None  # the stand-ins are a namespace
+POLICIES, ENGINES = 2, 2
+EXTENSION = "nemo_rl.models.generation.vllm.vllm_backend.VllmInternalWorkerExtensionWithCheckpointEngine"
+
+
+class Probe(Probed, ReshardWorker):
+    """Our worker, and what the checks ask of it."""
+
+    dies = False
+
+    def die_when_asked_to_meet(self) -> None:
+        self.dies = True
+
+    def reshard_take(self, *arguments):
+        if self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().reshard_take(*arguments)
+
+    def reshard_connect_worker(self, *arguments, **options):
+        if self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().reshard_connect_worker(*arguments, **options)
+
+    def load_as_nemo_rl_does(self, folder: str) -> None:
+        """A directory through NeMo-RL's way into vLLM's loader."""
+        from safetensors.torch import load_file
+
+        self._load_full_hf_weights(sorted(load_file(Path(folder) / "model.safetensors").items()))
+
+
+class Engine(VllmCheckpointEngineRpcMixin):
+    """NeMo-RL's actor of an engine, with a vLLM for the CPU."""
+
+    def __init__(self, folder: str, worker: str) -> None:
+        # The worker in this process: each of its own would import vLLM anew.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        from vllm import LLM
+
+        self.llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=64, max_num_batched_tokens=64, max_num_seqs=8,
+                       kv_cache_memory_bytes=1 << 24, worker_cls=worker, worker_extension_cls=EXTENSION)  # fmt: skip
+
+
+class Policy(MegatronCheckpointEngineSendMixin, PolicyCheckpointEngineMixin):
+    """A rank of NeMo-RL's policy: its mixins, with a Megatron for the CPU."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.cfg = rank, {"megatron_cfg": {"enabled": True}, "generation": {"vllm_cfg": {}}}
+
+    def start(self, folder: str, store: str) -> None:
+        import torch.distributed as dist
+        from megatron.core.transformer.module import Float16Module
+
+        from reshard import MegatronLayout, read_model
+        from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
+
+        dist.init_process_group("gloo", init_method=store, rank=self.rank, world_size=POLICIES)
+        with without_gpu():
+            initialize_parallel(MegatronLayout(tp=POLICIES))
+            [model] = build_megatron(
+                read_model(folder), MegatronLayout(tp=POLICIES), transformer_impl="local"
+            )
+        self.model = Float16Module(model.config, model)
+
+    def _iter_params_with_optional_kv_scales(self, kv_scales=None):
+        raise AssertionError(f"{self} exports full tensors")
+        yield
+
+    async def checkpoint_engine_rpc(self, *arguments, **options):
+        try:
+            return await super().checkpoint_engine_rpc(*arguments, **options)
+        except BaseException as error:
+            self.gave_up = str(error)
+            raise
+
+    def lose_seat(self) -> None:
+        """As where NeMo-RL has seated nobody: on shared GPUs."""
+        self.checkpoint_engine.lobby = None
+
+    def why(self) -> str:
+        return self.gave_up
+
+    def train(self, folder: str) -> None:
+        import reshard
+
+        reshard.load([self.model], folder, dtype="bf16")
+
+    def lose(self, over: str) -> None:
+        """The second rank gives up before the first comes."""
+        (alone if self.rank else after)(self.checkpoint_engine.connection.link, over)
+
+    def adapters(self, enabled: bool) -> None:
+        self.cfg["megatron_cfg"]["peft"] = {"enabled": enabled}
+
+
+class Group:
+    """What the synchronizers ask of NeMo-RL's groups of workers."""
+
+    def __init__(self, workers: list) -> None:
+        self.workers = workers
+
+    def run_all_workers_single_data(self, method_name, run_rank_0_only_axes=None, **kwargs):
+        return [getattr(one, method_name).remote(**kwargs) for one in self.workers]
+
+    def run_all_workers_multiple_data(
+        self, method_name, run_rank_0_only_axes=None, common_kwargs=None, **kwargs
+    ):
+        return [
+            getattr(one, method_name).remote(
+                **(common_kwargs or {}), **{key: each[index] for key, each in kwargs.items()}
+            )
+            for index, one in enumerate(self.workers)
+        ]
+
+
+def main() -> None:
+    folders = sys.argv[1:]
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=bool(os.environ.get("LOUD")))
+    phases: list = []
+    config = {"vllm_cfg": {"async_engine": False}, "refit_transport": ours.BACKEND, "colocated": {"enabled": False},
+              "refit_cfg": {ours.BACKEND: {"verify": True, "timeout": 120}}}  # fmt: skip
+    policies = [ray.remote(Policy).options(num_cpus=0).remote(rank) for rank in range(POLICIES)]
+    engines = [
+        ray.remote(Engine).options(num_cpus=0).remote(folders[0], "tests.on_cpu.nemo_rl_on_cpu.Probe")
+        for _ in range(ENGINES)
+    ]
+    note = lambda what, *_, **kwargs: phases.append([what, *kwargs.values()])  # noqa: E731
+    policy = SimpleNamespace(
+        worker_group=Group(policies), prepare_refit_info=dict, offload_before_refit=partial(note, "offload the rest"),
+        offload_after_refit=partial(note, "offload"),
+    )  # fmt: skip
+    generation = SimpleNamespace(
+        worker_group=Group(engines), cfg=config, dp_size=ENGINES, prepare_refit_info=lambda _: None,
+        prepare_for_generation=partial(note, "wake"),
+    )  # fmt: skip
+    store = f"file://{Path.cwd() / 'store'}"
+    ray.get([one.start.remote(folders[0], store) for one in policies])
+
+    def ask(method: str, *arguments) -> list:
+        asked = [one.checkpoint_engine_rpc.remote(method, arguments) for one in engines]
+        return [results for [results] in ray.get(asked)]
+
+    def train(folder: str) -> None:
+        ray.get([one.train.remote(folder) for one in policies])
+
+    outcome: dict = {"real": REAL, "dummy": ask("digests"), "before": ask("ready")}
+    outcome["loaded"] = []
+    for folder in folders:
+        ask("load_as_nemo_rl_does", folder)
+        outcome["loaded"].append(ask("digests"))
+    from nemo_rl.weight_sync.checkpoint_engine_config import checkpoint_engine_refit_config
+    from nemo_rl.weight_sync.checkpoint_engine_weight_synchronizer import CheckpointEngineWeightSynchronizer
+
+    separate = CheckpointEngineWeightSynchronizer(policy, generation, checkpoint_engine_refit_config(config))
+    separate._bucket_size_bytes = 1 << 20  # else it asks for a GPU's memory
+    for name, synchronizer in (
+        ("separate", separate),
+        (
+            "colocated",
+            ours.ColocatedSynchronizer(policy, generation, SyncOptions(verify=True, timeout=120.0)),
+        ),
+    ):
+        synchronizer.init_communicator()
+        synced = outcome[name] = {"stale": [synchronizer.is_stale], "syncs": []}
+        for folder in (*folders, folders[0]):
+            train(folder)
+            ask("wipe")
+            del phases[:]
+            error = caught(synchronizer.sync_weights)
+            print(f"{name}: {error or 'no error'}", flush=True)
+            synced["syncs"].append(
+                {"error": error, "refitted": ask("digests"), "ready": ask("ready"), "phases": list(phases)}
+            )
+        synced["stale"].append(synchronizer.is_stale)
+        ray.get([one.lose.remote(str(Path.cwd() / f"{name} lost")) for one in policies])
+        synced["failed"] = [caught(synchronizer.sync_weights), synchronizer.is_stale]
+        ask("wipe")
+        synced["mended"] = [caught(synchronizer.sync_weights), ask("digests"), ask("ready")]
+        print(f"{name}: {synced['failed']} {synced['mended'][0]}", flush=True)
+        synchronizer.shutdown()
+        ask("wipe")
+        again = caught(synchronizer.sync_weights)
+        synced["after a shutdown"] = [again, ask("digests") == synced["mended"][1]]
+        synchronizer.shutdown()
+    ray.get([one.lose_seat.remote() for one in policies])
+    outcome["colocated"]["died"] = died(synchronizer, policies, engines)
+    engines[1] = (
+        ray.remote(Engine).options(num_cpus=0).remote(folders[0], "tests.on_cpu.nemo_rl_on_cpu.Probe")
+    )
+    ray.get([one.adapters.remote(True) for one in policies])
+    outcome["adapters"] = caught(separate.sync_weights)
+    outcome["setup"] = setups(policy, generation)
+    outcome["no line"] = no_line(folders[0], policy, config)
+    outcome["separate"]["died"] = died(separate, policies, engines)
+    ray.shutdown()
+    print("SAID " + json.dumps(outcome))
+
+
+def died(synchronizer, policies, engines) -> list:
+    """A sync before which the second engine's process dies: what it raises, after how many seconds
+    the policy's ranks do something else, and why they gave up."""
+    ray.get([one.adapters.remote(False) for one in policies])
+    ray.get(engines[1].checkpoint_engine_rpc.remote("die_when_asked_to_meet"))
+    synchronizer.init_communicator()
+    began = time.monotonic()
+    error = caught(synchronizer.sync_weights)
+    why = ray.get([one.why.remote() for one in policies])
+    return [error, time.monotonic() - began, why]
+
+
+def no_line(folder: str, policy, config: dict) -> str:
+    """A vLLM with its own worker."""
+    from nemo_rl.weight_sync.checkpoint_engine_config import checkpoint_engine_refit_config
+    from nemo_rl.weight_sync.checkpoint_engine_weight_synchronizer import CheckpointEngineWeightSynchronizer
+
+    engine = ray.remote(Engine).options(num_cpus=0).remote(folder, "auto")
+    generation = SimpleNamespace(
+        worker_group=Group([engine]), cfg=config, dp_size=1, prepare_refit_info=lambda _: None
+    )
+    synchronizer = CheckpointEngineWeightSynchronizer(
+        policy, generation, checkpoint_engine_refit_config(config)
+    )
+    synchronizer._bucket_size_bytes = 1 << 20
+    return caught(synchronizer.init_communicator)
+
+
+def setups(policy, generation) -> dict:
+    """What NeMo-RL's ``setup`` becomes, for several configs."""
+    ray.get([one.adapters.remote(False) for one in policy.worker_group.workers])
+    plain = {
+        "megatron_cfg": {"enabled": True},
+        "generation": {
+            "backend": "vllm",
+            "colocated": {"enabled": True},
+            "vllm_cfg": {"async_engine": False},
+        },
+    }
+
+    def made(**changes):
+        config = json.loads(json.dumps(plain))
+        for key, value in changes.items():
+            (
+                config["generation"]
+                if key in ("backend", "colocated", "vllm_cfg", "vllm_kwargs", "refit_cfg")
+                else config
+            )[key] = value
+        seen = []
+        refitting = ours.with_refits(
+            lambda settings, more: seen.append(settings.policy) or (policy, generation, more)
+        )
+        error = caught(lambda: seen.append(refitting(SimpleNamespace(policy=config), "more")))
+        if error:
+            return [error, len(seen)]
+        results = [
+            seen[0]["generation"]["vllm_kwargs"],
+            type(generation.weight_synchronizer).__name__,
+            seen[1][2],
+        ]
+        options = generation.weight_synchronizer._options
+        return [*results, options.verify, options.timeout]
+
+    return {
+        "plain": made(),
+        "options": made(refit_cfg={ours.BACKEND: {"verify": True, "timeout": 5}}),
+        "a wrong option": made(refit_cfg={ours.BACKEND: {"verfy": True}}),
+        "a wrong time": made(refit_cfg={ours.BACKEND: {"timeout": 0}}),
+        "separate": made(colocated={"enabled": False}),
+        "another backend": made(backend="sglang"),
+        "no Megatron": made(megatron_cfg={"enabled": False}),
+        "another worker": made(vllm_kwargs={"worker_cls": "a.B"}),
+        "adapters": made(megatron_cfg={"enabled": True, "peft": {"enabled": True}}),
+        "fp8": made(vllm_cfg={"precision": "fp8"}),
+        "drafts": made(vllm_kwargs={"speculative_config": {"num_speculative_tokens": 2}}),
+        "fp8 cache": made(vllm_cfg={"kv_cache_dtype": "fp8_e4m3"}),
+        "draft": made(draft={"enabled": True}),
+        "quantized": made(quant_cfg="a"),
+    }
+
+
+if __name__ == "__main__":
+    main()

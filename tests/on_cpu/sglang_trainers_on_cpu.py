@@ -1,0 +1,256 @@
+"""verl's own server of SGLang, refitted from a real Megatron model by verl's adapter, and by slime's updater;
+run in an environment with verl and SGLang: python -m tests.on_cpu.sglang_trainers_on_cpu CHECKPOINTS FLAGS LINES
+
+CHECKPOINTS are two checkpoints, each as (Hugging Face directory, Megatron directory), FLAGS Megatron's, as
+JSON; LINES are verl's lines of config.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+from tests.on_cpu.sglang_on_cpu import only_our_models
+from tests.on_cpu.verl_on_cpu import SECRET, ended, takes
+from tests.tools.probe import caught
+
+ASKED = {
+    "sampling_params": {"max_new_tokens": 4, "temperature": 0},
+    "return_logprob": True,
+    "logprob_start_len": 0,
+}
+# SGLang without a GPU and its kernels.
+WITHOUT_GPU = {
+    "device": "cpu", "attention_backend": "torch_native", "mm_attention_backend": None, "sampling_backend": "pytorch",
+    "grammar_backend": "none", "enable_memory_saver": False, "max_total_tokens": 1024, "context_length": 128,
+}  # fmt: skip
+
+
+def composed(directory: str, lines: list[str]):
+    """verl's config of a rollout and a model."""
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose(
+            "ppo_trainer", overrides=[*lines, f"actor_rollout_ref.model.path={directory}"]
+        ).actor_rollout_ref
+    config.rollout.engine_kwargs.sglang = WITHOUT_GPU
+    return config
+
+
+def mend_verl() -> None:
+    """Give verl 0.9.1 what it lacks for SGLang's newer versions: from 0.5.21 on its client of a server has two
+    abstract methods more, and where SGLang's arguments are no dataclass, but a struct of msgspec, verl asks
+    `dataclasses.fields` for their names all the same."""
+    import msgspec
+    from sglang.srt.server_args import ServerArgs
+    from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
+
+    AsyncHttpServerAdapter.__abstractmethods__ -= {"begin_weight_update", "end_weight_update"}
+    if not dataclasses.is_dataclass(ServerArgs):
+        of_dataclass = dataclasses.fields
+        dataclasses.fields = lambda kind: (
+            msgspec.structs.fields(kind) if kind is ServerArgs else of_dataclass(kind)
+        )
+
+
+def server_class():
+    """verl's server, with what the tests ask of it beside."""
+    only_our_models()
+    from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+
+    class Server(SGLangHttpServer):
+        async def launch_server(self, *arguments, **options):
+            mend_verl()
+            return await super().launch_server(*arguments, **options)
+
+        def steps(self) -> int | None:
+            return self.global_steps
+
+        def die(self) -> None:
+            from sglang.srt.utils import kill_process_tree
+
+            kill_process_tree(os.getpid())
+
+    return Server
+
+
+class Actor:
+    """A rank of a trainer, with verl's adapter as its config makes it."""
+
+    def adapt(self, config) -> str:
+        os.environ |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "RAY_LOCAL_WORLD_SIZE": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        }
+        only_our_models()
+        import torch.distributed as dist
+        from sglang.srt import server_args
+        from verl.utils.config import omega_conf_to_dataclass
+        from verl.workers.rollout.base import get_rollout_class
+
+        mend_verl()
+        server_args.get_device = lambda *_: "cpu"  # which verl's client of a server asks for
+        # As an actor does it; this is what imports our module.
+        model = omega_conf_to_dataclass(config.model)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        made = get_rollout_class("sglang")
+        self.adapter = made(
+            config=omega_conf_to_dataclass(config.rollout), model_config=model, device_mesh=None
+        )
+        return f"{made.__module__}.{made.__qualname__}"
+
+    def load(self, flags: list[str], directory: str) -> None:
+        """Load a Megatron checkpoint, into the model that there is if there is one."""
+        from reshard.integrations.verl import MegatronModel, Shards
+        from tests.tools.refit_sides import trainer
+
+        if hasattr(self, "load_other"):
+            self.load_other(directory)
+            return
+        chunks, self.load_other = trainer(flags, directory, wide=True)
+        self.shards = Shards(MegatronModel(chunks))
+
+    def update_by_slime(self, engine, gone: str) -> list:
+        """Update an engine twice as slime's actor does, whose model has been offloaded: its memory holds
+        other numbers, and slime has copies. Then once more, without a copy of one parameter."""
+
+        from slime.backends.megatron_utils import actor
+        from slime.backends.megatron_utils.update_weight import common
+
+        from reshard.integrations import slime
+
+        wrong = takes(slime.RefitWeights, actor.UpdateWeightFromDistributed)
+        wrong += takes(slime.RefitWeights, actor.UpdateWeightFromTensor)
+        args = SimpleNamespace(
+            update_weight_transport="nccl", offload_train=True, rollout_num_gpus_per_engine=1
+        )
+        slime.use_refits(args)
+        assert actor.UpdateWeightFromTensor is actor.UpdateWeightFromDistributed is slime.RefitWeights
+        named = dict(common.named_params_and_buffers(args, self.shards.source.models))
+        copies = {name: tensor.detach().clone() for name, tensor in named.items()}
+        for tensor in named.values():
+            tensor.data.zero_()
+        make = lambda: actor.UpdateWeightFromTensor(  # noqa: E731
+            args, self.shards.source.models, lambda: copies, model_name="qwen3", quantization_config=None
+        )
+        os.environ |= {"RESHARD_DELTA": "1", "RESHARD_DELTA_ON_HOST": "1"}
+        updater, changing = make(), next(iter(copies.values()))
+        # As one says that its pipeline stages have only begun.
+        ask = partial(slime._answer, engine, "update_weights_from_distributed", slime.refit_request(1, False))
+        try:
+            refused = ask()
+        except Exception as error:
+            refused = str(error)  # with the note, which its cause is without
+        updater.connect_rollout_engines([engine], None, engine_gpu_counts=[1], engine_gpu_offsets=[0])
+        plain, other = slime._answer, make()
+        other.connect_rollout_engines([engine], None, engine_gpu_counts=[1], engine_gpu_offsets=[0])
+        # As slime does where SGLang refuses that call, since it has no plugin.
+        slime._answer = lambda engine, method, request: (
+            None if method == "destroy_weights_update_group" else plain(engine, method, request)
+        )
+        without_plugin = caught(other.update_weights)
+        slime._answer = plain
+        for factor in (2.0, 0.5):
+            changing.mul_(factor)
+            updater.update_weights()
+        delta = updater._connection.link.deltas.report()
+        for name, tensor in named.items():
+            tensor.data.copy_(copies[name])
+        slime.named_params_and_buffers = lambda *_: ((n, t) for n, t in named.items() if n != gone)
+        args.update_weight_transport = "disk"
+        return [
+            updater.weight_version,
+            updater.pop_metrics(),
+            caught(lambda: slime.use_refits(args)),
+            caught(make().source),
+            wrong,
+            delta.is_delta and 0 < delta.changed < 1,
+            refused,
+            without_plugin,
+        ]
+
+    async def sync(self, steps: int, adapter: str | None = None) -> list:
+        """verl's call; what it raises."""
+        options = {"global_steps": steps, "peft_config": None, "base_sync_done": True}
+        return await ended(self.adapter.update_weights(self.shards._replace(adapter=adapter), **options))
+
+    async def send(self, address: str) -> list:
+        """As verl's actor does where it has GPUs of its own."""
+        from reshard.integrations.verl import ReshardCheckpointEngine
+
+        engine = ReshardCheckpointEngine(timeout=60, verify=True)
+        engine.init_process_group(0, 2, address, [], SECRET, True)
+        return await ended(engine.send_weights(self.shards, 9))
+
+    async def receive(self, address: str) -> list:
+        """As verl's worker beside an engine elsewhere does."""
+        from reshard.integrations.verl import Meeting
+
+        return await ended(self.adapter.update_weights(Meeting(address, 1, 2, SECRET, True), global_steps=9))
+
+
+def main() -> None:
+    import ray
+
+    from reshard.comm.http import call_route
+
+    checkpoints, flags = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+    config = composed(checkpoints[0][0], sys.argv[3:])
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    from verl.workers.rollout.replica import RolloutMode
+
+    server = ray.remote(server_class()).options(name="sglang_server_0_0", num_cpus=0, max_concurrency=8).remote(
+        config=config.rollout, model_config=config.model, rollout_mode=RolloutMode.HYBRID, workers=[], replica_rank=0,
+        node_rank=0, nnodes=1, cuda_visible_devices="", base_gpu_id=0,
+    )  # fmt: skip
+    starting = server.launch_server.remote()
+    actor, beside = (ray.remote(Actor).options(num_cpus=0).remote() for _ in range(2))
+    outcome: dict = {"adapters": ray.get([actor.adapt.remote(config), beside.adapt.remote(config)])}
+    ray.get(actor.load.remote(flags, checkpoints[0][1]))
+    ray.get(starting)
+    host, port = ray.get(server.get_server_address.remote())
+    url = f"http://{host}:{port}"
+
+    def served() -> list:
+        answer = call_route(url, "generate", {"input_ids": [7, 1, 30, 4, 999, 5], **ASKED})
+        return [answer["meta_info"]["input_token_logprobs"], answer["output_ids"]]
+
+    outcome |= {"dummy": served(), "served": [], "loaded": [], "said": []}
+    outcome["lora"] = ray.get(actor.sync.remote(1, "123"))[:2]
+    for step, (_, mcore) in enumerate(checkpoints):
+        ray.get(actor.load.remote(flags, mcore))
+        outcome["said"].append(ray.get(actor.sync.remote(step + 3))[:2])
+        outcome["served"].append([*served(), ray.get(server.steps.remote())])
+    outcome["version"] = call_route(url, "model_info")["weight_version"]
+    from reshard.integrations.meeting import meeting_place
+
+    ray.get(actor.load.remote(flags, checkpoints[0][1]))
+    address = meeting_place()
+    outcome["apart"] = [
+        one[:2] for one in ray.get([actor.send.remote(address), beside.receive.remote(address)])
+    ]
+    outcome["served"].append([*served(), ray.get(server.steps.remote())])
+    ray.get(actor.load.remote(flags, checkpoints[1][1]))
+    from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+
+    engine = ray.remote(SGLangEngine).options(num_cpus=0).remote(url)
+    outcome["slime"] = ray.get(actor.update_by_slime.remote(engine, "decoder.final_layernorm.weight"))
+    outcome["served"].append([*served(), ray.get(server.steps.remote())])
+    outcome["version of slime"] = call_route(url, "model_info")["weight_version"]
+    for hf, _ in (*checkpoints, *checkpoints):
+        ray.get(engine.flush_cache.remote())  # with traces of requests it would end
+        call_route(url, "update_weights_from_disk", {"model_path": hf, "load_format": "safetensors"})
+        outcome["loaded"].append(served())
+    server.die.remote()
+    outcome["died"] = ray.get(actor.sync.remote(7))
+    ray.shutdown()
+    print("SAID " + json.dumps(outcome, default=str))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Tests of quantization schemes and checkpoints in them."""

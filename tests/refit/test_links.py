@@ -1,0 +1,131 @@
+"""What a link's members say of its refits, and what becomes of who misses one."""
+
+import logging
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from reshard.refit import RefitGroup
+from reshard.refit.connecting import connect_with
+from reshard.refit.options import ConnectOptions
+from tests.refit.test_closes import ServesAdapter, WithAdapter
+from tests.refit.test_transports import OneShard, TwoSlots
+from tests.starting.ranks import caught, free_port
+
+NAMES = [None, "engine pod-7, worker 0", "engine pod-7, worker 1"]
+
+
+def links_of(adapter: str | None = None) -> list:
+    """The links of a trainer's rank and two of an engine with a name."""
+    address, options = f"127.0.0.1:{free_port()}", ConnectOptions(backend="nccl", adapter=adapter)
+    trainer, engine = (WithAdapter, ServesAdapter) if adapter else (OneShard, TwoSlots)
+
+    def connected(rank: int):
+        group = RefitGroup.join(address, rank, 3, timeout=60)
+        sides = (None, engine()) if rank else (trainer(0, 32), None)
+        return connect_with(replace(options, name=NAMES[rank]), group, *sides)
+
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(connected, range(3)))
+
+
+def all_refit(links, **options) -> list:
+    """What each of these links raises, or the report."""
+
+    def refit(link):
+        reports: list = []
+        said = caught(lambda: reports.append(link.refit(**options)))
+        return reports[0] if reports else said
+
+    with ThreadPoolExecutor(len(links)) as pool:
+        return list(pool.map(refit, links))
+
+
+def test_each_side_logs_a_line_for_a_refit_and_one_for_a_failure_and_members_go_by_their_names(caplog):
+    links = links_of()
+    caplog.set_level(logging.INFO, "reshard")
+    caplog.clear()
+    all_refit(links, version=7)
+    trainer, engine = sorted(caplog.messages)
+    seconds = r"in \d+\.\d{3} s \(\d+\.\d{3} s of it waiting for others, \d+\.\d{3} s moving bytes\)"
+    assert re.fullmatch(
+        rf"reshard: refit to version 7: [\d.]+ bytes from 1 trainer rank by Gloo {seconds}", engine
+    )
+    assert re.fullmatch(
+        rf"reshard: refit to version 7: 1.02 KB of this rank to 2 inference ranks by Gloo {seconds}", trainer
+    )
+    caplog.clear()
+    all_refit(links, version=3)
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == 2 and all(
+        "refit to version 3 after version 7: versions go back" in one for one in warned
+    )
+    caplog.clear()
+    links[0].group.timeout = 1
+    late = "engine pod-7, worker 1 did not come to refit 3 within 1 s: dead, stalled or not started"
+    assert all(said.endswith(late) for said in all_refit(links[:2]))
+    assert len(caplog.messages) == 2 and all(
+        re.match(r"reshard: refit 3 failed after 1\.\d s: ", one) for one in caplog.messages
+    )
+    links[2].group.close()
+    links[0].group.timeout = 60
+    gone = "engine pod-7, worker 1 is gone: the process has ended, or has let go of this connection"
+    assert all_refit(links[:2]) == [gone, gone]
+
+
+def test_a_member_that_has_missed_a_refit_of_an_adapter_is_in_step_when_all_call_again():
+    links = links_of("policy")
+    assert [report.version for report in all_refit(links, version=1)] == [1] * 3
+    for missing in (1, 2):
+        present = [link for rank, link in enumerate(links) if rank != missing]
+        for link in present:
+            link.group.timeout = 1
+        for said in all_refit(present):
+            assert (
+                f"engine pod-7, worker {missing - 1} did not come to the look at the weights below" in said
+            ), said
+        for link in links:
+            link.group.timeout = 60
+        again = all_refit(links, verify=False)
+        assert [report.version for report in again] == [1 + missing] * 3, again
+
+
+def test_a_ticket_is_for_one_call_of_one_connection():
+    links = links_of()
+    trainer, engine, other = links
+    ticket = trainer.group.ticket()
+    for link in links[:2]:
+        link.group.timeout = 1
+    assert all("did not come to refit 1" in said for said in all_refit(links[:2]))
+    # The call that was missed comes when the others have called again, and is refused; theirs goes on.
+    for link in links:
+        link.group.timeout = 60
+
+    def late_and_again():
+        with other.group.expecting(ticket):
+            late = caught(other.refit)
+        with other.group.expecting(trainer_again):
+            return late, other.refit().version
+
+    trainer_again = trainer.group.ticket()
+    with ThreadPoolExecutor(3) as pool:
+        both = [pool.submit(link.refit) for link in (trainer, engine)]
+        late, version = pool.submit(late_and_again).result()
+        assert [one.result().version for one in both] == [version] * 2
+    assert "worker 1 did not come to refit 1 within 1 s" in late
+    another = links_of()[0].group.ticket()
+    for wrong in (another, "", "nonsense", ticket.partition("/")[0]):
+
+        def called(wrong=wrong):
+            with other.group.expecting(wrong):
+                other.refit()
+
+        assert caught(called).startswith("engine pod-7, worker 1 is called by a connection that is over")
+    assert [report.version for report in all_refit(links)] == [2] * 3
+
+
+@pytest.mark.parametrize("name", ["", "two\nlines", 7, "x" * 300])
+def test_a_name_that_is_none_is_refused(name):
+    assert "which is no name: give a printable text" in caught(lambda: ConnectOptions(name=name).checked())

@@ -1,0 +1,1 @@
+"""How tests start processes: forked from servers that have imported large libraries."""

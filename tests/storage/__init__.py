@@ -1,0 +1,1 @@
+"""Tests of conversions, and of disks, files and processes that fail."""

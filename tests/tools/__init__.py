@@ -1,0 +1,1 @@
+"""What several tests have in common: checkpoints, oracles, environments, stand-ins for machines."""

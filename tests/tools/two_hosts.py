@@ -1,0 +1,74 @@
+"""Two hosts on one machine: network namespaces with a link between them, each with a boot id of its
+own, by which hosts are told apart, for as long as standard input stays open.
+
+Run as a program it prints the processes that hold the namespaces, ``{"user": bool, "hosts": [pid,
+pid]}``; `enter` moves the calling process into one. Without root a user namespace is made first,
+where the kernel allows that.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+
+from tests.tools.container import MS_BIND, MS_PRIVATE, MS_REC, mount
+
+ADDRESSES = ("10.199.7.1", "10.199.7.2")
+
+
+def main() -> None:
+    from pyroute2 import IPRoute
+
+    user, uid = os.geteuid() != 0, os.geteuid()
+    os.unshare(os.CLONE_NEWNET | os.CLONE_NEWNS | (os.CLONE_NEWUSER if user else 0))
+    if user:
+        Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+    ready, wait = os.pipe(), os.pipe()
+    other = os.fork()
+    if not other:
+        os.unshare(os.CLONE_NEWNET | os.CLONE_NEWNS)
+        os.write(ready[1], b"-")
+        os.read(wait[0], 1)
+        _bring_up(IPRoute(), 1)
+        os.write(ready[1], b"-")
+        os.read(wait[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    network = IPRoute()
+    network.link(
+        "add", ifname="host0", kind="veth", peer={"ifname": "host1", "net_ns_fd": f"/proc/{other}/ns/net"}
+    )
+    _bring_up(network, 0)
+    os.write(wait[1], b"-")
+    os.read(ready[0], 1)
+    print(json.dumps({"user": user, "hosts": [os.getpid(), other]}), flush=True)
+    sys.stdin.read()
+    os.kill(other, 9)
+
+
+def _bring_up(network, host: int) -> None:
+    """Make the namespaces of this process a host."""
+    mount("none", "/", MS_REC | MS_PRIVATE)
+    mount("sysfs", "/sys", kind="sysfs")  # in which UCX looks for network devices
+    with tempfile.NamedTemporaryFile("w") as file:
+        print(uuid.uuid4(), file=file, flush=True)
+        mount(file.name, "/proc/sys/kernel/random/boot_id", MS_BIND)
+    [link] = network.link_lookup(ifname=f"host{host}")
+    network.addr("add", index=link, address=ADDRESSES[host], prefixlen=24)
+    network.link("set", index=link, state="up")
+    network.link("set", index=network.link_lookup(ifname="lo")[0], state="up")
+
+
+def enter(held: dict, host: int) -> None:
+    """Move this process, which has one thread yet, to a host."""
+    pid, here = held["hosts"][host], os.getcwd()
+    for kind in (["user"] if held["user"] else []) + ["net", "mnt"]:
+        with open(f"/proc/{pid}/ns/{kind}") as namespace:
+            os.setns(namespace.fileno())
+    os.chdir(here)
+
+
+if __name__ == "__main__":
+    main()

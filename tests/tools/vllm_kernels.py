@@ -1,0 +1,93 @@
+"""What vLLM's online quantizations find on a GPU, for `tests.on_cpu.vllm_on_cpu`: kernels that quantize,
+by torch; and kernels that multiply, which are chosen and never run."""
+
+import os
+from inspect import signature
+
+import torch
+from vllm import _custom_ops
+from vllm.model_executor.kernels import linear as linear_kernels
+from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp4
+from vllm.model_executor.layers.fused_moe.experts.flashinfer_cutlass_moe import FlashInferExperts
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.platforms.interface import PlatformEnum
+
+try:
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+except ImportError:  # where older versions have it
+    from vllm.model_executor.layers.fused_moe.fused_marlin_moe import MarlinExperts
+
+
+def quantized(output, values, scale, largest, least: float = 0.0) -> None:
+    """The e4m3 of a matrix and its scale for each row, or for all of it: in the place of vLLM's
+    kernels for GPUs."""
+    scale.copy_((largest.reshape(scale.shape).float() / 448).clamp(least))
+    output.copy_((values.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn))
+
+
+def by_tensor(output, values, scale) -> None:
+    quantized(output, values, scale, values.abs().amax())
+
+
+def by_token(output, values, scale, bound=None) -> None:
+    quantized(output, values, scale, values.abs().amax(1), 1 / (448 * 512))
+
+
+def as_it_is(output, values, scale, group_shape=None) -> None:
+    """The e4m3 of a matrix by a scale that is given."""
+    output.copy_((values.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn))
+
+
+def repacked(words, *rest):
+    """Words of codes ``[inputs, outputs]``, in another order, in the place of Marlin's: each one of
+    all. Before vLLM 0.33 an order of columns comes first."""
+    inputs, outputs, bits, of_8_bits = rest[-4:]
+    assert not of_8_bits and words.shape == (inputs * bits // 32, outputs)
+    return words.T.reshape(inputs // 16, -1).flip(0).contiguous()
+
+
+TritonExperts._supports_quant_scheme = staticmethod(lambda weight_key, activation_key: True)
+os.environ["VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD"] = "0"
+linear_kernels._POSSIBLE_MXFP8_KERNELS[PlatformEnum.OOT] = [linear_kernels.EmulationMxfp8LinearKernel]
+ORDER = "Tensor order, " if "perm" in signature(_custom_ops.gptq_marlin_repack).parameters else ""
+KERNELS = torch.library.Library("_C", "FRAGMENT")
+for definition, kernel in (
+    ("dynamic_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale) -> ()", by_tensor),
+    ("static_scaled_fp8_quant(Tensor! result, Tensor input, Tensor scale, int[]? group_shape=None) -> ()", as_it_is),
+    (f"gptq_marlin_repack(Tensor words, {ORDER}SymInt inputs, SymInt outputs, int bits, bool of_8_bits) -> Tensor", repacked),
+    ("dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()", by_token),
+):  # fmt: skip
+    KERNELS.define(definition)
+    KERNELS.impl(definition.partition("(")[0], kernel, "CPU")
+for plain in (
+    linear_kernels.PerTensorTorchFP8ScaledMMLinearKernel,
+    linear_kernels.ChannelWiseTorchFP8ScaledMMLinearKernel,
+):
+    plain.is_supported = classmethod(lambda cls, capability=None: (True, None))
+    linear_kernels._POSSIBLE_FP8_KERNELS.setdefault(PlatformEnum.OOT, []).append(plain)
+linear_kernels.CutlassInt8ScaledMMLinearKernel.is_supported = classmethod(
+    lambda cls, capability=None: (True, None)
+)
+linear_kernels._POSSIBLE_INT8_KERNELS[PlatformEnum.OOT] = [linear_kernels.CutlassInt8ScaledMMLinearKernel]
+# Marlin's for packed codes, of linear layers and, where their sizes are its, of experts.
+linear_kernels.MarlinLinearKernel.can_implement = classmethod(lambda cls, layer: (True, None))
+linear_kernels._POSSIBLE_KERNELS[PlatformEnum.OOT] = [linear_kernels.MarlinLinearKernel]
+MarlinExperts._supports_current_device = staticmethod(lambda: True)
+linear_kernels.MarlinFP8ScaledMMLinearKernel.is_supported = classmethod(
+    lambda cls, capability=None: (True, None)
+)
+linear_kernels._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.OOT] = [linear_kernels.MarlinFP8ScaledMMLinearKernel]
+# Those of nvfp4 that multiply with plain inputs, as Marlin does on a GPU before sm100, and that
+# quantize them.
+linear_kernels.MarlinNvFp4LinearKernel.is_supported = classmethod(lambda cls, capability=None: (True, None))
+linear_kernels._POSSIBLE_NVFP4_KERNELS[PlatformEnum.OOT] = [
+    linear_kernels.MarlinNvFp4LinearKernel,
+    linear_kernels.EmulationNvFp4LinearKernel,
+]
+# Those of experts that quantize what comes in, where they are asked for by name.
+for experts, name in ((FlashInferExperts, "flashinfer_cutlass"), (CutlassExpertsFp4, "cutlass")):
+    experts.is_supported_config = staticmethod(
+        lambda cls, config, *rest, name=name: (config.moe_backend == name, None)
+    )
+if not torch.cuda.is_available():
+    torch.Tensor.cuda = lambda self, *args, **options: self
