@@ -377,8 +377,8 @@ class Family:
 
 @cache
 def families() -> dict[str, Family]:
-    """Return all families, by name. Raises ValueError if a mapping file has none, or its rows do
-    not follow the columns."""
+    """Return all families, by name. Raises ValueError if a mapping file has none, its rows do not
+    follow the columns, or two have one name."""
     package = importlib.import_module("reshard.mappings")
     by_name = {}
     for module in pkgutil.iter_modules(package.__path__):
@@ -391,6 +391,8 @@ def families() -> dict[str, Family]:
         if len(defined) != 1 or not issubclass(defined[0], Family):
             raise ValueError(f"mappings/{module.name}.py should define one Family")
         family = defined[0]()
+        if family.name in by_name:
+            raise ValueError(f"mappings/{module.name}.py: another file has the name {family.name!r} too")
         by_name[family.name] = family
     return by_name
 

@@ -21,10 +21,14 @@ _SIZE = r"[\w*/+]+"
 _ENTRY = rf"(\{{expert\}}|:|{_SIZE}(:{_SIZE}( in {_SIZE})?)?)"
 BRACKETS = re.compile(rf"[^\[\]]+\[{_ENTRY}(, {_ENTRY})*\](\.T)?")
 WINDOWS = ("", "everywhere", "from max_window_layers")
+NEEDED_ENTRIES = ("name", "architecture", "symbols", "config", "layer", "identifies")
 
 
 def check_family(family: Any, file: str) -> None:
     """Raise ValueError, naming the file, for the first entry of a family's tables that says nothing."""
+    lacking = [entry for entry in NEEDED_ENTRIES if not hasattr(family, entry)]
+    if lacking:
+        raise ValueError(f"{file}: {', '.join(lacking)}: every family says this, and this one does not")
     for problem in _problems(family):
         raise ValueError(f"{file}: {problem}")
 
@@ -49,7 +53,7 @@ def _problems(family: Any) -> Iterator[str]:
     for entry in ("first_dense", "mlp_types", "shared_experts"):
         if getattr(family, entry) and not re.fullmatch(r"\w+", getattr(family, entry)):
             yield f"{entry}: {getattr(family, entry)!r} is not the name of a field"
-    for argument, value in getattr(family, "identifies", {}).items():
+    for argument, value in family.identifies.items():
         if NUMERICS_ARGS.get(argument, DERIVED) is DERIVED:
             yield f"identifies: {argument!r} is not an argument that decides what a model computes and has a default"
         elif argument in family.megatron and family.megatron[argument] != value:

@@ -42,7 +42,9 @@ def published(kind: str) -> dict:
     """The first config of a family: its own, or that of a model that it is the language model of."""
     family = families()[kind]
     names = (family.architecture, family.wrapped_in[0])
-    return next(config for config in CONFIGS.values() if config["architectures"][0] in names)
+    found = [config for config in CONFIGS.values() if config["architectures"][0] in names]
+    assert found, f"tests/models/published_configs.jsonl has no config of {kind}"
+    return found[0]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -111,6 +113,7 @@ def test_fields_that_decide_something_are_refused_and_all_are_named_at_once(name
     config = CONFIGS[name]
     family = Model.from_hf(config).family
     changes = {field: value for field, value in DECIDING.items() if field not in family.fields}
+    assert family.name in OF_FAMILY, f"OF_FAMILY has no fields that make another model of a {family.name}"
     changes |= OF_FAMILY[family.name]
     changes = {field: value for field, value in changes.items() if family.always.get(field) != value}
     for field, value in changes.items():

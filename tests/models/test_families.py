@@ -94,11 +94,14 @@ def test_any_two_families_differ_in_an_argument_by_which_both_are_identified():
         "mistral",  # a Llama
         "qwen3_vl_moe_text",  # a Qwen3-MoE
     }
-    for a, b in itertools.combinations(identified, 2):
+
+    def told_apart(a: Family, b: Family) -> bool:
         common = a.identifies.keys() & b.identifies.keys()
-        same_in_megatron = {a.name, b.name} == {"qwen3_next", "qwen3_5_moe_text"}
-        told_apart = any(a.identifies[name] != b.identifies[name] for name in common)
-        assert told_apart != same_in_megatron, (a.name, b.name)
+        return any(a.identifies[name] != b.identifies[name] for name in common)
+
+    pairs = itertools.combinations(identified, 2)
+    alike = [sorted((a.name, b.name)) for a, b in pairs if not told_apart(a, b)]
+    assert alike == [["qwen3_5_moe_text", "qwen3_next"]], "each pair needs an argument in both identifies"
 
 
 ROW = ("input_layernorm.weight", "H", "input_layernorm.weight", "plain", "-", "always")
@@ -160,6 +163,21 @@ def test_a_mistake_in_a_table_is_a_sentence_that_names_file_and_row(mistake):
     type("Good", (type(BASE),), {"__module__": "mappings.good"})()
     with pytest.raises(ValueError, match=f"^mappings.strange: {message}"):
         type("Strange", (type(BASE),), entries | {"__module__": "mappings.strange"})()
+
+
+def test_a_family_that_lacks_an_entry_or_has_the_name_of_another_is_a_sentence(monkeypatch):
+    """As a copied file has it until it is changed."""
+    entries = {
+        name: getattr(BASE, name)
+        for name in ("name", "architecture", "symbols", "config", "layer", "identifies")
+    }
+    type("Good", (Family,), entries | {"__module__": "mappings.good"})()
+    del entries["symbols"], entries["identifies"]
+    with pytest.raises(ValueError, match="^mappings.strange: symbols, identifies: every family says this"):
+        type("Strange", (Family,), entries | {"__module__": "mappings.strange"})()
+    monkeypatch.setattr(type(families()["mistral"]), "name", "llama")
+    with pytest.raises(ValueError, match="^mappings/mistral.py: another file has the name 'llama' too"):
+        families.__wrapped__()
 
 
 def test_a_family_without_defaults_names_the_command_that_makes_them():

@@ -242,7 +242,8 @@ def make(
         config.pop("num_mtp_layers", None)
         if "index_topk" in config:  # of transformers' own, which older ones refuse
             config.pop("layer_types", None)
-        config |= {"num_nextn_predict_layers": int(mtp)}
+        if families()[config["model_type"]].field_of("mtp_num_layers"):
+            config |= {"num_nextn_predict_layers": int(mtp)}
         config |= (
             {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
             if config["model_type"] in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")

@@ -26,6 +26,8 @@ def defaults() -> dict[str, dict]:
     """By family and field."""
     found = {}
     for name, family in sorted(families().items()):
+        if name not in CONFIG_MAPPING:
+            sys.exit(f"{type(family).__module__}: the installed transformers has no model_type {name!r}")
         config = PretrainedConfig().to_dict() | CONFIG_MAPPING[name]().to_dict()
         found[name] = {
             key: config[key]
