@@ -9,6 +9,7 @@ from typing import Any
 DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"is_encoder_decoder": False, "rope_interleave": True},
     "deepseek_v32": {"is_encoder_decoder": False},
+    "dots1": {"is_encoder_decoder": False},
     "ernie4_5_moe": {"is_encoder_decoder": False},
     "glm4_moe": {"is_encoder_decoder": False},
     "glm4_moe_lite": {"is_encoder_decoder": False, "rope_interleave": True},

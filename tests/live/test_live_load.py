@@ -43,6 +43,7 @@ LAYOUTS = [
     ("mixtral", {}, f"{EP} 2 {ETP} 1", 2, MegatronLayout(tp=4, ep=4, etp=2)),
     ("minimax-m2", {}, f"{TP} 4 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=2, pp=2, ep=2, etp=2)),
     ("olmoe", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=2, pp=2, ep=2, etp=2)),
+    ("dots1", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=4, pp=2, ep=2, etp=2)),
     ("ernie", {}, f"{PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=2)),
     ("gpt-oss", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=4, ep=4, etp=1)),
     ("glm-moe-dsa-shared", {"mtp": True}, f"{PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=1)),

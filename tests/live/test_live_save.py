@@ -32,6 +32,7 @@ SAVED = [
     ("mixtral", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=2, ep=2, etp=1)),
     ("minimax-m2", {}, f"{TP} 4 {EP} 4 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=1)),
     ("olmoe", {}, f"{PP} 2 {ETP} 1", 2, MegatronLayout(pp=2, etp=1)),
+    ("dots1", {}, f"{TP} 4 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=2, etp=1)),
     ("ernie", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=2, ep=2, etp=1)),
     ("gpt-oss", {}, f"{TP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=2, ep=2, etp=1)),  # two ranks have each expert
     ("deepseek-v32", {"mtp": True}, f"{PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(pp=2, ep=2, etp=1)),

@@ -96,6 +96,7 @@ RELOADS = [
     ("minimax-m2", MegatronLayout(tp=2, pp=2, ep=2, etp=1), f"{TP} 4 {EP} 4 {ETP} 1", 4),
     ("olmoe", MegatronLayout(tp=2, pp=2, ep=4, etp=1), f"{TP} 4 {EP} 2 {ETP} 2", 4),
     ("ernie", MegatronLayout(tp=2, ep=4, etp=1), f"{PP} 2 {VPP} 2", 2),
+    ("dots1", MegatronLayout(tp=2, pp=2, ep=4, etp=1), f"{TP} 4 {EP} 2 {ETP} 2", 4),
     ("gpt-oss", MegatronLayout(tp=4, pp=2, ep=4, etp=1), f"{TP} 2 {EP} 2 {ETP} 1", 2),
     ("glm4-moe-lite", MegatronLayout(pp=2, ep=4, etp=1), f"{TP} 2 {EP} 2 {ETP} 1", 2),
     # An indexer wants sequence parallelism at TP > 1, which Megatron's local experts cannot do.

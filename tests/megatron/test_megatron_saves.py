@@ -31,6 +31,7 @@ SAVED = [
     ("mixtral", f"{PP} 2 {VPP} 2 {EP} 2 {ETP} 1", 4),
     ("minimax-m2", f"{TP} 4 {EP} 2 {ETP} 2", 4),
     ("olmoe", f"{TP} 2 {EP} 2 {ETP} 1", 2),
+    ("dots1", f"{TP} 4 {EP} 2 {ETP} 2", 4),
     ("ernie", f"{TP} 2 {EP} 2 {ETP} 1", 2),
     ("gpt-oss", f"{TP} 2 {EP} 2 {ETP} 1", 2),
     ("deepseek-v32", f"{EP} 2 {ETP} 1", 2),

@@ -42,6 +42,8 @@ REFUSED = [
     ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 3, "layer_types": None}, "attend to a window"),
     ("qwen3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "attend to a window"),
     ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 4}, "attend to a window"),
+    ("dots1", {"sliding_window": 16, "max_window_layers": 2, "layer_types": None}, "attend to a window"),
+    ("dots1", {"norm_topk_prob": None}, "norm_topk_prob = False cannot be held"),
     ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention"] * 4}, "attend to a window"),
     # null, where transformers does not take it as absent
     ("deepseek-v3", {"rope_interleave": None}, "rope_interleave = None may make another model"),
@@ -152,7 +154,7 @@ WINDOWS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", ["qwen2", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("variant", ["qwen2", "qwen3", "qwen3-moe", "dots1"])
 def test_windows_are_refused_where_layers_of_the_class_of_transformers_slide_and_nowhere_else(variant):
     import itertools
 

@@ -88,6 +88,7 @@ OF_FAMILY = {
     "qwen3_moe": {"qkv_bias": True, "use_qk_norm": False, "shared_expert_intermediate_size": 512, "scoring_func": "sigmoid",
                   "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
     "deepseek_v3": {"rope_interleave": False, "use_expert_bias": True, "moe_router_logit_softcapping": 1.0},
+    "dots1": {"qkv_bias": True, "use_qk_norm": False, "topk_method": "greedy", "moe_layer_freq": 2},
     "glm4_moe": {"scoring_func": "softmax", "sliding_window": 4096},
     "qwen3_next": {"qkv_bias": True, "use_qk_norm": False, "scoring_func": "sigmoid", "layer_scale": True},
     "qwen3_5_text": {"qkv_bias": True, "num_experts": 8, "mtp_use_dedicated_embeddings": True, "layer_scale": True, "mlp_only_layers": [1]},
@@ -188,7 +189,7 @@ READ_WITHOUT_EFFECT = {
 VLLM_FILES = {"deepseek_v3": "deepseek_v2", "deepseek_v32": "deepseek_v2", "glm_moe_dsa": "deepseek_v2", "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5", "ernie4_5_moe": "ernie45_moe",
               "qwen3_vl_moe_text": "qwen3_moe"}  # fmt: skip
 # Families that the installed vLLM has no class for: they convert and train, and it serves none of them.
-NOT_IN_VLLM: set[str] = set()
+NOT_IN_VLLM = {"dots1"}
 # vLLM's own: of other models in the same file, of drafts, or no field.
 VLLM_ONLY = {"get_text_config", "get_nemotron_h_config_for_layer", "target_layer_count", "moe_router_dtype", "indexer_rope_interleave", "index_topk_freq",
              "index_topk_pattern", "index_skip_topk_offset", "max_model_len", "quant_config", "intermediate_size"}  # fmt: skip

@@ -52,8 +52,8 @@ def test_args_are_of_the_one_family_that_made_them_and_a_wrong_one_that_is_named
             with pytest.raises(ReshardError, match="args may be of .*: pass --hf-config .*, or --family"):
                 family_of_args(args, "args")
         else:
-            # To Megatron GLM-4.7-Flash is a DeepSeek-V3, and Mistral a Llama.
-            others = {"glm4-moe-lite": "deepseek_v3", "mistral": "llama"}
+            # To Megatron dots.llm1 is a GLM-4.5, GLM-4.7-Flash a DeepSeek-V3, and Mistral a Llama.
+            others = {"dots1": "glm4_moe", "glm4-moe-lite": "deepseek_v3", "mistral": "llama"}
             expected = others.get(variant, VARIANTS[variant].model_type)
             assert fitting == {family_of_args(args, "args").name} == {expected}
     for name in ("qwen3_moe", "glm4_moe"):
@@ -79,6 +79,19 @@ def test_args_with_a_window_are_a_mistrals_and_refused_as_a_llamas():
     assert model_of_args(without, "args").family.name == "llama"
 
 
+def test_dots_llm1_without_its_config_is_a_glm_with_the_same_logits(checkpoint, tmp_path):
+    source, tokens = checkpoint("dots1"), torch.arange(48).reshape(2, 24)
+    hf_to_mcore(source, tmp_path / "mcore")
+    shutil.rmtree(tmp_path / "mcore" / "hf")
+    (tmp_path / "mcore" / "reshard.json").unlink()
+    for family, architecture in ((None, "Glm4MoeForCausalLM"), ("dots1", "Dots1ForCausalLM")):
+        back = tmp_path / architecture
+        mcore_to_hf(tmp_path / "mcore", back, family=family)
+        assert json.loads((back / "config.json").read_text())["architectures"] == [architecture]
+        assert same(hf_tensors(source), hf_tensors(back)) == []
+        assert torch.equal(hf_logits(source, tokens), hf_logits(back, tokens))
+
+
 def test_args_of_mixtral_as_megatron_lms_own_example_has_them_are_read():
     """Without the width of an expert, which is that of the MLP then, and arguments that came later."""
     later = ("qk_layernorm", "multi_latent_attention", "add_qkv_bias", "moe_ffn_hidden_size")
@@ -90,6 +103,7 @@ def test_args_of_mixtral_as_megatron_lms_own_example_has_them_are_read():
 def test_any_two_families_differ_in_an_argument_by_which_both_are_identified():
     identified = [family for family in families().values() if family.identifies]
     assert {*families()} - {family.name for family in identified} == {
+        "dots1",  # a GLM-4.5
         "glm4_moe_lite",  # a DeepSeek-V3
         "mistral",  # a Llama
         "qwen3_vl_moe_text",  # a Qwen3-MoE
@@ -126,6 +140,7 @@ def test_a_row_that_does_not_follow_the_columns_is_refused_with_its_file(column,
 # Fields of published configs, and of the code of models, that transformers' config class does not have.
 PUBLISHED_ONLY = {
     "deepseek_v3": {"moe_layer_freq", "scoring_func", "topk_method"},
+    "dots1": {"scoring_func"},
     "glm4_moe_lite": {"head_dim"},  # another name of qk_rope_head_dim there
     "olmoe": {"sliding_window"},
 }

@@ -36,6 +36,7 @@ SAME = [
     ("mixtral", MegatronLayout(pp=2, ep=2, etp=1), dict(ep=2, etp=1)),
     ("minimax-m2", MegatronLayout(tp=2, ep=2, etp=1), dict(tp=4, ep=2, etp=1)),
     ("olmoe", MegatronLayout(pp=2, ep=2, etp=1), dict(tp=2, ep=2, etp=1)),
+    ("dots1", MegatronLayout(pp=2, ep=2, etp=1), dict(tp=4, ep=2, etp=1)),
     ("ernie", MegatronLayout(pp=2, ep=2, etp=1), dict(tp=2, ep=2, etp=1)),
     ("gpt-oss", MegatronLayout(pp=2, ep=2, etp=1), dict(tp=2, ep=2, etp=1)),
     ("glm4-moe-lite", MegatronLayout(pp=2), dict(tp=2, ep=2, etp=1)),

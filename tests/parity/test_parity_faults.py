@@ -83,6 +83,8 @@ def vocabulary(tensors, config):
     ("minimax-m2", router_bias, {"pp": 2}, "the experts of layer 0", ["e_score_correction_bias"]),
     ("olmoe", query_norm, {"tp": 2}, "the attention of layer 0", ["q_norm"]),
     ("olmoe", one_expert, {"ep": 2, "etp": 1}, "the experts of layer 3", ["experts.0.", "experts.1."]),
+    ("dots1", query_norm, {"tp": 2}, "the attention of layer 0", ["q_norm"]),
+    ("dots1", router_bias, {"pp": 2}, "the experts of layer 1", ["gate.e_score_correction_bias"]),
     ("ernie", router_bias, {"tp": 2}, "the experts of layer 1", ["e_score_correction_bias"]),
     ("gpt-oss", sinks, {"tp": 2, "etp": 1}, "the attention of layer 1", ["sinks"]),
     ("gpt-oss", not_transposed, {"pp": 2}, "the experts of layer 2", ["down_proj.weight"]),

@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV32Config,
+    Dots1Config,
     Ernie4_5_MoeConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
@@ -84,6 +85,10 @@ ERNIE = GQA | dict(
     moe_num_experts=8, moe_k=3, moe_intermediate_size=48, moe_num_shared_experts=2, moe_layer_interval=2, moe_layer_start_index=1,
     moe_layer_end_index=3,
 )  # fmt: skip
+DOTS = GQA | dict(
+    n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, n_shared_experts=2, first_k_dense_replace=1,
+    routed_scaling_factor=2.5, norm_topk_prob=True, sliding_window=None,
+)  # fmt: skip
 OLMOE = GQA | dict(intermediate_size=48, num_experts=8, num_experts_per_tok=3, norm_topk_prob=False)
 # As wide as its experts, as published: shapes do not tell a matrix from its transposed one. Windows
 # and clamps matter in a few tokens.
@@ -152,6 +157,7 @@ VARIANTS = {
     "nemotron-h-moe-latent": NemotronHConfig(**NEMOTRON, moe_latent_size=24, tie_word_embeddings=False),
     "olmoe": OlmoeConfig(**OLMOE, tie_word_embeddings=False),
     "ernie": Ernie4_5_MoeConfig(**ERNIE, tie_word_embeddings=True),
+    "dots1": Dots1Config(**DOTS, tie_word_embeddings=False),
     "gpt-oss": GptOssConfig(**GPT_OSS, tie_word_embeddings=False, **rope(GPT_OSS_YARN)),
 }  # fmt: skip
 if MiniMaxM2Config is not None:
