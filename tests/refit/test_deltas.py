@@ -139,6 +139,27 @@ def test_an_engine_that_has_other_weights_gets_all_of_them(how):
         assert same_as((one, other), into)
 
 
+def test_what_is_written_raw_into_an_engine_between_deltas_is_seen_by_a_verification_alone():
+    """Neither torch's count of writes nor the engine's guard knows of it."""
+
+    def member(link, side):
+        link.refit()
+        if isinstance(side, Served):
+            weight = side.wide["single"]
+            counts = weight._version, side.guard.writes
+            weight.data[5, 9] += 1
+            assert counts == (weight._version, side.guard.writes)
+        unseen, after = link.refit(), state(side)
+        said = caught(lambda: link.refit(verify=True))
+        return unseen.delta.is_delta, after, said, link.refit().delta.is_delta, state(side)
+
+    first, second, served = refits(member)
+    for is_delta, _, said, healed_by_a_delta, _ in (first, second, served):
+        assert is_delta and not healed_by_a_delta
+        assert "1 tensors did not arrive as they are in the trainer: single" in said
+    assert not same_as((first[1], second[1]), served[1]) and same_as((first[-1], second[-1]), served[-1])
+
+
 PLAIN_CHANGES, PLAIN_COMPARED = changes.SentBuckets.changes, changes.SentBuckets._compared
 
 
