@@ -19,6 +19,7 @@ from tests.tools import lora_states
 from tests.tools.checkpoints import make
 
 ROOT = Path(__file__).parent.parent.parent
+SECRET = "a secret of two workers and their trainer"
 # MiniMax-M2 and gpt-oss are not among them: vLLM's build for the CPU has experts without a sigmoid
 # unless in groups, and attention sinks in bf16 alone.
 # What is served, from which layout of Megatron to which of vLLM, both on the same two ranks.
@@ -180,6 +181,10 @@ def test_requests_keep_the_version_of_an_adapter_that_they_began_with_in_a_vllm_
     )
     sentence, name, other = outcome["gone"]
     assert f"does not hold {name!r} (any more), but 'policy@8-" in sentence and "give it another id" in other
+    if parallel == "tensor":
+        apart, healed, of_files = outcome["apart"]
+        assert "since the ranks of this vLLM hold different versions: refit it first" in apart
+        assert healed == of_files, "equal to the last bit"
     assert outcome["closed"] and outcome["reconnected"][0] == outcome["reconnected"][1] != served
     assert set(outcome["held"]) == {1}, "the others are dropped"
 
@@ -284,7 +289,8 @@ def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_pa
 def test_an_llm_whose_workers_fail_answers_in_a_sentence_and_serves_what_comes_next(converted, tmp_path):
     """Which of the workers fails makes no difference: vLLM takes what others answer for answers to its next call."""
     log = tmp_path / "log"
-    outcome = run(tmp_path, 1, "engine_process_on_cpu.two_workers", converted("qwen3"), free_port(), str(log))
+    arguments = converted("qwen3"), free_port(), str(log), SECRET
+    outcome = run(tmp_path, 1, "engine_process_on_cpu.two_workers", *arguments)
     half = "a half-written model, since a refit failed or is under way"
     steps = {"dummy": "dummy weights (load_format='dummy')"}
     for who in ((1,), (0,), (0, 1)):
@@ -306,7 +312,8 @@ def test_an_llm_whose_workers_fail_answers_in_a_sentence_and_serves_what_comes_n
     assert [state["version"] for state in outcome["then"]] == [3, 3]
     said = log.read_text()
     assert said.count("refused requests from here on: this vLLM holds") == 2
-    assert said.count("collective_rpc: ") == 3 and "Traceback" not in said
+    assert said.count("collective_rpc: ") == 4 and "Traceback" not in said
+    assert outcome["too few"] in said and SECRET not in said, "the failed call, without its secret"
 
 
 def partly(old: str, new: str, to: Path) -> Path:

@@ -309,6 +309,8 @@ REFUSED = [
         {"rank_pattern": {r"(q)\1_proj": 2}},
         "rank_pattern: .* is more complex than the patterns that are followed",
     ),
+    ({"rank_pattern": {"(?=q)q_proj": 2}}, "rank_pattern: .* is more complex than the patterns"),
+    ({"alpha_pattern": {"(?i:Q_PROJ)": 2}}, "alpha_pattern: .* is more complex than the patterns"),
     ({"alpha_pattern": {"(((x?){99}){99}){99}": 2}}, "alpha_pattern: .* is more complex than the patterns"),
     ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is {'nblocks': 2}"),
     ({"fan_in_fan_out": 0}, "fan_in_fan_out is 0"),

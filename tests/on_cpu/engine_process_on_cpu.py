@@ -156,7 +156,7 @@ async def _engine_of_its_own(pairs: list, port: int, other_port: int, chain: str
     return outcome
 
 
-def two_workers(pairs: list, port: int, log: str) -> dict:
+def two_workers(pairs: list, port: int, log: str, secret: str) -> dict:
     """An ``LLM`` whose two workers have processes of their own, and a trainer in this one: what it answers with dummy
     weights, after a refit that has failed on one worker or on both, and after whole ones; and its log of that."""
     from contextlib import suppress
@@ -209,9 +209,13 @@ def two_workers(pairs: list, port: int, log: str) -> dict:
     outcome: dict = {"dummy": now()}
 
     def meet() -> None:
-        links.append(connect(RefitGroup.join(address, 0, 3, timeout=120), MegatronModel(trainer.models)))
+        group = RefitGroup.join(address, 0, 3, timeout=120, secret=secret)
+        links.append(connect(group, MegatronModel(trainer.models)))
 
-    outcome["connected"] = both("reshard_connect", (address, 1, 3, "auto", 1 << 25, 120.0), meet)
+    options_of_call = "auto", 1 << 25, 120.0, False, secret
+    too_few = partial(llm.collective_rpc, "reshard_connect", args=(address, 1, 1, *options_of_call))
+    outcome["too few"] = caught(too_few)
+    outcome["connected"] = both("reshard_connect", (address, 1, 3, *options_of_call), meet)
     [link] = links
     score = partial(trainer.score, PROMPTS, ScoringOptions())
     outcome["first refit"] = both("reshard_refit", (1, True), link.refit, 1, True)

@@ -5,10 +5,21 @@ import asyncio
 import os
 from pathlib import Path
 
+from reshard.engines.vllm.worker import RefitExtension
 from tests.on_cpu.engine_on_cpu import PROMPTS, SMALL_BATCHES, adapter_of
 from tests.on_cpu.lora_serving_on_cpu import trainer
 
 LONG = 200  # tokens of a request during which refits come
+
+
+class Extension(RefitExtension):
+    """A worker that may not learn how a refit ended."""
+
+    def miss_the_end(self) -> None:
+        """Let the second rank miss the end of the next refit of an adapter."""
+        if self.rank == 1:
+            adapter = self._reshard_connected().receiver.engine
+            adapter.end = lambda _: vars(adapter).pop("end")
 
 
 def policy_of_its_own(hf: str, folder: str, port: int, parallel: dict) -> dict:
@@ -32,7 +43,7 @@ async def _policy_of_its_own(hf: str, folder: Path, port: int, parallel: dict) -
         AsyncEngineArgs(
             hf, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=256,
             seed=0, kv_cache_memory_bytes=1 << 24, disable_log_stats=True, **SMALL_BATCHES, **parallel,
-            worker_extension_cls="reshard.engines.vllm.worker.RefitExtension",
+            worker_extension_cls="tests.on_cpu.lora_process_on_cpu.Extension",
             enable_lora=True, max_lora_rank=8, max_loras=2,
         )
     )  # fmt: skip
@@ -134,6 +145,14 @@ async def _policy_of_its_own(hf: str, folder: Path, port: int, parallel: dict) -
     now = LoRARequest(**(await llm.collective_rpc("reshard_adapter"))[0])
     foreign = LoRARequest("other", now.lora_int_id, "no path")
     outcome["gone"] = [await refused(old), old.lora_name, await refused(foreign)]
+
+    # One of two ranks that does not learn how a refit ended.
+    if replicas == 1:
+        await llm.collective_rpc("miss_the_end")
+        await refit(link)
+        outcome["apart"] = [await refused(policy)]
+        again = await refit(link)
+        outcome["apart"] += [await request(policy), await request(again)]
 
     # A trainer that comes again, and counts from 1.
     await both("reshard_close", (), link.close)

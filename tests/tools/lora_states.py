@@ -28,28 +28,32 @@ def second(model) -> Iterator[None]:
         model.set_adapter("default")
 
 
+VARIANTS = {"aLoRA": {"alora_invocation_tokens": [1, 2]}, "DoRA": {"use_dora": True}}
 STATES = {"disabled": lambda model: model.disable_adapter(), "merged": merged, "second": second}
 NAMED = {
     "disabled": "q_proj is disabled: a refit would make plain W + scale * B @ A of it",
     "merged": "q_proj is merged into the base's weights",
     "second": "q_proj is one of 2 (default, other), of which one at a time is refitted",
     "aLoRA": "q_proj is a ALoraLinear",
+    "DoRA": "the trainer's adapter has DoRA (",
 }
 
 
 def refused(model, link, connect) -> dict[str, str]:
-    """What a refit of the model's adapter says in each state, and `connect` of one that acts after some tokens alone."""
+    """What a refit of the model's adapter says in each state, and `connect` of each variant that is more
+    than B @ A."""
     said = {}
     for name, state in STATES.items():
         with state(model):
             said[name] = caught(link.refit)
-    said["aLoRA"] = caught(partial(connect, acting_after_tokens(model.get_base_model())))
+    for name, settings in VARIANTS.items():
+        said[name] = caught(partial(connect, variant(model.get_base_model(), settings)))
     return said
 
 
-def acting_after_tokens(like):
-    """A model of the same config with an aLoRA of its queries."""
+def variant(like, settings: dict):
+    """A model of the same config with such an adapter of its queries."""
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], alora_invocation_tokens=[1, 2])
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], **settings)
     return get_peft_model(type(like)(like.config), config)
