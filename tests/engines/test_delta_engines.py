@@ -3,6 +3,7 @@ beside others who write into the same model."""
 
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def moved(old: Path, to: Path, seed: int) -> Path:
 
 def test_two_engines_of_one_model_follow_a_chain_under_load_and_say_what_others_wrote(tmp_path):
     steps = [make(tmp_path / "0", "served-qwen3")]
-    for number in range(1, 5):
+    for number in range(1, 6):
         steps.append(moved(steps[-1], tmp_path / str(number), number))
         save(steps[-2], steps[-1], tmp_path / "chain")
     (tmp_path / "run").mkdir()
@@ -42,21 +43,22 @@ def test_two_engines_of_one_model_follow_a_chain_under_load_and_say_what_others_
         assert second == pytest.approx(anew_there, abs=1e-4) and first == pytest.approx(second, abs=1e-4)
         return first[0]
 
-    at_base, under_load, after_both = map(
-        said_alike, (outcome[key] for key in ("base", "under load", "after both"))
-    )
-    assert abs(at_base - under_load) > 1e-2 and abs(under_load - after_both) > 1e-2, "the control"
+    said = [said_alike(outcome[key]) for key in ("base", "under load", "resumed", "after both")]
+    assert all(abs(one - next_one) > 1e-2 for one, next_one in pairwise(said)), "the control"
     assert outcome["first"] == "reached 1" and outcome["was running"] == [True, True]
     assert outcome["counts"] == [180, 180] and not outcome["paused"], "requests went on"
-    assert outcome["at once"] == ["reached 2", "reached 3"] and outcome["version"] == [3]
+    for last, anew in outcome["went on"]:
+        assert last == pytest.approx(anew, abs=1e-4), "as a request of the new weights after the same tokens"
+    assert outcome["while paused"] == ["reached 2", True], "it stays paused"
+    assert outcome["at once"] == ["reached 3", "reached 4"] and outcome["version"] == [4]
     applied = [line for line in outcome["lines"] if line.startswith("reshard: the engine serves version ")]
-    assert [line.split()[5] for line in applied] == ["1", "2", "3", "3"], (
+    assert [line.split()[5] for line in applied] == ["1", "2", "3", "4", "4"], (
         "a line for each call that succeeded"
     )
     assert sum("failed after" in line for line in outcome["lines"]) == 3, "and for each that did not"
     assert outcome["version then"] == [None]
     for between in ("loaded between", "written between"):
         assert "the engine holds weights with digest" in outcome[between], outcome[between]
-    assert outcome["loaded back"] == "reached 3"
+    assert outcome["loaded back"] == "reached 4"
     assert "the disk of the second engine is gone" in outcome["replica"]
     assert outcome["versions then"] == [None] and outcome["paused then"], "no engine serves what one lacks"

@@ -260,6 +260,13 @@ def test_a_running_sglang_follows_a_chain_until_something_else_writes_into_it(se
     assert "neither the base of" in written_by_others and "load the base into it first" in written_by_others
 
 
+def test_deltas_wait_for_the_requests_of_a_server_and_an_engine_refuses_them(served):
+    _, engine = served
+    said, _, ran_on, tokens = engine["deltas under requests"]
+    assert said == "no error" and not ran_on and tokens == 100
+    assert "this SGLang has requests under way" in engine["deltas while busy"]
+
+
 def test_a_running_sglang_refuses_requests_until_its_weights_are_whole(served):
     _, engine = served
     for said in engine["data parallel"]:
@@ -279,8 +286,8 @@ def test_sglangs_log_of_calls_does_not_show_their_secrets(served):
     _, engine = served
     calls = [line for line in engine["log"].splitlines() if "handle_rpc_request: reshard_" in line]
     with_secret = [line for line in calls if "'secret'" in line]
-    assert len(calls) > len(with_secret) == 3, (
-        "a connect, and two calls with a secret that apply_deltas makes"
+    assert len(calls) > len(with_secret) == 4, (
+        "a connect, and three calls with a secret that apply_deltas makes"
     )
     assert all("'secret': <hidden>" in line for line in with_secret) and SECRET not in engine["log"]
 

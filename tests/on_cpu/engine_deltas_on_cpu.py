@@ -4,6 +4,7 @@ deltas; started as `tests.on_cpu.engine_on_cpu` says."""
 import asyncio
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,18 +80,22 @@ async def _follow(llm: Any, chain: str, broken: Path) -> dict:
     numbers = iter(range(1000))
 
     async def ask(
-        engine: int, count: int = 1, salt: str | None = None, seen: list | None = None
+        engine: int,
+        count: int = 1,
+        salt: str | None = None,
+        seen: list | None = None,
+        after: Sequence[int] = (),
     ) -> list[float]:
-        """Logprobs of `count` greedy tokens after the long prompt, by one of the engines; with a salt of its own a
-        request reads nothing that another has left in the prefix cache."""
+        """Logprobs of `count` greedy tokens after the long prompt and more tokens, by one of the engines; with a salt of
+        its own a request reads nothing that another has left in the prefix cache. `seen` has its tokens so far."""
         wanted = SamplingParams(
             max_tokens=count, temperature=0, ignore_eos=True, detokenize=False, logprobs=0
         )
-        prompt: dict = {"prompt_token_ids": LONG} | ({"cache_salt": salt} if salt else {})
+        prompt: dict = {"prompt_token_ids": [*LONG, *after]} | ({"cache_salt": salt} if salt else {})
         number = f"request {next(numbers)}"
         async for output in llm.generate(prompt, wanted, number, data_parallel_rank=engine):
             if seen is not None:
-                seen.append(len(output.outputs[0].token_ids))
+                seen[:] = output.outputs[0].token_ids
         return [next(iter(each.values())).logprob for each in output.outputs[0].logprobs]
 
     async def said(call: Any) -> str:
@@ -118,11 +123,25 @@ async def _follow(llm: Any, chain: str, broken: Path) -> dict:
     outcome["first"] = await said(apply_deltas_async(llm, chain, 1, verify=True))
     outcome["was running"] = [not task.done() for task in running]
     outcome["under load"] = await answers()
-    outcome["counts"] = [len(each) for each in await asyncio.gather(*running)]
+    went_on = await asyncio.gather(*running)
+    outcome["counts"] = [len(each) for each in went_on]
+    outcome["went on"] = [
+        [logprobs[-1], *await ask(engine, salt=f"salt {next(numbers)}", after=seen[engine][:-1])]
+        for engine, logprobs in enumerate(went_on)
+    ]
     outcome["paused"] = await llm.is_paused()
 
+    # While its owner has paused it.
+    await llm.pause_generation()
+    outcome["while paused"] = (
+        await said(apply_deltas_async(llm, chain, 2, verify=True)),
+        await llm.is_paused(),
+    )
+    await llm.resume_generation()
+    outcome["resumed"] = await answers()
+
     # Two callers at once.
-    both = (apply_deltas_async(llm, chain, version, verify=True) for version in (2, 3))
+    both = (apply_deltas_async(llm, chain, version, verify=True) for version in (3, 4))
     outcome["at once"] = await asyncio.gather(*map(said, both))
     outcome["after both"] = await answers()
 
@@ -132,7 +151,7 @@ async def _follow(llm: Any, chain: str, broken: Path) -> dict:
     outcome["version then"] = await llm.collective_rpc("reshard_version")
     outcome["loaded between"] = await said(apply_deltas_async(llm, chain))
     await llm.collective_rpc("load_norm_back")
-    outcome["loaded back"] = await said(apply_deltas_async(llm, chain, 3))
+    outcome["loaded back"] = await said(apply_deltas_async(llm, chain, 4))
     await llm.collective_rpc("add_to_norm")
     outcome["written between"] = await said(apply_deltas_async(llm, chain))
     await llm.collective_rpc("load_norm_back")

@@ -157,11 +157,15 @@ def drive(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict
         results["served"].append(answers(dummy))
     results["version"] = said_by(lambda: call(dummy, "reshard_check_version", version=1))
     results["other version"] = said_by(lambda: call(dummy, "reshard_check_version", version=7))
+    chain = f"{sides['folder']}/chain"  # to the last checkpoint, and back
+    for old, new in ((0, 1), (1, 0)):
+        save(checkpoints[old][0], checkpoints[new][0], chain)
     sampling = {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True}
     steps.meet("busy")  # first, since the trainer may be late, and the request be over by then
     stream = dummy.generate(input_ids=PROMPTS[0], sampling_params=sampling, stream=True)
     next(stream)  # the request runs
     results["busy"] = said_by(lambda: call(dummy, "reshard_refit", version=7))
+    results["deltas while busy"] = said_by(lambda: apply_deltas(dummy, chain))
     results["goes on"] = [len(part["output_ids"]) for part in stream][-1], answers(dummy)
     settle(dummy)
     dummy.release_memory_occupation(tags=["kv_cache", "weights"])
@@ -172,7 +176,7 @@ def drive(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict
     steps.meet("awake")
     call(dummy, "reshard_refit", version=9)
     results["mended"] = answers(dummy)
-    results["deltas of an engine"] = follow(dummy, f"{sides['folder']}/chain", checkpoints)
+    results["deltas of an engine"] = follow(dummy, chain)
     results["no such call"] = said_by(lambda: call(dummy, "reshard_refti"))
     for by in (
         dict(enable_dp_attention=True),
@@ -188,11 +192,9 @@ def drive(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict
     return results
 
 
-def follow(served, chain: str, checkpoints: list[tuple[str, str]]) -> tuple:
-    """A chain that leads to the last checkpoint, which the engine holds, and back: what it answers then; and what is
-    said of another call after something else has written a tensor."""
-    for old, new in ((0, 1), (1, 0)):
-        save(checkpoints[old][0], checkpoints[new][0], chain)
+def follow(served, chain: str) -> tuple:
+    """What an engine answers at the end of a chain, one of whose versions it holds; and what is said of another call
+    after something else has written a tensor."""
     reached = apply_deltas(served, chain), answers(served)
     settle(served)
     has_sessions = hasattr(
@@ -245,23 +247,28 @@ def server(directory: str, port: int, without_plugin: Path | None = None):
             kill_process_tree(process.pid)
 
 
-def refit_under_requests(url: str) -> list:
-    """What a server says of a refit while a request runs, after how many seconds, whether the request still ran then, and
+def under_requests(url: str, action) -> list:
+    """What is said of an action while a request runs, after how many seconds, whether the request still ran then, and
     how many tokens it had in the end."""
     sampling = {"max_new_tokens": 100, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": PROMPTS[0], "sampling_params": sampling, "stream": True}
     request = Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urlopen(request, timeout=120) as stream, ThreadPoolExecutor(1) as thread:
         stream.readline()  # it runs
-        began = time.monotonic()
-        refit = thread.submit(said_by, lambda: refit_server(url, 5))
-        refit.add_done_callback(lambda _: ended.append(time.monotonic() - began))
-        ended: list[float] = []
+        began, ended = time.monotonic(), []
+
+        def act() -> str:
+            said = said_by(action)
+            ended.append(time.monotonic() - began)
+            return said
+
+        acted = thread.submit(act)
         last, ran = b"", False
         for line in stream:
-            ran = ran or bool(ended)  # tokens came after the refusal
-            last = line if line.startswith(b"data: {") else last
-        return [refit.result(), ended[0], ran, len(json.loads(last.removeprefix(b"data: "))["output_ids"])]
+            if line.startswith(b"data: {"):
+                last, ran = line, ran or bool(ended)  # tokens came after it
+        said = acted.result()
+        return [said, ended[0], ran, len(json.loads(last.removeprefix(b"data: "))["output_ids"])]
 
 
 def applied_after_an_answer(url: str, chain: str) -> str:
@@ -298,6 +305,7 @@ def drive_server(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) 
         results: dict = {"versions": []}
         results |= {"loaded": [told()], "parity": [parity(served, checkpoints[1][0], PROMPTS).ok]}
         chain = f"{sides['folder']}/chain"
+        results["deltas under requests"] = under_requests(url, lambda: apply_deltas(url, chain, 1))
         results["deltas"] = [
             (
                 apply_deltas(url, chain, version, verify=True),
@@ -325,7 +333,7 @@ def drive_server(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) 
         results["options"] = said_by(lambda: connect_server(url, "127.0.0.1:1", 1, 2, bucket_bytes=-1))
         steps.meet("server")
         connect_server(url, f"127.0.0.1:{sides['again']}", 1, 3)
-        results["under requests"] = refit_under_requests(url)
+        results["under requests"] = under_requests(url, lambda: refit_server(url, 5))
         steps.meet("connected")
         refit_server(url, 5, verify=True)
         results["by http"] = told(), call_route(url, "model_info")["weight_version"]
