@@ -11,6 +11,7 @@ import torch
 
 from reshard.engines.layout import place
 from reshard.engines.vllm.guard import guard_of
+from reshard.engines.vllm.layers import has_experts
 from reshard.engines.vllm.live import VllmModel
 from reshard.engines.vllm.names import VLLM
 from reshard.engines.vllm.quantized import layers, reload
@@ -178,7 +179,7 @@ def of_a_table_without(
 ):
     """What is said of an engine of a family whose table lacks these rows, where vLLM's loader needs
     none of their tensors, or of one whose last norm has another tensor, a parameter or a buffer
-    called `extra`; and whether it is fit."""
+    called `extra`, or whose layers say that they place experts by load (``eplb``); and whether it is fit."""
     from reshard.models.family import families
 
     start(rank, sides)
@@ -188,7 +189,10 @@ def of_a_table_without(
     if traced:
         without_vllm_names()
     module, config = engine_of(directory, load_format="dummy", **engine)
-    if extra:
+    if extra == "eplb":  # which vLLM itself starts on GPUs alone
+        for layer in filter(has_experts, module.modules()):
+            layer.moe_config.moe_parallel_config.enable_eplb = True
+    elif extra:
         norm = module.get_submodule("model.norm")
         if extra == "table":
             norm.register_buffer(extra, torch.zeros(3, dtype=torch.int64))

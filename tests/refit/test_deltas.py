@@ -150,7 +150,7 @@ def test_what_is_written_raw_into_an_engine_between_deltas_is_seen_by_a_verifica
             weight.data[5, 9] += 1
             assert counts == (weight._version, side.guard.writes)
         unseen, after = link.refit(), state(side)
-        said = caught(lambda: link.refit(verify=True))
+        said = caught(lambda: link.refit(verify=link.group.rank == 0))  # one that asks is enough
         return unseen.delta.is_delta, after, said, link.refit().delta.is_delta, state(side)
 
     first, second, served = refits(member)
