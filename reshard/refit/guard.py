@@ -33,7 +33,7 @@ class Guard:
     buffer_losses: int = 0
     writes: int = 0
     since: float = field(default_factory=time.time)
-    _held: tuple[int, bytes] = (-1, b"")  # `writes`, and the digest
+    _held: tuple[int, bytes, bytes] = (-1, b"", b"")  # `writes`, and the digests
 
     def invalidate(self, reason: str) -> None:
         """Refuse to serve from now on. What is there then is of no version."""
@@ -61,15 +61,26 @@ class Guard:
         """Serve again: a refit has brought all weights, of this version."""
         self.ready, self.version = True, version
 
-    def hold(self, digest: bytes) -> None:
-        """Note the digest of the weights that a refit has just brought."""
-        self._held = self.writes, digest
+    def hold(self, digest: bytes, served: bytes) -> None:
+        """Note the digests of the weights that a refit has just brought: as the trainer has them, and as the engine
+        serves them."""
+        self._held = self.writes, digest, served
 
     @property
     def held(self) -> bytes:
-        """The digest of the weights that a refit has brought; empty if none did, or something has written since."""
-        writes, digest = self._held
-        return digest if self.ready and writes == self.writes else b""
+        """The digest, as the trainer has them, of the weights that a refit has brought; empty if none did, or something
+        has written since."""
+        return self._digests[0]
+
+    @property
+    def served(self) -> bytes:
+        """The digest, as the engine serves them, of the weights that a refit has brought; empty as `held`."""
+        return self._digests[1]
+
+    @property
+    def _digests(self) -> tuple[bytes, bytes]:
+        writes, held, served = self._held
+        return (held, served) if self.ready and writes == self.writes else (b"", b"")
 
     @property
     def refusal(self) -> str:

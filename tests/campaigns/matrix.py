@@ -77,7 +77,13 @@ QUANTIZED = (
     "not real_vllm and not over_http",
 )
 # Changes alone, trainers in host memory, and files of adapters.
-DELTAS = ("tests/*/test_delta*.py", "tests/live/test_offload.py", "tests/*/test_lora_*.py")
+DELTAS = (
+    "tests/delta/test_*.py",
+    "tests/live/test_delta_live.py",
+    "tests/refit/test_deltas.py",
+    "tests/live/test_offload.py",
+    "tests/lora/test_lora_*.py",
+)
 # These, and a trainer's adapter in vLLM's slots; Megatron-Bridge 0.6.2 needs megatron-core 0.18.
 ADAPTERS = ("tests/lora/test_lora.py", *DELTAS)
 # What needs no engine. A trainer's adapters are not among it: what megatron-core 0.19 reads of a checkpoint to load
@@ -91,7 +97,12 @@ TRAINERS = (
     "tests/megatron/test_optimizer.py",
 )
 # An engine's build for the CPU.
-SERVED = ("tests/engines/test_engine.py", "-k", "lora_adapters or trainers_adapter")
+SERVED = (
+    "tests/engines/test_engine.py",
+    "tests/engines/test_delta_engines.py",
+    "-k",
+    "adapter or under_load or workers_fail",
+)
 # Not by 0.31 and 0.32, whose builds for the CPU look through every module of their process at start, and end with an
 # AttributeError at one of llvmlite's, which are there where a trainer is.
 SERVED_BY = ("0.24.0", "0.25.1", "0.29.0", "0.30.0")

@@ -399,8 +399,11 @@ def test_a_refit_leaves_in_vllms_slots_what_vllm_loads_of_the_adapters_files(
     assert outcome["again"] == 1, "the weights below go once"
     assert outcome["moved"][:2] == [[1, 1], True], "they go again when the trainer has others, and once"
     assert bool(outcome["moved"][2]) == (variant == "deepseek-v3"), "routers' biases, which are buffers"
+    assert outcome["overwritten"] == [(False, 0), (True, 1), (True, 1)], (
+        "seen by a verification, and sent once"
+    )
     for name, (said, served) in outcome["faults"].items():
-        assert NAMED[name] in said and served.startswith("policy@4-"), "the version before serves on"
+        assert NAMED[name] in said and served.startswith("policy@8-"), "the version before serves on"
 
 
 def test_an_adapter_of_some_layers_in_peft_is_loaded_by_megatron_bridge(trainers, checkpoint, tmp_path):

@@ -372,6 +372,7 @@ def refitted(kind, flags, base, hf, settings, options, files, faults=(), backend
         [name for of_rank in of_version for name in of_rank] for of_version in zip(*every, strict=True)
     ]
     result["moved"] = base_moved(link, module, models)
+    result["overwritten"] = base_overwritten(link, module)
     result["faults"] = {name: FAULTS[name](link, engine, models) for name in faults}
     result["served"] = policy.request().lora_name
     return result
@@ -399,6 +400,19 @@ def base_moved(link, module, models) -> list:
     }
     own = {layer: refit_sides.bits_of(bias.float()) for layer, bias in biases.items()}
     return [counts, own == {layer: theirs[layer] for layer in own}, len(own)]
+
+
+def base_overwritten(link, module) -> list:
+    """Whether the bits of the weights below the adapter are as they were, after somebody has written into them in a way
+    that nothing counts: behind a refit, and behind one that is verified; and how often they were sent."""
+    weight = next(one for name, one in module.named_parameters() if name.endswith("norm.weight"))
+    link.refit(verify=True)
+    before, bits, outcomes = link.weights.refits, refit_sides.bits_of(weight), []
+    weight.data.mul_(2)
+    for verify in (False, True, True):
+        link.refit(verify=verify)
+        outcomes.append((refit_sides.bits_of(weight) == bits, link.weights.refits - before))
+    return outcomes
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
-"""A digest of the weights below a trainer's adapter: they are sent once, and proven unchanged before each
-later refit of the adapter. Buffers count too: Megatron moves a router's ``expert_bias`` at every step."""
+"""Digests of the weights below an adapter: the trainer's are sent once, and proven unchanged before each later
+refit of the adapter; the engine's are proven unchanged where a refit is verified. Buffers count too: Megatron moves
+a router's ``expert_bias`` at every step."""
 
 import numpy as np
 
-from reshard.device.cuda import frees_of
+from reshard.device.cuda import frees_of, is_mapped
 from reshard.refit.codecs import PLAIN
 from reshard.refit.copying.addresses import (
     COLUMN_COUNT,
@@ -15,6 +16,8 @@ from reshard.refit.copying.addresses import (
     source_table,
 )
 from reshard.refit.copying.digests import Digests
+from reshard.refit.copying.tables import CODEC, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
+from reshard.refit.engine import Engine
 from reshard.refit.protocol.encoding import digest
 from reshard.refit.sender import Sender
 
@@ -56,3 +59,37 @@ class BaseDigest:
         requests[:, [ROW_COUNT, COLUMN_COUNT]] = sizes
         table = source_table(region_addresses(self.sender.source.regions), requests)
         return Digests(table, requests[:, COLUMN_COUNT], self.sender.device)
+
+
+class ServedDigest:
+    """The digest of what an engine's rank serves below an adapter, from where that lies now.
+
+    Its guard counts what the engine's own methods write. Writes through ``.data``, or in a function of
+    ``LLM.apply_model``, show in the bits alone.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._made_for: list[tuple[int, int]] = []  # addresses and bytes
+        self._digests: Digests | None = None
+
+    def take(self) -> bytes:
+        """Return the digest of now; empty if the engine's regions are not what it serves from, since it processes
+        weights that arrive in them, or have no memory."""
+        engine = self.engine
+        if engine.staged_rounds:
+            return b""
+        regions = [*engine.regions.values(), *(scales.region for scales in engine.scales.values())]
+        tensors = list({id(region.tensor): region.tensor for region in regions}.values())
+        if tensors[0].device.type == "cuda" and not is_mapped(tensors[0].data_ptr()):
+            return b""
+        storages = {
+            storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)
+        }
+        made_for = sorted(storages.items())
+        if self._digests is None or made_for != self._made_for:
+            table = empty_table(len(made_for))
+            table[:, SRC], table[:, WIDTH] = np.array(made_for, np.int64).T
+            table[:, SRC_PITCH], table[:, ROWS], table[:, CODEC] = table[:, WIDTH], 1, PLAIN
+            self._digests, self._made_for = Digests(table, table[:, WIDTH], engine.device), made_for
+        return digest(self._digests.result().tobytes(), "\n".join(sorted(engine.stale_derived())).encode())

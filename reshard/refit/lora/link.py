@@ -6,7 +6,7 @@ from typing import Any
 
 from reshard.comm.group import RefitGroup
 from reshard.refit.link import Link
-from reshard.refit.lora.base_digest import BaseDigest
+from reshard.refit.lora.base_digest import BaseDigest, ServedDigest
 from reshard.refit.protocol.encoding import digest
 from reshard.refit.receiver import Receiver
 from reshard.refit.report import RefitReport
@@ -19,12 +19,14 @@ class AdapterLink:
     """A connection that `connect` makes with `adapter`.
 
     `weights` and `adapters` are the connections of both. The weights are refitted before the first adapter,
-    and again where an engine holds others than the trainer now has, and are verified then.
+    and again where an engine holds others than the trainer now has, and are verified then. Whether an engine's
+    bits are still those that it got is looked at where a refit of the adapter is verified.
     """
 
     def __init__(self, weights: Link, adapters: Link) -> None:
         self.weights, self.adapters = weights, adapters
         self._base = BaseDigest(weights.sender) if weights.sender is not None else None
+        self._served = ServedDigest(weights.receiver.engine) if weights.receiver is not None else None
         adapters.log.what = "adapter's refit"
 
     @property
@@ -58,20 +60,20 @@ class AdapterLink:
 
         Where it fails, an engine goes on serving the version before.
         """
-        held, is_wanted, attempt = self._compare_weights()
+        held, is_wanted, attempt = self._compare_weights(verify)
         if is_wanted:
             version = self.weights.refit(version, verify=True).version
-            if self.weights.receiver is not None:
-                self.weights.receiver.engine.guard.hold(held)
+            if self._served is not None:
+                self._served.engine.guard.hold(held, self._served.take())
         if self.adapters.receiver is not None:
             self.adapters.receiver.engine.attempt = attempt
         return self.adapters.refit(version, verify)
 
-    def _compare_weights(self) -> tuple[bytes, bool, bytes]:
+    def _compare_weights(self, verify: bool) -> tuple[bytes, bool, bytes]:
         """Return a digest of the trainer's weights below the adapter, whether an engine's rank has others, and what
         tells this attempt from all others; the same on all members."""
         what = "the look at the weights below the adapter"
-        agreed, receiver = self.weights.agreed, self.weights.receiver
+        agreed = self.weights.agreed
         with self.group.one_call("refit"), self.group.transaction(what):
             if self.sender is not None:  # before the weights move
                 self.sender.source.check_adapter()
@@ -79,12 +81,24 @@ class AdapterLink:
                 self.group.post("base", self._base.take())
                 self.group.post("attempt", secrets.token_bytes(ATTEMPT_BYTES))
             held = digest(*self.group.read_all("base", agreed.trainers))
-            if receiver is not None:
-                self.group.post("weights", json.dumps(receiver.engine.guard.held != held).encode())
+            is_verified = any(self.group.gather("verify", b"1" if verify else b""))
+            if self._served is not None:
+                with self.group.reporting_alive():
+                    has_others = self._has_others(self._served, held, is_verified)
+                self.group.post("weights", json.dumps(has_others).encode())
             answers = self.group.read_all("weights", agreed.engines)
             attempt = self.group.read("attempt", agreed.trainers[0])
             self.group.commit()
         return held, any(payload != b"false" for payload in answers), attempt
+
+    @staticmethod
+    def _has_others(served: ServedDigest, held: bytes, verify: bool) -> bool:
+        """Return True if an engine's rank does not have the weights that the trainer has; with `verify` its bits
+        decide."""
+        guard = served.engine.guard
+        if guard.held != held:
+            return True
+        return verify and not (guard.served and served.take() == guard.served)
 
     def release(self) -> None:
         """See `Link.release`; of both connections."""
