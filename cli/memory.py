@@ -15,7 +15,7 @@ from reshard.cli.layout import (
     trainer_option,
 )
 from reshard.cli.memory_options import GROUPS, memory_options
-from reshard.cli.output import ignore_option, json_option, print_json, print_note, print_result, write_page
+from reshard.cli.output import ignore_option, json_option, print_json, print_note, write_page
 from reshard.cli.places import model_argument
 from reshard.core.errors import ReshardError
 
@@ -85,7 +85,10 @@ def command(
     if as_json:
         print_json(report.to_dict())
     else:
-        print_result(report, report.lines(tensors))
+        for line in report.lines(tensors):
+            click.echo(line)
+        for notice in report.notices:
+            print_note(notice)
     if report.gpu_bytes is not None and not report.fits:
         context.exit(1)
 

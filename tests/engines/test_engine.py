@@ -312,7 +312,8 @@ def test_an_llm_whose_workers_fail_answers_in_a_sentence_and_serves_what_comes_n
     assert [state["version"] for state in outcome["then"]] == [3, 3]
     said = log.read_text()
     assert said.count("refused requests from here on: this vLLM holds") == 2
-    assert said.count("collective_rpc: ") == 4 and "Traceback" not in said
+    # Versions of vLLM log tracebacks of other things.
+    assert said.count("collective_rpc: ") == 4 and "/reshard/engines/" not in said
     assert outcome["too few"] in said and SECRET not in said, "the failed call, without its secret"
 
 

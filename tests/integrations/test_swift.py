@@ -215,6 +215,6 @@ def test_an_adapter_without_its_trainer_says_what_is_missing():
         ("verl", "verl", "ray"),
         ("verl_worker", "verl", "verl"),
     ):
-        done = attempt([sys.executable, "-c", f"import reshard.trainers.{module}"], env=variables)
+        done = attempt([sys.executable, "-c", f"import reshard.integrations.{module}"], env=variables)
         outcome = f"this adapter is for an environment with {trainer}, and {package} is not installed here"
         assert done.returncode and outcome in done.stderr.splitlines()[-1]
