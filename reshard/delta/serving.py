@@ -307,6 +307,12 @@ def _held(front: Front, writing: Calls) -> Calls:
         raise ReshardError(
             f"{error} (it stays paused: POST /resume, or resume_generation(), ends that)"
         ) from error
+    if wrote and front.pauses and not (yield IS_PAUSED, ()):
+        yield "reshard_delta_invalidate", (None,)
+        raise ReshardError(
+            "somebody resumed this engine while it was written, so requests may have mixed two versions, and it does not "
+            "serve: load the base into it again"
+        )
     # Requests that were running begin again, with the tokens that they have.
     if wrote and (yield EMPTY_CACHES, (True, front.has_connector)) is not True:
         yield "reshard_delta_invalidate", (None,)

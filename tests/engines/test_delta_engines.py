@@ -52,13 +52,15 @@ def test_two_engines_of_one_model_follow_a_chain_under_load_and_say_what_others_
     assert outcome["while paused"] == ["reached 2", True], "it stays paused"
     assert outcome["at once"] == ["reached 3", "reached 4"] and outcome["version"] == [4]
     applied = [line for line in outcome["lines"] if line.startswith("reshard: the engine serves version ")]
-    assert [line.split()[5] for line in applied] == ["1", "2", "3", "4", "4"], (
+    assert [line.split()[5] for line in applied] == ["1", "2", "3", "4", "4", "4"], (
         "a line for each call that succeeded"
     )
-    assert sum("failed after" in line for line in outcome["lines"]) == 3, "and for each that did not"
+    assert sum("failed after" in line for line in outcome["lines"]) == 4, "and for each that did not"
     assert outcome["version then"] == [None]
     for between in ("loaded between", "written between"):
         assert "the engine holds weights with digest" in outcome[between], outcome[between]
     assert outcome["loaded back"] == "reached 4"
+    assert "somebody resumed this engine while it was written" in outcome["resumed meanwhile"]
+    assert outcome["version after that"] == [None] and outcome["from the base"] == "reached 4"
     assert "the disk of the second engine is gone" in outcome["replica"]
     assert outcome["versions then"] == [None] and outcome["paused then"], "no engine serves what one lacks"

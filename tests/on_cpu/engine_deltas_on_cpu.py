@@ -156,6 +156,21 @@ async def _follow(llm: Any, chain: str, broken: Path) -> dict:
     outcome["written between"] = await said(apply_deltas_async(llm, chain))
     await llm.collective_rpc("load_norm_back")
 
+    # An owner, or another caller, who ends the pause too early.
+    call = llm.collective_rpc
+
+    async def resumed_before(method: str, *arguments: Any, **options: Any) -> Any:
+        if method == "reshard_delta_follow":
+            await llm.resume_generation()
+        return await call(method, *arguments, **options)
+
+    llm.collective_rpc = resumed_before
+    outcome["resumed meanwhile"] = await said(apply_deltas_async(llm, chain))
+    llm.collective_rpc = call
+    outcome["version after that"] = await llm.collective_rpc("reshard_version")
+    await llm.collective_rpc("reload_weights")
+    outcome["from the base"] = await said(apply_deltas_async(llm, chain, 4))
+
     # A replica that cannot write.
     broken.touch()
     outcome["replica"] = await said(apply_deltas_async(llm, chain, verify=True))
