@@ -8,7 +8,8 @@ today, and with merging it and refitting all weights; all in one run.
 mcore-bridge's. Adapters are on all linear layers, experts too; vLLM (`external_launcher`, with as many ranks as
 there are processes) holds the largest rank `--max-rank`. Reported, medians of the slowest rank:
 
-- refit: `link.refit()` of the adapter, in all and its parts, and with `verify=True`; with several processes also where
+- refit: `link.refit()` of the adapter, in all and its parts, and with `verify=True`, which alone sees what somebody has
+  written raw into the weights below (`overwritten`); with several processes also where
   mappings of the trainer's memory stay (`mapped`) and through slabs (`staged`);
 - tensors: the adapter collected as the trainer does it (PEFT's state dict, or mcore-bridge's export), and handed over
   in a request for vLLM's `LoRAModel.from_lora_tensors`, on the GPU, or by the host as verl and ms-swift have it;
@@ -254,6 +255,19 @@ class Run:
         self.result["call_ms"] = milliseconds(seconds(self.link.refit, self.options.rounds))
         self.result["verified_ms"] = milliseconds(seconds(lambda: self.link.refit(verify=True), 3))
 
+    def overwritten(self) -> None:
+        """Write raw into the engine's weights, and see which refits of the adapter bring back what was there."""
+        weight = next(
+            one for name, one in self.engine.module.named_parameters() if name.endswith("norm.weight")
+        )
+        kept, sent = weight.clone(), self.link.weights.refits
+        weight.data.mul_(2)
+        outcomes = []
+        for verify in (False, True, True):
+            self.link.refit(verify=verify)
+            outcomes.append([torch.equal(weight, kept), self.link.weights.refits - sent])
+        self.result["overwritten"] = outcomes
+
     def mapped(self) -> None:
         """Time refits where mappings of the trainer's memory stay."""
         self.by_another_link("mapped", keep_mapped=True)
@@ -343,7 +357,16 @@ def main() -> None:
     options = parser.parse_args()
     start_processes()
     run = Run(options)
-    for part in (run.bits, run.refits, run.weights, run.mapped, run.logprobs, run.rivals, run.staged):
+    for part in (
+        run.bits,
+        run.refits,
+        run.overwritten,
+        run.weights,
+        run.mapped,
+        run.logprobs,
+        run.rivals,
+        run.staged,
+    ):
         try:
             start = time.perf_counter()
             part()
