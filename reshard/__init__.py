@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from reshard.live.offload import offload, onload
     from reshard.live.save import save
     from reshard.megatron.layout import MegatronLayout
-    from reshard.megatron.layout import MegatronLayout as Layout
     from reshard.memory.estimate import estimate_memory
     from reshard.models.config_fields import ignored_config_fields
     from reshard.plan import plan_refit
@@ -74,7 +73,6 @@ if not TYPE_CHECKING:  # a type checker knows the names above, and that there ar
     )
 __all__ = [
     "DeltaWriter",
-    "Layout",
     "MegatronLayout",
     "ReshardError",
     "SglangLayout",

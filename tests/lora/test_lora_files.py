@@ -31,7 +31,7 @@ from reshard import (
 from reshard.lora.patterns import Patterns
 from reshard.parity.systems import opening
 from tests.engines.test_engine import run
-from tests.tools import lora_in_vllm
+from tests.on_cpu import lora_in_vllm
 from tests.tools.oracle import hf_tensors, same
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -89,7 +89,7 @@ def draw_layout(variant):
             {"pp": 2, "num_layers_in_last_pipeline_stage": 1},
             {"pp": 3, "num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1},
             {"pp": 2, "pipeline_model_parallel_layout": "Et|t|tt|L"},
-            {"pp": 3, "pipeline": "Ett|t|tL"},
+            {"pp": 3, "pipeline_model_parallel_layout": "Ett|t|tL"},
             {
                 "pp": 3,
                 "account_for_embedding_in_pipeline_split": True,
