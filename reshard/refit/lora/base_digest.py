@@ -86,7 +86,7 @@ class ServedDigest:
         storages = {
             storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)
         }
-        made_for = sorted(storages.items())
+        made_for = [*storages.items()]  # in an order that is not of where they lie
         if self._digests is None or made_for != self._made_for:
             table = empty_table(len(made_for))
             table[:, SRC], table[:, WIDTH] = np.array(made_for, np.int64).T
