@@ -238,6 +238,11 @@ def cells_of_adapters() -> list[Cell]:
         Cell(group, "transformers 5.24.0", overlaid(["transformers==5.24.0"], ADAPTERS, deps=True)),
         Cell(
             group,
+            "PEFT 0.18.1",
+            overlaid(["peft==0.18.1"], ("tests/lora/test_lora_families.py", "-k", "every_layer")),
+        ),
+        Cell(
+            group,
             "torch 2.15.0, without vLLM",
             own_environment(["torch==2.15.0", BESIDE[0]], TRAINERS, without=("vllm",)),
         ),

@@ -6,6 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -16,6 +17,8 @@ from tests.lora.test_lora_experts import furthest
 from tests.lora.test_lora_files import model_of
 from tests.tools.checkpoints import VARIANTS
 from tests.tools.oracle import hf_tensors, same
+
+BEFORE_0_19 = tuple(map(int, peft.__version__.split(".")[:2])) < (0, 19)
 
 
 def random_adapter(model, folder: Path, **settings) -> Path:
@@ -92,7 +95,11 @@ def test_an_adapter_of_every_layer_that_peft_adapts_is_merged_as_peft_merges_it(
     for kind, settings in targets_of(model).items():
         of = random_adapter(model, tmp_path / kind, **settings)
         theirs = merged_by_peft(model, of, tmp_path / f"{kind}-theirs")
-        lora_merge(source, of, tmp_path / f"{kind}-ours", sync=False)
+        try:
+            lora_merge(source, of, tmp_path / f"{kind}-ours", sync=False)
+        except ReshardError as error:  # its files do not say which of two forms theirs are
+            assert BEFORE_0_19 and "are as PEFT before 0.19 has those of" in str(error), kind
+            continue
         ours = hf_tensors(tmp_path / f"{kind}-ours")
         assert furthest(ours, theirs, base) < 1e-5, kind
         changed = [name for name, value in base.items() if not torch.equal(ours[name], value)]
