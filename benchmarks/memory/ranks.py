@@ -72,7 +72,7 @@ def ranks(toy: bool) -> list[Rank]:
             *at("tiny-qwen3-moe", 16, (0, 1), {"pp": 2, "ep": 4}, recompute="full", **short),
         ]
     uneven = {"num_layers_in_first_pipeline_stage": 11, "num_layers_in_last_pipeline_stage": 11}
-    deepseek = {"tp": 2, "pp": 16, "ep": 64, "etp": 1, "pipeline": "Et*4|(tttt|)*14tmL"}
+    deepseek = {"tp": 2, "pp": 16, "ep": 64, "etp": 1, "pipeline_model_parallel_layout": "Et*4|(tttt|)*14tmL"}
     fine = "moe_act,layernorm,mla_up_proj,mlp"
     return [
         *at("llama-3.1-70b", 32, (0, 3), {"tp": 8, "pp": 4}, length=8192),

@@ -33,7 +33,10 @@ def cases() -> list[dict]:
     found = []
     for name, (model, layout, options, measured, _) in MEASURED.items():
         report = estimate_memory(model, layout, **{"cross_entropy": "te"} | options)
-        sizes = {size: getattr(layout, size) for size in ("tp", "pp", "ep", "etp", "pipeline")}
+        sizes = {
+            size: getattr(layout, size)
+            for size in ("tp", "pp", "ep", "etp", "pipeline_model_parallel_layout")
+        }
         known = {"gpus": options["gpus"], "cp": options.get("cp", 1), "seq_length": options.get("seq_length", 4096),
                  "recompute": options.get("recompute", "none")}  # fmt: skip
         found += [
@@ -46,7 +49,7 @@ def cases() -> list[dict]:
         measured, ours, megatron = map(float, figures)
         found.append(
             {"name": f"{name}, {tokens}, {recompute}", "config": WIDTHS[name], "stage": 0, "measured": measured, "reshard": ours,
-             "megatron": megatron, "tp": 1, "pp": 1, "ep": 1, "etp": None, "pipeline": None, "gpus": 1, "cp": 1,
+             "megatron": megatron, "tp": 1, "pp": 1, "ep": 1, "etp": None, "pipeline_model_parallel_layout": None, "gpus": 1, "cp": 1,
              "seq_length": int(tokens), "recompute": recompute}
         )  # fmt: skip
     return found
@@ -84,8 +87,10 @@ def by_mbridge(case: dict) -> float:
     config.recompute_method, config.recompute_num_layers = "block" if how == "block:1" else "uniform", 1
     config.recompute_modules = how.split(",") if config.recompute_granularity == "selective" else []
     config.num_layers_per_virtual_pipeline_stage = None
-    if case["pipeline"]:
-        config.pipeline_model_parallel_layout = PipelineParallelLayerLayout(case["pipeline"], pp)
+    if case["pipeline_model_parallel_layout"]:
+        config.pipeline_model_parallel_layout = PipelineParallelLayerLayout(
+            case["pipeline_model_parallel_layout"], pp
+        )
     arguments = argparse.Namespace(
         micro_batch_size=1,
         seq_length=case["seq_length"],

@@ -72,9 +72,7 @@ class BackgroundCall:
             return
         end = time.monotonic() + compat.FINISHING_SECONDS
         while self._running and time.monotonic() < end:
-            self._running = [request for request in self._running if not request.finished()]
-            if not self._running:
-                self._busy = None
+            if all(request.finished() for request in self._running):
                 return
             time.sleep(0.005)
         raise self._busy
