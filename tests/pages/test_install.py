@@ -253,7 +253,7 @@ def test_an_installation_without_dependencies_names_the_line_that_installs_them(
     missing is named."""
     python = environment(tmp_path / "venv", [built[0]], options=["--no-deps"])
     source, command = checkpoint("qwen3"), [python, "-m", "reshard"]
-    assert run([python, "-c", "import reshard; print('Layout' in reshard.__all__)"]) == "True\n"
+    assert run([python, "-c", "import reshard; print('MegatronLayout' in reshard.__all__)"]) == "True\n"
     done = attempt([*command, "inspect", source])
     line = re.fullmatch(
         r"Error: this needs click and huggingface_hub and .*: pip install ('.*)\n", done.stderr
