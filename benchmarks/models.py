@@ -172,7 +172,7 @@ def change(source, step: int) -> None:
     """An optimizer step: other weights, the same on every rank that holds a shard."""
     import torch
 
-    for shard, region in zip(source.shards, source.regions, strict=True):
+    for shard, region in zip(source.shards, source.memory, strict=True):
         strides = (region.pitch, 1) if len([n for n in shard.sizes if n > 1]) > 1 else (1,)
         lengths = [n for n in shard.sizes if n > 1] or [1]
         view = region.tensor.detach().as_strided(

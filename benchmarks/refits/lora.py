@@ -260,12 +260,12 @@ class Run:
         weight = next(
             one for name, one in self.engine.module.named_parameters() if name.endswith("norm.weight")
         )
-        kept, sent = weight.clone(), self.link.weights.refits
+        kept, sent = weight.clone(), self.link.below.link.refits
         weight.data.mul_(2)
         outcomes = []
         for verify in (False, True, True):
             self.link.refit(verify=verify)
-            outcomes.append([torch.equal(weight, kept), self.link.weights.refits - sent])
+            outcomes.append([torch.equal(weight, kept), self.link.below.link.refits - sent])
         self.result["overwritten"] = outcomes
 
     def mapped(self) -> None:
@@ -317,7 +317,7 @@ class Run:
 
     def weights(self) -> None:
         """Time refits of all weights below the adapter."""
-        times = seconds(lambda: self.link.weights.refit(), self.options.rounds)
+        times = seconds(lambda: self.link.below.link.refit(), self.options.rounds)
         self.result["weights_ms"] = milliseconds(times[1:])
 
     def logprobs(self) -> None:
@@ -335,7 +335,7 @@ class Run:
         with self.trainer.model.disable_adapter():
             self.result["base"] = distance(self.trainer.logprobs(tokens), without)
         self.result["merge_ms"] = milliseconds(seconds(self.trainer.merge, 1))
-        self.link.weights.refit()
+        self.link.below.link.refit()
         self.result["merged"] = distance(own, logprobs_by(self.llm, tokens, None))
 
 

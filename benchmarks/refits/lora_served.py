@@ -166,23 +166,23 @@ class Served:
         times = [(await self.refit(link, None))[1] for _ in range(10)]
         out["idle_refit_ms"] = [round(1e3 * one, 2) for one in sorted(times)]
 
-        plain = link.adapters._transfer
+        plain = link._transfer
 
         def fails() -> None:
             raise ReshardError("a copy has failed")
 
-        link.adapters._transfer = fails
+        link._transfer = fails
         out["failed"] = [str(one)[:120] for one in await self.both("reshard_refit", (99,), link.refit, 99)]
         newest, step = await self.request(self.policy), next(self.steps) - 1
         kept = LoRARequest(f"files {step}", 999, str(self.folder / f"peft {step}"))
         out["after a failed refit"] = await self.distances(newest, {"kept": kept, "version 2": second})
-        link.adapters._transfer, link.weights._transfer = plain, fails
+        link._transfer, link.below.link._transfer = plain, fails
         with_other_base = next(p for n, p in self.trainer.model.named_parameters() if "lora" not in n)
         with_other_base.data[0] += 1  # so that the weights below it are refitted, and left half-written
         await self.both("reshard_refit", (100,), link.refit, 100)
         out["half-written"] = [await self.refused(self.policy), await self.refused(None)]
         out["state"] = await self.llm.collective_rpc("reshard_state")
-        del link.weights._transfer
+        del link.below.link._transfer
         last, _ = await self.refit(link, 101)
         mended = await self.request(self.policy)
         out["mended"] = await self.distances(mended, {"newest": last, "version 2": second})

@@ -57,8 +57,7 @@ def fingerprints(model: torch.nn.Module) -> dict[str, int]:
 
 def scribble(engine, value: float) -> None:
     """Fill everything that a refit writes with one value."""
-    regions = [*engine.regions.values(), *(some.region for some in engine.scales.values())]
-    for tensor in {id(region.tensor): region.tensor for region in regions}.values():
+    for tensor in {id(region.tensor): region.tensor for region in engine.written_regions()}.values():
         tensor.detach().fill_(value)
 
 
@@ -134,7 +133,7 @@ class Today:
         self.source, self.module, self.model_config = source, vllm_model, model_config
         self.shapes = expand(model).shapes
         held = HeldTensors(
-            source.publish(model), [dtype_named(str(region.tensor.dtype)).name for region in source.regions]
+            source.publish(model), [dtype_named(str(region.tensor.dtype)).name for region in source.memory]
         )
         ranks = dict(enumerate(everyone(held)))
         self.whole = Sources.of(ranks, set(self.shapes), {rank: f"rank {rank}" for rank in ranks})
@@ -157,7 +156,7 @@ class Today:
             for tensor in tensors:
                 rank, index = self.whole.holders[tensor.id][0]
                 if rank == me:
-                    region = self.source.regions[index]
+                    region = self.source.memory[index]
                     strides = (region.pitch, 1) if len(tensor.shape) == 2 else (1,)
                     here = (
                         region.tensor.detach()
@@ -207,7 +206,7 @@ def relative_error(engine, source) -> float:
     what they differ from their bf16, relative to it."""
     from reshard.quantization.fp8_blocks import BLOCK
 
-    published = zip(source.publish(engine.model), source.regions, strict=True)
+    published = zip(source.publish(engine.model), source.memory, strict=True)
     held = {part.name: (region, part) for tensor, region in published for part in tensor.parts}
     wrong = size = 0.0
     for identity, scales in list(engine.scales.items())[:400]:
@@ -397,8 +396,10 @@ def main() -> None:
         run()
         torch.cuda.synchronize()
         found[name] = fingerprints(module)
-        addresses = served.setdefault("addresses", destination.addresses())
-        result[f"{name}_moved"] = sum(a != b for a, b in zip(addresses, destination.addresses(), strict=True))
+        addresses = served.setdefault("addresses", destination.tensor_addresses())
+        result[f"{name}_moved"] = sum(
+            a != b for a, b in zip(addresses, destination.tensor_addresses(), strict=True)
+        )
         if options.quantization:
             result[f"{name}_error"] = relative_error(destination, source)
     different = sorted(n for n in found["today"] if len({found[way].get(n) for way in ways}) > 1)

@@ -20,14 +20,15 @@ class LiveEngine(Engine):
     tensors: dict[str, torch.Tensor]
     owners: dict[str, tuple[torch.nn.Module, str]]
     accounts: dict[str, Account]
+    _addresses: list[int] | None = None  # when `tensors_moved` was last called
 
-    def addresses(self) -> list[int]:
-        """Return the current addresses of parameters and buffers."""
+    def tensor_addresses(self) -> list[int]:
+        """Return the current addresses of all parameters and buffers."""
         return list(map(torch.Tensor.data_ptr, self.tensors.values()))
 
     def written(self) -> set[int]:
         """Return the identities of the tensors that a refit writes into."""
-        return {id(region.tensor) for region in (*self.regions.values(), *self._scale_regions().values())}
+        return {id(region.tensor) for region in self.written_regions()}
 
     def tensor_accounts(self) -> list[dict[str, Any]]:
         """Return what a refit does to the tensors, counted; see `Engine.tensor_accounts`."""
@@ -43,8 +44,8 @@ class LiveEngine(Engine):
             return False
         return True
 
-    def refresh_regions(self) -> bool:
-        """Find the tensors that the engine has replaced or moved; return True if there were any.
+    def refresh_regions(self) -> None:
+        """Find the tensors that the engine has replaced or moved.
 
         Raises ReshardError if one has no memory, as in sleep, or another shape, dtype or order than
         at connect.
@@ -54,14 +55,13 @@ class LiveEngine(Engine):
             current = module._parameters.get(key, module._buffers.get(key))
             if current is not before:
                 self._replace(name, current)
-        addresses = self.addresses()
-        self.check_memory()
+        addresses = self.tensor_addresses()
+        self.check_awake()
         moved, self._addresses = addresses != self._addresses, addresses
         if moved:
             self.tensors_moved()
-        return moved
 
-    def check_memory(self) -> None:
+    def check_awake(self) -> None:
         """Raise ReshardError if the tensors have no memory, as in sleep."""
 
     def tensors_moved(self) -> None:

@@ -13,10 +13,9 @@ from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds, check_switch
 from reshard.integrations.calls import Calls
 from reshard.refit.changes.choice import AUTO
-from reshard.refit.connecting import connect_with
+from reshard.refit.connecting import connect
 from reshard.refit.engine import Engine
 from reshard.refit.link import Link, RefitReport
-from reshard.refit.lora.link import AdapterLink
 from reshard.refit.options import ConnectOptions
 from reshard.refit.trainer import Trainer
 
@@ -119,7 +118,7 @@ class Connection:
 
     def __init__(self, options: SyncOptions) -> None:
         self.options = options
-        self.link: Link | AdapterLink | None = None
+        self.link: Link | None = None
 
     @contextmanager
     def dropped_on_failure(self) -> Iterator[None]:
@@ -140,8 +139,8 @@ class Connection:
     ) -> None:
         """Connect, while `calls` of engines are under way; see `reshard.refit.connect`."""
 
-        def part() -> Link | AdapterLink:
-            return connect_with(replace(self.options, adapter=adapter), members, source, destination)
+        def part() -> Link:
+            return connect(members, source, destination, self.options, adapter=adapter)
 
         self.link = part() if calls is None else calls.alongside(members, part)
 

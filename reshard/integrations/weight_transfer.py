@@ -24,7 +24,7 @@ from reshard.comm.secret import given_secret, new_secret
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import check_number, check_seconds
 from reshard.integrations.calls import Calls
-from reshard.refit.connecting import connect_with
+from reshard.refit.connecting import connect
 from reshard.refit.link import Link, RefitReport
 from reshard.refit.options import BUCKET_BYTES, ConnectOptions, check_member_name
 from reshard.refit.trainer import Trainer
@@ -191,7 +191,7 @@ class WeightTransfer:
             delta_on_host=delta_on_host,
         )
         try:
-            self.link = calls.alongside(members, lambda: connect_with(options, members, source))
+            self.link = calls.alongside(members, lambda: connect(members, source, None, options))
         except BaseException:
             members.close()  # the address is the caller's, who may meet there again
             raise

@@ -47,7 +47,7 @@ class LocalBoxes:
     def find_regions(self) -> None:
         """Find the boxes where they lie now: a trainer may have moved them."""
         self.boxes, self.padding = [], []
-        for tensor, region in zip(self._held, self.trainer.regions, strict=True):
+        for tensor, region in zip(self._held, self.trainer.memory, strict=True):
             dtype = DTYPES[self._dtype] if self._dtype else dtype_named(str(region.tensor.dtype))
             for part in tensor.parts:
                 rows, less_one = Rows.of(part.local_box), part.name in self._less_one

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from threading import Thread
-from typing import Any, overload
+from typing import Any
 
 import torch
 
@@ -21,9 +21,10 @@ from reshard.refit.agreement import Agreement, agreement_of, check_sides
 from reshard.refit.changes.choice import check_delta
 from reshard.refit.engine import Engine
 from reshard.refit.fp8_blocks.items import BF16
+from reshard.refit.holder import Holder
 from reshard.refit.link import Link
-from reshard.refit.lora.link import AdapterLink
-from reshard.refit.options import BUCKET_BYTES, ConnectOptions
+from reshard.refit.lora.connecting import connect_adapter
+from reshard.refit.options import ConnectOptions
 from reshard.refit.protocol.encoding import readable
 from reshard.refit.protocol.greeting import (
     DeviceInfo,
@@ -36,127 +37,42 @@ from reshard.refit.protocol.greeting import (
 from reshard.refit.receiver import Receiver
 from reshard.refit.routes import NIXL
 from reshard.refit.sender import Sender
-from reshard.refit.trainer import Trainer
 from reshard.refit.transports.agent import installed_version
 
-TRAINERS = "reshard.trainers.MegatronModel(models), or another Trainer"
-ENGINES = "reshard.engines.VllmModel.from_llm(llm), or .from_worker(worker)"
+SOURCES = "reshard.trainers.MegatronModel(models), or another Trainer"
+DESTINATIONS = "reshard.engines.VllmModel.from_llm(llm), or .from_worker(worker)"
+DEFAULTS = ConnectOptions()
 
 
-@overload
-def connect(
-    group: RefitGroup, source: "Trainer | Callable[[], Trainer] | None" = None,
-    destination: "Engine | Callable[[], Engine] | None" = None, *, backend: str = "auto",
-    bucket_bytes: int = BUCKET_BYTES, keep_mapped: bool = False, adapter: None = None,
-    delta: bool | str = False, delta_on_host: bool = False,
-) -> Link: ...  # fmt: skip
-
-
-@overload
-def connect(
-    group: RefitGroup, source: "Trainer | Callable[[], Trainer] | None" = None,
-    destination: "Engine | Callable[[], Engine] | None" = None, *, backend: str = "auto",
-    bucket_bytes: int = BUCKET_BYTES, keep_mapped: bool = False, adapter: str | None,
-    delta: bool | str = False, delta_on_host: bool = False,
-) -> Link | AdapterLink: ...  # fmt: skip
 def connect(
     group: RefitGroup,
-    source: "Trainer | Callable[[], Trainer] | None" = None,
+    source: "Holder | Callable[[], Holder] | None" = None,
     destination: "Engine | Callable[[], Engine] | None" = None,
-    *,
-    backend: str = "auto",
-    bucket_bytes: int = BUCKET_BYTES,
-    keep_mapped: bool = False,
-    adapter: str | None = None,
-    delta: bool | str = False,
-    delta_on_host: bool = False,
-) -> Link | AdapterLink:
+    options: ConnectOptions = DEFAULTS,
+    **keywords: Any,
+) -> Link:
     """Connect a trainer's ranks (`source`) and an inference engine's (`destination`); a process may
     be both, or neither.
 
     Every member calls this. A side may be a function that makes it, so that all members hear of it
     at once where that fails.
 
-    `backend` is ``auto`` (peers' memory within a host, staged where that cannot be mapped, NIXL
-    between hosts that have it and RDMA, NCCL between others), ``cuda_ipc``, ``staged``, ``nixl`` or
-    ``nccl``; one that says another than ``auto`` decides for all. `bucket_bytes` bounds the memory of
-    all buckets of a rank together; the least that a member gives counts. When a refit returns, engines
-    have unmapped the trainers' memory, so that a trainer may free it; mappings stay where all trainers'
-    ranks give `keep_mapped`, for trainers that never do, and so do NCCL's buckets, which it then exchanges
-    without copies through memory of its own.
-
-    With `adapter` the trainer has LoRA adapters, and the engine serves them by this name: the first refit
-    of the link brings the weights below them, and each the adapter (`AdapterLink`). All members give the
-    same name.
-
-    With `delta` trainers' ranks keep what they sent by NCCL, or Gloo, and send what changed since, where all
-    members still have the weights of the refit before; ``auto`` does so where that is measured to be faster than
-    to send all, and elsewhere keeps nothing for the next 50 refits. It is kept on the trainer's device, or with
-    `delta_on_host` in pinned host memory: as many bytes as each rank sends, once for replicas. One member that
-    gives `delta` decides for all. What goes by other backends, the adapter, and what the engine quantizes itself
-    always go whole.
+    `keywords` are fields of `ConnectOptions`, and come before those of `options`.
 
     A field of the engine's config that any member ignores (`reshard.ignored_config_fields`), all do.
 
     Raises ReshardError on every member, before a byte moves, where the two sides do not hold the
     same model, where the engine's loader disagrees with our rules, or where a member does not come.
     """
-    options = ConnectOptions(
-        backend=backend,
-        bucket_bytes=bucket_bytes,
-        keep_mapped=keep_mapped,
-        adapter=adapter,
-        delta=delta,
-        delta_on_host=delta_on_host,
-    )
-    return connect_with(options, group, source, destination)
-
-
-def connect_with(
-    options: ConnectOptions,
-    group: RefitGroup,
-    source: "Trainer | Callable[[], Trainer] | None" = None,
-    destination: "Engine | Callable[[], Engine] | None" = None,
-) -> Link | AdapterLink:
-    """Connect as `connect` does, with its options as a value."""
     if not isinstance(group, RefitGroup):
         raise ReshardError(
             f"group is a {type(group).__name__}: give reshard.refit.RefitGroup.of_process_group(), or what its join returns"
         )
+    options = replace(options, **keywords)
     if options.adapter is None:
         return _connect(group, source, destination, options)
-    return _connect_with_adapter(group, source, destination, options.adapter, options)
-
-
-def _connect_with_adapter(
-    group: RefitGroup,
-    source: "Trainer | Callable[[], Trainer] | None",
-    destination: "Engine | Callable[[], Engine] | None",
-    adapter: str,
-    options: ConnectOptions,
-) -> AdapterLink:
-    """Connect the weights below an adapter, and then the adapter."""
-    of_trainer: list[Trainer] = []
-
-    def below_adapter() -> Trainer | None:
-        """Return the trainer's side without its adapter, which is kept for its own connection."""
-        trainer: Trainer | None = _resolve_side(source, Trainer, "source", TRAINERS)
-        if trainer is not None:
-            of_trainer.append(trainer.adapter())
-        return trainer
-
-    weights = _connect(group, below_adapter if source is not None else None, destination, options)
-    engine = weights.receiver.engine if weights.receiver is not None else None
-    try:
-        own_adapter = partial(engine.adapter, adapter) if engine is not None else None
-        # Its slots in the engine take turns, so that none has the version before.
-        whole = replace(options, delta=False)
-        adapters = _connect(group, next(iter(of_trainer), None), own_adapter, whole)
-    except BaseException:
-        with suppress(ReshardError):
-            weights.close()
-        raise
-    return AdapterLink(weights, adapters)
+    make_source = partial(_resolve_side, source, Holder, "source", SOURCES) if source is not None else None
+    return connect_adapter(partial(_connect, group), make_source, destination, options)
 
 
 def _connect(group: RefitGroup, source: Any, destination: Any, options: ConnectOptions) -> Link:
@@ -176,8 +92,8 @@ def _connected(group: RefitGroup, source: Any, destination: Any, options: Connec
             # A trainer's process ignores fields by its own code; an engine's can only hear of them.
             fields = {field for greeting in greetings for field in greeting.ignored}
             with ignored_config_fields(*fields, recorded=True):
-                trainer: Trainer | None = _resolve_side(source, Trainer, "source", TRAINERS)
-                engine: Engine | None = _resolve_side(destination, Engine, "destination", ENGINES)
+                trainer: Holder | None = _resolve_side(source, Holder, "source", SOURCES)
+                engine: Engine | None = _resolve_side(destination, Engine, "destination", DESTINATIONS)
                 device = _device(trainer, engine)
                 if device.type == "cuda":
                     # The driver's calls need this thread to have the GPU's context, which a new thread lacks.
@@ -229,7 +145,7 @@ def _exchange_requests(
     """Tell engines what trainers hold, and trainers which pieces engines want."""
     config = b""
     if receiver is not None:
-        receiver.engine.refresh_regions()
+        receiver.find_moved()
         config = post_config(group, receiver.engine.hf_config)
     where = f"the config of {group.names[agreed.engines[0]]}"
     with readable(where):
@@ -252,13 +168,13 @@ def _resolve_side(side: Any, kind: type, name: str, give: str) -> Any:
     return side
 
 
-def _compile_ahead(trainer: Trainer | None, engine: Engine | None, device: torch.device) -> Thread | None:
+def _compile_ahead(trainer: Holder | None, engine: Engine | None, device: torch.device) -> Thread | None:
     """Begin to compile the kernels that these sides will need, in a thread; nothing on a CPU."""
     if device.type != "cuda":
         return None
     from reshard.refit.copying.compiling import compile_ahead
 
-    held = [region.tensor.dtype for region in (trainer.regions if trainer is not None else ())]
+    held = [region.tensor.dtype for region in (trainer.memory if trainer is not None else ())]
     served = [region.tensor.dtype for region in (engine.regions.values() if engine is not None else ())]
     blocks = engine is not None and bool(engine.scales)
     itemsize, _ = Counter(dtype.itemsize for dtype in held).most_common(1)[0] if held else (BF16.size, 0)
@@ -276,7 +192,7 @@ def _device_info(device: torch.device, greetings: Sequence[Greeting]) -> DeviceI
     return DeviceInfo.of(device)
 
 
-def _device(trainer: Trainer | None, engine: Engine | None) -> torch.device:
+def _device(trainer: Holder | None, engine: Engine | None) -> torch.device:
     """Return where these sides compute; the CPU where there is none."""
     if trainer is not None and trainer.device is not None:
         return trainer.device

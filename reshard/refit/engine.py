@@ -21,73 +21,33 @@ without some of them (`optional`, `select_optional`).
 """
 
 from collections.abc import Mapping, Set
-from types import MappingProxyType
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from reshard.core.errors import ReshardError
-from reshard.core.placement import Placement
-from reshard.device.memory import Region
-from reshard.lora.scale import Scale
-from reshard.refit.guard import Guard
-
-_NOTHING: Mapping[Any, Any] = MappingProxyType({})
+from reshard.refit.served import ServedWeights
 
 
-class Scales(NamedTuple):
-    """The scales of a local tensor ``[rows, columns]`` whose region holds fp8 codes.
-
-    `region` holds the fp32 scales of its 128x128 blocks, ``[ceil(rows / 128), ceil(columns /
-    128)]``; `rounding` is one of `reshard.quantization.fp8_blocks.ROUNDINGS`.
-    """
-
-    region: Region
-    rounding: str
-
-
-class Engine:
+class Engine(ServedWeights):
     """One rank of a running inference engine; the module's docstring says what a subclass has to
     give.
 
     A refit writes into `regions`, and into the `scales` of those that are quantized, and nowhere
-    else. Ids of local tensors are the keys of `regions`, whose order does not change.
+    else. `process_round` is called when the local tensors of a round of `staged_rounds` have arrived, before
+    the first of the next.
     """
 
-    hf_config: dict[str, Any]
     tp: int
-    placement: Placement
-    regions: Mapping[Any, Region]
-    guard: Guard
-
-    # Quantized local tensors, by id: where their scales lie, and how these are rounded.
-    scales: Mapping[Any, Scales] = _NOTHING
-    # Local tensors that only pass through their regions, by id: the index of their round. The
-    # regions of all rounds may be the same memory. `process_round` is called when those of a round
-    # have arrived, before the first of the next.
-    staged_rounds: Mapping[Any, int] = _NOTHING
     # Published names that a trainer may lack: `select_optional` tells the engine, before anything
     # is planned, which of them it has.
     optional: frozenset[str] = frozenset()
     # Seconds that ranks wait for each other when they process a round together.
     timeout: float = 60.0
-    # True for an adapter: `take_scales` is called before anything is planned.
-    takes_scales: bool = False
-    # Of an adapter: bytes drawn at random for the next refit, the same on all ranks of all engines.
-    attempt: bytes = b""
-
-    _addresses: list[int] | None = None
 
     @property
     def ready(self) -> bool:
         """True once every parameter has been written by one complete refit, or loaded by the engine
         itself."""
         return self.guard.ready
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which this rank computes."""
-        return next(iter(self.regions.values())).tensor.device
 
     @property
     def version(self) -> int | None:
@@ -106,19 +66,6 @@ class Engine:
         """Serve again, with weights of this version; called when every member has finished."""
         self.guard.refitted(version)
 
-    def refresh_regions(self) -> bool:
-        """Update `regions` and `scales` for tensors that the engine has moved; return True if it
-        has moved any.
-
-        Called at connect and before each refit. Raises ReshardError if a tensor has no memory, or
-        another layout than at connect.
-        """
-        addresses = [
-            region.address for regions in (self.regions, self._scale_regions()) for region in regions.values()
-        ]
-        moved, self._addresses = addresses != self._addresses, addresses
-        return moved
-
     def select_optional(self, available: Set[str]) -> None:
         """Drop from `placement` what needs those of the `optional` names that are not `available`.
 
@@ -128,23 +75,16 @@ class Engine:
             f"{type(self).__name__} has optional names, and does not say what it is without them"
         )
 
-    def adapter(self, name: str) -> "Engine":
-        """Return the LoRA adapter that the engine serves by this name, as a destination of its own.
+    def take_facts(self, facts: Mapping[str, bytes]) -> None:
+        """Take what trainers' ranks say of their weights beside them (`Holder.facts`), by the name of each; called
+        before anything is planned, where one says something.
 
-        Raises ReshardError if the engine serves none.
+        Raises ReshardError if the engine cannot serve these weights.
         """
-        raise ReshardError(f"{type(self).__name__} serves no LoRA adapters that a refit can bring")
-
-    def take_scales(self, scales: Mapping[str, Scale]) -> None:
-        """Make the `placement` of an adapter for these published weights: each has a rank, and a scale
-        by which the engine multiplies.
-
-        Raises ReshardError if the engine cannot serve it.
-        """
-        raise NotImplementedError(f"{type(self).__name__} is not an adapter")
+        raise ReshardError(f"{type(self).__name__} takes no weights that come with {len(facts)} ranks' facts")
 
     def disconnect(self) -> None:
-        """Give back what `take_scales` took; called when the link closes, or could not be made."""
+        """Give back what `take_facts` took; called when the link closes, or could not be made."""
 
     def process_round(self, index: int) -> None:
         """Quantize the local tensors staged in this round into the tensors that the engine serves
@@ -178,6 +118,3 @@ class Engine:
         ``tensors``, and the name of the ``first``.
         """
         return []
-
-    def _scale_regions(self) -> dict[Any, Region]:
-        return {identity: scales.region for identity, scales in self.scales.items()}

@@ -5,7 +5,7 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,10 +15,9 @@ from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, first_line
 from reshard.refit.agreement import Agreement, names_of
 from reshard.refit.changes.choice import OFF, Deltas
-from reshard.refit.codecs import CODECS, PLAIN
-from reshard.refit.copying.addresses import UNSTAGED, region_addresses
+from reshard.refit.copying.addresses import UNSTAGED
 from reshard.refit.copying.copies import wait_for_all_streams, wait_for_device, wait_for_partners
-from reshard.refit.copying.tables import CODEC, bytes_of
+from reshard.refit.describing import described
 from reshard.refit.protocol.memory import TrainerMemory, exchange_unmapped
 from reshard.refit.receiver import Receiver
 from reshard.refit.refit_log import RefitLog
@@ -31,6 +30,16 @@ from reshard.refit.verification import ReceivedDigests, SentDigests
 
 log = logging.getLogger("reshard")
 SETTLE_SECONDS = 1.0  # for what a GPU was given before copies failed
+
+
+class Below(Protocol):
+    """The weights below those that a link brings, as those that a LoRA adapter adds to, by a `link` of their own."""
+
+    link: "Link"
+
+    def follow(self, version: int | None, verify: bool) -> int | None:
+        """Bring them where an engine does not have them; return the version of what comes next. All members call
+        this before each refit of the link above."""
 
 
 class Link:
@@ -56,6 +65,7 @@ class Link:
         self.version: int | None = None
         self.broken = False  # the last refit failed
         self.closed = False
+        self.below: Below | None = None  # weights that this link's build on
         context = Context(
             group,
             device,
@@ -154,6 +164,8 @@ class Link:
         begun to write then refuse to serve until a whole refit succeeded, since weights are written
         in place and nothing can be rolled back.
         """
+        if self.below is not None:
+            version = self.below.follow(version, verify)
         with self.group.one_call("refit"):
             return self._refit(version, verify)
 
@@ -226,7 +238,8 @@ class Link:
     def _find_moved(self) -> tuple[bool, bool]:
         """Finish what this GPU has to do first. Returns whether this trainer's rank has moved,
         which it then tells others, and whether this engine's has."""
-        if self.sender is not None and self.sender.source.has_pending_sync:
+        if self.sender is not None:
+            self.sender.source.check_current()
             self.sender.sync_params()
         # The optimizer's work, or the engine's last step.
         if not wait_for_all_streams(self.device, self.group.timeout if self.broken else None):
@@ -237,7 +250,7 @@ class Link:
         if self.receiver is not None:
             self.receiver.check_taken()
             self.receiver.engine.check_idle()
-        receiver_moved = self.receiver is not None and self.receiver.engine.refresh_regions()
+        receiver_moved = self.receiver is not None and self.receiver.find_moved()
         return self.sender is not None and self.sender.post_if_moved(), receiver_moved
 
     def _follow(self, sender_moved: bool, receiver_moved: bool) -> None:
@@ -397,6 +410,8 @@ class Link:
     def release(self) -> None:
         """Unmap the trainers' memory, where mappings were to stay (`connect(keep_mapped=True)`).
         Every member calls this."""
+        if self.below is not None:
+            self.below.link.release()
         with self.group.one_call("release"):
             self.keep_mapped, kept = False, self.keep_mapped
             try:
@@ -416,41 +431,9 @@ class Link:
         (``float32 to bfloat16``), and why memory of the same host is not mapped (``apart``).
         ``quantized`` is what the engine serves quantized, ``parts`` the blocks that are put
         together of several ranks' parts, and ``tensors`` what a refit does to each of the engine's
-        tensors.
+        tensors. ``weights`` is this of the weights below an adapter.
         """
-        receiver = self.receiver
-        return {
-            "backend": self.agreed.backend,
-            "keep_mapped": self.keep_mapped,
-            "bucket_bytes": self.agreed.bucket_bytes,
-            "delta": self.agreed.delta,
-            "kept_bytes": self.deltas.kept_bytes if self.deltas is not None else 0,
-            "routes": self._describe_routes(receiver) if receiver is not None else [],
-            "quantized": receiver.engine.quantized_layers() if receiver is not None else [],
-            "parts": receiver.slab.described() if receiver is not None else {},
-            "tensors": receiver.engine.tensor_accounts() if receiver is not None else [],
-        }
-
-    def _describe_routes(self, receiver: Receiver) -> list[dict[str, Any]]:
-        memory = region_addresses(receiver.engine.regions.values())
-        routes = []
-        for rank, route in receiver.routes().items():
-            table = receiver.copies(rank, memory)
-            cast = {
-                str(codec): bytes_of(table[table[:, CODEC] == number])
-                for number, codec in enumerate(CODECS)
-                if number != PLAIN and (table[:, CODEC] == number).any()
-            }
-            routes.append(
-                {
-                    "from": self.group.names[rank],
-                    "route": route,
-                    "bytes": bytes_of(table),
-                    "cast": cast,
-                    "apart": self.agreed.why_apart(rank, self.group.rank),
-                }
-            )
-        return routes
+        return described(self)
 
     def check_open(self) -> None:
         """Raise ReshardError once the link is closed."""
@@ -462,8 +445,12 @@ class Link:
         if this connection made one; it cannot be used again. The group stays, and with it the port at which
         its members have met, until it is closed, too (`RefitGroup.close`). vLLM gets the slots of an adapter back, which it serves
         until it needs them for others."""
-        with self.group.one_call("close"):
-            self.give_back()
+        try:
+            with self.group.one_call("close"):
+                self.give_back()
+        finally:
+            if self.below is not None:
+                self.below.link.close()
 
     def give_back(self) -> None:
         """Do what `close` does, within a call of the group's that goes on."""

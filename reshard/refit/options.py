@@ -17,9 +17,26 @@ Options = TypeVar("Options", bound="ConnectOptions")
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectOptions:
-    """The options of `reshard.refit.connect`, which says what each of them does.
+    """The options of `reshard.refit.connect`. Members tell each other all but `delta_on_host`.
 
-    Members tell each other all but `delta_on_host`.
+    `backend` is ``auto`` (peers' memory within a host, staged where that cannot be mapped, NIXL
+    between hosts that have it and RDMA, NCCL between others), ``cuda_ipc``, ``staged``, ``nixl`` or
+    ``nccl``; one that says another than ``auto`` decides for all. `bucket_bytes` bounds the memory of
+    all buckets of a rank together; the least that a member gives counts. When a refit returns, engines
+    have unmapped the trainers' memory, so that a trainer may free it; mappings stay where all trainers'
+    ranks give `keep_mapped`, for trainers that never do, and so do NCCL's buckets, which it then exchanges
+    without copies through memory of its own.
+
+    With `adapter` the trainer has LoRA adapters, and the engine serves them by this name: the first refit
+    of the link brings the weights below them (`Link.below`), and each the adapter. All members give the same
+    name.
+
+    With `delta` trainers' ranks keep what they sent by NCCL, or Gloo, and send what changed since, where all
+    members still have the weights of the refit before; ``auto`` does so where that is measured to be faster than
+    to send all, and elsewhere keeps nothing for the next 50 refits. It is kept on the trainer's device, or with
+    `delta_on_host` in pinned host memory: as many bytes as each rank sends, once for replicas. One member that
+    gives `delta` decides for all. What goes by other backends, the adapter, and what the engine quantizes itself
+    always go whole.
     """
 
     backend: str = "auto"

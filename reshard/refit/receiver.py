@@ -29,10 +29,10 @@ from reshard.refit.fp8_blocks.packed import compile_block_kernels
 from reshard.refit.fp8_blocks.split import SplitBlocksSlab, split_pieces
 from reshard.refit.planning import build_requests, plan_pieces
 from reshard.refit.protocol.encoding import DIGEST_BYTES, digest, readable
+from reshard.refit.protocol.facts import read_facts
 from reshard.refit.protocol.held import HeldTensors, ShardSizes, names_held, unpack_held
 from reshard.refit.protocol.memory import TrainerMemory, check_regions
 from reshard.refit.protocol.requests import PieceRequest, RequestsRead
-from reshard.refit.protocol.scales import read_scales
 from reshard.refit.routes import CUDA_IPC, LOCAL
 from reshard.refit.transports import SENT, TRANSPORTS
 from reshard.refit.transports.base import Incoming
@@ -56,7 +56,8 @@ class Receiver:
         self.request_digests: dict[int, bytes] = {}
         self.memory_digests: dict[int, bytes] = {}
         self.slab = SplitBlocksSlab(engine, device)
-        self._is_taken = False  # the engine has taken scales for this connection
+        self._addresses: list[int] | None = None  # that were last found
+        self._is_taken = False  # the engine has taken facts for this connection
         self._taken_regions: object = None  # the engine's regions then
 
     def plan(self, where: str) -> None:
@@ -67,10 +68,9 @@ class Receiver:
             for rank in self.agreed.trainers
         }
         names = self.group.names
-        if self.engine.takes_scales:
-            scales = read_scales(self.group, self.agreed.trainers)
+        if facts := read_facts(self.group, self.agreed.trainers):
             self._is_taken = True
-            self.engine.take_scales(scales)
+            self.engine.take_facts(facts)
             self._taken_regions = self.engine.regions
         if self.engine.optional:
             offered = {
@@ -125,8 +125,16 @@ class Receiver:
         first_round = max(self.engine.staged_rounds.values(), default=UNSTAGED) + 1
         return split_pieces(pieces, places_of(self.engine)[:, SHAPE], first_round)
 
+    def find_moved(self) -> bool:
+        """Follow tensors that the engine has moved; return True if copies of this connection go elsewhere than
+        before. Another connection may have followed them first."""
+        self.engine.refresh_regions()
+        addresses = self.engine.written_addresses()
+        moved, self._addresses = addresses != self._addresses, addresses
+        return moved
+
     def check_taken(self) -> None:
-        """Raise ReshardError where another connection has had the engine take other scales since."""
+        """Raise ReshardError where another connection has had the engine take other facts since."""
         if self._is_taken and self.engine.regions is not self._taken_regions:
             raise ReshardError(
                 "another connection refits an adapter of other layers, ranks or scales under this name: connect again"

@@ -32,18 +32,19 @@ from reshard.refit.copying.addresses import (
 from reshard.refit.copying.copies import wait_for_device
 from reshard.refit.fp8_blocks.items import PLACES
 from reshard.refit.fp8_blocks.packed import compile_block_kernels, places_of_requests
+from reshard.refit.holder import Holder
 from reshard.refit.protocol.encoding import digest
+from reshard.refit.protocol.facts import post_facts
 from reshard.refit.protocol.held import ShardSizes, pack_held
 from reshard.refit.protocol.memory import TrainerMemory
 from reshard.refit.protocol.requests import PieceRequest, RequestsRead, check_pieces
-from reshard.refit.protocol.scales import SCALES, encode_scales
 from reshard.refit.routes import CUDA_IPC
 from reshard.refit.trainer import Trainer
 from reshard.refit.transports import SENT
 from reshard.refit.transports.base import Outgoing
 
 # What has been published of a model, for who connects the same trainer again.
-_published: WeakKeyDictionary[Trainer, tuple[tuple[Model, list[torch.dtype]], bytes, bytes, ShardSizes]] = (
+_published: WeakKeyDictionary[Holder, tuple[tuple[Model, list[torch.dtype]], bytes, bytes, ShardSizes]] = (
     WeakKeyDictionary()
 )
 
@@ -51,7 +52,7 @@ _published: WeakKeyDictionary[Trainer, tuple[tuple[Model, list[torch.dtype]], by
 class Sender:
     """A trainer's rank in a connection: what inference ranks ask it for, and where its memory is."""
 
-    def __init__(self, source: Trainer, group: RefitGroup, agreed: Agreement, device: torch.device) -> None:
+    def __init__(self, source: Holder, group: RefitGroup, agreed: Agreement, device: torch.device) -> None:
         self.source, self.group, self.agreed, self.device = source, group, agreed, device
         self.requests: dict[int, np.ndarray] = {}  # `Pieces.requests` by inference rank
         self.sizes = ShardSizes.of([], [])
@@ -68,7 +69,7 @@ class Sender:
         self.source = self.source.as_published(model)
         self.source.check_memory(self.device)
         self.source.check_model(model)
-        dtypes = [region.tensor.dtype for region in self.source.regions]
+        dtypes = [region.tensor.dtype for region in self.source.memory]
         known, header, parts, self.sizes = _published.get(self.source, (None, b"", b"", self.sizes))
         if known != (model, dtypes):
             names = {dtype: dtype_named(str(dtype)).name for dtype in set(dtypes)}
@@ -79,9 +80,7 @@ class Sender:
         self.held_digest = digest(header, parts)
         self.group.post("held", header)
         self.group.post("parts", parts)
-        scales = self.source.scales()
-        if scales is not None:
-            self.group.post(SCALES, encode_scales(scales))
+        post_facts(self.group, self.source.facts())
 
     def _held(self, model: Model) -> list[LocalTensor]:
         """Return what the trainer's rank holds, in rows and columns."""
@@ -91,8 +90,10 @@ class Sender:
             raise ReshardError(f"the trainer's {error}, which a refit does not support") from error
 
     def sync_params(self) -> None:
-        """Let the trainer's ranks finish what training has put off; not before all have come, since
-        torch bounds their wait for each other by a limit of its own."""
+        """Let the trainer's ranks finish what training has put off, if there may be anything; not before all have
+        come, since torch bounds their wait for each other by a limit of its own."""
+        if not isinstance(self.source, Trainer) or not self.source.has_pending_sync:
+            return
         self.source.check_memory(self.device)
         self.group.post("sync")
         self.group.wait("sync", self.agreed.trainers)
@@ -176,7 +177,7 @@ class Sender:
         ):
             return addresses, allocations
         shards = self._read_by_others()
-        regions = self.source.regions  # once: a trainer may make them anew, and has ten thousands
+        regions = self.source.memory  # once: a trainer may make them anew, and has ten thousands
         # Of the host's memory others map nothing: it goes through a slab.
         self.on_host = any(regions[shard].tensor.device != self.device for shard in shards)
         return addresses, [] if self.on_host else allocations_of(self.source, shards)
@@ -207,7 +208,7 @@ class Sender:
                 "processes (expandable segments, or a virtual memory pool): use "
                 "backend='auto', or unset PYTORCH_CUDA_ALLOC_CONF"
             )
-        address, pitch, itemsize = region_addresses(self.source.regions).T
+        address, pitch, itemsize = region_addresses(self.source.memory).T
         handles = [(a.base, a.size, exported(a.base)) for a in allocations] if self.exported else []
         memory = TrainerMemory(np.stack([address, pitch * itemsize], 1), handles, self.exported)
         self.memory_digest = memory.post(self.group)
@@ -219,7 +220,7 @@ class Sender:
     def outgoing(self) -> dict[str, dict[int, Outgoing]]:
         """Return what this rank sends, by route and inference rank."""
         outgoing: dict[str, dict[int, Outgoing]] = {route: {} for route in SENT}
-        regions = self.source.regions
+        regions = self.source.memory
         memory = region_addresses(regions)
         on_host = np.array([region.tensor.device != self.device for region in regions], bool)
         for rank, route in self.routes().items():

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from reshard.core.errors import ReshardError, listed
 from reshard.refit.codecs import BLOCKWISE
@@ -49,7 +48,7 @@ class SentDigests:
         routes = self.sender.routes()
         made_for = self.sender.source.addresses(), routes
         if made_for != self.made_for:
-            memory = region_addresses(self.sender.source.regions)
+            memory = region_addresses(self.sender.source.memory)
             self.pieces = {rank: self._of_pieces(rank, route, memory) for rank, route in routes.items()}
             self.blocks = {
                 rank: self._of_blocks(rank, route, memory)
@@ -98,10 +97,7 @@ class ReceivedDigests:
 
     def __init__(self, receiver: Receiver) -> None:
         self.receiver = receiver
-        # The holders of the engine's tensors, these, and the addresses and routes that `plain` and `blocks`
-        # are of.
-        self.regions: tuple[Any, Any] = None, None
-        self.tensors: list[torch.Tensor] = []
+        # The addresses and routes that `plain` and `blocks` are of.
         self.made_for: tuple[list[int], dict[int, str]] | None = None
         self.plain: dict[int, Digests] = {}
         self.blocks: dict[int, BlockDigests] = {}  # that arrive as such
@@ -117,7 +113,7 @@ class ReceivedDigests:
         receiver = self.receiver
         # A verification that failed may have left some.
         self.in_rounds, self.mismatches = {}, []
-        made_for = self._addresses(), receiver.routes()
+        made_for = receiver.engine.written_addresses(), receiver.routes()
         if made_for != self.made_for:
             memory = region_addresses(receiver.engine.regions.values())
             self.plain = {rank: self._of_plain(rank, memory) for rank in receiver.pieces}
@@ -132,15 +128,6 @@ class ReceivedDigests:
         for blocks in self.blocks.values():
             blocks.begin()
         self._block_check(shards).begin()
-
-    def _addresses(self) -> list[int]:
-        """Return where the tensors are now that the engine's regions and scales look into."""
-        engine = self.receiver.engine
-        if self.regions[0] is not engine.regions or self.regions[1] is not engine.scales:
-            self.regions = engine.regions, engine.scales
-            regions = [*engine.regions.values(), *(scales.region for scales in engine.scales.values())]
-            self.tensors = list({id(region.tensor): region.tensor for region in regions}.values())
-        return list(map(torch.Tensor.data_ptr, self.tensors))
 
     def _of_plain(self, rank: int, memory: np.ndarray) -> Digests:
         pieces = self.receiver.pieces[rank]

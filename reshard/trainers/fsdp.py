@@ -8,6 +8,7 @@ for those of `Family.in_memory`, and for experts: transformers 5 keeps those of 
 """
 
 from collections.abc import Mapping
+from copy import copy
 
 import torch
 
@@ -18,6 +19,7 @@ from reshard.core.views import tensor_shapes, view_parts, views_by_tensor
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model, different_fields
 from reshard.models.published import published
+from reshard.refit.trainer import Trainer
 from reshard.trainers.fsdp_lora import FsdpAdapter
 from reshard.trainers.fsdp_shards import FUSED, FsdpShards, LocalParameter
 from reshard.trainers.lora_scales import without_adapter_error
@@ -35,15 +37,18 @@ class FsdpModel(FsdpShards):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self.without = False  # True: the adapter is another connection's
+        self._is_split = False  # the adapter is another source's
+        self._weights: FsdpModel | None = None  # without it
 
-    def adapter(self) -> FsdpAdapter:
-        """See `Trainer.adapter`: that of PEFT's modules."""
-        self.without = True
-        return FsdpAdapter(self.model)
+    def split_adapter(self) -> tuple[Trainer, Trainer]:
+        """See `AdaptedTrainer.split_adapter`: of PEFT's modules."""
+        if self._weights is None:
+            self._weights = copy(self)
+            self._weights._is_split = True
+        return self._weights, FsdpAdapter(self.model)
 
     def check_model(self, model: Model) -> None:
-        """See `Trainer.check_model`: by transformers' config of the model."""
+        """See `Holder.check_model`: by transformers' config of the model."""
         own = Model.from_hf(published(self.config.to_dict(), "the trainer's config"), "the trainer's config")
         for name, (ours, theirs) in different_fields(own, model).items():
             raise ReshardError(
@@ -51,8 +56,8 @@ class FsdpModel(FsdpShards):
             )
 
     def publish(self, model: Model) -> list[LocalTensor]:
-        """See `Trainer.publish`."""
-        if self.adapter_names and not self.without:
+        """See `Holder.publish`."""
+        if self.adapter_names and not self._is_split:
             raise without_adapter_error("the trainer's model", self.adapter_names)
         if not model.family.experts_apart:
             raise ReshardError(

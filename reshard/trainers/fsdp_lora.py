@@ -20,6 +20,7 @@ from reshard.lora.names import A, B, parse_key, peft_name
 from reshard.lora.scale import Scale
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
+from reshard.refit.lora.scales import encode_scales
 from reshard.trainers.fsdp_shards import FUSED, FsdpShards, LocalParameter, without_peft
 from reshard.trainers.lora_scales import WHERE, Alpha, Factors, alpha_of, check_frozen
 
@@ -69,12 +70,12 @@ class FsdpAdapter(FsdpShards):
 
     @property
     def device(self) -> torch.device | None:
-        """See `Trainer.device`; that of the base where this rank has no part of the adapter."""
+        """See `Holder.device`; that of the base where this rank has no part of the adapter."""
         return super().device or next((p.device for p in self.model.parameters()), None)
 
     @property
-    def regions(self) -> list[Region]:
-        """See `Trainer.regions`: one for each published matrix; several may share memory."""
+    def memory(self) -> list[Region]:
+        """See `Holder.memory`: one for each published matrix; several may share memory."""
         self._reshard()
         memory = self._memory(self._tensors())
         return [Region(memory[placed.held], placed.offset, placed.pitch) for placed in self._placed]
@@ -87,12 +88,12 @@ class FsdpAdapter(FsdpShards):
         """Return the parameter's name in the model."""
         return self.held[self._placed[index].held].name
 
-    def check_adapter(self) -> None:
-        """See `Trainer.check_adapter`."""
+    def check_current(self) -> None:
+        """See `Holder.check_current`."""
         self._factors.check()
 
     def addresses(self) -> list[int]:
-        """See `Trainer.addresses`; called before every refit, so that copies are of what is trained now."""
+        """See `Holder.addresses`; called before every refit, so that copies are of what is trained now."""
         self._reshard()
         tensors = self._tensors()
         self._copy(tensors)
@@ -113,12 +114,16 @@ class FsdpAdapter(FsdpShards):
     def check_model(self, model: Model) -> None:
         """Nothing: the connection of the base has compared the models."""
 
+    def facts(self) -> bytes:
+        """See `Holder.facts`: the scale of each published weight that has one on this rank."""
+        return encode_scales(self.scales())
+
     def scales(self) -> dict[str, Scale]:
-        """See `Trainer.scales`."""
+        """Return the scale of each published weight that has one on this rank."""
         return self._scales
 
     def as_published(self, model: Model) -> "FsdpAdapter":
-        """See `Trainer.as_published`; the regions are those of the matrices of `model` from then on."""
+        """See `Holder.as_published`; the regions are those of the matrices of `model` from then on."""
         if self._model != model:
             self._copy(self._tensors())
             self._scales = {}
@@ -130,7 +135,7 @@ class FsdpAdapter(FsdpShards):
         return self
 
     def publish(self, model: Model) -> list[LocalTensor]:
-        """See `Trainer.publish`."""
+        """See `Holder.publish`."""
         return [placed.tensor for placed in self.as_published(model)._placed]
 
     def _place(self, model: Model) -> list[PlacedMatrix]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +45,8 @@ class MegatronModel(ShardedModel):
     ) -> None:
         self._as_published: PlusOne | None = None
         self.adapter_keys: set[str] = set()
-        self.without = False  # the adapters are another connection's
+        self._is_split = False  # the adapters are another source's
+        self._weights: MegatronModel | None = None  # without them
         super().__init__(models, metadata)
 
     def _published_key(self, key: str) -> str | None:
@@ -53,13 +55,16 @@ class MegatronModel(ShardedModel):
             return None
         return WRAPPED.sub(".", key)
 
-    def adapter(self) -> MegatronAdapter:
-        """See `Trainer.adapter`: that of Megatron-Bridge's or mcore-bridge's modules."""
-        self.without = True
-        return MegatronAdapter(self.chunks, self.metadata)
+    def split_adapter(self) -> tuple[Trainer, Trainer]:
+        """See `AdaptedTrainer.split_adapter`: of Megatron-Bridge's or mcore-bridge's modules."""
+        if self._weights is None:
+            self._weights = copy(self)
+            self._weights._is_split, self._weights._regions = True, [*self._regions]
+            self._weights._host_copies = {}
+        return self._weights, MegatronAdapter(self.chunks, self.metadata)
 
     def publish(self, model: Model) -> list[LocalTensor]:
-        """See `Trainer.publish`; each shard goes by its checkpoint key.
+        """See `Holder.publish`; each shard goes by its checkpoint key.
 
         Raises ReshardError too for parameters that the model's ``sharded_state_dict`` leaves out,
         such as adapters.
@@ -70,7 +75,7 @@ class MegatronModel(ShardedModel):
                 f"sharded_state_dict leaves them out: {listed(self._left_out)}"
             )
         keys, where = self._keys(), "the trainer's model"
-        if self.adapter_keys and not self.without:
+        if self.adapter_keys and not self._is_split:
             raise without_adapter_error(where, self.adapter_keys)
         vocabulary = next((keys[name].shape[0] for name in (EMBEDDING, OUTPUT) if name in keys), None)
         if vocabulary is not None and vocabulary < model.symbols["V"]:
@@ -92,7 +97,7 @@ class MegatronModel(ShardedModel):
         return [held[index] for index in range(len(self.shards))]
 
     def as_published(self, model: Model) -> Trainer:
-        """See `Trainer.as_published`; the weights of some norms are held less 1."""
+        """See `Holder.as_published`; the weights of some norms are held less 1."""
         if not any(row.less_one for block in model.blocks() for row in block.rows):
             return self
         names = expand(model).less_one

@@ -25,6 +25,7 @@ from reshard.megatron.checkpoint import ADAPTER
 from reshard.megatron.hybrid import class_of_models
 from reshard.megatron.parameters import Parameter, expand
 from reshard.models.model import Model
+from reshard.refit.lora.scales import encode_scales
 from reshard.trainers.lora_scales import WHERE, Alpha, Factors, alpha_of, check_frozen
 from reshard.trainers.shards import ShardedModel
 
@@ -75,13 +76,13 @@ class MegatronAdapter(ShardedModel):
 
     @property
     def device(self) -> torch.device | None:
-        """See `Trainer.device`; that of the base where this rank has no adapter."""
+        """See `Holder.device`; that of the base where this rank has no adapter."""
         return next((parameter.device for model in self.models for parameter in model.parameters()), None)
 
     @property
-    def regions(self) -> list[Region]:
-        """See `Trainer.regions`: a region for each published matrix; several may share memory."""
-        shards = super().regions
+    def memory(self) -> list[Region]:
+        """See `Holder.memory`: a region for each published matrix; several may share memory."""
+        shards = super().memory
         matrices = self._published.matrices if self._published is not None else []
         return [self._region(shards[matrix.shard], matrix) for matrix in matrices]
 
@@ -94,8 +95,8 @@ class MegatronAdapter(ShardedModel):
         before = matrix.before // (rows * columns) * shard.pitch
         return shard._replace(offset=shard.offset + before, pitch=matrix.columns)
 
-    def check_adapter(self) -> None:
-        """See `Trainer.check_adapter`."""
+    def check_current(self) -> None:
+        """See `Holder.check_current`."""
         self._factors.check()
 
     def name_of(self, index: int) -> str:
@@ -107,19 +108,23 @@ class MegatronAdapter(ShardedModel):
         """Nothing: the connection of the base has compared the models."""
 
     def as_published(self, model: Model) -> "MegatronAdapter":
-        """See `Trainer.as_published`; the regions are those of the matrices of `model` from then on."""
+        """See `Holder.as_published`; the regions are those of the matrices of `model` from then on."""
         if self._published is None or self._published.model != model:
             self._published = self._publish(model)
         return self
 
     def publish(self, model: Model) -> list[LocalTensor]:
-        """See `Trainer.publish`."""
+        """See `Holder.publish`."""
         self.as_published(model)
         assert self._published is not None
         return self._published.held
 
+    def facts(self) -> bytes:
+        """See `Holder.facts`: the scale of each published weight that has one on this rank."""
+        return encode_scales(self.scales())
+
     def scales(self) -> dict[str, Scale]:
-        """See `Trainer.scales`."""
+        """Return the scale of each published weight that has one on this rank."""
         return self._published.scales if self._published is not None else {}
 
     def _publish(self, model: Model) -> Published:

@@ -25,7 +25,7 @@ class PlusOne(Trainer):
             for index, tensor in enumerate(self.held)
             if any(part.name in names for part in tensor.parts)
         }
-        regions = trainer.regions
+        regions = trainer.memory
         # Where the trainer computes, also where it has its own parameters in host memory now.
         self.copies = {
             index: torch.empty_like(
@@ -43,40 +43,36 @@ class PlusOne(Trainer):
         )
 
     @property
-    def regions(self) -> list[Region]:
-        """See `Trainer.regions`: the trainer's, and the copies."""
-        regions = list(self.trainer.regions)
+    def memory(self) -> list[Region]:
+        """See `Holder.memory`: the trainer's, and the copies."""
+        regions = list(self.trainer.memory)
         for index, copy in self.copies.items():
             regions[index] = Region(copy, 0, copy.shape[1])
         return regions
 
     @property
     def device(self) -> torch.device | None:
-        """See `Trainer.device`."""
+        """See `Holder.device`."""
         return self.trainer.device
 
     def publish(self, model: Model) -> list[LocalTensor]:
-        """See `Trainer.publish`."""
+        """See `Holder.publish`."""
         return self.held if model == self.model else self.trainer.publish(model)
 
     def check_model(self, model: Model) -> None:
-        """See `Trainer.check_model`."""
+        """See `Holder.check_model`."""
         self.trainer.check_model(model)
 
-    def adapter(self) -> Trainer:
-        """See `Trainer.adapter`."""
-        return self.trainer.adapter()
-
     def name_of(self, index: int) -> str:
-        """See `Trainer.name_of`."""
+        """See `Holder.name_of`."""
         return self.trainer.name_of(index)
 
     def addresses(self) -> list[int]:
-        """See `Trainer.addresses`."""
+        """See `Holder.addresses`."""
         return [*self.trainer.addresses(), *(copy.data_ptr() for copy in self.copies.values())]
 
     def check_memory(self, device: torch.device) -> None:
-        """See `Trainer.check_memory`."""
+        """See `Holder.check_memory`."""
         self.trainer.check_memory(device)
 
     @property
@@ -89,7 +85,7 @@ class PlusOne(Trainer):
         """See `Trainer.sync_params`; then make the copies, in the arithmetic of fp32."""
         if self.trainer.has_pending_sync:
             self.trainer.sync_params()
-        regions = self.trainer.regions
+        regions = self.trainer.memory
         with torch.no_grad():
             for index, copy in self.copies.items():
                 copy.copy_(plus_one(self._numbers(index, regions)))

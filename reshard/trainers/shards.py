@@ -143,12 +143,12 @@ class ShardedModel(Trainer):
 
     @property
     def device(self) -> torch.device | None:
-        """See `Trainer.device`; where the parameters were first, since trainers move them to the host."""
+        """See `Holder.device`; where the parameters were first, since trainers move them to the host."""
         return self._device
 
     @property
-    def regions(self) -> list[Region]:
-        """See `Trainer.regions`: of the model's own parameters and buffers, as they are now, and of the
+    def memory(self) -> list[Region]:
+        """See `Holder.memory`: of the model's own parameters and buffers, as they are now, and of the
         host's copies of those that have no memory."""
         now = self._now()
         if not all(map(operator.is_, now, self._tensors)):
@@ -181,7 +181,7 @@ class ShardedModel(Trainer):
                 ) from error
 
     def addresses(self) -> list[int]:
-        """See `Trainer.addresses`; called before every refit, so that the tensors' places are kept at
+        """See `Holder.addresses`; called before every refit, so that the tensors' places are kept at
         hand."""
         try:
             # A model with adapters of experts has ten thousand tensors: each is asked once.
@@ -189,7 +189,7 @@ class ShardedModel(Trainer):
             addresses = list(map(torch.Tensor.data_ptr, held))
             return addresses if all(addresses) else list(map(torch.Tensor.data_ptr, self._now()))
         except TypeError:  # no tensor
-            return [region.tensor.data_ptr() for region in self.regions]
+            return [region.tensor.data_ptr() for region in self.memory]
 
     def _now(self) -> list[Any]:
         """Return what the model has now in the places of `_tensors`, or the host's copy of it; None if

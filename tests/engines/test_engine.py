@@ -317,6 +317,25 @@ def test_an_llm_whose_workers_fail_answers_in_a_sentence_and_serves_what_comes_n
     assert outcome["too few"] in said and SECRET not in said, "the failed call, without its secret"
 
 
+def test_an_engine_is_refitted_from_another_of_other_sizes_as_from_a_trainer(converted, tmp_path):
+    """The oracle is what vLLM's own loader has put into each worker."""
+    (hf, _), _ = converted("qwen3")
+    ports = [free_port(), free_port()]
+    outcome = run(tmp_path, 1, "engine_process_on_cpu.engine_from_engine", hf, ports)
+    for sizes, (source, engine) in {"1 to 2": (1, 2), "2 to 1": (2, 1)}.items():
+        said = outcome[sizes]
+        assert [said[step] for step in ("connect", "refit", "next refit")] == [["no error"] * 2] * 3, sizes
+        assert said["refitted"] == said["loaded"] and len(said["loaded"]) == engine
+        assert said["scribbled"][0] != said["loaded"][0], "a control"
+        for before, after in zip(said["refitted"], said["flipped"], strict=True):
+            assert [name for name in before if before[name] != after[name]] == ["model.norm.weight"]
+        assert said["versions"] == [[None] * source, [3] * engine]
+        sentence = (
+            "this vLLM holds weights that vLLM has discarded, and nothing is read from it: refit it first"
+        )
+        assert all(sentence in one for one in said["lost"]) and said["ready"] == [True] * engine
+
+
 def partly(old: str, new: str, to: Path) -> Path:
     """Write a checkpoint of which every other element is that of another one."""
     shutil.copytree(old, to)

@@ -232,3 +232,68 @@ def two_workers(pairs: list, port: int, log: str, secret: str) -> dict:
     with suppress(Exception):
         llm.llm_engine.engine_core.shutdown()
     return outcome
+
+
+def engine_from_engine(path: str, ports: list[int]) -> dict:
+    """Two engines in processes of their own, of one and of two workers; each is refitted from the other. What their
+    workers hold after vLLM's own loading, and after that, and what they say, also where the source has lost its weights."""
+    from threading import Thread
+
+    from vllm import LLM
+
+    from tests.on_cpu.engine_on_cpu import SMALL_BATCHES, caught
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        os.environ.pop(name, None)
+    options = dict(
+        SMALL_BATCHES, dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True, max_model_len=64
+    )
+
+    def started(tp: int):
+        return LLM(path, seed=tp, kv_cache_memory_bytes=1 << 24, tensor_parallel_size=tp, disable_log_stats=True,
+                   worker_extension_cls="tests.tools.source_worker.SourceExtension", **options)  # fmt: skip
+
+    def both(*calls) -> list[str]:
+        """What each of these raises, all at once."""
+        said = [""] * len(calls)
+
+        def call(index: int) -> None:
+            llm, method, *arguments = calls[index]
+            said[index] = caught(lambda: llm.collective_rpc(method, args=tuple(arguments)))
+
+        threads = [Thread(target=call, args=(index,)) for index in range(len(calls))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return said
+
+    engines, outcome = {tp: started(tp) for tp in (1, 2)}, {}
+    for (source_tp, tp), port in zip(((1, 2), (2, 1)), ports, strict=True):
+        source, engine = engines[source_tp], engines[tp]
+        said = outcome[f"{source_tp} to {tp}"] = {"loaded": engine.collective_rpc("fingerprints")}
+        engine.collective_rpc("scribble")
+        said["scribbled"] = engine.collective_rpc("fingerprints")
+        arguments = f"127.0.0.1:{port}", source_tp + tp
+        said["connect"] = both(
+            (source, "connect_as_source", *arguments),
+            (engine, "reshard_connect", arguments[0], source_tp, arguments[1]),
+        )
+        said["refit"] = both((source, "refit_others", 3), (engine, "reshard_refit", 3))
+        said["refitted"] = engine.collective_rpc("fingerprints")
+        said["versions"] = [one.collective_rpc("reshard_version") for one in (source, engine)]
+        source.collective_rpc("flip")
+        said["next refit"] = both((source, "refit_others", 4), (engine, "reshard_refit", 4))
+        said["flipped"] = engine.collective_rpc("fingerprints")
+        said["lost"] = both(
+            (
+                source,
+                "lose_and_refit_others",
+            ),
+            (engine, "reshard_refit", 5),
+        )
+        said["ready"] = [state["ready"] for state in engine.collective_rpc("reshard_state")]
+        both((source, "find"), (engine, "find"))
+    for llm in engines.values():
+        llm.llm_engine.engine_core.shutdown()
+    return outcome

@@ -355,7 +355,7 @@ def refitted(kind, flags, base, hf, settings, options, files, faults=(), backend
         "report": report.to_dict(),
         "base": engine.version,
     }
-    result["again"] = link.weights.refits
+    result["again"] = link.below.link.refits
     exchanged = dict(versions[1])
     first, second = ("gate_proj", "up_proj") if "kv_lora_rank" in config else ("k_proj", "v_proj")
     for name in [name for name in exchanged if f"{first}.lora_B" in name]:
@@ -381,7 +381,7 @@ def refitted(kind, flags, base, hf, settings, options, files, faults=(), backend
 def base_moved(link, module, models) -> list:
     """How often the weights below the adapter have gone after a refit behind a step that moves them, as Megatron's
     moves every router's bias, and behind one that does not; and which biases the engine then has, and the trainer."""
-    before, biases = link.weights.refits, {}
+    before, biases = link.below.link.refits, {}
     for model in models:
         for name, buffer in model.named_buffers():
             if name.endswith("expert_bias") and ".mtp" not in name:
@@ -392,7 +392,7 @@ def base_moved(link, module, models) -> list:
     counts = []
     for _ in range(2):
         link.refit()
-        counts.append(link.weights.refits - before)
+        counts.append(link.below.link.refits - before)
     theirs = {
         int(name.split(".")[2]): refit_sides.bits_of(one.float())
         for name, one in module.named_parameters()
@@ -407,11 +407,11 @@ def base_overwritten(link, module) -> list:
     that nothing counts: behind a refit, and behind one that is verified; and how often they were sent."""
     weight = next(one for name, one in module.named_parameters() if name.endswith("norm.weight"))
     link.refit(verify=True)
-    before, bits, outcomes = link.weights.refits, refit_sides.bits_of(weight), []
+    before, bits, outcomes = link.below.link.refits, refit_sides.bits_of(weight), []
     weight.data.mul_(2)
     for verify in (False, True, True):
         link.refit(verify=verify)
-        outcomes.append((refit_sides.bits_of(weight) == bits, link.weights.refits - before))
+        outcomes.append((refit_sides.bits_of(weight) == bits, link.below.link.refits - before))
     return outcomes
 
 

@@ -135,7 +135,7 @@ def serve_policy(hf: str, folder: str) -> dict:
     results["lost"] = caught(partial(answers, llm, policy))
     link.refit()
     results["mended"] = distance(model, answers(llm, policy))
-    results["weights"] = link.weights.refits
+    results["weights"] = link.below.link.refits
     results["other base"] = other_base(llm, hf, link, destination, model, policy)
     results["states"] = lora_states.refused(
         model,
@@ -169,15 +169,15 @@ def other_base(llm, hf: str, link, destination, model, policy) -> dict:
     another.refit(verify=True)
     said: dict = {"running": caught(front.step), "new": caught(partial(answers, llm, policy))}
     said["left"] = front.has_unfinished_requests()
-    before = link.weights.refits
+    before = link.below.link.refits
     link.refit(verify=True)
     llm.reset_prefix_cache()
     said["distances"] = [distance(model, answers(llm, policy))]
     with model.disable_adapter():
         said["distances"].append(distance(model, answers(llm, None)))
-    said["weights"] = [link.weights.refits - before]
+    said["weights"] = [link.below.link.refits - before]
     link.refit(verify=True)
-    said["weights"].append(link.weights.refits - before)
+    said["weights"].append(link.below.link.refits - before)
     another.close()
     return said
 

@@ -34,7 +34,7 @@ class Shards(Trainer):
         self.tensors = [torch.randn(SHAPE, generator=self.random).to(held) for held, _ in DTYPES.values()]
 
     @property
-    def regions(self):
+    def memory(self):
         return [Region(tensor, 0, SHAPE[1]) for tensor in self.tensors]
 
     def publish(self, model):

@@ -63,12 +63,12 @@ def fault(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str],
         source = MegatronModel(chunks)
         if what == "lacks a parameter":
             dropped = next(i for i, shard in enumerate(source.shards) if "linear_proj" in shard.key)
-            del source.shards[dropped], source.regions[dropped]
+            del source.shards[dropped], source.memory[dropped]
         if what == "lies elsewhere":
-            source.regions[3] = source.regions[3]._replace(tensor=source.regions[3].tensor.to("meta"))
+            source.memory[3] = source.memory[3]._replace(tensor=source.memory[3].tensor.to("meta"))
         if what == "has one too many":
             source.shards.append(source.shards[0]._replace(key="decoder.layers.adapter.weight"))
-            source.regions.append(source.regions[0])
+            source.memory.append(source.memory[0])
     else:
         side = engine_side(sides)
         model, config = side.engine_of(
@@ -309,7 +309,7 @@ class SlowTrainer(MegatronModel):
         return found
 
     @property
-    def regions(self):
+    def memory(self):
         if self.waits and self.is_there:
             self._wait_once()
         return self._regions
@@ -318,8 +318,8 @@ class SlowTrainer(MegatronModel):
         self.waits = self.is_there = False
         self.wait()
 
-    @regions.setter
-    def regions(self, value):
+    @memory.setter
+    def memory(self, value):
         self._regions = value
 
 

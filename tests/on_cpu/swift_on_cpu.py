@@ -243,7 +243,7 @@ def adapters(plugin: str, hf: str, *options: str) -> dict:
         trainer._move_model_to_vllm()
         outcome["ours"].append(slot())
         outcome["asked"].append(trainer.engine._get_grpo_lora_request().lora_name)
-    outcome["weights"] = trainer._reshard_connection.link.weights.refits
+    outcome["weights"] = trainer._reshard_connection.link.below.link.refits
     trainer._reshard_engine.guard.lose("no weights since it slept (level 2)")
     outcome["lost"] = caught(trainer.engine._get_grpo_lora_request)
     return outcome

@@ -13,8 +13,9 @@ from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.device.memory import Region
 from reshard.quantization.fp8_blocks import BLOCK, encode
 from reshard.refit import RefitGroup, connect
-from reshard.refit.engine import Engine, Scales
+from reshard.refit.engine import Engine
 from reshard.refit.guard import Guard
+from reshard.refit.served import Scales
 from reshard.refit.trainer import Trainer
 from tests.refit.test_blocks import rounded, weights
 from tests.refit.test_transports import CONFIG
@@ -67,7 +68,7 @@ class Halves(Trainer):
             self.tensors[name] = torch.from_numpy(np.ascontiguousarray(values)).to(matrix.dtype)
 
     @property
-    def regions(self):
+    def memory(self):
         return [Region(tensor, 0, tensor.shape[1]) for tensor in self.tensors.values()]
 
     def publish(self, model):

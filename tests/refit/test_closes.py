@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from reshard.refit import RefitGroup, connect
+from reshard.refit.lora.sides import AdapterEngine
 from tests.refit.test_transports import OneShard, TwoSlots, gloo_threads
 from tests.starting.ranks import caught, free_port
 
@@ -14,8 +15,8 @@ from tests.starting.ranks import caught, free_port
 class WithAdapter(OneShard):
     """A trainer's rank that has an adapter of one tensor."""
 
-    def adapter(self):
-        return OneShard(0, self.rows)
+    def split_adapter(self):
+        return self, OneShard(0, self.rows)
 
 
 class ServesAdapter(TwoSlots):
@@ -26,8 +27,8 @@ class ServesAdapter(TwoSlots):
         return self.own
 
 
-class AdapterSlots(TwoSlots):
-    fails, takes_scales = False, False
+class AdapterSlots(TwoSlots, AdapterEngine):
+    fails = False
 
     def disconnect(self):
         if self.fails:
@@ -56,7 +57,7 @@ def test_a_close_of_an_adapters_link_ends_both_connections_also_if_the_first_can
         said, after_close, links = zip(*pool.map(member, range(2)), strict=True)
     assert said == ("no error", "the slots are gone" if fails else "no error")
     assert all("this connection is closed" in sentence for sentence in after_close)
-    assert all(link.weights.closed for link in links) and gloo_threads(before) <= before
+    assert all(link.below.link.closed for link in links) and gloo_threads(before) <= before
 
 
 KEEPS = """

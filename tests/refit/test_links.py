@@ -3,15 +3,15 @@
 import logging
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
+import torch
 
-from reshard.refit import RefitGroup
-from reshard.refit.connecting import connect_with
+from reshard.device.memory import Region
+from reshard.refit import RefitGroup, connect
 from reshard.refit.options import ConnectOptions
 from tests.refit.test_closes import ServesAdapter, WithAdapter
-from tests.refit.test_transports import OneShard, TwoSlots
+from tests.refit.test_transports import COLUMNS, OneShard, OneTensor, TwoSlots
 from tests.starting.ranks import caught, free_port
 
 NAMES = [None, "engine pod-7, worker 0", "engine pod-7, worker 1"]
@@ -25,7 +25,7 @@ def links_of(adapter: str | None = None) -> list:
     def connected(rank: int):
         group = RefitGroup.join(address, rank, 3, timeout=60)
         sides = (None, engine()) if rank else (trainer(0, 32), None)
-        return connect_with(replace(options, name=NAMES[rank]), group, *sides)
+        return connect(group, *sides, options, name=NAMES[rank])
 
     with ThreadPoolExecutor(3) as pool:
         return list(pool.map(connected, range(3)))
@@ -129,3 +129,38 @@ def test_a_ticket_is_for_one_call_of_one_connection():
 @pytest.mark.parametrize("name", ["", "two\nlines", 7, "x" * 300])
 def test_a_name_that_is_none_is_refused(name):
     assert "which is no name: give a printable text" in caught(lambda: ConnectOptions(name=name).checked())
+
+
+class Moves(OneTensor):
+    """An engine's rank that moves its weights, as vLLM does where it replaces a parameter."""
+
+    def move(self):
+        self.left, self.weight = self.weight, self.weight.clone()
+        self.regions = {"weight": Region(self.weight, 0, COLUMNS)}
+
+
+@pytest.mark.parametrize("backend", ["nccl", "staged"])
+def test_each_of_two_links_of_an_engine_follows_weights_that_have_moved(backend):
+    """Also where the other link has been there first."""
+    address = f"127.0.0.1:{free_port()}"
+    before_link_0, after = [], []
+
+    def member(rank: int):
+        group = RefitGroup.join(address, rank, 2, timeout=60)
+        source, engine = (None, Moves(32)) if rank else (OneShard(0, 32), None)
+        links = [connect(group, source, engine, backend=backend) for _ in range(2)]
+        for link in links:
+            link.refit()
+        if engine is not None:
+            engine.move()
+        links[1].refit()
+        if source is not None:
+            source.weight.copy_(torch.randn(32, COLUMNS))
+        else:
+            before_link_0.append(engine.weight.clone())
+        links[0].refit()
+        after.append((source or engine).weight)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(member, range(2)))
+    assert torch.equal(*after) and not torch.equal(before_link_0[0], after[0])

@@ -109,7 +109,7 @@ class OneShard(Trainer):
         self.weight, self.first, self.rows = torch.randn(rows, COLUMNS).bfloat16(), rows * rank, rows
 
     @property
-    def regions(self):
+    def memory(self):
         return [Region(self.weight, 0, COLUMNS)]
 
     def publish(self, model):
@@ -126,8 +126,7 @@ class OneShard(Trainer):
 class OneTensor(Engine):
     """An engine's rank that serves both ranks' rows."""
 
-    hf_config, scales, staged_rounds, tp = CONFIG, {}, {}, 1
-    ready, version = False, None
+    hf_config, tp = CONFIG, 1
 
     def __init__(self, rows: int = 2 * ROWS) -> None:
         shape = (rows, COLUMNS)
@@ -135,27 +134,13 @@ class OneTensor(Engine):
         self.regions = {"weight": Region(self.weight, 0, COLUMNS)}
         tensor = LocalTensor("weight", shape, (Part("weight", Box((0, 0), shape), (0, 0)),))
         self.placement = Placement({"weight": shape}, {"weight": tensor})
-
-    def follow(self):
-        return False
-
-    def begin(self):
-        self.ready = False
-
-    def end(self, version):
-        self.ready, self.version = True, version
-
-    def quantized(self):
-        return []
+        self.guard = Guard("engine", False)
 
     def process_round(self, number):
         raise AssertionError("there are no rounds")
 
     def mismatches(self, number):
         raise AssertionError("there are no rounds")
-
-    def update_derived(self):
-        pass
 
 
 @pytest.mark.parametrize("keep_mapped", [False, True])
@@ -271,8 +256,8 @@ class TwoSlots(OneTensor):
         super().__init__()
         self.guard = Guard("engine", True)
 
-    def end(self, version):
-        self.guard.refitted(version)
+    def begin(self):
+        """Nothing: what was served before is served on."""
 
 
 def test_a_rank_that_does_not_learn_how_a_refit_ended_serves_nothing_beside_others_that_do(monkeypatch):

@@ -29,7 +29,7 @@ class TrainedModel(Trainer):
         self._regions = [region(parameter.data) for parameter in self.parameters.values()]
 
     @property
-    def regions(self):
+    def memory(self):
         return self._regions
 
     def publish(self, model):

@@ -11,7 +11,7 @@ from reshard.core.errors import ReshardError
 from reshard.device.memory import Region
 from reshard.engines.placing.rules import PlacedTensors
 from reshard.quantization.fp8_blocks import BLOCK, ROUNDINGS
-from reshard.refit.engine import Scales
+from reshard.refit.served import Scales
 
 
 class Blocks(NamedTuple):

@@ -86,7 +86,7 @@ class SglangModel(LiveEngine):
         self.derived = DerivedTensors(model)
         self.scales = find_scales(placed, self.blocks, self.tensors)
         self.accounts = self._account()
-        self._addresses = self.addresses()
+        self._addresses = self.tensor_addresses()
 
     @staticmethod
     def from_scheduler(scheduler: Any) -> "SglangModel":
@@ -158,7 +158,7 @@ class SglangModel(LiveEngine):
 
     # Following what SGLang moves
 
-    def check_memory(self) -> None:
+    def check_awake(self) -> None:
         """Raise ReshardError if SGLang has released the memory of its weights."""
         first = next(iter(self.tensors.values()))
         is_lost = first.device.type == "cuda" and not is_mapped(first.data_ptr())

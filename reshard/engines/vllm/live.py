@@ -112,7 +112,7 @@ class VllmModel(LiveEngine):
 
     def adapter(self, name: str) -> VllmAdapter:
         """Return the adapter that this vLLM serves by a name, the same as before; see
-        `Engine.adapter`."""
+        `AdaptedEngine.adapter`."""
         if name not in self._adapters:
             self._adapters[name] = VllmAdapter(self, name)
         return self._adapters[name]
@@ -173,7 +173,7 @@ class VllmModel(LiveEngine):
         )
         self.accounts = self._account()
         self._save_kept()
-        self._addresses = self.addresses()
+        self._addresses = self.tensor_addresses()
 
     def _place_tensors(self) -> PlacedTensors:
         """Return the boxes of the model, and of its drafter if that is brought too."""
@@ -246,7 +246,7 @@ class VllmModel(LiveEngine):
         first = next(iter(self.tensors.values()))
         return not self.guard.asleep and (first.device.type != "cuda" or is_mapped(first.data_ptr()))
 
-    def check_memory(self) -> None:
+    def check_awake(self) -> None:
         """Raise ReshardError if vLLM sleeps."""
         if not self._has_memory():
             raise ReshardError(
@@ -308,6 +308,12 @@ class VllmModel(LiveEngine):
             for key in stale_matrices(attention)
         ]
         return matrices + [name for name, decay in self.decays.items() if stale_decay(decay, self.tp)]
+
+    def not_as_published(self) -> list[str]:
+        """See `ServedWeights.not_as_published`; what decays are made of is not kept up."""
+        logs = {id(decay.log) for decay in self.decays.values()}
+        of_decays = [identity[0] for identity, region in self.regions.items() if id(region.tensor) in logs]
+        return super().not_as_published() + of_decays
 
     # For logs
 

@@ -18,10 +18,9 @@ from reshard.comm.hosts import parsed
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds, check_switch
 from reshard.models.config_fields import ignore_hint_for
-from reshard.refit.connecting import connect_with
+from reshard.refit.connecting import connect
 from reshard.refit.engine import Engine
 from reshard.refit.link import Link
-from reshard.refit.lora.link import AdapterLink
 from reshard.refit.options import ConnectOptions
 
 
@@ -72,7 +71,7 @@ def connect_worker(
     options: WorkerOptions,
     destination: Callable[[], Engine],
     close: Callable[[], None],
-) -> Link | AdapterLink:
+) -> Link:
     """Connect a worker as member `rank` of `size`; its side is made by `destination`.
 
     `close` gives up the present connection; wrong arguments are refused before that. Raises
@@ -85,14 +84,14 @@ def connect_worker(
     close()
     members = RefitGroup.join(address, rank, size, options.timeout, options.secret)
     with ignore_hint_for("refit"):
-        return connect_with(options, members, destination=destination)
+        return connect(members, None, destination, options)
 
 
-def log_refits(logger: logging.Logger, link: Link | AdapterLink, is_first: bool) -> None:
+def log_refits(logger: logging.Logger, link: Link, is_first: bool) -> None:
     """Let the first of an engine's workers log in the engine's log how the weights come to it, and each refit."""
-    for one in (link.weights, link.adapters) if isinstance(link, AdapterLink) else (link,):
+    for one in (link.below.link, link) if link.below is not None else (link,):
         one.log.logger, one.log.is_first = logger, is_first
-        receiver, log = one.receiver, one.log
+    receiver, log = link.receiver, link.log
     if is_first and receiver is not None:
         routes = Counter(map(log.way, receiver.routes().values()))
         ways = ", ".join(f"{way} from {n}" for way, n in sorted(routes.items()))
@@ -122,7 +121,7 @@ def with_short_traceback(method: Callable[..., Any]) -> Callable[..., Any]:
 class LinkMethods:
     """Methods of a worker that has connected, on its `_reshard_link`."""
 
-    _reshard_link: Link | AdapterLink | None = None
+    _reshard_link: Link | None = None
 
     @with_short_traceback
     def reshard_refit(self, version: int | None = None, verify: bool = False) -> dict[str, Any]:
@@ -162,7 +161,7 @@ class LinkMethods:
         receiver = self._reshard_connected().receiver
         return receiver.engine.version if receiver is not None else None
 
-    def _reshard_connected(self) -> Link | AdapterLink:
+    def _reshard_connected(self) -> Link:
         if self._reshard_link is None:
             raise ReshardError("this engine is not connected: call reshard_connect first")
         return self._reshard_link

@@ -39,7 +39,7 @@ from reshard.refit.copying.tables import (
     empty_table,
 )
 from reshard.refit.engine import Engine
-from reshard.refit.trainer import Trainer
+from reshard.refit.holder import Holder
 
 # Columns of requests. Offsets and counts are in elements of the shard.
 REQUEST_COLUMNS = 6
@@ -225,10 +225,10 @@ def reading_destination(table: np.ndarray) -> np.ndarray:
     return reading
 
 
-def allocations_of(source: Trainer, shards: Sequence[int]) -> list[Allocation]:
+def allocations_of(source: Holder, shards: Sequence[int]) -> list[Allocation]:
     """Return the CUDA allocations that these shards of a trainer's rank lie in, in the order of addresses."""
     allocations: list[Allocation] = []
-    regions = source.regions
+    regions = source.memory
     for address in sorted(regions[shard].address for shard in shards):
         if not allocations or address >= allocations[-1].base + allocations[-1].size:
             allocations.append(allocation_of(address))

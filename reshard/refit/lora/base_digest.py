@@ -40,8 +40,7 @@ class BaseDigest:
         Raises ReshardError if the weights are in memory that cannot be read.
         """
         source, device = self.sender.source, self.sender.device
-        if source.has_pending_sync:
-            self.sender.sync_params()
+        self.sender.sync_params()
         made_for = source.addresses(), frees_of(device) if device.type == "cuda" else None
         if self._digests is None or made_for != self._made_for:
             source.check_memory(device)
@@ -57,7 +56,7 @@ class BaseDigest:
         requests = np.zeros((len(shards), REQUEST_COLUMNS), np.int64)
         requests[:, SHARD], requests[:, REQUEST_CODEC] = shards, PLAIN
         requests[:, [ROW_COUNT, COLUMN_COUNT]] = sizes
-        table = source_table(region_addresses(self.sender.source.regions), requests)
+        table = source_table(region_addresses(self.sender.source.memory), requests)
         return Digests(table, requests[:, COLUMN_COUNT], self.sender.device)
 
 
@@ -79,8 +78,7 @@ class ServedDigest:
         engine = self.engine
         if engine.staged_rounds:
             return b""
-        regions = [*engine.regions.values(), *(scales.region for scales in engine.scales.values())]
-        tensors = list({id(region.tensor): region.tensor for region in regions}.values())
+        tensors = list({id(region.tensor): region.tensor for region in engine.written_regions()}.values())
         if tensors[0].device.type == "cuda" and not is_mapped(tensors[0].data_ptr()):
             return b""
         storages = {

@@ -11,7 +11,7 @@ bounds.
     device           all, all                  greeting.DeviceInfo        where a side computes, once it is made; NIXL and RDMA
     model            engines, all              greeting.one_config        the served model's published config
     held, parts      trainers, engines         held.HeldTensors           what each local tensor holds of the published ones
-    scales           trainers, engines         scales                     rank and alpha of each weight's adapter, where one is refitted
+    facts            trainers, engines         facts                      what belongs to the weights beside them
     pieces/RANK      engines, trainers         requests.PieceRequest      which pieces are wanted, as what
     regions, memory  trainers, engines         memory.TrainerMemory       where the shards lie, and what can be mapped
     asked            trainers, engines         requests.RequestsRead      digests of what was asked for

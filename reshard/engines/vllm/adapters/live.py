@@ -22,8 +22,9 @@ from reshard.engines.vllm.weights.mla import absorbing_attentions
 from reshard.engines.vllm.weights.served import Served
 from reshard.lora.names import A, B, peft_name
 from reshard.lora.scale import Scale
-from reshard.refit.engine import Engine
 from reshard.refit.guard import Guard
+from reshard.refit.lora.scales import collect_scales
+from reshard.refit.lora.sides import AdapterEngine
 
 ABSORBED = "kv_b_proj"
 ROUND = 0  # in which everything passes through memory of its own
@@ -47,7 +48,7 @@ class AdaptedModel(Protocol):
         """See `Engine.device`."""
 
 
-class VllmAdapter(Engine):
+class VllmAdapter(AdapterEngine):
     """The adapter `name` of one rank of a vLLM whose weights are `base`.
 
     A refit brings the matrices into memory of their own. From there they are written into a slot of vLLM's,
@@ -58,7 +59,6 @@ class VllmAdapter(Engine):
     """
 
     regions: dict[Any, Region]
-    takes_scales = True
 
     def __init__(self, base: AdaptedModel, name: str) -> None:
         self.base, self.name = base, name
@@ -96,8 +96,12 @@ class VllmAdapter(Engine):
 
     # Connecting
 
+    def take_facts(self, facts: Mapping[str, bytes]) -> None:
+        """See `Engine.take_facts`: the scales of the trainer's adapter."""
+        self.take_scales(collect_scales(facts))
+
     def take_scales(self, scales: Mapping[str, Scale]) -> None:
-        """See `Engine.take_scales`.
+        """Make the placement for these published weights: each has a rank, and a scale by which vLLM multiplies.
 
         Raises ReshardError for adapters of weights for which vLLM holds none, and of too high a rank.
         """
@@ -179,13 +183,12 @@ class VllmAdapter(Engine):
 
     # A refit
 
-    def refresh_regions(self) -> bool:
-        """See `Engine.refresh_regions`; the memory in which adapters arrive does not move."""
+    def refresh_regions(self) -> None:
+        """See `ServedWeights.refresh_regions`; the memory in which adapters arrive does not move."""
         if self.base.guard.asleep:
             raise ReshardError(
                 "this vLLM sleeps, and its adapters have no memory: call wake_up(tags=['weights']) before a refit"
             )
-        return False
 
     def begin(self) -> None:
         """Make room for what will arrive; requests are served on with what they began with."""

@@ -11,8 +11,8 @@ from reshard.engines.placing.rules import PlacedTensors
 from reshard.engines.vllm.quantized.fp8 import check_blocks
 from reshard.engines.vllm.quantized.layers import blocks_of
 from reshard.engines.vllm.weights.served import Served
-from reshard.refit.engine import Scales
 from reshard.refit.fp8_blocks.items import BF16
+from reshard.refit.served import Scales
 
 
 def layers_in_blocks(model: Served) -> dict[str, Blocks]:

@@ -1,36 +1,29 @@
-"""The ranks and alphas of a trainer's adapter, by published weight (``scales``)."""
+"""The ranks and alphas of a trainer's adapter by published weight, as facts of its weights (`Holder.facts`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_number
 from reshard.lora.scale import Scale, as_number
 from reshard.refit.protocol.encoding import pack_json, readable, unpack_json
 
-SCALES = "scales"
 MOST_RANK = 1 << 16
 
 
 def encode_scales(scales: Mapping[str, Scale]) -> bytes:
-    """Return what `read_scales` reads."""
-    return pack_json({weight: list(scale) for weight, scale in _fields(scales).items()})
+    """Return what `collect_scales` reads."""
+    return pack_json({weight: (scale.rank, scale.alpha, scale.rslora) for weight, scale in scales.items()})
 
 
-def _fields(scales: Mapping[str, Scale]) -> dict[str, tuple[int, float, bool]]:
-    return {weight: (scale.rank, scale.alpha, scale.rslora) for weight, scale in scales.items()}
-
-
-def read_scales(group: RefitGroup, trainers: Sequence[int]) -> dict[str, Scale]:
-    """Return what all of the trainer's ranks say of its adapter.
+def collect_scales(facts: Mapping[str, bytes]) -> dict[str, Scale]:
+    """Return what all of the trainer's ranks, by name, say of its adapter.
 
     Raises ReshardError where two say different things, or one what makes no sense, and where none has an
     adapter.
     """
     scales: dict[str, Scale] = {}
     said_by: dict[str, str] = {}
-    for rank, payload in zip(trainers, group.read_all(SCALES, trainers), strict=True):
-        who = group.names[rank]
+    for who, payload in facts.items():
         for weight, scale in _decoded(payload, who).items():
             if scales.setdefault(weight, scale) != scale:
                 raise ReshardError(

@@ -1,0 +1,129 @@
+"""The weights that an engine's rank serves, as a holder: what is common to writing and to reading them."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from reshard.core.errors import ReshardError, listed
+from reshard.core.placement import LocalTensor, Placement
+from reshard.device.memory import Region
+from reshard.models.model import Model, different_fields
+from reshard.refit.guard import Guard
+from reshard.refit.holder import Holder
+
+NOTHING: Mapping[Any, Any] = MappingProxyType({})
+
+
+class Scales(NamedTuple):
+    """The scales of a local tensor ``[rows, columns]`` whose region holds fp8 codes.
+
+    `region` holds the fp32 scales of its 128x128 blocks, ``[ceil(rows / 128), ceil(columns /
+    128)]``; `rounding` is one of `reshard.quantization.fp8_blocks.ROUNDINGS`.
+    """
+
+    region: Region
+    rounding: str
+
+
+class ServedWeights(Holder):
+    """The weights of one rank of an engine: which boxes of canonical tensors it serves, and from where.
+
+    Ids of local tensors are the keys of `regions`, whose order does not change; if a tensor has moved, `regions` and
+    `scales` are other mappings, so that this is seen. As the source of a refit it is
+    read while it serves, so it has to hold whole weights as they were published, not quantized.
+    """
+
+    hf_config: dict[str, Any]
+    placement: Placement
+    regions: Mapping[Any, Region]
+    guard: Guard
+
+    # Quantized local tensors, by id: where their scales lie, and how these are rounded.
+    scales: Mapping[Any, Scales] = NOTHING
+    # Local tensors that only pass through their regions, by id: the index of their round. The
+    # regions of all rounds may be the same memory.
+    staged_rounds: Mapping[Any, int] = NOTHING
+
+    # The tensors of `written_addresses`, behind the mappings that they are of.
+    _written: tuple[Mapping[Any, Region], Mapping[Any, Scales], list[torch.Tensor]] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which this rank computes."""
+        return next(iter(self.regions.values())).tensor.device
+
+    @property
+    def memory(self) -> list[Region]:
+        """See `Holder.memory`."""
+        return list(self.regions.values())
+
+    def written_regions(self) -> list[Region]:
+        """Return all that a refit writes into: the regions, and those of the scales."""
+        return [*self.regions.values(), *(scales.region for scales in self.scales.values())]
+
+    def not_as_published(self) -> list[str]:
+        """Return the names of local tensors that do not hold what was published: they are quantized, or only
+        pass through."""
+        return [_name(identity) for identity in {**self.scales, **self.staged_rounds}]
+
+    def refresh_regions(self) -> None:
+        """Update `regions` and `scales` for tensors that the engine has moved.
+
+        Called at connect and before each refit. Raises ReshardError if a tensor has no memory, or
+        another layout than at connect.
+        """
+
+    def written_addresses(self) -> list[int]:
+        """Return the addresses now of the tensors that a refit writes into."""
+        if (
+            self._written is None
+            or self._written[0] is not self.regions
+            or self._written[1] is not self.scales
+        ):
+            tensors = {id(region.tensor): region.tensor for region in self.written_regions()}
+            self._written = self.regions, self.scales, [*tensors.values()]
+        return list(map(torch.Tensor.data_ptr, self._written[2]))
+
+    # As the source of a refit
+
+    def publish(self, model: Model) -> list[LocalTensor]:
+        """See `Holder.publish`: the placement, as the engine's own loader gave it."""
+        if others := self.not_as_published():
+            raise ReshardError(
+                f"{self.guard.engine} serves {len(others)} tensors as something else than what was published "
+                f"({listed(others, 2)}), which no refit reads: give a trainer, or an engine without quantization"
+            )
+        return [
+            self.placement.tensors[identity]._replace(id=index) for index, identity in enumerate(self.regions)
+        ]
+
+    def check_model(self, model: Model) -> None:
+        """See `Holder.check_model`: by the published config that the engine serves."""
+        own = Model.from_hf(self.hf_config, f"{self.guard.engine}'s config")
+        for name, (ours, theirs) in different_fields(own, model).items():
+            raise ReshardError(
+                f"{own.where} has {name} {ours}, but the served model's is {theirs} ({model.where})"
+            )
+
+    def name_of(self, index: int) -> str:
+        """Return the engine's own name of a region's tensor."""
+        return _name([*self.regions][index])
+
+    def check_current(self) -> None:
+        """Raise ReshardError unless this rank holds whole weights."""
+        if not self.guard.ready:
+            raise ReshardError(
+                f"this {self.guard.engine} holds {self.guard.reason}, and nothing is read from it: refit it first"
+            )
+
+    def addresses(self) -> list[int]:
+        """See `Holder.addresses`; after following what the engine has moved."""
+        self.refresh_regions()
+        return super().addresses()
+
+
+def _name(identity: Any) -> str:
+    """Return the parameter's name in an id, which may have more beside it."""
+    return str(identity[0] if isinstance(identity, tuple) else identity)
