@@ -15,7 +15,6 @@ import argparse
 import os
 import shutil
 import subprocess
-import time
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -280,7 +279,7 @@ def main() -> None:
         folder = WORK / "cell"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        begin, ok = time.monotonic(), None
+        ok = None
         try:
             outcome, ok = cell.check(options, folder), True
         except NotRunError as reason:
@@ -291,7 +290,7 @@ def main() -> None:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         today = datetime.now(timezone.utc).date().isoformat()
-        kept[key] = Result(cell.group, cell.name, outcome, ok, round(time.monotonic() - begin), today)
+        kept[key] = Result(cell.group, cell.name, outcome, ok, today)
         write_table(kept, [(cell.group, cell.name) for cell in cells()])
         print(f"{key}: {outcome}", flush=True)
 
