@@ -1,11 +1,11 @@
 """Run the tests that matter with other versions of the dependencies, and write the outcomes as a
-table.
+list.
 
     python -m tests.campaigns.matrix [--only TEXT ...] [--again] [--megatron-lm CLONE] [--seconds N] [--list]
 
 Run in the environment of `./install "[test]"`. Every cell is run on its own, one at a time, with
 what it needs from the package index: an environment of its own, or packages that go before
-this one's. The table, docs/evidence/versions.md, is written after each; what has a result there is not
+this one's. The page, docs/evidence/versions.md, is written after each; what has a result there is not
 run again (``--again`` does), so that the run goes on where it was interrupted. Wheels of
 megatron-core have `megatron.training` from 0.17 on: the parsers of older versions, and those not on
 the index, are read from ``--megatron-lm``, a clone of Megatron-LM with its tags.
@@ -134,7 +134,7 @@ SGLANGS = (("0.5.23", "2.14.1", ("transformers==5.19.0", "tokenizers==0.23.2")),
 
 @dataclass
 class Cell:
-    """One combination of versions: a row `name` in section `group` of the table. `check` runs it and
+    """One combination of versions: an entry `name` in section `group` of the page. `check` runs it and
     returns the outcome."""
 
     group: str
@@ -156,7 +156,7 @@ def cells() -> list[Cell]:
     )
     every_cell += [Cell("Disk commands", "Python 3.14, torch 2.15.0, tests of workers", workers)]
     every_cell += [
-        Cell("Flags, asked of Megatron-LM's parser", tag.removeprefix("core_v"), flags_of(tag))
+        Cell("Command lines, asked of Megatron-LM's parser", tag.removeprefix("core_v"), flags_of(tag))
         for tag in PARSERS
     ]
     every_cell += [Cell("Checkpoints, by Megatron-Core's own load and save", f"megatron-core {core}, torch {torch}", checkpoints_of(core, torch))

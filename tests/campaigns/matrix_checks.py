@@ -55,7 +55,7 @@ def disk_commands(python: str, *packages: str) -> Check:
         )
         frozen = run([*UV, "pip", "freeze", "--python", inside])
         [numpy] = re.findall(r"^numpy==(.*)$", frozen, re.MULTILINE)
-        return f"all nine commands, numpy {numpy}"
+        return f"all commands, numpy {numpy}"
 
     return check
 
@@ -73,7 +73,7 @@ def flags_of(tag: str) -> Check:
         wrong = [said for said in complaints(tree, lines) if said]
         assert not wrong, f"{len(wrong)} of {len(lines)} command lines refused: {wrong[0]}"
         newest = sum(map(bool, complaints(tree, lines_for("0.20")[0])))
-        return f"takes all {len(lines)} command lines, refuses {newest} of the newest version's; reshard refuses {len(refused)}"
+        return f"takes all {len(lines)}, refuses {newest} of the newest's; reshard refuses {len(refused)}"
 
     return check
 
