@@ -1,11 +1,11 @@
 """Run the tests that matter with other versions of the dependencies, and write the outcomes as a
-table.
+list.
 
     python -m tests.campaigns.matrix [--only TEXT ...] [--again] [--megatron-lm CLONE] [--seconds N] [--list]
 
 Run in the environment of `./install "[test]"`. Every cell is run on its own, one at a time, with
 what it needs from the package index: an environment of its own, or packages that go before
-this one's. The table, docs/evidence/versions.md, is written after each; what has a result there is not
+this one's. The page, docs/evidence/versions.md, is written after each; what has a result there is not
 run again (``--again`` does), so that the run goes on where it was interrupted. Wheels of
 megatron-core have `megatron.training` from 0.17 on: the parsers of older versions, and those not on
 the index, are read from ``--megatron-lm``, a clone of Megatron-LM with its tags.
@@ -15,7 +15,6 @@ import argparse
 import os
 import shutil
 import subprocess
-import time
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -135,7 +134,7 @@ SGLANGS = (("0.5.23", "2.14.1", ("transformers==5.19.0", "tokenizers==0.23.2")),
 
 @dataclass
 class Cell:
-    """One combination of versions: a row `name` in section `group` of the table. `check` runs it and
+    """One combination of versions: an entry `name` in section `group` of the page. `check` runs it and
     returns the outcome."""
 
     group: str
@@ -157,7 +156,7 @@ def cells() -> list[Cell]:
     )
     every_cell += [Cell("Disk commands", "Python 3.14, torch 2.15.0, tests of workers", workers)]
     every_cell += [
-        Cell("Flags, asked of Megatron-LM's parser", tag.removeprefix("core_v"), flags_of(tag))
+        Cell("Command lines, asked of Megatron-LM's parser", tag.removeprefix("core_v"), flags_of(tag))
         for tag in PARSERS
     ]
     every_cell += [Cell("Checkpoints, by Megatron-Core's own load and save", f"megatron-core {core}, torch {torch}", checkpoints_of(core, torch))
@@ -280,7 +279,7 @@ def main() -> None:
         folder = WORK / "cell"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        begin, ok = time.monotonic(), None
+        ok = None
         try:
             outcome, ok = cell.check(options, folder), True
         except NotRunError as reason:
@@ -291,7 +290,7 @@ def main() -> None:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         today = datetime.now(timezone.utc).date().isoformat()
-        kept[key] = Result(cell.group, cell.name, outcome, ok, round(time.monotonic() - begin), today)
+        kept[key] = Result(cell.group, cell.name, outcome, ok, today)
         write_table(kept, [(cell.group, cell.name) for cell in cells()])
         print(f"{key}: {outcome}", flush=True)
 

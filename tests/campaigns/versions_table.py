@@ -1,5 +1,6 @@
-"""docs/evidence/versions.md: the outcomes of `tests.campaigns.matrix` as a table, read and written."""
+"""docs/evidence/versions.md: the outcomes of `tests.campaigns.matrix` as lists, read and written."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,26 +17,23 @@ class Result:
     name: str
     outcome: str
     ok: bool | None
-    seconds: int
     date: str
 
 
+RESULT = re.compile(r"- (?P<name>.+?): (?P<outcome>.*) \((?P<date>\d{4}-\d\d-\d\d)\)")
 VERDICTS = {True: "", False: "**fails**: ", None: "not run: "}
 
 
 def read_table() -> dict[str, Result]:
-    """The results in the table, by section and name."""
+    """The results on the page, by section and name."""
     results, group = {}, ""
     for line in TABLE.read_text(encoding="utf-8").splitlines() if TABLE.is_file() else []:
-        cells = [cell.strip() for cell in line.strip("|").split(" |")]
         if line.startswith("## "):
             group = line.removeprefix("## ")
-        elif line.startswith("| ") and len(cells) == 4 and cells[2].isdecimal():
-            name, outcome, seconds, date = cells
+        elif result := RESULT.fullmatch(line):
+            name, outcome, date = result["name"], result["outcome"], result["date"]
             ok = next(ok for ok in (False, None, True) if outcome.startswith(VERDICTS[ok]))
-            results[f"{group}: {name}"] = Result(
-                group, name, outcome.removeprefix(VERDICTS[ok]), ok, int(seconds), date
-            )
+            results[f"{group}: {name}"] = Result(group, name, outcome.removeprefix(VERDICTS[ok]), ok, date)
     return results
 
 
@@ -48,8 +46,8 @@ SUMMARY = """\
 | SGLang | 0.5.16 to 0.5.23 | 0.5.16 |
 | transformers | 4.57 on | 5.23 |
 
-There are no upper bounds: a newer version works, or is refused by name. The tables below are written by
-`python -m tests.campaigns.matrix`, without a GPU; CI runs the versions of `tests/constraints.txt`.
+There are no upper bounds: a newer version works, or is refused by name. Below, `python -m tests.campaigns.matrix`
+has run tests with other versions, without a GPU.
 """.splitlines()
 
 
@@ -62,14 +60,12 @@ def write_table(kept: dict[str, Result], cells: Sequence[tuple[str, str]]) -> No
         "",
     ]
     for group in dict.fromkeys(group for group, _ in cells):
-        lines += [f"## {group}", "", "| with | outcome | seconds | on |", "|---|---|---|---|"]
+        lines += [f"## {group}", ""]
         for name in [name for of_group, name in cells if of_group == group]:
             result = kept.get(f"{group}: {name}")
             if result is None:
-                lines.append(f"| {name} | not run | | |")
+                lines.append(f"- {name}: not run")
                 continue
-            lines.append(
-                f"| {name} | {VERDICTS[result.ok]}{result.outcome} | {result.seconds} | {result.date} |"
-            )
+            lines.append(f"- {name}: {VERDICTS[result.ok]}{result.outcome} ({result.date})")
         lines.append("")
     TABLE.write_text("\n".join(lines), encoding="utf-8")
