@@ -10,8 +10,7 @@ namespaces, and ``tc``.
 
 Reported for each learning rate and link: the share of bf16 elements that changed in a step; bytes on the wire; the
 transfer of a refit that sends changes, median over the steps, of one that sends all, and the floor of both, which
-is the bytes at the link's rate; the time in which the trainer finds what changed, by itself; and what the last of
-eight refits with `delta="auto"` does, and why. After the last step the engine's bits are compared with the trainer's.
+is the bytes at the link's rate; and the time in which the trainer finds what changed, by itself. After the last step the engine's bits are compared with the trainer's.
 """
 
 import argparse
@@ -95,9 +94,8 @@ def measure(options: argparse.Namespace) -> list[dict]:
             throttle(options.rank, gigabits)
             whole = refits(group, trainer, engine, options.whole, None, False)
             delta = refits(group, trainer, engine, options.steps + 1, training, True)
-            auto = refits(group, trainer, engine, 8, training, "auto")
             bits = crc32(bits_of(model, engine))
-            results.append(summary(rate, gigabits, whole, delta) | {"auto": auto[-1]["delta_reason"]})
+            results.append(summary(rate, gigabits, whole, delta))
             group.begin("the comparison of bits")
             answers = group.gather("bits", str(bits).encode())
             group.commit()

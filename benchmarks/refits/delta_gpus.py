@@ -13,13 +13,13 @@ Medians of the slower side's transfer, in ms:
 then the steps of a delta, each with the GPU waited for: pack, compare, encode, the exchange of sizes and of
 changes, and the engine's write; beside the floor, which is both versions read once at the rate at which a copy
 reads. After the chain, the last link of which is verified, vLLM must hold the bits that a pull of the same
-weights leaves, and did not one step before. ``auto`` says what it does in the last of eight refits, over both
-routes. On one GPU (``--engine-gpu 0``) no NCCL connects the two: what is said of that is reported.
+weights leaves, and did not one step before. On one GPU (``--engine-gpu 0``) no NCCL connects the two: what is said
+of that is reported.
 
     python -m benchmarks.refits.delta_gpus --gigabits 10 25 ...
 
 puts trainer and engine into a network namespace each, as two hosts with a link between them that is limited in both
-directions, and times whole refits, deltas and ``auto`` over that. Needs root and pyroute2.
+directions, and times whole refits and deltas over that. Needs root and pyroute2.
 """
 
 import argparse
@@ -369,17 +369,6 @@ def phases(run: Run, shares: list[float]) -> dict[str, Any]:
     return result
 
 
-def automatic(run: Run, share: float, count: int = 8, **options: Any) -> list[str]:
-    """Return what each of eight refits with ``auto`` does, and why."""
-    run.connect(delta="auto", **options)
-    said = []
-    for _ in range(count):
-        run.step(share)
-        report = run.refit()
-        said.append(f"{report['transfer_ms']:.1f} ms: {report['delta']['reason']}")
-    return said
-
-
 def with_buckets(run: Run, size: int, shares: list[float]) -> dict[str, Any]:
     """Return what deltas take with buckets of so many bytes in all."""
     usual, run.bucket_bytes = run.bucket_bytes, size
@@ -390,8 +379,7 @@ def with_buckets(run: Run, size: int, shares: list[float]) -> dict[str, Any]:
 
 
 def over_link(run: Run, shares: list[float], gigabits: float) -> dict[str, Any]:
-    """Return what refits take over a link of so many Gbit/s that send all, and what changed, and what ``auto`` does
-    in the last of seven."""
+    """Return what refits take over a link of so many Gbit/s that send all, and what changed."""
     throttle(0, gigabits)
     run.tell("throttled", gigabits)
     run.answer()
@@ -408,7 +396,6 @@ def over_link(run: Run, shares: list[float], gigabits: float) -> dict[str, Any]:
         result[str(share)] = summary(reports)
     size = reports[-1]["delta_whole_bytes"]
     result |= {"whole_mb": size / 1e6, "floor_ms": 1e3 * size * 8 / (gigabits * 1e9)}
-    result["auto"] = automatic(run, 0.01, 7, backend="nccl")
     return result
 
 
@@ -425,10 +412,8 @@ def cases(options: argparse.Namespace, run: Run):
         yield "delta", lambda: chained(run, options.fractions, CHAIN, backend="nccl")
         for size in options.more_bucket_bytes:
             yield f"delta, {size >> 20} MiB of buckets", partial(with_buckets, run, size, options.fractions)
-        yield "auto", lambda: automatic(run, 0.01, backend="nccl")
         if not options.without_host:
             yield "host", lambda: chained(run, [0.01], 3, backend="nccl", delta_on_host=True)
-    yield "auto_near", lambda: automatic(run, 0.01, backend="auto")
     if options.engine_gpu:
         yield "steps", lambda: phases(run, options.fractions)
     else:

@@ -12,7 +12,6 @@ from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds, check_switch
 from reshard.integrations.calls import Calls
-from reshard.refit.changes.choice import AUTO
 from reshard.refit.connecting import connect
 from reshard.refit.engine import Engine
 from reshard.refit.link import Link, RefitReport
@@ -74,8 +73,8 @@ class SyncOptions(ConnectOptions):
         ``RESHARD_BACKEND``, ``RESHARD_DELTA``, ``RESHARD_DELTA_ON_HOST`` and ``RESHARD_KEEP_MAPPED``;
         `where` says where a user sets them.
 
-        Raises ReshardError for others than 0 or 1, seconds, backends, and 0, 1 or auto, and for a variable that is
-        spelled nearly as one of these.
+        Raises ReshardError for others than 0 or 1, seconds and backends, and for a variable that is spelled
+        nearly as one of these.
         """
         _check_spelling(where)
 
@@ -85,9 +84,6 @@ class SyncOptions(ConnectOptions):
                 raise ReshardError(f"{name} is {value!r}: set it to 0 or 1 in {where}")
             return SWITCHES[value]
 
-        delta = os.environ.get("RESHARD_DELTA", "0")
-        if delta not in (*SWITCHES, AUTO):
-            raise ReshardError(f"RESHARD_DELTA is {delta!r}: set it to 0, 1 or auto in {where}")
         timeout: Any = os.environ.get("RESHARD_TIMEOUT", str(TIMEOUT))
         with suppress(ValueError):  # what is no number is refused below
             timeout = float(timeout)
@@ -95,7 +91,7 @@ class SyncOptions(ConnectOptions):
             verify=switch("RESHARD_VERIFY"),
             timeout=timeout,
             backend=os.environ.get("RESHARD_BACKEND", "auto"),
-            delta=SWITCHES.get(delta, delta),
+            delta=switch("RESHARD_DELTA"),
             keep_mapped=switch("RESHARD_KEEP_MAPPED"),
             delta_on_host=switch("RESHARD_DELTA_ON_HOST"),
         ).checked(lambda name: f"RESHARD_{name.upper()} in {where}")

@@ -165,7 +165,7 @@ class WeightTransfer:
     def __init__(self, source: Trainer | Callable[[], Trainer], clients: EngineClient | Sequence[EngineClient], address: str, *,
                  engine_ranks: Sequence[int] | None = None, rank: int | None = None, ranks: int | None = None,
                  timeout: float = 60.0, secret: str | None = None, backend: str = "auto", bucket_bytes: int = BUCKET_BYTES,
-                 keep_mapped: bool = False, delta: bool | str = False, delta_on_host: bool = False) -> None:  # fmt: skip
+                 keep_mapped: bool = False, delta: bool = False, delta_on_host: bool = False) -> None:  # fmt: skip
         check_seconds(timeout, "timeout")
         self.rank = rank if rank is not None else _of_group(dist.get_rank, 0)
         trainers = ranks if ranks is not None else _of_group(dist.get_world_size, 1)

@@ -17,7 +17,7 @@ class Agreement:
 
     `trainers` and `engines` are the ranks that have a side, `backend` the one that a member has
     chosen or ``auto``, `bucket_bytes` the least that one gives. With `keep_mapped` engines keep
-    trainers' memory mapped between refits. `delta` is one of `greeting.DELTAS`.
+    trainers' memory mapped between refits. With `delta` what changed may be sent.
     `unmapped` says, by trainer's rank and inference rank, why the second could not map the first one's memory
     at connect.
     """
@@ -29,7 +29,7 @@ class Agreement:
     backend: str
     bucket_bytes: int
     keep_mapped: bool
-    delta: str = "off"
+    delta: bool = False
     unmapped: dict[tuple[int, int], str] = field(default_factory=dict)
 
     @property
@@ -105,12 +105,12 @@ def agreement_of(rank: int, greetings: Sequence[Greeting], devices: Sequence[Dev
         next((greeting.backend for greeting in greetings if greeting.backend != "auto"), "auto"),
         min(greeting.bucket_bytes for greeting in greetings if greeting.roles),
         all(greeting.keep_mapped for greeting in greetings),
-        next((greeting.delta for greeting in greetings if greeting.delta != "off"), "off"),
+        any(greeting.delta for greeting in greetings),
     )
 
 
 def check_sides(greetings: Sequence[Greeting]) -> None:
-    """Raise ReshardError where a side is missing, or two members choose different backends or deltas."""
+    """Raise ReshardError where a side is missing, or two members choose different backends."""
     for role in ("trainer", "inference"):
         if not any(role in greeting.roles for greeting in greetings):
             raise ReshardError(f"none of the {len(greetings)} members brings the {role} side of the refit")
@@ -119,12 +119,6 @@ def check_sides(greetings: Sequence[Greeting]) -> None:
         (one, name), (other, other_name), *_ = adapters.items()
         raise ReshardError(
             f"{name} connects with adapter={one!r}, {other_name} with {other!r}: give all the same, or none"
-        )
-    modes = {greeting.delta: greeting.name for greeting in greetings if greeting.delta != "off"}
-    if len(modes) > 1:
-        (_, name), (_, other_name), *_ = modes.items()
-        raise ReshardError(
-            f"{name} and {other_name} connect with delta=True and delta='auto': give both the same, or let one choose"
         )
     chosen = {greeting.backend: greeting.name for greeting in greetings if greeting.backend != "auto"}
     if len(chosen) > 1:

@@ -18,7 +18,6 @@ from reshard.core.gc import gc_paused
 from reshard.models.config_fields import ignored, ignored_config_fields
 from reshard.models.model import Model
 from reshard.refit.agreement import Agreement, agreement_of, check_sides
-from reshard.refit.changes.choice import check_delta
 from reshard.refit.engine import Engine
 from reshard.refit.fp8_blocks.items import BF16
 from reshard.refit.holder import Holder
@@ -135,7 +134,7 @@ def _greeting(rank: int, source: Any, destination: Any, options: ConnectOptions)
         keep_mapped=options.keep_mapped or source is None,
         ignored=sorted(ignored()),
         adapter=options.adapter or "",
-        delta=check_delta(options.delta),
+        delta=options.delta,
     )
 
 

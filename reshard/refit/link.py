@@ -14,7 +14,7 @@ from reshard.comm.client import TransactionFailedError
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, first_line
 from reshard.refit.agreement import Agreement, names_of
-from reshard.refit.changes.choice import OFF, Deltas
+from reshard.refit.changes.choice import Deltas
 from reshard.refit.copying.addresses import UNSTAGED
 from reshard.refit.copying.copies import wait_for_all_streams, wait_for_device, wait_for_partners
 from reshard.refit.describing import described
@@ -74,12 +74,12 @@ class Link:
             agreed.participants,
             agreed.peers,
             receiver.engine if receiver is not None else None,
-            agreed.delta != OFF,
+            agreed.delta,
             delta_on_host,
             agreed.keep_mapped,
         )
         self.transports: list[Transport] = [transport(context) for transport in TRANSPORTS]
-        self.deltas = Deltas(agreed, self.transports, receiver) if agreed.delta != OFF else None
+        self.deltas = Deltas(agreed, self.transports, receiver) if agreed.delta else None
         if receiver is not None:
             receiver.engine.timeout = group.timeout
 
@@ -202,7 +202,7 @@ class Link:
                 transport.free()
         before, self.version = self.version, agreed_version
         if self.deltas is not None:
-            self.deltas.end(self.group, transferred_at - prepared_at)
+            self.deltas.end(self.group)
         seconds = prepared_at - start, transferred_at - prepared_at, time.perf_counter() - start
         report = self._report(agreed_version, *seconds)
         side = self.receiver or self.sender

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from reshard.core.errors import OptionError
 from reshard.core.limits import MOST_BUCKET_BYTES, check_number, check_switch
-from reshard.refit.changes.choice import check_delta
 from reshard.refit.protocol.encoding import is_word
 from reshard.refit.routes import check_backend
 
@@ -32,8 +31,7 @@ class ConnectOptions:
     name.
 
     With `delta` trainers' ranks keep what they sent by NCCL, or Gloo, and send what changed since, where all
-    members still have the weights of the refit before; ``auto`` does so where that is measured to be faster than
-    to send all, and elsewhere keeps nothing for the next 50 refits. It is kept on the trainer's device, or with
+    members still have the weights of the refit before. It is kept on the trainer's device, or with
     `delta_on_host` in pinned host memory: as many bytes as each rank sends, once for replicas. One member that
     gives `delta` decides for all. What goes by other backends, the adapter, and what the engine quantizes itself
     always go whole.
@@ -43,7 +41,7 @@ class ConnectOptions:
     bucket_bytes: int = BUCKET_BYTES
     keep_mapped: bool = False
     adapter: str | None = None
-    delta: bool | str = False
+    delta: bool = False
     delta_on_host: bool = False
     name: str | None = None  # of this member, in errors and logs of all
 
@@ -53,7 +51,7 @@ class ConnectOptions:
         check_number(self.bucket_bytes, name("bucket_bytes"), MOST_BUCKET_BYTES)
         check_switch(self.keep_mapped, name("keep_mapped"))
         check_switch(self.delta_on_host, name("delta_on_host"))
-        check_delta(self.delta, name("delta"))
+        check_switch(self.delta, name("delta"))
         check_member_name(self.name, name("name"))
         if self.adapter is not None:
             check_adapter_name(self.adapter, name("adapter"))

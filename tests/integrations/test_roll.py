@@ -118,7 +118,7 @@ def test_options_that_are_none_are_refused(outcome):
         "RESHARD_TIMEOUT in actor_train.system_envs is 0.0; it is a number of seconds above 0",
         "RESHARD_TIMEOUT in actor_train.system_envs is 'soon'; it is a number of seconds above 0",
         "RESHARD_BACKEND in actor_train.system_envs 'ring' is not one of auto, cuda_ipc, staged, nixl, nccl",
-        "RESHARD_DELTA is 'yes': set it to 0, 1 or auto in actor_train.system_envs",
+        "RESHARD_DELTA is 'yes': set it to 0 or 1 in actor_train.system_envs",
         "RESHARD_KEEP_MAPPED is 'yes': set it to 0 or 1 in actor_train.system_envs",
         "RESHARD_VERIFI in actor_train.system_envs is not an option: RESHARD_VERIFY is",
         "",

@@ -23,9 +23,8 @@ from reshard.refit.protocol.encoding import (
 )
 from reshard.refit.routes import BACKENDS
 
-PROTOCOL = 13  # of members that understand each other
+PROTOCOL = 14  # of members that understand each other
 ROLES = ("trainer", "inference")
-DELTAS = ("off", "on", "auto")  # as `connect(delta=...)` has them
 MOST_FIELDS = 1000  # of a config that are ignored
 
 
@@ -34,7 +33,7 @@ class Greeting:
     """The first message of a member: its name and version, its roles and options, and the process that it is.
 
     `ignored` are the fields of the engine's config that it ignores, `adapter` the name of the adapter
-    that is refitted, empty for weights alone, `delta` how it wants deltas. `protocol` and `name` are what
+    that is refitted, empty for weights alone, `delta` whether it wants deltas. `protocol` and `name` are what
     all versions send.
     """
 
@@ -45,7 +44,7 @@ class Greeting:
     keep_mapped: bool
     ignored: list[str]
     adapter: str = ""
-    delta: str = "off"
+    delta: bool = False
     protocol: int = field(default_factory=lambda: PROTOCOL)
     reshard: str = field(default=__version__)
     host: str = field(default_factory=this_host)
@@ -125,7 +124,7 @@ def _checked_greeting(fields: dict[str, Any]) -> Greeting:
         "backend": isinstance(fields.get("backend"), str) and fields["backend"] in BACKENDS,
         "bucket_bytes": is_number(fields.get("bucket_bytes"), 1, MOST_BUCKET_BYTES),
         "keep_mapped": isinstance(fields.get("keep_mapped"), bool),
-        "delta": fields.get("delta") in DELTAS,
+        "delta": isinstance(fields.get("delta"), bool),
         **{key: is_number(fields.get(key), 0, MOST_ADDRESS) for key in ("user", "pid")},
         **{key: is_word(fields.get(key)) for key in ("host", "namespaces", "adapter")},
     }  # fmt: skip

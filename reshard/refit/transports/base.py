@@ -216,9 +216,9 @@ class Transport(ABC):
     def renew(self) -> None:  # noqa: B027
         """Start anew after a refit that failed, with new communicators, say; called by all members alike."""
 
-    def send_changes(self, since: int | None, keeps: bool) -> None:  # noqa: B027
-        """In the refit that begins send what changed since transaction `since`, all where it is None, and keep what is
-        sent, for the changes since, where it `keeps`; called in connections with deltas only."""
+    def send_changes(self, since: int | None) -> None:  # noqa: B027
+        """In the refit that begins send what changed since transaction `since`, all where it is None; called in
+        connections with deltas only."""
 
     def join(self) -> None:  # noqa: B027
         """Let the current stream wait for what `run` has enqueued on others."""

@@ -74,7 +74,6 @@ class Nccl(Transport):
         self.sent = SentBuckets(self.device, context.delta_on_host) if context.delta else None
         self.served: dict[tuple[int, int], ServedBucket] = {}  # by trainer's rank and bucket
         self.since: int | None = None  # the transaction on which changes build; None where all is sent
-        self.keeps = True  # what is sent, in a connection with deltas
         self.lanes = (
             (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
             if self.device.type == "cuda"
@@ -126,9 +125,9 @@ class Nccl(Transport):
         """See `Transport.measured`."""
         return self.sent.measured if self.sent is not None else Measured()
 
-    def send_changes(self, since: int | None, keeps: bool) -> None:
+    def send_changes(self, since: int | None) -> None:
         """See `Transport.send_changes`."""
-        self.since, self.keeps = since, keeps
+        self.since = since
         if self.sent is not None:
             self.sent.begin()
 
@@ -229,7 +228,7 @@ class Nccl(Transport):
                 self._exchange_changes(self.steps[number], slots, self.since)
                 self.sent.end()
                 return
-        kept = self.sent if number == UNSTAGED and self.keeps else None
+        kept = self.sent if number == UNSTAGED else None
         self._run_whole(self.steps[number], slots, kept)
         if kept is not None:
             kept.end()
