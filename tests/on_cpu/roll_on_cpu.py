@@ -20,8 +20,8 @@ import ray
 import torch
 from roll.third_party.vllm.worker import WorkerBase
 
-from reshard.integrations import roll as ours
-from reshard.integrations.roll_worker import RollExtension
+from reshard.integrations.roll import actors as ours
+from reshard.integrations.roll.worker import RollExtension
 from reshard.megatron.arguments import megatron_args
 from tests.tools.probe import Probed, after, alone, caught, train_adapter, with_adapter
 

@@ -106,7 +106,7 @@ class Actor:
 
     def load(self, flags: list[str], directory: str) -> None:
         """Load a Megatron checkpoint, into the model that there is if there is one."""
-        from reshard.integrations.verl import MegatronModel, Shards
+        from reshard.integrations.verl.plugin import MegatronModel, Shards
         from tests.tools.refit_sides import trainer
 
         if hasattr(self, "load_other"):
@@ -181,7 +181,7 @@ class Actor:
 
     async def send(self, address: str) -> list:
         """As verl's actor does where it has GPUs of its own."""
-        from reshard.integrations.verl import ReshardCheckpointEngine
+        from reshard.integrations.verl.plugin import ReshardCheckpointEngine
 
         engine = ReshardCheckpointEngine(timeout=60, verify=True)
         engine.init_process_group(0, 2, address, [], SECRET, True)
@@ -189,7 +189,7 @@ class Actor:
 
     async def receive(self, address: str) -> list:
         """As verl's worker beside an engine elsewhere does."""
-        from reshard.integrations.verl import Meeting
+        from reshard.integrations.verl.plugin import Meeting
 
         return await ended(self.adapter.update_weights(Meeting(address, 1, 2, SECRET, True), global_steps=9))
 

@@ -63,8 +63,9 @@ def main() -> None:
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
     outcome["extension"] = rollout.engine_kwargs["vllm"]["worker_extension_cls"]
 
-    from reshard.integrations import verl, verl_vllm
-    from reshard.integrations.verl_worker import VerlExtension
+    from reshard.integrations.verl import plugin as verl
+    from reshard.integrations.verl.vllm import ReshardServerAdapter
+    from reshard.integrations.verl.worker import VerlExtension
 
     outcome["adapters"] = adapters(verl, model)
     outcome["options"] = verl.options_of(rollout).to_config()
@@ -81,7 +82,7 @@ def main() -> None:
     outcome["order"] = [base.__name__ for base in VerlExtension.__mro__[1:3]]
     outcome["called otherwise"] = [
         *takes(verl.ReshardMegatronEngine, MegatronEngineWithLMHead),
-        *takes(verl_vllm.ReshardServerAdapter, ServerAdapter),
+        *takes(ReshardServerAdapter, ServerAdapter),
         *takes(verl.ReshardCheckpointEngine, CheckpointEngine),
     ]
     outcome["control"] = takes(
@@ -142,7 +143,7 @@ class Server:
             max_num_seqs=8,
             enforce_eager=True,
             kv_cache_memory_bytes=1 << 24,
-            worker_extension_cls="reshard.integrations.verl_worker.VerlExtension",
+            worker_extension_cls="reshard.integrations.verl.VerlExtension",
             **options,
         )
         self.told: list = []
@@ -205,7 +206,7 @@ class Actor:
         }
         from verl.workers.rollout.base import get_rollout_class
 
-        import reshard.integrations.verl  # noqa: F401
+        import reshard.integrations.verl.plugin  # noqa: F401
 
         self.adapter = get_rollout_class("vllm")(config=config.rollout, model_config=None, device_mesh=None)
 
@@ -215,7 +216,7 @@ class Actor:
         from megatron.core.transformer.module import Float16Module
 
         self.adapt(config)
-        import reshard.integrations.verl as verl
+        import reshard.integrations.verl.plugin as verl
         from reshard import MegatronLayout, read_model
         from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
 
@@ -270,7 +271,7 @@ class Actor:
 
     def train_adapter(self, folder: str, seed: int, saved: str) -> None:
         """Other numbers in an adapter, and its files. It is PEFT's: Megatron-Bridge's is not in this environment."""
-        from reshard.integrations.verl import Shards
+        from reshard.integrations.verl.plugin import Shards
         from reshard.trainers.fsdp import FsdpModel
 
         if not hasattr(self, "adapted"):
@@ -287,7 +288,7 @@ class Actor:
 
     async def send(self, address: str) -> list:
         """As verl's actor does where it has GPUs of its own: with the adapter that another process has."""
-        from reshard.integrations.verl import ReshardCheckpointEngine
+        from reshard.integrations.verl.plugin import ReshardCheckpointEngine
 
         engine = ReshardCheckpointEngine(timeout=60)
         engine.init_process_group(0, 2, address, [], SECRET, True)
@@ -296,7 +297,7 @@ class Actor:
 
     async def receive(self, address: str) -> list:
         """As verl's worker beside an engine elsewhere does."""
-        from reshard.integrations.verl import Meeting
+        from reshard.integrations.verl.plugin import Meeting
 
         return await ended(self.adapter.update_weights(Meeting(address, 1, 2, SECRET, True), global_steps=1))
 

@@ -12,7 +12,7 @@ from reshard.core.errors import ReshardError
 from reshard.integrations.calls import WAITS, Calls, error_line, late_error
 from reshard.integrations.connection import Connection, SyncOptions
 from reshard.integrations.meeting import agreed_meeting
-from reshard.integrations.verl import Meeting, Shards, adapter_of, options_of
+from reshard.integrations.verl.plugin import Meeting, Shards, adapter_of, options_of
 
 
 class RefittedRollout:

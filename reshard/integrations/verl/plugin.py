@@ -5,11 +5,11 @@ verl imports this module in the actor (``model.external_lib``) and in the rollou
 (``checkpoint_engine.custom_backend_module``). Imported, it registers
 
 - an engine in the place of verl's Megatron engine, whose weights are the model itself (`Shards`),
-- adapters in the place of verl's to vLLM (`reshard.integrations.verl_vllm`) and SGLang
-  (`reshard.integrations.verl_sglang`), which connect the two sides, and refit,
+- adapters in the place of verl's to vLLM (`reshard.integrations.verl.vllm`) and SGLang
+  (`reshard.integrations.verl.sglang`), which connect the two sides, and refit,
 - for separate placement the checkpoint engine ``reshard``, by which they meet.
 
-vLLM's workers get `reshard.integrations.verl_worker.VerlExtension`; SGLang's schedulers load reshard's
+vLLM's workers get `reshard.integrations.verl.VerlExtension`; SGLang's schedulers load reshard's
 plugin. What a refit does not cover (LoRA that is merged, QAT) takes verl's own way, and the log says so.
 """
 
@@ -39,7 +39,7 @@ from reshard.trainers.megatron import MegatronModel
 BACKEND = "reshard"
 NO_ADAPTERS = (
     "LoRA adapters are refitted into vLLM alone: set actor_rollout_ref.model.lora.merge=true, which is "
-    "verl's own sync, or leave out actor_rollout_ref.model.external_lib=reshard.integrations.verl"
+    "verl's own sync, or leave out actor_rollout_ref.model.external_lib=reshard.integrations.verl.plugin"
 )
 log = logging.getLogger("reshard.verl")
 
@@ -188,7 +188,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         if not isinstance(weights, Shards):
             raise ReshardError(
                 "the checkpoint engine reshard sends a live Megatron model: set "
-                "actor_rollout_ref.model.external_lib=reshard.integrations.verl, without merged LoRA and QAT"
+                "actor_rollout_ref.model.external_lib=reshard.integrations.verl.plugin, without merged LoRA and QAT"
             )
         connection, topology = self.connection, self.topology
         try:
@@ -226,5 +226,5 @@ class ReshardCheckpointEngine(CheckpointEngine):
 
 # verl looks adapters up by name in this table, and has no call to register one. It imports their modules
 # when a rollout is made: of the two engines only one need be there.
-rollouts._ROLLOUT_REGISTRY["vllm", "async"] = "reshard.integrations.verl_vllm.ReshardServerAdapter"
-rollouts._ROLLOUT_REGISTRY["sglang", "async"] = "reshard.integrations.verl_sglang.ReshardSglangAdapter"
+rollouts._ROLLOUT_REGISTRY["vllm", "async"] = "reshard.integrations.verl.vllm.ReshardServerAdapter"
+rollouts._ROLLOUT_REGISTRY["sglang", "async"] = "reshard.integrations.verl.sglang.ReshardSglangAdapter"

@@ -7,7 +7,7 @@
 
 Every rank of the trainer makes one and calls `WeightTransfer.send`. The first rank calls the
 engines, by vLLM's own protocol; all ranks meet the engines' workers at the address, and give their
-own shards. The engine's side is `reshard.integrations.weight_transfer_worker`.
+own shards. The engine's side is `reshard.integrations.vllm.worker`.
 """
 
 from collections.abc import Callable, Sequence

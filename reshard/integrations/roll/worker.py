@@ -1,6 +1,6 @@
 """The extension of vLLM's workers under ROLL: ROLL's own and ours.
 
-actor_infer.strategy_args.strategy_config.worker_extension_cls=reshard.integrations.roll_worker.RollExtension
+actor_infer.strategy_args.strategy_config.worker_extension_cls=reshard.integrations.roll.RollExtension
 """
 
 from collections.abc import Iterable

@@ -6,15 +6,12 @@ On the same GPUs
 
     python -m reshard.integrations.nemo_rl examples/run_grpo.py --config ...
 
-runs NeMo-RL's script with `nemo_rl_colocated.ColocatedSynchronizer` in the place of its synchronizer of weights.
-vLLM's workers are `reshard.integrations.nemo_rl_worker.ReshardWorker` in either. What a refit does
+runs NeMo-RL's script with `colocated.ColocatedSynchronizer` in the place of its synchronizer of weights.
+vLLM's workers are `reshard.integrations.nemo_rl.ReshardWorker` in either. What a refit does
 not cover is refused before a byte moves.
 """
 
-import functools
-import runpy
-import sys
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,10 +26,9 @@ from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError
 from reshard.integrations.connection import Connection, SyncOptions
 from reshard.integrations.meeting import meeting_place
-from reshard.integrations.nemo_rl_colocated import BACKEND, ColocatedSynchronizer
+from reshard.integrations.nemo_rl.colocated import BACKEND
 from reshard.trainers.megatron import MegatronModel
 
-WORKER = "reshard.integrations.nemo_rl_worker.ReshardWorker"
 # What NeMo-RL itself takes beside our options.
 NEMO_RL_OPTIONS = ("release_after_refit", "update_weights_bucket_memory_ratio")
 
@@ -79,7 +75,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
     ) -> None:
         """Enter the lobby; see `init_policy_process_group`. Raises ReshardError in a worker of vLLM
         that is not ours."""
-        from reshard.integrations.nemo_rl_worker import this_worker
+        from reshard.integrations.nemo_rl.worker import this_worker
 
         this_worker()
         self._enter(train_world_size + rollout_rank, train_world_size, rollout_world_size, metadata)
@@ -126,7 +122,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
 
     async def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, Any]], None]:
         """Refit, in every worker of vLLM; no batch is left for NeMo-RL to load."""
-        from reshard.integrations.nemo_rl_worker import this_worker
+        from reshard.integrations.nemo_rl.worker import this_worker
 
         self.syncs += 1
         options = self.connection.options
@@ -217,62 +213,3 @@ def checked_options(given: Mapping[str, Any]) -> SyncOptions:
     ones, and for others."""
     where = f"policy.generation.refit_cfg[{BACKEND!r}]"
     return SyncOptions.of_config(given, where, lambda name: f"{name} of {where}", NEMO_RL_OPTIONS)
-
-
-def with_refits(setup: Callable[..., Any]) -> Callable[..., Any]:
-    """Return NeMo-RL's ``setup`` of a run, changed so that policy and vLLM sync by refits.
-
-    It raises ReshardError, before anything is started, for what a refit does not cover.
-    """
-
-    @functools.wraps(setup)
-    def refitting(master_config: Any, *args: Any, **kwargs: Any) -> Any:
-        policy_config = master_config.policy
-        generation = policy_config.get("generation") or {}
-        if generation.get("backend") != "vllm":
-            raise ReshardError(
-                f"policy.generation.backend is {generation.get('backend')}: reshard refits vllm"
-            )
-        if not (policy_config.get("megatron_cfg") or {}).get("enabled"):
-            raise ReshardError("reshard refits from Megatron here: set policy.megatron_cfg.enabled=true")
-        if not generation["colocated"]["enabled"] or generation.get("refit_transport") is not None:
-            raise ReshardError(
-                "policy and vLLM do not share GPUs: run NeMo-RL's own script, with policy.generation."
-                f"refit_transport={BACKEND}"
-            )
-        why = not_covered(policy_config)
-        if why:
-            raise ReshardError(f"{why}, which reshard does not refit: run NeMo-RL's own script")
-        options = checked_options((generation.get("refit_cfg") or {}).get(BACKEND) or {})
-        engine = generation.setdefault("vllm_kwargs", {})
-        if engine.setdefault("worker_cls", WORKER) != WORKER:
-            raise ReshardError(
-                f"vllm_kwargs.worker_cls is {engine['worker_cls']}: make that {WORKER}, or unset it"
-            )
-        started = setup(master_config, *args, **kwargs)
-        policy, rollout = started[:2]
-        rollout.weight_synchronizer = ColocatedSynchronizer(policy, rollout, options)
-        rollout.weight_synchronizer.init_communicator()
-        return started
-
-    return refitting
-
-
-def main() -> None:
-    """Run a script of NeMo-RL's that trains by GRPO, with refits."""
-    if len(sys.argv) < 2:
-        raise SystemExit(
-            "python -m reshard.integrations.nemo_rl SCRIPT ...: give NeMo-RL's examples/run_grpo.py"
-        )
-    from nemo_rl.algorithms import grpo
-
-    grpo.setup = with_refits(grpo.setup)
-    del sys.argv[0]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-if __name__ == "__main__":
-    # What Ray pickles has to be of a module that others can import.
-    from reshard.integrations.nemo_rl import main as of_the_module
-
-    of_the_module()

@@ -14,8 +14,8 @@ from reshard.comm.background import in_background
 from reshard.engines.sglang.calls import connect_server, refit_server
 from reshard.integrations.calls import WAITS
 from reshard.integrations.connection import SyncOptions
-from reshard.integrations.verl import NO_ADAPTERS, Meeting, Shards
-from reshard.integrations.verl_rollout import RefittedRollout
+from reshard.integrations.verl.plugin import NO_ADAPTERS, Meeting, Shards
+from reshard.integrations.verl.rollout import RefittedRollout
 
 
 class ReshardSglangAdapter(RefittedRollout, ServerAdapter):

@@ -3,7 +3,7 @@
 
 `ActorWorker` and its like train as ROLL's workers do, with `Refit` in the place of ROLL's updater
 of weights. `InferWorker` lets the first of them call vLLM's workers, which get
-`reshard.integrations.roll_worker.RollExtension`. What a refit does not cover (quantized
+`reshard.integrations.roll.RollExtension`. What a refit does not cover (quantized
 rollouts, other strategies) takes ROLL's own way, and the log says so.
 """
 
@@ -26,7 +26,7 @@ from reshard.integrations.calls import Calls, error_line
 from reshard.integrations.connection import Connection, SyncOptions
 from reshard.trainers.megatron import MegatronModel
 
-EXTENSION = "reshard.integrations.roll_worker.RollExtension"
+EXTENSION = "reshard.integrations.roll.RollExtension"
 # Our classes, and ROLL's that they extend.
 TRAINING = {
     "ActorWorker": "roll.pipeline.rlvr.actor_worker.ActorWorker",
@@ -134,7 +134,7 @@ class Refit:
             except Exception as error:
                 wrong = (
                     f"the rollout does not answer reshard ({error_line(error)}): set actor_infer.worker_cls="
-                    f"{__name__}.InferWorker, and worker_extension_cls={EXTENSION} in its strategy_config"
+                    f"{__package__}.InferWorker, and worker_extension_cls={EXTENSION} in its strategy_config"
                 )
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, (self.connection.link is None, address, secret, wrong))

@@ -9,12 +9,12 @@ with importing_beside("verl", "verl", "vllm"):
     from verl.workers.rollout.vllm_rollout import ServerAdapter
 
 from reshard.integrations.connection import SyncOptions
-from reshard.integrations.verl import Meeting
-from reshard.integrations.verl_rollout import RefittedRollout
+from reshard.integrations.verl.plugin import Meeting
+from reshard.integrations.verl.rollout import RefittedRollout
 
 
 class ReshardServerAdapter(RefittedRollout, ServerAdapter):
-    """verl's adapter to vLLM, which calls `reshard.integrations.verl_worker.VerlExtension` in its workers."""
+    """verl's adapter to vLLM, which calls `reshard.integrations.verl.VerlExtension` in its workers."""
 
     async def _call_connect(
         self, meeting: Meeting, adapter: str | None, options: SyncOptions
