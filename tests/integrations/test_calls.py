@@ -8,7 +8,7 @@ import pytest
 from reshard import ReshardError
 from reshard.comm.background import in_background
 from reshard.integrations import HttpClient
-from reshard.integrations.calls import Calls
+from reshard.integrations.sync import Calls
 from reshard.refit import RefitGroup
 from tests.starting.ranks import caught, free_port
 

@@ -23,10 +23,10 @@ from nemo_rl.models.policy.workers.checkpoint_engine import (
     PolicyCheckpointEngineMixin,
 )
 
-from reshard.integrations.connection import SyncOptions
 from reshard.integrations.nemo_rl.colocated import BACKEND, ColocatedSynchronizer
 from reshard.integrations.nemo_rl.script import with_refits
 from reshard.integrations.nemo_rl.worker import ReshardWorker
+from reshard.integrations.options import SyncOptions
 from tests.tools.probe import Probed, after, alone, caught
 
 REAL = importlib.util.find_spec("nemo_rl").origin is not None  # the stand-ins are a namespace
@@ -117,7 +117,7 @@ class Policy(MegatronCheckpointEngineSendMixin, PolicyCheckpointEngineMixin):
 
     def lose(self, over: str) -> None:
         """The second rank gives up before the first comes."""
-        (alone if self.rank else after)(self.checkpoint_engine.connection.link, over)
+        (alone if self.rank else after)(self.checkpoint_engine.sync.link, over)
 
     def adapters(self, enabled: bool) -> None:
         self.cfg["megatron_cfg"]["peft"] = {"enabled": enabled}

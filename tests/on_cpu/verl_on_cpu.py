@@ -119,7 +119,11 @@ def meetings(kind) -> list:
         for index, one in enumerate(members):
             side, at = (actor, index) if index < 2 else (rollout, index - 2)
             one.init_process_group(**{key: values[at] for key, values in side.items()})
-        results.append([list(one.receive_weights(sync)) for one in members[2:]])
+        invitations = [one.receive_weights(sync) for one in members[2:]]
+        results.append([
+            [*(meeting[key] for key in ("address", "first_rank", "size", "secret")), is_new]
+            for meeting, is_new in invitations
+        ])  # fmt: skip
         for one in members[:2]:  # which would have sent, and been connected
             one.is_new = False
     return results
@@ -244,11 +248,11 @@ class Actor:
         self.train(steps if seed is None else seed)
         offload_megatron_model_to_cpu(self.engine.module)
         if lost:
-            alone(self.adapter._connection.link, lost)
+            alone(self.adapter._sync.link, lost)
         if new:
-            self.adapter._connection.link = None
+            self.adapter._sync.link = None
         if several > 1:
-            sender = self.adapter._connection.link.sender
+            sender = self.adapter._sync.link.sender
             sender.sizes = sender.sizes._replace(shapes=sender.sizes.shapes // [several, 1])
         self.loads.clear()
         weights, peft_config = self.engine.get_per_tensor_param(base_sync_done=True)
@@ -278,7 +282,7 @@ class Actor:
             self.adapted = with_adapter(folder)
             self.adapted_shards = Shards(FsdpModel(self.adapted), "123")
             # All meet anew, at another server.
-            self.adapter._connection.link = self.adapter.server_handle = None
+            self.adapter._sync.link = self.adapter.server_handle = None
         train_adapter(self.adapted, seed, saved)
 
     async def sync_adapter(self, steps: int) -> list:
@@ -297,9 +301,15 @@ class Actor:
 
     async def receive(self, address: str) -> list:
         """As verl's worker beside an engine elsewhere does."""
-        from reshard.integrations.verl.plugin import Meeting
+        return await ended(self.adapter.update_weights(invited(address), global_steps=1))
 
-        return await ended(self.adapter.update_weights(Meeting(address, 1, 2, SECRET, True), global_steps=1))
+
+def invited(address: str):
+    """What a worker gets of the checkpoint engine beside it, that has to connect as the second of two members."""
+    from reshard.integrations.sync import Meeting
+    from reshard.integrations.verl.plugin import Invitation
+
+    return Invitation(Meeting(address, 2, 60.0, SECRET).arguments(1), True)
 
 
 def loads_of(verl) -> list:
@@ -334,7 +344,7 @@ def live(folder: str, config) -> dict:
     engine's process dies, in either placement."""
     import ray
 
-    from reshard.integrations.meeting import meeting_place
+    from reshard.integrations.sync import ray_address
 
     def served(**options):
         server = ray.remote(Server).options(name="vllm_server_0_0", num_cpus=0).remote()
@@ -377,7 +387,7 @@ def live(folder: str, config) -> dict:
         results["adapters"].append([*outcome[:2], *served_then])
     results["loaded"] = [theirs, ray.get(server.serves.remote())]
     ray.get(server.die_at.remote("reshard_connect"))
-    address = meeting_place()
+    address = ray_address()
     results["died elsewhere"] = ray.get([actor.send.remote(address), beside.receive.remote(address)])
     return results
 

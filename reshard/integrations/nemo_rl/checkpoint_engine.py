@@ -24,9 +24,9 @@ with importing_beside("NeMo-RL", "nemo_rl", "ray"):
 from reshard.comm.group import RefitGroup
 from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError
-from reshard.integrations.connection import Connection, SyncOptions
-from reshard.integrations.meeting import meeting_place
 from reshard.integrations.nemo_rl.colocated import BACKEND
+from reshard.integrations.options import SyncOptions
+from reshard.integrations.sync import Meeting, WeightSync, ray_address
 from reshard.trainers.megatron import MegatronModel
 
 # What NeMo-RL itself takes beside our options.
@@ -37,7 +37,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
     """The meeting and refits of a policy and rollouts on other GPUs; no tensor passes through it.
     Made in every rank of the policy and in every worker of vLLM.
 
-    The `options` are those of `reshard.integrations.connection.SyncOptions`. All members meet at the
+    The `options` are those of `reshard.integrations.options.SyncOptions`. All members meet at the
     first sync, and anew after one that failed, or with `release_after_refit`.
     """
 
@@ -47,7 +47,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         release_after_refit: bool = False,
         **options: Any,
     ) -> None:
-        self.connection = Connection(checked_options(options))
+        self.sync = WeightSync(checked_options(options))
         self.rank, self.size, self.secret = 0, 0, ""
         # A group of all members that lasts as long as they live, by which each hears of another's
         # death: NeMo-RL tells them nothing.
@@ -59,9 +59,9 @@ class ReshardCheckpointEngine(CheckpointEngine):
     def prepare(self) -> dict[str, Any]:
         """Return where the lobby could be; only the policy's first rank is taken. vLLM's own
         processes know no Ray."""
-        return (
-            {"address": meeting_place(), "secret": new_secret()} if ray.is_initialized() else {"address": ""}
-        )
+        if not ray.is_initialized():
+            return {"address": ""}
+        return {"address": ray_address(), "secret": new_secret()}
 
     def init_policy_process_group(
         self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
@@ -83,9 +83,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
     def _enter(self, rank: int, policies: int, rollouts: int, metadata: list[Any]) -> None:
         self.rank, self.size, self.secret = rank, policies + rollouts, metadata[0]["secret"]
         self.lobby = None  # the one before ends first
-        self.lobby = RefitGroup.join(
-            metadata[0]["address"], rank, self.size, self.connection.options.timeout, self.secret
-        )
+        self.lobby = self._meeting(metadata[0]["address"]).join(rank)
         self.lobby.names = {
             member: f"rank {member} of the policy"
             if member < policies
@@ -98,7 +96,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
 
     def meeting_place(self) -> str:
         """Return an address for `ColocatedSynchronizer`; see the function."""
-        return meeting_place()
+        return ray_address()
 
     def meet(self, address: str, size: int, secret: str) -> None:
         """Connect there at the next sync, as `ColocatedSynchronizer` says."""
@@ -107,25 +105,24 @@ class ReshardCheckpointEngine(CheckpointEngine):
     async def send_weights(self, weights: Any) -> None:
         """Refit, on every rank of the policy; connect first if that is new."""
         self.syncs += 1
-        with self._connecting_after_failure(), self.connection.dropped_on_failure():
-            if self.connects or self.connection.link is None:
+        sync = self.sync
+        with self._connecting_after_failure(), sync.dropped_on_failure():
+            if self.connects or sync.link is None:
                 worker = worker_of(weights)
                 self.rank = worker.rank
-                address = self.next_address or self._agree_on_address()
-                timeout = self.connection.options.timeout
-                members = RefitGroup.join(address, self.rank, self.size, timeout, self.secret)
+                members = self._meeting(self.next_address or self._agree_on_address()).join(self.rank)
                 with members.watching(self._lobby_failure):
-                    self.connection.connect(members, lambda: self._source(worker))
-            assert self.connection.link is not None
-            with self.connection.link.group.watching(self._lobby_failure):
-                self.connection.refit()
+                    sync.connect(members, lambda: self._source(worker))
+            assert sync.link is not None
+            with sync.link.group.watching(self._lobby_failure):
+                sync.refit()
 
     async def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, Any]], None]:
         """Refit, in every worker of vLLM; no batch is left for NeMo-RL to load."""
         from reshard.integrations.nemo_rl.worker import this_worker
 
         self.syncs += 1
-        options = self.connection.options
+        options = self.sync.options
         with self._connecting_after_failure():
             if self.connects:
                 address = self._agree_on_address()
@@ -138,7 +135,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
 
     def finalize(self) -> None:
         """Unmap the others' memory; the next sync connects again."""
-        self.connection.close()
+        self.sync.close()
         self.connects = True
 
     @contextmanager
@@ -150,6 +147,9 @@ class ReshardCheckpointEngine(CheckpointEngine):
             self.connects = True
             raise
         self.connects = False
+
+    def _meeting(self, address: str) -> Meeting:
+        return Meeting(address, self.size, self.sync.options.timeout, self.secret)
 
     def _lobby_failure(self) -> str:
         """Return a sentence on a member that is gone; empty while none is."""
@@ -163,7 +163,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
                 "this member has not entered the lobby: NeMo-RL has not called init_*_process_group"
             )
         if self.rank == 0:
-            self.lobby.post(f"meet/{self.syncs}", meeting_place().encode())
+            self.lobby.post(f"meet/{self.syncs}", ray_address().encode())
         return self.lobby.read(f"meet/{self.syncs}", 0).decode()
 
     def _source(self, worker: Any) -> MegatronModel:
