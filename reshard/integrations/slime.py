@@ -73,14 +73,14 @@ class BackedUpModel(MegatronModel):
 
 @dataclass
 class RolloutEngine:
-    """The calls of slime's `actor` of an SGLang."""
+    """Calls of slime's `actor` of an SGLang; see `EngineCalls`."""
 
     actor: Any
     name: str
     ranks: int
 
     def connect(self, meeting: dict[str, Any]) -> Future[Any]:
-        """See `EngineCalls.connect`. An SGLang without the plugin is refused: it would wait to make a group of its own."""
+        """Have SGLang connect. One without the plugin is refused: it would wait to make a group of its own."""
 
         def call() -> Any:
             # slime returns nothing where SGLang refuses this.
@@ -91,7 +91,7 @@ class RolloutEngine:
         return in_background(call)
 
     def refit(self, version: int | None, verify: bool) -> Future[Any]:
-        """See `EngineCalls.refit`."""
+        """Have SGLang take the weights."""
         request = refit_request(version, verify)
         return in_background(partial(self._join, "update_weights_from_distributed", request))
 

@@ -47,6 +47,13 @@ class Meeting:
         return vars(self) | {"first_rank": first_rank}
 
 
+def ray_address() -> str:
+    """Return an address of this host that other hosts of Ray's reach, with a port that is free now."""
+    import ray  # which the frameworks have that meet there, and others may lack
+
+    return free_address(str(ray.util.get_node_ip_address()).strip("[]"))
+
+
 class EngineCalls(Protocol):
     """The calls of one engine, which return at once with a future. Errors call it by its `name`, `ranks` is how many
     it has."""
@@ -79,7 +86,7 @@ class WeightSync:
         version: int | None = None,
         *,
         adapter: str | None = None,
-        place: Callable[[], str] | None = None,
+        place: Callable[[], str] = ray_address,
         group: Any = None,
     ) -> RefitReport:
         """Refit these engines from all ranks of torch's process group, the first of which calls them; connect before
@@ -102,7 +109,7 @@ class WeightSync:
             return self.refit(version, Calls(refitting))
 
     def agreed_meeting(
-        self, size: int, place: Callable[[], str] | None = None, group: Any = None
+        self, size: int, place: Callable[[], str] = ray_address, group: Any = None
     ) -> Meeting | None:
         """Return where `size` members meet, the same on all ranks of torch's process group; None if all these ranks
         are connected.
@@ -114,7 +121,7 @@ class WeightSync:
         dist.all_gather_object(are_new, self.link is None, group=group)
         if not any(are_new):
             return None
-        address, secret = on_first_rank(lambda: ((place or ray_address)(), new_secret()), group)
+        address, secret = on_first_rank(lambda: (place(), new_secret()), group)
         return Meeting(address, size, self.options.timeout, secret)
 
     def connect(
@@ -234,13 +241,6 @@ def on_first_rank(call: Callable[[], Result], group: Any = None) -> Result:
     if failure:
         raise ReshardError(failure) from cause
     return result
-
-
-def ray_address() -> str:
-    """Return an address of this host that other hosts of Ray's reach, with a port that is free now."""
-    import ray  # which the frameworks have that meet there, and others may lack
-
-    return free_address(str(ray.util.get_node_ip_address()).strip("[]"))
 
 
 def late_error(names: Iterable[str], seconds: float) -> ReshardError:

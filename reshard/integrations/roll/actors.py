@@ -84,7 +84,8 @@ def left_to_roll(worker: Any, infer_cluster: Any) -> str:
 
 @dataclass
 class RolloutWorker:
-    """The calls of a worker of the rollout, which has one vLLM; `adapter` names the LoRA adapter there."""
+    """Calls of a worker of the rollout, which has one vLLM; `adapter` names the LoRA adapter there. See
+    `EngineCalls`."""
 
     worker: Any
     name: str
@@ -92,11 +93,11 @@ class RolloutWorker:
     adapter: str | None
 
     def connect(self, meeting: dict[str, Any]) -> Future[Any]:
-        """See `EngineCalls.connect`."""
+        """Have vLLM's workers connect."""
         return self.call("reshard_meet", meeting, self.adapter)
 
     def refit(self, version: int | None, verify: bool) -> Future[Any]:
-        """See `EngineCalls.refit`; ROLL counts no versions."""
+        """Have vLLM's workers take the weights; ROLL counts no versions."""
         return self.call("reshard_take", verify)
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:

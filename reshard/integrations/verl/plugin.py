@@ -54,8 +54,8 @@ class Shards(NamedTuple):
 
 
 class Invitation(NamedTuple):
-    """In the place of verl's iterator over full tensors, beside a rollout: what connects its engine with an actor
-    elsewhere (`Meeting.arguments`), and whether it is not connected there yet."""
+    """A meeting with an actor elsewhere, in the place of verl's iterator over full tensors: the arguments with which a
+    rollout's engine connects (`Meeting.arguments`), and whether it has yet to."""
 
     meeting: dict[str, Any]
     is_new: bool

@@ -22,8 +22,8 @@ class ReshardSglangAdapter(RefittedRollout, ServerAdapter):
     """verl's adapter to SGLang, which calls reshard's plugin in its schedulers by the server's routes."""
 
     async def refit(self, weights: Shards | Invitation, version: int | None) -> None:
-        """See `RefittedRollout.refit`."""
-        await self._init_server_adapter()  # also says which rank talks to the server
+        """Refit this replica, once verl has said which rank talks to its server."""
+        await self._init_server_adapter()
         await super().refit(weights, version)
 
     async def _call_connect(self, meeting: dict[str, Any], adapter: str | None) -> Future[Any] | None:
