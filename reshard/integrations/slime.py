@@ -73,7 +73,7 @@ class BackedUpModel(MegatronModel):
 
 @dataclass
 class RolloutEngine:
-    """Calls of slime's `actor` of an SGLang; see `EngineCalls`."""
+    """An SGLang, which slime's `actor` of it calls; see `RemoteEngine`."""
 
     actor: Any
     name: str

@@ -1,5 +1,5 @@
 """A trainer rank's part of a weight sync: all ranks meet the engines, connect and refit beside their calls, and connect
-again after a sync that failed. A framework says how one of its engines is called (`EngineCalls`)."""
+again after a sync that failed. A framework says how one of its engines is called (`RemoteEngine`)."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -54,9 +54,9 @@ def ray_address() -> str:
     return free_address(str(ray.util.get_node_ip_address()).strip("[]"))
 
 
-class EngineCalls(Protocol):
-    """The calls of one engine, which return at once with a future. Errors call it by its `name`, `ranks` is how many
-    it has."""
+class RemoteEngine(Protocol):
+    """An engine elsewhere, by the way in which a framework calls it: a call returns at once, with a future. Errors
+    call it by its `name`; `ranks` is how many it has."""
 
     name: str
     ranks: int
@@ -81,7 +81,7 @@ class WeightSync:
 
     def run(
         self,
-        engines: Sequence[EngineCalls],
+        engines: Sequence[RemoteEngine],
         source: Trainer | Callable[[], Trainer],
         version: int | None = None,
         *,

@@ -2,6 +2,7 @@
 waited for once the refit is over."""
 
 import socket
+import sys
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from reshard.integrations import HttpClient
 from reshard.integrations.sync import Calls
 from reshard.refit import RefitGroup
 from tests.starting.ranks import caught, free_port, run_on_ranks
+from tests.tools.environments import clean, run
 
 
 @pytest.fixture
@@ -69,3 +71,11 @@ def test_all_ranks_meet_anew_where_one_is_not_connected():
 def test_what_the_first_rank_calls_is_answered_on_all_ranks_and_its_failure_is_theirs():
     ours, theirs = run_on_ranks(2, "asked", module="sync_on_cpu")
     assert ours == ["made by 0", [0], "no port for 0"] and theirs == ["made by 0", [], "no port for 0"]
+
+
+def test_a_folder_imports_nothing_of_its_framework_before_a_name_is_used():
+    """Where an engine's workers import it, the trainer's packages may be missing."""
+    imports = "import sys; from reshard.integrations import nemo_rl, roll, verl, vllm; print(*sys.modules)"
+    imported = run([sys.executable, "-c", imports], env=clean()).split()
+    assert "reshard.integrations.roll" in imported
+    assert not {"nemo_rl", "ray", "roll", "torch", "verl", "vllm"} & {*imported}

@@ -84,8 +84,8 @@ def left_to_roll(worker: Any, infer_cluster: Any) -> str:
 
 @dataclass
 class RolloutWorker:
-    """Calls of a worker of the rollout, which has one vLLM; `adapter` names the LoRA adapter there. See
-    `EngineCalls`."""
+    """The vLLM of a `worker` of the rollout, which calls it; `adapter` names the LoRA adapter there. See
+    `RemoteEngine`."""
 
     worker: Any
     name: str
