@@ -74,7 +74,7 @@ class Refit(Watched, ReshardGRPOTrainer):
     def synced(self) -> None:
         """A refit, and not what a refit does not cover."""
         super().synced()
-        assert self._reshard_connection is not None and self._reshard_connection.link is not None, (
+        assert self._reshard_sync is not None and self._reshard_sync.link is not None, (
             "ms-swift's own sync was used"
         )
 

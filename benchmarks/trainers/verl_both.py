@@ -17,8 +17,8 @@ from verl.workers.rollout import base as rollouts
 from verl.workers.rollout.vllm_rollout import ServerAdapter
 
 from benchmarks.trainers.grpo import write
-from reshard.integrations.verl import ReshardMegatronEngine
-from reshard.integrations.verl_vllm import ReshardServerAdapter
+from reshard.integrations.verl.plugin import ReshardMegatronEngine
+from reshard.integrations.verl.vllm import ReshardServerAdapter
 
 
 class Adapter(ReshardServerAdapter):

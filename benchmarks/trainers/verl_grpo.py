@@ -27,7 +27,7 @@ EXTENSION = (
 RUNS = {
     "stock": [EXTENSION + "Stock"],
     "both": [EXTENSION + "Refit", "actor_rollout_ref.model.external_lib=benchmarks.trainers.verl_both"],
-    "refit": [EXTENSION + "Refit", "actor_rollout_ref.model.external_lib=reshard.integrations.verl"],
+    "refit": [EXTENSION + "Refit", "actor_rollout_ref.model.external_lib=reshard.integrations.verl.plugin"],
 }
 # What verl counts of a step: seconds, gigabytes, and how far the rollout's probabilities lie from
 # the trainer's.

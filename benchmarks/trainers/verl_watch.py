@@ -6,7 +6,7 @@ from typing import Any
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from benchmarks.trainers.grpo import note, overwrite
-from reshard.integrations.verl_worker import VerlExtension
+from reshard.integrations.verl.worker import VerlExtension
 
 
 class Stock(vLLMColocateWorkerExtension):

@@ -1,5 +1,5 @@
 """The weight sync of other people's trainers through a refit: vLLM's weight transfer, verl,
-ms-swift, ROLL and NeMo-RL."""
+ms-swift, ROLL, NeMo-RL and slime."""
 
 from typing import TYPE_CHECKING
 
@@ -7,10 +7,10 @@ from reshard.core.extras import require
 from reshard.core.lazy import lazy
 
 if TYPE_CHECKING:
-    from reshard.integrations.weight_transfer import HttpClient, LlmClient, WeightTransfer
+    from reshard.integrations.vllm.transfer import HttpClient, LlmClient, WeightTransfer
 
 require("megatron", "torch")
 
 __all__ = ["HttpClient", "LlmClient", "WeightTransfer"]
 if not TYPE_CHECKING:  # a type checker knows the names above, and that there are no others
-    __getattr__, __dir__ = lazy(__name__, dict.fromkeys(__all__, "reshard.integrations.weight_transfer"))
+    __getattr__, __dir__ = lazy(__name__, dict.fromkeys(__all__, "reshard.integrations.vllm.transfer"))

@@ -6,28 +6,26 @@ slime calls that function in every rank of the actor, before it makes what updat
 SGLang's schedulers load reshard's plugin by themselves.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 from reshard.core.extras import importing_beside
 
-with importing_beside("slime", "ray", "slime", "torch"):
+with importing_beside("slime", "ray", "slime"):
     import ray
-    import torch
-    import torch.distributed as dist
     from slime.backends.megatron_utils.update_weight.common import named_params_and_buffers
     from slime.utils.distributed_utils import get_gloo_group
 
 from reshard.comm.background import in_background
-from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.engines.sglang.calls import NO_PLUGIN, call_and_join, connect_request, refit_request, says_plugin
 from reshard.engines.sglang.group import ASKED
-from reshard.integrations.calls import Calls
-from reshard.integrations.connection import Connection, SyncOptions
-from reshard.integrations.meeting import agreed_meeting
+from reshard.integrations.options import SyncOptions
+from reshard.integrations.sync import WeightSync, on_first_rank
 from reshard.trainers.megatron import MegatronModel
 
 ACTOR = "slime.backends.megatron_utils.actor"
@@ -46,8 +44,7 @@ def use_refits(arguments: Any) -> None:
             "leave out --custom-megatron-init-path reshard.integrations.slime.use_refits"
         )
     actor = import_module(ACTOR)
-    missing = [name for name in REPLACED if not hasattr(actor, name)]
-    if missing:
+    if missing := [name for name in REPLACED if not hasattr(actor, name)]:
         raise ReshardError(f"this slime's {ACTOR} has no {missing[0]}: tested with slime at 624b824a8")
     for name in REPLACED:
         setattr(actor, name, RefitWeights)
@@ -55,20 +52,12 @@ def use_refits(arguments: Any) -> None:
 
 class BackedUpModel(MegatronModel):
     """A Megatron model whose memory slime's memory saver has taken away, read from slime's copies of its
-    weights in pinned host memory.
+    weights in pinned host memory, which `weights_getter` returns by the names that slime's `args` give them."""
 
-    `weights_getter` returns the copies by their names, `named` yields the model's tensors by the same.
-    """
-
-    def __init__(
-        self,
-        models: Sequence[torch.nn.Module],
-        weights_getter: Callable[[], Mapping[str, torch.Tensor]],
-        named: Callable[[], Any],
-    ) -> None:
+    def __init__(self, args: Any, models: Any, weights_getter: Callable[[], Mapping[str, Any]]) -> None:
         super().__init__(models)
         self._weights_getter = weights_getter
-        names = {id(tensor): name for name, tensor in named()}
+        names = {id(tensor): name for name, tensor in named_params_and_buffers(args, models)}
         for shard, region in zip(self.shards, self._regions, strict=True):
             if id(region.tensor) not in names:
                 raise ReshardError(
@@ -82,40 +71,61 @@ class BackedUpModel(MegatronModel):
         return [copies.get(name) for name in self._names]
 
 
+@dataclass
+class RolloutEngine:
+    """An SGLang, which slime's `actor` of it calls; see `RemoteEngine`."""
+
+    actor: Any
+    name: str
+    ranks: int
+
+    def connect(self, meeting: dict[str, Any]) -> Future[Any]:
+        """Have SGLang connect. One without the plugin is refused: it would wait to make a group of its own."""
+
+        def call() -> Any:
+            # slime returns nothing where SGLang refuses this.
+            if not says_plugin(_answer(self.actor, "destroy_weights_update_group", {"group_name": ASKED})):
+                raise ReshardError(NO_PLUGIN)
+            return self._join("init_weights_update_group", connect_request(**meeting))
+
+        return in_background(call)
+
+    def refit(self, version: int | None, verify: bool) -> Future[Any]:
+        """Have SGLang take the weights."""
+        request = refit_request(version, verify)
+        return in_background(partial(self._join, "update_weights_from_distributed", request))
+
+    def _join(self, method: str, request: dict[str, Any]) -> Any:
+        return call_and_join(partial(_answer, self.actor, method), request)
+
+
 class RefitWeights:
     """In the place of slime's ``UpdateWeightFromTensor`` and ``UpdateWeightFromDistributed``, with their
     methods. Made once in each of the actor's ranks, which all take part; the first calls the engines."""
 
     def __init__(
-        self,
-        args: Any,
-        model: Sequence[torch.nn.Module],
-        weights_getter: Callable[[], Mapping[str, torch.Tensor]],
-        **_: Any,
+        self, args: Any, model: Any, weights_getter: Callable[[], Mapping[str, Any]], **_: Any
     ) -> None:
         self.args, self.model, self.weights_getter = args, model, weights_getter
         self.weight_version = 0
-        self.rollout_engines: Sequence[Any] = ()
-        self._sizes: list[int] = []
+        self.rollout_engines: list[RolloutEngine] = []
         self._source: MegatronModel | None = None
-        self._connection = Connection(SyncOptions.of_environment("--train-env-vars"))
+        self._sync = WeightSync(SyncOptions.of_environment("--train-env-vars"))
 
     def connect_rollout_engines(
-        self,
-        rollout_engines: Sequence[Any],
-        rollout_engine_lock: Any,
-        engine_gpu_counts: Sequence[int] | None = None,
-        **_: Any,
+        self, rollout_engines: Any, rollout_engine_lock: Any, engine_gpu_counts: Any = None, **_: Any
     ) -> None:
         """Keep the engines, since some are new: the next update connects."""
-        self._connection.close()
-        self.rollout_engines = rollout_engines
+        self._sync.close()
         counts = engine_gpu_counts or [self.args.rollout_num_gpus_per_engine] * len(rollout_engines)
-        self._sizes = list(counts)
+        self.rollout_engines = [
+            RolloutEngine(actor, f"the rollout's engine {index}", ranks)
+            for index, (actor, ranks) in enumerate(zip(rollout_engines, counts, strict=True))
+        ]
 
     def disconnect_rollout_engines(self) -> None:
         """Forget the connection, before slime ends its process groups."""
-        self._connection.close()
+        self._sync.close()
 
     def pop_metrics(self) -> dict[str, float]:
         """Return nothing: a refit has no metrics of slime's."""
@@ -127,77 +137,28 @@ class RefitWeights:
         Raises ReshardError, on all ranks, if it fails; the next update connects again.
         """
         self.weight_version += 1
-        self._ask("pause_generation")  # which aborts the requests: none has keys of earlier weights
-        self._ask("flush_cache")
-        dist.barrier(group=get_gloo_group())
-        connection = self._connection
-        with connection.dropped_on_failure():
-            if connection.link is None:
-                self._connect()
-            update = refit_request(self.weight_version, connection.options.verify)
-            calls = self._call("update_weights_from_distributed", [update] * len(self.rollout_engines))
-            connection.refit(self.weight_version, calls=calls)
+        # Pausing aborts the requests: none has keys of earlier weights.
+        self._ask("pause_generation", "flush_cache")
+        self._sync.run(self.rollout_engines, self.source, self.weight_version, group=get_gloo_group())
         self._ask("continue_generation")
-        dist.barrier(group=get_gloo_group())
-
-    def _connect(self) -> None:
-        """Meet the engines: the members are the actor's ranks, and the ranks of each engine after
-        these."""
-        options, trainers = self._connection.options, dist.get_world_size()
-        size = trainers + sum(self._sizes)
-        address, secret = agreed_meeting(get_gloo_group())
-        firsts = [trainers + sum(self._sizes[:index]) for index in range(len(self._sizes))]
-        requests = [
-            connect_request(address, first, size, timeout=options.timeout, secret=secret) for first in firsts
-        ]
-        calls = self._call("init_weights_update_group", requests, before=_check_plugin)
-        members = RefitGroup.join(address, dist.get_rank(), size, options.timeout, secret)
-        self._connection.connect(members, self.source, calls=calls)
 
     def source(self) -> MegatronModel:
         """Return this rank's model, or slime's copies of it where it is offloaded between steps."""
         if self._source is None:
             if getattr(self.args, "offload_train", False):
-                self._source = BackedUpModel(
-                    self.model, self.weights_getter, lambda: named_params_and_buffers(self.args, self.model)
-                )
+                self._source = BackedUpModel(self.args, self.model, self.weights_getter)
             else:
                 self._source = MegatronModel(self.model)
         return self._source
 
-    def _call(
-        self,
-        method: str,
-        arguments: list[dict[str, Any]],
-        before: Callable[[Any], None] = lambda engine: None,
-    ) -> Calls:
-        """Call a method of each engine on the first rank, after what comes `before`; the calls run while it does
-        its part."""
-        if dist.get_rank() != 0:
-            return Calls({})
+    def _ask(self, *methods: str) -> None:
+        """Call methods of all engines, one after the other, on the first rank, for which the others wait."""
 
-        def call(engine: Any, given: dict[str, Any]) -> None:
-            before(engine)
-            call_and_join(partial(_answer, engine, method), given)
+        def ask() -> None:
+            for method in methods:
+                ray.get([getattr(engine.actor, method).remote() for engine in self.rollout_engines])
 
-        return Calls(
-            {
-                f"the rollout's engine {index}": in_background(partial(call, engine, given))
-                for index, (engine, given) in enumerate(zip(self.rollout_engines, arguments, strict=True))
-            }
-        )
-
-    def _ask(self, method: str) -> None:
-        """Call a method of each engine on the first rank, and wait for them."""
-        if dist.get_rank() == 0:
-            ray.get([getattr(engine, method).remote() for engine in self.rollout_engines])
-
-
-def _check_plugin(engine: Any) -> None:
-    """Raise ReshardError if an engine's SGLang has not loaded the plugin; see `check_plugin`. slime returns nothing
-    where SGLang refuses this call."""
-    if not says_plugin(_answer(engine, "destroy_weights_update_group", {"group_name": ASKED})):
-        raise ReshardError(NO_PLUGIN)
+        on_first_rank(ask, get_gloo_group())
 
 
 def _answer(engine: Any, method: str, request: dict[str, Any]) -> Any:

@@ -25,7 +25,8 @@ import torch
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.live import VllmModel
-from reshard.integrations.connection import TIMEOUT, Connection, SyncOptions
+from reshard.integrations.options import TIMEOUT, SyncOptions
+from reshard.integrations.sync import WeightSync
 from reshard.models.model import Model
 from reshard.models.rope import attention_factor
 from reshard.trainers.megatron import MegatronModel, rope_is_ignored
@@ -44,7 +45,7 @@ def use(
     """Let ms-swift's entry make the trainer of GRPO that refits; called in a file that
     ``--external_plugins`` names.
 
-    The arguments are those of `reshard.integrations.connection.SyncOptions`. The last call's count.
+    The arguments are those of `reshard.integrations.options.SyncOptions`. The last call's count.
     Raises ReshardError for wrong ones.
     """
     options = SyncOptions(verify=verify, timeout=timeout, backend=backend, keep_mapped=keep_mapped)
@@ -56,7 +57,7 @@ class ReshardGRPOTrainer(MegatronGRPOTrainer):
     """ms-swift's trainer, whose weights are refitted instead of exported."""
 
     reshard_options = SyncOptions()
-    _reshard_connection: Connection | None = None
+    _reshard_sync: WeightSync | None = None
     _reshard_engine: VllmModel
 
     def _move_model_to_vllm(self) -> None:
@@ -89,19 +90,19 @@ class ReshardGRPOTrainer(MegatronGRPOTrainer):
 
     def _refit(self, adapter: str | None) -> None:
         """Refit the engine of this process, with the adapter that it serves by a name."""
-        if self._reshard_connection is None:
-            self._reshard_connection = Connection(self.reshard_options)
-        connection = self._reshard_connection
-        connection.options = self.reshard_options
-        with connection.dropped_on_failure():
-            if connection.link is None:
-                connection.connect(
-                    RefitGroup.of_process_group(timeout=connection.options.timeout),
+        if self._reshard_sync is None:
+            self._reshard_sync = WeightSync(self.reshard_options)
+        sync = self._reshard_sync
+        sync.options = self.reshard_options
+        with sync.dropped_on_failure():
+            if sync.link is None:
+                sync.connect(
+                    RefitGroup.of_process_group(timeout=sync.options.timeout),
                     lambda: SwiftModel(self.wrapped_models),
                     self._engine_side,
                     adapter=adapter,
                 )
-            connection.refit(self._step)
+            sync.refit(self._step)
 
     def _engine_side(self) -> VllmModel:
         """Return the engine of this process."""

@@ -25,7 +25,7 @@ OF_NEMO_RL = [
     "dill", "fsspec", "hydra-core", "math-verify", "mlflow", "multiprocess", "num2words", "nvtx", "omegaconf", "orjson", "pandas", "peft",
     "plotly", "pyarrow", "python-dateutil", "pyvers", "swanlab", "tensorboard", "tensordict", "torchdata", "TransferQueue", "wandb", "xxhash",
 ]  # fmt: skip
-KIND = "reshard.integrations.nemo_rl_worker.ReshardWorker"
+KIND = "reshard.integrations.nemo_rl.ReshardWorker"
 BACKEND = "reshard.integrations.nemo_rl:ReshardCheckpointEngine"
 
 

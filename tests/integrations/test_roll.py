@@ -129,7 +129,7 @@ def test_a_line_that_is_missing_is_said(outcome):
     for line in (
         "no attribute 'reshard_wake'",
         "actor_infer.worker_cls=reshard.integrations.roll.InferWorker",
-        "worker_extension_cls=reshard.integrations.roll_worker.RollExtension",
+        "worker_extension_cls=reshard.integrations.roll.RollExtension",
     ):
         assert line in outcome["no line"]
 
@@ -149,7 +149,7 @@ if CLONE is not None:
         assert not wrong and compared == 16
 
     def test_every_class_that_ours_are_in_the_place_of_is_there():
-        wanted = ast.parse((REPOSITORY / "reshard/integrations/roll.py").read_text())
+        wanted = ast.parse((REPOSITORY / "reshard/integrations/roll/actors.py").read_text())
         [table] = [n for n in wanted.body if isinstance(n, ast.Assign) and n.targets[0].id == "TRAINING"]
         for path in ast.literal_eval(table.value).values():
             module, _, name = path.rpartition(".")

@@ -215,8 +215,8 @@ def test_an_adapter_without_its_trainer_says_what_is_missing():
     variables = clean()
     for module, trainer, package in (
         ("swift", "ms-swift", "swift"),
-        ("verl", "verl", "ray"),
-        ("verl_worker", "verl", "verl"),
+        ("verl.plugin", "verl", "ray"),
+        ("verl.worker", "verl", "verl"),
     ):
         done = attempt([sys.executable, "-c", f"import reshard.integrations.{module}"], env=variables)
         outcome = f"this adapter is for an environment with {trainer}, and {package} is not installed here"

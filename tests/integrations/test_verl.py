@@ -20,13 +20,13 @@ from tests.tools.vllm_server import with_tokenizer
 pytestmark = pytest.mark.install
 ALL_LINES = [
     "model_engine=megatron",
-    "actor_rollout_ref.model.external_lib=reshard.integrations.verl",
+    "actor_rollout_ref.model.external_lib=reshard.integrations.verl.plugin",
     "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard.verify=true",
     "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard.timeout=60",
 ]
 LINES = [
     *ALL_LINES,
-    "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=reshard.integrations.verl_worker.VerlExtension",
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=reshard.integrations.verl.VerlExtension",
     "actor_rollout_ref.rollout.name=vllm",
 ]
 SGLANG_LINES = [
@@ -58,10 +58,10 @@ def test_the_lines_of_config_put_ours_in_the_place_of_verls(outcome):
         "verl.workers.rollout.vllm_rollout.vllm_rollout.ServerAdapter",
     ]
     assert outcome["after"] == [
-        "reshard.integrations.verl.ReshardMegatronEngine",
-        "reshard.integrations.verl_vllm.ReshardServerAdapter",
+        "reshard.integrations.verl.plugin.ReshardMegatronEngine",
+        "reshard.integrations.verl.vllm.ReshardServerAdapter",
     ]
-    assert outcome["extension"] == "reshard.integrations.verl_worker.VerlExtension"
+    assert outcome["extension"] == "reshard.integrations.verl.VerlExtension"
     assert outcome["options"] == {
         "verify": True,
         "timeout": 60,
@@ -184,7 +184,7 @@ def test_a_server_of_sglang_answers_after_each_refit_as_one_that_has_loaded_the_
 
 
 def test_verls_adapter_refits_sglang_from_the_actors_process_and_from_elsewhere(sglang):
-    assert sglang["adapters"] == ["reshard.integrations.verl_sglang.ReshardSglangAdapter"] * 2
+    assert sglang["adapters"] == ["reshard.integrations.verl.sglang.ReshardSglangAdapter"] * 2
     assert sglang["said"] == sglang["apart"] == [["no error", ""]] * 2
     assert [one[2] for one in sglang["served"]] == [3, 4, 9, 9] and sglang["version"] == "4"
     kind, sentence = sglang["lora"]

@@ -23,9 +23,10 @@ from nemo_rl.models.policy.workers.checkpoint_engine import (
     PolicyCheckpointEngineMixin,
 )
 
-from reshard.integrations import nemo_rl as ours
-from reshard.integrations.connection import SyncOptions
-from reshard.integrations.nemo_rl_worker import ReshardWorker
+from reshard.integrations.nemo_rl.colocated import BACKEND, ColocatedSynchronizer
+from reshard.integrations.nemo_rl.script import with_refits
+from reshard.integrations.nemo_rl.worker import ReshardWorker
+from reshard.integrations.options import SyncOptions
 from tests.tools.probe import Probed, after, alone, caught
 
 REAL = importlib.util.find_spec("nemo_rl").origin is not None  # the stand-ins are a namespace
@@ -116,7 +117,7 @@ class Policy(MegatronCheckpointEngineSendMixin, PolicyCheckpointEngineMixin):
 
     def lose(self, over: str) -> None:
         """The second rank gives up before the first comes."""
-        (alone if self.rank else after)(self.checkpoint_engine.connection.link, over)
+        (alone if self.rank else after)(self.checkpoint_engine.sync.link, over)
 
     def adapters(self, enabled: bool) -> None:
         self.cfg["megatron_cfg"]["peft"] = {"enabled": enabled}
@@ -146,8 +147,8 @@ def main() -> None:
     folders = sys.argv[1:]
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=bool(os.environ.get("LOUD")))
     phases: list = []
-    config = {"vllm_cfg": {"async_engine": False}, "refit_transport": ours.BACKEND, "colocated": {"enabled": False},
-              "refit_cfg": {ours.BACKEND: {"verify": True, "timeout": 120}}}  # fmt: skip
+    config = {"vllm_cfg": {"async_engine": False}, "refit_transport": BACKEND, "colocated": {"enabled": False},
+              "refit_cfg": {BACKEND: {"verify": True, "timeout": 120}}}  # fmt: skip
     policies = [ray.remote(Policy).options(num_cpus=0).remote(rank) for rank in range(POLICIES)]
     engines = [
         ray.remote(Engine).options(num_cpus=0).remote(folders[0], "tests.on_cpu.nemo_rl_on_cpu.Probe")
@@ -186,7 +187,7 @@ def main() -> None:
         ("separate", separate),
         (
             "colocated",
-            ours.ColocatedSynchronizer(policy, generation, SyncOptions(verify=True, timeout=120.0)),
+            ColocatedSynchronizer(policy, generation, SyncOptions(verify=True, timeout=120.0)),
         ),
     ):
         synchronizer.init_communicator()
@@ -274,7 +275,7 @@ def setups(policy, generation) -> dict:
                 else config
             )[key] = value
         seen = []
-        refitting = ours.with_refits(
+        refitting = with_refits(
             lambda settings, more: seen.append(settings.policy) or (policy, generation, more)
         )
         error = caught(lambda: seen.append(refitting(SimpleNamespace(policy=config), "more")))
@@ -290,9 +291,9 @@ def setups(policy, generation) -> dict:
 
     return {
         "plain": made(),
-        "options": made(refit_cfg={ours.BACKEND: {"verify": True, "timeout": 5}}),
-        "a wrong option": made(refit_cfg={ours.BACKEND: {"verfy": True}}),
-        "a wrong time": made(refit_cfg={ours.BACKEND: {"timeout": 0}}),
+        "options": made(refit_cfg={BACKEND: {"verify": True, "timeout": 5}}),
+        "a wrong option": made(refit_cfg={BACKEND: {"verfy": True}}),
+        "a wrong time": made(refit_cfg={BACKEND: {"timeout": 0}}),
         "separate": made(colocated={"enabled": False}),
         "another backend": made(backend="sglang"),
         "no Megatron": made(megatron_cfg={"enabled": False}),

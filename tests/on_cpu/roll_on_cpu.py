@@ -20,8 +20,8 @@ import ray
 import torch
 from roll.third_party.vllm.worker import WorkerBase
 
-from reshard.integrations import roll as ours
-from reshard.integrations.roll_worker import RollExtension
+from reshard.integrations.roll import actors as ours
+from reshard.integrations.roll.worker import RollExtension
 from reshard.megatron.arguments import megatron_args
 from tests.tools.probe import Probed, after, alone, caught, train_adapter, with_adapter
 
@@ -187,18 +187,18 @@ class Trainer(ours.ActorWorker):
 
     def meet_anew(self) -> None:
         [updater] = self.strategy.weight_updaters.values()
-        updater.connection.link = None
+        updater.sync.link = None
 
     def with_models(self, whole: bool) -> None:
         """From now on all of them, or none."""
         [updater] = self.strategy.weight_updaters.values()
-        updater.connection.link, updater.source = None, None
+        updater.sync.link, updater.source = None, None
         updater.models = self.strategy.models_unwrapped if whole else []
 
     def lose(self, over: str) -> None:
         """The second rank gives up before the first comes."""
         [updater] = self.strategy.weight_updaters.values()
-        (alone if updater.connection.link.group.rank else after)(updater.connection.link, over)
+        (alone if updater.sync.link.group.rank else after)(updater.sync.link, over)
 
 
 def without_gpu_figures() -> None:

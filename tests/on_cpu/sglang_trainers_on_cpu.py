@@ -13,7 +13,7 @@ from functools import partial
 from types import SimpleNamespace
 
 from tests.on_cpu.sglang_on_cpu import only_our_models
-from tests.on_cpu.verl_on_cpu import SECRET, ended, takes
+from tests.on_cpu.verl_on_cpu import SECRET, ended, invited, takes
 from tests.tools.probe import caught
 
 ASKED = {
@@ -106,7 +106,7 @@ class Actor:
 
     def load(self, flags: list[str], directory: str) -> None:
         """Load a Megatron checkpoint, into the model that there is if there is one."""
-        from reshard.integrations.verl import MegatronModel, Shards
+        from reshard.integrations.verl.plugin import MegatronModel, Shards
         from tests.tools.refit_sides import trainer
 
         if hasattr(self, "load_other"):
@@ -158,7 +158,7 @@ class Actor:
         for factor in (2.0, 0.5):
             changing.mul_(factor)
             updater.update_weights()
-        delta = updater._connection.link.deltas.report()
+        delta = updater._sync.link.deltas.report()
         for name, tensor in named.items():
             tensor.data.copy_(copies[name])
         slime.named_params_and_buffers = lambda *_: ((n, t) for n, t in named.items() if n != gone)
@@ -181,7 +181,7 @@ class Actor:
 
     async def send(self, address: str) -> list:
         """As verl's actor does where it has GPUs of its own."""
-        from reshard.integrations.verl import ReshardCheckpointEngine
+        from reshard.integrations.verl.plugin import ReshardCheckpointEngine
 
         engine = ReshardCheckpointEngine(timeout=60, verify=True)
         engine.init_process_group(0, 2, address, [], SECRET, True)
@@ -189,9 +189,7 @@ class Actor:
 
     async def receive(self, address: str) -> list:
         """As verl's worker beside an engine elsewhere does."""
-        from reshard.integrations.verl import Meeting
-
-        return await ended(self.adapter.update_weights(Meeting(address, 1, 2, SECRET, True), global_steps=9))
+        return await ended(self.adapter.update_weights(invited(address), global_steps=9))
 
 
 def main() -> None:
@@ -227,10 +225,10 @@ def main() -> None:
         outcome["said"].append(ray.get(actor.sync.remote(step + 3))[:2])
         outcome["served"].append([*served(), ray.get(server.steps.remote())])
     outcome["version"] = call_route(url, "model_info")["weight_version"]
-    from reshard.integrations.meeting import meeting_place
+    from reshard.integrations.sync import ray_address
 
     ray.get(actor.load.remote(flags, checkpoints[0][1]))
-    address = meeting_place()
+    address = ray_address()
     outcome["apart"] = [
         one[:2] for one in ray.get([actor.send.remote(address), beside.receive.remote(address)])
     ]

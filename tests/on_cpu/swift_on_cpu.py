@@ -167,11 +167,11 @@ def live(plugin: str, hf: str, other: str, *options: str) -> dict:
         trainer._step = step
         spoil(trainer)
         trainer._move_model_to_vllm()
-        ours, version = served(trainer), trainer._reshard_connection.link.version
+        ours, version = served(trainer), trainer._reshard_sync.link.version
         outcome["syncs"].append(
             {"ours": ours, "version": version, "theirs": theirs(trainer), "loaded": loaded(trainer, path)}
         )
-    link = trainer._reshard_connection.link
+    link = trainer._reshard_sync.link
     outcome["keeps mappings"] = link.describe()["keep_mapped"]
     link._verify = broken
     trainer._step = 2
@@ -181,12 +181,12 @@ def live(plugin: str, hf: str, other: str, *options: str) -> dict:
     trainer._move_model_to_vllm()
     outcome["mended"] = {
         "ours": served(trainer),
-        "version": trainer._reshard_connection.link.version,
-        "new": trainer._reshard_connection.link is not link,
+        "version": trainer._reshard_sync.link.version,
+        "new": trainer._reshard_sync.link is not link,
     }
 
     spoil(trainer)
-    before, version = list(lines), trainer._reshard_connection.link.version
+    before, version = list(lines), trainer._reshard_sync.link.version
     trainer._step = 4
     from reshard.engines.vllm.compat import plain_weights
 
@@ -197,7 +197,7 @@ def live(plugin: str, hf: str, other: str, *options: str) -> dict:
     outcome["left"] = {
         "served": served(trainer),
         "lines": lines[len(before) :],
-        "version": [version, trainer._reshard_connection.link.version],
+        "version": [version, trainer._reshard_sync.link.version],
     }
     outcome["reasons"] = reasons(trainer, swift.left_to_swift)
     return outcome
@@ -243,7 +243,7 @@ def adapters(plugin: str, hf: str, *options: str) -> dict:
         trainer._move_model_to_vllm()
         outcome["ours"].append(slot())
         outcome["asked"].append(trainer.engine._get_grpo_lora_request().lora_name)
-    outcome["weights"] = trainer._reshard_connection.link.below.link.refits
+    outcome["weights"] = trainer._reshard_sync.link.below.link.refits
     trainer._reshard_engine.guard.lose("no weights since it slept (level 2)")
     outcome["lost"] = caught(trainer.engine._get_grpo_lora_request)
     return outcome

@@ -63,8 +63,9 @@ def main() -> None:
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
     outcome["extension"] = rollout.engine_kwargs["vllm"]["worker_extension_cls"]
 
-    from reshard.integrations import verl, verl_vllm
-    from reshard.integrations.verl_worker import VerlExtension
+    from reshard.integrations.verl import plugin as verl
+    from reshard.integrations.verl.vllm import ReshardServerAdapter
+    from reshard.integrations.verl.worker import VerlExtension
 
     outcome["adapters"] = adapters(verl, model)
     outcome["options"] = verl.options_of(rollout).to_config()
@@ -81,7 +82,7 @@ def main() -> None:
     outcome["order"] = [base.__name__ for base in VerlExtension.__mro__[1:3]]
     outcome["called otherwise"] = [
         *takes(verl.ReshardMegatronEngine, MegatronEngineWithLMHead),
-        *takes(verl_vllm.ReshardServerAdapter, ServerAdapter),
+        *takes(ReshardServerAdapter, ServerAdapter),
         *takes(verl.ReshardCheckpointEngine, CheckpointEngine),
     ]
     outcome["control"] = takes(
@@ -118,7 +119,11 @@ def meetings(kind) -> list:
         for index, one in enumerate(members):
             side, at = (actor, index) if index < 2 else (rollout, index - 2)
             one.init_process_group(**{key: values[at] for key, values in side.items()})
-        results.append([list(one.receive_weights(sync)) for one in members[2:]])
+        invitations = [one.receive_weights(sync) for one in members[2:]]
+        results.append([
+            [*(meeting[key] for key in ("address", "first_rank", "size", "secret")), is_new]
+            for meeting, is_new in invitations
+        ])  # fmt: skip
         for one in members[:2]:  # which would have sent, and been connected
             one.is_new = False
     return results
@@ -142,7 +147,7 @@ class Server:
             max_num_seqs=8,
             enforce_eager=True,
             kv_cache_memory_bytes=1 << 24,
-            worker_extension_cls="reshard.integrations.verl_worker.VerlExtension",
+            worker_extension_cls="reshard.integrations.verl.VerlExtension",
             **options,
         )
         self.told: list = []
@@ -205,7 +210,7 @@ class Actor:
         }
         from verl.workers.rollout.base import get_rollout_class
 
-        import reshard.integrations.verl  # noqa: F401
+        import reshard.integrations.verl.plugin  # noqa: F401
 
         self.adapter = get_rollout_class("vllm")(config=config.rollout, model_config=None, device_mesh=None)
 
@@ -215,7 +220,7 @@ class Actor:
         from megatron.core.transformer.module import Float16Module
 
         self.adapt(config)
-        import reshard.integrations.verl as verl
+        import reshard.integrations.verl.plugin as verl
         from reshard import MegatronLayout, read_model
         from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
 
@@ -243,11 +248,11 @@ class Actor:
         self.train(steps if seed is None else seed)
         offload_megatron_model_to_cpu(self.engine.module)
         if lost:
-            alone(self.adapter._connection.link, lost)
+            alone(self.adapter._sync.link, lost)
         if new:
-            self.adapter._connection.link = None
+            self.adapter._sync.link = None
         if several > 1:
-            sender = self.adapter._connection.link.sender
+            sender = self.adapter._sync.link.sender
             sender.sizes = sender.sizes._replace(shapes=sender.sizes.shapes // [several, 1])
         self.loads.clear()
         weights, peft_config = self.engine.get_per_tensor_param(base_sync_done=True)
@@ -270,14 +275,14 @@ class Actor:
 
     def train_adapter(self, folder: str, seed: int, saved: str) -> None:
         """Other numbers in an adapter, and its files. It is PEFT's: Megatron-Bridge's is not in this environment."""
-        from reshard.integrations.verl import Shards
+        from reshard.integrations.verl.plugin import Shards
         from reshard.trainers.fsdp import FsdpModel
 
         if not hasattr(self, "adapted"):
             self.adapted = with_adapter(folder)
             self.adapted_shards = Shards(FsdpModel(self.adapted), "123")
             # All meet anew, at another server.
-            self.adapter._connection.link = self.adapter.server_handle = None
+            self.adapter._sync.link = self.adapter.server_handle = None
         train_adapter(self.adapted, seed, saved)
 
     async def sync_adapter(self, steps: int) -> list:
@@ -287,7 +292,7 @@ class Actor:
 
     async def send(self, address: str) -> list:
         """As verl's actor does where it has GPUs of its own: with the adapter that another process has."""
-        from reshard.integrations.verl import ReshardCheckpointEngine
+        from reshard.integrations.verl.plugin import ReshardCheckpointEngine
 
         engine = ReshardCheckpointEngine(timeout=60)
         engine.init_process_group(0, 2, address, [], SECRET, True)
@@ -296,9 +301,15 @@ class Actor:
 
     async def receive(self, address: str) -> list:
         """As verl's worker beside an engine elsewhere does."""
-        from reshard.integrations.verl import Meeting
+        return await ended(self.adapter.update_weights(invited(address), global_steps=1))
 
-        return await ended(self.adapter.update_weights(Meeting(address, 1, 2, SECRET, True), global_steps=1))
+
+def invited(address: str):
+    """What a worker gets of the checkpoint engine beside it, that has to connect as the second of two members."""
+    from reshard.integrations.sync import Meeting
+    from reshard.integrations.verl.plugin import Invitation
+
+    return Invitation(Meeting(address, 2, 60.0, SECRET).arguments(1), True)
 
 
 def loads_of(verl) -> list:
@@ -333,7 +344,7 @@ def live(folder: str, config) -> dict:
     engine's process dies, in either placement."""
     import ray
 
-    from reshard.integrations.meeting import meeting_place
+    from reshard.integrations.sync import ray_address
 
     def served(**options):
         server = ray.remote(Server).options(name="vllm_server_0_0", num_cpus=0).remote()
@@ -376,7 +387,7 @@ def live(folder: str, config) -> dict:
         results["adapters"].append([*outcome[:2], *served_then])
     results["loaded"] = [theirs, ray.get(server.serves.remote())]
     ray.get(server.die_at.remote("reshard_connect"))
-    address = meeting_place()
+    address = ray_address()
     results["died elsewhere"] = ray.get([actor.send.remote(address), beside.receive.remote(address)])
     return results
 

@@ -37,7 +37,7 @@ OF_ENGINES = (
     "transformers",
     "reshard.engines.vllm.load_format.loader",
     "reshard.engines.vllm.worker",
-    "reshard.integrations.weight_transfer",
+    "reshard.integrations.vllm.transfer",
     "reshard.parity.systems.megatron",
     *QUANTIZED,
 )

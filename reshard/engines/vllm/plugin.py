@@ -20,7 +20,7 @@ from typing import Any
 
 LOAD_FORMAT = BACKEND = "reshard"
 # Imported by vLLM, and only if an engine asks for this backend.
-TRANSFER_MODULE = "reshard.integrations.weight_transfer_worker"
+TRANSFER_MODULE = "reshard.integrations.vllm.worker"
 EXTENSION = "reshard.engines.vllm.worker.RefitExtension"
 logger = logging.getLogger("vllm.reshard")
 

@@ -8,18 +8,15 @@ from reshard.core.extras import importing_beside
 with importing_beside("verl", "verl", "vllm"):
     from verl.workers.rollout.vllm_rollout import ServerAdapter
 
-from reshard.integrations.connection import SyncOptions
-from reshard.integrations.verl import Meeting
-from reshard.integrations.verl_rollout import RefittedRollout
+from reshard.integrations.options import SyncOptions
+from reshard.integrations.verl.rollout import RefittedRollout
 
 
 class ReshardServerAdapter(RefittedRollout, ServerAdapter):
-    """verl's adapter to vLLM, which calls `reshard.integrations.verl_worker.VerlExtension` in its workers."""
+    """verl's adapter to vLLM, which calls `reshard.integrations.verl.VerlExtension` in its workers."""
 
-    async def _call_connect(
-        self, meeting: Meeting, adapter: str | None, options: SyncOptions
-    ) -> Future[Any] | None:
-        return await self._start("reshard_connect", kwargs=meeting.arguments(options.timeout, adapter))
+    async def _call_connect(self, meeting: dict[str, Any], adapter: str | None) -> Future[Any] | None:
+        return await self._start("reshard_connect", kwargs=meeting | {"adapter": adapter})
 
     async def _call_refit(self, version: int | None, options: SyncOptions) -> Future[Any] | None:
         return await self._start("reshard_refit", args=(version, options.verify))

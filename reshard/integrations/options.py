@@ -1,22 +1,15 @@
-"""The options of a weight sync, and a trainer rank's link to the engines, which all adapters have in
-common."""
+"""The options of a weight sync, from a section of a trainer's config or from environment variables."""
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
-from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds, check_switch
-from reshard.integrations.calls import Calls
-from reshard.refit.connecting import connect
-from reshard.refit.engine import Engine
-from reshard.refit.link import Link, RefitReport
 from reshard.refit.options import ConnectOptions
-from reshard.refit.trainer import Trainer
 
 TIMEOUT = 600.0
 SWITCHES = {"0": False, "1": True}  # values of environment variables
@@ -106,62 +99,3 @@ def _check_spelling(where: str) -> None:
         if name.startswith(PREFIX) and name not in known:
             for meant in get_close_matches(name.removeprefix(PREFIX), options, 1, 0.75):
                 raise ReshardError(f"{name} in {where} is not an option: {PREFIX}{meant} is")
-
-
-class Connection:
-    """A trainer rank's link to the engines: made at the first sync, and anew after one that
-    failed."""
-
-    def __init__(self, options: SyncOptions) -> None:
-        self.options = options
-        self.link: Link | None = None
-
-    @contextmanager
-    def dropped_on_failure(self) -> Iterator[None]:
-        """Give up the link if what is done inside fails, so that the next sync connects again."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
-
-    def connect(
-        self,
-        members: RefitGroup,
-        source: Trainer | Callable[[], Trainer],
-        destination: Engine | Callable[[], Engine] | None = None,
-        calls: Calls | None = None,
-        adapter: str | None = None,
-    ) -> None:
-        """Connect, while `calls` of engines are under way; see `reshard.refit.connect`."""
-
-        def part() -> Link:
-            return connect(members, source, destination, self.options, adapter=adapter)
-
-        self.link = part() if calls is None else calls.alongside(members, part)
-
-    def refit(self, version: int | None = None, calls: Calls | None = None) -> RefitReport:
-        """Refit the engines, while `calls` of them are under way; see
-        `reshard.refit.Link.refit`."""
-        link = self.link
-        assert link is not None, "connect comes first"
-
-        def part() -> RefitReport:
-            return link.refit(version, self.options.verify)
-
-        return part() if calls is None else calls.alongside(link.group, part)
-
-    def reads_host_memory(self, source: Trainer) -> bool:
-        """Return True if the next refit needs nothing of a trainer's rank on the GPU: it can read its
-        parameters from host memory, and engines read no more of them over PCIe so than loading and
-        offloading them would move. False before a connection is made, which finds out who can map the
-        GPU's memory."""
-        sender = self.link.sender if self.link is not None else None
-        return sender is not None and sender.times_read <= 2 and source.is_readable_from_host()
-
-    def close(self) -> None:
-        """Unmap the engines' memory, and forget them."""
-        link, self.link = self.link, None
-        if link is not None:
-            with suppress(ReshardError):
-                link.close()

@@ -12,8 +12,8 @@ with importing_beside("NeMo-RL", "nemo_rl", "ray"):
 from reshard.comm.group import RefitGroup
 from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError
-from reshard.integrations.calls import ANSWER_SECONDS, WAITS, Calls, late_error
-from reshard.integrations.connection import SyncOptions
+from reshard.integrations.options import SyncOptions
+from reshard.integrations.sync import ANSWER_SECONDS, WAITS, Calls, late_error
 
 # What every rank of the policy makes, by NeMo-RL's name of it.
 BACKEND = "reshard.integrations.nemo_rl:ReshardCheckpointEngine"

@@ -1,6 +1,6 @@
 """The extension of vLLM's workers under verl: verl's own and ours.
 
-+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=reshard.integrations.verl_worker.VerlExtension
++actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=reshard.integrations.verl.VerlExtension
 """
 
 from reshard.core.extras import importing_beside

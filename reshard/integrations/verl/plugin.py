@@ -5,11 +5,11 @@ verl imports this module in the actor (``model.external_lib``) and in the rollou
 (``checkpoint_engine.custom_backend_module``). Imported, it registers
 
 - an engine in the place of verl's Megatron engine, whose weights are the model itself (`Shards`),
-- adapters in the place of verl's to vLLM (`reshard.integrations.verl_vllm`) and SGLang
-  (`reshard.integrations.verl_sglang`), which connect the two sides, and refit,
+- adapters in the place of verl's to vLLM (`reshard.integrations.verl.vllm`) and SGLang
+  (`reshard.integrations.verl.sglang`), which connect the two sides, and refit,
 - for separate placement the checkpoint engine ``reshard``, by which they meet.
 
-vLLM's workers get `reshard.integrations.verl_worker.VerlExtension`; SGLang's schedulers load reshard's
+vLLM's workers get `reshard.integrations.verl.VerlExtension`; SGLang's schedulers load reshard's
 plugin. What a refit does not cover (LoRA that is merged, QAT) takes verl's own way, and the log says so.
 """
 
@@ -29,17 +29,16 @@ with importing_beside("verl", "ray", "torch", "verl"):
     from verl.workers.engine.megatron import MegatronEngineWithLMHead
     from verl.workers.rollout import base as rollouts
 
-from reshard.comm.group import RefitGroup
 from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError
-from reshard.integrations.connection import Connection, SyncOptions
-from reshard.integrations.meeting import meeting_place
+from reshard.integrations.options import SyncOptions
+from reshard.integrations.sync import Meeting, WeightSync, ray_address
 from reshard.trainers.megatron import MegatronModel
 
 BACKEND = "reshard"
 NO_ADAPTERS = (
     "LoRA adapters are refitted into vLLM alone: set actor_rollout_ref.model.lora.merge=true, which is "
-    "verl's own sync, or leave out actor_rollout_ref.model.external_lib=reshard.integrations.verl"
+    "verl's own sync, or leave out actor_rollout_ref.model.external_lib=reshard.integrations.verl.plugin"
 )
 log = logging.getLogger("reshard.verl")
 
@@ -54,24 +53,12 @@ class Shards(NamedTuple):
     load: Callable[[], None] = lambda: None
 
 
-class Meeting(NamedTuple):
-    """The address where `size` members meet, with their secret, and the member that the first
-    worker of this replica is.
+class Invitation(NamedTuple):
+    """A meeting with an actor elsewhere, in the place of verl's iterator over full tensors: the arguments with which a
+    rollout's engine connects (`Meeting.arguments`), and whether it has yet to."""
 
-    `is_new` if this replica is not connected there yet.
-    """
-
-    address: str
-    first_rank: int
-    size: int
-    secret: str
+    meeting: dict[str, Any]
     is_new: bool
-
-    def arguments(self, timeout: float, adapter: str | None) -> dict[str, Any]:
-        """Return the arguments of `RefitExtension.reshard_connect`."""
-        meeting = self._asdict()
-        del meeting["is_new"]
-        return meeting | {"timeout": timeout, "adapter": adapter}
 
 
 @EngineRegistry.register("language_model", "megatron", device="cuda", vendor="nvidia")
@@ -79,7 +66,7 @@ class ReshardMegatronEngine(MegatronEngineWithLMHead):
     """verl's engine, whose weights are refitted instead of exported."""
 
     def get_per_tensor_param(self, base_sync_done: bool = False, **kwargs: Any) -> tuple[Any, dict | None]:
-        """Return the live shards, which may be in host memory (`Connection.reads_host_memory`); or what verl
+        """Return the live shards, which may be in host memory (`WeightSync.reads_host_memory`); or what verl
         exports, if a refit does not cover it."""
         why = left_to_verl(self)
         if why:
@@ -135,21 +122,23 @@ class ReshardCheckpointEngine(CheckpointEngine):
     actor's ranks and beside each of the rollout's workers. verl calls all its methods at every
     sync; the connection stays while the members do.
 
-    The `options` are those of `reshard.integrations.connection.SyncOptions`.
+    The `options` are those of `reshard.integrations.options.SyncOptions`.
     """
 
     def __init__(self, bucket_size: int = 0, is_master: bool = False, **options: Any) -> None:
-        self.connection = Connection(checked_options(options))
+        self.sync = WeightSync(checked_options(options))
         self.member = f"{socket.gethostname()} {id(self)} {ray.get_runtime_context().get_worker_id()}"
-        self.topology: dict[str, Any] = {}  # the last arguments of `init_process_group`
+        self.meeting: Meeting | None = None  # the last one, of these members, where this one has this rank
+        self.members: list[str] = []
+        self.rank = 0
         self.is_new = True
 
     def prepare(self) -> dict[str, Any]:
-        """Return who this member is, whether it is new, the last meeting with all its members, and
-        where a new one could be."""
-        last = {key: self.topology.get(key) for key in ("address", "members", "secret")}
-        next_meeting = {"next_address": meeting_place(), "next_secret": new_secret()}
-        return last | {"member": self.member, "is_new": self.is_new} | next_meeting
+        """Return who this member is, whether it is new, where all have met last, and where they could
+        meet next."""
+        last = None if self.meeting is None else (self.meeting.address, self.meeting.secret)
+        this = {"member": self.member, "is_new": self.is_new}
+        return this | {"members": self.members, "last": last, "next": (ray_address(), new_secret())}
 
     @classmethod
     def build_topology(
@@ -163,13 +152,8 @@ class ReshardCheckpointEngine(CheckpointEngine):
         size, first = actor_wg_world_size + rollout_world_size, metadata[0]
         members = [entry["member"] for entry in metadata]
         is_new = first["members"] != members or any(entry["is_new"] for entry in metadata)
-        topology = {
-            "size": size,
-            "address": first["next_address"] if is_new else first["address"],
-            "members": members,
-            "secret": first["next_secret"] if is_new else first["secret"],
-            "is_new": is_new,
-        }
+        address, secret = first["next" if is_new else "last"]
+        topology = {"size": size, "address": address, "members": members, "secret": secret, "is_new": is_new}
 
         def arguments(ranks: range) -> dict[str, list[Any]]:
             return {"rank": list(ranks)} | {key: [value] * len(ranks) for key, value in topology.items()}
@@ -180,45 +164,37 @@ class ReshardCheckpointEngine(CheckpointEngine):
         self, rank: int, size: int, address: str, members: list[str], secret: str, is_new: bool
     ) -> None:
         """Note the arguments; the sync uses them."""
-        self.topology = {"rank": rank, "size": size, "address": address, "members": members, "secret": secret}
-        self.is_new = is_new
+        self.meeting = Meeting(address, size, self.sync.options.timeout, secret)
+        self.rank, self.members, self.is_new = rank, members, is_new
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:
         """Refit, on every rank of the actor; connect first if that is new."""
         if not isinstance(weights, Shards):
             raise ReshardError(
                 "the checkpoint engine reshard sends a live Megatron model: set "
-                "actor_rollout_ref.model.external_lib=reshard.integrations.verl, without merged LoRA and QAT"
+                "actor_rollout_ref.model.external_lib=reshard.integrations.verl.plugin, without merged LoRA and QAT"
             )
-        connection, topology = self.connection, self.topology
+        sync, meeting = self.sync, self.meeting
+        assert meeting is not None, "verl calls init_process_group before"
         try:
-            with connection.dropped_on_failure():
-                is_new = self.is_new or connection.link is None
-                if is_new or not connection.reads_host_memory(weights.source):
+            with sync.dropped_on_failure():
+                is_new = self.is_new or sync.link is None
+                if is_new or not sync.reads_host_memory(weights.source):
                     weights.load()
                 if is_new:
-                    members = RefitGroup.join(
-                        topology["address"],
-                        topology["rank"],
-                        topology["size"],
-                        connection.options.timeout,
-                        topology["secret"],
-                    )
-                    connection.connect(members, weights.source, adapter=weights.adapter)
-                connection.refit(global_steps)
+                    sync.connect(meeting.join(self.rank), weights.source, adapter=weights.adapter)
+                sync.refit(global_steps)
         except BaseException:
             self.is_new = True
             raise
         self.is_new = False
 
-    def receive_weights(self, global_steps: int | None = None) -> Meeting:  # type: ignore[override]
+    def receive_weights(self, global_steps: int | None = None) -> Invitation:  # type: ignore[override]
         """Return, beside a rollout's worker, what the adapter tells its engine."""
-        topology = self.topology
-        meeting = Meeting(
-            topology["address"], topology["rank"], topology["size"], topology["secret"], self.is_new
-        )
+        assert self.meeting is not None, "verl calls init_process_group before"
+        invitation = Invitation(self.meeting.arguments(self.rank), self.is_new)
         self.is_new = False
-        return meeting
+        return invitation
 
     def finalize(self) -> None:
         """Do nothing: between two syncs nothing is held but the connection."""
@@ -226,5 +202,5 @@ class ReshardCheckpointEngine(CheckpointEngine):
 
 # verl looks adapters up by name in this table, and has no call to register one. It imports their modules
 # when a rollout is made: of the two engines only one need be there.
-rollouts._ROLLOUT_REGISTRY["vllm", "async"] = "reshard.integrations.verl_vllm.ReshardServerAdapter"
-rollouts._ROLLOUT_REGISTRY["sglang", "async"] = "reshard.integrations.verl_sglang.ReshardSglangAdapter"
+rollouts._ROLLOUT_REGISTRY["vllm", "async"] = "reshard.integrations.verl.vllm.ReshardServerAdapter"
+rollouts._ROLLOUT_REGISTRY["sglang", "async"] = "reshard.integrations.verl.sglang.ReshardSglangAdapter"

@@ -9,10 +9,9 @@ import torch.distributed as dist
 
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
-from reshard.integrations.calls import WAITS, Calls, error_line, late_error
-from reshard.integrations.connection import Connection, SyncOptions
-from reshard.integrations.meeting import agreed_meeting
-from reshard.integrations.verl import Meeting, Shards, adapter_of, options_of
+from reshard.integrations.options import SyncOptions
+from reshard.integrations.sync import WAITS, Calls, WeightSync, error_line, late_error
+from reshard.integrations.verl.plugin import Invitation, Shards, adapter_of, options_of
 
 
 class RefittedRollout:
@@ -20,18 +19,17 @@ class RefittedRollout:
     or a meeting with one elsewhere.
 
     A subclass says how its engine is called. Each call returns its future, None on ranks that do not talk
-    to the replica's server.
+    to the replica's server. verl's own way to an engine has to be awaited, and each replica is called by one of its
+    own ranks: so this goes through the steps of `WeightSync.run` by itself.
     """
 
     config: Any
     model_config: Any
     replica_rank: int
     _pd_role: str | None
-    _connection: Connection | None = None
+    _sync: WeightSync | None = None
 
-    async def _call_connect(
-        self, meeting: Meeting, adapter: str | None, options: SyncOptions
-    ) -> Future[Any] | None:
+    async def _call_connect(self, meeting: dict[str, Any], adapter: str | None) -> Future[Any] | None:
         raise NotImplementedError
 
     async def _call_refit(self, version: int | None, options: SyncOptions) -> Future[Any] | None:
@@ -45,14 +43,14 @@ class RefittedRollout:
         self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
     ) -> None:
         """Refit this replica, or, for weights that are tensors, do as verl does."""
-        if isinstance(weights, Shards | Meeting):
+        if isinstance(weights, Shards | Invitation):
             await self.refit(weights, global_steps)
         else:
             await super().update_weights(  # type: ignore[misc]  # of verl's adapter, which comes after this class
                 weights, global_steps=global_steps, wire_format=wire_format, **kwargs
             )
 
-    async def refit(self, weights: Shards | Meeting, version: int | None) -> None:
+    async def refit(self, weights: Shards | Invitation, version: int | None) -> None:
         """Refit this replica.
 
         Raises ReshardError, as the engine's side does, if it fails; the next one connects again.
@@ -69,34 +67,33 @@ class RefittedRollout:
     async def _refit_from(self, weights: Shards, version: int | None, options: SyncOptions) -> None:
         """Refit from this process, which is a rank of the trainer, and perhaps the one that talks
         to its replica's server."""
-        if self._connection is None:
-            self._connection = Connection(options)
-        connection, timeout = self._connection, options.timeout
-        connection.options = options
-        with connection.dropped_on_failure():
-            if not connection.reads_host_memory(weights.source):
+        if self._sync is None:
+            self._sync = WeightSync(options)
+        sync = self._sync
+        sync.options = options
+        with sync.dropped_on_failure():
+            meeting = sync.agreed_meeting(self._members())
+            if meeting is not None or not sync.reads_host_memory(weights.source):
                 weights.load()
-            if connection.link is None:
-                rank, size, first_rank = dist.get_rank(), self._members(), self._first_rank()
-                address, secret = agreed_meeting()
-                meeting = Meeting(address, first_rank, size, secret, True)
-                calls = self._calls(await self._call_connect(meeting, weights.adapter, options))
-                members = RefitGroup.join(address, rank, size, timeout, secret)
-                connection.connect(members, weights.source, calls=calls, adapter=weights.adapter)
-            calls = self._calls(await self._call_refit(version, options))
-            connection.refit(version, calls=calls)
+            if meeting is not None:
+                arguments = meeting.arguments(self._first_rank())
+                calls = self._calls(await self._call_connect(arguments, weights.adapter))
+                members = meeting.join(dist.get_rank())
+                sync.connect(members, weights.source, calls=calls, adapter=weights.adapter)
+            sync.refit(version, self._calls(await self._call_refit(version, options)))
 
-    async def _refit_at(self, meeting: Meeting, version: int | None, options: SyncOptions) -> None:
+    async def _refit_at(self, invitation: Invitation, version: int | None, options: SyncOptions) -> None:
         """Refit from a trainer that this replica meets; this process is not a member."""
         try:
-            if meeting.is_new:
+            if invitation.is_new:
                 adapter = adapter_of(self.model_config)
-                await self._answer(options, await self._call_connect(meeting, adapter, options))
+                await self._answer(options, await self._call_connect(invitation.meeting, adapter))
             await self._answer(options, await self._call_refit(version, options))
         except ReshardError as error:
             # An engine that has died, or refuses before it has joined, cannot tell the actor, which
             # waits for it.
-            RefitGroup.abort(meeting.address, str(error), secret=meeting.secret)
+            meeting = invitation.meeting
+            RefitGroup.abort(meeting["address"], str(error), secret=meeting["secret"])
             raise
 
     async def _answer(self, options: SyncOptions, call: Future[Any] | None) -> None:

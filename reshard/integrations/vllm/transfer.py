@@ -7,7 +7,7 @@
 
 Every rank of the trainer makes one and calls `WeightTransfer.send`. The first rank calls the
 engines, by vLLM's own protocol; all ranks meet the engines' workers at the address, and give their
-own shards. The engine's side is `reshard.integrations.weight_transfer_worker`.
+own shards. The engine's side is `reshard.integrations.vllm.worker`.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from reshard.comm.background import in_background
-from reshard.comm.group import MOST_MEMBERS, RefitGroup, check_rank
+from reshard.comm.group import MOST_MEMBERS, check_rank
 from reshard.comm.http import EngineServer
 from reshard.comm.secret import given_secret, new_secret
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import check_number, check_seconds
-from reshard.integrations.calls import Calls
+from reshard.integrations.sync import Calls, Meeting, on_first_rank
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link, RefitReport
 from reshard.refit.options import BUCKET_BYTES, ConnectOptions, check_member_name
@@ -176,13 +176,14 @@ class WeightTransfer:
         size = trainers + sum(sizes)
         firsts = [trainers + sum(sizes[:index]) for index in range(len(sizes))]
 
+        meeting = Meeting(address, size, timeout, secret)
+
         def join(index: int) -> None:
-            meeting = {"address": address, "first_rank": firsts[index], "size": size, "timeout": timeout}
             name = getattr(self.clients[index], "name", None)
-            self.clients[index].init_weight_transfer_engine(meeting | {"secret": secret, "name": name})
+            self.clients[index].init_weight_transfer_engine(meeting.arguments(firsts[index]) | {"name": name})
 
         calls = self._call(join)
-        members = RefitGroup.join(address, self.rank, size, timeout, secret)
+        members = meeting.join(self.rank)
         options = ConnectOptions(
             backend=backend,
             bucket_bytes=bucket_bytes,
@@ -271,24 +272,15 @@ def _agree(
     If the trainer's ranks are torch's process group, its first rank finds out and makes the secret,
     so that every rank raises if an engine cannot be asked.
     """
-    agreed: list[Any] = [None]  # a pair, or a sentence
-    if not in_group or dist.get_rank() == 0:
+
+    def find_out() -> tuple[list[int], str | None]:
         shared = given_secret(secret)
         if shared is None and (alone or in_group):
             shared = new_secret()
-        try:
-            sizes = _checked_sizes(engine_ranks) if engine_ranks is not None else list(map(_workers, clients))
-            agreed = [(sizes, shared)]
-        except ReshardError as error:
-            if not in_group:
-                raise
-            agreed = [str(error)]
-    if in_group:
-        dist.broadcast_object_list(agreed, 0)
-    if isinstance(agreed[0], str):
-        raise ReshardError(agreed[0])
-    sizes, shared = agreed[0]
-    return sizes, shared
+        sizes = _checked_sizes(engine_ranks) if engine_ranks is not None else list(map(_workers, clients))
+        return sizes, shared
+
+    return on_first_rank(find_out) if in_group else find_out()
 
 
 def _checked_sizes(sizes: Any) -> list[int]:

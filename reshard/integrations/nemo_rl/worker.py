@@ -1,6 +1,6 @@
 """vLLM's worker under NeMo-RL, which has an extension of its own already.
 
-policy.generation.vllm_kwargs.worker_cls=reshard.integrations.nemo_rl_worker.ReshardWorker
+policy.generation.vllm_kwargs.worker_cls=reshard.integrations.nemo_rl.ReshardWorker
 """
 
 import weakref
@@ -38,7 +38,7 @@ class ReshardWorker(RefitExtension, Worker):
         timeout: float,
         verify: bool,
     ) -> dict[str, Any]:
-        """Take the trainer's weights, as `nemo_rl_colocated.ColocatedSynchronizer` asks; connect first if an
+        """Take the trainer's weights, as `colocated.ColocatedSynchronizer` asks; connect first if an
         address is given.
 
         `prefix` is the first rank of this engine among those of all `engines`.
@@ -56,6 +56,6 @@ def this_worker() -> ReshardWorker:
     worker = _worker() if _worker is not None else None
     if worker is None:
         raise ReshardError(
-            f"vLLM's worker is not ours: set policy.generation.vllm_kwargs.worker_cls={__name__}.ReshardWorker"
+            f"vLLM's worker is not ours: set policy.generation.vllm_kwargs.worker_cls={__package__}.ReshardWorker"
         )
     return worker

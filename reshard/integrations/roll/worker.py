@@ -1,6 +1,6 @@
 """The extension of vLLM's workers under ROLL: ROLL's own and ours.
 
-actor_infer.strategy_args.strategy_config.worker_extension_cls=reshard.integrations.roll_worker.RollExtension
+actor_infer.strategy_args.strategy_config.worker_extension_cls=reshard.integrations.roll.RollExtension
 """
 
 from collections.abc import Iterable
@@ -26,14 +26,13 @@ class RollExtension(WorkerV1, RefitExtension):
         """Give the weights memory, as ROLL's own sync does."""
         self.reload_model()
 
-    def reshard_meet(
-        self, address: str, first_rank: int, size: int, timeout: float, secret: str, adapter: str | None
-    ) -> None:
-        """Connect; `first_rank` is that of the first worker of this engine, of which a worker of
+    def reshard_meet(self, meeting: dict[str, Any], adapter: str | None) -> None:
+        """Connect; the meeting's `first_rank` is that of the first worker of this engine, of which a worker of
         ROLL has exactly one."""
         self.reload_model()
-        rank = first_rank + self.rank  # type: ignore[attr-defined]
-        self.reshard_connect_worker(address, rank, size, timeout=timeout, secret=secret, adapter=adapter)
+        meeting = dict(meeting)
+        rank = meeting.pop("first_rank") + self.rank  # type: ignore[attr-defined]
+        self.reshard_connect_worker(rank=rank, adapter=adapter, **meeting)
 
     def reshard_take(self, verify: bool) -> dict[str, Any]:
         """Take the trainer's weights; return the report as a dict."""

@@ -3,30 +3,28 @@
 
 `ActorWorker` and its like train as ROLL's workers do, with `Refit` in the place of ROLL's updater
 of weights. `InferWorker` lets the first of them call vLLM's workers, which get
-`reshard.integrations.roll_worker.RollExtension`. What a refit does not cover (quantized
+`reshard.integrations.roll.RollExtension`. What a refit does not cover (quantized
 rollouts, other strategies) takes ROLL's own way, and the log says so.
 """
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from reshard.core.extras import importing_beside
 
-with importing_beside("ROLL", "ray", "roll", "torch"):
-    import ray
-    import torch.distributed as dist
+with importing_beside("ROLL", "ray", "roll"):
     from roll.pipeline import base_worker
 
-from reshard.comm.group import RefitGroup
-from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError
-from reshard.integrations.calls import Calls, error_line
-from reshard.integrations.connection import Connection, SyncOptions
+from reshard.integrations.options import SyncOptions
+from reshard.integrations.sync import Calls, WeightSync, error_line, on_first_rank
 from reshard.trainers.megatron import MegatronModel
 
-EXTENSION = "reshard.integrations.roll_worker.RollExtension"
+EXTENSION = "reshard.integrations.roll.RollExtension"
 # Our classes, and ROLL's that they extend.
 TRAINING = {
     "ActorWorker": "roll.pipeline.rlvr.actor_worker.ActorWorker",
@@ -84,6 +82,30 @@ def left_to_roll(worker: Any, infer_cluster: Any) -> str:
     return ""
 
 
+@dataclass
+class RolloutWorker:
+    """The vLLM of a `worker` of the rollout, which calls it; `adapter` names the LoRA adapter there. See
+    `RemoteEngine`."""
+
+    worker: Any
+    name: str
+    ranks: int
+    adapter: str | None
+
+    def connect(self, meeting: dict[str, Any]) -> Future[Any]:
+        """Have vLLM's workers connect."""
+        return self.call("reshard_meet", meeting, self.adapter)
+
+    def refit(self, version: int | None, verify: bool) -> Future[Any]:
+        """Have vLLM's workers take the weights; ROLL counts no versions."""
+        return self.call("reshard_take", verify)
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        """Call a method of `reshard.integrations.roll.RollExtension` in vLLM's workers."""
+        future: Future[Any] = self.worker.reshard_call.remote(method, *arguments).future()
+        return future
+
+
 class Refit:
     """In the place of ROLL's updater: every rank of the trainer has one, and the first rank's calls
     the rollout.
@@ -101,58 +123,34 @@ class Refit:
         adapter: str | None = None,
     ) -> None:
         self.models, self.meeting_place, self.adapter = models, meeting_place, adapter
-        self.workers = list(infer_cluster.workers)
-        self.ranks_each = int(infer_cluster.worker_config.num_gpus_per_worker)
-        self.options = options()
+        ranks = int(infer_cluster.worker_config.num_gpus_per_worker)
+        self.workers = [
+            RolloutWorker(worker, f"worker {index} of the rollout", ranks, adapter)
+            for index, worker in enumerate(infer_cluster.workers)
+        ]
         self.source: MegatronModel | None = None
-        self.connection = Connection(self.options)
+        self.sync = WeightSync(options())
 
     def model_update(self) -> dict[str, float]:
         """Refit the whole rollout; return the seconds that it took, for ROLL's metrics.
 
         Raises ReshardError, as the rollout's side does, if it fails; the next one connects again.
         """
-        with self.connection.dropped_on_failure():
-            address, secret, is_new = self._agree()
-            if is_new:
-                self._connect(address, secret)
-            calls = self._call("reshard_take", [(self.options.verify,)] * len(self.workers))
-            report = self.connection.refit(calls=calls)
+        with self.sync.dropped_on_failure():
+            on_first_rank(self._wake)
+        report = self.sync.run(self.workers, self._source, adapter=self.adapter, place=self.meeting_place)
         return {"refit": report.total_seconds, "refit_wait": report.wait_seconds}
 
-    def _agree(self) -> tuple[str, str, bool]:
-        """Return where to meet, with which secret, and whether a rank has to connect.
-
-        Wakes ROLL's rollout, which may be asleep: its weights need memory.
-        """
-        wrong, address, secret = "", "", ""
-        if dist.get_rank() == 0:
-            try:
-                calls = [worker.reshard_call.remote("reshard_wake") for worker in self.workers]
-                ray.get(calls, timeout=self.options.timeout)
-                address, secret = self.meeting_place(), new_secret()
-            except Exception as error:
-                wrong = (
-                    f"the rollout does not answer reshard ({error_line(error)}): set actor_infer.worker_cls="
-                    f"{__name__}.InferWorker, and worker_extension_cls={EXTENSION} in its strategy_config"
-                )
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, (self.connection.link is None, address, secret, wrong))
-        _, address, secret, wrong = ranks[0]
-        if wrong:
-            raise ReshardError(wrong)
-        return address, secret, any(is_new for is_new, *_ in ranks)
-
-    def _connect(self, address: str, secret: str) -> None:
-        rank, trainers, timeout = dist.get_rank(), dist.get_world_size(), self.options.timeout
-        size = trainers + self.ranks_each * len(self.workers)
-        first_ranks = range(trainers, size, self.ranks_each)
-        calls = self._call(
-            "reshard_meet",
-            [(address, first_rank, size, timeout, secret, self.adapter) for first_rank in first_ranks],
-        )
-        members = RefitGroup.join(address, rank, size, timeout, secret)
-        self.connection.connect(members, self._source, calls=calls, adapter=self.adapter)
+    def _wake(self) -> None:
+        """Wake the rollout, which may be asleep: its weights need memory."""
+        try:
+            calls = Calls({worker.name: worker.call("reshard_wake") for worker in self.workers})
+            calls.wait_all(self.sync.options.timeout)
+        except Exception as error:
+            raise ReshardError(
+                f"the rollout does not answer reshard ({error_line(error)}): set actor_infer.worker_cls="
+                f"{__package__}.InferWorker, and worker_extension_cls={EXTENSION} in its strategy_config"
+            ) from error
 
     def _source(self) -> MegatronModel:
         """Return the trainer's side, made while all are connecting, so that they hear if that fails
@@ -160,17 +158,6 @@ class Refit:
         if self.source is None:
             self.source = MegatronModel(self.models)
         return self.source
-
-    def _call(self, method: str, arguments: Sequence[tuple]) -> Calls:
-        """Call the rollout's workers, on the first rank; the calls run while this rank does its part."""
-        if dist.get_rank() != 0:
-            return Calls({})
-        return Calls(
-            {
-                f"worker {index} of the rollout": worker.reshard_call.remote(method, *args).future()
-                for index, (worker, args) in enumerate(zip(self.workers, arguments, strict=True))
-            }
-        )
 
 
 def options() -> SyncOptions:

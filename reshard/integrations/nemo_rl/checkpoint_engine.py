@@ -6,15 +6,12 @@ On the same GPUs
 
     python -m reshard.integrations.nemo_rl examples/run_grpo.py --config ...
 
-runs NeMo-RL's script with `nemo_rl_colocated.ColocatedSynchronizer` in the place of its synchronizer of weights.
-vLLM's workers are `reshard.integrations.nemo_rl_worker.ReshardWorker` in either. What a refit does
+runs NeMo-RL's script with `colocated.ColocatedSynchronizer` in the place of its synchronizer of weights.
+vLLM's workers are `reshard.integrations.nemo_rl.ReshardWorker` in either. What a refit does
 not cover is refused before a byte moves.
 """
 
-import functools
-import runpy
-import sys
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,12 +24,11 @@ with importing_beside("NeMo-RL", "nemo_rl", "ray"):
 from reshard.comm.group import RefitGroup
 from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError
-from reshard.integrations.connection import Connection, SyncOptions
-from reshard.integrations.meeting import meeting_place
-from reshard.integrations.nemo_rl_colocated import BACKEND, ColocatedSynchronizer
+from reshard.integrations.nemo_rl.colocated import BACKEND
+from reshard.integrations.options import SyncOptions
+from reshard.integrations.sync import Meeting, WeightSync, ray_address
 from reshard.trainers.megatron import MegatronModel
 
-WORKER = "reshard.integrations.nemo_rl_worker.ReshardWorker"
 # What NeMo-RL itself takes beside our options.
 NEMO_RL_OPTIONS = ("release_after_refit", "update_weights_bucket_memory_ratio")
 
@@ -41,7 +37,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
     """The meeting and refits of a policy and rollouts on other GPUs; no tensor passes through it.
     Made in every rank of the policy and in every worker of vLLM.
 
-    The `options` are those of `reshard.integrations.connection.SyncOptions`. All members meet at the
+    The `options` are those of `reshard.integrations.options.SyncOptions`. All members meet at the
     first sync, and anew after one that failed, or with `release_after_refit`.
     """
 
@@ -51,7 +47,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         release_after_refit: bool = False,
         **options: Any,
     ) -> None:
-        self.connection = Connection(checked_options(options))
+        self.sync = WeightSync(checked_options(options))
         self.rank, self.size, self.secret = 0, 0, ""
         # A group of all members that lasts as long as they live, by which each hears of another's
         # death: NeMo-RL tells them nothing.
@@ -63,9 +59,9 @@ class ReshardCheckpointEngine(CheckpointEngine):
     def prepare(self) -> dict[str, Any]:
         """Return where the lobby could be; only the policy's first rank is taken. vLLM's own
         processes know no Ray."""
-        return (
-            {"address": meeting_place(), "secret": new_secret()} if ray.is_initialized() else {"address": ""}
-        )
+        if not ray.is_initialized():
+            return {"address": ""}
+        return {"address": ray_address(), "secret": new_secret()}
 
     def init_policy_process_group(
         self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
@@ -79,7 +75,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
     ) -> None:
         """Enter the lobby; see `init_policy_process_group`. Raises ReshardError in a worker of vLLM
         that is not ours."""
-        from reshard.integrations.nemo_rl_worker import this_worker
+        from reshard.integrations.nemo_rl.worker import this_worker
 
         this_worker()
         self._enter(train_world_size + rollout_rank, train_world_size, rollout_world_size, metadata)
@@ -87,9 +83,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
     def _enter(self, rank: int, policies: int, rollouts: int, metadata: list[Any]) -> None:
         self.rank, self.size, self.secret = rank, policies + rollouts, metadata[0]["secret"]
         self.lobby = None  # the one before ends first
-        self.lobby = RefitGroup.join(
-            metadata[0]["address"], rank, self.size, self.connection.options.timeout, self.secret
-        )
+        self.lobby = self._meeting(metadata[0]["address"]).join(rank)
         self.lobby.names = {
             member: f"rank {member} of the policy"
             if member < policies
@@ -102,7 +96,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
 
     def meeting_place(self) -> str:
         """Return an address for `ColocatedSynchronizer`; see the function."""
-        return meeting_place()
+        return ray_address()
 
     def meet(self, address: str, size: int, secret: str) -> None:
         """Connect there at the next sync, as `ColocatedSynchronizer` says."""
@@ -111,25 +105,24 @@ class ReshardCheckpointEngine(CheckpointEngine):
     async def send_weights(self, weights: Any) -> None:
         """Refit, on every rank of the policy; connect first if that is new."""
         self.syncs += 1
-        with self._connecting_after_failure(), self.connection.dropped_on_failure():
-            if self.connects or self.connection.link is None:
+        sync = self.sync
+        with self._connecting_after_failure(), sync.dropped_on_failure():
+            if self.connects or sync.link is None:
                 worker = worker_of(weights)
                 self.rank = worker.rank
-                address = self.next_address or self._agree_on_address()
-                timeout = self.connection.options.timeout
-                members = RefitGroup.join(address, self.rank, self.size, timeout, self.secret)
+                members = self._meeting(self.next_address or self._agree_on_address()).join(self.rank)
                 with members.watching(self._lobby_failure):
-                    self.connection.connect(members, lambda: self._source(worker))
-            assert self.connection.link is not None
-            with self.connection.link.group.watching(self._lobby_failure):
-                self.connection.refit()
+                    sync.connect(members, lambda: self._source(worker))
+            assert sync.link is not None
+            with sync.link.group.watching(self._lobby_failure):
+                sync.refit()
 
     async def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, Any]], None]:
         """Refit, in every worker of vLLM; no batch is left for NeMo-RL to load."""
-        from reshard.integrations.nemo_rl_worker import this_worker
+        from reshard.integrations.nemo_rl.worker import this_worker
 
         self.syncs += 1
-        options = self.connection.options
+        options = self.sync.options
         with self._connecting_after_failure():
             if self.connects:
                 address = self._agree_on_address()
@@ -142,7 +135,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
 
     def finalize(self) -> None:
         """Unmap the others' memory; the next sync connects again."""
-        self.connection.close()
+        self.sync.close()
         self.connects = True
 
     @contextmanager
@@ -154,6 +147,9 @@ class ReshardCheckpointEngine(CheckpointEngine):
             self.connects = True
             raise
         self.connects = False
+
+    def _meeting(self, address: str) -> Meeting:
+        return Meeting(address, self.size, self.sync.options.timeout, self.secret)
 
     def _lobby_failure(self) -> str:
         """Return a sentence on a member that is gone; empty while none is."""
@@ -167,7 +163,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
                 "this member has not entered the lobby: NeMo-RL has not called init_*_process_group"
             )
         if self.rank == 0:
-            self.lobby.post(f"meet/{self.syncs}", meeting_place().encode())
+            self.lobby.post(f"meet/{self.syncs}", ray_address().encode())
         return self.lobby.read(f"meet/{self.syncs}", 0).decode()
 
     def _source(self, worker: Any) -> MegatronModel:
@@ -217,62 +213,3 @@ def checked_options(given: Mapping[str, Any]) -> SyncOptions:
     ones, and for others."""
     where = f"policy.generation.refit_cfg[{BACKEND!r}]"
     return SyncOptions.of_config(given, where, lambda name: f"{name} of {where}", NEMO_RL_OPTIONS)
-
-
-def with_refits(setup: Callable[..., Any]) -> Callable[..., Any]:
-    """Return NeMo-RL's ``setup`` of a run, changed so that policy and vLLM sync by refits.
-
-    It raises ReshardError, before anything is started, for what a refit does not cover.
-    """
-
-    @functools.wraps(setup)
-    def refitting(master_config: Any, *args: Any, **kwargs: Any) -> Any:
-        policy_config = master_config.policy
-        generation = policy_config.get("generation") or {}
-        if generation.get("backend") != "vllm":
-            raise ReshardError(
-                f"policy.generation.backend is {generation.get('backend')}: reshard refits vllm"
-            )
-        if not (policy_config.get("megatron_cfg") or {}).get("enabled"):
-            raise ReshardError("reshard refits from Megatron here: set policy.megatron_cfg.enabled=true")
-        if not generation["colocated"]["enabled"] or generation.get("refit_transport") is not None:
-            raise ReshardError(
-                "policy and vLLM do not share GPUs: run NeMo-RL's own script, with policy.generation."
-                f"refit_transport={BACKEND}"
-            )
-        why = not_covered(policy_config)
-        if why:
-            raise ReshardError(f"{why}, which reshard does not refit: run NeMo-RL's own script")
-        options = checked_options((generation.get("refit_cfg") or {}).get(BACKEND) or {})
-        engine = generation.setdefault("vllm_kwargs", {})
-        if engine.setdefault("worker_cls", WORKER) != WORKER:
-            raise ReshardError(
-                f"vllm_kwargs.worker_cls is {engine['worker_cls']}: make that {WORKER}, or unset it"
-            )
-        started = setup(master_config, *args, **kwargs)
-        policy, rollout = started[:2]
-        rollout.weight_synchronizer = ColocatedSynchronizer(policy, rollout, options)
-        rollout.weight_synchronizer.init_communicator()
-        return started
-
-    return refitting
-
-
-def main() -> None:
-    """Run a script of NeMo-RL's that trains by GRPO, with refits."""
-    if len(sys.argv) < 2:
-        raise SystemExit(
-            "python -m reshard.integrations.nemo_rl SCRIPT ...: give NeMo-RL's examples/run_grpo.py"
-        )
-    from nemo_rl.algorithms import grpo
-
-    grpo.setup = with_refits(grpo.setup)
-    del sys.argv[0]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-if __name__ == "__main__":
-    # What Ray pickles has to be of a module that others can import.
-    from reshard.integrations.nemo_rl import main as of_the_module
-
-    of_the_module()

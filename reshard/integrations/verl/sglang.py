@@ -12,27 +12,24 @@ with importing_beside("verl", "verl", "sglang"):
 
 from reshard.comm.background import in_background
 from reshard.engines.sglang.calls import connect_server, refit_server
-from reshard.integrations.calls import WAITS
-from reshard.integrations.connection import SyncOptions
-from reshard.integrations.verl import NO_ADAPTERS, Meeting, Shards
-from reshard.integrations.verl_rollout import RefittedRollout
+from reshard.integrations.options import SyncOptions
+from reshard.integrations.sync import WAITS
+from reshard.integrations.verl.plugin import NO_ADAPTERS, Invitation, Shards
+from reshard.integrations.verl.rollout import RefittedRollout
 
 
 class ReshardSglangAdapter(RefittedRollout, ServerAdapter):
     """verl's adapter to SGLang, which calls reshard's plugin in its schedulers by the server's routes."""
 
-    async def refit(self, weights: Shards | Meeting, version: int | None) -> None:
-        """See `RefittedRollout.refit`."""
-        await self._init_server_adapter()  # also says which rank talks to the server
+    async def refit(self, weights: Shards | Invitation, version: int | None) -> None:
+        """Refit this replica, once verl has said which rank talks to its server."""
+        await self._init_server_adapter()
         await super().refit(weights, version)
 
-    async def _call_connect(
-        self, meeting: Meeting, adapter: str | None, options: SyncOptions
-    ) -> Future[Any] | None:
+    async def _call_connect(self, meeting: dict[str, Any], adapter: str | None) -> Future[Any] | None:
         if adapter is not None:
             raise ReshardError(NO_ADAPTERS)
-        address, first_rank, size, secret, _ = meeting
-        return self._start(connect_server, address, first_rank, size, timeout=options.timeout, secret=secret)
+        return self._start(connect_server, **meeting)
 
     async def _call_refit(self, version: int | None, options: SyncOptions) -> Future[Any] | None:
         return self._start(refit_server, version, options.verify, timeout=WAITS * options.timeout)

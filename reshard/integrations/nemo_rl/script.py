@@ -1,0 +1,69 @@
+"""NeMo-RL on GPUs that policy and vLLM share, with refits: its script, which runs with another synchronizer of
+weights.
+
+    python -m reshard.integrations.nemo_rl examples/run_grpo.py --config ...
+"""
+
+import functools
+import runpy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from reshard.core.errors import ReshardError
+from reshard.integrations.nemo_rl.checkpoint_engine import checked_options, not_covered
+from reshard.integrations.nemo_rl.colocated import BACKEND, ColocatedSynchronizer
+
+WORKER = "reshard.integrations.nemo_rl.ReshardWorker"
+
+
+def with_refits(setup: Callable[..., Any]) -> Callable[..., Any]:
+    """Return NeMo-RL's ``setup`` of a run, changed so that policy and vLLM sync by refits.
+
+    It raises ReshardError, before anything is started, for what a refit does not cover.
+    """
+
+    @functools.wraps(setup)
+    def refitting(master_config: Any, *args: Any, **kwargs: Any) -> Any:
+        policy_config = master_config.policy
+        generation = policy_config.get("generation") or {}
+        if generation.get("backend") != "vllm":
+            raise ReshardError(
+                f"policy.generation.backend is {generation.get('backend')}: reshard refits vllm"
+            )
+        if not (policy_config.get("megatron_cfg") or {}).get("enabled"):
+            raise ReshardError("reshard refits from Megatron here: set policy.megatron_cfg.enabled=true")
+        if not generation["colocated"]["enabled"] or generation.get("refit_transport") is not None:
+            raise ReshardError(
+                "policy and vLLM do not share GPUs: run NeMo-RL's own script, with policy.generation."
+                f"refit_transport={BACKEND}"
+            )
+        why = not_covered(policy_config)
+        if why:
+            raise ReshardError(f"{why}, which reshard does not refit: run NeMo-RL's own script")
+        options = checked_options((generation.get("refit_cfg") or {}).get(BACKEND) or {})
+        engine = generation.setdefault("vllm_kwargs", {})
+        if engine.setdefault("worker_cls", WORKER) != WORKER:
+            raise ReshardError(
+                f"vllm_kwargs.worker_cls is {engine['worker_cls']}: make that {WORKER}, or unset it"
+            )
+        started = setup(master_config, *args, **kwargs)
+        policy, rollout = started[:2]
+        rollout.weight_synchronizer = ColocatedSynchronizer(policy, rollout, options)
+        rollout.weight_synchronizer.init_communicator()
+        return started
+
+    return refitting
+
+
+def main() -> None:
+    """Run a script of NeMo-RL's that trains by GRPO, with refits."""
+    if len(sys.argv) < 2:
+        raise SystemExit(
+            "python -m reshard.integrations.nemo_rl SCRIPT ...: give NeMo-RL's examples/run_grpo.py"
+        )
+    from nemo_rl.algorithms import grpo
+
+    grpo.setup = with_refits(grpo.setup)
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
