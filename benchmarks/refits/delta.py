@@ -134,7 +134,7 @@ def refits(group, trainer, engine, count: int, training: Training | None, delta:
 
 def finding(link, trainer: TrainedModel) -> float:
     """Return the seconds in which what changed is found and encoded once more, where nothing has."""
-    [sent] = [transport.sent for transport in link.transports if getattr(transport, "sent", None) is not None]
+    [sent] = [transport.changes for transport in link.transports if transport.changes is not None]
     start = time.perf_counter()
     for (rank, index), bucket in sent.buckets.items():
         sent.changes(index, {rank: bucket}, 0)

@@ -187,7 +187,7 @@ class Part:
 def aborting_only(transport: Any) -> None:
     """Abort a transport's communicator, and leave it its memory."""
     transport.communicator.abort()
-    transport.abandon()
+    transport._abandon()
     transport.communicator = transport.store = None
 
 

@@ -57,7 +57,7 @@ class Agreement:
         mappable = (trainer, engine) not in self.unmapped
         pair = Pair(self.peers[trainer], self.peers[engine], trainer == engine, exported, mappable)
         transport = transport_for(pair, self.backend)
-        return LOCAL if pair.same_process else transport.name
+        return LOCAL if pair.same_process else transport.reach.name
 
     def why_apart(self, trainer: int, engine: int) -> str:
         """Return why an inference rank does not map a trainer's memory on the same host; empty

@@ -25,7 +25,8 @@ from reshard.refit.report import RefitReport
 from reshard.refit.routes import LOCAL
 from reshard.refit.sender import Sender
 from reshard.refit.transports import SENT, TRANSPORTS
-from reshard.refit.transports.base import Context, Transport
+from reshard.refit.transports.base import Transport
+from reshard.refit.transports.context import Context
 from reshard.refit.verification import ReceivedDigests, SentDigests
 
 log = logging.getLogger("reshard")
@@ -79,7 +80,8 @@ class Link:
             agreed.keep_mapped,
         )
         self.transports: list[Transport] = [transport(context) for transport in TRANSPORTS]
-        self.deltas = Deltas(agreed, self.transports, receiver) if agreed.delta else None
+        changes = [one.changes for one in self.transports if one.changes is not None]
+        self.deltas = Deltas(agreed, changes, receiver) if agreed.delta else None
         if receiver is not None:
             receiver.engine.timeout = group.timeout
 
@@ -93,7 +95,7 @@ class Link:
         self._prepare()
         for transport in self.transports:
             transport.negotiate()
-        if any(transport.is_blocking for transport in self.transports):
+        if self._is_blocking:
             for transport in self.transports:
                 transport.share_gpu()
         self._release()
@@ -123,7 +125,7 @@ class Link:
         return {
             rank: self.receiver.memory[rank]
             for rank, route in self.receiver.routes().items()
-            if transport.carries(route) and (within_process or route != LOCAL)
+            if route in transport.reach.routes and (within_process or route != LOCAL)
         }
 
     def _prepare(self) -> None:
@@ -134,16 +136,16 @@ class Link:
             brought = {
                 rank: flow
                 for route, flows in incoming.items()
-                if transport.carries(route)
+                if route in transport.reach.routes
                 for rank, flow in flows.items()
             }
             elsewhere = [
                 flow
                 for route, flows in incoming.items()
-                if not transport.carries(route)
+                if route not in transport.reach.routes
                 for flow in flows.values()
             ]
-            transport.prepare(outgoing.get(transport.name, {}), brought, elsewhere)
+            transport.prepare(outgoing.get(transport.reach.name, {}), brought, elsewhere)
 
     def _release(self) -> None:
         """Unmap others' memory, unless all trainers let it stay mapped."""
@@ -228,7 +230,7 @@ class Link:
     def _report(self, version: int, waited: float, transferred: float, total: float) -> RefitReport:
         received: dict[str, int] = {}
         for transport in self.transports:
-            received |= transport.received_bytes
+            received |= transport.work.received_bytes
         launches = sum(transport.launches for transport in self.transports)
         if self.receiver is not None:
             launches += self.receiver.slab.launches
@@ -269,9 +271,9 @@ class Link:
             self._prepare()
         for transport in self.transports:
             if anew:
-                transport.renew()
+                transport.negotiate(anew=True)
             if moved and self.receiver is not None:
-                transport.unmap_except(self.receiver.memory)
+                transport.release(but=self.receiver.memory)
         self.broken = False
 
     def _sends(self) -> bool:
@@ -279,7 +281,7 @@ class Link:
         moved: it sends, or did before."""
         if self.sender is None:
             return False
-        sending = any(transport.is_sending for transport in self.transports)
+        sending = any(transport.work.is_sending for transport in self.transports)
         return sending or any(route in SENT for route in self.sender.routes().values())
 
     def _transfer(self) -> None:
@@ -328,7 +330,7 @@ class Link:
 
     def _rounds(self) -> list[int]:
         """Return the numbers of the rounds in which this member takes part, besides `UNSTAGED`."""
-        return sorted({number for transport in self.transports for number in transport.numbers})
+        return sorted({number for transport in self.transports for number in transport.work.numbers})
 
     def _run(self, number: int) -> None:
         """Carry out the copies of a round."""
@@ -341,7 +343,7 @@ class Link:
 
     @property
     def _is_blocking(self) -> bool:
-        return any(transport.is_blocking for transport in self.transports)
+        return any(transport.work.is_blocking for transport in self.transports)
 
     def _wait_for_partners(self) -> None:
         """Wait until a GPU that may wait for a partner has what it waits for: before work in which this process
@@ -395,7 +397,7 @@ class Link:
         if self.received_digests is not None:
             shards: dict[int, np.ndarray] = {}
             for transport in self.transports:
-                shards |= transport.shards
+                shards |= transport.work.shards or {}
             self.received_digests.begin(shards)
         if self.sent_digests is not None:
             self.sent_digests.post()
@@ -459,9 +461,7 @@ class Link:
             if self.receiver is not None:
                 parts.callback(self.receiver.close)
             for transport in reversed(self.transports):
-                parts.callback(transport.close)
-                if self.broken:
-                    parts.callback(transport.abandon)
+                parts.callback(transport.close, broken=self.broken)
 
 
 def _checked(version: Any) -> int | None:

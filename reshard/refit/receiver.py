@@ -35,7 +35,7 @@ from reshard.refit.protocol.memory import TrainerMemory, check_regions
 from reshard.refit.protocol.requests import PieceRequest, RequestsRead
 from reshard.refit.routes import CUDA_IPC, LOCAL
 from reshard.refit.transports import SENT, TRANSPORTS
-from reshard.refit.transports.base import Incoming
+from reshard.refit.transports.flows import Incoming
 
 # What an engine has planned from what trainers published, for who connects the same two again.
 _planned: WeakKeyDictionary[Engine, tuple[str, dict[int, Pieces], dict[int, ShardSizes]]] = (
@@ -192,7 +192,7 @@ class Receiver:
 
     def incoming(self) -> dict[str, dict[int, Incoming]]:
         """Return what this rank gets, by route and trainer's rank, from where everything is now."""
-        incoming: dict[str, dict[int, Incoming]] = {LOCAL: {}, **{kind.name: {} for kind in TRANSPORTS}}
+        incoming: dict[str, dict[int, Incoming]] = {LOCAL: {}, **{kind.reach.name: {} for kind in TRANSPORTS}}
         memory, places = region_addresses(self.engine.regions.values()), places_of(self.engine)
         routes = self.routes()
         self.slab.arrange(self.pieces, [rank for rank, route in routes.items() if route in SENT])

@@ -2,6 +2,7 @@
 backends. Pure."""
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from reshard.core.errors import ReshardError, listed
@@ -75,6 +76,37 @@ def why_apart(peer: Peer, other: Peer) -> str:
     if peer.namespaces != other.namespaces:
         return "they run in pid and ipc namespaces of their own, as containers do unless told to share them (--pid, --ipc)"
     return ""
+
+
+def unreadable(pair: Pair) -> str:
+    """Return why no transport by memory carries the bytes of a pair, and what to do, for who has named one."""
+    apart = why_apart(pair.trainer, pair.engine)
+    why = f", since {apart}" if apart else ""
+    return f"{pair.trainer.name} and {pair.engine.name} cannot read each other's memory{why}: use backend='auto', or 'nccl'"
+
+
+def always(_: Pair) -> bool:
+    """Return True."""
+    return True
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The pairs of ranks whose bytes a transport carries: those that it `reaches`.
+
+    `name` is the one by which a user may choose it, `routes` are those that it carries, as reports name them. It
+    may be chosen without being named for pairs that are `automatic`, and stands in on GPUs for the transports that it
+    `replaces` where they reach nothing. `sends` is False if the trainer's rank is only read. `refusal` says why it does
+    not carry a pair, and what to do, for who has named it.
+    """
+
+    name: str
+    reaches: Callable[[Pair], bool]
+    routes: frozenset[str]
+    automatic: Callable[[Pair], bool] = always
+    sends: bool = True
+    replaces: frozenset[str] = frozenset()
+    refusal: Callable[[Pair], str] = unreadable
 
 
 class Seat(NamedTuple):

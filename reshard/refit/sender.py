@@ -41,7 +41,7 @@ from reshard.refit.protocol.requests import PieceRequest, RequestsRead, check_pi
 from reshard.refit.routes import CUDA_IPC
 from reshard.refit.trainer import Trainer
 from reshard.refit.transports import SENT
-from reshard.refit.transports.base import Outgoing
+from reshard.refit.transports.flows import Outgoing
 
 # What has been published of a model, for who connects the same trainer again.
 _published: WeakKeyDictionary[Holder, tuple[tuple[Model, list[torch.dtype]], bytes, bytes, ShardSizes]] = (

@@ -9,6 +9,7 @@ Attention is plain for DeepSeek-V3 too (``VLLM_MLA_DISABLE``): that build has no
 import copy
 import gc
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -328,7 +329,15 @@ def main() -> None:
     for name in ("RANK", "LOCAL_RANK"):  # which vLLM wants of a single process too
         os.environ.setdefault(name, "0")
     module, _, name = function.rpartition(".")
-    results = getattr(import_module(f"tests.on_cpu.{module}"), name)(*json.loads(Path(arguments).read_text()))
+    try:
+        results = getattr(import_module(f"tests.on_cpu.{module}"), name)(
+            *json.loads(Path(arguments).read_text())
+        )
+    except BaseException:
+        # Engines in processes of their own would be waited for, and go on for ever.
+        for process in multiprocessing.active_children():
+            process.kill()
+        raise
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(results, default=str))
     print(f"{function}: {time.monotonic() - began:.0f} s", flush=True)

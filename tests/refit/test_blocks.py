@@ -47,7 +47,7 @@ from reshard.refit.fp8_blocks.items import (
     spans_of,
 )
 from reshard.refit.fp8_blocks.packed import BlockDigests, Placed, places_of_requests
-from reshard.refit.transports.base import Incoming, Outgoing
+from reshard.refit.transports.flows import Incoming, Outgoing
 from reshard.refit.transports.packing import PackedPair, PackedRound
 
 

@@ -23,8 +23,8 @@ from reshard.refit.fp8_blocks.items import PLACES
 from reshard.refit.options import ConnectOptions
 from reshard.refit.protocol.deltas import DeltaState, makes_sense
 from reshard.refit.transports import changes
-from reshard.refit.transports.base import Outgoing
 from reshard.refit.transports.changes_exchange import ChangesExchange
+from reshard.refit.transports.flows import Outgoing
 from reshard.refit.transports.packing import PackedPair
 from tests.on_cpu.refit_deltas_on_cpu import DTYPES, PITCH, SHAPE, Served, Shards
 from tests.starting.ranks import caught, free_port, run_on_ranks
@@ -43,7 +43,7 @@ def refits(member, engines: int = 1, **options) -> list:
             link = connect(group, *sides, **{"bucket_bytes": 2 << 20, "delta": True} | options)
             result = member(link, side)
         link.close()
-        assert not any(one.sent.buckets for one in link.transports if getattr(one, "sent", None) is not None)
+        assert not any(one.changes.buckets for one in link.transports if one.changes is not None)
         return result
 
     with ThreadPoolExecutor(size) as pool:
@@ -244,7 +244,7 @@ def test_all_hear_at_once_of_a_rank_that_fails_while_they_wait_for_its_bytes(sen
 
     def member(link, side):
         link.refit()
-        [transport] = [one for one in link.transports if one.name == "nccl"]
+        [transport] = [one for one in link.transports if one.reach.name == "nccl"]
         if link.group.rank == 1:
             transport._packed = transport._run_whole = broken
         start = time.monotonic()

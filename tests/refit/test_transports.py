@@ -57,9 +57,11 @@ def test_a_pair_gets_the_transport_that_reaches_it(engine, exported, expected):
             with pytest.raises(ReshardError, match=r"trainer and engine cannot read each other's memory"):
                 transport_for(pair, backend)
         else:
-            assert transport_for(pair, backend).name == name
-    assert transport_for(Pair(TRAINER, ENGINE, False, True, mappable=False), "auto").name == "nccl"
-    assert transport_for(Pair(TRAINER, TRAINER, True, False), "nccl").name == "cuda_ipc", "within a process"
+            assert transport_for(pair, backend).reach.name == name
+    assert transport_for(Pair(TRAINER, ENGINE, False, True, mappable=False), "auto").reach.name == "nccl"
+    assert transport_for(Pair(TRAINER, TRAINER, True, False), "nccl").reach.name == "cuda_ipc", (
+        "within a process"
+    )
 
 
 @pytest.mark.parametrize(("trainer", "engine", "expected"), [
@@ -78,12 +80,12 @@ def test_nixl_carries_what_goes_between_hosts_that_have_the_same(trainer, engine
             with pytest.raises(ReshardError, match=f"^{name}: pip install"):
                 transport_for(pair, backend)
         else:
-            assert transport_for(pair, backend).name == name
+            assert transport_for(pair, backend).reach.name == name
 
 
 def test_between_cpus_of_a_host_staging_is_used_where_it_is_asked_for():
     pair = Pair(*(peer._replace(device="cpu", gpu="") for peer in (TRAINER, ENGINE)), False, True)
-    assert [transport_for(pair, backend).name for backend in ("auto", "staged", "nccl")] == [
+    assert [transport_for(pair, backend).reach.name for backend in ("auto", "staged", "nccl")] == [
         "nccl",
         "staged",
         "nccl",
@@ -91,7 +93,7 @@ def test_between_cpus_of_a_host_staging_is_used_where_it_is_asked_for():
 
 
 def test_every_transport_can_be_named():
-    assert ("auto", *(transport.name for transport in TRANSPORTS)) == BACKENDS
+    assert ("auto", *(transport.reach.name for transport in TRANSPORTS)) == BACKENDS
 
 
 ROWS, COLUMNS = 16, 8  # of a trainer's rank's shard
@@ -332,7 +334,7 @@ def test_tables_follow_slabs_that_lie_elsewhere_in_each_refit(monkeypatch):
         members = RefitGroup.join(address, rank, 2, timeout=60)
         source, destination = (OneShard(0, 32), None) if not rank else (None, OneTensor())
         link = connect(members, source, destination, backend="staged", bucket_bytes=1 << 20)
-        [staged] = [one for one in link.transports if one.name == "staged"]
+        [staged] = [one for one in link.transports if one.reach.name == "staged"]
         states = []
         for _ in range(3):
             if source is not None:

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 from reshard.comm.group import RefitGroup
 from reshard.refit.agreement import Agreement
+from reshard.refit.changes.sent import Changes, Measured
 from reshard.refit.protocol.deltas import DeltaState, exchange_states
 from reshard.refit.receiver import Receiver
 from reshard.refit.report import RefitDelta
-from reshard.refit.transports.base import Measured, Transport
 
 
 class Choice(NamedTuple):
@@ -25,8 +25,8 @@ class Deltas:
     there, or an engine has loaded or discarded weights since, all is sent, and a new chain begins.
     """
 
-    def __init__(self, agreed: Agreement, transports: Sequence[Transport], receiver: Receiver | None) -> None:
-        self.agreed, self.transports, self.receiver = agreed, transports, receiver
+    def __init__(self, agreed: Agreement, changes: Sequence[Changes], receiver: Receiver | None) -> None:
+        self.agreed, self.changes, self.receiver = agreed, changes, receiver
         self.holds: int | None = None  # the transaction whose weights this member has
         self.why = "it has had no refit yet"
         self.version: int | None = None  # of these weights
@@ -34,15 +34,15 @@ class Deltas:
         self.choice = Choice(None, "")  # of the refit under way
 
     def begin(self, group: RefitGroup, broken: bool, moved: bool) -> None:
-        """Agree with all members whether the refit that begins sends changes, and tell the transports.
+        """Agree with all members whether the refit that begins sends changes, and tell those that send them.
 
         `broken`: the last refit failed; `moved`: this engine's tensors lie elsewhere than before.
         """
         states = exchange_states(group, self._state(broken, moved))
         self.choice = self._decide(states, group)
         self.holds, self.why = None, "its last refit failed"
-        for transport in self.transports:
-            transport.send_changes(self.choice.since)
+        for changes in self.changes:
+            changes.begin(self.choice.since)
 
     def end(self, group: RefitGroup) -> None:
         """Note that the refit has brought all weights."""
@@ -65,19 +65,19 @@ class Deltas:
     @property
     def kept_bytes(self) -> int:
         """The bytes of memory in which this member keeps what it sent."""
-        return sum(transport.kept_bytes for transport in self.transports)
+        return sum(changes.bytes for changes in self.changes)
 
     def _measured(self) -> Measured:
         measured = Measured()
-        for transport in self.transports:
-            measured = measured.plus(transport.measured)
+        for changes in self.changes:
+            measured = measured.plus(changes.measured)
         return measured
 
     def _state(self, broken: bool, moved: bool) -> DeltaState:
         holds, why = self.holds, self.why
         if broken:
             holds, why = None, "its last refit failed"
-        elif holds is not None and not all(transport.keeps_sent for transport in self.transports):
+        elif holds is not None and not all(changes.keeps_sent for changes in self.changes):
             holds, why = None, "it is asked for other pieces than before"
         elif holds is not None and self.receiver is not None:
             engine = self.receiver.engine
@@ -87,7 +87,7 @@ class Deltas:
 
     def _decide(self, states: Sequence[DeltaState], group: RefitGroup) -> Choice:
         """Return what the refit does; the same on all members."""
-        if not any(transport.carries_changes for transport in self.transports):
+        if not any(changes.carries for changes in self.changes):
             return Choice(None, "all is sent: no ranks exchange by NCCL or Gloo")
         held = {rank: states[rank] for rank in self.agreed.participants}
         for rank, state in held.items():

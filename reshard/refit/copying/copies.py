@@ -94,25 +94,25 @@ class CopyTable:
             for codec, unit, _ in self.groups:
                 compile_copy(unit, self.device, 1 if aside else None, codec)
 
-    def shift(self, deltas: np.ndarray) -> bool:
-        """Add `deltas` bytes, by owner, to the addresses of the sources; return False, and change
+    def shift(self, shifts: np.ndarray) -> bool:
+        """Add `shifts` bytes, by owner, to the addresses of the sources; return False, and change
         nothing, where words would no longer be aligned."""
-        if (deltas % UNITS[0]).any():
+        if (shifts % UNITS[0]).any():
             return False
         for (*_, tiles), owners in zip(self.groups, self.owners, strict=True):
             if isinstance(tiles, torch.Tensor):
-                tiles[:, SRC] += torch.from_numpy(deltas).to(tiles.device)[owners]
+                tiles[:, SRC] += torch.from_numpy(shifts).to(tiles.device)[owners]
             else:
-                tiles[:, SRC] += deltas[owners]
+                tiles[:, SRC] += shifts[owners]
         return True
 
-    def move(self, end: int, delta: int) -> None:
-        """Add `delta` bytes, a multiple of 16, to the addresses of all sources (`end` is SRC) or destinations
+    def move(self, end: int, distance: int) -> None:
+        """Add `distance` bytes, a multiple of 16, to the addresses of all sources (`end` is SRC) or destinations
         (DST)."""
-        self.engine_copies[:, end] += delta
+        self.engine_copies[:, end] += distance
         for *_, tiles in self.groups:
             addresses = tiles[:, end]
-            addresses += delta
+            addresses += distance
 
     @property
     def launches(self) -> int:

@@ -223,18 +223,18 @@ class BlockTable:
         self.owners = on_device(blocks.owners.astype(np.int32), device)
         compile_quantize(self.kernel, device)
 
-    def shift(self, deltas: np.ndarray) -> None:
-        """Add `deltas` bytes, multiples of 16, by owner, to the addresses of the sources."""
+    def shift(self, shifts: np.ndarray) -> None:
+        """Add `shifts` bytes, multiples of 16, by owner, to the addresses of the sources."""
         if isinstance(self.fragments, torch.Tensor):
-            self.fragments[:, SOURCE] += torch.from_numpy(deltas).to(self.device)[self.owners]
+            self.fragments[:, SOURCE] += torch.from_numpy(shifts).to(self.device)[self.owners]
         else:
-            self.fragments[:, SOURCE] += deltas[self.owners]
+            self.fragments[:, SOURCE] += shifts[self.owners]
 
-    def move(self, delta: int) -> None:
-        """Add `delta` bytes, a multiple of 16, to the addresses of codes and scales."""
+    def move(self, distance: int) -> None:
+        """Add `distance` bytes, a multiple of 16, to the addresses of codes and scales."""
         for column in (CODES, SCALES):
             addresses = self.items[:, column]
-            addresses += delta
+            addresses += distance
 
     def run(self, tiles: torch.Tensor | None = None) -> None:
         """Make the blocks; on a GPU, enqueue it on the current stream, with `tiles` of copies between the blocks

@@ -2,14 +2,13 @@
 
 A new transport is one module with a subclass of `Transport` (`reshard.refit.transports.base`):
 
-- `name`, by which a user may choose it as `backend`, and under which reports and `Link.describe` list it;
-- `reaches(pair)`: True where it can carry the bytes of a pair of ranks; `sends`: True where the trainer's
-  rank takes part, False where it is only read;
+- `reach`: a `reshard.refit.routes.Reach`, with the name by which a user may choose it as `backend`, and the pairs of
+  ranks whose bytes it can carry;
 - `prepare(outgoing, incoming, elsewhere)` makes its tables of copies, `run(number)` carries out those of
   one round;
 - `release()` unmaps others' memory, `close()` gives everything back;
-- where it needs to: `negotiate` with all members at connect, `update_addresses` of memory that has moved,
-  `renew` after a refit that failed.
+- where it needs to: `negotiate` with all members at connect, and after a refit that failed; `update_addresses` of
+  memory that has moved.
 
 Then add its name to `BACKENDS` in `reshard.refit.routes`, and its class to `TRANSPORTS` here, in order of
 preference. The link, the sides and the verification know no transport by name. `staged.py` and `nixl.py`
@@ -26,7 +25,7 @@ from reshard.refit.transports.nixl import Nixl
 from reshard.refit.transports.staged import Staged
 
 TRANSPORTS: tuple[type[Transport], ...] = (CudaIpc, Staged, Nixl, Nccl)
-SENT = frozenset(transport.name for transport in TRANSPORTS if transport.sends)
+SENT = frozenset(transport.reach.name for transport in TRANSPORTS if transport.reach.sends)
 
 
 def transport_for(pair: Pair, backend: str) -> type[Transport]:
@@ -36,13 +35,13 @@ def transport_for(pair: Pair, backend: str) -> type[Transport]:
     Raises ReshardError where none does.
     """
     if backend == "auto" or pair.same_process:
-        candidates = [transport for transport in TRANSPORTS if transport.automatic(pair)]
+        candidates = [transport for transport in TRANSPORTS if transport.reach.automatic(pair)]
     else:
-        candidates = [transport for transport in TRANSPORTS if backend == transport.name]
+        candidates = [transport for transport in TRANSPORTS if backend == transport.reach.name]
         candidates += [
-            transport for transport in TRANSPORTS if backend in transport.replaces and pair.on_gpus
+            transport for transport in TRANSPORTS if backend in transport.reach.replaces and pair.on_gpus
         ]
     for transport in candidates:
-        if transport.reaches(pair):
+        if transport.reach.reaches(pair):
             return transport
-    raise ReshardError(candidates[0].refusal(pair))
+    raise ReshardError(candidates[0].reach.refusal(pair))

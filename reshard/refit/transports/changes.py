@@ -25,6 +25,7 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.delta.chunks import WORD, ChunkSizes, Comparison, Words, chunks_of, decode_chunks, encode_chunks
 from reshard.delta.forms import Form
+from reshard.refit.changes.sent import Measured
 from reshard.refit.codecs import CODECS, PLAIN, bytes_in_source
 from reshard.refit.copying.copies import host_bytes
 from reshard.refit.copying.tables import (
@@ -41,7 +42,6 @@ from reshard.refit.copying.tables import (
     UNORDERED,
     WIDTH,
 )
-from reshard.refit.transports.base import Measured
 from reshard.refit.transports.packing import PackedPair
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ class SentBuckets:
         self.sizes: dict[int, list[int]] = {}  # of buckets, by such a first rank
         self.buckets: dict[tuple[int, int], torch.Tensor] = {}  # by such a first rank and the bucket's number
         self.whole = self._were_whole = False  # all of what was last sent is kept
+        self.carries = False  # see `Changes`
+        self.since: int | None = None  # the transaction on which changes build; None where all is sent
         # Of what is kept on the host: streams to there and from there, beside that which packs, so that both
         # directions of PCIe run at once; what has been fetched ahead; and when each bucket had been stored.
         self.storing, self.fetching = (torch.cuda.Stream(device) if self.on_host else None for _ in range(2))
@@ -103,7 +105,7 @@ class SentBuckets:
 
     def drop(self) -> None:
         """Give back what is kept."""
-        self.begin()
+        self.begin(None)
         self.buckets = {}
 
     @property
@@ -111,8 +113,15 @@ class SentBuckets:
         """The bytes of memory that this takes once all is kept."""
         return sum(map(sum, self.sizes.values()))
 
-    def begin(self) -> None:
-        """Begin to measure anew; `whole` is False until `end`."""
+    @property
+    def keeps_sent(self) -> bool:
+        """True if what was last sent is kept, as far as there is anything."""
+        return self.whole or not self.bytes
+
+    def begin(self, since: int | None) -> None:
+        """Begin a refit that sends what changed since a transaction, or all, and measure anew; `whole` is False until
+        `end`."""
+        self.since = since
         self._comparisons, self._measured, self._were_whole, self.whole = [], None, self.whole, False
         self._fetched, self._stored, self._found = {}, {}, {}
 

@@ -26,8 +26,10 @@ from reshard.refit.fp8_blocks.items import (
 )
 from reshard.refit.fp8_blocks.packed import Placed, cut_into_blocks, padding_outside
 from reshard.refit.protocol.memory import TrainerMemory
-from reshard.refit.routes import CUDA_IPC, LOCAL, Pair
-from reshard.refit.transports.base import Context, Incoming, Outgoing, Transport
+from reshard.refit.routes import CUDA_IPC, LOCAL, Pair, Reach
+from reshard.refit.transports.base import Transport, Work
+from reshard.refit.transports.context import Context
+from reshard.refit.transports.flows import Incoming, Outgoing
 from reshard.refit.transports.mapped import HINT, MappedMemory
 
 PROGRAMS_BESIDE_NCCL = 32
@@ -48,11 +50,16 @@ class OwnedCopies(NamedTuple):
         return OwnedCopies(*(column[mask] for column in self))
 
 
+def reaches(pair: Pair) -> bool:
+    """Within a process, and between GPUs of a host where the trainer's memory can be mapped."""
+    mapped = pair.on_gpus and pair.may_share_memory and pair.mappable and pair.exported
+    return pair.same_process or mapped
+
+
 class CudaIpc(Transport):
     """The reads of one inference rank; a trainer's rank does nothing."""
 
-    name = CUDA_IPC
-    sends = False
+    reach = Reach(CUDA_IPC, reaches, frozenset({LOCAL, CUDA_IPC}), sends=False)
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -60,23 +67,12 @@ class CudaIpc(Transport):
         self.mapped = MappedMemory(self.device)
         self.shards: dict[int, np.ndarray] = {}
         self.first_owner: dict[int, int] = {}  # by trainer's rank: its first shard's number among all
-        self.received_bytes = {LOCAL: 0, CUDA_IPC: 0}
         self.shares_gpu = False
         self.lane: torch.cuda.Stream | None = None
         self.followed: dict[int, TrainerMemory] | None = None  # the memory that the tables are of, all mapped
         self.once: CopyTable | None = None
         self.blocks: BlockTable | None = None
         self.rounds: dict[int, CopyTable] = {}
-
-    @staticmethod
-    def reaches(pair: Pair) -> bool:
-        """Within a process, and between GPUs of a host where the trainer's memory can be mapped."""
-        mapped = pair.on_gpus and pair.may_share_memory and pair.mappable and pair.exported
-        return pair.same_process or mapped
-
-    def carries(self, route: str) -> bool:
-        """See `Transport.carries`; within a process it reads, too."""
-        return route in (LOCAL, CUDA_IPC)
 
     def prepare(
         self,
@@ -91,7 +87,7 @@ class CudaIpc(Transport):
         self.followed = None
         self.shards = {rank: self._shards(rank, flow.memory) for rank, flow in incoming.items()}
         self.first_owner, next_owner = {}, 1  # owner 0: rows of padding
-        self.received_bytes = {LOCAL: 0, CUDA_IPC: 0}
+        received_bytes = {LOCAL: 0, CUDA_IPC: 0}
         parts: list[OwnedCopies] = []
         for rank, flow in incoming.items():
             self.first_owner[rank] = next_owner
@@ -99,7 +95,7 @@ class CudaIpc(Transport):
             ranks = np.full(len(table), rank)
             parts.append(OwnedCopies(table, flow.destinations, next_owner + flow.requests[:, SHARD], ranks))
             next_owner += len(self.shards[rank])
-            self.received_bytes[LOCAL if rank == self.rank else CUDA_IPC] += bytes_read_by(flow.table)
+            received_bytes[LOCAL if rank == self.rank else CUDA_IPC] += bytes_read_by(flow.table)
         self.fills = fills_of(engine, self.device)
         padding = self._padding(elsewhere)
         count = len(padding.table)
@@ -119,10 +115,9 @@ class CudaIpc(Transport):
         self.once = self._copy_table(copies.where(~blockwise & (rounds == UNSTAGED)))
         self.blocks = self._block_table(copies.where(blockwise)) if blockwise.any() else None
         # Also rounds in which all that is not padding comes by another transport.
-        self.numbers = {*engine.staged_rounds.values(), *np.unique(rounds).tolist()} - {UNSTAGED}
-        self.rounds = {
-            number: self._copy_table(copies.where(rounds == number)) for number in sorted(self.numbers)
-        }
+        numbers = {*engine.staged_rounds.values(), *np.unique(rounds).tolist()} - {UNSTAGED}
+        self.rounds = {number: self._copy_table(copies.where(rounds == number)) for number in sorted(numbers)}
+        self.work = Work(received_bytes, numbers, shards=self.shards)
 
     @property
     def _copy_tables(self) -> list[CopyTable]:
@@ -183,17 +178,18 @@ class CudaIpc(Transport):
         if all(np.array_equal(shards, self.shards[rank]) for rank, shards in now.items()):
             self.followed = dict(memory)
             return True
-        deltas = np.zeros(1 + sum(map(len, now.values())), np.int64)
+        shifts = np.zeros(1 + sum(map(len, now.values())), np.int64)
         for rank, shards in now.items():
             if not np.array_equal(shards[:, 1], self.shards[rank][:, 1]):
                 return False
             first = self.first_owner[rank]
-            deltas[first : first + len(shards)] = shards[:, 0] - self.shards[rank][:, 0]
-        if not all(table.shift(deltas) for table in self._copy_tables):
+            shifts[first : first + len(shards)] = shards[:, 0] - self.shards[rank][:, 0]
+        if not all(table.shift(shifts) for table in self._copy_tables):
             return False
         if self.blocks is not None:
-            self.blocks.shift(deltas)
+            self.blocks.shift(shifts)
         self.shards, self.followed = now, dict(memory)
+        self.work.shards = now
         return True
 
     def _shards(self, rank: int, memory: TrainerMemory) -> np.ndarray:
@@ -255,14 +251,13 @@ class CudaIpc(Transport):
             torch.cuda.current_stream(self.device).wait_stream(self.lane)
             self.lane = None
 
-    def unmap_except(self, memory: Mapping[int, TrainerMemory]) -> None:
-        """See `Transport.unmap_except`."""
-        self.mapped.close(but={handle for of_rank in memory.values() for *_, handle in of_rank.allocations})
-
-    def release(self) -> None:
-        """Unmap the trainers' memory."""
-        self.followed = None
-        self.mapped.close()
+    def release(self, but: Mapping[int, TrainerMemory] | None = None) -> None:
+        """See `Transport.release`."""
+        if but is None:
+            self.followed = None
+        self.mapped.close(
+            but={handle for memory in (but or {}).values() for *_, handle in memory.allocations}
+        )
 
 
 def mapped_shards(memory: TrainerMemory, mapped: MappedMemory, who: str) -> np.ndarray:

@@ -20,12 +20,14 @@ from reshard.refit.copying.addresses import UNSTAGED
 from reshard.refit.copying.copies import wait_for_exchange
 from reshard.refit.copying.tables import ALIGNMENT, DST, SRC, TILE_BYTES, bytes_packed
 from reshard.refit.protocol.buckets import exchange_bucket_counts, exchange_partner_counts
-from reshard.refit.routes import NCCL, Pair
-from reshard.refit.transports.base import Context, Incoming, Measured, Outgoing, Transport, by_round
+from reshard.refit.routes import NCCL, Pair, Reach
+from reshard.refit.transports.base import Transport, Work
 from reshard.refit.transports.bucket_memory import BucketMemory
 from reshard.refit.transports.changes import SentBuckets, ServedBucket
 from reshard.refit.transports.changes_exchange import ChangesExchange
 from reshard.refit.transports.communicator import abort, communicator_of, drop_communicator
+from reshard.refit.transports.context import Context
+from reshard.refit.transports.flows import Incoming, Outgoing, by_round
 from reshard.refit.transports.packing import PackedPair, PackedRound
 
 SLOTS = 2  # buckets of a pair that are under way at once
@@ -44,6 +46,11 @@ class BucketStep(NamedTuple):
     is_dense: bool
 
 
+def reaches(pair: Pair) -> bool:
+    """Everywhere, but NCCL connects no two processes of one GPU."""
+    return not (pair.same_gpu and pair.may_share_memory and pair.mappable)
+
+
 class Nccl(Transport):
     """This member's part of the exchange among all that have a side; a member that has none only agrees.
 
@@ -52,7 +59,7 @@ class Nccl(Transport):
     have a side take part in every round.
     """
 
-    name = NCCL
+    reach = Reach(NCCL, reaches, frozenset({NCCL}))
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -71,33 +78,17 @@ class Nccl(Transport):
         self.receives_by_round: dict[int, dict[int, PackedPair]] = {}
         self.steps: dict[int, list[BucketStep]] = {}
         self.addresses: list[tuple[int, int]] = []
-        self.sent = SentBuckets(self.device, context.delta_on_host) if context.delta else None
+        self.changes: SentBuckets | None = (
+            SentBuckets(self.device, context.delta_on_host) if context.delta else None
+        )
         self.served: dict[tuple[int, int], ServedBucket] = {}  # by trainer's rank and bucket
-        self.since: int | None = None  # the transaction on which changes build; None where all is sent
         self.lanes = (
             (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
             if self.device.type == "cuda"
             else None
         )
-        self.received_bytes = {NCCL: 0}
         self.whole_bytes = 0  # that a whole refit brings here
         self.unstaged_bytes = 0  # of these, those in whose place changes may come
-
-    @staticmethod
-    def reaches(pair: Pair) -> bool:
-        """Everywhere, but NCCL connects no two processes of one GPU."""
-        return not (pair.same_gpu and pair.may_share_memory and pair.mappable)
-
-    @property
-    def is_blocking(self) -> bool:  # type: ignore[override]
-        """See `Transport.is_blocking`: NCCL's first exchange returns when all have met, one over
-        Gloo when it has ended."""
-        return self.communicator is not None
-
-    @property
-    def is_sending(self) -> bool:  # type: ignore[override]
-        """See `Transport.is_sending`."""
-        return any(self.sends_by_round.values())
 
     @property
     def launches(self) -> int:
@@ -105,37 +96,14 @@ class Nccl(Transport):
         steps = [step for of_round in self.steps.values() for step in of_round]
         return sum(step.pack.launches + step.unpack.launches for step in steps)
 
-    @property
-    def carries_changes(self) -> bool:  # type: ignore[override]
-        """See `Transport.carries_changes`."""
-        return self.sent is not None and self.limit > 0
-
-    @property
-    def keeps_sent(self) -> bool:  # type: ignore[override]
-        """See `Transport.keeps_sent`."""
-        return self.sent is None or self.sent.whole or not self.sent.bytes
-
-    @property
-    def kept_bytes(self) -> int:  # type: ignore[override]
-        """See `Transport.kept_bytes`."""
-        return self.sent.bytes if self.sent is not None else 0
-
-    @property
-    def measured(self) -> Measured:  # type: ignore[override]
-        """See `Transport.measured`."""
-        return self.sent.measured if self.sent is not None else Measured()
-
-    def send_changes(self, since: int | None) -> None:
-        """See `Transport.send_changes`."""
-        self.since = since
-        if self.sent is not None:
-            self.sent.begin()
-
-    def negotiate(self) -> None:
+    def negotiate(self, anew: bool = False) -> None:
         """Agree with all members on the size of the buckets and their number, and make a
-        communicator of those that have a side."""
+        communicator of those that have a side; `anew` only that: one that lost a partner is not used again."""
+        if anew:
+            self._meet(fresh=True)
+            return
         own = max(len(self.incoming), len(self.outgoing))
-        partners = max(exchange_partner_counts(self.group, own, self.name))
+        partners = max(exchange_partner_counts(self.group, own, self.reach.name))
         if not partners:
             return
         bucket_bytes = self.context.bucket_bytes
@@ -152,16 +120,18 @@ class Nccl(Transport):
         for number, pair in self._pairs():
             counts[number] = max(counts.get(number, 0), pair.rounds)
         self.buckets = exchange_bucket_counts(self.group, counts)
-        self.numbers = self.buckets.keys() - {UNSTAGED}  # of all engines: all that have a side take part
+        self.work.numbers = self._numbers()
+        if self.changes is not None:
+            self.changes.carries = True
         if self.device.type == "cuda":
             from reshard.refit.changes.kernels import compile_finding, compile_writing
             from reshard.refit.copying.kernels import compile_copy
 
             # The tables are made at the first exchange, nearly all of words of this size.
             compile_copy(ALIGNMENT, self.device, 1)
-            if self.sent is not None and self.sends_by_round.get(UNSTAGED):
-                compile_finding(self.device, self.sent.keeps_by_comparing)
-            if self.sent is not None and self.receives_by_round.get(UNSTAGED):
+            if self.changes is not None and self.sends_by_round.get(UNSTAGED):
+                compile_finding(self.device, self.changes.keeps_by_comparing)
+            if self.changes is not None and self.receives_by_round.get(UNSTAGED):
                 compile_writing(self.device)
 
     def _pairs(self) -> Iterator[tuple[int, PackedPair]]:
@@ -169,16 +139,17 @@ class Nccl(Transport):
             for number, pairs in by_number.items():
                 yield from ((number, pair) for pair in pairs.values())
 
-    def renew(self) -> None:
-        """Make a new communicator: one that lost a partner is not used again."""
-        self._meet(fresh=True)
+    def _numbers(self) -> set[int]:
+        """Return the rounds of all engines: all that have a side take part."""
+        return self.buckets.keys() - {UNSTAGED}
 
     def _meet(self, fresh: bool) -> None:
         if self.limit and self.group.rank in self.ranks:
-            self.abandon()
+            self._abandon()
             self.communicator, self.store = communicator_of(self.group, self.ranks, self.device, fresh)
             kept = self.context.keep_mapped
             self.memory = BucketMemory(self.communicator, len(self.ranks), self.device, kept)
+            self.work.is_blocking = True
 
     def prepare(
         self,
@@ -200,10 +171,13 @@ class Nccl(Transport):
         }
         self.whole_bytes = sum(bytes_packed(flow.table) for flow in incoming.values())
         self.unstaged_bytes = sum(bytes_packed(flow.of(UNSTAGED).table) for flow in incoming.values())
-        self.received_bytes = {NCCL: self.whole_bytes}
+        # NCCL's first exchange returns when all have met, one over Gloo when it has ended.
+        is_blocking = self.communicator is not None
+        is_sending = any(self.sends_by_round.values())
+        self.work = Work({NCCL: self.whole_bytes}, self._numbers(), is_sending, is_blocking)
         self.addresses, self.steps, self.served = [], {}, {}
-        if self.sent is not None:
-            self.sent.arrange(self.sends_by_round.get(UNSTAGED, {}))
+        if self.changes is not None:
+            self.changes.arrange(self.sends_by_round.get(UNSTAGED, {}))
 
     def run(self, number: int) -> None:
         """Exchange what belongs to a round of the engines', in as many buckets as all members have agreed
@@ -222,13 +196,13 @@ class Nccl(Transport):
             self.steps[number] = [
                 self._step(number, index, *addresses[index % SLOTS]) for index in range(self.buckets[number])
             ]
-        if number == UNSTAGED and self.sent is not None:
-            self.received_bytes = {NCCL: self.whole_bytes}
-            if self.since is not None:
-                self._exchange_changes(self.steps[number], slots, self.since)
-                self.sent.end()
+        if number == UNSTAGED and self.changes is not None:
+            self.work.received_bytes = {NCCL: self.whole_bytes}
+            if self.changes.since is not None:
+                self._exchange_changes(self.steps[number], slots, self.changes, self.changes.since)
+                self.changes.end()
                 return
-        kept = self.sent if number == UNSTAGED else None
+        kept = self.changes if number == UNSTAGED else None
         self._run_whole(self.steps[number], slots, kept)
         if kept is not None:
             kept.end()
@@ -303,11 +277,13 @@ class Nccl(Transport):
         return {rank: part for rank, part in zip(self.ranks, parts, strict=True) if len(part)}
 
     def _exchange_changes(
-        self, steps: list[BucketStep], slots: list[tuple[torch.Tensor, torch.Tensor]], since: int
+        self,
+        steps: list[BucketStep],
+        slots: list[tuple[torch.Tensor, torch.Tensor]],
+        sent: SentBuckets,
+        since: int,
     ) -> None:
         """Exchange what changed in each bucket since a transaction."""
-        assert self.sent is not None
-        sent = self.sent
 
         def pack(index: int) -> dict[int, torch.Tensor]:
             sent.wait_until_stored(index - SLOTS)
@@ -317,7 +293,7 @@ class Nccl(Transport):
         exchange = ChangesExchange(
             self.group, self._all_to_all, self.ranks, sent, since, pack, buckets, self._served
         )
-        self.received_bytes = {NCCL: self.whole_bytes - self.unstaged_bytes + exchange.run()}
+        self.work.received_bytes = {NCCL: self.whole_bytes - self.unstaged_bytes + exchange.run()}
 
     def _served(self, rank: int, index: int) -> ServedBucket:
         """Return the places of a bucket that comes from a trainer's rank."""
@@ -332,25 +308,28 @@ class Nccl(Transport):
             return
         memory, held = self.memory, [self.communicator, self.store]
         if not abort(self.communicator, self.group.timeout):
-            self.abandon()
+            self._abandon()
         elif memory is not None:
             memory.drop()
         self.memory = self.communicator = self.store = memory = None
+        self.work.is_blocking = False
         drop_communicator(held)
 
-    def abandon(self) -> None:
-        """See `Transport.abandon`."""
+    def _abandon(self) -> None:
+        """Leave the memory of buckets to a transfer that has failed, and may go on."""
         if self.memory is not None:
             self.memory.abandon()
 
-    def close(self) -> None:
+    def close(self, broken: bool = False) -> None:
         """See `Transport.close`. A communicator that nobody ends keeps its memory and its threads, and torch warns of
         it; Gloo's ends with its last reference."""
+        if broken:
+            self._abandon()
         super().close()
         self.abort()
         self.steps, self.served, self.addresses = {}, {}, []
-        if self.sent is not None:
-            self.sent.drop()
+        if self.changes is not None:
+            self.changes.drop()
 
     def free(self) -> None:
         """Give back the memory of buckets, where it stays from refit to refit."""

@@ -13,20 +13,39 @@ from reshard.core.errors import ReshardError
 from reshard.refit.copying.tables import ALIGNMENT, DST, TILE_BYTES
 from reshard.refit.protocol.buckets import exchange_partner_counts
 from reshard.refit.protocol.slab import SlabLocation
-from reshard.refit.routes import NIXL, Pair
+from reshard.refit.routes import NIXL, Pair, Reach
 from reshard.refit.transports.agent import Agent, AgentHandle, NixlError, RegisteredSlab
-from reshard.refit.transports.base import Context
+from reshard.refit.transports.context import Context
 from reshard.refit.transports.slots import SLOTS, SlotRound, SlotTransport
 
 POLL_SECONDS = 50e-6  # between two looks at a read
 CHECK_SECONDS = 0.05  # between two looks at whether another member has failed
 
 
+def reaches(pair: Pair) -> bool:
+    """Between processes with the same version of NIXL."""
+    return not pair.same_process and bool(pair.trainer.nixl) and pair.trainer.nixl == pair.engine.nixl
+
+
+def automatic(pair: Pair) -> bool:
+    """Between hosts; between their GPUs only with RDMA."""
+    has_link = not pair.on_gpus or (pair.trainer.rdma and pair.engine.rdma)
+    return pair.trainer.host != pair.engine.host and has_link
+
+
+def refusal(pair: Pair) -> str:
+    """Return which of the two has which NIXL, and what to install."""
+    has = [f"{peer.name} has {f'NIXL {peer.nixl}' if peer.nixl else 'no NIXL'}" for peer in pair[:2]]
+    return (
+        f"{', '.join(has)}: pip install 'reshard[nixl]' in the same version for both, or use backend='auto'"
+    )
+
+
 class Nixl(SlotTransport):
     """This member's pairs of this kind. Its agent stays as long as the connection, with two slabs of
     together at most `bucket_bytes`, since memory takes long to be registered."""
 
-    name = NIXL
+    reach = Reach(NIXL, reaches, frozenset({NIXL}), automatic, refusal=refusal)
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -38,29 +57,16 @@ class Nixl(SlotTransport):
         self.sources: dict[int, tuple[AgentHandle, int]] = {}
         self.landed: list[SlotRound] = []  # that are read, and not unpacked
 
-    @staticmethod
-    def reaches(pair: Pair) -> bool:
-        """Between processes with the same version of NIXL."""
-        return not pair.same_process and bool(pair.trainer.nixl) and pair.trainer.nixl == pair.engine.nixl
-
-    @staticmethod
-    def automatic(pair: Pair) -> bool:
-        """Between hosts; between their GPUs only with RDMA."""
-        has_link = not pair.on_gpus or (pair.trainer.rdma and pair.engine.rdma)
-        return pair.trainer.host != pair.engine.host and has_link
-
-    @staticmethod
-    def refusal(pair: Pair) -> str:
-        """See `Transport.refusal`."""
-        has = [f"{peer.name} has {f'NIXL {peer.nixl}' if peer.nixl else 'no NIXL'}" for peer in pair[:2]]
-        return f"{', '.join(has)}: pip install 'reshard[nixl]' in the same version for both, or use backend='auto'"
-
-    def negotiate(self) -> None:
-        """Agree with all members on the bytes of a slot, and meet this member's partners."""
+    def negotiate(self, anew: bool = False) -> None:
+        """Agree with all members on the bytes of a slot, and meet this member's partners; `anew` only give up what
+        there was, since bytes of the refit that failed may still be on their way."""
+        if anew:
+            self.close()
+            return
         if not any(peer.nixl for peer in self.context.peers):
             return
         own = len(self.outgoing) + len(self.incoming)
-        partners = max(exchange_partner_counts(self.group, own, self.name))
+        partners = max(exchange_partner_counts(self.group, own, self.reach.name))
         if not partners:
             return
         bucket_bytes = self.context.bucket_bytes
@@ -154,14 +160,10 @@ class Nixl(SlotTransport):
         self.end_copies(self.landed)
         self.landed = []
 
-    def renew(self) -> None:
-        """See `Transport.renew`: bytes of the refit that failed may still be on their way."""
-        self.close()
-
     def free(self) -> None:
         """See `Transport.free`: its memory stays registered until it is closed."""
 
-    def close(self) -> None:
+    def close(self, broken: bool = False) -> None:
         """See `Transport.close`."""
         self.landed = []
         self.sources.clear()

@@ -43,7 +43,7 @@ from reshard.refit.fp8_blocks.packed import (
     slice_blocks,
     unpack_copies,
 )
-from reshard.refit.transports.base import Incoming, Outgoing
+from reshard.refit.transports.flows import Incoming, Outgoing
 
 
 class PackedPair:
@@ -145,12 +145,12 @@ class PackedRound(NamedTuple):
         copies = CopyTable(np.concatenate(tables), device, aside=aside, host_memory=host_memory)
         return PackedRound(copies, blocks)
 
-    def move(self, far: int, delta: int) -> None:
-        """Follow a buffer that lies `delta` bytes, a multiple of 16, further on; `far` is its end of the copies:
+    def move(self, far: int, distance: int) -> None:
+        """Follow a buffer that lies `distance` bytes, a multiple of 16, further on; `far` is its end of the copies:
         DST where it is packed, SRC where it is unpacked."""
-        self.copies.move(far, delta)
+        self.copies.move(far, distance)
         for blocks in self.blocks:
-            blocks.move(delta)
+            blocks.move(distance)
 
     @property
     def launches(self) -> int:

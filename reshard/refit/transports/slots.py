@@ -22,7 +22,9 @@ from reshard.refit.copying.copies import event_now, wait_for_device
 from reshard.refit.copying.tables import ALIGNMENT, DST, SRC, bytes_packed
 from reshard.refit.protocol.encoding import readable
 from reshard.refit.protocol.slab import SlabLocation
-from reshard.refit.transports.base import Context, Incoming, Outgoing, Transport, by_round, rounds_in
+from reshard.refit.transports.base import Transport, Work
+from reshard.refit.transports.context import Context
+from reshard.refit.transports.flows import Incoming, Outgoing, by_round, rounds_in
 from reshard.refit.transports.packing import PackedPair, PackedRound
 
 SLOTS = 2  # of each pair
@@ -81,7 +83,6 @@ class SlotTransport(Transport):
         self.receiving: dict[int, Rounds] = {}
         self.counts: Counter[tuple[int, int]] = Counter()
         self.begun: Counter[int] = Counter()
-        self.received_bytes = {self.name: 0}
 
     @abstractmethod
     def slot_bytes(self, readers: int) -> int:
@@ -105,11 +106,6 @@ class SlotTransport(Transport):
         pairs = [*self.sending.values(), *self.receiving.values()]
         return sum(one.packed.launches for pair in pairs for rounds in pair.values() for one in rounds)
 
-    @property
-    def is_sending(self) -> bool:  # type: ignore[override]
-        """See `Transport.is_sending`."""
-        return bool(self.outgoing)
-
     def prepare(
         self,
         outgoing: Mapping[int, Outgoing],
@@ -119,15 +115,16 @@ class SlotTransport(Transport):
         """Take these tables. Slabs are made when they are first used."""
         self.tables.clear()
         self.outgoing, self.incoming = dict(outgoing), dict(incoming)
-        self.numbers = rounds_in(outgoing) | rounds_in(incoming)
-        self.received_bytes = {self.name: sum(bytes_packed(flow.table) for flow in incoming.values())}
+        received = sum(bytes_packed(flow.table) for flow in incoming.values())
+        numbers = rounds_in(outgoing) | rounds_in(incoming)
+        self.work = Work({self.reach.name: received}, numbers, is_sending=bool(outgoing))
         if partners := sorted(outgoing.keys() | incoming.keys()):
             names = self.group.names
             log.info(
                 "%s: bytes of %s go by %s%s",
                 names[self.group.rank],
                 listed(names[rank] for rank in partners),
-                self.name,
+                self.reach.name,
                 self.why(),
             )
 
@@ -200,7 +197,7 @@ class SlotTransport(Transport):
     def open_pairs(self) -> tuple[dict[int, Rounds], dict[int, Rounds]]:
         """Say where this member's slab is, and find those of others; return what goes out and comes
         in, by partner."""
-        sends, receives, key = {}, {}, f"slab/{self.name}"
+        sends, receives, key = {}, {}, f"slab/{self.reach.name}"
         if self.outgoing:
             limit = self.slot_bytes(len(self.outgoing))
             slab = self.own_slab(SLOTS * limit * len(self.outgoing))
@@ -221,10 +218,10 @@ class SlotTransport(Transport):
     def rounds_of(self, peer: int, flow: Outgoing | Incoming, end: int, start: int, limit: int) -> Rounds:
         """Return the copies between memory and the slots of a pair, which start at an address."""
         known_start, known_limit, rounds = self.tables.get((peer, end), (0, 0, {}))
-        delta = start - known_start
-        if known_limit == limit and delta % ALIGNMENT == 0:
-            for one in itertools.chain.from_iterable(rounds.values() if delta else ()):
-                one.packed.move(DST if end == SRC else SRC, delta)
+        distance = start - known_start
+        if known_limit == limit and distance % ALIGNMENT == 0:
+            for one in itertools.chain.from_iterable(rounds.values() if distance else ()):
+                one.packed.move(DST if end == SRC else SRC, distance)
             self.tables[peer, end] = start, limit, rounds
             return rounds
         rounds = {}

@@ -16,10 +16,11 @@ from reshard.comm.client import PeerMemoryError
 from reshard.core.errors import ReshardError, rewrite_message
 from reshard.device.cuda import cuda_free, cuda_memory, exported
 from reshard.refit.copying.tables import ALIGNMENT, TILE_BYTES
-from reshard.refit.protocol.memory import is_handle
+from reshard.refit.protocol.memory import TrainerMemory, is_handle
 from reshard.refit.protocol.slab import SlabLocation
-from reshard.refit.routes import CUDA_IPC, NCCL, STAGED, Pair
-from reshard.refit.transports.base import Context, Incoming, Outgoing
+from reshard.refit.routes import CUDA_IPC, NCCL, STAGED, Pair, Reach
+from reshard.refit.transports.context import Context
+from reshard.refit.transports.flows import Incoming, Outgoing
 from reshard.refit.transports.mapped import HINT, MappedMemory
 from reshard.refit.transports.slots import SLOTS, SlotTransport, slab_numbers
 
@@ -118,26 +119,25 @@ def _address(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
+def reaches(pair: Pair) -> bool:
+    """Within a host, between processes that may map each other's memory."""
+    return pair.may_share_memory and pair.mappable
+
+
+def automatic(pair: Pair) -> bool:
+    """On GPUs; between CPUs Gloo does as well."""
+    return pair.on_gpus
+
+
 class Staged(SlotTransport):
     """This member's pairs of this kind. `bucket_bytes` bounds the slab of a rank."""
 
-    name = STAGED
-    replaces = frozenset({CUDA_IPC, NCCL})
+    reach = Reach(STAGED, reaches, frozenset({STAGED}), automatic, replaces=frozenset({CUDA_IPC, NCCL}))
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.slab: SharedSlab | None = None
         self.views = Views(self.device)
-
-    @staticmethod
-    def reaches(pair: Pair) -> bool:
-        """Within a host, between processes that may map each other's memory."""
-        return pair.may_share_memory and pair.mappable
-
-    @staticmethod
-    def automatic(pair: Pair) -> bool:
-        """On GPUs; between CPUs Gloo does as well."""
-        return pair.on_gpus
 
     def prepare(
         self,
@@ -180,9 +180,10 @@ class Staged(SlotTransport):
         size, who = SLOTS * slab.limit * len(slab.starts), self.group.names[peer]
         return self.views.address(slab.number, slab.handle, size, who) + dict(slab.starts)[self.group.rank]
 
-    def release(self) -> None:
+    def release(self, but: Mapping[int, TrainerMemory] | None = None) -> None:
         """Unmap the others' slabs, which they then may free."""
-        self.views.close()
+        if but is None:
+            self.views.close()
 
     def free(self) -> None:
         """Free this member's slab, which nobody may have mapped any more."""

@@ -89,9 +89,9 @@ class MergedSource(DerivedSource):
             self.last.name = name
         b = self.adapter.read_rows(peft_name(name, B), start, stop).astype(np.float32)
         merged = self.base.read_rows(name, start, stop).astype(np.float32)
-        delta = np.matmul(b, self.last.a)
-        delta *= np.float32(scale.factor)
-        merged += delta
+        added = np.matmul(b, self.last.a)
+        added *= np.float32(scale.factor)
+        merged += added
         rounded = merged.astype(self.tensors[name].dtype.numpy())
         if not np.isfinite(rounded.astype(np.float32)).all():
             beyond = f"numbers that {self.tensors[name].dtype.name} cannot hold"

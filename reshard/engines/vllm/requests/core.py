@@ -31,7 +31,7 @@ def install() -> None:
         own_process: Any = importlib.import_module(MODULE).EngineCoreProc
         invoke = own_process._invoke_utility_method
         preprocess, add = engine_core.preprocess_add_request, engine_core.add_request
-        steps = engine_core.step, engine_core.step_with_batch_queue
+        steps, call = (engine_core.step, engine_core.step_with_batch_queue), engine_core.collective_rpc
     if hasattr(preprocess, "of_vllm"):
         return
 
@@ -56,7 +56,13 @@ def install() -> None:
                 request = _made_again(self, entered)
         add(self, request, *args, **kwargs)
 
+    @wraps(call)
+    def collective_rpc(self: Any, *args: Any, **kwargs: Any) -> Any:
+        gate_of(self)  # makes workers answer, also where no request has come yet
+        return call(self, *args, **kwargs)
+
     preprocess_add_request.of_vllm = preprocess  # type: ignore[attr-defined]
+    engine_core.collective_rpc = collective_rpc
     engine_core.preprocess_add_request = preprocess_add_request
     engine_core.add_request = add_request
     own_process._invoke_utility_method = staticmethod(_in_a_line(invoke))

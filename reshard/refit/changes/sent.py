@@ -1,0 +1,39 @@
+"""Changes in place of all: what a transport that can send them has for that."""
+
+from typing import NamedTuple, Protocol
+
+
+class Measured(NamedTuple):
+    """The comparison of a trainer's rank's buckets with what it sent: `changed` of so many `words`, which take
+    `delta_bytes` in place of `whole_bytes` on their way."""
+
+    changed: int = 0
+    words: int = 0
+    delta_bytes: int = 0
+    whole_bytes: int = 0
+
+    def plus(self, other: "Measured") -> "Measured":
+        """Return the sums of both."""
+        return Measured(*(one + more for one, more in zip(self, other, strict=True)))
+
+
+class Changes(Protocol):
+    """What a transport has in a connection with deltas: a trainer's rank keeps what it sent, and sends what changed
+    since."""
+
+    carries: bool  # it sends changes between some members of this connection; the same on all
+
+    @property
+    def keeps_sent(self) -> bool:
+        """True if what this rank last sent is kept, as far as it has to be."""
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of memory that this takes once all is kept."""
+
+    @property
+    def measured(self) -> Measured:
+        """The changes that the last refit has found."""
+
+    def begin(self, since: int | None) -> None:
+        """In the refit that begins send what changed since transaction `since`, all where it is None."""

@@ -1,0 +1,74 @@
+"""The copies that go out of a trainer's rank, and that come into an inference rank, as transports take them."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+
+from reshard.refit.copying.addresses import UNSTAGED
+from reshard.refit.protocol.memory import TrainerMemory
+
+
+class Outgoing(NamedTuple):
+    """The copies that a trainer's rank sends to one inference rank, a row of each array for each.
+
+    `table` has the source's end filled in, `rounds` the engine's round (`addresses.staged_rounds_of`). For
+    blocks of fp8, `destinations` says where each goes (`addresses.Pieces`), and `places` describes the
+    local tensors there (`fp8_blocks.packed.places_of_requests`). `host_memory` are the addresses, in order, at
+    which the host's memory begins where sources are in it while the rank computes on a GPU; no copy crosses one.
+    """
+
+    table: np.ndarray
+    rounds: np.ndarray
+    destinations: np.ndarray
+    places: np.ndarray
+    host_memory: np.ndarray = np.empty(0, np.int64)
+
+    def of(self, number: int) -> "Outgoing":
+        """Return the copies of one of the engine's rounds."""
+        mask = self.rounds == number
+        return self._replace(
+            table=self.table[mask], rounds=self.rounds[mask], destinations=self.destinations[mask]
+        )
+
+
+class Incoming(NamedTuple):
+    """The copies that an inference rank gets from one trainer's rank, a row of each array for each.
+
+    `table` has the destination's end filled in, `rounds` this engine's round. `requests` and
+    `destinations` are those of `addresses.Pieces`, `memory` says where the trainer's rank has its shards,
+    and `places` where blocks of fp8 are served from (`fp8_blocks.items.places_of`).
+    """
+
+    table: np.ndarray
+    rounds: np.ndarray
+    requests: np.ndarray
+    destinations: np.ndarray
+    memory: TrainerMemory
+    places: np.ndarray
+
+    def of(self, number: int) -> "Incoming":
+        """Return the copies of one of its rounds."""
+        mask = self.rounds == number
+        return self._replace(
+            table=self.table[mask],
+            rounds=self.rounds[mask],
+            requests=self.requests[mask],
+            destinations=self.destinations[mask],
+        )
+
+
+Flow = TypeVar("Flow", bound=Outgoing | Incoming)
+
+
+def rounds_in(flows: Mapping[int, Any]) -> set[int]:
+    """Return the numbers of the engines' rounds in what goes out, or comes in, besides `UNSTAGED`."""
+    return {int(number) for flow in flows.values() for number in np.unique(flow.rounds)} - {UNSTAGED}
+
+
+def by_round(flows: Mapping[int, Flow]) -> dict[int, dict[int, Flow]]:
+    """Return what goes out, or comes in, by the engine's round and then as before; `UNSTAGED` comes first."""
+    return {
+        number: {rank: cast(Flow, flow.of(number)) for rank, flow in flows.items()}
+        for number in (UNSTAGED, *sorted(rounds_in(flows)))
+    }
