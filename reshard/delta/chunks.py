@@ -20,7 +20,7 @@ CHUNK = 1 << 19  # words
 BLOCKS = CHUNK // BLOCK  # of a chunk
 BITS = CHUNK // 64  # int64 of a chunk's bitmap
 AT_ONCE = 1 << 23  # changes, about, of which positions are made at once: each takes some 100 bytes meanwhile
-LISTED = (Form.INDICES, Form.OFFSETS, Form.BITMAP)  # forms whose values come one by one
+LISTED = (Form.OFFSETS, Form.BITMAP)  # forms whose values come one by one
 
 
 class Comparison(NamedTuple):
@@ -128,11 +128,11 @@ def _encode_listed(
         mask = (mask.view(-1, CHUNK) & torch.from_numpy(is_listed).to(device)[:, None]).view(-1)
     positions = marked(mask, int(changed.sum()))
     before = changed.cumsum() - changed  # changes in the chunks of the group ahead of each
-    # Sections of 2-byte, 4-byte and 2-byte elements: where those of a chunk begin, less the changes ahead.
-    firsts = sizes.starts[span] // (2, 4, 2) - before[:, None]
+    # Values and offsets have 2 bytes: where those of a chunk begin, less the changes ahead.
+    firsts = sizes.starts[span][:, [0, 2]] // WORD - before[:, None]
     counted = sizes.of_form(listed, Form.OFFSETS)
     blocks = -(-sizes.elements[counted] // BLOCK)
-    to_values, to_indices, to_offsets, forms, to_counts, from_counts = _on_device(
+    to_values, to_offsets, forms, to_counts, from_counts = _on_device(
         *firsts.T,
         sizes.forms[span],
         _spans(sizes.starts[counted, 1] // 4, blocks),
@@ -142,16 +142,10 @@ def _encode_listed(
     order, chunk = torch.arange(len(positions), device=device), positions // CHUNK
     payload.view(torch.int16)[order + to_values[chunk]] = words[positions]
     payload.view(torch.int32)[to_counts] = compared.blocks[from_counts]
-    for form in (Form.INDICES, Form.OFFSETS):
-        of_form = sizes.of_form(listed, form)
-        if not len(of_form):
-            continue
-        which = order if len(of_form) == len(listed) else (forms[chunk] == int(form)).nonzero()[:, 0]
-        at, of = positions[which], chunk[which]
-        if form is Form.INDICES:
-            payload.view(torch.int32)[which + to_indices[of]] = (at - of * CHUNK).to(torch.int32)
-        else:
-            payload.view(torch.int16)[which + to_offsets[of]] = as_uint16(at % BLOCK)
+    if len(counted):
+        by_offset = forms[chunk] == int(Form.OFFSETS)
+        which = order if len(counted) == len(listed) else by_offset.nonzero()[:, 0]
+        payload.view(torch.int16)[which + to_offsets[chunk[which]]] = as_uint16(positions[which] % BLOCK)
     of_form = sizes.of_form(listed, Form.BITMAP)
     if len(of_form):
         lengths = padded(-(-sizes.elements[of_form] // 8)) // SECTION
@@ -169,9 +163,7 @@ def decode_chunks(payload: torch.Tensor, sizes: ChunkSizes) -> Iterator[list[Wor
             of_form = sizes.of_form(chunks, form)
             if not len(of_form):
                 continue
-            changes = {Form.INDICES: _indices, Form.OFFSETS: _offsets, Form.BITMAP: _bitmaps}[form](
-                payload, sizes, of_form
-            )
+            changes = {Form.OFFSETS: _offsets, Form.BITMAP: _bitmaps}[form](payload, sizes, of_form)
             if changes is None:
                 yield None
                 return
@@ -189,21 +181,6 @@ def decode_chunks(payload: torch.Tensor, sizes: ChunkSizes) -> Iterator[list[Wor
 
 # Changes, and whether all is as it should be; None where it is not.
 ListedWords = tuple[Words, torch.Tensor] | None
-
-
-def _indices(payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray) -> ListedWords:
-    """Return the changes of chunks of this form, and whether each is in its chunk."""
-    changed, starts = sizes.changed[chunks], sizes.starts[chunks]
-    to_values, to_indices, first, elements = _on_device(
-        _spans(starts[:, 0] // WORD, changed),
-        _spans(starts[:, 1] // 4, changed),
-        np.repeat(chunks * CHUNK, changed),
-        np.repeat(sizes.elements[chunks], changed),
-        device=payload.device,
-    )
-    indices = payload.view(torch.int32)[to_indices].to(torch.int64)
-    words = Words(first + indices, payload.view(torch.int16)[to_values])
-    return words, ((indices >= 0) & (indices < elements)).all()
 
 
 def _offsets(payload: torch.Tensor, sizes: ChunkSizes, chunks: np.ndarray) -> ListedWords:

@@ -1,4 +1,4 @@
-"""Changes between two versions of one box of elements, encoded as the smallest of five forms (`reshard.delta.forms`).
+"""Changes between two versions of one box of elements, encoded as the smallest of four forms (`reshard.delta.forms`).
 
 Elements are compared and carried as bits: NaNs, their payloads and -0.0 count like any other value, so what
 is decoded is the new version bit for bit. Elements are numbered in row-major order.
@@ -71,9 +71,7 @@ def encode_changed(new: torch.Tensor, mask: torch.Tensor, changed: int) -> Encod
         return Encoded(form, changed, payload)
     positions = marked(mask, changed)
     values = bits.index_select(0, positions)
-    if form is Form.INDICES:
-        places = [positions.to(torch.int32)]
-    elif form is Form.OFFSETS:
+    if form is Form.OFFSETS:
         counts = torch.bincount(positions // BLOCK, minlength=-(-box.elements // BLOCK))
         places = [counts.to(torch.int32), as_uint16(positions % BLOCK)]
     else:
@@ -101,9 +99,7 @@ def decode(encoded: Encoded, elements: int, dtype: torch.dtype) -> Decoded:
     if form is Form.PLAIN:
         return Decoded(torch.arange(elements, device=device), parts[0].view(bits), valid)
     values = parts[0].view(bits)
-    if form is Form.INDICES:
-        positions = parts[1].view(torch.int32).to(torch.int64)
-    elif form is Form.OFFSETS:
+    if form is Form.OFFSETS:
         ends = parts[1].view(torch.int32).to(torch.int64).cumsum(0)
         order = torch.arange(changed, device=device)
         # The block of each change: the first that ends after it. No count can make this read elsewhere.

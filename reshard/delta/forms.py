@@ -2,8 +2,7 @@
 
     form      sections                                                            smallest where
     NOTHING   none                                                                nothing changed
-    INDICES   values, int32 index of each                                         a few elements changed
-    OFFSETS   values, int32 changes in each block of 65,536 elements, uint16      up to 6 % of 2-byte elements
+    OFFSETS   values, int32 changes in each block of 65,536 elements, uint16      up to 6 % of 2-byte elements changed
               offset of each change within its block
     BITMAP    values, a bit for each element, lowest bit first                    up to 94 % of these
     PLAIN     all elements                                                        otherwise
@@ -17,17 +16,15 @@ from typing import Any, NamedTuple
 
 BLOCK = 1 << 16  # elements that a uint16 offset reaches
 SECTION = 8  # bytes at which sections begin
-MOST_ELEMENTS = 1 << 31  # of a box with int32 indices
 
 
 class Form(IntEnum):
     """The encoding of changes; see the table of this module."""
 
     NOTHING = 0
-    INDICES = 1
-    OFFSETS = 2
-    BITMAP = 3
-    PLAIN = 4
+    OFFSETS = 1
+    BITMAP = 2
+    PLAIN = 3
 
 
 class BoxSize(NamedTuple):
@@ -46,8 +43,6 @@ class BoxSize(NamedTuple):
         values = self.changed * self.itemsize
         if form is Form.NOTHING:
             return []
-        if form is Form.INDICES:
-            return [values, 4 * self.changed]
         if form is Form.OFFSETS:
             return [values, 4 * -(-self.elements // BLOCK), 2 * self.changed]
         if form is Form.BITMAP:
@@ -58,7 +53,7 @@ class BoxSize(NamedTuple):
         """Return the bytes of a form, padding included.
 
         >>> [BoxSize(1 << 20, 2, 1000).size(form) for form in Form]
-        [0, 6000, 4064, 133072, 2097152]
+        [0, 4064, 133072, 2097152]
         """
         return sum(map(padded, self.sections(form)))
 
@@ -66,16 +61,12 @@ class BoxSize(NamedTuple):
     def form(self) -> Form:
         """The smallest form.
 
-        >>> [BoxSize(1 << 20, 2, changed).form.name for changed in (0, 5, 10_000, 100_000, 1_000_000)]
-        ['NOTHING', 'INDICES', 'OFFSETS', 'BITMAP', 'PLAIN']
+        >>> [BoxSize(1 << 20, 2, changed).form.name for changed in (0, 5, 100_000, 1_000_000)]
+        ['NOTHING', 'OFFSETS', 'BITMAP', 'PLAIN']
         """
         if not self.changed:
             return Form.NOTHING
-        forms = [form for form in Form if form is not Form.NOTHING and self._may_be(form)]
-        return min(forms, key=self.size)
-
-    def _may_be(self, form: Form) -> bool:
-        return form is not Form.INDICES or self.elements <= MOST_ELEMENTS
+        return min((form for form in Form if form is not Form.NOTHING), key=self.size)
 
 
 def padded(size: Any) -> Any:

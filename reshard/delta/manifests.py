@@ -20,7 +20,7 @@ from reshard.formats.small_files import a_name, whole_numbers
 from reshard.storage.io.streams import TensorInfo
 from reshard.storage.manifest import CHECKSUM, printable
 
-FORMAT = 2
+FORMAT = 3
 BASE = "base.json"
 _MANIFEST = re.compile(r"delta-(\d{6,13})\.json")
 _DIGEST = re.compile(r"[0-9a-f]{16}")

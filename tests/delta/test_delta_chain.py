@@ -210,8 +210,8 @@ FAULTS = {
         "delta-000002.json is truncated, or no manifest",
     ),
     "a delta is another chain's": (other_chain, "delta-000002 is of another chain: it changes weights with digest 0123456789abcdef"),
-    "a format of another time": (lambda c: rewrite(c / "delta-000002.json", format=3), "has format 3, and this reshard reads 2: update reshard"),
-    "a format of an earlier time": (lambda c: rewrite(c / "base.json", format=1), "has format 1, and this reshard reads 2: begin a new"),
+    "a format of another time": (lambda c: rewrite(c / "delta-000002.json", format=4), "has format 4, and this reshard reads 3: update reshard"),
+    "a format of an earlier time": (lambda c: rewrite(c / "base.json", format=2), "has format 2, and this reshard reads 3: begin a new"),
     "a value is forged": (
         lambda c: forge(c / "delta-000002.json", lambda data: flip(data, data.index(b"}}") + 24)),
         "(version 2 does not give the weights that it says|has changes outside of its box)",

@@ -30,7 +30,7 @@ WORDS_OF_TILE = 8192
 TILES_OF_CHUNK = CHUNK // WORDS_OF_TILE
 
 # What a kernel may name.
-NOTHING, INDICES, OFFSETS, BITMAP, WHOLE = (tl.constexpr(int(form)) for form in Form)
+NOTHING, OFFSETS, BITMAP, WHOLE = (tl.constexpr(int(form)) for form in Form)
 CHUNK_WORDS, BLOCK_WORDS, TILE_WORDS = map(tl.constexpr, (CHUNK, BLOCK, WORDS_OF_TILE))
 TILES, TILE_BYTES = tl.constexpr(TILES_OF_CHUNK), tl.constexpr(WORDS_OF_TILE // 8)  # bytes: of marks
 BLOCKS, BLOCK_TILES = tl.constexpr(CHUNK // BLOCK), tl.constexpr(BLOCK // WORDS_OF_TILE)
@@ -76,8 +76,7 @@ def _third(start, changed, elements):
 def _size(form, elements, changed):
     """Return the bytes of a form of changes (`BoxSize.size`)."""
     values = _padded(2 * changed)
-    size = tl.where(form == INDICES, values + _padded(4 * changed), 0 * changed)
-    size = tl.where(form == OFFSETS, _third(0, changed, elements) + values, size)
+    size = tl.where(form == OFFSETS, _third(0, changed, elements) + values, 0 * changed)
     size = tl.where(form == BITMAP, values + _padded((elements + 7) // 8), size)
     return tl.where(form == WHOLE, _padded(2 * elements), size)
 
@@ -85,8 +84,8 @@ def _size(form, elements, changed):
 @triton.jit
 def _smallest(elements, changed):
     """Return the smallest form of changes, the first of them where several are."""
-    best = 0 * changed + INDICES
-    for form in tl.static_range(INDICES + 1, WHOLE + 1):
+    best = 0 * changed + OFFSETS
+    for form in tl.static_range(OFFSETS + 1, WHOLE + 1):
         is_smaller = _size(0 * changed + form, elements, changed) < _size(best, elements, changed)
         best = tl.where(is_smaller, form, best)
     return tl.where(changed > 0, best, NOTHING)
@@ -155,15 +154,13 @@ def _encode_listed(words, chunk, tile, marks, counts, payload, start, changed, f
     ahead, of_byte = tl.load(counts + program), _set_bits(byte)
     second, third = _second(start, changed), _third(start, changed, elements)
     values = payload.to(tl.pointer_type(tl.int16)) + start // 2
-    indices = payload.to(tl.pointer_type(tl.int32)) + second // 4
+    of_blocks = payload.to(tl.pointer_type(tl.int32)) + second // 4
     offsets = payload.to(tl.pointer_type(tl.uint16)) + third // 2
     order, left = ahead + tl.cumsum(of_byte, 0) - of_byte, byte
     while tl.max(left, 0) > 0:  # of each byte, the next bit that is set
         word, is_marked = tile * TILE_WORDS + at * 8 + _set_bits((left & -left) - 1), left != 0
         value = tl.load(words + chunk * CHUNK_WORDS + word, mask=is_marked, other=0)
         tl.store(values + order, value, mask=is_marked)
-        if form == INDICES:
-            tl.store(indices + order, word, mask=is_marked)
         if form == OFFSETS:
             tl.store(offsets + order, (word % BLOCK_WORDS).to(tl.uint16), mask=is_marked)
         order += is_marked.to(tl.int32)
@@ -171,7 +168,7 @@ def _encode_listed(words, chunk, tile, marks, counts, payload, start, changed, f
     if (form == OFFSETS) & (tile % BLOCK_TILES == 0):
         end = tl.load(counts + program + BLOCK_TILES, mask=tile + BLOCK_TILES < TILES, other=0)
         count = tl.where(tile + BLOCK_TILES < TILES, end, changed.to(tl.int32)) - ahead
-        tl.store(indices + tile // BLOCK_TILES, count)
+        tl.store(of_blocks + tile // BLOCK_TILES, count)
     if form == BITMAP:
         inside = tile * TILE_BYTES + at < _padded((elements + 7) // 8)
         tl.store(payload + second + tile * TILE_BYTES + at, byte.to(tl.uint8), mask=inside)
@@ -224,19 +221,6 @@ def _read(payload, length, words, chunks, since, index, table, status):
     tl.store(status, tl.where(is_due, code, CODE_NOT_DUE).to(tl.int64))
     tl.store(status + 1, said_since)
     tl.store(status + 2, said_index)
-
-
-@triton.jit
-def _check_indices(indices, tile, changed, elements):
-    """Return how many indices that a program looks at do not rise, or lie behind the chunk."""
-    wrong = 0
-    for first in range(tile * LISTED, changed, _tiles(elements) * LISTED):
-        at = first + tl.arange(0, LISTED)
-        inside = at < changed
-        index = tl.load(indices + at, mask=inside, other=0)
-        before = tl.load(indices + at - 1, mask=inside & (at > 0), other=-1)
-        wrong += tl.sum((inside & ((index <= before) | (index >= elements))).to(tl.int32))
-    return wrong
 
 
 @triton.jit
@@ -299,10 +283,6 @@ def _check(payload, table, counts, status):
         start, changed = tl.load(row + START), tl.load(row + CHANGED)
         form, elements = tl.load(row + FORM), tl.load(row + ELEMENTS)
         second, wrong = _second(start, changed), 0
-        if form == INDICES:
-            wrong = _check_indices(
-                payload.to(tl.pointer_type(tl.int32)) + second // 4, tile, changed, elements
-            )
         if form == OFFSETS:
             offsets = payload.to(tl.pointer_type(tl.uint16)) + _third(start, changed, elements) // 2
             of_blocks = payload.to(tl.pointer_type(tl.int32)) + second // 4
@@ -366,14 +346,6 @@ def _write(
         form, elements = tl.load(row + FORM), tl.load(row + ELEMENTS)
         values = payload.to(tl.pointer_type(tl.int16)) + start // 2
         second, ahead_of_chunk = _second(start, changed), chunk * CHUNK_WORDS
-        if form == INDICES:
-            indices = payload.to(tl.pointer_type(tl.int32)) + second // 4
-            for first in range(tile * LISTED, changed, _tiles(elements) * LISTED):
-                at = first + tl.arange(0, LISTED)
-                position = ahead_of_chunk + tl.load(indices + at, mask=at < changed, other=0)
-                value = tl.load(values + at, mask=at < changed, other=0)
-                _serve(position, value, at < changed, ahead_of_chunk, ahead_of_chunk + elements - 1, tiles, number,
-                       COPIED, SOURCE, INTO, WORD, RATIO, STEP)  # fmt: skip
         if form == OFFSETS:
             block = tile // BLOCK_TILES
             offsets = payload.to(tl.pointer_type(tl.uint16)) + _third(start, changed, elements) // 2
