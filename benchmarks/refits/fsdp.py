@@ -187,7 +187,9 @@ def main() -> None:
     result["quantized"] = next(iter(described.values()))["quantized"]
     say("bits:", len(found[0]), "parameters and buffers; different:", different[:5])
     if cuda:
-        [received] = [t.received_bytes for t in links["cuda_ipc"].transports if t.name == "cuda_ipc"]
+        [received] = [
+            t.work.received_bytes for t in links["cuda_ipc"].transports if t.reach.name == "cuda_ipc"
+        ]
         wire, memory = min(everyone(link_rate())), min(everyone(memory_rate()))
         moved = everyone((received["local"], received["cuda_ipc"]))
         result |= {"local_and_peer_bytes": moved, "link_bytes_per_second": wire}

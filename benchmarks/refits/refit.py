@@ -416,10 +416,10 @@ def main() -> None:
         result["verify_error"] = str(error)
         raise
     link = links["cuda_ipc"]
-    [reading] = [transport for transport in link.transports if transport.name == "cuda_ipc"]
+    [reading] = [transport for transport in link.transports if transport.reach.name == "cuda_ipc"]
     result |= {
-        "local_bytes": everyone(reading.received_bytes["local"]),
-        "peer_bytes": everyone(reading.received_bytes["cuda_ipc"]),
+        "local_bytes": everyone(reading.work.received_bytes["local"]),
+        "peer_bytes": everyone(reading.work.received_bytes["cuda_ipc"]),
         "launches": reading.launches,
     }
     wire, memory = min(everyone(link_rate())), min(everyone(memory_rate()))

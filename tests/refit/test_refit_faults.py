@@ -146,11 +146,11 @@ def test_a_trainer_and_an_engine_in_two_containers_of_one_host_map_nothing_of_ea
     gpus = [Peer(*process, "cuda", str(gpu)) for gpu, process in enumerate((of_trainer, of_engine))]
     together = [peer._replace(namespaces=gpus[0].namespaces) for peer in gpus]
     for exported in (True, False):
-        assert transport_for(Pair(*gpus, False, exported), "auto").name == "nccl"
-        assert transport_for(Pair(*together, False, exported), "auto").name == (
+        assert transport_for(Pair(*gpus, False, exported), "auto").reach.name == "nccl"
+        assert transport_for(Pair(*together, False, exported), "auto").reach.name == (
             "cuda_ipc" if exported else "staged"
         )
-        assert transport_for(Pair(*together, False, exported, mappable=False), "auto").name == "nccl"
+        assert transport_for(Pair(*together, False, exported, mappable=False), "auto").reach.name == "nccl"
 
 
 # Moments of a connect and of a refit, and whose rank dies then; into each engine by turns.
