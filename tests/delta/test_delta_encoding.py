@@ -177,9 +177,6 @@ def flipped(marks, start):
 
 # Spoils the changes of the second of two chunks, of 1,000 words: its sections as they are typed.
 SPOILS = {
-    "an index twice": (3, lambda second, third: second.view(torch.int32)[1].copy_(second.view(torch.int32)[0])),
-    "an index below": (3, lambda second, third: second.view(torch.int32)[:1].fill_(-1)),
-    "an index behind": (3, lambda second, third: second.view(torch.int32)[2:3].fill_(1000)),
     "more in a block": (40, lambda second, third: second.view(torch.int32)[:1].add_(1)),
     "fewer in a block": (40, lambda second, third: second.view(torch.int32)[:1].fill_(-1)),
     "an offset twice": (40, lambda second, third: third.view(torch.int16)[1].copy_(third.view(torch.int16)[0])),
