@@ -80,7 +80,18 @@ class Nccl:
         shared = everyone(ctypes.string_at(ctypes.addressof(own), ID_BYTES))[0]
         ctypes.memmove(ctypes.addressof(own), shared, ID_BYTES)
         ints = [UNSET] * 4
-        config = Config(ctypes.sizeof(Config), 0xCAFEBEEF, 22809, tuple(ints), None, (UNSET, UNSET), None, UNSET, policy, tuple(ints))  # fmt: skip
+        config = Config(
+            ctypes.sizeof(Config),
+            0xCAFEBEEF,
+            22809,
+            tuple(ints),
+            None,
+            (UNSET, UNSET),
+            None,
+            UNSET,
+            policy,
+            tuple(ints),
+        )
         self.communicator = ctypes.c_void_p()
         self("CommInitRankConfig", ctypes.byref(self.communicator), 2, own, self.rank, ctypes.byref(config))
 

@@ -163,7 +163,8 @@ class GetValues(Request):
 REQUESTS: dict[str, type[Request]] = {
     kind.__name__: kind
     for kind in (
-        Join, Begin, Post, Read, Gather, WaitForCount, Prepare, Commit, Alive, Liveness, Fail, Abort, SetValue, GetValues,
+        Join, Begin, Post, Read, Gather, WaitForCount, Prepare, Commit, Alive, Liveness, Fail, Abort, SetValue,
+        GetValues,
     )
 }  # fmt: skip
 _FITS: dict[Any, Callable[[Any], bool]] = {

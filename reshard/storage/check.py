@@ -73,8 +73,8 @@ class Check(NoTruthValue, Printed):
         yield f"{len(self.bad)} of {self.tensors} tensors do not match"
         if self.changed or self.missing or self.added:
             yield (
-                f"of {self.files} files {len(self.changed)} changed, {len(self.missing)} are missing, {len(self.added)} "
-                f"were added"
+                f"of {self.files} files {len(self.changed)} changed, {len(self.missing)} are missing, "
+                f"{len(self.added)} were added"
             )
 
 

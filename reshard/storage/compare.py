@@ -192,7 +192,8 @@ def _check_kinds(left: Source, right: Source) -> None:
     if isinstance(left, AdapterSource) is not isinstance(right, AdapterSource):
         adapter, model = (left, right) if isinstance(left, AdapterSource) else (right, left)
         raise ReshardError(
-            f"{adapter.path} is a LoRA adapter and {model.path} a model: reshard lora-merge adds the adapter to its model first"
+            f"{adapter.path} is a LoRA adapter and {model.path} a model: reshard lora-merge adds the "
+            "adapter to its model first"
         )
 
 

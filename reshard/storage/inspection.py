@@ -174,6 +174,7 @@ def _layout(source: Any, manifest: dict[str, Any] | None) -> dict[str, Any] | No
     if manifest is not None and "layout" in manifest:
         return {key: value for key, value in manifest["layout"].items() if value is not None}
     args = source.checkpoint.common().get("args") or {}
-    names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "vpp": "virtual_pipeline_model_parallel_size",
-             "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}  # fmt: skip
+    names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size",
+             "vpp": "virtual_pipeline_model_parallel_size", "ep": "expert_model_parallel_size",
+             "etp": "expert_tensor_parallel_size"}  # fmt: skip
     return {short: args[name] for short, name in names.items() if args.get(name) is not None} or None

@@ -61,8 +61,9 @@ class FsdpModel(FsdpShards):
             raise without_adapter_error("the trainer's model", self.adapter_names)
         if not model.family.experts_apart:
             raise ReshardError(
-                f"{model.where}: transformers holds the experts of a {model.family.architecture} transposed, and a refit "
-                f"copies rows: train it with Megatron, or publish it with save_pretrained"
+                f"{model.where}: transformers holds the experts of a {model.family.architecture} "
+                "transposed, and a refit copies rows: train it with Megatron, or publish it with "
+                "save_pretrained"
             )
         shapes, published_names = expand(model).shapes, model.names_in_memory()
         views = views_by_tensor(shapes)

@@ -60,8 +60,8 @@ class ShardedModel(Trainer):
         ]
         if not self.gathering and any(map(gathers_at_forward, self.models)):
             raise ReshardError(
-                "the trainer's DDP gathers parameters at the next forward (overlap_param_gather), and was taken off the chunks that "
-                "are given here: give them in it, as get_model returned them"
+                "the trainer's DDP gathers parameters at the next forward (overlap_param_gather), and was "
+                "taken off the chunks that are given here: give them in it, as get_model returned them"
             )
         if not isinstance(metadata, Mapping | None):
             raise ReshardError(f"metadata is {metadata!r:.80}, not a dictionary for sharded_state_dict")
@@ -229,8 +229,8 @@ class ShardedModel(Trainer):
         for index, region in enumerate(self._regions):
             if _layout_of(others[id(region.tensor)]) != _layout_of(region.tensor):
                 raise ReshardError(
-                    f"the trainer's {self.name_of(index)} is gone, or has another shape, dtype or order than it had: make a "
-                    f"MegatronModel of it anew, and connect again"
+                    f"the trainer's {self.name_of(index)} is gone, or has another shape, dtype or order "
+                    "than it had: make a MegatronModel of it anew, and connect again"
                 )
         self._regions[:] = [region._replace(tensor=others[id(region.tensor)]) for region in self._regions]
         self._tensors = now

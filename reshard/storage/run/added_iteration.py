@@ -44,5 +44,6 @@ class AddedIteration(Workdir):
             os.replace(new, tracker)
         except OSError as error:
             raise ReshardError(
-                f"{self.destination} is whole, but {tracker} could not be replaced ({error.strerror}): write {number} into it"
+                f"{self.destination} is whole, but {tracker} could not be replaced ({error.strerror}): "
+                f"write {number} into it"
             ) from error

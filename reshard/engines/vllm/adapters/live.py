@@ -113,7 +113,8 @@ class VllmAdapter(AdapterEngine):
         unserved = sorted(weight for weight in scales if weight in own_weights and weight not in self.targets)
         if unserved:
             raise ReshardError(
-                f"the trainer has adapters of {len(unserved)} layers that this vLLM serves none for: {listed(unserved, 3)}"
+                f"the trainer has adapters of {len(unserved)} layers that this vLLM serves none for: "
+                f"{listed(unserved, 3)}"
             )
         attentions = absorbing_attentions(self.base.served)
         absorbed = sorted(
@@ -123,14 +124,14 @@ class VllmAdapter(AdapterEngine):
         )
         if absorbed:
             raise ReshardError(
-                f"vLLM multiplies by matrices that it makes of {listed(absorbed, 1)} without its adapter, so that this would "
-                f"have no effect: train without adapters of that layer"
+                f"vLLM multiplies by matrices that it makes of {listed(absorbed, 1)} without its adapter, "
+                "so that this would have no effect: train without adapters of that layer"
             )
         highest = max((scale.rank for scale in scales.values()), default=0)
         if highest > self.most_rank:
             raise ReshardError(
-                f"the trainer's adapter has rank {highest}, and this vLLM holds ranks up to {self.most_rank}: start it with "
-                f"max_lora_rank={highest} or more"
+                f"the trainer's adapter has rank {highest}, and this vLLM holds ranks up to "
+                f"{self.most_rank}: start it with max_lora_rank={highest} or more"
             )
         slices = list(self._slices(scales))
         if sorted(one.kind for one in slices) != self._stages.kinds:

@@ -68,7 +68,10 @@ def _refusal(name: str, version: str, of_ranks: Sequence[Mapping[str, Any]]) -> 
         return str(refusal)
     newest = {of_rank.get(name, {}).get("newest") for of_rank in of_ranks}
     if len(newest) > 1:
-        return f"adapter {name!r} cannot be served, since the ranks of this vLLM hold different versions: refit it first"
+        return (
+            f"adapter {name!r} cannot be served, since the ranks of this vLLM hold different versions: "
+            "refit it first"
+        )
     return f"this vLLM does not hold {version!r} (any more), but {newest.pop()!r}: ask for adapter {name!r} again"
 
 

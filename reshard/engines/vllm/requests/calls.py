@@ -32,8 +32,8 @@ def answered(worker: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def call_for_answers(executor: Any, called: Callable[[], None]) -> None:
-    """Have an executor call methods of workers, which have our extension, by their answers; and call `called` after each
-    call that may have changed what the workers hold."""
+    """Have an executor call methods of workers, which have our extension, by their answers; and call `called`
+    after each call that may have changed what the workers hold."""
     plain = executor.collective_rpc
 
     @wraps(plain)

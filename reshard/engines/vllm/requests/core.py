@@ -90,7 +90,8 @@ def _in_a_line(invoke: Callable[..., None]) -> Callable[..., None]:
 
 
 def put_before(front: Any) -> None:
-    """Put the gate before the core of an engine of this process that has started, where vLLM was told to load no plugins."""
+    """Put the gate before the core of an engine of this process that has started, where vLLM was told to load
+    no plugins."""
     install()
     core = getattr(getattr(front, "engine_core", None), "engine_core", None)
     if core is not None:
@@ -98,7 +99,8 @@ def put_before(front: Any) -> None:
 
 
 def install_where_cores_are() -> None:
-    """Put the gate before engine cores if this process has vLLM's module of them, as one in which a core starts does."""
+    """Put the gate before engine cores if this process has vLLM's module of them, as one in which a core
+    starts does."""
     if MODULE in sys.modules:
         install()
 
@@ -119,7 +121,8 @@ def _after_the_gate(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _made_again(core: Any, entered: Any) -> Any:
-    """Return vLLM's request of one whose adapter is another than it asked for, so that its prefixes are keyed by that."""
+    """Return vLLM's request of one whose adapter is another than it asked for, so that its prefixes are keyed
+    by that."""
     from vllm.v1.request import Request
 
     request = Request.from_engine_core_request(entered, core.request_block_hasher)
@@ -241,7 +244,8 @@ class VllmCore:
 
 
 def _extension(config: Any) -> type | None:
-    """Return the class of ours, or derived from one, that is mixed into the workers of a config; None if there is none."""
+    """Return the class of ours, or derived from one, that is mixed into the workers of a config; None if
+    there is none."""
     path = config.parallel_config.worker_extension_cls
     if not path:
         return None
