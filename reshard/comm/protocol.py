@@ -275,8 +275,8 @@ class Failure:
                 step = "has not joined" if rank in absent else self.what
                 step = f"did not come to {self.call}" if rank in away else step
                 done.setdefault(step, []).append(rank)
-        said = [f"{listed(names[rank] for rank in ranks)} {step}" for step, ranks in done.items()]
-        return f"{' and '.join(said)} {within}"
+        clauses = [f"{listed(names[rank] for rank in ranks)} {step}" for step, ranks in done.items()]
+        return f"{' and '.join(clauses)} {within}"
 
 
 def posted_number(payload: bytes) -> int | None:

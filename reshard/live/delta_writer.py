@@ -154,11 +154,11 @@ class DeltaWriter:
                         for name in sorted(self.tensors)[team.process :: team.size]
                     )
 
-        there = digest_text(digest_total(team.together(digest)))
-        if there != self.digest:
+        base_digest = digest_text(digest_total(team.together(digest)))
+        if base_digest != self.digest:
             raise ReshardError(
                 f"the trainer's model holds other weights than {directory} (digest {self.digest}, not "
-                f"{there}), so a chain that begins with them could not be applied to that: give base= the "
+                f"{base_digest}), so a chain that begins with them could not be applied to that: give base= the "
                 "checkpoint that the model holds now"
             )
 

@@ -35,7 +35,7 @@ class _TooComplexError(Exception):
 
 
 class _State(NamedTuple):
-    """What leads on from a state of the automaton: by a character, by one that passes a test, by none."""
+    """Transitions from a state of the automaton: by a character, by one that passes a test, by none."""
 
     by_char: dict[str, int]
     by_test: list[tuple[Test, int]]

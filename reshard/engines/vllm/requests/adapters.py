@@ -9,7 +9,7 @@ from reshard.core.errors import ReshardError
 
 
 class Workers(Protocol):
-    """What a gate knows of its core's workers."""
+    """The workers of an engine core, as its gate knows them."""
 
     def states(self) -> Sequence[dict[str, Any]]:
         """See `reshard.engines.vllm.requests.gate.Gate.states`."""

@@ -56,9 +56,9 @@ def call_for_answers(executor: Any, called: Callable[[], None]) -> None:
 def _results(answers: list[Answer]) -> list[Any]:
     """Return what all workers have answered. Raises ReshardError if one has refused, RuntimeError if one has failed."""
     for kind, error in ((_FAILURE, RuntimeError), (_REFUSAL, ReshardError)):
-        said = dict.fromkeys(value for answer, value in answers if answer == kind)
+        messages = dict.fromkeys(value for answer, value in answers if answer == kind)
         # Members of a refit agree on a sentence; who has failed says it without a name before it.
-        sentences = [one for one in said if not any(one in other for other in said if other != one)]
+        sentences = [one for one in messages if not any(one in other for other in messages if other != one)]
         if sentences:
             raise error("; ".join(sentences))
     return [value for _, value in answers]

@@ -144,8 +144,8 @@ def gate_of(core: Any) -> Gate | None:
 def _core_of(core: Any) -> "VllmCore":
     if not hasattr(core, "reshard_core"):
         vars(core).setdefault("reshard_core", VllmCore(core))
-    found: VllmCore = core.reshard_core
-    return found
+    vllm_core: VllmCore = core.reshard_core
+    return vllm_core
 
 
 class VllmCore:
@@ -207,11 +207,11 @@ class VllmCore:
         paused = scheduler.pause_state if self._has_own_process else PauseState.UNPAUSED
         if paused == PauseState.PAUSED_ALL:
             return 0
-        some = requests
+        to_finish = requests
         if paused != PauseState.UNPAUSED:
             running = [one.request_id for one in scheduler.running]
-            some = running if requests is None else [one for one in requests if one in running]
-        finished = scheduler.finish_requests(some, RequestStatus.FINISHED_ERROR)
+            to_finish = running if requests is None else [one for one in requests if one in running]
+        finished = scheduler.finish_requests(to_finish, RequestStatus.FINISHED_ERROR)
         clients = [one if isinstance(one, tuple) else (one.request_id, one.client_index) for one in finished]
         self.answer(clients, sentence)
         return len(clients)
