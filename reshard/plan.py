@@ -103,7 +103,6 @@ class Forecast(Printed):
         return asdict(self) | {"wire_seconds": self.wire_seconds, "plan_seconds": self.plan_seconds}
 
     def lines(self) -> Iterator[str]:
-        """See `Printed.lines`."""
         yield (
             f"{self.model}: Megatron {self.trainer} ({self.trainer_ranks} ranks) to {self.engine_name} "
             f"{self.engine} ({self.engine_ranks} ranks) on {'the same' if self.colocated else 'other'} GPUs"

@@ -108,7 +108,7 @@ class MemoryReport(Printed):
         return False if any(end.low > self.gpu_bytes for end in ends) else None
 
     def lines(self, tensors: bool = False) -> Iterator[str]:
-        """See `Printed.lines`; with the activations of the fullest stage by name if `tensors`."""
+        """Return the lines of text, with the activations of the fullest stage by name if `tensors`."""
         return _lines(self, tensors)
 
     def to_dict(self) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class ParityReport(NoTruthValue, Printed):
         return f"{what}: {'; '.join(self.exceeded)}"
 
     def lines(self, verdict: bool = True) -> Iterator[str]:
-        """See `Printed.lines`: a table of the figures, then sentences, notes, limits and, unless told otherwise, the
+        """Return a table of the figures, then sentences, notes, limits and, unless told otherwise, the
         `verdict`."""
         yield from (f"A: {self.a}", f"B: {self.b}")
         columns = self.columns

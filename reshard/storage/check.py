@@ -57,7 +57,6 @@ class Check(NoTruthValue, Printed):
         return {"ok": self.ok, **asdict(self)}
 
     def lines(self) -> Iterator[str]:
-        """See `Printed.lines`."""
         if self.ok:
             yield f"intact: {self.tensors} tensors{f', {self.files} files' if self.files else ''}"
             return

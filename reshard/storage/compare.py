@@ -91,7 +91,7 @@ class Diff(NoTruthValue, Printed):
         return len(self.names)
 
     def lines(self, worst: int = WORST) -> Iterator[str]:
-        """See `Printed.lines`; with the `worst` differences, and as many names that only one side has."""
+        """Return the lines of text, with the `worst` differences and as many names that one side lacks."""
         if self.equal:
             yield f"equal: {self.tensors} tensors, bit for bit"
             return

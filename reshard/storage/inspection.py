@@ -45,7 +45,6 @@ class Inspection(Printed):
         return asdict(self)
 
     def lines(self) -> Iterator[str]:
-        """See `Printed.lines`."""
         rows = self._rows()
         width = max(11, *(len(label) for label, _ in rows)) + 1
         yield from (f"{label:<{width}}{value}" for label, value in rows)

@@ -46,7 +46,6 @@ class ConversionReport(Printed):
         return asdict(self)
 
     def lines(self) -> Iterator[str]:
-        """See `Printed.lines`."""
         verb = "would write" if self.dry_run else "wrote"
         yield (
             f"{self.family}, {self.tensors} tensors, {size(self.read_bytes)}: {verb} {self.destination} "

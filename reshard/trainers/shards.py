@@ -143,13 +143,13 @@ class ShardedModel(Trainer):
 
     @property
     def device(self) -> torch.device | None:
-        """See `Holder.device`; where the parameters were first, since trainers move them to the host."""
+        """The device where the parameters were first, since trainers move them to the host."""
         return self._device
 
     @property
     def memory(self) -> list[Region]:
-        """See `Holder.memory`: of the model's own parameters and buffers, as they are now, and of the
-        host's copies of those that have no memory."""
+        """The memory of the model's own parameters and buffers, as they are now, and of the host's copies of
+        those that have no memory."""
         now = self._now()
         if not all(map(operator.is_, now, self._tensors)):
             self._look_into(now)
@@ -162,14 +162,13 @@ class ShardedModel(Trainer):
         return bool(self.gathering)
 
     def is_readable_from_host(self) -> bool:
-        """See `Trainer.is_readable_from_host`: all is in memory that the device reads, and nothing has to be
-        gathered first."""
+        """Return True if all is in memory that the device reads, and nothing has to be gathered first."""
         if self.device is None or self.has_pending_sync:
             return False
         return all(is_readable(tensor, self.device) for tensor in self._now())
 
     def sync_params(self) -> None:
-        """See `Trainer.sync_params`: gather now, as Megatron-LM does before it saves."""
+        """Gather now, as Megatron-LM does before it saves."""
         for chunk in self.gathering:
             check_memory([chunk])
             try:
@@ -181,7 +180,7 @@ class ShardedModel(Trainer):
                 ) from error
 
     def addresses(self) -> list[int]:
-        """See `Holder.addresses`; called before every refit, so that the tensors' places are kept at
+        """Return the addresses now. Called before every refit, so that the tensors' places are kept at
         hand."""
         try:
             # A model with adapters of experts has ten thousand tensors: each is asked once.

@@ -19,7 +19,7 @@ class AddedIteration(Workdir):
     """
 
     def check_destination(self) -> None:
-        """See `Workdir`; removes what saves of other iterations have left that were killed."""
+        """Check the destination; first remove what saves of other iterations that were killed have left."""
         run = self.destination.parent
         if (run / ".metadata").exists() or any(run.glob("*.safetensors")):
             raise ReshardError(

@@ -12,7 +12,7 @@ class Workers(Protocol):
     """The workers of an engine core, as its gate knows them."""
 
     def states(self) -> Sequence[dict[str, Any]]:
-        """See `reshard.engines.vllm.requests.gate.Gate.states`."""
+        """Return what each worker holds; see `reshard.engines.vllm.requests.gate.Gate.states`."""
 
 
 def choose_version(request: Any, workers: Workers) -> None:

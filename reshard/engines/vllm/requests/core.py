@@ -149,7 +149,7 @@ def _core_of(core: Any) -> "VllmCore":
 
 
 class VllmCore:
-    """An engine core of vLLM, for its gate."""
+    """An engine core of vLLM, for its gate: a `reshard.engines.vllm.requests.gate.Core`."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
@@ -165,7 +165,6 @@ class VllmCore:
     # What the workers hold
 
     def local_states(self) -> list[dict[str, Any]] | None:
-        """See `Core.local_states`."""
         if self._worker is None:
             return None
         module = sys.modules.get("reshard.engines.vllm.guard")
@@ -173,13 +172,11 @@ class VllmCore:
         return [state] if state is not None else []
 
     def remote_states(self) -> list[dict[str, Any]]:
-        """See `Core.remote_states`."""
         call = self._core.model_executor.collective_rpc
         states: list[dict[str, Any]] = call("reshard_state", args=(self._adapters_in_use(),))
         return states
 
     def unfinished(self) -> list[tuple[str, Any]]:
-        """See `Core.unfinished`."""
         requests = self._core.scheduler.requests
         return [(identity, one.lora_request) for identity, one in requests.items()]
 
@@ -187,7 +184,6 @@ class VllmCore:
         return sorted({adapter.lora_int_id for _, adapter in self.unfinished() if adapter is not None})
 
     def watch_calls(self, called: Callable[[], None]) -> None:
-        """See `Core.watch_calls`."""
         if self._worker is None and self._extension is not None:
             call_for_answers(self._core.model_executor, called)
 
@@ -198,8 +194,8 @@ class VllmCore:
         return hasattr(self._core, "output_queue")
 
     def finish(self, sentence: str, requests: list[str] | None = None) -> int:
-        """See `Core.finish`. vLLM holds requests while it is paused, and so does this, but in a process whose one
-        caller waits for them."""
+        """Answer requests with a sentence, and return how many they were. vLLM holds requests while it is
+        paused, and so does this, but in a process whose one caller waits for them."""
         from vllm.v1.core.sched.interface import PauseState
         from vllm.v1.request import RequestStatus
 
