@@ -85,7 +85,8 @@ def show_command(chain: str, as_json: bool) -> None:
         print_json(contents)
         return
     click.echo(
-        f"base: {contents['base']}, {contents['tensors']} tensors, {size(contents['weights_bytes'])}, digest {contents['digest']}"
+        f"base: {contents['base']}, {contents['tensors']} tensors, {size(contents['weights_bytes'])}, "
+        f"digest {contents['digest']}"
     )
     for delta in contents["deltas"]:
         click.echo(

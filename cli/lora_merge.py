@@ -55,6 +55,6 @@ def _check_options_of(format: str) -> None:
     for name, option in given_options().items():
         if name in of_other:
             raise click.UsageError(
-                f"{option.opts[0]} has no effect with --format {format}: give --format {'hf' if format == 'mcore' else 'mcore'}, "
-                f"or leave it out"
+                f"{option.opts[0]} has no effect with --format {format}: give --format "
+                f"{'hf' if format == 'mcore' else 'mcore'}, or leave it out"
             )

@@ -15,8 +15,10 @@ source_options = together(
     click.option(
         "--hf-config",
         type=PathOrHubId(),
-        help="config.json, a directory with it and the tokenizer, or a hub id (default: the one beside the weights, else "
-        "from the checkpoint's args).",
+        help=(
+            "config.json, a directory with it and the tokenizer, or a hub id (default: the one beside the "
+            "weights, else from the checkpoint's args)."
+        ),
     ),
     click.option("--family", help="The model's family, if the args do not determine it."),
     click.option(

@@ -156,9 +156,15 @@ def _check_html(path: str) -> None:
 
 
 def _fit(
-    context: click.Context, model: Any, training: Any, gpu_bytes: int | None, sizes: dict[str, Any], limits: dict[str, Any],
-    notices: list[str], as_json: bool,
-) -> None:  # fmt: skip
+    context: click.Context,
+    model: Any,
+    training: Any,
+    gpu_bytes: int | None,
+    sizes: dict[str, Any],
+    limits: dict[str, Any],
+    notices: list[str],
+    as_json: bool,
+) -> None:
     from click.core import ParameterSource
 
     from reshard.memory.fit import SearchSpace, fit, fit_lines

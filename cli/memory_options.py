@@ -226,8 +226,9 @@ def _names(options: tuple[Callable, ...]) -> tuple[str, ...]:
 # Headings of the help, in order; the layout's first options are those of `layout_options`.
 GROUPS = {
     "Model and layout": (
-        "path", "trainer", "tp", "pp", "vpp", "ep", "etp", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
-        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout", *_names(_LAYOUT),
+        "path", "trainer", "tp", "pp", "vpp", "ep", "etp", "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage", "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout", *_names(_LAYOUT),
     ),
     "Batch": _names(_BATCH),
     "Activations": _names(_ACTIVATIONS),

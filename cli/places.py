@@ -63,7 +63,10 @@ def check_command(source: str, destination: str, megatron: bool) -> None:
     path = Path(source)
     if megatron and not path.is_dir():
         wrong = "is a file, not a directory" if path.exists() else "does not exist"
-        expected = "a Megatron checkpoint is a directory with latest_checkpointed_iteration.txt, or one of its iterations"
+        expected = (
+            "a Megatron checkpoint is a directory with latest_checkpointed_iteration.txt, or one of its "
+            "iterations"
+        )
         raise ReshardError(unfinished(path) or f"{source} {wrong}: {expected}")
     hugging_face = (path / "config.json").is_file() or any(path.glob("*.safetensors"))
     if megatron and hugging_face and locate(path) is None:

@@ -77,7 +77,8 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def line_of(file, anchor):
-    """Return the anchor of the line of a listing on which a function is defined, where a link to a Python file names one."""
+    """Return the anchor of the line of a listing on which a function is defined, where a link to a Python
+    file names one."""
     if not anchor or file.suffix != ".py":
         return anchor or ""
     lines = file.read_text(encoding="utf-8").splitlines()

@@ -25,9 +25,10 @@ try:
 except ModuleNotFoundError:
     sys.exit(f"this example needs Ray, which is not installed here: {sys.executable} -m pip install ray")
 
-SMALL = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 96,
-         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-6,
-         "rope_theta": 1e6, "max_position_embeddings": 4096, "tie_word_embeddings": False, "attention_bias": False, "hidden_act": "silu",
+SMALL = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 1000, "hidden_size": 128,
+         "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "head_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 4096,
+         "tie_word_embeddings": False, "attention_bias": False, "hidden_act": "silu",
          "torch_dtype": "bfloat16"}  # fmt: skip
 
 

@@ -24,10 +24,11 @@ import torch.distributed as dist
 from reshard import MegatronLayout, read_model
 
 SMALL = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 1000, "hidden_size": 128,
-         "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-         "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1,
-         "mlp_only_layers": [], "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 4096, "tie_word_embeddings": False,
-         "attention_bias": False, "hidden_act": "silu", "torch_dtype": "bfloat16"}  # fmt: skip
+         "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+         "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "rms_norm_eps": 1e-6,
+         "rope_theta": 1e6, "max_position_embeddings": 4096, "tie_word_embeddings": False, "attention_bias": False,
+         "hidden_act": "silu", "torch_dtype": "bfloat16"}  # fmt: skip
 
 
 def shortened(config: dict, layers: int) -> dict:

@@ -14,9 +14,9 @@ from typing import Any
 from reshard.core.extras import require
 
 SIZES: dict[str, Any] = dict(
-    vocab_size=8000, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
-    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=192, norm_topk_prob=True, max_position_embeddings=512,
-    initializer_range=0.05, tie_word_embeddings=False,
+    vocab_size=8000, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
+    num_key_value_heads=2, head_dim=64, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=192,
+    norm_topk_prob=True, max_position_embeddings=512, initializer_range=0.05, tie_word_embeddings=False,
 )  # fmt: skip
 
 
@@ -165,14 +165,15 @@ def _differences(source: Path, loaded: dict[str, Any]) -> list[str]:
 
     block = "decoder.layers."
     expected = {
-        "embedding.word_embeddings.weight": padded("model.embed_tokens.weight"), "output_layer.weight": padded("lm_head.weight"),
-        "decoder.final_layernorm.weight": hf["model.norm.weight"],
+        "embedding.word_embeddings.weight": padded("model.embed_tokens.weight"),
+        "output_layer.weight": padded("lm_head.weight"), "decoder.final_layernorm.weight": hf["model.norm.weight"],
         f"{block}self_attention.linear_qkv.layer_norm_weight": stacked("input_layernorm"),
         f"{block}self_attention.linear_qkv.weight": torch.stack([qkv(i) for i in range(layers)]),
         f"{block}self_attention.q_layernorm.weight": stacked("self_attn.q_norm"),
         f"{block}self_attention.k_layernorm.weight": stacked("self_attn.k_norm"),
         f"{block}self_attention.linear_proj.weight": stacked("self_attn.o_proj"),
-        f"{block}pre_mlp_layernorm.weight": stacked("post_attention_layernorm"), f"{block}mlp.router.weight": stacked("mlp.gate"),
+        f"{block}pre_mlp_layernorm.weight": stacked("post_attention_layernorm"),
+        f"{block}mlp.router.weight": stacked("mlp.gate"),
         f"{block}mlp.experts.experts.linear_fc1.weight": torch.stack([fc(i, "gate", "up") for i in range(layers)]),
         f"{block}mlp.experts.experts.linear_fc2.weight": torch.stack([fc(i, "down") for i in range(layers)]),
     }  # fmt: skip

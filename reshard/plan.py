@@ -103,10 +103,9 @@ class Forecast(Printed):
         return asdict(self) | {"wire_seconds": self.wire_seconds, "plan_seconds": self.plan_seconds}
 
     def lines(self) -> Iterator[str]:
-        """See `Printed.lines`."""
         yield (
-            f"{self.model}: Megatron {self.trainer} ({self.trainer_ranks} ranks) to "
-            f"{self.engine_name} {self.engine} ({self.engine_ranks} ranks) on {'the same' if self.colocated else 'other'} GPUs"
+            f"{self.model}: Megatron {self.trainer} ({self.trainer_ranks} ranks) to {self.engine_name} "
+            f"{self.engine} ({self.engine_ranks} ranks) on {'the same' if self.colocated else 'other'} GPUs"
         )
         widths = (6, 6, 11, 11, 11, 11, 7, 9, 10)
         heads = ("rank", "GPU", "weights", "local", "host", "network", "peers", "copies", "tables")
@@ -133,8 +132,9 @@ class Forecast(Printed):
         )
         if self.changed is not None and self.delta_network_seconds is not None:
             yield (
-                f"of {100 * self.changed:g} % changed, with delta=True: between hosts {self.delta_network_seconds * 1e3:.1f} ms, "
-                f"beside a comparison of all weights with the copy of them that the trainer keeps"
+                f"of {100 * self.changed:g} % changed, with delta=True: between hosts "
+                f"{self.delta_network_seconds * 1e3:.1f} ms, beside a comparison of all weights with the "
+                "copy of them that the trainer keeps"
             )
         yield f"memory floor {self.memory_seconds * 1e3:.1f} ms at {self.memory_rate / 1e9:g} GB/s"
         yield (
@@ -143,8 +143,8 @@ class Forecast(Printed):
         )
         total = sum(rank.plan_seconds for rank in self.ranks)
         yield (
-            f"planned in {self.plan_seconds:.2f} s for a rank at most, {total:.1f} s in all; every copy is proven. Whether your "
-            f"{self.engine_name} has this model is seen when it starts"
+            f"planned in {self.plan_seconds:.2f} s for a rank at most, {total:.1f} s in all; every copy is "
+            f"proven. Whether your {self.engine_name} has this model is seen when it starts"
         )
 
 
@@ -202,9 +202,9 @@ def plan_refit(
     return Forecast(
         model=f"{model.family.name} ({model.num_layers} layers)",
         trainer=f"{trainer} DP{ranks_per_stage // (trainer.tp * cp)}" + f" CP{cp}" * (cp > 1),
-        engine_name=engine.engine, engine=str(engine), trainer_ranks=trainer_ranks, engine_ranks=engine_ranks, gpus=len(traffic.seats),
-        colocated=colocated, ranks=forecasts, trainer_bytes=shards.bytes_of_ranks(trainer_ranks),
-        out_bytes=traffic.sent()[:trainer_ranks].tolist(),
+        engine_name=engine.engine, engine=str(engine), trainer_ranks=trainer_ranks, engine_ranks=engine_ranks,
+        gpus=len(traffic.seats), colocated=colocated, ranks=forecasts,
+        trainer_bytes=shards.bytes_of_ranks(trainer_ranks), out_bytes=traffic.sent()[:trainer_ranks].tolist(),
         link_rate=link_rate, network_rate=network_rate, memory_rate=memory_rate,
         link_seconds=traffic.busiest_link() / link_rate, network_seconds=network_seconds,
         memory_seconds=2 * max(rank.local_bytes for rank in forecasts) / memory_rate, changed=changed,
@@ -364,8 +364,9 @@ def _check_bytes(placement: Placement, itemsize: int, rank: int) -> None:
     if sum(held.values()) > MAX_RANK_BYTES:
         largest = max(held, key=held.__getitem__)
         raise ReshardError(
-            f"the engine's rank {rank} would hold {sum(held.values()):,} bytes of weights, {held[largest]:,} of them in "
-            f"{largest[0]}, and no GPU holds more than {MAX_RANK_BYTES:,}: plan more ranks, or correct the config"
+            f"the engine's rank {rank} would hold {sum(held.values()):,} bytes of weights, "
+            f"{held[largest]:,} of them in {largest[0]}, and no GPU holds more than {MAX_RANK_BYTES:,}: "
+            "plan more ranks, or correct the config"
         )
 
 

@@ -51,7 +51,8 @@ def assert_logprob_parity(
     checkpoint, with the module where they diverge; ReshardError where the two cannot be compared.
     """
     given = {"max_abs": max_abs, "mean_abs": mean_abs, "token_mult_prob_error": token_mult_prob_error, "kl": kl,
-             "argmax_agreement": argmax_agreement, "routing_margin": routing_margin, "noise_ratio": noise_ratio}  # fmt: skip
+             "argmax_agreement": argmax_agreement, "routing_margin": routing_margin,
+             "noise_ratio": noise_ratio}  # fmt: skip
     chosen = {name: value for name, value in given.items() if value is not None}
     side_a, side_b = (str(side) if isinstance(side, Path) else side for side in (a, b))
     if texts is not None:
@@ -82,7 +83,10 @@ def _divergence(a: "str | System", b: "str | System", report: ParityReport, opti
     prompt, positions = report.diverging_prompt
     shared = {name: options[name] for name in ("layout", "hf_config") if name in options}
     try:
-        return f"; {describe_divergence(find_divergence(a, b, prompt, dtype=report.dtype, positions=positions, **shared))}"
+        return (
+            "; "
+            f"{describe_divergence(find_divergence(a, b, prompt, dtype=report.dtype, positions=positions, **shared))}"
+        )
     except ReshardError:
         return ""  # two of a kind, or an engine: only the figures are known
 

@@ -28,10 +28,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # A name also stands for files whose names go on after it (`refit` for test_refit_faults.py), so
 # that a file that is split keeps its place.
 SLOWEST_FIRST = (
-    "install", "lora", "engine", "verl", "site", "refit", "parity", "nvfp4_engine", "nemo_rl", "wrapped", "processes", "hybrid", "sglang", "swift", "roll", "logits", "live_save",
-    "live_load", "fsdp", "compressed", "serving", "megatron_saves", "weight_transfer", "blocks", "kernels", "storage_faults", "cli", "optimizer", "members", "published",
-    "bitwise", "resume", "reloads", "build", "compat", "surface", "config_rules", "megatron_args", "megatron_parser", "trainer_settings",
-    "sleeping", "examples", "families", "offload", "input_faults", "source_changes", "html", "trainers_checkpoints", "lora_files",
+    "install", "lora", "engine", "verl", "site", "refit", "parity", "nvfp4_engine", "nemo_rl", "wrapped", "processes",
+    "hybrid", "sglang", "swift", "roll", "logits", "live_save", "live_load", "fsdp", "compressed", "serving",
+    "megatron_saves", "weight_transfer", "blocks", "kernels", "storage_faults", "cli", "optimizer", "members",
+    "published", "bitwise", "resume", "reloads", "build", "compat", "surface", "config_rules", "megatron_args",
+    "megatron_parser", "trainer_settings", "sleeping", "examples", "families", "offload", "input_faults",
+    "source_changes", "html", "trainers_checkpoints", "lora_files",
 )  # fmt: skip
 # Test files that use these are slow as well, whatever their names.
 STARTS_PROCESSES = (

@@ -2,9 +2,9 @@
 environment's packages, its model classes can be built and loaded without a GPU, and dense models served.
 
     python tests/install_sglang_cpu.py                   # the versions of tests/sglang-cpu.txt
-    python tests/install_sglang_cpu.py sglang==0.5.23    # others of some, into the folder that SGLANG_CPU names; the tests look there too
+    python tests/install_sglang_cpu.py sglang==0.5.23    # another version, into the folder that SGLANG_CPU names
 
-What else it needs comes from the ordinary environment, such as torch.
+The tests look into that folder too. What else it needs comes from the ordinary environment, such as torch.
 """
 
 import os

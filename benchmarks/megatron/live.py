@@ -1,7 +1,8 @@
 """A live Megatron loaded from disk, saved to it and exported: compared with mbridge, and with eight readers
 and eight writers.
 
-    torchrun --nproc-per-node 2 -m benchmarks.megatron.live --model qwen3-30b-a3b --layers 24 --tp 2 --ep 2 --etp 1 --folder /dev/shm/live [--json FILE]
+    torchrun --nproc-per-node 2 -m benchmarks.megatron.live --model qwen3-30b-a3b --layers 24 --tp 2 --ep 2
+        --etp 1 --folder /dev/shm/live [--json FILE]
 
 Every process holds a rank of a real Megatron model (Transformer Engine layers on a GPU, random
 weights). In one run: save as ``torch_dist`` and as a Hugging Face directory; other weights; load

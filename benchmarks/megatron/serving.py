@@ -25,8 +25,8 @@ import sys
 from vllm import LLM
 if __name__ == "__main__":
     model, load_format, tp = sys.argv[1:]
-    LLM(model=model, load_format=load_format, tensor_parallel_size=int(tp), skip_tokenizer_init=True, enforce_eager=True,
-        max_model_len=512, gpu_memory_utilization=0.9, disable_log_stats=True)
+    LLM(model=model, load_format=load_format, tensor_parallel_size=int(tp), skip_tokenizer_init=True,
+        enforce_eager=True, max_model_len=512, gpu_memory_utilization=0.9, disable_log_stats=True)
 """
 
 

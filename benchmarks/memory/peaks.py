@@ -125,11 +125,24 @@ def estimate(
 
     model = Model.from_hf(config or (WIDTHS | TOYS)[case.model], case.model)
     layout = reshard.MegatronLayout(**case.layout)
-    return model, layout, reshard.estimate_memory(
-        model, layout, gpus=gpus, cp=case.cp, seq_length=case.seq_length, recompute=case.recompute, imbalance=1.0,
-        num_microbatches=case.microbatches, gradient_accumulation_fusion=fusion, gpu_memory=gpu_bytes, transformer_impl=impl,
-        fp8=case.fp8,
-    )  # fmt: skip
+    return (
+        model,
+        layout,
+        reshard.estimate_memory(
+            model,
+            layout,
+            gpus=gpus,
+            cp=case.cp,
+            seq_length=case.seq_length,
+            recompute=case.recompute,
+            imbalance=1.0,
+            num_microbatches=case.microbatches,
+            gradient_accumulation_fusion=fusion,
+            gpu_memory=gpu_bytes,
+            transformer_impl=impl,
+            fp8=case.fp8,
+        ),
+    )
 
 
 def estimated(stage) -> dict:
@@ -275,8 +288,11 @@ def worker(path: str) -> None:
 
         engine = "none" if toy else __import__("transformer_engine").__version__
         card = "CPU" if toy else f"{torch.cuda.get_device_name()}, {total / GIB:.1f} GiB"
-        print(f"{card}; torch {torch.__version__}, megatron-core {megatron.core.__version__}, Transformer Engine {engine}; "
-              f"gradient accumulation fusion {fusion}", flush=True)  # fmt: skip
+        print(
+            f"{card}; torch {torch.__version__}, megatron-core {megatron.core.__version__}, Transformer "
+            f"Engine {engine}; gradient accumulation fusion {fusion}",
+            flush=True,
+        )
     with without_gpu(), on_cpu():
         model, layout, _ = estimate(group[0], gpus, fusion, None, "local" if toy else "transformer_engine")
         initialize_parallel(layout, context_parallel_size=group[0].cp)
@@ -377,8 +393,8 @@ def main() -> None:
                             "cases": [asdict(case) for case in chosen]}),
                 encoding="utf-8",
             )  # fmt: skip
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus),
-                       "-m", "benchmarks.memory.peaks", "--worker", str(path)]  # fmt: skip
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                       str(args.gpus), "-m", "benchmarks.memory.peaks", "--worker", str(path)]  # fmt: skip
             environment = os.environ | {
                 "CUDA_DEVICE_MAX_CONNECTIONS": "1",
                 "OMP_NUM_THREADS": "1",

@@ -134,10 +134,11 @@ def line(row: dict, rank: Rank) -> str:
     off = row["estimate"] - row["peak"]
     good = "ok" if abs(off) <= max(2 * GIB, 0.03 * row["peak"]) else "OFF"
     return (
-        f"{rank}: peak {row['peak'] / GIB:.2f} (passes {row['in_passes'] / GIB:.2f}, step {row['in_step'] / GIB:.2f}), estimate "
-        f"{row['estimate'] / GIB:.2f} ({off / GIB:+.2f}) {good}; built {row['built'] / GIB:.2f}, static {row['estimate_static'] / GIB:.2f}; "
-        f"reserved {row['reserved'] / GIB:.2f}, outside {row['outside'] / GIB:.2f}; {row['seconds']:.1f} s"
-    )  # fmt: skip
+        f"{rank}: peak {row['peak'] / GIB:.2f} (passes {row['in_passes'] / GIB:.2f}, step "
+        f"{row['in_step'] / GIB:.2f}), estimate {row['estimate'] / GIB:.2f} ({off / GIB:+.2f}) {good}; "
+        f"built {row['built'] / GIB:.2f}, static {row['estimate_static'] / GIB:.2f}; reserved "
+        f"{row['reserved'] / GIB:.2f}, outside {row['outside'] / GIB:.2f}; {row['seconds']:.1f} s"
+    )
 
 
 def worker(asked: dict) -> None:

@@ -48,10 +48,24 @@ def cases() -> list[dict]:
     for name, tokens, recompute, *figures in row.findall(RECORDED.read_text(encoding="utf-8")):
         measured, ours, megatron = map(float, figures)
         found.append(
-            {"name": f"{name}, {tokens}, {recompute}", "config": WIDTHS[name], "stage": 0, "measured": measured, "reshard": ours,
-             "megatron": megatron, "tp": 1, "pp": 1, "ep": 1, "etp": None, "pipeline_model_parallel_layout": None, "gpus": 1, "cp": 1,
-             "seq_length": int(tokens), "recompute": recompute}
-        )  # fmt: skip
+            {
+                "name": f"{name}, {tokens}, {recompute}",
+                "config": WIDTHS[name],
+                "stage": 0,
+                "measured": measured,
+                "reshard": ours,
+                "megatron": megatron,
+                "tp": 1,
+                "pp": 1,
+                "ep": 1,
+                "etp": None,
+                "pipeline_model_parallel_layout": None,
+                "gpus": 1,
+                "cp": 1,
+                "seq_length": int(tokens),
+                "recompute": recompute,
+            }
+        )
     return found
 
 
@@ -143,7 +157,10 @@ def main() -> None:
     for name, some in apart.items():
         mean = sum(map(abs, some)) / len(some)
         within = sum(abs(one) <= 2 for one in some)
-        print(f"{name}: {min(some):+.2f} to {max(some):+.2f}, {mean:.2f} in the mean, {within} of {len(some)} within 2 GiB")  # fmt: skip
+        print(
+            f"{name}: {min(some):+.2f} to {max(some):+.2f}, {mean:.2f} in the mean, {within} of {len(some)} "
+            "within 2 GiB"
+        )
 
 
 if __name__ == "__main__":

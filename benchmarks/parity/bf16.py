@@ -1,7 +1,8 @@
 """Parity at real widths: transformers, Megatron-Core, vLLM as it loads a checkpoint, and vLLM
 refitted from Megatron-Core.
 
-    torchrun --nproc-per-node 2 -m benchmarks.parity.bf16 llama-3.1-8b qwen3-30b-a3b --folder /dev/shm/parity --json parity.json
+    torchrun --nproc-per-node 2 -m benchmarks.parity.bf16 llama-3.1-8b qwen3-30b-a3b --folder /dev/shm/parity
+        --json parity.json
 
 Random weights at a published shape, with fewer layers, are written as a Hugging Face checkpoint and
 converted. Each system scores the same prompts in bf16, transformers also in fp32. Reported: each

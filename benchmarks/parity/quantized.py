@@ -2,7 +2,8 @@
 itself, loads them from a Megatron checkpoint, or is refitted; and how far are its logprobs from
 bf16?
 
-    torchrun --nproc-per-node 1 -m benchmarks.parity.quantized qwen3-30b-a3b --folder /dev/shm/fp8 [--ways published fp8 mxfp8] [--json FILE]
+    torchrun --nproc-per-node 1 -m benchmarks.parity.quantized qwen3-30b-a3b --folder /dev/shm/fp8
+        [--ways published fp8 mxfp8] [--json FILE]
 
 Random weights at a published shape, with fewer layers (and experts), are written as a Hugging Face
 checkpoint and converted to Megatron-Core. `published` is the checkpoint in fp8 blocks, made by

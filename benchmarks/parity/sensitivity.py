@@ -1,7 +1,8 @@
 """Measure the smallest fault that fails the parity gate, in each dtype.
 
     python -m benchmarks.parity.sensitivity trained HF_DIRECTORY --folder /tmp/sensitivity --json trained.json
-    python -m benchmarks.parity.sensitivity random qwen3 qwen3-moe deepseek-v3 --folder /tmp/sensitivity --json random.json
+    python -m benchmarks.parity.sensitivity random qwen3 qwen3-moe deepseek-v3 --folder /tmp/sensitivity
+        --json random.json
 
 A is transformers with a fault in its weights or settings, B is Megatron-Core with the converted
 weights, both on the default prompts and at far positions. A fault that has a size is made ten times

@@ -8,9 +8,10 @@ directions. One trains SmolLM2-135M in fp32 by Adam on the text of this reposito
 from the published weights on; the other serves it in bf16. Needs root, or a kernel that lets users make
 namespaces, and ``tc``.
 
-Reported for each learning rate and link: the share of bf16 elements that changed in a step; bytes on the wire; the
-transfer of a refit that sends changes, median over the steps, of one that sends all, and the floor of both, which
-is the bytes at the link's rate; and the time in which the trainer finds what changed, by itself. After the last step the engine's bits are compared with the trainer's.
+Reported for each learning rate and link: the share of bf16 elements that changed in a step; bytes on the wire;
+the transfer of a refit that sends changes, median over the steps, of one that sends all, and the floor of both,
+which is the bytes at the link's rate; and the time in which the trainer finds what changed, by itself. After
+the last step the engine's bits are compared with the trainer's.
 """
 
 import argparse

@@ -80,7 +80,18 @@ class Nccl:
         shared = everyone(ctypes.string_at(ctypes.addressof(own), ID_BYTES))[0]
         ctypes.memmove(ctypes.addressof(own), shared, ID_BYTES)
         ints = [UNSET] * 4
-        config = Config(ctypes.sizeof(Config), 0xCAFEBEEF, 22809, tuple(ints), None, (UNSET, UNSET), None, UNSET, policy, tuple(ints))  # fmt: skip
+        config = Config(
+            ctypes.sizeof(Config),
+            0xCAFEBEEF,
+            22809,
+            tuple(ints),
+            None,
+            (UNSET, UNSET),
+            None,
+            UNSET,
+            policy,
+            tuple(ints),
+        )
         self.communicator = ctypes.c_void_p()
         self("CommInitRankConfig", ctypes.byref(self.communicator), 2, own, self.rank, ctypes.byref(config))
 
@@ -173,7 +184,6 @@ class AllToAll(Windows):
     policy, own_part = ZERO_CTAS, 1
 
     def exchange(self, slot: int, first: bool) -> None:
-        """See `Slots.exchange`."""
         send, receive = (ctypes.c_void_p(memory[slot]) for memory in (self.send, self.receive))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         self.nccl("AlltoAll", send, receive, ctypes.c_size_t(self.size), INT8, self.nccl.communicator, stream)
@@ -183,7 +193,6 @@ class Put(Windows):
     """One-sided, once the other has said that the buffer is free."""
 
     def exchange(self, slot: int, first: bool) -> None:
-        """See `Slots.exchange`."""
         nccl, stream = self.nccl, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         expected = Expected(1, nccl.peer, 0, 0)
         if not first:

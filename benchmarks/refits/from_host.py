@@ -4,9 +4,9 @@
 
 The trainer (Megatron, Transformer Engine layers, TP over torchrun's processes) and a vLLM of the same TP in
 processes of its own share GPUs. The trainer's parameters lie in DDP's buffers, or with ``--wrap flat`` in one that
-is laid out alike, where there is no room to build gradients. The trainer is built first, and offloaded without its gradients
-(`reshard.offload`) before the engine starts. From the trainer's call to the engine having all, with the trainer's
-weights in host memory before and after, medians of:
+is laid out alike, where there is no room to build gradients. The trainer is built first, and offloaded
+without its gradients (`reshard.offload`) before the engine starts. From the trainer's call to the engine
+having all, with the trainer's weights in host memory before and after, medians of:
 
 - from the host: `refit` alone;
 - by kernels: the same, where kernels read host memory and not the GPU's copy engines;

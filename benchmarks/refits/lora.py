@@ -1,12 +1,15 @@
 """A LoRA adapter of a trainer into a vLLM in the same processes: a refit, compared with what trainers do
 today, and with merging it and refitting all weights; all in one run.
 
-    torchrun --nproc-per-node 1 -m benchmarks.refits.lora --trainer peft --model llama-3.1-8b --rank 16 [--graphs] [--json FILE]
-    torchrun --nproc-per-node 2 -m benchmarks.refits.lora --trainer mcore-bridge --model qwen3-30b-a3b --rank 16 --tp 2 --ep 2 --etp 1
+    torchrun --nproc-per-node 1 -m benchmarks.refits.lora --trainer peft --model llama-3.1-8b --rank 16
+        [--graphs] [--json FILE]
+    torchrun --nproc-per-node 2 -m benchmarks.refits.lora --trainer mcore-bridge --model qwen3-30b-a3b --rank 16
+        --tp 2 --ep 2 --etp 1
 
-`peft` is a transformers model with PEFT's adapter, in several processes under FSDP2; `mcore-bridge` (with ms-swift installed) a Megatron model with
-mcore-bridge's. Adapters are on all linear layers, experts too; vLLM (`external_launcher`, with as many ranks as
-there are processes) holds the largest rank `--max-rank`. Reported, medians of the slowest rank:
+`peft` is a transformers model with PEFT's adapter, in several processes under FSDP2; `mcore-bridge` (with
+ms-swift installed) a Megatron model with mcore-bridge's. Adapters are on all linear layers, experts too; vLLM
+(`external_launcher`, with as many ranks as there are processes) holds the largest rank `--max-rank`.
+Reported, medians of the slowest rank:
 
 - refit: `link.refit()` of the adapter, in all and its parts, and with `verify=True`, which alone sees what somebody has
   written raw into the weights below (`overwritten`); with several processes also where

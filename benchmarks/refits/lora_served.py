@@ -27,8 +27,8 @@ from benchmarks.processes import conclude, device, start_processes
 LONG, SHORT, PORT = 400, 32, 29755
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "VLLM_ENABLE_V1_MULTIPROCESSING")
 ENGINE = {
-    "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 1024, "gpu_memory_utilization": 0.5, "seed": 0,
-    "disable_log_stats": True, "worker_extension_cls": "reshard.engines.vllm.worker.RefitExtension",
+    "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 1024, "gpu_memory_utilization": 0.5,
+    "seed": 0, "disable_log_stats": True, "worker_extension_cls": "reshard.engines.vllm.worker.RefitExtension",
     "enable_lora": True, "max_loras": 2, "enable_prefix_caching": True, "async_scheduling": True, "dtype": "bfloat16",
 }  # fmt: skip
 

@@ -3,10 +3,11 @@
     python -m benchmarks.refits.lost_partner [--cases plain registered sockets ...] [--json FILE]
 
 In each case a trainer (Megatron, a small model) has the first GPU and a vLLM the second, each in a process of its own.
-After a verified refit one of them dies, or stops, where it should have begun its part of the next. Asked of the one that
-is left: when does its refit end, and with what sentence; is its GPU done then; is a trainer that comes next connected,
-with weights that a verification finds whole; and is the process alive `WATCHED` seconds later, when torch's watchdog
-would have ended it? Cases run side by side; ``before-...`` ones without what reshard does about it.
+After a verified refit one of them dies, or stops, where it should have begun its part of the next. Asked of
+the one that is left: when does its refit end, and with what sentence; is its GPU done then; is a trainer that
+comes next connected, with weights that a verification finds whole; and is the process alive `WATCHED` seconds
+later, when torch's watchdog would have ended it? Cases run side by side; ``before-...`` ones without what
+reshard does about it.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """A trainer that offloads between refits: is its memory really free, does the next refit find the weights,
 what does it cost?
 
-    torchrun --nproc-per-node 1 -m benchmarks.refits.offload --model qwen3-30b-a3b --layers 8 [--wrap ddp] [--engine-gpus 1] [--json FILE]
+    torchrun --nproc-per-node 1 -m benchmarks.refits.offload --model qwen3-30b-a3b --layers 8
+        [--wrap ddp] [--engine-gpus 1] [--json FILE]
 
 The trainer (Megatron, Transformer Engine layers) runs in torchrun's processes, a vLLM with sleep mode in
 processes of its own, on the same GPUs or on `--engine-gpus`. As verl (`--wrap ddp`: the storages of DDP's
@@ -50,8 +51,9 @@ def engine(pipe, gpus: str, folder: str, options: dict) -> None:
 
     if not pipe.recv():  # nothing is allocated before the trainer has room for it
         return
-    defaults = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 512, "enforce_eager": True,
-                "enable_sleep_mode": True, "worker_extension_cls": "benchmarks.refits.offload.Extension"}  # fmt: skip
+    defaults = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 512,
+                "enforce_eager": True, "enable_sleep_mode": True,
+                "worker_extension_cls": "benchmarks.refits.offload.Extension"}  # fmt: skip
     llm = LLM(model=folder, **(defaults | options))
     pipe.send("ready")
     while (call := pipe.recv()) is not None:

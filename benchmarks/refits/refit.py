@@ -1,6 +1,7 @@
 """How fast is a refit? Compared with the link, with memory, and with what trainers do today, in one run.
 
-    torchrun --nproc-per-node 4 -m benchmarks.refits.refit --model qwen3-30b-a3b --tp 2 --ep 4 --etp 1 --vllm-tp 4 [--json FILE]
+    torchrun --nproc-per-node 4 -m benchmarks.refits.refit --model qwen3-30b-a3b --tp 2 --ep 4 --etp 1 --vllm-tp 4
+        [--json FILE]
 
 Every process holds a rank of a real Megatron model (Transformer Engine layers, random weights) and a rank of
 a real vLLM (`external_launcher`). Reported: connect, then warm medians of the slowest rank for

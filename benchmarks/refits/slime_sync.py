@@ -12,8 +12,8 @@ BUCKET_BYTES = 512 << 20  # as slime's --update-weight-buffer-size
 
 
 class SlimeSync:
-    """Each rank of the trainer gathers the tensors of `source`, and sends its bucket's handle to the engine's rank on its
-    GPU. `server` is the first rank's; the others have none."""
+    """Each rank of the trainer gathers the tensors of `source`, and sends its bucket's handle to the engine's
+    rank on its GPU. `server` is the first rank's; the others have none."""
 
     def __init__(self, source: Any, model: Any, server: Server | None) -> None:
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions

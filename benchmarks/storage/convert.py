@@ -1,7 +1,8 @@
 """How fast is a conversion, and what does it cost? Compared with `cp -r` of the same bytes and with
 Megatron-Core's own save.
 
-    python -m benchmarks.storage.convert --folder DIR --gigabytes 2 4 --families qwen3-moe llama --rounds 3 [--json FILE]
+    python -m benchmarks.storage.convert --folder DIR --gigabytes 2 4 --families qwen3-moe llama --rounds 3
+        [--json FILE]
 
 For each family and size: a checkpoint of real shapes (hidden sizes, heads and experts of Qwen3-30B-A3B and of
 Llama-3.1-8B; as many layers as the size allows) with random bytes. Then, alternating, `rounds` times:
@@ -193,8 +194,10 @@ if __name__ == "__main__":
     import torch
     from tests.on_cpu import megatron_on_cpu as megatron
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    flags = [f for line in Path({str(target / "ours" / "megatron_flags.txt")!r}).read_text(encoding="utf-8").splitlines()
-             if not line.startswith(("--tensor-model", "--pipeline-model", "--expert-", "--bf16")) for f in line.split()]
+    lines = Path({str(target / "ours" / "megatron_flags.txt")!r}).read_text(encoding="utf-8").splitlines()
+    flags = [f for line in lines
+             if not line.startswith(("--tensor-model", "--pipeline-model", "--expert-", "--bf16"))
+             for f in line.split()]
     torch.nn.init.normal_ = torch.nn.init.xavier_normal_ = lambda t, *a, **k: t
     import megatron.core.tensor_parallel.layers as layers
     layers._initialize_affine_weight_cpu = lambda weight, *a, **k: None
@@ -240,8 +243,10 @@ def clock(owner, name, label):
         finally:
             with lock: spent[label] = spent.get(label, 0) + time.perf_counter() - t
     setattr(owner, name, timed)
-clock(files.OpenFiles, "read_into", "read"); clock(files.OpenFiles, "write", "write"); clock(files.OpenFiles, "sync", "fsync (waits of 4 threads)")
-clock(destinations, "make_plan", "plan and proof"); clock(destinations, "chunks_to_write", "chunks"); clock(c, "HuggingFaceSource", "open source")
+clock(files.OpenFiles, "read_into", "read"); clock(files.OpenFiles, "write", "write")
+clock(files.OpenFiles, "sync", "fsync (waits of 4 threads)")
+clock(destinations, "make_plan", "plan and proof"); clock(destinations, "chunks_to_write", "chunks")
+clock(c, "HuggingFaceSource", "open source")
 clock(rank_files.RankFiles, "metadata", ".metadata"); clock(tensor_copy.TensorCopy, "run", "streams (all of a tensor)")
 c.hf_to_mcore({str(source)!r}, {str(target)!r}, c.MegatronLayout(tp=4, pp=2))
 spent["wall"] = time.perf_counter() - start

@@ -121,7 +121,10 @@ def timed(command: list[str], cores: int, memory: bool = False) -> tuple[float, 
 
 def touch(size_bytes: int) -> None:
     """Use as much memory once: a virtual machine may get it from its host only then."""
-    code = f"import mmap\nm = mmap.mmap(-1, {size_bytes // 16})\nb = bytes(1 << 20)\nfor _ in range({size_bytes // 16 >> 20}): m.write(b)"
+    code = (
+        f"import mmap\nm = mmap.mmap(-1, {size_bytes // 16})\nb = bytes(1 << 20)\nfor _ in "
+        f"range({size_bytes // 16 >> 20}): m.write(b)"
+    )
     for process in [subprocess.Popen([sys.executable, "-c", code]) for _ in range(16)]:
         assert process.wait() == 0
 
@@ -211,7 +214,8 @@ def deepseek(folder: Path, layers: int, thrown_away: bool, cores: list[int]) -> 
             "2",
         ]
         command = [
-            sys.executable, "-c", THROWN_AWAY, "hf-to-mcore", str(source), str(out), *layout, *stages, "--allow-overflow",
+            sys.executable, "-c", THROWN_AWAY, "hf-to-mcore", str(source), str(out), *layout, *stages,
+            "--allow-overflow",
         ]  # fmt: skip
         for n in cores[-2:]:
             seconds, peak = timed(command, n, memory=True)

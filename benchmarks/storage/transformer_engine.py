@@ -1,11 +1,13 @@
 """Load converted checkpoints into Megatron models with Transformer Engine layers on a GPU, by Megatron-LM's
 own code.
 
-    python -m benchmarks.storage.transformer_engine make DIR      anywhere: small checkpoints of every variant, converted
-    python -m benchmarks.storage.transformer_engine run DIR [VARIANT ...]  on a GPU with megatron-core and Transformer Engine
+    python -m benchmarks.storage.transformer_engine make DIR
+    python -m benchmarks.storage.transformer_engine run DIR [VARIANT ...]
 
-`run` compares, for each variant: the keys that the model asks for with those of the checkpoint, and the
-logits with those of transformers, both in bf16, next to transformers' own bf16 error.
+`make` runs anywhere, and makes small checkpoints of every variant, converted. `run` needs a GPU with
+megatron-core and Transformer Engine, and compares, for each variant: the keys that the model asks for with
+those of the checkpoint, and the logits with those of transformers, both in bf16, next to transformers' own
+bf16 error.
 """
 
 import contextlib
@@ -16,8 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-QUIET = """--micro-batch-size 1 --no-load-optim --no-load-rng --attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion
---no-masked-softmax-fusion --attention-backend unfused --no-rope-fusion""".split()
+QUIET = """--micro-batch-size 1 --no-load-optim --no-load-rng --attention-dropout 0 --hidden-dropout 0
+--no-gradient-accumulation-fusion --no-masked-softmax-fusion --attention-backend unfused --no-rope-fusion""".split()
 
 
 def make(folder: Path) -> None:

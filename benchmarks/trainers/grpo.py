@@ -150,7 +150,10 @@ def told(one: dict) -> str:
     """A sync in a few words."""
     took = f" (took {one['took'] / 2**30:.1f})" if "took" in one else ""
     routes = " by " + ", ".join(one["received"]) if one.get("received") else ""
-    return f"{one['way']} {one['seconds'] * 1e3:.0f} ms {one['used'] / 2**30:.1f} GiB{took}{routes} {one.get('weights', '')[:12]}".rstrip()
+    return (
+        f"{one['way']} {one['seconds'] * 1e3:.0f} ms {one['used'] / 2**30:.1f} GiB{took}{routes} "
+        f"{one.get('weights', '')[:12]}"
+    ).rstrip()
 
 
 def compare(syncs: dict[str, list[dict]]) -> None:
@@ -165,7 +168,8 @@ def compare(syncs: dict[str, list[dict]]) -> None:
         if again:
             equal = [same and a == b for same, a, b in zip(equal, again, stocks)]
         print(
-            f"  rank {rank}: equal after each sync {equal}, {len(set(refits))} of {len(refits)} different from one another",
+            f"  rank {rank}: equal after each sync {equal}, {len(set(refits))} of {len(refits)} different "
+            "from one another",
             flush=True,
         )
 

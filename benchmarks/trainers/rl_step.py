@@ -230,7 +230,11 @@ def main() -> None:
         )
         low, high = phase.total_band
         phases[phase.name] = {"measured": most, "low": low, "high": high, "parts": phase.parts}
-        print(f"{phase.name:8} measured {most / GIB:.2f}, estimated {low / GIB:.2f} to {high / GIB:.2f} GiB {phase.parts}", flush=True)  # fmt: skip
+        print(
+            f"{phase.name:8} measured {most / GIB:.2f}, estimated {low / GIB:.2f} to {high / GIB:.2f} GiB "
+            f"{phase.parts}",
+            flush=True,
+        )
     if options.json:
         found = {
             "model": options.model,

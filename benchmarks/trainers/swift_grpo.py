@@ -1,7 +1,8 @@
 """A few steps of GRPO by ms-swift's Megatron on one GPU, vLLM colocated: with its own weight sync,
 and with a refit.
 
-    python -m benchmarks.trainers.swift_grpo OUT [--steps 3] [--layers 4] [--hidden 1024] [--vocabulary 2048] [--only both|refit|stock]
+    python -m benchmarks.trainers.swift_grpo OUT [--steps 3] [--layers 4] [--hidden 1024] [--vocabulary 2048]
+        [--only both|refit|stock]
         [--sleep 1] [--limit 900] [--options OPTIONS OF MS-SWIFT]
 
 A Qwen3 of random weights with a tokenizer of whole words, and rows of words to repeat; `--layers 36
@@ -44,9 +45,10 @@ from benchmarks.trainers.grpo import (
 RUNS = ("both", "refit", "stock")
 PROMPTS, ANSWERS = 8, 4
 FIGURES = (
-    "loss", "grad_norm", "reward", "reward_std", "kl", "entropy/entropy_mean", "completions/mean_length", "rollout_correction/kl",
-    "rollout_correction/k3_kl", "rollout_correction/training_log_ppl", "rollout_correction/rollout_log_ppl",
-    "rollout_correction/log_ppl_abs_diff", "rollout_correction/chi2_token", "memory(GiB)", "elapsed_time",
+    "loss", "grad_norm", "reward", "reward_std", "kl", "entropy/entropy_mean", "completions/mean_length",
+    "rollout_correction/kl", "rollout_correction/k3_kl", "rollout_correction/training_log_ppl",
+    "rollout_correction/rollout_log_ppl", "rollout_correction/log_ppl_abs_diff", "rollout_correction/chi2_token",
+    "memory(GiB)", "elapsed_time",
 )  # fmt: skip
 
 
@@ -58,8 +60,8 @@ def repeating(steps: int, sleep: int) -> tuple[list[dict], dict]:
     ]
     options = {
         "model_type": "qwen3", "template": "dummy", "reward_funcs": "repeats", "train_iters": steps, "lr": 1e-5,
-        "global_batch_size": PROMPTS * ANSWERS, "micro_batch_size": 4, "num_generations": ANSWERS, "max_completion_length": 64,
-        "offload_model": "true", "offload_optimizer": "true", "sleep_level": sleep,
+        "global_batch_size": PROMPTS * ANSWERS, "micro_batch_size": 4, "num_generations": ANSWERS,
+        "max_completion_length": 64, "offload_model": "true", "offload_optimizer": "true", "sleep_level": sleep,
         "vllm_gpu_memory_utilization": 0.4, "vllm_enforce_eager": "true",
     }  # fmt: skip
     return rows, options
@@ -78,13 +80,14 @@ def arguments(out: Path, run: str, rows: list[dict], chosen: dict) -> list[str]:
     )
     options = {
         "rlhf_type": "grpo", "model": out / "model", "use_hf": "true", "check_model": "false",
-        "dataset": data, "load_from_cache_file": "false", "split_dataset_ratio": 0, "dataset_num_proc": 1, "dataloader_num_workers": 0,
-        "external_plugins": plugin, "report_to": "steps",
+        "dataset": data, "load_from_cache_file": "false", "split_dataset_ratio": 0, "dataset_num_proc": 1,
+        "dataloader_num_workers": 0, "external_plugins": plugin, "report_to": "steps",
         "bf16": "true", "finetune": "true", "logging_steps": 1, "save_steps": 1000000, "eval_iters": 0,
         "steps_per_generation": 1, "max_length": 64, "temperature": 1.0,
         "attention_backend": "auto", "padding_free": "false",  # its own, flash with packed rows, need flash-attn
         "log_rollout_offpolicy_metrics": "true", "log_entropy": "true",
-        "use_vllm": "true", "vllm_mode": "colocate", "vllm_max_model_len": 256, "output_dir": out / run, "add_version": "false",
+        "use_vllm": "true", "vllm_mode": "colocate", "vllm_max_model_len": 256, "output_dir": out / run,
+        "add_version": "false",
     }  # fmt: skip
     return [part for key, value in (options | chosen).items() for part in (f"--{key}", str(value))]
 

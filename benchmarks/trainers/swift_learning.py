@@ -1,7 +1,8 @@
 """GRPO of a trained model by ms-swift's Megatron with its own weight sync and with a refit: does
 the reward rise alike?
 
-    python -m benchmarks.trainers.swift_learning OUT [--steps 150] [--limit 500] [--after SECONDS] [--lora RANK] [--options OPTIONS OF MS-SWIFT]
+    python -m benchmarks.trainers.swift_learning OUT [--steps 150] [--limit 500] [--after SECONDS]
+        [--lora RANK] [--options OPTIONS OF MS-SWIFT]
 
 SmolLM2-135M-Instruct (tests/tools/trained.py) is asked for sums of two numbers up to 20; an answer whose
 last number is the sum is worth 1. Three runs with the same seeds go side by side, each on one GPU:

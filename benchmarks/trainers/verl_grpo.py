@@ -1,7 +1,8 @@
 """A few steps of GRPO by verl on two GPUs, Megatron TP2 and vLLM TP2 colocated: with verl's own
 weight sync, and with a refit.
 
-    python -m benchmarks.trainers.verl_grpo OUT [--steps 3] [--layers 4] [--hidden 1024] [--vocabulary 2048] [--tp 2] [--pp 1]
+    python -m benchmarks.trainers.verl_grpo OUT [--steps 3] [--layers 4] [--hidden 1024] [--vocabulary 2048]
+        [--tp 2] [--pp 1]
         [--gpus 2] [--only both|refit|stock] [--check]
 
 A Qwen3 of random weights with a tokenizer of whole words, and rows of numbers to repeat; `--layers
@@ -48,9 +49,17 @@ def rows(path: Path, count: int) -> None:
     import pandas
 
     pandas.DataFrame(
-        [{"data_source": "numbers", "prompt": [{"role": "user", "content": prompt(i)}], "ability": "repeat",
-          "reward_model": {"style": "rule", "ground_truth": wanted(i)}, "extra_info": {"index": i}} for i in range(count)]
-    ).to_parquet(path)  # fmt: skip
+        [
+            {
+                "data_source": "numbers",
+                "prompt": [{"role": "user", "content": prompt(i)}],
+                "ability": "repeat",
+                "reward_model": {"style": "rule", "ground_truth": wanted(i)},
+                "extra_info": {"index": i},
+            }
+            for i in range(count)
+        ]
+    ).to_parquet(path)
 
 
 def lines(out: Path, steps: int, tp: int, pp: int, gpus: int) -> list[str]:
@@ -77,7 +86,8 @@ def lines(out: Path, steps: int, tp: int, pp: int, gpus: int) -> list[str]:
         f"actor_rollout_ref.actor.megatron.pipeline_model_parallel_size={pp}",
         "actor_rollout_ref.actor.megatron.vanilla_mbridge=True",
         "actor_rollout_ref.actor.megatron.param_offload=True",
-        "actor_rollout_ref.actor.megatron.override_transformer_config.attention_backend=auto",  # its own needs flash-attn
+        # verl's own attention backend needs flash-attn.
+        "actor_rollout_ref.actor.megatron.override_transformer_config.attention_backend=auto",
         "actor_rollout_ref.actor.megatron.optimizer_offload=True",
         "actor_rollout_ref.actor.optim.lr=1e-5",
         "actor_rollout_ref.rollout.name=vllm",

@@ -410,13 +410,13 @@ def _joined(address: str, secret: bytes, rank: int, size: int, timeout: float, d
         )
     if answer.get("has_left"):
         raise ReshardError(
-            f"rank {rank} has joined at {address} before ({answer['taken_by']}) and has left, and rank 0 still serves that "
-            f"meeting: call close() on rank 0's group, or meet at another port"
+            f"rank {rank} has joined at {address} before ({answer['taken_by']}) and has left, and rank 0 "
+            "still serves that meeting: call close() on rank 0's group, or meet at another port"
         )
     if "taken_by" in answer:
         raise ReshardError(
-            f"rank {rank} has joined at {address} before ({answer['taken_by']}): give each process a rank of its own, and meet at "
-            f"another port after a restart"
+            f"rank {rank} has joined at {address} before ({answer['taken_by']}): give each process a rank "
+            "of its own, and meet at another port after a restart"
         )
     group.meeting = str(answer.get("meeting", ""))
     group.local_address = group.channel.connection.getsockname()[0]

@@ -111,7 +111,6 @@ class Hub(Server):
         return (all_informed and not never_came) or time.monotonic() - self.owner_left > self.kept_seconds
 
     def is_waited_for(self) -> bool:
-        """See `Server.is_waited_for`."""
         in_transactions = any(transaction.waits for transaction in self.transactions.values())
         return bool(self.values.waits or self.liveness_waits or self.numbering.late or in_transactions)
 

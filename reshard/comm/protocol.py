@@ -163,7 +163,8 @@ class GetValues(Request):
 REQUESTS: dict[str, type[Request]] = {
     kind.__name__: kind
     for kind in (
-        Join, Begin, Post, Read, Gather, WaitForCount, Prepare, Commit, Alive, Liveness, Fail, Abort, SetValue, GetValues,
+        Join, Begin, Post, Read, Gather, WaitForCount, Prepare, Commit, Alive, Liveness, Fail, Abort, SetValue,
+        GetValues,
     )
 }  # fmt: skip
 _FITS: dict[Any, Callable[[Any], bool]] = {
@@ -274,8 +275,8 @@ class Failure:
                 step = "has not joined" if rank in absent else self.what
                 step = f"did not come to {self.call}" if rank in away else step
                 done.setdefault(step, []).append(rank)
-        said = [f"{listed(names[rank] for rank in ranks)} {step}" for step, ranks in done.items()]
-        return f"{' and '.join(said)} {within}"
+        clauses = [f"{listed(names[rank] for rank in ranks)} {step}" for step, ranks in done.items()]
+        return f"{' and '.join(clauses)} {within}"
 
 
 def posted_number(payload: bytes) -> int | None:

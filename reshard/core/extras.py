@@ -9,8 +9,8 @@ from reshard.core.errors import ReshardError
 
 # What all commands and calls are made of, by its name in Python, as pyproject.toml has it.
 BASE = {
-    "click": "click>=8.1", "huggingface_hub": "huggingface-hub>=0.25", "ml_dtypes": "ml_dtypes>=0.4", "numpy": "numpy>=1.26",
-    "xxhash": "xxhash>=3.0",
+    "click": "click>=8.1", "huggingface_hub": "huggingface-hub>=0.25", "ml_dtypes": "ml_dtypes>=0.4",
+    "numpy": "numpy>=1.26", "xxhash": "xxhash>=3.0",
 }  # fmt: skip
 # Which extra brings a package, for those who ask for the package alone.
 EXTRA_OF = {

@@ -4,8 +4,12 @@ A model's tensors and those of a published file are not always the same. A file 
 tensor, or queries and their gates in turn. Its parts are then what the rest of this package calls tensors:
 
 >>> view = View.parse("experts.gate_up_proj[3, 0:512]")
->>> view.tensor, view.selections
-('experts.gate_up_proj', (Selection(start=3, length=1, period=0, drops=True), Selection(start=0, length=512, period=0, drops=False)))
+>>> view.tensor
+'experts.gate_up_proj'
+>>> view.selections[0]
+Selection(start=3, length=1, period=0, drops=True)
+>>> view.selections[1]
+Selection(start=0, length=512, period=0, drops=False)
 
 Per dim, with commas between, and ``:`` for the dims that are left out:
 

@@ -115,13 +115,13 @@ class Chain:
                 )
             if delta.follows > last:
                 raise ReshardError(
-                    f"{self.where} lacks {delta_name(delta.follows)}, which {delta_name(delta.version)} follows: bring it "
-                    f"back, or begin a new chain with reshard delta save"
+                    f"{self.where} lacks {delta_name(delta.follows)}, which {delta_name(delta.version)} "
+                    "follows: bring it back, or begin a new chain with reshard delta save"
                 )
             if delta.chain != self.base.chain:
                 raise ReshardError(
-                    f"{place} is of another chain ({delta.chain}, not {self.base.chain}): bring the right one back, or begin "
-                    f"a new chain with reshard delta save"
+                    f"{place} is of another chain ({delta.chain}, not {self.base.chain}): bring the right "
+                    "one back, or begin a new chain with reshard delta save"
                 )
             if delta.before != digest:
                 raise ReshardError(
@@ -135,8 +135,8 @@ class Chain:
             place = f"{self.where}/{name}"
             if name != f"{delta_name(version)}.json":
                 raise ReshardError(
-                    f"{place} is not called {delta_name(version)}.json: it was renamed or copied; give it that name, or "
-                    f"remove it if there is one"
+                    f"{place} is not called {delta_name(version)}.json: it was renamed or copied; give it "
+                    "that name, or remove it if there is one"
                 )
             delta = delta_of(self._read(name), place)
             if delta.version != version:

@@ -192,8 +192,8 @@ def _check_same_config(left: Source, right: Source, old_name: str, new_name: str
     weights only, and what `apply` writes has the base's config."""
     for name, (had, has) in config_differences(left.model, right.model).items():
         raise ReshardError(
-            f"{new_name} is not a new version of {old_name}: its config has {name} {has!r:.80}, and had {had!r:.80}; begin a "
-            f"new chain, with {new_name} as its base"
+            f"{new_name} is not a new version of {old_name}: its config has {name} {has!r:.80}, and had "
+            f"{had!r:.80}; begin a new chain, with {new_name} as its base"
         )
 
 

@@ -62,9 +62,9 @@ class File:
 
 @dataclass(frozen=True)
 class Base:
-    """The weights that a chain begins with: `name` is what it was called when the chain was begun, `tensors` are canonical
-    ones that repeat no other. `chain` is drawn when a chain begins, and in each of its versions: two chains may agree in
-    their first ones."""
+    """The weights that a chain begins with: `name` is what it was called when the chain was begun, `tensors`
+    are canonical ones that repeat no other. `chain` is drawn when a chain begins, and in each of its
+    versions: two chains may agree in their first ones."""
 
     name: str
     digest: str
@@ -79,8 +79,8 @@ class Base:
 
 @dataclass(frozen=True)
 class Delta:
-    """One version of a chain, whose identity is `chain` once it is there: `before` and `after` are digests of all weights,
-    `changed` counts elements."""
+    """One version of a chain, whose identity is `chain` once it is there: `before` and `after` are digests of
+    all weights, `changed` counts elements."""
 
     version: int
     follows: int

@@ -87,8 +87,8 @@ def apply_deltas_in_group(
     group: RefitGroup, worker: Any, chain: str | Path, version: int | None = None, verify: bool = False
 ) -> bool:
     """Do what `apply_deltas` does, called by each of the workers of an engine, or of several of one model: they are the
-    members of `group`, each gives itself (`reshard.engines.workers.delta_methods.DeltaMethods`), and all the same version.
-    Return whether anything was written: then the caller empties the prefix cache."""
+    members of `group`, each gives itself (`reshard.engines.workers.delta_methods.DeltaMethods`), and all the
+    same version. Return whether anything was written: then the caller empties the prefix cache."""
     check_switch(verify, "verify")
     with group.transaction("deltas"), Chain(chain) as opened:
         session, number, wrote = uuid.uuid4().hex, 0, False
@@ -250,8 +250,8 @@ def _check_forward(chain: Chain, deltas: list[Delta], held: str, target: int) ->
     newer = [delta.version for delta in chain.deltas() if delta.after == held]
     if newer:
         raise ReshardError(
-            f"the engine holds version {newer[-1]} of {chain.where}, and goes forward only: to go back to version {target}, "
-            f"load the base or an older version into it first"
+            f"the engine holds version {newer[-1]} of {chain.where}, and goes forward only: to go back to "
+            f"version {target}, load the base or an older version into it first"
         )
     raise ReshardError(
         f"the engine holds weights with digest {held}, which are neither the base of {chain.where} ({chain.base.name}) "
@@ -292,8 +292,8 @@ def _held(front: Front, writing: Calls) -> Calls:
             is_ours = True
     elif not (yield EMPTY_CACHES, (False, False)):
         raise ReshardError(
-            "this LLM has requests under way, whose keys and values are of the weights that it has now: call again when "
-            "they have ended"
+            "this LLM has requests under way, whose keys and values are of the weights that it has now: "
+            "call again when they have ended"
         )
     try:
         wrote = yield from writing
@@ -310,15 +310,15 @@ def _held(front: Front, writing: Calls) -> Calls:
     if wrote and front.pauses and not (yield IS_PAUSED, ()):
         yield "reshard_delta_invalidate", (None,)
         raise ReshardError(
-            "somebody resumed this engine while it was written, so requests may have mixed two versions, and it does not "
-            "serve: load the base into it again"
+            "somebody resumed this engine while it was written, so requests may have mixed two versions, "
+            "and it does not serve: load the base into it again"
         )
     # Requests that were running begin again, with the tokens that they have.
     if wrote and (yield EMPTY_CACHES, (True, front.has_connector)) is not True:
         yield "reshard_delta_invalidate", (None,)
         raise ReshardError(
-            "the engine did not forget keys and values of the weights that it had before, so it does not serve: load the "
-            "base into it again"
+            "the engine did not forget keys and values of the weights that it had before, so it does not "
+            "serve: load the base into it again"
         )
     if is_ours:
         yield RESUME, ()
@@ -341,7 +341,8 @@ def _digest(base: Base, answers: list[Any], chain: str) -> str:
     for name, info in base.tensors.items():
         if elements[name] != info.rows * info.columns:
             raise ReshardError(
-                f"the engine holds {elements[name]:,} of the {info.rows * info.columns:,} elements of {name}, or parts of "
-                f"it that overlap: a chain reaches engines that hold all tensors of its base"
+                f"the engine holds {elements[name]:,} of the {info.rows * info.columns:,} elements of "
+                f"{name}, or parts of it that overlap: a chain reaches engines that hold all tensors of its "
+                "base"
             )
     return digest_text(digest_total(sums.values()))

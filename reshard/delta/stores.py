@@ -160,7 +160,8 @@ class RemoteStore(Store):
             self.fs, self.root = fsspec.core.url_to_fs(self.where)
         except (ImportError, ValueError) as error:
             raise ReshardError(
-                f"{url} cannot be reached: {first_line(error)}; pip install 'reshard[store]' brings S3 and Google Cloud Storage"
+                f"{url} cannot be reached: {first_line(error)}; pip install 'reshard[store]' brings S3 and "
+                "Google Cloud Storage"
             ) from error
         self.fetched: tempfile.TemporaryDirectory | None = None
 

@@ -45,9 +45,12 @@ class _ArrayInterface:
     def __init__(self, target: torch.Tensor) -> None:
         self.target = target
         self.__array_interface__ = {
-            "data": (target.data_ptr(), False), "shape": tuple(target.shape), "strides": target.stride(), "typestr": "|u1",
+            "data": (target.data_ptr(), False),
+            "shape": tuple(target.shape),
+            "strides": target.stride(),
+            "typestr": "|u1",
             "version": 3,
-        }  # fmt: skip
+        }
 
 
 def numpy_view(target: torch.Tensor) -> np.ndarray:
@@ -246,7 +249,12 @@ class _Pinned:
         self.size, self.memory = size, anonymous_memory(size)
         _pinned.add(self)
         self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
-        self.__array_interface__ = {"data": (self.address, False), "shape": (size,), "typestr": "|u1", "version": 3}  # fmt: skip
+        self.__array_interface__ = {
+            "data": (self.address, False),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
         self.cudart = torch.cuda.cudart()
         if int(self.cudart.cudaHostRegister(self.address, size, 0)):
             self.size = 0

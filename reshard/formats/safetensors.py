@@ -177,8 +177,8 @@ def read_directory(path: Path, notices: list[str] | None = None) -> dict[str, Te
         raise ReshardError(f"{index} names {listed(unsafe, 3)}, which are not files of {path}")
     if SINGLE not in files and (path / SINGLE).exists():
         raise ReshardError(
-            f"{path} has {SINGLE} beside {INDEX}, which names other files ({listed(files, 2)}): transformers reads the one, "
-            f"vLLM the others; move away what is not this model's"
+            f"{path} has {SINGLE} beside {INDEX}, which names other files ({listed(files, 2)}): "
+            "transformers reads the one, vLLM the others; move away what is not this model's"
         )
     missing = [name for name in files if not os.path.isfile(path / name)]
     if missing:

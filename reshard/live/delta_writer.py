@@ -145,8 +145,8 @@ class DeltaWriter:
                 ]
                 if lacking:
                     raise ReshardError(
-                        f"{directory} is another model than the trainer's: it has no {listed(lacking, 3)} of that shape; give "
-                        f"base= the checkpoint that the model holds now"
+                        f"{directory} is another model than the trainer's: it has no {listed(lacking, 3)} "
+                        "of that shape; give base= the checkpoint that the model holds now"
                     )
                 with source.unchanged():
                     return sum(
@@ -154,11 +154,12 @@ class DeltaWriter:
                         for name in sorted(self.tensors)[team.process :: team.size]
                     )
 
-        there = digest_text(digest_total(team.together(digest)))
-        if there != self.digest:
+        base_digest = digest_text(digest_total(team.together(digest)))
+        if base_digest != self.digest:
             raise ReshardError(
-                f"the trainer's model holds other weights than {directory} (digest {self.digest}, not {there}), so a chain "
-                f"that begins with them could not be applied to that: give base= the checkpoint that the model holds now"
+                f"the trainer's model holds other weights than {directory} (digest {self.digest}, not "
+                f"{base_digest}), so a chain that begins with them could not be applied to that: give base= the "
+                "checkpoint that the model holds now"
             )
 
     def _check_newest(self, deltas: list[Delta]) -> None:
@@ -169,8 +170,8 @@ class DeltaWriter:
         if newest != self.digest:
             last = f"version {deltas[-1].version}" if deltas else f"the base ({base.name})"
             raise ReshardError(
-                f"{self.chain.where} ends with {last}, and the trainer's model holds other weights (digest {self.digest}, not "
-                f"{newest}): load those, or give a directory for a new chain"
+                f"{self.chain.where} ends with {last}, and the trainer's model holds other weights (digest "
+                f"{self.digest}, not {newest}): load those, or give a directory for a new chain"
             )
 
     @property
@@ -237,7 +238,8 @@ class DeltaWriter:
     def _write(
         self, team: Team, scratch: Path, number: int, follows: int, pending: list[_Pending]
     ) -> tuple[list[Any] | None, int, int]:
-        """Write this rank's file into `scratch`; return what it is, how many elements changed, and by how much the digest."""
+        """Write this rank's file into `scratch`; return what it is, how many elements changed, and by how
+        much the digest."""
         rank = f"-rank-{team.process:05d}" if team.size > 1 else ""
         writer, change = RecordWriter(scratch, f"{delta_name(number)}{rank}.safetensors"), 0
         try:
@@ -273,8 +275,8 @@ class DeltaWriter:
 def _base_of(
     hf_config: Any, published: PublishedModel, base: str | Path | None, exists: bool
 ) -> tuple[str, Path | None]:
-    """Return the name of the checkpoint with which a chain begins, and the directory of its weights, None for a base that
-    is not on this host. Raises ReshardError for a new chain of which it is not known."""
+    """Return the name of the checkpoint with which a chain begins, and the directory of its weights, None for
+    a base that is not on this host. Raises ReshardError for a new chain of which it is not known."""
     if base is not None:
         return str(base), Path(base) if os.path.isdir(base) else None
     path = published.path
@@ -286,9 +288,9 @@ def _base_of(
     )
     if not has_weights and not exists:
         raise ReshardError(
-            f"the weights of {hf_config if isinstance(hf_config, str | Path) else 'hf_config'} are not on this host, so the "
-            f"trainer's model cannot be compared with them: give base= the checkpoint that it holds now, as a directory, "
-            f"or by its name, which is believed"
+            f"the weights of {hf_config if isinstance(hf_config, str | Path) else 'hf_config'} are not on "
+            "this host, so the trainer's model cannot be compared with them: give base= the checkpoint "
+            "that it holds now, as a directory, or by its name, which is believed"
         )
     return str(hf_config), directory if has_weights else None
 

@@ -41,8 +41,8 @@ def export(
 
     Args:
         buffer_bytes: the most bytes of a batch, which takes one exchange between all ranks. A rank that gets the
-            tensors needs twice that memory, others what they send. A larger tensor is a batch by itself; it needs its own
-            memory once, twice where columns of it lie on several ranks.
+            tensors needs twice that memory, others what they send. A larger tensor is a batch by itself; it
+            needs its own memory once, twice where columns of it lie on several ranks.
         to: the only rank that gets the tensors; by default every rank gets them.
         copy: False to get a tensor that lies whole on a rank, row after row, where it lies: read it before the model
             is trained on, and do not write to it.
@@ -236,5 +236,6 @@ def _wait(exchanges: list[dist.P2POp]) -> None:
             work.wait()
     except RuntimeError as error:
         raise ReshardError(
-            f"the export ended early, since another rank was ended, or has not iterated to the end as all have to ({first_line(error)})"
+            "the export ended early, since another rank was ended, or has not iterated to the end as all "
+            f"have to ({first_line(error)})"
         ) from error

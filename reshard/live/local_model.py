@@ -38,7 +38,8 @@ class LocalModel(LocalBoxes):
     def find_boxes(
         self, model: Model, make_vocab_size_divisible_by: int = 128, dtype: str | None = None
     ) -> None:
-        """See `LocalBoxes.find_boxes`; the vocabulary is padded to a multiple of this times TP at most."""
+        """Find the boxes of a model's tensors, whose vocabulary is padded to a multiple of
+        `make_vocab_size_divisible_by` times TP at most."""
         check_number(make_vocab_size_divisible_by, "make_vocab_size_divisible_by", MAX_VOCAB_MULTIPLE)
         super().find_boxes(model, make_vocab_size_divisible_by, dtype)
         self._check_padding(model, make_vocab_size_divisible_by)

@@ -228,8 +228,9 @@ def check_main_parameters(optimizer: Any) -> None:
     for each in _torch_optimizers(optimizer):
         if any("master_param" in state for state in each.state.values()):
             raise ReshardError(
-                "the optimizer keeps its main parameters to itself (use_precision_aware_optimizer), and after its first "
-                "step they do not follow the model's: load before that, or make the optimizer anew"
+                "the optimizer keeps its main parameters to itself (use_precision_aware_optimizer), and "
+                "after its first step they do not follow the model's: load before that, or make the "
+                "optimizer anew"
             )
         for parameter in (parameter for group in each.param_groups for parameter in group["params"]):
             if parameter.numel() and not parameter.untyped_storage().size():

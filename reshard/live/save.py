@@ -138,8 +138,8 @@ def save(
     another source. Padding rows of the vocabulary are written as zeros.
 
     Args:
-        hf_config: the directory, ``config.json`` or hub id that the model started from. It gives names, config, tokenizer
-            and generation config. A transformers config gives names and config only.
+        hf_config: the directory, ``config.json`` or hub id that the model started from. It gives names,
+            config, tokenizer and generation config. A transformers config gives names and config only.
         background: copy each rank's share to (pinned) host memory and return a `Saving`, whose `result()` waits for
             the report. The next save first waits for this one, and raises its error.
         layout: the layout that a ``torch_dist`` checkpoint is cut for, by default the model's.
@@ -157,7 +157,8 @@ def save(
     if last is not None:
         last.result()
     job = _Save(models, destination, hf_config, format, background, layout, iteration, transformer_impl,
-                make_vocab_size_divisible_by, megatron_version, max_shard_size, overwrite, sync, metadata, workers)  # fmt: skip
+                make_vocab_size_divisible_by, megatron_version, max_shard_size, overwrite, sync, metadata,
+                workers)  # fmt: skip
     with keyword_style_errors(), gc_paused():
         job.prepare()
         if background:
@@ -238,10 +239,20 @@ class _Save:
         self._end(None)
         written = sum(box_bytes(live.box, live.dtype.size) for live in self.share)
         return SaveReport(
-            str(self.destination), self.new.format, self.published.model.family.name, str(self.laid_out), team.process, team.size,
-            len(self.inventory.tensors), len(self.new.sizes), sum(self.new.sizes.values()), written, self.host_bytes,
-            time.monotonic() - self.began, self.inventory.model.notices,
-        )  # fmt: skip
+            str(self.destination),
+            self.new.format,
+            self.published.model.family.name,
+            str(self.laid_out),
+            team.process,
+            team.size,
+            len(self.inventory.tensors),
+            len(self.new.sizes),
+            sum(self.new.sizes.values()),
+            written,
+            self.host_bytes,
+            time.monotonic() - self.began,
+            self.inventory.model.notices,
+        )
 
     def _end(self, error: BaseException | None) -> None:
         """Release everything. With an error, also remove what was written, once no rank writes any more."""
@@ -280,8 +291,9 @@ class _Save:
         self.local.find_boxes(self.published.model, self.make_vocab_size_divisible_by)
         if self.published.model.wrapped:
             raise ReshardError(
-                f"{self.published.path} is the config of a {self.published.model.family.wrapped_in[0]}, of which the trainer "
-                f"has the language model only: let the trainer save, and pass --hf-config to reshard mcore-to-hf"
+                f"{self.published.path} is the config of a {self.published.model.family.wrapped_in[0]}, of "
+                "which the trainer has the language model only: let the trainer save, and pass --hf-config "
+                "to reshard mcore-to-hf"
             )
         self.laid_out = self.layout or layout_of(
             self.local.trainer.config, pattern_of(self.local.trainer.models[0])
@@ -291,11 +303,19 @@ class _Save:
         """Raise ReshardError if the ranks were given different options. Find which layers the model
         has."""
         options = {
-            "destination": os.path.abspath(self.destination), "the digest of the config": self.published.digest,
-            "format": self.format, "background": self.background, "layout": str(self.laid_out), "iteration": self.iteration,
-            "transformer_impl": self.transformer_impl, "make_vocab_size_divisible_by": self.make_vocab_size_divisible_by,
-            "megatron_version": list(self.megatron_lm), "max_shard_size": self.shard_bytes, "overwrite": self.overwrite, "sync": self.sync,
-        }  # fmt: skip
+            "destination": os.path.abspath(self.destination),
+            "the digest of the config": self.published.digest,
+            "format": self.format,
+            "background": self.background,
+            "layout": str(self.laid_out),
+            "iteration": self.iteration,
+            "transformer_impl": self.transformer_impl,
+            "make_vocab_size_divisible_by": self.make_vocab_size_divisible_by,
+            "megatron_version": list(self.megatron_lm),
+            "max_shard_size": self.shard_bytes,
+            "overwrite": self.overwrite,
+            "sync": self.sync,
+        }
         check_same_options(self.team, "saves", options)
         # A stage without layers cannot tell.
         implementations = self.team.together(lambda: implementation_of(self.local.trainer.models))
@@ -307,8 +327,8 @@ class _Save:
         place = Path(os.path.abspath(self.destination))
         if self.iteration is None and self.overwrite and iterations_in(place):
             raise ReshardError(
-                f"{place} holds iterations of a training run, all of which overwrite=True would replace: pass iteration=, "
-                f"or save to another directory"
+                f"{place} holds iterations of a training run, all of which overwrite=True would replace: "
+                "pass iteration=, or save to another directory"
             )
         return str(place)
 
@@ -329,10 +349,18 @@ class _Save:
             )
         else:
             self.new = MegatronFiles(
-                inventory.model, self.laid_out, inventory.tensors, inventory.copies, beside, transformer_impl=self.implementation,
-                make_vocab_size_divisible_by=self.make_vocab_size_divisible_by, iteration=self.iteration,
-                megatron_lm=self.megatron_lm, model_class=class_of_models(self.local.trainer.models), alone=added,
-            )  # fmt: skip
+                inventory.model,
+                self.laid_out,
+                inventory.tensors,
+                inventory.copies,
+                beside,
+                transformer_impl=self.implementation,
+                make_vocab_size_divisible_by=self.make_vocab_size_divisible_by,
+                iteration=self.iteration,
+                megatron_lm=self.megatron_lm,
+                model_class=class_of_models(self.local.trainer.models),
+                alone=added,
+            )
             place = place / self.new.directory if added else place
         # The destination must not overlap it.
         config = self.published.path or Path(os.devnull)

@@ -35,7 +35,7 @@ class _TooComplexError(Exception):
 
 
 class _State(NamedTuple):
-    """What leads on from a state of the automaton: by a character, by one that passes a test, by none."""
+    """Transitions from a state of the automaton: by a character, by one that passes a test, by none."""
 
     by_char: dict[str, int]
     by_test: list[tuple[Test, int]]
@@ -93,8 +93,8 @@ class Patterns:
 
     def _too_complex(self, pattern: str) -> ReshardError:
         return ReshardError(
-            f"{self.where}: {pattern[:80]!r} is more complex than the patterns that are followed here: write the names of "
-            f"the modules instead"
+            f"{self.where}: {pattern[:80]!r} is more complex than the patterns that are followed here: "
+            "write the names of the modules instead"
         )
 
     def _add(self, pattern: str, first: int, number: int) -> set[int]:

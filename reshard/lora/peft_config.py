@@ -35,8 +35,9 @@ def check_plain(config: Mapping[str, Any], where: object) -> None:
     init = config.get("init_lora_weights")
     if not any(init is known or (isinstance(init, str) and init == known) for known in INITS):
         raise ReshardError(
-            f"{where}: init_lora_weights is {init!r:.80}, by which PEFT changes the base when it loads the adapter: save it "
-            f"with save_pretrained(path_initial_model_for_weight_conversion=...), or merge it with PEFT"
+            f"{where}: init_lora_weights is {init!r:.80}, by which PEFT changes the base when it loads the "
+            "adapter: save it with save_pretrained(path_initial_model_for_weight_conversion=...), or merge "
+            "it with PEFT"
         )
     for field, value in config.items():
         if field in READ or field in WITHOUT_EFFECT or field == "init_lora_weights":

@@ -27,9 +27,11 @@ from reshard.models.model import Model
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 YARN_ATTRIBUTES = {
-    "yarn_rotary_scaling_factor": "rotary_scaling_factor", "yarn_mscale": "mscale", "yarn_mscale_all_dim": "mscale_all_dim",
-    "yarn_original_max_position_embeddings": "yarn_original_max_position_embeddings", "yarn_beta_fast": "yarn_beta_fast",
-    "yarn_beta_slow": "yarn_beta_slow", "yarn_correction_range_round_to_int": "yarn_correction_range_round_to_int",
+    "yarn_rotary_scaling_factor": "rotary_scaling_factor", "yarn_mscale": "mscale",
+    "yarn_mscale_all_dim": "mscale_all_dim",
+    "yarn_original_max_position_embeddings": "yarn_original_max_position_embeddings",
+    "yarn_beta_fast": "yarn_beta_fast", "yarn_beta_slow": "yarn_beta_slow",
+    "yarn_correction_range_round_to_int": "yarn_correction_range_round_to_int",
 }  # fmt: skip
 
 

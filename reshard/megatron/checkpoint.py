@@ -178,27 +178,29 @@ def check_language_model(keys: Keys, where: object) -> None:
         )
     if adapters:
         raise ReshardError(
-            f"{where} holds a LoRA adapter ({len(adapters)} tensors: {listed(adapters, 2)}) beside the model's weights: "
-            f"pass --without-adapters for the weights alone, or convert the adapter with reshard lora-to-peft"
+            f"{where} holds a LoRA adapter ({len(adapters)} tensors: {listed(adapters, 2)}) beside the "
+            "model's weights: pass --without-adapters for the weights alone, or convert the adapter with "
+            "reshard lora-to-peft"
         )
     sharded = [key for key in keys if key.endswith("." + EMBEDDING) and key.startswith(("model.", "module."))]
     if EMBEDDING not in keys and sharded:
         raise ReshardError(
-            f"{where} is in the format 'fsdp_dtensor' or 'torch_dcp' of a trainer under FSDP ({sharded[0]}), which is not read: save it "
-            f"with --ckpt-format torch_dist"
+            f"{where} is in the format 'fsdp_dtensor' or 'torch_dcp' of a trainer under FSDP "
+            f"({sharded[0]}), which is not read: save it with --ckpt-format torch_dist"
         )
     published = next((key for key in sorted(keys) if key.endswith(".embed_tokens.weight")), None)
     if EMBEDDING not in keys and published is not None:
         raise ReshardError(
-            f"{where} is a checkpoint of torch.distributed.checkpoint that a trainer under FSDP has saved ({published}), not "
-            f"Megatron's: merge it with accelerate merge-weights {where} DIRECTORY"
+            f"{where} is a checkpoint of torch.distributed.checkpoint that a trainer under FSDP has saved "
+            f"({published}), not Megatron's: merge it with accelerate merge-weights {where} DIRECTORY"
         )
     head = keys.get(OUTPUT)
     value_heads = [key for key in keys if VALUE_HEAD.search(key)]
     if value_heads or (head is not None and head.shape[:1] == (1,)):
         raise ReshardError(
             f"{where} is a value or reward model's: {listed(value_heads, 1) or OUTPUT} is a value head, of "
-            f"{list(keys[value_heads[0]].shape if value_heads else head.shape)}, and no output over a vocabulary"  # type: ignore[union-attr]
+            f"{list(keys[value_heads[0]].shape if value_heads else head.shape)}, "  # type: ignore[union-attr]
+            "and no output over a vocabulary"
         )
 
 

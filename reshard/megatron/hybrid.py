@@ -154,7 +154,8 @@ def as_hybrid_args(args: Mapping[str, Any], pattern: str, transformer_impl: str)
     `as_gpt_args`."""
     if args.get("dsa_indexer_topk_freq") not in (None, 1):
         raise ReshardError(
-            "layers that share an indexer are counted otherwise in a HybridModel, which is not supported: use a GPTModel"
+            "layers that share an indexer are counted otherwise in a HybridModel, which is not supported: "
+            "use a GPTModel"
         )
     if args.get("window_attn_skip_freq") is not None:
         raise ReshardError(
@@ -226,8 +227,8 @@ def pairs(pattern: str, where: object) -> list[str]:
     layers = [pattern[i : i + 2] for i in range(0, len(pattern), 2)]
     if not layers or not all(len(pair) == 2 and pair[0] in ATTENTION and pair[1] in MLP for pair in layers):
         raise ReshardError(
-            f"{where}: in the pattern {shortened(pattern)} attention ({' '.join(ATTENTION)}) and MLP ({' '.join(MLP)}) do not "
-            f"alternate, as they do in the models of all families here"
+            f"{where}: in the pattern {shortened(pattern)} attention ({' '.join(ATTENTION)}) and MLP "
+            f"({' '.join(MLP)}) do not alternate, as they do in the models of all families here"
         )
     return layers
 
@@ -255,13 +256,15 @@ def as_gpt_args(args: Mapping[str, Any], where: object) -> dict[str, Any]:
         del gpt["spec"]
     if "[" in pattern:
         raise ReshardError(
-            f"{where}: the pattern {shortened(pattern)} groups layers in brackets, which is not read: train without them"
+            f"{where}: the pattern {shortened(pattern)} groups layers in brackets, which is not read: train "
+            "without them"
         )
     decoder = decoder.replace(STAGE, "")
     if MAMBA in decoder:
         if set(mtp) - {MTP_OF_MAMBA}:
             raise ReshardError(
-                f"{where}: an MTP layer of the pattern {shortened(pattern)} is not {MTP_OF_MAMBA}, as in all published models"
+                f"{where}: an MTP layer of the pattern {shortened(pattern)} is not {MTP_OF_MAMBA}, as in "
+                "all published models"
             )
         gpt |= {"num_layers": len(decoder), "hybrid_layer_pattern": decoder}
         return gpt | ({"mtp_num_layers": mtp_layers} if mtp else {})

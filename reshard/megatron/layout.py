@@ -207,10 +207,13 @@ class MegatronLayout:
     def megatron_args(self) -> dict:
         """Megatron-LM's arguments for this layout, by their names in ``args``."""
         args: dict = {
-            "tensor_model_parallel_size": self.tp, "pipeline_model_parallel_size": self.pp,
-            "expert_model_parallel_size": self.ep, "expert_tensor_parallel_size": self.expert_tp, "context_parallel_size": 1,
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.expert_tp,
+            "context_parallel_size": 1,
             "virtual_pipeline_model_parallel_size": self.virtual_stages if self.virtual_stages > 1 else None,
-        }  # fmt: skip
+        }
         optional = {
             "decoder_first_pipeline_num_layers": self.num_layers_in_first_pipeline_stage,
             "decoder_last_pipeline_num_layers": self.num_layers_in_last_pipeline_stage,

@@ -97,8 +97,10 @@ def uncounted(model: Model) -> list[str]:
     if not unknown:
         return []
     return [
-        f"activations are those of ordinary attention and experts: what layers keep for {listed(unknown, 4)} is not counted, "
-        f"so that more or less may be needed"
+        (
+            "activations are those of ordinary attention and experts: what layers keep for "
+            f"{listed(unknown, 4)} is not counted, so that more or less may be needed"
+        )
     ]
 
 

@@ -146,9 +146,22 @@ def _fitting(
     cost = (not surely, not tp_inside, level, t.optimizer_offload, round(bubble, 2), layout.tp * t.cp,
             not ep_inside, layout.ep, peak.total_band.high)  # fmt: skip
     return FittingLayout(
-        layout, t.cp, setup.dp, t.recompute, t.optimizer_offload, peak.allocated, peak.total_band.low, peak.total_band.high,
-        gpu_bytes - peak.total_band.high, bubble, setup.microbatches, tp_inside, ep_inside, surely, cost,
-    )  # fmt: skip
+        layout,
+        t.cp,
+        setup.dp,
+        t.recompute,
+        t.optimizer_offload,
+        peak.allocated,
+        peak.total_band.low,
+        peak.total_band.high,
+        gpu_bytes - peak.total_band.high,
+        bubble,
+        setup.microbatches,
+        tp_inside,
+        ep_inside,
+        surely,
+        cost,
+    )
 
 
 def _layouts(model: Model, t: Training, space: SearchSpace) -> Iterator[tuple[MegatronLayout, int]]:

@@ -12,7 +12,8 @@ from reshard.memory.report import MemoryReport
 
 TEMPLATE = Path(__file__).resolve().with_name("memory.html")
 COLORS = (
-    "#3b82d6", "#6aa5e3", "#2f5f96", "#8fbf6b", "#c9c9c9", "#f0a63c", "#d98032", "#b07cc6", "#5fb8b0", "#a0a7b0", "#84653d", "#c05a7d",
+    "#3b82d6", "#6aa5e3", "#2f5f96", "#8fbf6b", "#c9c9c9", "#f0a63c", "#d98032", "#b07cc6", "#5fb8b0", "#a0a7b0",
+    "#84653d", "#c05a7d",
 )  # fmt: skip
 PARTS = {
     "weights": "weights", "gradients": "grads", "main parameters": "main_params", "moments": "moments",
@@ -40,16 +41,25 @@ def html_report(report: MemoryReport, name: str = "") -> str:
         peak=report.peak,
         stages=[_row(stage) for stage in report.stages],
         phases=[
-            [p.name, p.gpus, _gib(sum(p.parts.values())), _band(p.total_band),
-             f"{p.kv_tokens.low:,} to {p.kv_tokens.high:,}" if p.kv_tokens else ""]
+            [
+                p.name,
+                p.gpus,
+                _gib(sum(p.parts.values())),
+                _band(p.total_band),
+                f"{p.kv_tokens.low:,} to {p.kv_tokens.high:,}" if p.kv_tokens else "",
+            ]
             for p in report.phases
         ],
         tensors=[[name, _gib(n)] for name, n in tensors],
-        verdict={True: "It fits.", False: "It does not fit.", None: "It may fit: the size is within the range."}[report.fits]
+        verdict={
+            True: "It fits.",
+            False: "It does not fit.",
+            None: "It may fit: the size is within the range.",
+        }[report.fits]
         if report.gpu_bytes is not None
         else "",
         size="" if report.gpu_bytes is None else _gib(report.gpu_bytes),
-    )  # fmt: skip
+    )
 
 
 def _row(stage) -> list[str]:

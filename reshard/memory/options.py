@@ -275,8 +275,8 @@ def _microbatches(layout: MegatronLayout, t: Training, dp: int) -> int:
         microbatches = t.global_batch_size // sequences
         if t.num_microbatches not in (None, microbatches):
             raise OptionError(
-                f"--global-batch-size makes {microbatches} microbatches, but --num-microbatches is {t.num_microbatches}: "
-                f"give one of the two"
+                f"--global-batch-size makes {microbatches} microbatches, but --num-microbatches is "
+                f"{t.num_microbatches}: give one of the two"
             )
     else:
         microbatches = 4 * layout.pp if t.num_microbatches is None else t.num_microbatches
@@ -286,8 +286,8 @@ def _microbatches(layout: MegatronLayout, t: Training, dp: int) -> int:
             raise OptionError(f"--microbatch-group-size-per-vp-stage {group} is less than pp {layout.pp}")
         if 0 < microbatches % group < layout.pp:
             raise OptionError(
-                f"{microbatches} microbatches leave {microbatches % group} after groups of {group}, fewer than pp {layout.pp}: the "
-                f"interleaved schedule of Megatron refuses that"
+                f"{microbatches} microbatches leave {microbatches % group} after groups of {group}, fewer "
+                f"than pp {layout.pp}: the interleaved schedule of Megatron refuses that"
             )
     return microbatches
 

@@ -11,7 +11,8 @@ from reshard.memory.text import band_text, gib, table
 SHOWN = 16
 KEPT = "kept for deltas"  # the part of a phase that has a line of its own
 HEADS = (
-    "stage", "layers", "weights", "grads", "main", "moments", "TE", "activations", "transient", "allocated", "outside", "in all",
+    "stage", "layers", "weights", "grads", "main", "moments", "TE", "activations", "transient", "allocated", "outside",
+    "in all",
 )  # fmt: skip
 
 
@@ -107,7 +108,7 @@ class MemoryReport(Printed):
         return False if any(end.low > self.gpu_bytes for end in ends) else None
 
     def lines(self, tensors: bool = False) -> Iterator[str]:
-        """See `Printed.lines`; with the activations of the fullest stage by name if `tensors`."""
+        """Return the lines of text, with the activations of the fullest stage by name if `tensors`."""
         return _lines(self, tensors)
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,8 +123,8 @@ class MemoryReport(Printed):
 def _lines(report: MemoryReport, tensors: bool) -> Iterator[str]:
     """Yield the lines of a report; with the activations of its fullest stage by name if `tensors`."""
     yield (
-        f"{report.model}: {report.layout}, {report.ranks} GPU{'s' * (report.ranks > 1)}, {report.tokens:,} tokens a microbatch and GPU, "
-        f"{report.microbatches} microbatches, recompute {report.recompute}"
+        f"{report.model}: {report.layout}, {report.ranks} GPU{'s' * (report.ranks > 1)}, {report.tokens:,} "
+        f"tokens a microbatch and GPU, {report.microbatches} microbatches, recompute {report.recompute}"
     )
     yield from _stage_lines(report.stages)
     peak = report.peak

@@ -26,10 +26,18 @@ def report_of(setup: TrainingSetup, gpu_bytes: int | None = None) -> MemoryRepor
         stages.append(_stage(setup, rank, chunks, *by_kind[kinds]))
     axes = f"{setup.layout} DP{setup.dp}" + (f" CP{setup.training.cp}" if setup.training.cp > 1 else "")
     return MemoryReport(
-        f"{setup.model.family.name} ({setup.model.num_layers} layers)", axes, setup.ranks, setup.dp,
-        setup.microbatches, setup.tokens, str(setup.recompute), stages, [*_notices(setup), *setup.model.notices], gpu_bytes,
+        f"{setup.model.family.name} ({setup.model.num_layers} layers)",
+        axes,
+        setup.ranks,
+        setup.dp,
+        setup.microbatches,
+        setup.tokens,
+        str(setup.recompute),
+        stages,
+        [*_notices(setup), *setup.model.notices],
+        gpu_bytes,
         setup.training.gpus_per_host,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -163,8 +171,8 @@ def _notices(setup: TrainingSetup) -> list[str]:
         )
     if t.fp8:
         notices.append(
-            "fp8: the weights' copies are taken as two, as measured for blockwise and tensorwise scaling; the band has one "
-            "to two and their scales"
+            "fp8: the weights' copies are taken as two, as measured for blockwise and tensorwise scaling; "
+            "the band has one to two and their scales"
         )
     if t.optimizer_offload:
         notices.append(

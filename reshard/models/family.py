@@ -22,7 +22,8 @@ NULLABLE = ("head_dim", "num_key_value_heads", "num_nextn_predict_layers")
 # What Megatron's arguments are for every family here, unless its `megatron` says otherwise.
 MEGATRON: dict[str, Any] = {
     "normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "group_query_attention": True,
-    "multi_latent_attention": False, "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False, "rotary_interleaved": False,
+    "multi_latent_attention": False, "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False,
+    "rotary_interleaved": False,
 }  # fmt: skip
 # The same of families with experts.
 MEGATRON_MOE: dict[str, Any] = {
@@ -369,7 +370,10 @@ class Family:
         if not self.latent:
             return []
         epsilon = config["rms_norm_eps"]
-        norm = "Megatron-Core 0.19 puts a norm before linear_q_proj without q_lora_rank; load this into layers that lack it"
+        norm = (
+            "Megatron-Core 0.19 puts a norm before linear_q_proj without q_lora_rank; load this into layers "
+            "that lack it"
+        )
         compressed = f"transformers norms compressed keys with 1e-06, Megatron and vLLM with {epsilon}"
         extra_norm = not config["q_lora_rank"] and transformer_impl == "transformer_engine"
         return [norm] * extra_norm + [compressed] * (not same_value(epsilon, 1e-6))

@@ -19,8 +19,9 @@ neftune_noise_alpha initializer_factor hidden_dropout resid_pdrop embd_pdrop res
 classifier_dropout router_aux_loss_coef aux_loss_alpha seq_aux router_z_loss_coef
 router_jitter_noise ep_size max_length min_length do_sample early_stopping num_beams num_beam_groups
 diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
-cache_implementation max_window_layers no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
-remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+cache_implementation max_window_layers no_repeat_ngram_size encoder_no_repeat_ngram_size
+bad_words_ids num_return_sequences remove_invalid_values exponential_decay_length_penalty
+suppress_tokens begin_suppress_tokens
 """.split()
 # What says something about rotary embeddings.
 ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")

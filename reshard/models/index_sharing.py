@@ -29,14 +29,16 @@ def indexer_layers(config: dict[str, Any], where: str) -> list[int]:
     for other, different in others:
         if different != layers_with_indexer:
             raise ReshardError(
-                f"{where}: {name} and {other} disagree about the layers that have an indexer: correct the one that is wrong"
+                f"{where}: {name} and {other} disagree about the layers that have an indexer: correct the "
+                "one that is wrong"
             )
     if not layers_with_indexer[0]:
         raise ReshardError(f"{where}: {name} gives the first layer no indexer, and none is before it")
     frequency, offset = _arguments(layers_with_indexer)
     if indexer_pattern(frequency, offset, layers) != layers_with_indexer:
         raise ReshardError(
-            f"{where}: {name} has indexers at no regular distance, and Megatron's --dsa-indexer-topk-freq takes only that"
+            f"{where}: {name} has indexers at no regular distance, and Megatron's --dsa-indexer-topk-freq "
+            "takes only that"
         )
     return layers_with_indexer
 

@@ -58,7 +58,8 @@ def interval_of_pattern(pattern: list[int]) -> dict[str, Any]:
     kinds = moe_by_interval(fields | {"num_hidden_layers": len(pattern)}, "the pattern")
     if [kind == "moe" for kind in kinds] != [bool(moe) for moe in pattern]:
         raise ReshardError(
-            f"moe_layer_freq {pattern!s:.80}: layers with experts are not a whole interval apart, which this family's config cannot say"
+            f"moe_layer_freq {pattern!s:.80}: layers with experts are not a whole interval apart, which "
+            "this family's config cannot say"
         )
     return fields
 

@@ -104,7 +104,10 @@ class Model:
     def notices(self) -> list[str]:
         """Sentences for the user: objections, fields that were ignored, and fields that nobody reads."""
         unread = listed(self.unread)
-        note = f"{self.where}: transformers' {self.family.architecture} does not read {unread}, and neither does reshard"
+        note = (
+            f"{self.where}: transformers' {self.family.architecture} does not read {unread}, and neither "
+            "does reshard"
+        )
         return [*self.objections, *self.ignored.values(), *([note] if self.unread else [])]
 
     @property

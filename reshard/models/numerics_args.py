@@ -15,38 +15,40 @@ DERIVED = object()
 
 NUMERICS_ARGS: dict[str, Any] = {
     # sizes
-    "num_layers": DERIVED, "hidden_size": DERIVED, "ffn_hidden_size": DERIVED, "num_attention_heads": DERIVED, "num_query_groups": DERIVED,
-    "kv_channels": DERIVED,
+    "num_layers": DERIVED, "hidden_size": DERIVED, "ffn_hidden_size": DERIVED, "num_attention_heads": DERIVED,
+    "num_query_groups": DERIVED, "kv_channels": DERIVED,
     # norms, biases, activation
-    "normalization": "LayerNorm", "layernorm_epsilon": 1e-05, "layernorm_zero_centered_gamma": False, "apply_layernorm_1p": False,
-    "apply_residual_connection_post_layernorm": False, "add_bias_linear": True, "add_qkv_bias": False, "swiglu": False,
-    "squared_relu": False, "quick_geglu": False, "openai_gelu": False, "glu_linear_offset": 0.0, "activation_func_clamp_value": None,
-    "untie_embeddings_and_output_weights": False,
+    "normalization": "LayerNorm", "layernorm_epsilon": 1e-05, "layernorm_zero_centered_gamma": False,
+    "apply_layernorm_1p": False, "apply_residual_connection_post_layernorm": False, "add_bias_linear": True,
+    "add_qkv_bias": False, "swiglu": False, "squared_relu": False, "quick_geglu": False, "openai_gelu": False,
+    "glu_linear_offset": 0.0, "activation_func_clamp_value": None, "untie_embeddings_and_output_weights": False,
     # attention
-    "qk_layernorm": False, "qk_l2_norm": False, "attention_output_gate": False, "softmax_type": "vanilla", "softmax_scale": None,
-    "window_size": None, "window_attn_skip_freq": None, "multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": 32,
-    "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "experimental_attention_variant": None,
-    "linear_attention_freq": None, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_num_value_heads": 32,
-    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+    "qk_layernorm": False, "qk_l2_norm": False, "attention_output_gate": False, "softmax_type": "vanilla",
+    "softmax_scale": None, "window_size": None, "window_attn_skip_freq": None, "multi_latent_attention": False,
+    "q_lora_rank": None, "kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128,
+    "experimental_attention_variant": None, "linear_attention_freq": None, "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128, "linear_num_value_heads": 32, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
     "mamba_num_heads": None, "mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_state_dim": 128,
     # an indexer's choice of tokens; its Hadamard rotation leaves the scores as they are
     "dsa_indexer_n_heads": None, "dsa_indexer_head_dim": None, "dsa_indexer_topk": None, "dsa_indexer_topk_freq": 1,
     "dsa_indexer_skip_topk_offset": 0, "dsa_indexer_rope_interleaved": False, "dsa_indexer_scoring_relu": True,
     "dsa_indexer_k_norm_epsilon": None,
     # positions
-    "position_embedding_type": "learned_absolute", "rotary_base": 10000, "rotary_percent": 1.0, "rotary_interleaved": False,
-    "rotary_seq_len_interpolation_factor": None, "use_rope_scaling": False, "rope_scaling_factor": 8.0, "no_rope_freq": None,
-    "mrope_section": None, "rope_type": None, "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0,
-    "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1, "yarn_original_max_position_embeddings": None,
-    "yarn_beta_fast": None, "yarn_beta_slow": None, "yarn_correction_range_round_to_int": None,
+    "position_embedding_type": "learned_absolute", "rotary_base": 10000, "rotary_percent": 1.0,
+    "rotary_interleaved": False, "rotary_seq_len_interpolation_factor": None, "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0, "no_rope_freq": None, "mrope_section": None, "rope_type": None,
+    "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0, "original_max_position_embeddings": 4096,
+    "beta_fast": 32, "beta_slow": 1, "yarn_original_max_position_embeddings": None, "yarn_beta_fast": None,
+    "yarn_beta_slow": None, "yarn_correction_range_round_to_int": None,
     # experts
-    "num_experts": None, "moe_layer_freq": 1, "moe_ffn_hidden_size": DERIVED, "moe_router_topk": 2, "moe_router_pre_softmax": False,
-    "moe_router_score_function": "softmax", "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None,
-    "moe_router_group_topk": None, "moe_router_enable_expert_bias": False, "moe_router_load_balancing_type": "aux_loss",
-    "moe_router_force_load_balancing": False, "moe_router_force_biased": None, "moe_shared_expert_intermediate_size": None,
-    "moe_shared_expert_gate": False, "moe_expert_capacity_factor": None, "moe_expert_rank_capacity_factor": None,
-    "moe_router_topk_limited_devices": None, "moe_token_dropping": False, "moe_apply_probs_on_input": False, "moe_latent_size": None,
-    "moe_mlp_glu_interleave_size": None, "moe_shared_expert_glu_interleave_size": None,
+    "num_experts": None, "moe_layer_freq": 1, "moe_ffn_hidden_size": DERIVED, "moe_router_topk": 2,
+    "moe_router_pre_softmax": False, "moe_router_score_function": "softmax", "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None, "moe_router_group_topk": None, "moe_router_enable_expert_bias": False,
+    "moe_router_load_balancing_type": "aux_loss", "moe_router_force_load_balancing": False,
+    "moe_router_force_biased": None, "moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False,
+    "moe_expert_capacity_factor": None, "moe_expert_rank_capacity_factor": None,
+    "moe_router_topk_limited_devices": None, "moe_token_dropping": False, "moe_apply_probs_on_input": False,
+    "moe_latent_size": None, "moe_mlp_glu_interleave_size": None, "moe_shared_expert_glu_interleave_size": None,
     # other models altogether
     "use_mup": False, "is_hybrid_model": False, "heterogeneous_block_specs": False, "hybrid_layer_pattern": None,
     "hybrid_override_pattern": None, "spec": None,
@@ -63,12 +65,12 @@ _SAME_AS_NONE: dict[str, tuple] = {
 }  # fmt: skip
 # Balancing by a loss, which changes gradients only; the others choose experts.
 _BY_LOSS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
-_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "original_max_position_embeddings",
-        "beta_fast", "beta_slow")  # fmt: skip
+_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type",
+        "original_max_position_embeddings", "beta_fast", "beta_slow")  # fmt: skip
 _NOT_MLA = ("kv_channels", "num_query_groups", "use_rope_scaling", "rotary_seq_len_interpolation_factor")
 # Read where the variant of attention is a linear one.
-_LINEAR = ("linear_attention_freq", "linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads", "linear_value_head_dim",
-           "linear_conv_kernel_dim")  # fmt: skip
+_LINEAR = ("linear_attention_freq", "linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads",
+           "linear_value_head_dim", "linear_conv_kernel_dim")  # fmt: skip
 _YARN = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
 
 

@@ -23,8 +23,8 @@ PARAMETERS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor",
-             "truncate"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+             "attention_factor", "truncate"),
 }  # fmt: skip
 NEEDED = {
     "linear": ("factor",),
@@ -169,10 +169,12 @@ def _megatron_yarn(rope: dict[str, Any], latent: bool, where: str) -> dict[str, 
         values = {name: rope.get(name) or default for name, default in MLA_YARN.items()}
         return args | {name: value for name, value in values.items() if value != MLA_YARN[name]}
     return args | {
-        "position_embedding_type": "yarn", "yarn_original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
-        "yarn_beta_fast": float(rope.get("beta_fast") or 32), "yarn_beta_slow": float(rope.get("beta_slow") or 1),
+        "position_embedding_type": "yarn",
+        "yarn_original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
+        "yarn_beta_fast": float(rope.get("beta_fast") or 32),
+        "yarn_beta_slow": float(rope.get("beta_slow") or 1),
         "yarn_correction_range_round_to_int": rope.get("truncate") is not False,
-    }  # fmt: skip
+    }
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:

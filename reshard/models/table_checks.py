@@ -95,7 +95,10 @@ def _wrong_width(table: str, row: Sequence[Any], columns: Sequence[str]) -> Iter
 def _wrong_cells(table: str, row: Sequence[str], symbols: Collection[str]) -> Iterator[str]:
     name, shape, when = row[0], row[1], row[5]
     if "[" in name and not BRACKETS.fullmatch(name):
-        yield f"{table}, {name}: brackets hold an index, ':', 'a:b' or 'a:b in n' for each dim, with commas between, .T may follow"
+        yield (
+            f"{table}, {name}: brackets hold an index, ':', 'a:b' or 'a:b in n' for each dim, with commas "
+            "between, .T may follow"
+        )
     letters = {
         "the shape " + repr(shape): shape,
         "the part of a tensor": name.partition("[")[2].removesuffix(".T"),

@@ -2,22 +2,22 @@
 
 A row ties one published parameter to its place in a Megatron parameter:
 
-| column             | meaning                                                                                          |
-|--------------------|--------------------------------------------------------------------------------------------------|
-| HF parameter       | the published name; in `layer` and `mtp` rows without ``model.layers.{layer}.``; a row with      |
-|                    | ``{expert}`` stands for one tensor of each routed expert. Brackets after the name say which part |
-|                    | of a published tensor it is: ``gate_up_proj[{expert}, 0:F]``, ``q_proj.weight[0:D in 2*D]``,     |
-|                    | ``down_proj[{expert}].T``, see `reshard.core.views`                                              |
-| shape              | of that tensor, in the family's `symbols`; ``NQ*D H`` is two dims                                |
-| Megatron parameter | its name in a checkpoint of Transformer Engine layers, without ``decoder.layers.{layer}.``       |
-| arrangement        | where its rows lie in the Megatron parameter (below)                                             |
-| split              | ``tp 0``: axis tp splits dim 0; ``etp``: expert tensor parallel; ``-``: every rank has all of    |
-|                    | it; a leading ``local`` means that only Megatron's local layers split it                         |
-| when               | what must hold, with commas between: a word of the layer's kind, such as ``dense`` or ``moe``; a |
-|                    | field of the config; ``not`` and one of these; or ``always``                                     |
-| marks              | may be left out. ``optional``: a checkpoint may lack it; ``fp32``: it is never cast down;        |
-|                    | ``unquantized``: a linear layer that quantized checkpoints keep as it is; ``less 1``: Megatron   |
-|                    | holds the value less 1, as its norms do with ``--apply-layernorm-1p``                            |
+| column             | meaning                                                                                      |
+|--------------------|----------------------------------------------------------------------------------------------|
+| HF parameter       | the published name; in `layer` and `mtp` rows without ``model.layers.{layer}.``; a row with  |
+|                    | ``{expert}`` stands for one tensor of each routed expert. Brackets after the name say which  |
+|                    | part of a published tensor it is: ``gate_up_proj[{expert}, 0:F]``,                           |
+|                    | ``q_proj.weight[0:D in 2*D]``, ``down_proj[{expert}].T``, see `reshard.core.views`           |
+| shape              | of that tensor, in the family's `symbols`; ``NQ*D H`` is two dims                            |
+| Megatron parameter | its name in a checkpoint of Transformer Engine layers, without ``decoder.layers.{layer}.``   |
+| arrangement        | where its rows lie in the Megatron parameter (below)                                         |
+| split              | ``tp 0``: axis tp splits dim 0; ``etp``: expert tensor parallel; ``-``: every rank has all   |
+|                    | of it; a leading ``local`` means that only Megatron's local layers split it                  |
+| when               | what must hold, with commas between: a word of the layer's kind, such as ``dense`` or        |
+|                    | ``moe``; a field of the config; ``not`` and one of these; or ``always``                      |
+| marks              | may be left out. ``optional``: a checkpoint may lack it; ``fp32``: it is never cast down;    |
+|                    | ``unquantized``: a linear layer that quantized checkpoints keep as it is; ``less 1``:        |
+|                    | Megatron holds the value less 1, as its norms do with ``--apply-layernorm-1p``               |
 
 Arrangements are a closed set. Rows that share a Megatron parameter fill it together, in table order:
 

@@ -84,8 +84,9 @@ class SystemComparison:
             scaled = model.rope()["rope_type"] != "default"
             rest = "its rotary scaling shows" if scaled else "the model may differ"
             self.covered += (
-                f"; {' and '.join(unable)} cannot be given positions that jump, and no token stood where {rest}: give a "
-                f"long prompt too, such as --lengths 16,64,128,{min(context - 1, reach.positions[-1] + 1)}"
+                f"; {' and '.join(unable)} cannot be given positions that jump, and no token stood where "
+                f"{rest}: give a long prompt too, such as --lengths "
+                f"16,64,128,{min(context - 1, reach.positions[-1] + 1)}"
             )
 
     def run(self, noise: bool | None) -> Noise | None:

@@ -110,7 +110,7 @@ class ParityReport(NoTruthValue, Printed):
         return f"{what}: {'; '.join(self.exceeded)}"
 
     def lines(self, verdict: bool = True) -> Iterator[str]:
-        """See `Printed.lines`: a table of the figures, then sentences, notes, limits and, unless told otherwise, the
+        """Return a table of the figures, then sentences, notes, limits and, unless told otherwise, the
         `verdict`."""
         yield from (f"A: {self.a}", f"B: {self.b}")
         columns = self.columns
@@ -145,10 +145,20 @@ class ParityReport(NoTruthValue, Printed):
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the scores themselves, for ``--json``."""
         return {
-            "a": self.a, "b": self.b, "dtype": self.dtype, "quantized": self.quantized, "ok": self.ok,
-            "exceeded": self.exceeded, "unmeasured": self.unmeasured, "limits": self.limits.to_dict(), "overall": self.overall.to_dict(),
+            "a": self.a,
+            "b": self.b,
+            "dtype": self.dtype,
+            "quantized": self.quantized,
+            "ok": self.ok,
+            "exceeded": self.exceeded,
+            "unmeasured": self.unmeasured,
+            "limits": self.limits.to_dict(),
+            "overall": self.overall.to_dict(),
             "noise": {name: metrics.to_dict() for name, metrics in self.noise.items()},
-            "rounding": self.rounding and self.rounding.to_dict(), "fields": self.fields,
-            "covered": self.covered, "far": self.far and self.far.to_dict(),
-            "routing": self.routing and self.routing.to_dict(), "prompts": [metrics.to_dict() for metrics in self.prompts],
-        }  # fmt: skip
+            "rounding": self.rounding and self.rounding.to_dict(),
+            "fields": self.fields,
+            "covered": self.covered,
+            "far": self.far and self.far.to_dict(),
+            "routing": self.routing and self.routing.to_dict(),
+            "prompts": [metrics.to_dict() for metrics in self.prompts],
+        }

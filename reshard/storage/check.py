@@ -57,7 +57,6 @@ class Check(NoTruthValue, Printed):
         return {"ok": self.ok, **asdict(self)}
 
     def lines(self) -> Iterator[str]:
-        """See `Printed.lines`."""
         if self.ok:
             yield f"intact: {self.tensors} tensors{f', {self.files} files' if self.files else ''}"
             return
@@ -73,8 +72,8 @@ class Check(NoTruthValue, Printed):
         yield f"{len(self.bad)} of {self.tensors} tensors do not match"
         if self.changed or self.missing or self.added:
             yield (
-                f"of {self.files} files {len(self.changed)} changed, {len(self.missing)} are missing, {len(self.added)} "
-                f"were added"
+                f"of {self.files} files {len(self.changed)} changed, {len(self.missing)} are missing, "
+                f"{len(self.added)} were added"
             )
 
 

@@ -91,7 +91,7 @@ class Diff(NoTruthValue, Printed):
         return len(self.names)
 
     def lines(self, worst: int = WORST) -> Iterator[str]:
-        """See `Printed.lines`; with the `worst` differences, and as many names that only one side has."""
+        """Return the lines of text, with the `worst` differences and as many names that one side lacks."""
         if self.equal:
             yield f"equal: {self.tensors} tensors, bit for bit"
             return
@@ -192,7 +192,8 @@ def _check_kinds(left: Source, right: Source) -> None:
     if isinstance(left, AdapterSource) is not isinstance(right, AdapterSource):
         adapter, model = (left, right) if isinstance(left, AdapterSource) else (right, left)
         raise ReshardError(
-            f"{adapter.path} is a LoRA adapter and {model.path} a model: reshard lora-merge adds the adapter to its model first"
+            f"{adapter.path} is a LoRA adapter and {model.path} a model: reshard lora-merge adds the "
+            "adapter to its model first"
         )
 
 

@@ -289,8 +289,9 @@ def check_towers(source: MegatronSource) -> None:
     where it was converted from a directory that had no more, as its manifest shows."""
     if source.model.wrapped and not source.towers and manifest_of(source) is None:
         raise ReshardError(
-            f"{source.path} has the language model of {source.model.family.wrapped_in[0]} only: pass --hf-config with the "
-            f"Hugging Face directory that it comes from, whose other tensors are carried along"
+            f"{source.path} has the language model of {source.model.family.wrapped_in[0]} only: pass "
+            "--hf-config with the Hugging Face directory that it comes from, whose other tensors are "
+            "carried along"
         )
 
 
@@ -331,8 +332,8 @@ def _quantized(
     uneven = [name for name in sorted(quantized.names) if tensors[name].columns % multiple]
     if uneven:
         raise ReshardError(
-            f"--quantize {scheme_name}: {uneven[0]} has {tensors[uneven[0]].columns} columns, which groups of {multiple} "
-            f"do not divide ({len(uneven)} such weights): choose another"
+            f"--quantize {scheme_name}: {uneven[0]} has {tensors[uneven[0]].columns} columns, which groups "
+            f"of {multiple} do not divide ({len(uneven)} such weights): choose another"
         )
     return quantized
 

@@ -45,7 +45,6 @@ class Inspection(Printed):
         return asdict(self)
 
     def lines(self) -> Iterator[str]:
-        """See `Printed.lines`."""
         rows = self._rows()
         width = max(11, *(len(label) for label, _ in rows)) + 1
         yield from (f"{label:<{width}}{value}" for label, value in rows)
@@ -174,6 +173,7 @@ def _layout(source: Any, manifest: dict[str, Any] | None) -> dict[str, Any] | No
     if manifest is not None and "layout" in manifest:
         return {key: value for key, value in manifest["layout"].items() if value is not None}
     args = source.checkpoint.common().get("args") or {}
-    names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "vpp": "virtual_pipeline_model_parallel_size",
-             "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}  # fmt: skip
+    names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size",
+             "vpp": "virtual_pipeline_model_parallel_size", "ep": "expert_model_parallel_size",
+             "etp": "expert_tensor_parallel_size"}  # fmt: skip
     return {short: args[name] for short, name in names.items() if args.get(name) is not None} or None

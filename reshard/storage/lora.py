@@ -243,8 +243,11 @@ def _notices_for_peft(source: AdapterSource) -> list[str]:
         ]
     return [
         *notices,
-        f"PEFT 0.21 with transformers 5 drops the adapters of dense layers and shared experts ({listed(sorted(ends[0] & ends[1]))}) "
-        "beside those of routed experts: vLLM reads all of them, and reshard lora-merge adds them all",
+        (
+            "PEFT 0.21 with transformers 5 drops the adapters of dense layers and shared experts "
+            f"({listed(sorted(ends[0] & ends[1]))}) beside those of routed experts: vLLM reads all of them, and "
+            "reshard lora-merge adds them all"
+        ),
     ]
 
 

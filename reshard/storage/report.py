@@ -46,11 +46,10 @@ class ConversionReport(Printed):
         return asdict(self)
 
     def lines(self) -> Iterator[str]:
-        """See `Printed.lines`."""
         verb = "would write" if self.dry_run else "wrote"
         yield (
-            f"{self.family}, {self.tensors} tensors, {size(self.read_bytes)}: {verb} {self.destination} ({self.layout}, "
-            f"{self.files} file{'s' * (self.files != 1)}, {size(self.written_bytes)})"
+            f"{self.family}, {self.tensors} tensors, {size(self.read_bytes)}: {verb} {self.destination} "
+            f"({self.layout}, {self.files} file{'s' * (self.files != 1)}, {size(self.written_bytes)})"
         )
         if self.resumed_tensors and not self.dry_run:
             yield f"resumed: {self.resumed_tensors} tensors were done before"

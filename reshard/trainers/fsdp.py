@@ -41,14 +41,14 @@ class FsdpModel(FsdpShards):
         self._weights: FsdpModel | None = None  # without it
 
     def split_adapter(self) -> tuple[Trainer, Trainer]:
-        """See `AdaptedTrainer.split_adapter`: of PEFT's modules."""
+        """Return the weights without PEFT's adapter, and the adapter, as two sources."""
         if self._weights is None:
             self._weights = copy(self)
             self._weights._is_split = True
         return self._weights, FsdpAdapter(self.model)
 
     def check_model(self, model: Model) -> None:
-        """See `Holder.check_model`: by transformers' config of the model."""
+        """Compare transformers' config of this rank's model with `model`."""
         own = Model.from_hf(published(self.config.to_dict(), "the trainer's config"), "the trainer's config")
         for name, (ours, theirs) in different_fields(own, model).items():
             raise ReshardError(
@@ -56,13 +56,13 @@ class FsdpModel(FsdpShards):
             )
 
     def publish(self, model: Model) -> list[LocalTensor]:
-        """See `Holder.publish`."""
         if self.adapter_names and not self._is_split:
             raise without_adapter_error("the trainer's model", self.adapter_names)
         if not model.family.experts_apart:
             raise ReshardError(
-                f"{model.where}: transformers holds the experts of a {model.family.architecture} transposed, and a refit "
-                f"copies rows: train it with Megatron, or publish it with save_pretrained"
+                f"{model.where}: transformers holds the experts of a {model.family.architecture} "
+                "transposed, and a refit copies rows: train it with Megatron, or publish it with "
+                "save_pretrained"
             )
         shapes, published_names = expand(model).shapes, model.names_in_memory()
         views = views_by_tensor(shapes)

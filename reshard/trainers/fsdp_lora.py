@@ -70,12 +70,12 @@ class FsdpAdapter(FsdpShards):
 
     @property
     def device(self) -> torch.device | None:
-        """See `Holder.device`; that of the base where this rank has no part of the adapter."""
+        """The adapter's device; that of the base where this rank has no part of the adapter."""
         return super().device or next((p.device for p in self.model.parameters()), None)
 
     @property
     def memory(self) -> list[Region]:
-        """See `Holder.memory`: one for each published matrix; several may share memory."""
+        """A region for each published matrix; several may share memory."""
         self._reshard()
         memory = self._memory(self._tensors())
         return [Region(memory[placed.held], placed.offset, placed.pitch) for placed in self._placed]
@@ -89,11 +89,10 @@ class FsdpAdapter(FsdpShards):
         return self.held[self._placed[index].held].name
 
     def check_current(self) -> None:
-        """See `Holder.check_current`."""
         self._factors.check()
 
     def addresses(self) -> list[int]:
-        """See `Holder.addresses`; called before every refit, so that copies are of what is trained now."""
+        """Return the addresses now. Called before every refit, so that copies are of what is trained now."""
         self._reshard()
         tensors = self._tensors()
         self._copy(tensors)
@@ -115,7 +114,7 @@ class FsdpAdapter(FsdpShards):
         """Nothing: the connection of the base has compared the models."""
 
     def facts(self) -> bytes:
-        """See `Holder.facts`: the scale of each published weight that has one on this rank."""
+        """Return the scale of each published weight that has one on this rank."""
         return encode_scales(self.scales())
 
     def scales(self) -> dict[str, Scale]:
@@ -123,7 +122,7 @@ class FsdpAdapter(FsdpShards):
         return self._scales
 
     def as_published(self, model: Model) -> "FsdpAdapter":
-        """See `Holder.as_published`; the regions are those of the matrices of `model` from then on."""
+        """Return this adapter, whose regions are those of the matrices of `model` from then on."""
         if self._model != model:
             self._copy(self._tensors())
             self._scales = {}
@@ -135,7 +134,6 @@ class FsdpAdapter(FsdpShards):
         return self
 
     def publish(self, model: Model) -> list[LocalTensor]:
-        """See `Holder.publish`."""
         return [placed.tensor for placed in self.as_published(model)._placed]
 
     def _place(self, model: Model) -> list[PlacedMatrix]:

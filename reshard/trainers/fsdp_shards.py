@@ -88,7 +88,7 @@ class FsdpShards(Trainer):
 
     @property
     def memory(self) -> list[Region]:
-        """See `Holder.memory`: one for each local tensor, of experts in one tensor one for each expert.
+        """A region for each local tensor, of experts in one tensor one for each expert.
 
         Made anew from what FSDP holds now: it makes new local tensors when the model is moved, and one that
         is kept here would keep its memory from being freed.
@@ -122,7 +122,7 @@ class FsdpShards(Trainer):
 
     @property
     def device(self) -> torch.device | None:
-        """See `Holder.device`: by the mesh, since FSDP may keep parameters in host memory."""
+        """The device of the mesh, since FSDP may keep parameters in host memory."""
         for held in self.held:
             parameter = held.module._parameters.get(held.key)
             if isinstance(parameter, DTensor) and parameter.device_mesh.device_type == "cuda":
@@ -134,12 +134,12 @@ class FsdpShards(Trainer):
         return self._names[index]
 
     def addresses(self) -> list[int]:
-        """See `Holder.addresses`."""
         self._reshard()
         return [tensor.data_ptr() for tensor in self._tensors()]
 
     def check_memory(self, device: torch.device) -> None:
-        """See `Holder.check_memory`; shards that FSDP keeps in host memory are named."""
+        """Raise ReshardError, naming it, if a shard is not in memory that this device reads; FSDP may keep
+        shards in host memory."""
         for held, tensor in zip(self.held, self._tensors(), strict=True):
             parameter = held.module._parameters.get(held.key)
             offloaded = (

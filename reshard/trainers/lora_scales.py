@@ -114,7 +114,8 @@ class Factors:
                 what = say(module)
                 if what:
                     raise ReshardError(
-                        f"{WHERE} of {name} {what}: a refit would make plain W + scale * B @ A of it, which is another model"
+                        f"{WHERE} of {name} {what}: a refit would make plain W + scale * B @ A of it, which "
+                        "is another model"
                     )
 
 

@@ -56,7 +56,8 @@ class MegatronModel(ShardedModel):
         return WRAPPED.sub(".", key)
 
     def split_adapter(self) -> tuple[Trainer, Trainer]:
-        """See `AdaptedTrainer.split_adapter`: of Megatron-Bridge's or mcore-bridge's modules."""
+        """Return the weights without the adapter of Megatron-Bridge's or mcore-bridge's modules, and the
+        adapter, as two sources."""
         if self._weights is None:
             self._weights = copy(self)
             self._weights._is_split, self._weights._regions = True, [*self._regions]
@@ -64,10 +65,10 @@ class MegatronModel(ShardedModel):
         return self._weights, MegatronAdapter(self.chunks, self.metadata)
 
     def publish(self, model: Model) -> list[LocalTensor]:
-        """See `Holder.publish`; each shard goes by its checkpoint key.
+        """Return what each shard holds of the tensors of `model`; each shard goes by its checkpoint key.
 
-        Raises ReshardError too for parameters that the model's ``sharded_state_dict`` leaves out,
-        such as adapters.
+        Raises ReshardError too for parameters that the model's ``sharded_state_dict`` leaves out, such as
+        adapters.
         """
         if self._left_out:
             raise ReshardError(
@@ -97,7 +98,7 @@ class MegatronModel(ShardedModel):
         return [held[index] for index in range(len(self.shards))]
 
     def as_published(self, model: Model) -> Trainer:
-        """See `Holder.as_published`; the weights of some norms are held less 1."""
+        """Return a trainer with the published numbers: the model may hold some norms less 1."""
         if not any(row.less_one for block in model.blocks() for row in block.rows):
             return self
         names = expand(model).less_one

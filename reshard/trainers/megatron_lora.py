@@ -76,12 +76,12 @@ class MegatronAdapter(ShardedModel):
 
     @property
     def device(self) -> torch.device | None:
-        """See `Holder.device`; that of the base where this rank has no adapter."""
+        """The adapter's device; that of the base where this rank has no adapter."""
         return next((parameter.device for model in self.models for parameter in model.parameters()), None)
 
     @property
     def memory(self) -> list[Region]:
-        """See `Holder.memory`: a region for each published matrix; several may share memory."""
+        """A region for each published matrix; several may share memory."""
         shards = super().memory
         matrices = self._published.matrices if self._published is not None else []
         return [self._region(shards[matrix.shard], matrix) for matrix in matrices]
@@ -96,7 +96,6 @@ class MegatronAdapter(ShardedModel):
         return shard._replace(offset=shard.offset + before, pitch=matrix.columns)
 
     def check_current(self) -> None:
-        """See `Holder.check_current`."""
         self._factors.check()
 
     def name_of(self, index: int) -> str:
@@ -108,19 +107,18 @@ class MegatronAdapter(ShardedModel):
         """Nothing: the connection of the base has compared the models."""
 
     def as_published(self, model: Model) -> "MegatronAdapter":
-        """See `Holder.as_published`; the regions are those of the matrices of `model` from then on."""
+        """Return this adapter, whose regions are those of the matrices of `model` from then on."""
         if self._published is None or self._published.model != model:
             self._published = self._publish(model)
         return self
 
     def publish(self, model: Model) -> list[LocalTensor]:
-        """See `Holder.publish`."""
         self.as_published(model)
         assert self._published is not None
         return self._published.held
 
     def facts(self) -> bytes:
-        """See `Holder.facts`: the scale of each published weight that has one on this rank."""
+        """Return the scale of each published weight that has one on this rank."""
         return encode_scales(self.scales())
 
     def scales(self) -> dict[str, Scale]:

@@ -44,7 +44,7 @@ class PlusOne(Trainer):
 
     @property
     def memory(self) -> list[Region]:
-        """See `Holder.memory`: the trainer's, and the copies."""
+        """The trainer's memory, and the copies."""
         regions = list(self.trainer.memory)
         for index, copy in self.copies.items():
             regions[index] = Region(copy, 0, copy.shape[1])
@@ -52,27 +52,21 @@ class PlusOne(Trainer):
 
     @property
     def device(self) -> torch.device | None:
-        """See `Holder.device`."""
         return self.trainer.device
 
     def publish(self, model: Model) -> list[LocalTensor]:
-        """See `Holder.publish`."""
         return self.held if model == self.model else self.trainer.publish(model)
 
     def check_model(self, model: Model) -> None:
-        """See `Holder.check_model`."""
         self.trainer.check_model(model)
 
     def name_of(self, index: int) -> str:
-        """See `Holder.name_of`."""
         return self.trainer.name_of(index)
 
     def addresses(self) -> list[int]:
-        """See `Holder.addresses`."""
         return [*self.trainer.addresses(), *(copy.data_ptr() for copy in self.copies.values())]
 
     def check_memory(self, device: torch.device) -> None:
-        """See `Holder.check_memory`."""
         self.trainer.check_memory(device)
 
     @property
@@ -82,7 +76,7 @@ class PlusOne(Trainer):
         return True
 
     def sync_params(self) -> None:
-        """See `Trainer.sync_params`; then make the copies, in the arithmetic of fp32."""
+        """Finish what training has put off; then make the copies, in the arithmetic of fp32."""
         if self.trainer.has_pending_sync:
             self.trainer.sync_params()
         regions = self.trainer.memory

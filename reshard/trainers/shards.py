@@ -60,8 +60,8 @@ class ShardedModel(Trainer):
         ]
         if not self.gathering and any(map(gathers_at_forward, self.models)):
             raise ReshardError(
-                "the trainer's DDP gathers parameters at the next forward (overlap_param_gather), and was taken off the chunks that "
-                "are given here: give them in it, as get_model returned them"
+                "the trainer's DDP gathers parameters at the next forward (overlap_param_gather), and was "
+                "taken off the chunks that are given here: give them in it, as get_model returned them"
             )
         if not isinstance(metadata, Mapping | None):
             raise ReshardError(f"metadata is {metadata!r:.80}, not a dictionary for sharded_state_dict")
@@ -143,13 +143,13 @@ class ShardedModel(Trainer):
 
     @property
     def device(self) -> torch.device | None:
-        """See `Holder.device`; where the parameters were first, since trainers move them to the host."""
+        """The device where the parameters were first, since trainers move them to the host."""
         return self._device
 
     @property
     def memory(self) -> list[Region]:
-        """See `Holder.memory`: of the model's own parameters and buffers, as they are now, and of the
-        host's copies of those that have no memory."""
+        """The memory of the model's own parameters and buffers, as they are now, and of the host's copies of
+        those that have no memory."""
         now = self._now()
         if not all(map(operator.is_, now, self._tensors)):
             self._look_into(now)
@@ -162,14 +162,13 @@ class ShardedModel(Trainer):
         return bool(self.gathering)
 
     def is_readable_from_host(self) -> bool:
-        """See `Trainer.is_readable_from_host`: all is in memory that the device reads, and nothing has to be
-        gathered first."""
+        """Return True if all is in memory that the device reads, and nothing has to be gathered first."""
         if self.device is None or self.has_pending_sync:
             return False
         return all(is_readable(tensor, self.device) for tensor in self._now())
 
     def sync_params(self) -> None:
-        """See `Trainer.sync_params`: gather now, as Megatron-LM does before it saves."""
+        """Gather now, as Megatron-LM does before it saves."""
         for chunk in self.gathering:
             check_memory([chunk])
             try:
@@ -181,7 +180,7 @@ class ShardedModel(Trainer):
                 ) from error
 
     def addresses(self) -> list[int]:
-        """See `Holder.addresses`; called before every refit, so that the tensors' places are kept at
+        """Return the addresses now. Called before every refit, so that the tensors' places are kept at
         hand."""
         try:
             # A model with adapters of experts has ten thousand tensors: each is asked once.
@@ -229,8 +228,8 @@ class ShardedModel(Trainer):
         for index, region in enumerate(self._regions):
             if _layout_of(others[id(region.tensor)]) != _layout_of(region.tensor):
                 raise ReshardError(
-                    f"the trainer's {self.name_of(index)} is gone, or has another shape, dtype or order than it had: make a "
-                    f"MegatronModel of it anew, and connect again"
+                    f"the trainer's {self.name_of(index)} is gone, or has another shape, dtype or order "
+                    "than it had: make a MegatronModel of it anew, and connect again"
                 )
         self._regions[:] = [region._replace(tensor=others[id(region.tensor)]) for region in self._regions]
         self._tensors = now

@@ -1,13 +1,13 @@
 """Spoil the files of checkpoints and see that every command answers with one sentence or with what is right.
 
-    python -m tests.campaigns.fuzz --seed 0 --mutations 1000            # a summary; what failed goes to fuzz-failures.jsonl
-    python -m tests.campaigns.fuzz --replay fuzz-failures.jsonl         # only those again
+    python -m tests.campaigns.fuzz --seed 0 --mutations 1000        # what failed goes to fuzz-failures.jsonl
+    python -m tests.campaigns.fuzz --replay fuzz-failures.jsonl     # only those again
 
-Every mutation runs in a process of its own, forked from one that has everything imported, with 2
-GiB of memory and 30 seconds of a core. What a command says is held against the unspoiled conversion
-and, where that does not agree, against what torch's and safetensors' own readers find in the
-spoiled files, arranged by hand. A mutation is given by seed and number alone, so it can be run
-again anywhere.
+The first prints a summary. Every mutation runs in a process of its own, forked from one that has everything
+imported, with 2 GiB of memory and 30 seconds of a core. What a command says is held against the unspoiled
+conversion and, where that does not agree, against what torch's and safetensors' own readers find in the
+spoiled files, arranged by hand. A mutation is given by seed and number alone, so it can be run again
+anywhere.
 """
 
 import argparse
@@ -276,7 +276,8 @@ def main() -> None:
             if failed(outcomes[-1:]) or options.replay:
                 last = outcomes[-1]
                 print(
-                    f"{last.verdict}: {seed}:{number} {last.command} of {last.subject}, {last.mutation}\n    {last.detail}",
+                    f"{last.verdict}: {seed}:{number} {last.command} of {last.subject}, "
+                    f"{last.mutation}\n    {last.detail}",
                     flush=True,
                 )
     bad = failed(outcomes)
@@ -290,7 +291,8 @@ def main() -> None:
     if outcomes:
         slow, large = max(outcomes, key=lambda o: o.seconds), max(outcomes, key=lambda o: o.memory_bytes)
         print(
-            f"slowest {slow.seconds:.1f} s ({slow.seed}:{slow.number}), most memory {large.memory_bytes >> 20} MiB ({large.seed}:{large.number})"
+            f"slowest {slow.seconds:.1f} s ({slow.seed}:{slow.number}), most memory "
+            f"{large.memory_bytes >> 20} MiB ({large.seed}:{large.number})"
         )
     sys.exit(1 if bad else 0)
 

@@ -62,8 +62,17 @@ class Forked:
 
     def __init__(self, arguments: list[str], processes: int, log: Path) -> None:
         port = free_port()
-        variables = [{} if processes == 1 else {"RANK": str(i), "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                     for i in range(processes)]  # fmt: skip
+        variables = [
+            {}
+            if processes == 1
+            else {
+                "RANK": str(i),
+                "WORLD_SIZE": str(processes),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            for i in range(processes)
+        ]
         code = (
             "import json, sys; from tests.campaigns.kills import convert; convert(*json.loads(sys.argv[1]))"
         )
@@ -102,10 +111,25 @@ class Torchrun:
     def __init__(self, arguments: list[str], processes: int, log: Path) -> None:
         self.log, self.folder = log, Path(tempfile.mkdtemp(dir=log.parent))
         self.agent = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone", "--redirects", "3",
-             "--log-dir", str(self.folder), "--no-python", sys.executable, "-m", "reshard.cli.main", *arguments],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                f"--nproc-per-node={processes}",
+                "--standalone",
+                "--redirects",
+                "3",
+                "--log-dir",
+                str(self.folder),
+                "--no-python",
+                sys.executable,
+                "-m",
+                "reshard.cli.main",
+                *arguments,
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
     def end(self, number: int, choice: random.Random) -> None:
         """Send a signal to the agent or to one of its processes."""
@@ -158,7 +182,10 @@ class Outcome:
         ended = ", ".join(f"{n} {name}" for name, n in sorted(self.ended.items()))
         left = ", ".join(f"{n} {what}" for what, n in sorted(self.left.items()))
         times = f"ended {sum(self.ended.values())} times ({ended}; {self.late} signals came too late)"
-        return f"{self.runs} runs, {times}; left {left}; {self.resumed} went on with finished tensors; wrong: {len(self.wrong)}"
+        return (
+            f"{self.runs} runs, {times}; left {left}; {self.resumed} went on with finished tensors; wrong: "
+            f"{len(self.wrong)}"
+        )
 
     def proves(self, kills: int) -> bool:
         """Whether at least so many signals ended a process, and a run went on with what another had done."""
@@ -323,7 +350,8 @@ def main() -> None:
             kills.run()
         how = " under torchrun" if options.torchrun else ""
         print(
-            f"seed {options.seed}, {options.processes} process{'es' * (options.processes != 1)}{how}: {kills.outcome}; {time.monotonic() - begun:.0f} s"
+            f"seed {options.seed}, {options.processes} process{'es' * (options.processes != 1)}{how}: "
+            f"{kills.outcome}; {time.monotonic() - begun:.0f} s"
         )
         if not kills.outcome.proves(1):
             sys.exit("no process was ended, or nothing was there to go on with: this says nothing")

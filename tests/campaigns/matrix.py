@@ -38,10 +38,10 @@ from tests.tools.environments import REPOSITORY
 
 # megatron-core, and the torch of its time: older ones save through private names of torch's that
 # have changed since.
-CORES = (("0.12.3", "2.6.0"), ("0.13.1", "2.7.1"), ("0.14.0", "2.8.0"), ("0.15.3", "2.8.0"), ("0.16.1", "2.9.1"), ("0.17.1", "2.10.0"),
-         ("0.18.2", "2.11.0"), ("0.19.2", "2.11.0"))  # fmt: skip
-PARSERS = ("core_v0.12.3", "core_v0.13.1", "core_v0.14.0", "core_v0.15.3", "core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0",
-           "main")  # fmt: skip
+CORES = (("0.12.3", "2.6.0"), ("0.13.1", "2.7.1"), ("0.14.0", "2.8.0"), ("0.15.3", "2.8.0"), ("0.16.1", "2.9.1"),
+         ("0.17.1", "2.10.0"), ("0.18.2", "2.11.0"), ("0.19.2", "2.11.0"))  # fmt: skip
+PARSERS = ("core_v0.12.3", "core_v0.13.1", "core_v0.14.0", "core_v0.15.3", "core_v0.16.1", "core_v0.17.1",
+           "core_v0.18.2", "core_v0.19.0", "main")  # fmt: skip
 LIVE = (
     "tests/*/test_build*.py",
     "tests/megatron/test_hybrid.py",
@@ -62,7 +62,10 @@ REFIT = (
     "tests/*/test_refit*.py",
     "tests/*/test_sleeping*.py",
     "-k",
-    "leaves_what_vllms_own_loader or mtp_layers or traced_layout or do_not_fit or forgotten or drafter or wrapped or nothing_brings",
+    (
+        "leaves_what_vllms_own_loader or mtp_layers or traced_layout or do_not_fit or forgotten or drafter or "
+        "wrapped or nothing_brings"
+    ),
 )
 # What needs no build of vLLM for the CPU.
 QUANTIZED = (
@@ -148,8 +151,14 @@ def cells() -> list[Cell]:
         Cell("Disk commands", f"Python {python}, newest of all", disk_commands(python))
         for python in ("3.10", "3.11", "3.12", "3.13", "3.14")
     ]
-    every_cell += [Cell("Disk commands", f"Python {python}, lowest of all", disk_commands(python, "--resolution", "lowest-direct"))
-              for python in ("3.10", "3.11", "3.12")]  # fmt: skip
+    every_cell += [
+        Cell(
+            "Disk commands",
+            f"Python {python}, lowest of all",
+            disk_commands(python, "--resolution", "lowest-direct"),
+        )
+        for python in ("3.10", "3.11", "3.12")
+    ]
     every_cell += [Cell("Disk commands", "Python 3.12, numpy 1.26.4", disk_commands("3.12", "numpy==1.26.4"))]
     workers = own_environment(
         ["torch==2.15.0"], ("tests/storage/test_workers.py",), python="3.14", without=("nixl", "vllm")
@@ -159,8 +168,14 @@ def cells() -> list[Cell]:
         Cell("Command lines, asked of Megatron-LM's parser", tag.removeprefix("core_v"), flags_of(tag))
         for tag in PARSERS
     ]
-    every_cell += [Cell("Checkpoints, by Megatron-Core's own load and save", f"megatron-core {core}, torch {torch}", checkpoints_of(core, torch))
-              for core, torch in reversed(CORES)]  # fmt: skip
+    every_cell += [
+        Cell(
+            "Checkpoints, by Megatron-Core's own load and save",
+            f"megatron-core {core}, torch {torch}",
+            checkpoints_of(core, torch),
+        )
+        for core, torch in reversed(CORES)
+    ]
     every_cell += [
         Cell(
             "Live models",
@@ -169,8 +184,14 @@ def cells() -> list[Cell]:
         )
         for core in ("0.18.2", "0.17.1")
     ]
-    every_cell += [Cell("Live models", "megatron-core main, torch 2.11", overlaid([], LIVE_OF_MAIN, tree="main")),
-              Cell("Live models", "megatron-core 0.16.1, torch 2.11", overlaid([], LIVE_BEFORE_0_19, tree="core_v0.16.1"))]  # fmt: skip
+    every_cell += [
+        Cell("Live models", "megatron-core main, torch 2.11", overlaid([], LIVE_OF_MAIN, tree="main")),
+        Cell(
+            "Live models",
+            "megatron-core 0.16.1, torch 2.11",
+            overlaid([], LIVE_BEFORE_0_19, tree="core_v0.16.1"),
+        ),
+    ]
     every_cell += [
         Cell(
             "Live models", f"transformers {version}", overlaid([f"transformers=={version}"], LIVE, deps=True)
@@ -205,9 +226,13 @@ def cells() -> list[Cell]:
         )
     ]
     every_cell += [
-        Cell("Weight transfer", f"vLLM {vllm}, torch {(torch or '2.11').removesuffix('.0')}", on_cpu(vllm, torch, TRANSFERRED))
+        Cell(
+            "Weight transfer",
+            f"vLLM {vllm}, torch {(torch or '2.11').removesuffix('.0')}",
+            on_cpu(vllm, torch, TRANSFERRED),
+        )
         for vllm, torch in TRANSFERS
-    ]  # fmt: skip
+    ]
     every_cell += [
         Cell(
             "SGLang", f"SGLang {sglang}, torch {torch}{what}", sglang_processes(sglang, torch, beside, tests)
@@ -223,11 +248,16 @@ def cells_of_adapters() -> list[Cell]:
     group = "Adapters in memory, deltas, and offloaded trainers"
     made_for = [("0.33.0", "2.14.0"), ("0.29.0", "2.13.0")]
     every_cell = [
-        Cell(group, f"vLLM {vllm}, torch {torch.removesuffix('.0')}", own_environment([f"vllm=={vllm}", f"torch=={torch}", *BESIDE], ADAPTERS))
+        Cell(
+            group,
+            f"vLLM {vllm}, torch {torch.removesuffix('.0')}",
+            own_environment([f"vllm=={vllm}", f"torch=={torch}", *BESIDE], ADAPTERS),
+        )
         for vllm, torch in made_for
-    ]  # fmt: skip
+    ]
     other_versions = [("vLLM", "vllm", "0.25.1", ADAPTERS), ("vLLM", "vllm", "0.24.0", ADAPTERS),
-                      ("megatron-core", "megatron-core", "0.18.2", ADAPTERS), ("megatron-core", "megatron-core", "0.17.1", DELTAS)]  # fmt: skip
+                      ("megatron-core", "megatron-core", "0.18.2", ADAPTERS),
+                      ("megatron-core", "megatron-core", "0.17.1", DELTAS)]  # fmt: skip
     every_cell += [
         Cell(group, f"{name} {version}, torch 2.11", overlaid([f"{package}=={version}"], tests))
         for name, package, version, tests in other_versions
@@ -247,10 +277,14 @@ def cells_of_adapters() -> list[Cell]:
         ),
     ]
     every_cell += [
-        Cell("Adapters served by vLLM's build for the CPU", f"vLLM {vllm}, torch {(torch or '2.11').removesuffix('.0')}",
-             on_cpu(vllm, torch, SERVED_BY_0_24 if vllm == "0.24.0" else SERVED))
-        for vllm, torch in TRANSFERS if vllm in SERVED_BY
-    ]  # fmt: skip
+        Cell(
+            "Adapters served by vLLM's build for the CPU",
+            f"vLLM {vllm}, torch {(torch or '2.11').removesuffix('.0')}",
+            on_cpu(vllm, torch, SERVED_BY_0_24 if vllm == "0.24.0" else SERVED),
+        )
+        for vllm, torch in TRANSFERS
+        if vllm in SERVED_BY
+    ]
     return every_cell
 
 

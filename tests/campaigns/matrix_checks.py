@@ -1,6 +1,6 @@
-"""How `tests.campaigns.matrix` runs a cell: each function here returns a check, which makes an environment with the cell's
-versions in a folder, runs something in it, and returns the outcome. It raises AssertionError or a subprocess's error
-where that fails, and NotRunError where it cannot be run on this machine."""
+"""How `tests.campaigns.matrix` runs a cell: each function here returns a check, which makes an environment
+with the cell's versions in a folder, runs something in it, and returns the outcome. It raises AssertionError
+or a subprocess's error where that fails, and NotRunError where it cannot be run on this machine."""
 
 import argparse
 import json
@@ -243,7 +243,10 @@ def _pytest(
     if status is None:
         marks = "".join(re.findall(r"^([.FEsx]+)\s*(?:\[|$)", text, re.MULTILINE))
         failed = marks.count("F") + marks.count("E")
-        summary = f"{marks.count('.')} passed, {failed} failed, before the limit of {options.seconds} s; the rest not run"
+        summary = (
+            f"{marks.count('.')} passed, {failed} failed, before the limit of {options.seconds} s; the rest "
+            "not run"
+        )
         assert not failed and marks, summary
         return summary
     counts = re.findall(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s", text, re.MULTILINE)

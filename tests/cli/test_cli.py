@@ -21,7 +21,10 @@ from tests.tools.disk import ended
 
 
 def test_help_is_quick_and_imports_no_torch():
-    code = "import sys; import reshard.cli.main as m; m.cli(['--help'], standalone_mode=False); print('torch' in sys.modules, 'numpy' in sys.modules)"
+    code = (
+        "import sys; import reshard.cli.main as m; m.cli(['--help'], standalone_mode=False); print('torch' "
+        "in sys.modules, 'numpy' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip().endswith("False False") and "hf-to-mcore" in done.stdout
     for command in (
@@ -40,8 +43,10 @@ def test_help_is_quick_and_imports_no_torch():
 
 
 def test_a_conversion_imports_no_torch(checkpoint, tmp_path):
-    code = ("import sys, reshard; reshard.hf_to_mcore(sys.argv[1], sys.argv[2]); reshard.mcore_to_hf(sys.argv[2], sys.argv[3]);"
-            "assert 'torch' not in sys.modules, 'torch'")  # fmt: skip
+    code = (
+        "import sys, reshard; reshard.hf_to_mcore(sys.argv[1], sys.argv[2]); "
+        "reshard.mcore_to_hf(sys.argv[2], sys.argv[3]);assert 'torch' not in sys.modules, 'torch'"
+    )
     subprocess.run(
         [
             sys.executable,
@@ -153,12 +158,15 @@ def megatron(checkpoint, tmp_path_factory):
     (["nothing"], 2, "No such command"),
     (["hf-to-mcore", "no/such/place", "{out}"], 1, "neither a directory nor a hub id"),
     (["hf-to-mcore", "{src}", "{out}", "--tp", "16"], 1, "sizes that do: 1, 2, 4, 8"),
-    (["mcore-to-hf", "{src}", "{out}"], 1, "is a Hugging Face directory, which hf-to-mcore converts: reshard hf-to-mcore {src} {out}"),
+    (["mcore-to-hf", "{src}", "{out}"], 1,
+     "is a Hugging Face directory, which hf-to-mcore converts: reshard hf-to-mcore {src} {out}"),
     (["mcore-to-mcore", "{src}", "{out}"], 1, "is a Hugging Face directory, which hf-to-mcore converts"),
     (["mcore-to-mcore", "{mcore}", "{out}", "--model-class", "bert"], 2, "Invalid value for '--model-class'"),
     (["mcore-to-mcore", "{mcore}", "{mcore}"], 1, "overlap; write to a directory beside it"),
-    (["inspect", "{mcore}/hf"], 1, "has the config and the tokenizer of a Megatron checkpoint, and no weights: give {mcore}"),
-    (["hf-to-mcore", "{mcore}", "{out}"], 1, "is a Megatron checkpoint, which mcore-to-hf converts: reshard mcore-to-hf {mcore} {out}"),
+    (["inspect", "{mcore}/hf"], 1,
+     "has the config and the tokenizer of a Megatron checkpoint, and no weights: give {mcore}"),
+    (["hf-to-mcore", "{mcore}", "{out}"], 1,
+     "is a Megatron checkpoint, which mcore-to-hf converts: reshard mcore-to-hf {mcore} {out}"),
     (["mcore-to-hf", "{mcore}", "{out}", "--quantize", "fp8", "--dtype", "fp32"], 1, "add --dtype bf16"),
     (["mcore-to-hf", "{mcore}", "{out}", "--family", "llama"], 1, "--family llama contradicts"),
     (["mcore-to-hf", "{mcore}", "{out}", "--family", "quen3"], 2, "--family quen3 is not one of"),
@@ -169,8 +177,10 @@ def megatron(checkpoint, tmp_path_factory):
     (["lora-to-megatron", "{src}", "{out}", "--format", "nemo"], 2, "Invalid value for '--format'"),
     (["lora-to-peft", "{src}", "{out}", "--alpha", "nan"], 2, "--alpha is nan; it is a number above 0"),
     (["lora-merge", "{src}", "{src}", "{out}"], 1, "{src} holds no LoRA adapter"),
-    (["lora-merge", "{src}", "{src}", "{out}", "--tp", "2"], 2, "--tp has no effect with --format hf: give --format mcore"),
-    (["lora-merge", "{src}", "{src}", "{out}", "--format", "mcore", "--max-shard-size", "1GB"], 2, "has no effect with --format mcore"),
+    (["lora-merge", "{src}", "{src}", "{out}", "--tp", "2"], 2,
+     "--tp has no effect with --format hf: give --format mcore"),
+    (["lora-merge", "{src}", "{src}", "{out}", "--format", "mcore", "--max-shard-size", "1GB"], 2,
+     "has no effect with --format mcore"),
     (["lora-merge", "{src}", "{mcore}", "{out}", "--tp", "2", "--format", "pt"], 2, "Invalid value for '--format'"),
     (["hf-to-mcore", "", "{out}"], 2, "it is empty; say . for the current directory"),
     (["hf-to-mcore", "{src}", ""], 2, "it is empty"),
@@ -189,12 +199,16 @@ def megatron(checkpoint, tmp_path_factory):
     (["mcore-to-hf", "/dev/null", "{out}"], 1, "/dev/null is a file, not a directory"),
     (["mcore-to-hf", "{mcore}/hf/..", "{out}", "--hf-config", "/dev/null"], 1, "/dev/null is not a regular file"),
     (["check", "{src}", "--workers", "100000000"], 2, "is not in the range 1<=x<=1024"),
-    (["hf-to-mcore", "{src}", "{out}", "--make-vocab-size-divisible-by", "99999999999999999999"], 2, "is not in the range"),
-    (["plan", "--model", "{src}", "--trainer", "tp=2", "--engine", "tp=2", "--link-rate", "nan"], 2, "nan is not a rate"),
+    (["hf-to-mcore", "{src}", "{out}", "--make-vocab-size-divisible-by", "99999999999999999999"], 2,
+     "is not in the range"),
+    (["plan", "--model", "{src}", "--trainer", "tp=2", "--engine", "tp=2", "--link-rate", "nan"], 2,
+     "nan is not a rate"),
     (["plan", "--model", "{src}", "--trainer", "", "--engine", "tp=2"], 2, "--trainer is empty"),
-    (["plan", "{src}", "--trainer", "tp=2", "--engine", "tp=2", "--ranks", "2"], 2, "2 ranks are 0 to 1; asked for [2]"),
+    (["plan", "{src}", "--trainer", "tp=2", "--engine", "tp=2", "--ranks", "2"], 2,
+     "2 ranks are 0 to 1; asked for [2]"),
     (["hf-to-mcore", "{src}", "{out}", "--vpp", "2"], 2, "--vpp 2 needs --pp above 1"),
-    (["hf-to-mcore", "{src}", "{out}", "--pp", "2", "--num-layers-in-first-pipeline-stage", "9"], 1, "are 9 of the model's 4 layers"),
+    (["hf-to-mcore", "{src}", "{out}", "--pp", "2", "--num-layers-in-first-pipeline-stage", "9"], 1,
+     "are 9 of the model's 4 layers"),
     (["hf-to-mcore", "{src}", "{out}", "--megatron-version", "x"], 2, "--megatron-version x is not a version"),
     (["hf-to-mcore", "{src}", "{out}", "--pipeline-model-parallel-layout", "xyz"], 2, "has x y z in it"),
     (["memory", "{src}", "--gpu-memory", "much"], 2, "--gpu-memory much is not a size such as 80GB"),
@@ -202,8 +216,11 @@ def megatron(checkpoint, tmp_path_factory):
     (["parity", "{src}", "{src}", "--no-noise", "--max-noise-ratio", "3"], 2, "leaves nothing for --max-noise-ratio"),
     (["demo", "--keep", "{src}/config.json/b"], 1, "cannot make {src}/config.json/b: Not a directory"),
     (["hf-to-mcore", "{src}", "s3://bucket/run"], 1, "s3://bucket/run is an address; give a local directory"),
-    (["inspect", "{src}", "--hf-config", "{mcore}"], 1, "--hf-config is for a Megatron checkpoint or an adapter, and a Hugging Face directory has its own, here {src}/config.json: leave it out"),
-    (["mcore-to-hf", "{mcore}", "{out}", "--hf-config", "{out}/config.json"], 1, "{out}/config.json does not exist: give a config.json, a directory with one, or a hub id"),
+    (["inspect", "{src}", "--hf-config", "{mcore}"], 1,
+     "--hf-config is for a Megatron checkpoint or an adapter, and a Hugging Face directory has its own, "
+     "here {src}/config.json: leave it out"),
+    (["mcore-to-hf", "{mcore}", "{out}", "--hf-config", "{out}/config.json"], 1,
+     "{out}/config.json does not exist: give a config.json, a directory with one, or a hub id"),
     (["inspect", "{src}", "--ignore-config-field", ""], 2, "the name of a config field to ignore is empty"),
     (["inspect", "{out}"], 1, "neither a directory nor a hub id"),
     (["check", "{src}"], 1, "has no reshard.json"),
@@ -390,8 +407,18 @@ def test_progress_shows_on_a_terminal_only(checkpoint, tmp_path):
     import pty
 
     master, slave = pty.openpty()
-    process = subprocess.Popen([sys.executable, "-m", "reshard.cli.main", "hf-to-mcore", str(checkpoint("qwen3")), str(tmp_path / "out")],
-                               stdout=subprocess.PIPE, stderr=slave)  # fmt: skip
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "reshard.cli.main",
+            "hf-to-mcore",
+            str(checkpoint("qwen3")),
+            str(tmp_path / "out"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=slave,
+    )
     os.close(slave)
     shown = b""
     with ended(process):

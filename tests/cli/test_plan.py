@@ -164,7 +164,8 @@ def test_gpt_oss_is_planned_into_sglang_without_expert_parallelism():
         plan_refit(model("gpt-oss-20b"), MegatronLayout(), SglangLayout(tp=2, ep=2))
 
 
-@pytest.mark.parametrize("change", [{"kv_lora_rank": 10**9}, {"q_lora_rank": 10**9}, {"vocab_size": 2 * 10**9, "hidden_size": 10**6}])  # fmt: skip
+@pytest.mark.parametrize("change", [{"kv_lora_rank": 10**9}, {"q_lora_rank": 10**9},
+                                    {"vocab_size": 2 * 10**9, "hidden_size": 10**6}])  # fmt: skip
 def test_sizes_that_no_gpu_holds_are_refused_at_once_and_in_little_memory(change, tmp_path):
     """Planned piece by piece they took gigabytes and half a minute."""
 
@@ -317,8 +318,9 @@ def test_the_command_speaks_json(qwen):
 
 
 @pytest.mark.parametrize("arguments", [
-    ("--trainer", "tp=4,x=2", "--engine", "tp=8"), ("--trainer", "tp=0", "--engine", "tp=8"), ("--trainer", "tp=4", "--engine", "tp=8,ep=2"),
-    ("--trainer", "tp=4", "--engine", "tp=4", "--ranks", "a"), ("--trainer", "tp=4", "--engine", "tp=4", "--ranks", "0;1"),
+    ("--trainer", "tp=4,x=2", "--engine", "tp=8"), ("--trainer", "tp=0", "--engine", "tp=8"),
+    ("--trainer", "tp=4", "--engine", "tp=8,ep=2"), ("--trainer", "tp=4", "--engine", "tp=4", "--ranks", "a"),
+    ("--trainer", "tp=4", "--engine", "tp=4", "--ranks", "0;1"),
     ("--trainer", "tp=4", "--engine", "tp=4", "--link-rate", "0"),
 ])  # fmt: skip
 def test_a_mistake_in_the_command_line_is_status_2(arguments, qwen):

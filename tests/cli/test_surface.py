@@ -106,8 +106,10 @@ INTERRUPT = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.
 
 @pytest.mark.parametrize("module", [
     INTERRUPT,
-    f"try:\n    {INTERRUPT.replace(chr(10), chr(10) + '    ')}\nexcept KeyboardInterrupt:\n    raise ImportError('numpy is broken')",
-    f"class Finalized:\n    def __del__(self):\n        {INTERRUPT.replace(chr(10), chr(10) + '        ')}\nFinalized()",
+    (f"try:\n    {INTERRUPT.replace(chr(10), chr(10) + '    ')}\nexcept KeyboardInterrupt:\n    raise "
+     "ImportError('numpy is broken')"),
+    ("class Finalized:\n    def __del__(self):\n        "
+     f"{INTERRUPT.replace(chr(10), chr(10) + '        ')}\nFinalized()"),
 ], ids=["plain", "taken for something else", "in a finalizer"])  # fmt: skip
 def test_an_interrupt_during_imports_is_an_interrupt(module, checkpoint, tmp_path):
     done = run("inspect", checkpoint("qwen3"), module=module, tmp_path=tmp_path)
@@ -214,7 +216,9 @@ with output.progress_bar("check") as progress:
 """
     said = {}
     for rank in "01":
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"RANK": rank})  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"RANK": rank}
+        )
         said[rank] = done.stderr.splitlines()
     first, second = said["0"]
     assert first == "check: 25% 1.00 MB of 4.00 MB" and second.startswith("check: 75% 3.00 MB of 4.00 MB, ")

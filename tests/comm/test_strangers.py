@@ -201,7 +201,8 @@ def frames() -> tuple[FrameReader, list[bytes]]:
     return FrameReader(b"k" * 32), [writer.frame({"op": "post", "n": n}, b"body") + b"body" for n in range(3)]
 
 
-@pytest.mark.parametrize("change", ["nothing", "altered head", "altered body", "replayed", "left out", "swapped", "another connection"])  # fmt: skip
+@pytest.mark.parametrize("change", ["nothing", "altered head", "altered body", "replayed", "left out", "swapped",
+                                    "another connection"])  # fmt: skip
 def test_a_message_that_was_altered_replayed_or_left_out_is_refused(change):
     reader, sent = frames()
     if change.startswith("altered"):

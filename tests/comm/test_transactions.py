@@ -160,7 +160,10 @@ def test_who_only_waits_for_another_is_not_blamed():
             members[rank].read("parts", other)
 
     first, second = in_threads(lambda: reads(0, 1), lambda: reads(1, 2))
-    sentence = "rank 2 is silent, and rank 1, which waits for it, did not reach 'parts' within 1 s: dead, stalled or not started"
+    sentence = (
+        "rank 2 is silent, and rank 1, which waits for it, did not reach 'parts' within 1 s: dead, stalled "
+        "or not started"
+    )
     assert (first, second) == (sentence, f"rank 0: {sentence}")
 
 
@@ -258,7 +261,10 @@ def test_a_member_whose_process_ends_is_named_at_once(phase):
     port = free_port()
     members = [RefitGroup.join(f"127.0.0.1:{port}", rank, 3, timeout=60) for rank in range(2)]
     code = DIES.format(port=port, phase=phase)
-    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as third, ThreadPoolExecutor(2) as pool:  # fmt: skip
+    with (
+        subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as third,
+        ThreadPoolExecutor(2) as pool,
+    ):
         both = [pool.submit(caught, lambda one=one: waits(one, "a message")) for one in members]
         assert third.stdout.readline() == "here\n"
         assert not any(one.done() for one in both), "nobody is waited for in vain yet"

@@ -102,7 +102,8 @@ def test_strips_read_what_numpy_takes(case, rows, dtype):
 
 
 @settings(deadline=None)
-@given(sampled_from([((2, 5, 6), ("0:1 in 2", "1:2 in 2")), ((3, 4, 6), ("0:2 in 3", "2:3 in 3")), ((2, 3, 4), (":",))]),
+@given(sampled_from([((2, 5, 6), ("0:1 in 2", "1:2 in 2")), ((3, 4, 6), ("0:2 in 3", "2:3 in 3")),
+                     ((2, 3, 4), (":",))]),
        integers(1, 3))  # fmt: skip
 def test_columns_of_a_transposed_matrix_are_written_together(case, rows):
     shape, selections = case
@@ -144,7 +145,8 @@ def test_views_give_the_shape_of_the_tensor_that_they_cover():
     ({"e[0]": (3,), "e[2]": (3,)}, "take some indexes of"),
     ({"q[0:3]": (4,)}, "a view of shape .4. cannot be"),
     ({"q[:, 0:1 in 2].T": (3, 4)}, "do not have every element"),
-    ({"q[:, 0:1 in 2].T": (3, 4), "q[:, 1:2 in 2].T": (3, 5)}, "a view of shape .3, 4. is not .3, 5., as another needs"),
+    ({"q[:, 0:1 in 2].T": (3, 4), "q[:, 1:2 in 2].T": (3, 5)},
+     "a view of shape .3, 4. is not .3, 5., as another needs"),
     ({"q[0].T": (4,)}, "not a matrix that .T could swap"),
 ])  # fmt: skip
 def test_views_that_do_not_cover_a_tensor_once_are_refused_by_its_name(shapes, sentence):

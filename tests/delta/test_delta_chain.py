@@ -179,7 +179,8 @@ def key_of(data: bytearray, old: bytes, new: bytes) -> bytearray:
 FAULTS = {
     "a delta is lost": (lambda c: (c / "delta-000002.json").unlink(), "lacks delta-000002, which delta-000003 follows"),
     "a delta's file is lost": (lambda c: (c / "delta-000002.safetensors").unlink(), "lacks delta-000002.safetensors"),
-    "two deltas are exchanged": (lambda c: swap(c, "json"), "delta-000002.json is version 3, not 2: it was renamed or copied"),
+    "two deltas are exchanged": (lambda c: swap(c, "json"),
+                                 "delta-000002.json is version 3, not 2: it was renamed or copied"),
     "two files are exchanged": (lambda c: swap(c, "safetensors"), "delta-000002.safetensors is (truncated|longer)"),
     "a delta is doubled": (
         lambda c: shutil.copy(c / "delta-000003.json", c / "delta-000004.json"),
@@ -198,30 +199,37 @@ FAULTS = {
         "delta-000003.safetensors is truncated: it has",
     ),
     "a file is altered": (
-        lambda c: (c / "delta-000001.safetensors").write_bytes(flip(bytearray((c / "delta-000001.safetensors").read_bytes()))),
+        lambda c: (c / "delta-000001.safetensors").write_bytes(
+            flip(bytearray((c / "delta-000001.safetensors").read_bytes()))),
         "delta-000001.safetensors was altered after it was written",
     ),
     "a manifest is altered": (
-        lambda c: (c / "delta-000001.json").write_text((c / "delta-000001.json").read_text().replace('"changed": ', '"changed": 1')),
+        lambda c: (c / "delta-000001.json").write_text((c / "delta-000001.json").read_text().replace('"changed": ',
+                                                                                                     '"changed": 1')),
         "delta-000001.json was altered after it was written",
     ),
     "a manifest is truncated": (
         lambda c: (c / "delta-000002.json").write_text((c / "delta-000002.json").read_text()[:-40]),
         "delta-000002.json is truncated, or no manifest",
     ),
-    "a delta is another chain's": (other_chain, "delta-000002 is of another chain: it changes weights with digest 0123456789abcdef"),
-    "a format of another time": (lambda c: rewrite(c / "delta-000002.json", format=4), "has format 4, and this reshard reads 3: update reshard"),
-    "a format of an earlier time": (lambda c: rewrite(c / "base.json", format=2), "has format 2, and this reshard reads 3: begin a new"),
+    "a delta is another chain's": (other_chain,
+                                   "delta-000002 is of another chain: it changes weights with digest 0123456789abcdef"),
+    "a format of another time": (lambda c: rewrite(c / "delta-000002.json", format=4),
+                                 "has format 4, and this reshard reads 3: update reshard"),
+    "a format of an earlier time": (lambda c: rewrite(c / "base.json", format=2),
+                                    "has format 2, and this reshard reads 3: begin a new"),
     "a value is forged": (
         lambda c: forge(c / "delta-000002.json", lambda data: flip(data, data.index(b"}}") + 24)),
         "(version 2 does not give the weights that it says|has changes outside of its box)",
     ),
     "a box is forged": (
-        lambda c: forge(c / "delta-000002.json", lambda d: key_of(d, b"embed_tokens.weight@0,0+", b"embed_tokens.weight@9,0+")),
+        lambda c: forge(c / "delta-000002.json",
+                        lambda d: key_of(d, b"embed_tokens.weight@0,0+", b"embed_tokens.weight@9,0+")),
         "lies outside of the tensor, whose shape is .1000, 64.",
     ),
     "a tensor is forged": (
-        lambda c: forge(c / "delta-000002.json", lambda d: key_of(d, b"model.embed_tokens.weight@", b"model.embed_tokans.weight@")),
+        lambda c: forge(c / "delta-000002.json",
+                        lambda d: key_of(d, b"model.embed_tokens.weight@", b"model.embed_tokans.weight@")),
         "'model.embed_tokans.weight' is not a tensor of the base",
     ),
 }  # fmt: skip
@@ -528,7 +536,11 @@ def test_a_digest_is_a_sum_over_elements_however_they_are_cut(shape, dtype):
     rows = np.frombuffer(rng.randbytes(info.size_bytes), f"i{size}").reshape(info.rows, info.columns)
     seed = digest.seed_of("a", info)
     whole = digest.digest_rows(seed, rows)
-    cut = [digest.digest_rows(seed, np.ascontiguousarray(rows[a:b, c:]), a, c) for a, b in ((0, 2), (2, info.rows)) for c in (0,)]  # fmt: skip
+    cut = [
+        digest.digest_rows(seed, np.ascontiguousarray(rows[a:b, c:]), a, c)
+        for a, b in ((0, 2), (2, info.rows))
+        for c in (0,)
+    ]
     assert digest.digest_total(cut) == whole
     for row in range(info.rows):
         for column in range(info.columns):

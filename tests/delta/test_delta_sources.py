@@ -1,5 +1,5 @@
-"""What a chain of deltas, a merge and a load are made of: files that change meanwhile, bits that a manifest contradicts,
-copies that differ, and chains that began alike."""
+"""What a chain of deltas, a merge and a load are made of: files that change meanwhile, bits that a manifest
+contradicts, copies that differ, and chains that began alike."""
 
 import json
 import shutil

@@ -98,9 +98,11 @@ from vllm import _custom_ops
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import multi_latent_attention as mla
 def state():
-    return {(m.__name__, n): id(v) for m in (_custom_ops, random, mla) for n, v in vars(m).items() if not n.startswith("__")}
+    return {(m.__name__, n): id(v) for m in (_custom_ops, random, mla) for n, v in vars(m).items()
+            if not n.startswith("__")}
 before = state()
-import reshard.engines.vllm.worker, reshard.engines.vllm.live, reshard.megatron.compat, reshard.megatron.build, reshard.parity.systems.vllm
+import reshard.engines.vllm.worker, reshard.engines.vllm.live, reshard.megatron.compat
+import reshard.megatron.build, reshard.parity.systems.vllm
 assert state() == before, [name for name, value in state().items() if before.get(name) != value]
 print("nothing")
 """

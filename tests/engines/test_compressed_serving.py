@@ -87,11 +87,17 @@ def test_configs_that_no_megatron_checkpoint_can_serve_are_refused_in_one_senten
     output["ignore"] = []
     sentences = {
         "wants activations of group_0 quantized by scales that come with a checkpoint": static,
-        "'num_bits': 4, 'type': 'int', 'strategy': 'group', 'symmetric': True, 'group_size': 32}, and of these reshard makes 8 bits": groups,
+        (
+            "'num_bits': 4, 'type': 'int', 'strategy': 'group', 'symmetric': True, 'group_size': 32}, and of "
+            "these reshard makes 8 bits"
+        ): groups,
         "'symmetric': False, 'group_size': 32}, and of these reshard makes 8 bits": asymmetric,
         "and packed int4 or int8 for each channel or group, with plain activations, all symmetric": ordered,
         "has no config_groups": config_of("float", "channel", config_groups={}),
-        "lm_head is loaded by CompressedTensorsLinearMethod (CompressedTensorsW8A8Fp8), for which reshard cannot": output,
+        (
+            "lm_head is loaded by CompressedTensorsLinearMethod (CompressedTensorsW8A8Fp8), for which reshard "
+            "cannot"
+        ): output,
     }
     cases = []
     for number, quantization in enumerate(sentences.values()):

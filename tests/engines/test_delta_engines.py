@@ -1,5 +1,5 @@
-"""Deltas into running engines of several processes: under load, of two engines of one model, by two callers at once, and
-beside others who write into the same model."""
+"""Deltas into running engines of several processes: under load, of two engines of one model, by two callers
+at once, and beside others who write into the same model."""
 
 import json
 import shutil

@@ -379,7 +379,10 @@ def test_vllm_as_it_loads_and_as_it_runs_is_compared_with_transformers(compared)
 
 def test_what_an_engine_does_not_say_is_missed(compared):
     sentences = [
-        "serves from weights that vLLM has packed for the CPU, which a refit cannot write: make it inside `with reshard.engines.vllm.compat.plain_weights",
+        (
+            "serves from weights that vLLM has packed for the CPU, which a refit cannot write: make it inside "
+            "`with reshard.engines.vllm.compat.plain_weights"
+        ),
         "prompt 0 has 9 tokens, the engine gives logprobs of 0 instead of 8: ask for prompt_logprobs=1",
         "prompt 1 has 33 tokens, the engine gives logprobs of 30 instead of 32",
         "prompt 2: the engine gives no logprob for token 1, which is 17",

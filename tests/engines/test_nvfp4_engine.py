@@ -57,7 +57,8 @@ def cases(dtype: torch.dtype) -> list[torch.Tensor]:
     values = hard(dtype)
     edges = (torch.arange(-112, 112).view(14, 16) / 8).to(dtype)  # what lies on and between two codes
     edges[:, 0] = 6 * 448
-    matrices = [values, values[44:], values[8:16] * 1e-3, values[:1], values[:2], values[3:4], values[:, :16], 0 * values, edges]  # fmt: skip
+    matrices = [values, values[44:], values[8:16] * 1e-3, values[:1], values[:2], values[3:4], values[:, :16],
+                0 * values, edges]  # fmt: skip
     return [weight.contiguous() for weight in matrices]
 
 

@@ -105,7 +105,10 @@ REFUSALS = {
     "shared experts": "start SGLang with --disable-shared-experts-fusion",
     "drafting": "drafts tokens by another model (--speculative-algorithm)",
     "weight cache": "(--weight-cache-mode), which a refit cannot write",
-    "copies": "model.layers.1 keeps copies of weights that SGLang does not make anew, and a refit does not bring: Restart without it.",
+    "copies": (
+        "model.layers.1 keeps copies of weights that SGLang does not make anew, and a refit does not bring: "
+        "Restart without it."
+    ),
     "experts by load": "start it without --enable-eplb, --init-expert-location and --ep-num-redundant-experts",
     "another copy of experts": "places experts by their load (EPLB)",
     "another order of experts": "places experts by their load (EPLB)",

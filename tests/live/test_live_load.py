@@ -54,7 +54,8 @@ def on_ranks(ranks, function, *arguments, **options):
     return run_on_ranks(ranks, function, *arguments, module="live_megatron_on_cpu", options=options)
 
 
-@pytest.mark.parametrize(("variant", "options", "parallel", "ranks", "layout"), LAYOUTS, ids=lambda v: str(v).replace("-model-parallel-size", ""))  # fmt: skip
+@pytest.mark.parametrize(("variant", "options", "parallel", "ranks", "layout"), LAYOUTS,
+                         ids=lambda v: str(v).replace("-model-parallel-size", ""))  # fmt: skip
 def test_a_load_leaves_what_megatron_loads_of_the_conversion(
     variant, options, parallel, ranks, layout, weights, tmp_path
 ):
@@ -66,8 +67,16 @@ def test_a_load_leaves_what_megatron_loads_of_the_conversion(
         model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype="auto")
         model.save_pretrained(tmp_path / "otherwise", save_original_format=False)
         sources.append(str(tmp_path / "otherwise"))
-    results = on_ranks(ranks, "load_each", flags_at(folder / "mcore", parallel), sources, str(folder / "mcore"), str(other / "hf"),
-                       str(theirs), ddp="tied" not in variant)  # fmt: skip
+    results = on_ranks(
+        ranks,
+        "load_each",
+        flags_at(folder / "mcore", parallel),
+        sources,
+        str(folder / "mcore"),
+        str(other / "hf"),
+        str(theirs),
+        ddp="tied" not in variant,
+    )
     # Megatron keeps the router's bias in fp32, whatever the checkpoint has.
     biased = any(name.endswith("e_score_correction_bias") for name in hf_tensors(folder / "hf"))
     for (*of_the_same, from_other), reports, tensors in results:
@@ -149,9 +158,9 @@ def test_what_does_not_fit_is_said_on_every_rank_before_the_first_byte(weights, 
         head, adapter = said[-2][0], said[-1][0]
         assert "holds 2 parameters that qwen3 does not have: value_head.bias, value_head.weight" in head
         assert (
-            "has 1 parameters that no published tensor fills, since its sharded_state_dict leaves them out: embedding.word_embeddings.adapter"
-            in adapter
-        )
+            "has 1 parameters that no published tensor fills, since its sharded_state_dict leaves them out: "
+            "embedding.word_embeddings.adapter"
+        ) in adapter
 
 
 def with_vocabulary(directory, rows):

@@ -20,7 +20,8 @@ def on_ranks(ranks, function, *arguments, **options):
 
 # Each family, and each axis of a layout, once.
 SAVED = [
-    ("llama-rope-tied", {}, f"{TP} 2 {PP} 2 --pipeline-model-parallel-layout Et|tttL", 4, MegatronLayout(tp=2, pp=2, pipeline_model_parallel_layout="Et|tttL")),
+    ("llama-rope-tied", {}, f"{TP} 2 {PP} 2 --pipeline-model-parallel-layout Et|tttL", 4,
+     MegatronLayout(tp=2, pp=2, pipeline_model_parallel_layout="Et|tttL")),
     ("qwen2", {}, f"{PP} 2 {VPP} 2", 4, MegatronLayout(pp=2, vpp=2)),
     ("qwen3", {}, f"{PP} 3 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 2", 3,
      MegatronLayout(pp=3, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=2)),
@@ -39,7 +40,8 @@ SAVED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("variant", "options", "parallel", "ranks", "layout"), SAVED, ids=lambda v: str(v).replace("-model-parallel-size", ""))  # fmt: skip
+@pytest.mark.parametrize(("variant", "options", "parallel", "ranks", "layout"), SAVED,
+                         ids=lambda v: str(v).replace("-model-parallel-size", ""))  # fmt: skip
 def test_a_save_is_what_the_conversions_make_of_the_same_weights(
     variant, options, parallel, ranks, layout, weights, tmp_path
 ):
@@ -127,8 +129,19 @@ def test_a_rank_that_fails_or_dies_leaves_the_old_destination_and_nothing_else(w
         place = tmp_path / f"{fault}-{at}"
         shutil.copytree(folder / "hf", place / "out")
         before = tree(place / "out")
-        said = run_on_ranks(4, "failing_save", flags, str(folder / "hf"), str(folder / "mcore"), str(place), fault, at,
-                            module="live_megatron_on_cpu", options={"background": background}, may_die=True)  # fmt: skip
+        said = run_on_ranks(
+            4,
+            "failing_save",
+            flags,
+            str(folder / "hf"),
+            str(folder / "mcore"),
+            str(place),
+            fault,
+            at,
+            module="live_megatron_on_cpu",
+            options={"background": background},
+            may_die=True,
+        )
         for rank, sentences in enumerate(said):
             if fault == "dies":
                 expected = "process 2 of 4 was ended"
@@ -202,8 +215,10 @@ def test_iterations_join_the_others_of_a_run(begun, weights, tmp_path):
             f"{first_failed}{run}/iter_0000020 exists; pass overwrite=True to replace it once the new one is complete",
             'a Hugging Face directory has no iterations: leave iteration out, or pass format="torch_dist"',
             f"{first_failed}{run} exists; pass overwrite=True to replace it once the new one is complete",
-            f"{first_failed}{run} holds iterations of a training run, all of which overwrite=True would replace: pass iteration=, or save to "
-            "another directory",
+            (
+                f"{first_failed}{run} holds iterations of a training run, all of which overwrite=True would "
+                "replace: pass iteration=, or save to another directory"
+            ),
             f"{last_failed}the disk is full: a file could not be written; free some space",
         ]
     assert (run / "latest_checkpointed_iteration.txt").read_text() == "7"

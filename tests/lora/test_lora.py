@@ -66,9 +66,10 @@ def trainers(tmp_path_factory):
     behind its own, and has imported what takes long."""
     python = environment_before_ours(tmp_path_factory.mktemp("lora") / "venv", PACKAGES)
     modules = (
-        "tests.starting.lora_imports", "tests.starting.command_line", "tests.starting.torchrun_methods", "swift.model.models.qwen",  # vLLM's plugin of ms-swift
-        "tests.on_cpu.vllm_on_cpu", "tests.tools.refit_sides", "reshard.engines.vllm.live", "vllm.v1.worker.lora_model_runner_mixin",
-        "torch.utils.serialization", "torch.distributed.run",
+        "tests.starting.lora_imports", "tests.starting.command_line", "tests.starting.torchrun_methods",
+        "swift.model.models.qwen",  # vLLM's plugin of ms-swift
+        "tests.on_cpu.vllm_on_cpu", "tests.tools.refit_sides", "reshard.engines.vllm.live",
+        "vllm.v1.worker.lora_model_runner_mixin", "torch.utils.serialization", "torch.distributed.run",
     )  # fmt: skip
     return fork_server.python(*modules, environment=variables(), executable=str(python))
 
@@ -196,9 +197,17 @@ def test_an_adapter_of_megatron_bridge_gives_its_logits_in_peft_and_comes_back(
     assert diff(tmp_path / "back", tmp_path / "peft", hf_config=source).equal
     assert check(tmp_path / "back").ok
     loaded = on_ranks(
-        trainers, ranks_again, "load", tmp_path / "again", flags=flags_at(tmp_path / "mcore", again), base=str(tmp_path / "mcore"), kind=kind,
-        settings=settings, directory=str(tmp_path / "back" / "iter_0000000"), tokens=tokens().tolist(),
-    )  # fmt: skip
+        trainers,
+        ranks_again,
+        "load",
+        tmp_path / "again",
+        flags=flags_at(tmp_path / "mcore", again),
+        base=str(tmp_path / "mcore"),
+        kind=kind,
+        settings=settings,
+        directory=str(tmp_path / "back" / "iter_0000000"),
+        tokens=tokens().tolist(),
+    )
     assert float((loaded[..., :1000] - output[..., :1000]).abs().max()) < TOLERANCE
     lora_to_peft(tmp_path / "back", tmp_path / "peft-again", hf_config=source)
     first, second = (d / "adapter_model.safetensors" for d in (tmp_path / "peft", tmp_path / "peft-again"))
@@ -286,10 +295,17 @@ def test_adapters_of_grouped_experts_become_each_experts(mode, trainers, checkpo
     def run(saves: bool, layout: str, ranks: int, directory: Path, **others) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         on_ranks(
-            trainers, ranks, "grouped", tmp_path / f"run-{saves}", saves=saves, flags=flags_at(tmp_path / "mcore", layout),
-            base=str(tmp_path / "mcore" / "release"), settings=settings | others, directory=str(directory),
+            trainers,
+            ranks,
+            "grouped",
+            tmp_path / f"run-{saves}",
+            saves=saves,
+            flags=flags_at(tmp_path / "mcore", layout),
+            base=str(tmp_path / "mcore" / "release"),
+            settings=settings | others,
+            directory=str(directory),
             legacy=saves and mode == "shared, as before",
-        )  # fmt: skip
+        )
 
     theirs = tmp_path / "theirs" / "iter_0000005"
     before = mode == "shared, as before"  # which they cannot save with experts on several ranks
@@ -338,7 +354,8 @@ def read_by_torch(directory: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-# Variant, whose adapters, the trainer's layout on how many ranks, vLLM's options on as many, and which faults are tried.
+# Variant, whose adapters, the trainer's layout on how many ranks, vLLM's options on as many, and which
+# faults are tried.
 IN_MEMORY = [
     (
         "qwen3",
@@ -357,7 +374,10 @@ IN_MEMORY = [
     ("deepseek-v3", "bridge", f"{EP} 2 {ETP} 1", {"tp": 2}, 2, ["absorbed"]),
 ]
 NAMED = {
-    "absorbed": "vLLM multiplies by matrices that it makes of model.layers.1.self_attn.kv_b_proj.weight without its adapter",
+    "absorbed": (
+        "vLLM multiplies by matrices that it makes of model.layers.1.self_attn.kv_b_proj.weight without its "
+        "adapter"
+    ),
     "exchanged": "layers.1.self_attn.k_proj.lora_B.weight, base_model.model.model.layers.1.self_attn.v_proj.lora_B",
     "taken": "another connection refits an adapter of other layers",
     "stale": "layers.0.self_attn.q_proj.lora_A",
@@ -383,11 +403,25 @@ def test_a_refit_leaves_in_vllms_slots_what_vllm_loads_of_the_adapters_files(
         hf_to_mcore(folder / "hf", base := tmp_path / "mcore")
     rank = 8 if kind == "mcore-bridge" else RANK  # fully sharded, on both ranks or on the first alone
     outcome = on_ranks(
-        trainers, ranks, "refitted", tmp_path / "run", module="tests.on_cpu.lora_live_on_cpu", kind=kind, flags=flags_at(base, parallel),
-        base=str(base), hf=str(folder / "hf"),
-        settings={"dim": rank, "alpha": ALPHA, "target_modules": SERVED if variant == "deepseek-v3" else LINEAR},
-        options={"max_loras": 3, "max_lora_rank": 8} | engine, files=str(tmp_path), faults=faults, backend=backend,
-    )  # fmt: skip
+        trainers,
+        ranks,
+        "refitted",
+        tmp_path / "run",
+        module="tests.on_cpu.lora_live_on_cpu",
+        kind=kind,
+        flags=flags_at(base, parallel),
+        base=str(base),
+        hf=str(folder / "hf"),
+        settings={
+            "dim": rank,
+            "alpha": ALPHA,
+            "target_modules": SERVED if variant == "deepseek-v3" else LINEAR,
+        },
+        options={"max_loras": 3, "max_lora_rank": 8} | engine,
+        files=str(tmp_path),
+        faults=faults,
+        backend=backend,
+    )
     filled, exchanged = 4 * 2 * (6 if "packed" in engine else 7) + 2 * (kind == "peft"), r"qkv_proj\.lora_b"
     if variant == "deepseek-v3":  # one dense layer, and shared experts in the others
         filled, exchanged = 2 * (4 * 4 + 3 + 3 * 6), r"gate_up_proj\.lora_b|experts\.w13_lora_b"

@@ -231,8 +231,9 @@ def test_an_adapter_goes_from_one_trainer_to_the_other(llama, tmp_path, monkeypa
 
 def test_the_commands_import_no_torch(llama, tmp_path):
     code = (
-        "import sys, reshard; a, b, c, d, hf = sys.argv[1:]; reshard.lora_to_megatron(a, b, hf_config=hf); reshard.lora_to_peft(b, c);"
-        "reshard.lora_merge(hf, c, d); assert not {'torch', 'peft', 'transformers'} & set(sys.modules)"
+        "import sys, reshard; a, b, c, d, hf = sys.argv[1:]; reshard.lora_to_megatron(a, b, hf_config=hf); "
+        "reshard.lora_to_peft(b, c);reshard.lora_merge(hf, c, d); assert not {'torch', 'peft', "
+        "'transformers'} & set(sys.modules)"
     )
     names = [adapter(llama, tmp_path / "adapter"), *(tmp_path / name for name in "bcd"), llama]
     subprocess.run([sys.executable, "-c", code, *map(str, names)], check=True)
@@ -374,8 +375,8 @@ def test_patterns_that_a_matcher_could_not_end_are_followed_as_peft_means_them(l
 def test_a_pattern_is_what_pythons_matcher_makes_of_it():
     """Of random patterns and real names; PEFT's own expression is the judge."""
     pieces = (
-        "q_proj", "layers", "mlp", ".", r"\.", r"\d+", ".*", "[0-3]", "(q|up)_proj", "^model", "$", "1", "(1|2)?", "[^.]+", "w1{1}",
-        r"\w*", "(?:a|mlp)", "l{1,2}", ".*?", "x|lm_head", r"\Z", r"\A",
+        "q_proj", "layers", "mlp", ".", r"\.", r"\d+", ".*", "[0-3]", "(q|up)_proj", "^model", "$", "1", "(1|2)?",
+        "[^.]+", "w1{1}", r"\w*", "(?:a|mlp)", "l{1,2}", ".*?", "x|lm_head", r"\Z", r"\A",
     )  # fmt: skip
     ends = ("self_attn.q_proj", "mlp.up_proj", "mlp.experts.3.w1", "mlp.gate_up_proj")
     names = [f"model.layers.{layer}.{end}" for layer in (0, 1, 12) for end in ends] + ["lm_head", ""]

@@ -96,7 +96,8 @@ def test_the_config_is_the_one_of_the_command_line(variant, impl, no_cuda, monke
 
 
 @pytest.mark.parametrize(("option", "said"), [
-    ("moe_router_fusion", "would choose experts without their bias"), ("moe_enable_routing_replay", "cannot be replayed"),
+    ("moe_router_fusion", "would choose experts without their bias"),
+    ("moe_enable_routing_replay", "cannot be replayed"),
 ])  # fmt: skip
 def test_a_router_of_ours_refuses_what_would_choose_experts_without_their_bias(option, said):
     model, layout = Model.from_hf(VARIANTS["ernie"].to_dict()), MegatronLayout()
@@ -106,7 +107,8 @@ def test_a_router_of_ours_refuses_what_would_choose_experts_without_their_bias(o
 
 @pytest.mark.parametrize(("variant", "layout"), [
     ("llama-rope-tied", dict(tp=2)), ("qwen2", dict(pp=2, vpp=2)), ("qwen3-moe-mixed", dict(tp=2, ep=2, etp=1)),
-    ("qwen3-tied", dict(pp=2, pipeline_model_parallel_layout="Ettt|tL")), ("glm-moe-dsa-shared", dict(pp=2, ep=2, etp=1)),
+    ("qwen3-tied", dict(pp=2, pipeline_model_parallel_layout="Ettt|tL")),
+    ("glm-moe-dsa-shared", dict(pp=2, ep=2, etp=1)),
 ])  # fmt: skip
 def test_a_model_built_from_the_config_gives_the_logits_of_transformers(variant, layout, tmp_path):
     make(tmp_path / "hf", variant)

@@ -19,8 +19,8 @@ def names(line: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("version", "missing"), [
-    ("0.12", {"--padded-vocab-size", "--rope-type"}), ("0.13", {"--padded-vocab-size", "--rope-type"}), ("0.14", set()), ("0.19", set()),
-    ("0.20", set()),
+    ("0.12", {"--padded-vocab-size", "--rope-type"}), ("0.13", {"--padded-vocab-size", "--rope-type"}), ("0.14", set()),
+    ("0.19", set()), ("0.20", set()),
 ])  # fmt: skip
 def test_a_version_gets_the_flags_that_it_knows_and_all_of_them(version, missing):
     """What is missing is just what the parsers of these versions refuse."""
@@ -52,7 +52,8 @@ def test_rope_without_yarn_stays_so_where_every_latent_attention_has_yarn():
 
 @pytest.mark.parametrize(("version", "what", "first"), [
     ("0.18", "YaRN without multi-latent attention", "0.19"), ("0.12", "pipeline layouts given as a string", "0.13"),
-    ("0.13", "this YaRN of multi-latent attention", "0.14"), ("0.18", "attention to the tokens that an indexer chooses", "0.19"),
+    ("0.13", "this YaRN of multi-latent attention", "0.14"),
+    ("0.18", "attention to the tokens that an indexer chooses", "0.19"),
 ])  # fmt: skip
 def test_what_a_version_cannot_be_told_is_refused_with_the_first_that_can(version, what, first):
     refused = [sentence for sentence in lines_for(version)[1] if what in sentence]

@@ -37,11 +37,13 @@ FORM = {"transformer_impl": "local", "model_class": "hybrid", "make_vocab_size_d
 # variant, options of its checkpoint, parallel sizes, ranks, pattern, the layout that says the same
 SAVED = [
     ("llama", {}, f"{TP} 2 {PP} 2", 4, "*-*-|*-*-", MegatronLayout(tp=2, pp=2)),
-    ("qwen2-tied", {}, f"{PP} 2 --decoder-first-pipeline-num-layers 1", 2, "*-|*-*-*-", MegatronLayout(pp=2, pipeline_model_parallel_layout="Et|tttL")),
+    ("qwen2-tied", {}, f"{PP} 2 --decoder-first-pipeline-num-layers 1", 2, "*-|*-*-*-",
+     MegatronLayout(pp=2, pipeline_model_parallel_layout="Et|tttL")),
     ("qwen3", {}, f"{PP} 2 {VPP} 2", 2, "*-|*-|*-|*-", MegatronLayout(pp=2, vpp=2)),
     ("qwen3-moe", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, "*E*E*E*E", MegatronLayout(tp=2, ep=2, etp=1)),
     ("qwen3-moe-mixed", {}, f"{PP} 2 {EP} 2 {ETP} 1", 4, "*E*-|*E*E", MegatronLayout(pp=2, ep=2, etp=1)),
-    ("deepseek-v3", {"mtp": True}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, "+-+E|+E+E/+E", MegatronLayout(tp=2, pp=2, ep=2, etp=1)),
+    ("deepseek-v3", {"mtp": True}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, "+-+E|+E+E/+E",
+     MegatronLayout(tp=2, pp=2, ep=2, etp=1)),
     ("glm4-moe", {}, f"{PP} 2", 2, "*-*E|*E*E", MegatronLayout(pp=2)),
     ("dots1", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, "*-*E*E*E", MegatronLayout(tp=2, ep=2, etp=1)),
     ("qwen3-next", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, "GEGEGE*E", MegatronLayout(tp=2, ep=2, etp=1)),
@@ -62,8 +64,17 @@ def saved_hybrid(source, folder, parallel, ranks, pattern, **options):
     hf_to_mcore(source, folder / "gpt", transformer_impl="local")
     directory = folder / "hybrid" / "iter_0000007"
     directory.mkdir(parents=True)
-    results = run_on_ranks(ranks, "save_hybrid", flags_at(folder / "gpt", parallel), pattern, str(folder / "gpt"), str(directory), TOKENS,
-                           *options.values(), module="hybrid_on_cpu")  # fmt: skip
+    results = run_on_ranks(
+        ranks,
+        "save_hybrid",
+        flags_at(folder / "gpt", parallel),
+        pattern,
+        str(folder / "gpt"),
+        str(directory),
+        TOKENS,
+        *options.values(),
+        module="hybrid_on_cpu",
+    )
     (directory.parent / "latest_checkpointed_iteration.txt").write_text("7")
     return directory.parent, next(logits for logits in results if logits[0] is not None)
 
@@ -374,15 +385,18 @@ def test_a_stage_may_end_between_an_attention_and_its_mlp(pattern, weights, tmp_
 @pytest.mark.parametrize(("args", "expected"), [
     ({"hybrid_layer_pattern": "*-*E|*E/*E"}, {"num_layers": 3, "moe_layer_freq": [0, 1, 1], "mtp_num_layers": 1}),
     ({"hybrid_override_pattern": "*-*-", "is_hybrid_model": True}, {"num_layers": 2, "num_experts": None}),
-    ({"hybrid_override_pattern": "*E", "mtp_hybrid_override_pattern": "*E", "mtp_num_layers": 2}, {"num_layers": 1, "mtp_num_layers": 2}),
-    ({"hybrid_layer_pattern": "G-*-"}, {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": [1, 0]}),
+    ({"hybrid_override_pattern": "*E", "mtp_hybrid_override_pattern": "*E", "mtp_num_layers": 2},
+     {"num_layers": 1, "mtp_num_layers": 2}),
+    ({"hybrid_layer_pattern": "G-*-"},
+     {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": [1, 0]}),
     ({"hybrid_layer_pattern": "[M-]*-"}, "groups layers in brackets"),
     ({"hybrid_layer_pattern": "[*-][*-]"}, "groups layers in brackets"),
     ({"hybrid_layer_pattern": "*-*"}, "do not alternate"),
     ({"hybrid_layer_pattern": "*-/*-*-"}, "an MTP layer of the pattern '*-/*-*-' is not one attention and one MLP"),
     ({"hybrid_layer_pattern": "/*-"}, "do not alternate"),
     ({"hybrid_layer_pattern": 3}, "hybrid_layer_pattern is 3, which is not a pattern"),
-    ({"hybrid_layer_pattern": "D-D-", "dsa_indexer_topk_freq": 4}, "dsa_indexer_topk_freq 4 counts the layers of a HybridModel"),
+    ({"hybrid_layer_pattern": "D-D-", "dsa_indexer_topk_freq": 4},
+     "dsa_indexer_topk_freq 4 counts the layers of a HybridModel"),
 ])  # fmt: skip
 def test_args_of_earlier_and_of_other_patterns(args, expected):
     args = {

@@ -126,8 +126,8 @@ def test_a_checkpoint_of_one_layout_loads_at_another(variant, written, loaded, r
 
 @pytest.mark.parametrize(("variant", "flag"), [
     ("glm-moe-dsa-shared", "--dsa-indexer-topk 9"), ("deepseek-v32", "--dsa-indexer-rope-interleaved"),
-    ("gpt-oss", "--window-size 6,0"), ("gpt-oss", "--window-attn-skip-freq [0,1,0,1]"), ("gpt-oss", "--activation-func-clamp-value 0.5"),
-    ("gpt-oss", "--glu-linear-offset 0.0"),
+    ("gpt-oss", "--window-size 6,0"), ("gpt-oss", "--window-attn-skip-freq [0,1,0,1]"),
+    ("gpt-oss", "--activation-func-clamp-value 0.5"), ("gpt-oss", "--glu-linear-offset 0.0"),
 ])  # fmt: skip
 def test_another_choice_of_tokens_or_numbers_shows_in_the_logits(variant, flag, checkpoint, tmp_path):
     """Negative control of the above: the tokens that an indexer or a window leaves out, and what a

@@ -82,7 +82,8 @@ def test_megatrons_loader_logits_saves_and_live_models_are_those_of_the_publishe
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"hybrid_override_pattern": "ME*M-X"}, "hybrid_override_pattern 'ME[*]M-X' does not say of which kind each layer is"),
+    ({"hybrid_override_pattern": "ME*M-X"},
+     "hybrid_override_pattern 'ME[*]M-X' does not say of which kind each layer is"),
     ({"layers_block_type": ["mamba"] * 6}, "layers_block_type and hybrid_override_pattern say two things"),
     ({"num_hidden_layers": 7}, "hybrid_override_pattern is of 6 layers, but num_hidden_layers is 7"),
     ({"hybrid_override_pattern": "*E*E*-"}, "has no Mamba layer"),

@@ -20,11 +20,11 @@ from tests.tools.checkpoints import PLAIN_YARN, VARIANTS, config_of, model, with
 from tests.tools.oracle import hf_tensors, same
 
 ANOTHER = {
-    "position_embedding_type": "none", "rotary_percent": 0.5, "rotary_interleaved": True, "no_rope_freq": 4, "quick_geglu": True,
-    "window_size": (128, 0), "softmax_scale": 0.1, "layernorm_zero_centered_gamma": True, "normalization": "LayerNorm",
-    "swiglu": False, "qk_l2_norm": True, "attention_output_gate": True, "glu_linear_offset": 1.0, "softmax_type": "learnable",
-    "moe_shared_expert_gate": True, "moe_expert_capacity_factor": 1.25, "moe_router_load_balancing_type": "sinkhorn",
-    "moe_router_num_groups": 4,
+    "position_embedding_type": "none", "rotary_percent": 0.5, "rotary_interleaved": True, "no_rope_freq": 4,
+    "quick_geglu": True, "window_size": (128, 0), "softmax_scale": 0.1, "layernorm_zero_centered_gamma": True,
+    "normalization": "LayerNorm", "swiglu": False, "qk_l2_norm": True, "attention_output_gate": True,
+    "glu_linear_offset": 1.0, "softmax_type": "learnable", "moe_shared_expert_gate": True,
+    "moe_expert_capacity_factor": 1.25, "moe_router_load_balancing_type": "sinkhorn", "moe_router_num_groups": 4,
 }  # fmt: skip
 
 
@@ -41,11 +41,15 @@ def test_an_argument_that_makes_another_model_is_refused_by_name(name):
 def test_args_that_describe_no_model_are_refused():
     args = megatron_args(model("qwen3-moe-mixed"))
     assert model_of_args(args, "args").kinds == model("qwen3-moe-mixed").kinds
-    for change, message in (({"moe_layer_freq": "every second"}, "cannot be read as a model's"), ({"num_layers": None}, "num_layers"),
-                            ({"moe_layer_freq": [1]}, "1 entries for 4 layers"), ({"squared_relu": True}, "squared_relu"),
-                            ({"qk_layernorm": False}, "moe_layer_freq is .* makes another model of the weights than mixtral models here"),
-                            ({"qk_layernorm": False, "add_qkv_bias": True}, "no family here has .*qk_layernorm = False"),
-                            ({"qk_layernorm": None, "add_qkv_bias": True}, "no family here has .*qk_layernorm = None")):  # fmt: skip
+    for change, message in (({"moe_layer_freq": "every second"}, "cannot be read as a model's"),
+                            ({"num_layers": None}, "num_layers"), ({"moe_layer_freq": [1]}, "1 entries for 4 layers"),
+                            ({"squared_relu": True}, "squared_relu"),
+                            ({"qk_layernorm": False},
+                             "moe_layer_freq is .* makes another model of the weights than mixtral models here"),
+                            ({"qk_layernorm": False, "add_qkv_bias": True},
+                             "no family here has .*qk_layernorm = False"),
+                            ({"qk_layernorm": None, "add_qkv_bias": True},
+                             "no family here has .*qk_layernorm = None")):  # fmt: skip
         with pytest.raises(ReshardError, match=message):
             model_of_args(args | change, "args")
     with pytest.raises(ReshardError, match="--family gpt is not one of"):
@@ -93,7 +97,8 @@ def test_yarn_of_megatron_before_0_14_began_at_max_position_embeddings():
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"num_attention_heads": 4, "num_key_value_heads": 4}, "num_attention_heads is 8 .not 4., num_query_groups is 2 .not 4."),
+    ({"num_attention_heads": 4, "num_key_value_heads": 4},
+     "num_attention_heads is 8 .not 4., num_query_groups is 2 .not 4."),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}, "rotary_base is 10000 .not 50000."),
     ({"rope_parameters": PLAIN_YARN}, "position_embedding_type is 'rope' .not 'yarn'."),
     ({"rms_norm_eps": 0.1}, "layernorm_epsilon is 1e-06 .not 0.1."),

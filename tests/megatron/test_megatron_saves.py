@@ -78,11 +78,13 @@ def test_what_megatron_saves_becomes_the_hugging_face_tensors(variant, parallel,
 
 
 def unlike(source, back) -> dict:
-    """What a config that Megatron's args stand in for says otherwise, that is not what they leave out and changes nothing."""
+    """What a config that Megatron's args stand in for says otherwise, that is not what they leave out and
+    changes nothing."""
     from transformers import AutoConfig
 
     ours, wanted = (AutoConfig.from_pretrained(d).to_dict() for d in (back, source))
-    left_out = {"initializer_range", "transformers_version", "dtype", "_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id"}  # fmt: skip
+    left_out = {"initializer_range", "transformers_version", "dtype", "_name_or_path", "bos_token_id", "eos_token_id",
+                "pad_token_id"}  # fmt: skip
     if wanted.get("head_dim") is None:  # which means the quotient
         left_out.add("head_dim")
     return {k: (ours.get(k), wanted[k]) for k in wanted.keys() - left_out if ours.get(k) != wanted[k]}

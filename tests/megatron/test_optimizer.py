@@ -253,8 +253,11 @@ def test_a_cast_leaves_the_states_as_they_are(runs, tmp_path):
 @pytest.mark.parametrize("name", ["buffers", *EARLIER])
 def test_states_that_belong_to_a_layout_are_refused_by_name(name, runs, tmp_path):
     states_format = {"buffers": "dp_reshardable"}.get(name, name)
-    with pytest.raises(ReshardError, match=rf"in the format {states_format}, .*resume it once at that layout with "
-                                           "--dist-ckpt-optim-fully-reshardable, .*, or pass --without-optimizer"):  # fmt: skip
+    with pytest.raises(
+        ReshardError,
+        match=rf"in the format {states_format}, .*resume it once at that layout with "
+        "--dist-ckpt-optim-fully-reshardable, .*, or pass --without-optimizer",
+    ):
         runs.move(name, tmp_path / "out", EP2, hf_config=runs.configs["qwen3-moe"])
     said = inspect(runs.folder / name).details["optimizer"]
     assert said.startswith(

@@ -38,7 +38,9 @@ def test_a_training_that_was_moved_there_and_back_goes_on_as_if_it_had_not_been(
         mcore_to_mcore(folder / "split", folder / "back", TRAINED, **form)
         trained, back = (stored_tensors(folder / name / ITERATION) for name in ("run", "back"))
         assert same(trained, back) == [] and check(folder / "split").ok, variant
-    for resumed, losses in zip(run_on_ranks(2, "resume", cases, module="optimizer_on_cpu"), undisturbed, strict=True):  # fmt: skip
+    for resumed, losses in zip(
+        run_on_ranks(2, "resume", cases, module="optimizer_on_cpu"), undisturbed, strict=True
+    ):
         for variant, (own, moved), of_variant in zip(VARIANTS, resumed, losses, strict=True):
             assert moved == own and own[:2] == (1, []) and own[2] > 100, variant
             assert moved[-1] == of_variant[1:] != of_variant[:1], variant

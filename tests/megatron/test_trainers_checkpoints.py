@@ -54,8 +54,9 @@ def bridge(source, iteration, root):
     shutil.copytree(iteration, root / "iter_0000007")
     config_alone(source, root.parent / "published")
     (root / "iter_0000007" / "run_config.yaml").write_text(
-        f"checkpoint:\n  save: {root}\nmodel:\n  _target_: megatron.bridge.models.qwen.qwen_provider.Qwen3ModelProvider\n"
-        f"  hf_model_id: {root.parent / 'published'}\n  num_layers: 4\n"
+        f"checkpoint:\n  save: {root}\nmodel:\n  _target_: "
+        "megatron.bridge.models.qwen.qwen_provider.Qwen3ModelProvider\n  hf_model_id: "
+        f"{root.parent / 'published'}\n  num_layers: 4\n"
     )
     (root / TRACKER).write_text("7")
     return [root, root / "iter_0000007"]
@@ -165,13 +166,17 @@ def test_what_is_no_language_model_or_another_format_is_named(saved, tmp_path):
     cases = [
         (rewritten(iteration, tmp_path / "critic", lambda s: s | {"output_layer.weight": torch.zeros(1, 64)}),
          "is a value or reward model's: output_layer.weight is a value head, of [1, 64]"),
-        (rewritten(iteration, tmp_path / "lora", lambda s: lora), "holds a LoRA adapter (2 tensors: decoder.layers.self_attention.linear_qkv.adapter"),
-        (rewritten(iteration, tmp_path / "peft", lambda s: s | {"decoder.layers.0.mlp.linear_fc1.lora_A.default.weight": torch.zeros(8, 64)}),
+        (rewritten(iteration, tmp_path / "lora", lambda s: lora),
+         "holds a LoRA adapter (2 tensors: decoder.layers.self_attention.linear_qkv.adapter"),
+        (rewritten(iteration, tmp_path / "peft",
+                   lambda s: s | {"decoder.layers.0.mlp.linear_fc1.lora_A.default.weight": torch.zeros(8, 64)}),
          "holds a LoRA adapter (1 tensors"),
         (rewritten(iteration, tmp_path / "fsdp", lambda s: {f"model.module.{key}": value for key, value in s.items()}),
-         "is in the format 'fsdp_dtensor' or 'torch_dcp' of a trainer under FSDP (model.module.embedding.word_embeddings.weight)"),
+         "is in the format 'fsdp_dtensor' or 'torch_dcp' of a trainer under FSDP "
+         "(model.module.embedding.word_embeddings.weight)"),
         (rewritten(iteration, tmp_path / "dcp", lambda s: {f"model.{key}": value for key, value in s.items()}),
-         "is in the format 'fsdp_dtensor' or 'torch_dcp' of a trainer under FSDP (model.embedding.word_embeddings.weight)"),
+         "is in the format 'fsdp_dtensor' or 'torch_dcp' of a trainer under FSDP "
+         "(model.embedding.word_embeddings.weight)"),
         (legacy.parent, "is in Megatron's legacy format 'torch' (mp_rank_*)"),
         (hugging_face, "has its weights in Hugging Face's format, in actor/huggingface: name that directory"),
     ]  # fmt: skip

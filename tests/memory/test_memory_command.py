@@ -45,8 +45,9 @@ def test_the_command_answers_yes_no_and_not_surely(configs):
 
 def test_the_command_the_call_and_megatrons_names_say_the_same(configs):
     ours = ["--tp", "4", "--pp", "2", "--dp", "2", "--recompute", "uniform:2", "--json"]
-    theirs = ["--tensor-model-parallel-size", "4", "--pipeline-model-parallel-size", "2", "--world-size", "16", "--recompute-granularity",
-              "full", "--recompute-method", "uniform", "--recompute-num-layers", "2", "--json"]  # fmt: skip
+    theirs = ["--tensor-model-parallel-size", "4", "--pipeline-model-parallel-size", "2", "--world-size", "16",
+              "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "2",
+              "--json"]  # fmt: skip
     a, b = (json.loads(run(configs("Llama-3.1-70B"), *line).stdout) for line in (ours, theirs))
     assert a == b
     report = reshard.estimate_memory(

@@ -32,15 +32,37 @@ LLAMA_405B = of(
 )
 V3 = of("DeepSeek-V3", num_hidden_layers=4, first_k_dense_replace=1, num_nextn_predict_layers=0)
 V2 = of(
-    "DeepSeek-V3", num_hidden_layers=4, first_k_dense_replace=1, num_nextn_predict_layers=0, hidden_size=5120, intermediate_size=12288,
-    moe_intermediate_size=1536, n_routed_experts=160, num_experts_per_tok=6, n_shared_experts=2, vocab_size=102400,
-)  # fmt: skip
+    "DeepSeek-V3",
+    num_hidden_layers=4,
+    first_k_dense_replace=1,
+    num_nextn_predict_layers=0,
+    hidden_size=5120,
+    intermediate_size=12288,
+    moe_intermediate_size=1536,
+    n_routed_experts=160,
+    num_experts_per_tok=6,
+    n_shared_experts=2,
+    vocab_size=102400,
+)
 V3_MTP = of("DeepSeek-V3", num_hidden_layers=14)
 MOONLIGHT = of(
-    "DeepSeek-V3", num_hidden_layers=27, first_k_dense_replace=1, num_nextn_predict_layers=0, hidden_size=2048, intermediate_size=11264,
-    moe_intermediate_size=1408, n_routed_experts=64, num_experts_per_tok=6, n_shared_experts=2, vocab_size=163840, q_lora_rank=None,
-    num_attention_heads=16, num_key_value_heads=16, n_group=1, topk_group=1,
-)  # fmt: skip
+    "DeepSeek-V3",
+    num_hidden_layers=27,
+    first_k_dense_replace=1,
+    num_nextn_predict_layers=0,
+    hidden_size=2048,
+    intermediate_size=11264,
+    moe_intermediate_size=1408,
+    n_routed_experts=64,
+    num_experts_per_tok=6,
+    n_shared_experts=2,
+    vocab_size=163840,
+    q_lora_rank=None,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    n_group=1,
+    topk_group=1,
+)
 QWEN = of("Qwen3-30B-A3B")
 MTP_PIPELINE = "Ett|(tt|)*6mL"
 GIB = 1 << 30
@@ -63,21 +85,25 @@ MEASURED = {
     "DeepSeek-V2 x4, EP4 PP2": (V2, MegatronLayout(ep=4, pp=2), dict(gpus=8), {0: 31.58, 1: 44.70}, 1.0),
     "Llama-70B x12, TP2 CP4, 32k": (LLAMA, MegatronLayout(tp=2), dict(gpus=8, cp=4, seq_length=32768), {0: 68.43}, 0.5),
     "DeepSeek-V3 x14, MTP, 64 GPUs": (
-        V3_MTP, MegatronLayout(pp=4, ep=16, pipeline_model_parallel_layout=MTP_PIPELINE), dict(gpus=64, seq_length=2048), {2: 68704 / 1024}, 2.0,
+        V3_MTP, MegatronLayout(pp=4, ep=16, pipeline_model_parallel_layout=MTP_PIPELINE),
+        dict(gpus=64, seq_length=2048), {2: 68704 / 1024}, 2.0,
     ),
     "DeepSeek-V3 x14, MTP, 64 GPUs, full": (
-        V3_MTP, MegatronLayout(pp=4, ep=16, pipeline_model_parallel_layout=MTP_PIPELINE), dict(gpus=64, seq_length=2048, recompute="full"), {3: 60154 / 1024}, 2.5,
+        V3_MTP, MegatronLayout(pp=4, ep=16, pipeline_model_parallel_layout=MTP_PIPELINE),
+        dict(gpus=64, seq_length=2048, recompute="full"), {3: 60154 / 1024}, 2.5,
     ),
     # in GB as published; gradients and moments in bf16 are assumed
     "Moonlight, TP2 EP8": (
-        MOONLIGHT, MegatronLayout(tp=2, ep=8, etp=1), dict(gpus=8, grads="bf16", exp_avg="bf16", exp_avg_sq="bf16"), {0: 36.62e9 / GIB}, 1.0,
+        MOONLIGHT, MegatronLayout(tp=2, ep=8, etp=1), dict(gpus=8, grads="bf16", exp_avg="bf16", exp_avg_sq="bf16"),
+        {0: 36.62e9 / GIB}, 1.0,
     ),
     "Moonlight, TP2 EP8, moe_act": (
-        MOONLIGHT, MegatronLayout(tp=2, ep=8, etp=1), dict(gpus=8, grads="bf16", exp_avg="bf16", exp_avg_sq="bf16", recompute="moe_act"),
-        {0: 35.94e9 / GIB}, 1.5,
+        MOONLIGHT, MegatronLayout(tp=2, ep=8, etp=1),
+        dict(gpus=8, grads="bf16", exp_avg="bf16", exp_avg_sq="bf16", recompute="moe_act"), {0: 35.94e9 / GIB}, 1.5,
     ),
     "Qwen3-30B-A3B, EP16": (QWEN, MegatronLayout(ep=16), dict(gpus=16, grads="bf16"), {0: 61.35e9 / GIB}, 1.5),
-    "Llama-70B x12, TP2 CP4, 131k": (LLAMA, MegatronLayout(tp=2), dict(gpus=8, cp=4, seq_length=131072), {0: 112.67}, 3.0),
+    "Llama-70B x12, TP2 CP4, 131k": (LLAMA, MegatronLayout(tp=2), dict(gpus=8, cp=4, seq_length=131072), {0: 112.67},
+                                     3.0),
 }  # fmt: skip
 
 # The same of whole models, a rank at a time (benchmarks/results/2026-11-23-memory-ranks.md), which
@@ -95,17 +121,27 @@ UNEVEN = dict(pp=8, etp=1, num_layers_in_first_pipeline_stage=11, num_layers_in_
 WIDE = MegatronLayout(tp=2, pp=16, ep=64, etp=1, pipeline_model_parallel_layout="Et*4|(tttt|)*14tmL")
 FINE = "moe_act,layernorm,mla_up_proj,mlp"
 OURS = {
-    "Llama-70B, TP8 PP4": (SEVENTY, MegatronLayout(tp=8, pp=4), dict(gpus=32, seq_length=8192), {0: 60.10, 3: 44.99}, 0.5),
-    "Llama-70B, TP8 PP4 VPP5": (SEVENTY, MegatronLayout(tp=8, pp=4, vpp=5), dict(gpus=32, seq_length=8192), {0: 63.72}, 1.0),
-    "Llama-70B, TP8 PP2 CP4": (SEVENTY, MegatronLayout(tp=8, pp=2), dict(gpus=64, cp=4, seq_length=32768, recompute="full"), {0: 38.90}, 0.5),
-    "Llama-70B, TP8 PP4, blockwise": (SEVENTY, MegatronLayout(tp=8, pp=4), dict(gpus=32, seq_length=8192, fp8="blockwise"), {1: 54.05}, 0.5),
-    "Llama-70B, TP8 PP4, tensorwise": (SEVENTY, MegatronLayout(tp=8, pp=4), dict(gpus=32, seq_length=8192, fp8="tensorwise"), {1: 54.03}, 0.5),
-    "Qwen3-32B, TP4 PP2": (of("Qwen3-32B"), MegatronLayout(tp=4, pp=2), dict(gpus=16, seq_length=8192, recompute="mlp"), {0: 57.55}, 0.5),
-    "Qwen3-30B-A3B, TP2 PP2 EP8": (THIRTY, MegatronLayout(tp=2, pp=2, ep=8, etp=1), dict(gpus=16, recompute="moe_act"), {0: 43.76}, 0.5),
-    "Qwen3-30B-A3B, TP2 PP4 VPP3 EP4": (THIRTY, MegatronLayout(tp=2, pp=4, vpp=3, ep=4, etp=1), dict(gpus=16), {0: 47.49}, 0.5),
+    "Llama-70B, TP8 PP4": (SEVENTY, MegatronLayout(tp=8, pp=4), dict(gpus=32, seq_length=8192), {0: 60.10, 3: 44.99},
+                           0.5),
+    "Llama-70B, TP8 PP4 VPP5": (SEVENTY, MegatronLayout(tp=8, pp=4, vpp=5), dict(gpus=32, seq_length=8192), {0: 63.72},
+                                1.0),
+    "Llama-70B, TP8 PP2 CP4": (SEVENTY, MegatronLayout(tp=8, pp=2),
+                               dict(gpus=64, cp=4, seq_length=32768, recompute="full"), {0: 38.90}, 0.5),
+    "Llama-70B, TP8 PP4, blockwise": (SEVENTY, MegatronLayout(tp=8, pp=4),
+                                      dict(gpus=32, seq_length=8192, fp8="blockwise"), {1: 54.05}, 0.5),
+    "Llama-70B, TP8 PP4, tensorwise": (SEVENTY, MegatronLayout(tp=8, pp=4),
+                                       dict(gpus=32, seq_length=8192, fp8="tensorwise"), {1: 54.03}, 0.5),
+    "Qwen3-32B, TP4 PP2": (of("Qwen3-32B"), MegatronLayout(tp=4, pp=2), dict(gpus=16, seq_length=8192, recompute="mlp"),
+                           {0: 57.55}, 0.5),
+    "Qwen3-30B-A3B, TP2 PP2 EP8": (THIRTY, MegatronLayout(tp=2, pp=2, ep=8, etp=1), dict(gpus=16, recompute="moe_act"),
+                                   {0: 43.76}, 0.5),
+    "Qwen3-30B-A3B, TP2 PP4 VPP3 EP4": (THIRTY, MegatronLayout(tp=2, pp=4, vpp=3, ep=4, etp=1), dict(gpus=16),
+                                        {0: 47.49}, 0.5),
     "Qwen3-235B, TP4 PP8 EP8": (LARGE, MegatronLayout(tp=4, ep=8, **UNEVEN), dict(gpus=64), {0: 79.84}, 1.0),
-    "Qwen3-235B, TP2 PP8 EP16": (LARGE, MegatronLayout(tp=2, ep=16, **UNEVEN), dict(gpus=128, recompute="moe_act,layernorm"), {0: 66.58}, 0.5),
-    "DeepSeek-V3, TP2 PP16 EP64": (DEEPSEEK, WIDE, dict(gpus=1024, recompute=FINE), {0: 27.43, 1: 46.59, 15: 18.32}, 1.0),
+    "Qwen3-235B, TP2 PP8 EP16": (LARGE, MegatronLayout(tp=2, ep=16, **UNEVEN),
+                                 dict(gpus=128, recompute="moe_act,layernorm"), {0: 66.58}, 0.5),
+    "DeepSeek-V3, TP2 PP16 EP64": (DEEPSEEK, WIDE, dict(gpus=1024, recompute=FINE), {0: 27.43, 1: 46.59, 15: 18.32},
+                                   1.0),
     "DeepSeek-V3, TP2 PP16 EP64, full": (DEEPSEEK, WIDE, dict(gpus=1024, recompute="full"), {1: 19.04}, 1.0),
 }  # fmt: skip
 
@@ -156,7 +192,8 @@ def test_the_parts_of_a_published_profile():
 
 # In bf16 elements for a token, at TP 1.
 LAYERS = {
-    ("DeepSeek-V3", "moe"): 228_544, ("DeepSeek-V3", "dense"): 170_304, ("Qwen3-30B-A3B", "moe"): 57_280, ("Llama-3.1-70B", "dense"): 137_344,
+    ("DeepSeek-V3", "moe"): 228_544, ("DeepSeek-V3", "dense"): 170_304, ("Qwen3-30B-A3B", "moe"): 57_280,
+    ("Llama-3.1-70B", "dense"): 137_344,
 }  # fmt: skip
 
 

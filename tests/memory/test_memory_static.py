@@ -38,9 +38,11 @@ LAYOUTS = {
     "biases": ("llama-bias", {}, MegatronLayout(tp=2, pp=2), 12, 1),
     "TP above the key heads": ("llama", {}, MegatronLayout(tp=4), 8, 1),
     "VPP, CP": ("llama", {"num_hidden_layers": 8}, MegatronLayout(tp=2, pp=2, vpp=2), 24, 2),
-    "uneven stages": ("qwen3", {"num_hidden_layers": 7}, MegatronLayout(pp=3, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=2), 9, 1),
+    "uneven stages": ("qwen3", {"num_hidden_layers": 7}, MegatronLayout(pp=3, num_layers_in_first_pipeline_stage=1,
+                                                                        num_layers_in_last_pipeline_stage=2), 9, 1),
     "embedding and loss in the split": (
-        "qwen3", {"num_hidden_layers": 6}, MegatronLayout(pp=4, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True), 8, 1,
+        "qwen3", {"num_hidden_layers": 6}, MegatronLayout(pp=4, account_for_embedding_in_pipeline_split=True,
+                                                          account_for_loss_in_pipeline_split=True), 8, 1,
     ),
     "norms over the full width": ("minimax-m2", {}, MegatronLayout(tp=4, ep=2, etp=1), 8, 1),
     "softmax with a bias, shared experts": ("ernie", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), 8, 1),
@@ -48,7 +50,8 @@ LAYOUTS = {
     "in a larger model": ("qwen3-vl-moe", {}, MegatronLayout(tp=2, pp=2, ep=4, etp=1), 16, 1),
     "MLA in a larger model": ("kimi-k2.5", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), 8, 1),
     "linear attention": ("qwen3-next", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), 8, 1),
-    "linear attention, MTP": ("qwen3.5-moe", {"mtp_num_hidden_layers": 1}, MegatronLayout(tp=2, pp=2, ep=2, etp=2), 8, 1),
+    "linear attention, MTP": ("qwen3.5-moe", {"mtp_num_hidden_layers": 1}, MegatronLayout(tp=2, pp=2, ep=2, etp=2), 8,
+                              1),
     "Mamba": ("nemotron-h-moe", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), 8, 1),
     "biases of experts, sinks": ("gpt-oss", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), 8, 1),
     "EP, ETP1": ("qwen3-moe", {}, MegatronLayout(tp=2, pp=2, ep=4, etp=1), 16, 1),
@@ -57,11 +60,14 @@ LAYOUTS = {
     "MLA, MTP, EP": ("deepseek-v3", {"num_nextn_predict_layers": 1}, MegatronLayout(tp=2, pp=2, ep=4, etp=1), 16, 1),
     "MLA, MTP, one stage": ("deepseek-v3", {"num_nextn_predict_layers": 1}, MegatronLayout(tp=2, ep=2, etp=2), 12, 1),
     "no q_lora, layout string": (
-        "deepseek-v3-no-q-lora", {"num_nextn_predict_layers": 1}, MegatronLayout(pp=2, ep=4, pipeline_model_parallel_layout="Et|t*2|t|mL"), 8, 1,
+        "deepseek-v3-no-q-lora", {"num_nextn_predict_layers": 1},
+        MegatronLayout(pp=2, ep=4, pipeline_model_parallel_layout="Et|t*2|t|mL"), 8, 1,
     ),
-    "indexers in some layers, MTP": ("glm-moe-dsa-shared", {"num_nextn_predict_layers": 1}, MegatronLayout(pp=2, ep=4, etp=1), 8, 1),
+    "indexers in some layers, MTP": ("glm-moe-dsa-shared", {"num_nextn_predict_layers": 1},
+                                     MegatronLayout(pp=2, ep=4, etp=1), 8, 1),
     "tied, MTP": (
-        "deepseek-v3", {"num_nextn_predict_layers": 1, "tie_word_embeddings": True}, MegatronLayout(tp=2, pp=2, ep=4, etp=1), 8, 1,
+        "deepseek-v3", {"num_nextn_predict_layers": 1, "tie_word_embeddings": True},
+        MegatronLayout(tp=2, pp=2, ep=4, etp=1), 8, 1,
     ),
 }  # fmt: skip
 

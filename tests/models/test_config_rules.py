@@ -30,21 +30,25 @@ REFUSED = [
     ("qwen3", {"attention_bias": True}, "attention_bias = True cannot be held"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act = gelu"),
     ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func = softmax"),
-    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported; the architectures that are: .*LlamaForCausalLM"),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]},
+     "LlamaForSequenceClassification is not supported; the architectures that are: .*LlamaForCausalLM"),
     ("qwen3", {"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM is not supported"),
     # fields that nothing maps
     ("deepseek-v3", {"rope_interleave": False}, "rope_interleave = False may make another model"),
     ("qwen3-moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size = 64 may make another"),
-    ("llama", {"logit_scale": 0.5, "final_logit_softcapping": 30.0}, "logit_scale = 0.5, final_logit_softcapping = 30.0 may make"),
+    ("llama", {"logit_scale": 0.5, "final_logit_softcapping": 30.0},
+     "logit_scale = 0.5, final_logit_softcapping = 30.0 may make"),
     ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder = True may make"),
     ("llama", {"sliding_window": 4096}, "sliding_window = 4096 may make"),
     # windows
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 3, "layer_types": None}, "attend to a window"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 3, "layer_types": None},
+     "attend to a window"),
     ("qwen3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "attend to a window"),
     ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 4}, "attend to a window"),
     ("dots1", {"sliding_window": 16, "max_window_layers": 2, "layer_types": None}, "attend to a window"),
     ("dots1", {"norm_topk_prob": None}, "norm_topk_prob = False cannot be held"),
-    ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention"] * 4}, "attend to a window"),
+    ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention"] * 4},
+     "attend to a window"),
     # null, where transformers does not take it as absent
     ("deepseek-v3", {"rope_interleave": None}, "rope_interleave = None may make another model"),
     ("deepseek-v3", {"norm_topk_prob": None}, "norm_topk_prob = None cannot be held"),
@@ -61,13 +65,17 @@ REFUSED = [
     ("deepseek-v3", {"head_dim": 16}, "head_dim != qk_rope_head_dim"),
     ("deepseek-v3", {"qk_head_dim": 16}, "qk_head_dim != qk_nope_head_dim"),
     ("glm4-moe-lite", {"head_dim": 16}, "head_dim != qk_rope_head_dim"),
-    ("glm4-moe-lite", {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}, "mlp_layer_types, which transformers reads, says something else"),
+    ("glm4-moe-lite", {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]},
+     "mlp_layer_types, which transformers reads, says something else"),
     # layers that share an indexer
     ("glm-moe-dsa-shared", {"index_topk_freq": 3}, "indexer_types and index_topk_freq disagree"),
     ("glm-moe-dsa-shared", {"index_topk_pattern": "FFSF"}, "indexer_types and index_topk_pattern disagree"),
-    ("glm-moe-dsa-shared", {"indexer_types": ["full"] * 3}, "indexer_types is .* which has no entry for each of 4 layers"),
-    ("glm-moe-dsa-shared", {"indexer_types": ["full"] * 3 + ["half"]}, "indexer_types has 'half', which is neither full nor shared"),
-    ("glm-moe-dsa", {"indexer_types": ["shared", "full", "full", "full"], "index_topk_freq": None}, "gives the first layer no indexer"),
+    ("glm-moe-dsa-shared", {"indexer_types": ["full"] * 3},
+     "indexer_types is .* which has no entry for each of 4 layers"),
+    ("glm-moe-dsa-shared", {"indexer_types": ["full"] * 3 + ["half"]},
+     "indexer_types has 'half', which is neither full nor shared"),
+    ("glm-moe-dsa", {"indexer_types": ["shared", "full", "full", "full"], "index_topk_freq": None},
+     "gives the first layer no indexer"),
     ("glm-moe-dsa", {"indexer_types": None, "index_topk_pattern": "FSFF"}, "at no regular distance"),
     ("glm-moe-dsa", {"indexer_types": None, "index_topk_freq": "two"}, "index_topk_freq is 'two'"),
     ("deepseek-v32", {"q_lora_rank": None}, "has no field q_lora_rank"),
@@ -95,25 +103,34 @@ REFUSED = [
     ("llama", {"rope_parameters": "llama3"}, "rope_parameters is 'llama3', which is not an object"),
     ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "rope type 'llama3' has no factor"),
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-     r"""'dynamic' has no counterpart in Megatron for this family, .*\("rope_type", "factor"\) goes on without it, which up to max_pos"""),
-    ("llama", {"rope_parameters": {"rope_type": "default", "factor": 2.0}}, "'default' has factor = 2.0, whose meaning is not known"),
+     r"'dynamic' has no counterpart in Megatron for this family, .*"
+     r"""\("rope_type", "factor"\) goes on without it, which up to max_pos"""),
+    ("llama", {"rope_parameters": {"rope_type": "default", "factor": 2.0}},
+     "'default' has factor = 2.0, whose meaning is not known"),
     ("llama", {"rope_parameters": LLAMA3_ROPE | {"factor": math.nan}}, "factor of the rotary embedding is nan"),
     ("llama", {"rope_parameters": LLAMA3_ROPE | {"factor": -1.0}}, "factor of the rotary embedding is -1.0"),
-    ("llama", {"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 2.0}}, "low_freq_factor is 2.0, but Megatron has 1.0 built in"),
+    ("llama", {"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 2.0}},
+     "low_freq_factor is 2.0, but Megatron has 1.0 built in"),
     ("llama", {"rope_parameters": {k: v for k, v in LLAMA3_ROPE.items() if "original" not in k}},
      "original_max_position_embeddings is 256, but Megatron has 8192 built in"),
     ("llama", {"rope_parameters": {"rope_theta": True}}, "rope_theta of the rotary embedding is True"),
     ("llama", {"rope_parameters": {"rope_theta": 10000.5}}, "rope_theta 10000.5 is not a whole number"),
-    ("llama", {"rope_parameters": {"rope_theta": 1e4}, "rope_theta": 5e4}, "says rope_theta = 10000.0 and rope_theta = 50000.0"),
-    ("llama", {"rope_parameters": LINEAR | {"factor": 2.5}}, "factor 2.5, and Megatron's --rotary-seq-len-interpolation-factor takes only"),
-    ("llama", {"rope_parameters": LINEAR | {"factor": 2.0, "short_factor": [1.0]}}, r"'linear' has short_factor = \[1.0\], whose meaning"),
+    ("llama", {"rope_parameters": {"rope_theta": 1e4}, "rope_theta": 5e4},
+     "says rope_theta = 10000.0 and rope_theta = 50000.0"),
+    ("llama", {"rope_parameters": LINEAR | {"factor": 2.5}},
+     "factor 2.5, and Megatron's --rotary-seq-len-interpolation-factor takes only"),
+    ("llama", {"rope_parameters": LINEAR | {"factor": 2.0, "short_factor": [1.0]}},
+     r"'linear' has short_factor = \[1.0\], whose meaning"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
-    ("glm4-moe", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor is 1.5, which is more than a whole head"),
+    ("glm4-moe", {"rope_parameters": {"partial_rotary_factor": 1.5}},
+     "partial_rotary_factor is 1.5, which is more than a whole head"),
     ("glm4-moe", {"rope_parameters": PLAIN_YARN}, "'yarn' has no counterpart in Megatron for this family"),
     ("glm4-moe", {"norm_topk_prob": False}, "norm_topk_prob = False cannot be held"),
-    ("deepseek-v3", {"rope_parameters": YARN | {"attention_factor": 0.9}}, "scaled by 0.9 in transformers, by 1 in Megatron"),
+    ("deepseek-v3", {"rope_parameters": YARN | {"attention_factor": 0.9}},
+     "scaled by 0.9 in transformers, by 1 in Megatron"),
     ("deepseek-v3", {"rope_parameters": YARN | {"mscale": 0.0}}, "scaled by 1.36889 in transformers, by 1 in Megatron"),
-    ("qwen3-yarn", {"rope_parameters": PLAIN_YARN | {"attention_factor": 1.0}}, "scaled by 1 in transformers, by 1.13863 in Megatron"),
+    ("qwen3-yarn", {"rope_parameters": PLAIN_YARN | {"attention_factor": 1.0}},
+     "scaled by 1 in transformers, by 1.13863 in Megatron"),
 ]  # fmt: skip
 
 
@@ -125,20 +142,25 @@ def test_a_config_that_makes_another_model_or_none_is_refused_by_name(variant, c
 
 @pytest.mark.parametrize(("variant", "change"), [
     ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 4, "layer_types": None}),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2, "layer_types": ["full_attention"] * 4}),
+    ("qwen2",
+     {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2, "layer_types": ["full_attention"] * 4}),
     ("qwen3-moe", {"use_sliding_window": True, "sliding_window": None, "layer_types": ["full_attention"] * 4}),
-    ("llama", {"head_dim": None, "num_key_value_heads": None, "rope_scaling": None, "pad_token_id": None, "model_type": None}),
+    ("llama",
+     {"head_dim": None, "num_key_value_heads": None, "rope_scaling": None, "pad_token_id": None, "model_type": None}),
     ("llama", {"architectures": ["LLaMAForCausalLM"], "pretraining_tp": 2, "max_sequence_length": 2048}),
-    ("qwen3-moe", {"initializer_range": None, "attention_dropout": None, "router_aux_loss_coef": None, "max_position_embeddings": None}),
+    ("qwen3-moe", {"initializer_range": None, "attention_dropout": None, "router_aux_loss_coef": None,
+                   "max_position_embeddings": None}),
     ("deepseek-v3", {"model_type": "kimi_k2"}),
     ("deepseek-v3", {"head_dim": 8, "qk_head_dim": 24}),
     ("qwen3", {"use_sliding_window": False, "sliding_window": 32, "max_window_layers": 2, "layer_types": None}),
     ("llama", {"rope_parameters": LINEAR | {"factor": 4.0}}),
     ("llama", {"rope_parameters": None, "rope_scaling": PLAIN_YARN, "rope_theta": 1000000}),
     ("qwen3", {"rope_parameters": LLAMA3_ROPE}),
-    ("qwen2", {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "factor": 1.0, "original_max_position_embeddings": 64}}),
-    ("minimax-m2", {"cache_implementation": "static", "max_window_layers": 28, "decoder_sparse_step": 1, "mlp_only_layers": [],
-                    "auto_map": {"AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM"}}),
+    ("qwen2", {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "factor": 1.0,
+                                   "original_max_position_embeddings": 64}}),
+    ("minimax-m2",
+     {"cache_implementation": "static", "max_window_layers": 28, "decoder_sparse_step": 1, "mlp_only_layers": [],
+      "auto_map": {"AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM"}}),
     ("qwen3", {"architectures": ["FSDPQwen3ForCausalLM"]}),
     ("deepseek-v3", {"architectures": None, "model_type": "kimi_k2"}),
     ("llama", {"_attn_implementation": "sdpa", "unsloth_version": "2025.1", "logit_scale": None, "temperature": 0.6}),
@@ -149,7 +171,8 @@ def test_what_changes_nothing_is_taken(variant, change):
 
 ABSENT = object()
 WINDOWS = {
-    "use_sliding_window": [ABSENT, None, False, True], "sliding_window": [ABSENT, None, 16], "max_window_layers": [ABSENT, 2, 4],
+    "use_sliding_window": [ABSENT, None, False, True], "sliding_window": [ABSENT, None, 16],
+    "max_window_layers": [ABSENT, 2, 4],
     "layer_types": [ABSENT, None, ["full_attention"] * 4, ["full_attention"] * 3 + ["sliding_attention"]],
 }  # fmt: skip
 
@@ -167,8 +190,14 @@ def test_windows_are_refused_where_layers_of_the_class_of_transformers_slide_and
             if layers == 32 and types is not None:
                 continue
             # transformers checks types of late, and null is no bool: to its code it is as good as false.
-            theirs = type(VARIANTS[variant])(**base | {"num_hidden_layers": layers, **said,
-                                                       **({"use_sliding_window": False} if said.get("use_sliding_window", 1) is None else {})})  # fmt: skip
+            theirs = type(VARIANTS[variant])(
+                **base
+                | {
+                    "num_hidden_layers": layers,
+                    **said,
+                    **({"use_sliding_window": False} if said.get("use_sliding_window", 1) is None else {}),
+                }
+            )
             each = (
                 ["sliding_attention"] if variant == "qwen3-moe" else theirs.layer_types
             )  # its layers never look at their types
@@ -219,8 +248,8 @@ def test_what_is_ignored_is_said_recorded_and_ignored_again(checkpoint, tmp_path
     assert [notice for notice in report.notices if said in notice]
     assert "--norm-epsilon 1e-06" in (mcore / "megatron_flags.txt").read_text()
     assert json.loads((mcore / "reshard.json").read_text())["ignored_config_fields"] == ["rms_norm_eps"]
-    for arguments in (["inspect", str(mcore)], ["check", str(mcore)], ["mcore-to-hf", str(mcore), str(back)], ["diff", str(mcore), str(back)],
-                      ["diff", str(mcore / "release"), str(back)]):  # fmt: skip
+    for arguments in (["inspect", str(mcore)], ["check", str(mcore)], ["mcore-to-hf", str(mcore), str(back)],
+                      ["diff", str(mcore), str(back)], ["diff", str(mcore / "release"), str(back)]):  # fmt: skip
         assert cli(arguments, standalone_mode=False) in (0, None) and said in capsys.readouterr().err, (
             arguments
         )
@@ -255,8 +284,10 @@ def test_a_plan_says_what_it_ignores(checkpoint, tmp_path, capsys):
 
 def test_a_name_to_be_ignored_that_nothing_has_is_refused(checkpoint, tmp_path):
     hf_to_mcore(checkpoint("qwen3"), tmp_path / "mcore")
-    for call in (lambda: hf_to_mcore(checkpoint("qwen3"), tmp_path / "out"), lambda: mcore_to_hf(tmp_path / "mcore", tmp_path / "out"),
-                 lambda: diff(checkpoint("qwen3"), tmp_path / "mcore"), lambda: check(tmp_path / "mcore"), lambda: inspect(tmp_path / "mcore"),
+    for call in (lambda: hf_to_mcore(checkpoint("qwen3"), tmp_path / "out"),
+                 lambda: mcore_to_hf(tmp_path / "mcore", tmp_path / "out"),
+                 lambda: diff(checkpoint("qwen3"), tmp_path / "mcore"), lambda: check(tmp_path / "mcore"),
+                 lambda: inspect(tmp_path / "mcore"),
                  lambda: delta.save(checkpoint("qwen3"), checkpoint("qwen3"), tmp_path / "out")):  # fmt: skip
         for name, hint in (("rms_norm_epsilon", "did you mean "), ("zzz", "no such field is in")):
             with (

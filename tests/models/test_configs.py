@@ -72,12 +72,14 @@ def test_an_architecture_without_a_table_is_not_taken_for_one_with_a_table(name)
 
 # Fields that no class of transformers for these families has, at values that decide something elsewhere.
 DECIDING = {
-    "rope_interleaved": True, "alibi": True, "clip_qkv": 8.0, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-    "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0, "logit_scale": 0.0625, "scale_depth": 1.4,
-    "query_pre_attn_scalar": 256, "attention_sinks": True, "attention_out_bias": True, "lm_head_bias": True, "use_parallel_residual": True,
-    "no_rope_layers": [1, 1, 1, 0], "dual_chunk_attention_config": {"chunk_size": 262144}, "is_causal": False, "use_mrope": True,
-    "attn_output_gate": True, "moe_router_logit_softcapping": 30.0, "zero_expert_num": 2, "block_configs": [{}], "pruned_heads": {"1": [0]},
-    "attention_chunk_size": 8192, "index_topk": 2048, "swiglu_limit": 7.0, "is_encoder_decoder": True,
+    "rope_interleaved": True, "alibi": True, "clip_qkv": 8.0, "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0,
+    "logit_scale": 0.0625, "scale_depth": 1.4, "query_pre_attn_scalar": 256, "attention_sinks": True,
+    "attention_out_bias": True, "lm_head_bias": True, "use_parallel_residual": True, "no_rope_layers": [1, 1, 1, 0],
+    "dual_chunk_attention_config": {"chunk_size": 262144}, "is_causal": False, "use_mrope": True,
+    "attn_output_gate": True, "moe_router_logit_softcapping": 30.0, "zero_expert_num": 2, "block_configs": [{}],
+    "pruned_heads": {"1": [0]}, "attention_chunk_size": 8192, "index_topk": 2048, "swiglu_limit": 7.0,
+    "is_encoder_decoder": True,
 }  # fmt: skip
 OF_FAMILY = {
     "llama": {"use_qk_norm": True, "qkv_bias": True, "bias": True, "sliding_window": 4096, "num_experts": 8,
@@ -85,23 +87,29 @@ OF_FAMILY = {
     "mistral": {"use_qk_norm": True, "qkv_bias": True, "mlp_bias": True, "num_experts": 8},
     "qwen2": {"qkv_bias": False, "use_qk_norm": True, "mlp_bias": True, "n_routed_experts": 64},
     "qwen3": {"qkv_bias": True, "use_qk_norm": False, "mlp_bias": True},
-    "qwen3_moe": {"qkv_bias": True, "use_qk_norm": False, "shared_expert_intermediate_size": 512, "scoring_func": "sigmoid",
-                  "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
+    "qwen3_moe": {"qkv_bias": True, "use_qk_norm": False, "shared_expert_intermediate_size": 512,
+                  "scoring_func": "sigmoid", "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
     "deepseek_v3": {"rope_interleave": False, "use_expert_bias": True, "moe_router_logit_softcapping": 1.0},
     "dots1": {"qkv_bias": True, "use_qk_norm": False, "topk_method": "greedy", "moe_layer_freq": 2},
     "glm4_moe": {"scoring_func": "softmax", "sliding_window": 4096},
     "qwen3_next": {"qkv_bias": True, "use_qk_norm": False, "scoring_func": "sigmoid", "layer_scale": True},
-    "qwen3_5_text": {"qkv_bias": True, "num_experts": 8, "mtp_use_dedicated_embeddings": True, "layer_scale": True, "mlp_only_layers": [1]},
-    "qwen3_5_moe_text": {"qkv_bias": True, "norm_topk_prob": False, "decoder_sparse_step": 2, "layer_scale": True, "mlp_only_layers": [1]},
-    "qwen3_vl_moe_text": {"qkv_bias": True, "use_qk_norm": False, "norm_topk_prob": False, "shared_expert_intermediate_size": 512,
-                          "scoring_func": "sigmoid"},
-    "mixtral": {"qkv_bias": True, "use_qk_norm": True, "scoring_func": "sigmoid", "shared_intermediate_size": 512, "rotary_dim": 64},
-    "minimax_m2": {"scoring_func": "softmax", "use_qk_norm": False, "qk_norm_type": "per_head", "use_routing_bias": False,
-                   "shared_intermediate_size": 512, "attn_type_list": [1, 0], "attention_bias": True, "sliding_window": 4096},
+    "qwen3_5_text": {"qkv_bias": True, "num_experts": 8, "mtp_use_dedicated_embeddings": True, "layer_scale": True,
+                     "mlp_only_layers": [1]},
+    "qwen3_5_moe_text": {"qkv_bias": True, "norm_topk_prob": False, "decoder_sparse_step": 2, "layer_scale": True,
+                         "mlp_only_layers": [1]},
+    "qwen3_vl_moe_text": {"qkv_bias": True, "use_qk_norm": False, "norm_topk_prob": False,
+                          "shared_expert_intermediate_size": 512, "scoring_func": "sigmoid"},
+    "mixtral": {"qkv_bias": True, "use_qk_norm": True, "scoring_func": "sigmoid", "shared_intermediate_size": 512,
+                "rotary_dim": 64},
+    "minimax_m2": {"scoring_func": "softmax", "use_qk_norm": False, "qk_norm_type": "per_head",
+                   "use_routing_bias": False, "shared_intermediate_size": 512, "attn_type_list": [1, 0],
+                   "attention_bias": True, "sliding_window": 4096},
     "olmoe": {"use_qk_norm": False, "scoring_func": "sigmoid", "shared_expert_intermediate_size": 512},
-    "ernie4_5_moe": {"use_qk_norm": True, "scoring_func": "sigmoid", "routed_scaling_factor": 2.5, "first_k_dense_replace": 1},
+    "ernie4_5_moe": {"use_qk_norm": True, "scoring_func": "sigmoid", "routed_scaling_factor": 2.5,
+                     "first_k_dense_replace": 1},
     "nemotron_h": {"use_qk_norm": True, "sliding_window": 4096, "shared_expert_intermediate_size": 512},
-    "gpt_oss": {"use_qk_norm": True, "scoring_func": "sigmoid", "mlp_bias": True, "shared_expert_intermediate_size": 512},
+    "gpt_oss": {"use_qk_norm": True, "scoring_func": "sigmoid", "mlp_bias": True,
+                "shared_expert_intermediate_size": 512},
     "glm4_moe_lite": {"scoring_func": "softmax", "index_topk": 2048, "moe_layer_freq": 2},
     "deepseek_v32": {"indexer_rope_interleave": True, "rope_interleave": False, "scoring_func": "softmax"},
     "glm_moe_dsa": {"indexer_rope_interleave": False, "rope_interleave": False, "moe_layer_freq": 2},
@@ -132,12 +140,14 @@ def test_fields_that_decide_something_are_refused_and_all_are_named_at_once(name
 
 
 METADATA = {
-    "unk_token_id": 0, "cls_token_id": 1, "image_token_id": 5, "license": "apache-2.0", "trl_version": "0.19.0", "unsloth_version": "2025.1",
-    "tokenizer_class": "LlamaTokenizer", "model_name": "mine", "neftune_noise_alpha": 5, "internal_version": "7b", "_flash_attn_2_enabled": True,
+    "unk_token_id": 0, "cls_token_id": 1, "image_token_id": 5, "license": "apache-2.0", "trl_version": "0.19.0",
+    "unsloth_version": "2025.1", "tokenizer_class": "LlamaTokenizer", "model_name": "mine", "neftune_noise_alpha": 5,
+    "internal_version": "7b", "_flash_attn_2_enabled": True,
 }  # fmt: skip
 HARMLESS = {
-    "rope_interleaved": False, "attn_logit_softcapping": None, "final_logit_softcapping": None, "embedding_multiplier": 1, "logits_scaling": 1.0,
-    "alibi": False, "attention_sinks": False, "no_rope_layers": [1, 1], "clip_qkv": None, "is_causal": True, "is_decoder": False,
+    "rope_interleaved": False, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+    "embedding_multiplier": 1, "logits_scaling": 1.0, "alibi": False, "attention_sinks": False,
+    "no_rope_layers": [1, 1], "clip_qkv": None, "is_causal": True, "is_decoder": False,
 }  # fmt: skip
 
 
@@ -186,13 +196,15 @@ READ_WITHOUT_EFFECT = {
     "image_token_id",
     "video_token_id",
 }
-VLLM_FILES = {"deepseek_v3": "deepseek_v2", "deepseek_v32": "deepseek_v2", "glm_moe_dsa": "deepseek_v2", "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5", "ernie4_5_moe": "ernie45_moe",
+VLLM_FILES = {"deepseek_v3": "deepseek_v2", "deepseek_v32": "deepseek_v2", "glm_moe_dsa": "deepseek_v2",
+              "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5", "ernie4_5_moe": "ernie45_moe",
               "qwen3_vl_moe_text": "qwen3_moe"}  # fmt: skip
 # Families that the installed vLLM has no class for: they convert and train, and it serves none of them.
 NOT_IN_VLLM = {"dots1"}
 # vLLM's own: of other models in the same file, of drafts, or no field.
-VLLM_ONLY = {"get_text_config", "get_nemotron_h_config_for_layer", "target_layer_count", "moe_router_dtype", "indexer_rope_interleave", "index_topk_freq",
-             "index_topk_pattern", "index_skip_topk_offset", "max_model_len", "quant_config", "intermediate_size"}  # fmt: skip
+VLLM_ONLY = {"get_text_config", "get_nemotron_h_config_for_layer", "target_layer_count", "moe_router_dtype",
+             "indexer_rope_interleave", "index_topk_freq", "index_topk_pattern", "index_skip_topk_offset",
+             "max_model_len", "quant_config", "intermediate_size"}  # fmt: skip
 
 
 def fields_read(path: Path) -> set[str]:
@@ -375,11 +387,14 @@ def test_directories_that_are_no_model_are_one_sentence(tmp_path):
         ),
         (
             gguf,
-            r"holds a model in llama.cpp's format \(model-q4_k_m.gguf\), which is not read: name the Hugging Face directory",
+            (
+                r"holds a model in llama.cpp's format \(model-q4_k_m.gguf\), which is not read: name the "
+                r"Hugging Face directory"
+            ),
         ),
     ):
-        for arguments in (("hf-to-mcore", directory, tmp_path / "out"), ("inspect", directory), ("diff", directory, directory),
-                          ("memory", "--model", directory, "--tp", "1")):  # fmt: skip
+        for arguments in (("hf-to-mcore", directory, tmp_path / "out"), ("inspect", directory),
+                          ("diff", directory, directory), ("memory", "--model", directory, "--tp", "1")):  # fmt: skip
             done = cli(*arguments)
             assert (
                 done.returncode == 1

@@ -20,9 +20,10 @@ from tests.tools.oracle import hf_tensors, megatron_tensors, same, stored_tensor
 
 # What Megatron-LM's parser makes of the command lines of models that have no mapping file.
 PLAIN = {
-    "num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32, "group_query_attention": True,
-    "num_query_groups": 8, "kv_channels": 128, "normalization": "RMSNorm", "layernorm_epsilon": 1e-05, "swiglu": True,
-    "position_embedding_type": "rope", "rotary_base": 1000000, "rotary_percent": 1.0, "max_position_embeddings": 32768, "vocab_size": 32000,
+    "num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32,
+    "group_query_attention": True, "num_query_groups": 8, "kv_channels": 128, "normalization": "RMSNorm",
+    "layernorm_epsilon": 1e-05, "swiglu": True, "position_embedding_type": "rope", "rotary_base": 1000000,
+    "rotary_percent": 1.0, "max_position_embeddings": 32768, "vocab_size": 32000,
     "untie_embeddings_and_output_weights": True, "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False,
     "multi_latent_attention": False, "init_method_std": 0.02, "attention_dropout": 0.0, "moe_aux_loss_coeff": 0.02,
 }  # fmt: skip
@@ -122,8 +123,9 @@ ROW = ("input_layernorm.weight", "H", "input_layernorm.weight", "plain", "-", "a
 
 
 @pytest.mark.parametrize(("column", "entry", "message"), [
-    (3, "turned", "no arrangement is called 'turned'"), (4, "pp 0", "'pp 0' does not say which axis"), (4, "tp", "'tp' does not say"),
-    (4, "remote tp 0", "'remote tp 0' does not say"), (5, "use_qk_norms", "nothing maps the condition 'use_qk_norms'"),
+    (3, "turned", "no arrangement is called 'turned'"), (4, "pp 0", "'pp 0' does not say which axis"),
+    (4, "tp", "'tp' does not say"), (4, "remote tp 0", "'remote tp 0' does not say"),
+    (5, "use_qk_norms", "nothing maps the condition 'use_qk_norms'"),
     (5, "moe, not bias", "nothing maps the condition 'not bias'"),
 ])  # fmt: skip
 def test_a_row_that_does_not_follow_the_columns_is_refused_with_its_file(column, entry, message):
@@ -146,28 +148,43 @@ PUBLISHED_ONLY = {
 }
 BASE = families()["qwen3"]
 MISTAKES = {
-    "a relation": ({"config": (("hidden_size", "hidden_size", "nto", "needed"), *BASE.config)}, "config, hidden_size: the relation 'nto'"),
-    "a default": ({"config": (("hidden_size", "hidden_size", "=", "neded"), *BASE.config)}, "config, hidden_size: the default 'neded'"),
-    "a config row too short": ({"config": (("hidden_size", "hidden_size", "="),)}, "config, hidden_size: a row has 4 columns"),
-    "a symbol of no field": ({"symbols": BASE.symbols | {"X": "hiden_size"}}, "symbols, X: no row of config has a field 'hiden_size'"),
-    "a letter of no symbol": ({"layer": ((ROW[0], "NX*D H", *ROW[2:]),)}, "layer, input_layernorm.weight: the shape 'NX[*]D H'"),
-    "brackets": ({"layer": (("q_proj.weight[0:D of 2*D]", *ROW[1:]),)}, "layer, q_proj.weight.0:D of 2.D.: brackets hold"),
-    "a letter in brackets": ({"layer": (("q_proj.weight[0:X in 2*D]", *ROW[1:]),)}, "layer, q_proj.weight.*: the part of a tensor has a letter 'X'"),
+    "a relation": ({"config": (("hidden_size", "hidden_size", "nto", "needed"), *BASE.config)},
+                   "config, hidden_size: the relation 'nto'"),
+    "a default": ({"config": (("hidden_size", "hidden_size", "=", "neded"), *BASE.config)},
+                  "config, hidden_size: the default 'neded'"),
+    "a config row too short": ({"config": (("hidden_size", "hidden_size", "="),)},
+                               "config, hidden_size: a row has 4 columns"),
+    "a symbol of no field": ({"symbols": BASE.symbols | {"X": "hiden_size"}},
+                             "symbols, X: no row of config has a field 'hiden_size'"),
+    "a letter of no symbol": ({"layer": ((ROW[0], "NX*D H", *ROW[2:]),)},
+                              "layer, input_layernorm.weight: the shape 'NX[*]D H'"),
+    "brackets": ({"layer": (("q_proj.weight[0:D of 2*D]", *ROW[1:]),)},
+                 "layer, q_proj.weight.0:D of 2.D.: brackets hold"),
+    "a letter in brackets": ({"layer": (("q_proj.weight[0:X in 2*D]", *ROW[1:]),)},
+                             "layer, q_proj.weight.*: the part of a tensor has a letter 'X'"),
     "a row too short": ({"layer": (ROW[:5],)}, "layer, input_layernorm.weight: a row has 6 columns"),
-    "always, and a condition": ({"layer": ((*ROW[:5], "dense, always"),)}, "layer, input_layernorm.weight: 'dense, always' says"),
+    "always, and a condition": ({"layer": ((*ROW[:5], "dense, always"),)},
+                                "layer, input_layernorm.weight: 'dense, always' says"),
     "a mark": ({"layer": ((*ROW, "fp16"),)}, "no mark is called 'fp16'"),
-    "a field that is compared": ({"equal": (("head_dim", "hed_dim", "why"),)}, "equal, head_dim: no row of config has a field 'hed_dim'"),
+    "a field that is compared": ({"equal": (("head_dim", "hed_dim", "why"),)},
+                                 "equal, head_dim: no row of config has a field 'hed_dim'"),
     "a sum": ({"equal": (("head_dim", "hidden_size +num_attention_heads", "why"),)}, "equal, head_dim: no row"),
-    "values that are no tuple": ({"refused": (("hidden_act", "silu", "why"),)}, "refused, hidden_act: the values 'silu'"),
+    "values that are no tuple": ({"refused": (("hidden_act", "silu", "why"),)},
+                                 "refused, hidden_act: the values 'silu'"),
     "what identifies it": ({"identifies": {"qk_layernorms": True}}, "identifies: 'qk_layernorms' is not an argument"),
-    "what it is never": ({"identifies": BASE.identifies | {"qk_layernorm": False}}, "identifies: qk_layernorm is False, but True in"),
-    "specs": ({"specs": "reshard.megatron.layers.mla.specs"}, "specs: 'reshard.megatron.layers.mla.specs' is not module:function"),
+    "what it is never": ({"identifies": BASE.identifies | {"qk_layernorm": False}},
+                         "identifies: qk_layernorm is False, but True in"),
+    "specs": ({"specs": "reshard.megatron.layers.mla.specs"},
+              "specs: 'reshard.megatron.layers.mla.specs' is not module:function"),
     "experts apart": ({"experts_apart": False}, "experts_apart: experts that are in no file apart need places"),
-    "a packed name": ({"packed": (("mlp.experts.up", "mlp.experts[{expert}].T"),)}, "packed, mlp.experts.up: no row of layer has this name"),
+    "a packed name": ({"packed": (("mlp.experts.up", "mlp.experts[{expert}].T"),)},
+                      "packed, mlp.experts.up: no row of layer has this name"),
     "a packed part": (
-        {"packed": (("mlp.up_proj.weight", "mlp.gates[0:1 of 2].T"),)}, "packed, mlp.gates.*brackets hold an index, .*, .T may follow",
+        {"packed": (("mlp.up_proj.weight", "mlp.gates[0:1 of 2].T"),)},
+        "packed, mlp.gates.*brackets hold an index, .*, .T may follow",
     ),
-    "a name in memory": ({"in_memory": (("mlp.gates.weight", "mlp.gate.weight"),)}, "in_memory, mlp.gates.weight: no row of layer"),
+    "a name in memory": ({"in_memory": (("mlp.gates.weight", "mlp.gate.weight"),)},
+                         "in_memory, mlp.gates.weight: no row of layer"),
     "a window": ({"window": "from max_window_layer"}, "window: 'from max_window_layer' is not one of"),
 }  # fmt: skip
 

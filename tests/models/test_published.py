@@ -14,9 +14,9 @@ from reshard.megatron.arguments import caveats
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
 
-LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "torch_dtype": "bfloat16",
-         "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "vocab_size": 128256, "max_position_embeddings": 131072, "pretraining_tp": 1,
-         "tie_word_embeddings": False}  # fmt: skip
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "attention_bias": False,
+         "torch_dtype": "bfloat16", "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "vocab_size": 128256,
+         "max_position_embeddings": 131072, "pretraining_tp": 1, "tie_word_embeddings": False}  # fmt: skip
 LLAMA3_SCALING = {
     "factor": 8.0,
     "high_freq_factor": 4.0,
@@ -24,16 +24,19 @@ LLAMA3_SCALING = {
     "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
 }
-QWEN = {"hidden_act": "silu", "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "use_sliding_window": False, "vocab_size": 151936,
-        "torch_dtype": "bfloat16", "tie_word_embeddings": False, "attention_dropout": 0.0, "rope_scaling": None}  # fmt: skip
+QWEN = {"hidden_act": "silu", "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "use_sliding_window": False,
+        "vocab_size": 151936, "torch_dtype": "bfloat16", "tie_word_embeddings": False, "attention_dropout": 0.0,
+        "rope_scaling": None}  # fmt: skip
 
-GLM = {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "attention_bias": True, "attention_dropout": 0.0, "head_dim": 128,
-       "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 12288,
-       "max_position_embeddings": 131072, "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 160, "n_shared_experts": 1,
-       "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 92, "num_key_value_heads": 8,
-       "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
-       "routed_scaling_factor": 2.5, "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16", "use_cache": True,
-       "use_qk_norm": True, "vocab_size": 151552}  # fmt: skip
+GLM = {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "attention_bias": True,
+       "attention_dropout": 0.0, "head_dim": 128, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 5120,
+       "initializer_range": 0.02, "intermediate_size": 12288, "max_position_embeddings": 131072,
+       "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 160, "n_shared_experts": 1,
+       "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 92,
+       "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05,
+       "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 2.5, "tie_word_embeddings": False,
+       "topk_group": 1, "torch_dtype": "bfloat16", "use_cache": True, "use_qk_norm": True,
+       "vocab_size": 151552}  # fmt: skip
 
 # Config, parameters as published (in billions, without copies of the embedding for MTP), a layout
 # that is used for it.
@@ -237,17 +240,19 @@ PUBLISHED = {
     ),
 }
 PUBLISHED["Kimi-K2"] = (PUBLISHED["DeepSeek-V3"][0] | {
-    "model_type": "kimi_k2", "aux_loss_alpha": 0.001, "first_k_dense_replace": 1, "max_position_embeddings": 131072, "n_group": 1,
-    "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0, "pretraining_tp": 1,
-    "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "seq_aux": True, "topk_group": 1, "vocab_size": 163840,
+    "model_type": "kimi_k2", "aux_loss_alpha": 0.001, "first_k_dense_replace": 1, "max_position_embeddings": 131072,
+    "n_group": 1, "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0, "pretraining_tp": 1, "rope_theta": 50000.0, "routed_scaling_factor": 2.827,
+    "seq_aux": True, "topk_group": 1, "vocab_size": 163840,
     "rope_scaling": {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
                      "original_max_position_embeddings": 4096, "type": "yarn"}},
     1026.4, MegatronLayout(tp=8, pp=16, ep=32, etp=1, pipeline_model_parallel_layout="Et*3|(t*4|)*14t*2L"))  # fmt: skip
 PUBLISHED["Moonlight-16B-A3B"] = (
     {name: value for name, value in PUBLISHED["Kimi-K2"][0].items() if name != "quantization_config"} | {
-        "model_type": "deepseek_v3", "hidden_size": 2048, "intermediate_size": 11264, "max_position_embeddings": 8192, "n_routed_experts": 64,
-        "moe_intermediate_size": 1408, "n_shared_experts": 2, "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
-        "num_key_value_heads": 16, "q_lora_rank": None, "rms_norm_eps": 1e-05, "rope_scaling": None, "routed_scaling_factor": 2.446},
+        "model_type": "deepseek_v3", "hidden_size": 2048, "intermediate_size": 11264, "max_position_embeddings": 8192,
+        "n_routed_experts": 64, "moe_intermediate_size": 1408, "n_shared_experts": 2, "num_attention_heads": 16,
+        "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "q_lora_rank": None,
+        "rms_norm_eps": 1e-05, "rope_scaling": None, "routed_scaling_factor": 2.446},
     15.96, MegatronLayout(tp=2, pp=3, ep=8, etp=1))  # fmt: skip
 _LINES = (Path(__file__).parent / "published_configs.jsonl").read_text().splitlines()
 _CONFIGS = {entry["name"].rpartition("/")[2]: entry["config"] for entry in map(json.loads, _LINES)}
@@ -267,11 +272,13 @@ PUBLISHED |= {
     "Qwen3-VL-30B-A3B-Instruct": (_CONFIGS["Qwen3-VL-30B-A3B-Instruct"], 30.53, MegatronLayout(tp=4, ep=8, etp=1)),
     "Kimi-K2.5": (_CONFIGS["Kimi-K2.5"], 1026.4, PUBLISHED["Kimi-K2"][2]),
     "Nemotron-Nano-9B-v2": (_CONFIGS["NVIDIA-Nemotron-Nano-9B-v2"], 8.89, MegatronLayout(tp=4, pp=2)),
-    "Nemotron-3-Nano-30B-A3B": (_CONFIGS["NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"], 31.6, MegatronLayout(tp=2, pp=4, ep=8, etp=1)),
+    "Nemotron-3-Nano-30B-A3B": (_CONFIGS["NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"], 31.6,
+                                MegatronLayout(tp=2, pp=4, ep=8, etp=1)),
     "gpt-oss-20b": (_CONFIGS["gpt-oss-20b"], 20.9, MegatronLayout(tp=2, ep=8, etp=1)),
     "gpt-oss-120b": (_CONFIGS["gpt-oss-120b"], 116.8, MegatronLayout(tp=8, pp=4, ep=8, etp=1)),
     "gpt-oss-20b in bf16": (
-        {name: value for name, value in _CONFIGS["gpt-oss-20b"].items() if name != "quantization_config"} | {"dtype": "bfloat16"},
+        {name: value
+         for name, value in _CONFIGS["gpt-oss-20b"].items() if name != "quantization_config"} | {"dtype": "bfloat16"},
         20.9, MegatronLayout(ep=16, etp=1),
     ),
 }  # fmt: skip

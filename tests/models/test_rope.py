@@ -70,7 +70,8 @@ def test_a_scale_that_only_vllm_reads_is_refused_unless_it_is_one_or_ignored():
 
 @pytest.mark.parametrize("rope", [
     {"rope_type": "default", "rope_theta": 5e5}, LINEAR | {"factor": 3.0}, LLAMA3_ROPE, PLAIN_YARN, YARN,
-    PLAIN_YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "factor": 8.0}, {"rope_type": "yarn", "factor": 2.0},
+    PLAIN_YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "factor": 8.0},
+    {"rope_type": "yarn", "factor": 2.0},
 ], ids=str)  # fmt: skip
 def test_frequencies_are_those_of_transformers(rope):
     from transformers import LlamaConfig

@@ -53,7 +53,8 @@ def test_yarn_is_transformers_own_where_a_config_says_nothing_of_it():
 @pytest.mark.parametrize(("fields", "sentence"), [
     ({"layer_types": [SLIDING] * 3}, "does not say which of 4 layers attend to a window"),
     ({"layer_types": [SLIDING, FULL, SLIDING, "chunked_attention"]}, "does not say which of 4 layers"),
-    ({"sliding_window": None}, "sliding_window is null"), ({"sliding_window": 0}, "sliding_window is 0, which is not a positive"),
+    ({"sliding_window": None}, "sliding_window is null"),
+    ({"sliding_window": 0}, "sliding_window is 0, which is not a positive"),
     ({"swiglu_alpha": 1.5}, "swiglu_alpha = 1.5 cannot be held by Megatron: .*quick-geglu"),
     ({"attention_bias": False}, "attention_bias = False cannot be held by Megatron"),
 ])  # fmt: skip
@@ -63,8 +64,8 @@ def test_what_megatron_cannot_hold_is_refused_by_name(fields, sentence):
 
 
 @pytest.mark.parametrize(("change", "named"), [
-    ({"window_size": (5, 1)}, "window_size"), ({"softmax_type": "vanilla"}, "softmax_type"), ({"glu_linear_offset": 0.0}, "glu_linear_offset"),
-    ({"quick_geglu": False, "swiglu": True}, "quick_geglu"),
+    ({"window_size": (5, 1)}, "window_size"), ({"softmax_type": "vanilla"}, "softmax_type"),
+    ({"glu_linear_offset": 0.0}, "glu_linear_offset"), ({"quick_geglu": False, "swiglu": True}, "quick_geglu"),
 ])  # fmt: skip
 def test_arguments_of_another_model_are_refused_by_name(change, named):
     args = megatron_args(model("gpt-oss"))

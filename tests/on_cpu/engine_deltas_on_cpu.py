@@ -86,8 +86,9 @@ async def _follow(llm: Any, chain: str, broken: Path) -> dict:
         seen: list | None = None,
         after: Sequence[int] = (),
     ) -> list[float]:
-        """Logprobs of `count` greedy tokens after the long prompt and more tokens, by one of the engines; with a salt of
-        its own a request reads nothing that another has left in the prefix cache. `seen` has its tokens so far."""
+        """Logprobs of `count` greedy tokens after the long prompt and more tokens, by one of the engines;
+        with a salt of its own a request reads nothing that another has left in the prefix cache. `seen` has
+        its tokens so far."""
         wanted = SamplingParams(
             max_tokens=count, temperature=0, ignore_eos=True, detokenize=False, logprobs=0
         )

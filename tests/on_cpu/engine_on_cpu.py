@@ -21,9 +21,9 @@ from pathlib import Path
 from tests.starting.ranks import caught
 from tests.tools import vllm_models
 
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_MLA_DISABLE": "1",
-               "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1",
-               "CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # fmt: skip
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
+               "VLLM_MLA_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1",
+               "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # fmt: skip
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 
@@ -39,8 +39,18 @@ def engine(path: str, **options):
 
     vllm_models.register()
     options = {"dtype": "float32"} | options
-    return LLM(path, skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, **SMALL_BATCHES, seed=0, kv_cache_memory_bytes=1 << 24,
-               disable_log_stats=True, distributed_executor_backend="external_launcher", **options)  # fmt: skip
+    return LLM(
+        path,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=64,
+        **SMALL_BATCHES,
+        seed=0,
+        kv_cache_memory_bytes=1 << 24,
+        disable_log_stats=True,
+        distributed_executor_backend="external_launcher",
+        **options,
+    )
 
 
 def forget() -> None:

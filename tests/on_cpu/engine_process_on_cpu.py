@@ -236,7 +236,8 @@ def two_workers(pairs: list, port: int, log: str, secret: str) -> dict:
 
 def engine_from_engine(path: str, ports: list[int]) -> dict:
     """Two engines in processes of their own, of one and of two workers; each is refitted from the other. What their
-    workers hold after vLLM's own loading, and after that, and what they say, also where the source has lost its weights."""
+    workers hold after vLLM's own loading, and after that, and what they say, also where the source has lost
+    its weights."""
     from threading import Thread
 
     from vllm import LLM

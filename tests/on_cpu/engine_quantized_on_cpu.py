@@ -89,8 +89,10 @@ def with_int4():
     if hasattr(torch.ops._C, "cpu_gemm_wna16"):
         return None
     kernels = torch.library.Library("_C", "FRAGMENT")
-    kernels.define("cpu_gemm_wna16(Tensor input, Tensor words, Tensor! output, Tensor scales, Tensor? zeros, Tensor? order, Tensor? bias, "
-                   "int codes_in_a_word, str how) -> ()")  # fmt: skip
+    kernels.define(
+        "cpu_gemm_wna16(Tensor input, Tensor words, Tensor! output, Tensor scales, Tensor? zeros, Tensor? "
+        "order, Tensor? bias, int codes_in_a_word, str how) -> ()"
+    )
     kernels.impl("cpu_gemm_wna16", multiply_int4, "CPU")
     return kernels
 

@@ -91,8 +91,8 @@ def transfer(pairs: list, url: str, port: int) -> dict:
     outcome["version"] = report.version
     if first:
         good = {"address": f"127.0.0.1:{port + 5}", "first_rank": 2, "size": 4}
-        wrong = [{"address": "nowhere"}, {"address": 7}, {"first_rank": "2"}, {"first_rank": -1}, {"first_rank": 4}, {"size": 1e3}, {"size": None},
-                 {"size": 1 << 40}, {"timeout": "soon"}, {"timeout": -1}]  # fmt: skip
+        wrong = [{"address": "nowhere"}, {"address": 7}, {"first_rank": "2"}, {"first_rank": -1}, {"first_rank": 4},
+                 {"size": 1e3}, {"size": None}, {"size": 1 << 40}, {"timeout": "soon"}, {"timeout": -1}]  # fmt: skip
         outcome["wrong meetings"] = [
             caught(lambda w=w: server.init_weight_transfer_engine(good | w)) for w in wrong
         ]
@@ -289,8 +289,17 @@ def transferable(path: str, **options):
         del os.environ[name]
     from vllm import LLM
 
-    return LLM(path, skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, **SMALL_BATCHES, seed=0, kv_cache_memory_bytes=1 << 24,
-               weight_transfer_config={"backend": "reshard"}, **options)  # fmt: skip
+    return LLM(
+        path,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=64,
+        **SMALL_BATCHES,
+        seed=0,
+        kv_cache_memory_bytes=1 << 24,
+        weight_transfer_config={"backend": "reshard"},
+        **options,
+    )
 
 
 def transfer_quantized(pairs: list, port: int) -> dict:

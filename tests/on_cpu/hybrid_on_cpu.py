@@ -19,8 +19,8 @@ from tests.on_cpu.megatron_on_cpu import KEPT
 from tests.starting.ranks import caught
 from tests.tools.oracle import bits
 
-OF_GPT = ("--num-layers", "--moe-layer-freq", "--mtp-num-layers", "--linear-attention-freq", "--pipeline-model-parallel-layout",
-          "--num-virtual-stages", "--decoder-first", "--decoder-last")  # fmt: skip
+OF_GPT = ("--num-layers", "--moe-layer-freq", "--mtp-num-layers", "--linear-attention-freq",
+          "--pipeline-model-parallel-layout", "--num-virtual-stages", "--decoder-first", "--decoder-last")  # fmt: skip
 LINEAR = ["--experimental-attention-variant", "gated_delta_net"]
 
 
@@ -71,8 +71,14 @@ def both(flags: list[str], pattern: str, checkpoint: str, written: list[str] | N
 
 
 def save_hybrid(
-    rank: int, flags: list[str], pattern: str, checkpoint: str, directory: str, tokens: torch.Tensor, singleton: bool = False
-):  # fmt: skip
+    rank: int,
+    flags: list[str],
+    pattern: str,
+    checkpoint: str,
+    directory: str,
+    tokens: torch.Tensor,
+    singleton: bool = False,
+):
     """Save a HybridModel with a checkpoint's weights by Megatron's code, with its args; the logits
     of both classes."""
     gpt, models, args = both(flags, pattern, checkpoint)
@@ -83,8 +89,15 @@ def save_hybrid(
 
 
 def save_and_load(
-    rank: int, flags: list[str], written: list[str], gpt: str, theirs: str, hybrid: str, other: str, tokens: torch.Tensor
-):  # fmt: skip
+    rank: int,
+    flags: list[str],
+    written: list[str],
+    gpt: str,
+    theirs: str,
+    hybrid: str,
+    other: str,
+    tokens: torch.Tensor,
+):
     """Save a HybridModel, built by the flags that were written, by Megatron's code, and load two
     checkpoints of such by Megatron-LM's; the logits of both classes, the names whose weights are
     not those of a GPTModel's checkpoint, for each, and how many there are."""

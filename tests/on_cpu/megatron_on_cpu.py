@@ -143,9 +143,11 @@ def without_cuda() -> None:
     plain_ones = torch.ones  # of masks of windows
     torch.ones = lambda *a, **k: plain_ones(*a, **(k | {"device": None} if k.get("device") == "cuda" else k))
     torch.cuda.get_rng_state = lambda *a, **k: torch.zeros(1)
-    for module in (tp_random, sys.modules["megatron.core.tensor_parallel.layers"], sys.modules["megatron.core.tensor_parallel"],
-                   sys.modules["megatron.core.transformer.moe.experts"], sys.modules["megatron.core.transformer.transformer_block"],
-                   sys.modules["megatron.core.transformer.attention"], sys.modules["megatron.core.transformer.dot_product_attention"]):  # fmt: skip
+    for module in (tp_random, sys.modules["megatron.core.tensor_parallel.layers"],
+                   sys.modules["megatron.core.tensor_parallel"], sys.modules["megatron.core.transformer.moe.experts"],
+                   sys.modules["megatron.core.transformer.transformer_block"],
+                   sys.modules["megatron.core.transformer.attention"],
+                   sys.modules["megatron.core.transformer.dot_product_attention"]):  # fmt: skip
         if hasattr(module, "get_cuda_rng_tracker"):
             module.get_cuda_rng_tracker = lambda *a, **k: _Tracker()
     results = queue.Queue()
@@ -244,9 +246,12 @@ def build(flags: list[str], parallel_output: bool = False):
         0, None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size
     )
     mpu.initialize_model_parallel(
-        args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size, expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-    )  # fmt: skip
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+    )
     with contextlib.redirect_stdout(io.StringIO()):
         config = core_transformer_config_from_args(args)
     config.use_cpu_initialization = True
@@ -275,13 +280,21 @@ def build(flags: list[str], parallel_output: bool = False):
 
                 mtp = local_mtp(mtp)
         options = dict(
-            vocab_size=args.padded_vocab_size, max_sequence_length=args.max_position_embeddings,
-            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage) if chunks > 1 else mpu.is_pipeline_first_stage(),
-            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage) if chunks > 1 else mpu.is_pipeline_last_stage(),
-            parallel_output=parallel_output, share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            position_embedding_type=args.position_embedding_type, rotary_base=args.rotary_base, rotary_percent=args.rotary_percent,
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+            if chunks > 1
+            else mpu.is_pipeline_first_stage(),
+            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+            if chunks > 1
+            else mpu.is_pipeline_last_stage(),
+            parallel_output=parallel_output,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_base=args.rotary_base,
+            rotary_percent=args.rotary_percent,
             seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        )  # fmt: skip
+        )
         if hybrid:
             model = hybrid_layers.model(
                 config, args, vp_stage, mtp, (dense.layer_specs, spec.layer_specs), options
@@ -307,8 +320,12 @@ def save(models, directory: str, extra: dict | None = None, metadata: dict | Non
     """Megatron's own ``dist_checkpointing.save``, with the model part of a training run's state."""
     metadata = metadata or {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     group = mpu.get_data_parallel_group(with_context_parallel=True)
-    state = {f"model{i}" if len(models) > 1 else "model": m.sharded_state_dict(metadata=metadata | {"dp_cp_group": group})
-             for i, m in enumerate(models)}  # fmt: skip
+    state = {
+        f"model{i}" if len(models) > 1 else "model": m.sharded_state_dict(
+            metadata=metadata | {"dp_cp_group": group}
+        )
+        for i, m in enumerate(models)
+    }
     state |= {"checkpoint_version": 3.0, "iteration": 7, **(extra or {})}
     dist_checkpointing.save(state, directory, content_metadata=dict(metadata))
 
@@ -354,8 +371,15 @@ def build_and_run(rank: int, config: dict, layout: dict, directory: str, tokens:
     inside = without_gpu()
     inside.__enter__()  # until this process ends
     initialize_parallel(sizes)
-    models = build_megatron(Model.from_hf(config), sizes, transformer_impl="local", dtype=torch.float32, parallel_output=False,
-                            use_cpu_initialization=True, masked_softmax_fusion=False)  # fmt: skip
+    models = build_megatron(
+        Model.from_hf(config),
+        sizes,
+        transformer_impl="local",
+        dtype=torch.float32,
+        parallel_output=False,
+        use_cpu_initialization=True,
+        masked_softmax_fusion=False,
+    )
     metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
     state = {
         f"model{i}": model.eval().sharded_state_dict(metadata=metadata) for i, model in enumerate(models)
@@ -386,9 +410,12 @@ def training_state(models) -> dict:
 
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     moments = {
-        f"{kind}.{name}": ShardedTensor.from_rank_offsets(f"optimizer.state.{kind}.{name}", torch.ones(4), (0, rank, size))
-        for kind in ("exp_avg", "exp_avg_sq", "fp32_param") for name in ("decoder.layers.mlp.linear_fc1.weight", "output_layer.weight")
-    }  # fmt: skip
+        f"{kind}.{name}": ShardedTensor.from_rank_offsets(
+            f"optimizer.state.{kind}.{name}", torch.ones(4), (0, rank, size)
+        )
+        for kind in ("exp_avg", "exp_avg_sq", "fp32_param")
+        for name in ("decoder.layers.mlp.linear_fc1.weight", "output_layer.weight")
+    }
     rng = [
         {
             "random_rng_state": (3, (1, 2), None),

@@ -32,9 +32,10 @@ def configs(rank: int, command_lines: list[tuple[list[str], int]]) -> list[dict]
             for name, value in values.items()
             if isinstance(value, (bool, int, float, str, list, tuple, type(None)))
         }
-        of_model = ("position_embedding_type", "rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "use_rope_scaling",
-                    "rope_scaling_factor", "untie_embeddings_and_output_weights", "max_position_embeddings", "tokenizer_type", "seq_length",
-                    "padded_vocab_size", "group_query_attention", "mtp_num_layers", "vocab_size")  # fmt: skip
+        of_model = ("position_embedding_type", "rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor",
+                    "use_rope_scaling", "rope_scaling_factor", "untie_embeddings_and_output_weights",
+                    "max_position_embeddings", "tokenizer_type", "seq_length", "padded_vocab_size",
+                    "group_query_attention", "mtp_num_layers", "vocab_size")  # fmt: skip
         found.append(
             plain
             | {"activation_func": config.activation_func.__name__}
@@ -74,8 +75,8 @@ def arguments(rank: int) -> tuple[dict, dict]:
     from megatron.training.arguments import add_megatron_arguments
 
     parser = add_megatron_arguments(argparse.ArgumentParser())
-    titles = {"transformer configuration", "network size", "moe", "mla", "experimental_attention_variant", "heterogeneous architecture",
-              "experimental", "training"}  # fmt: skip
+    titles = {"transformer configuration", "network size", "moe", "mla", "experimental_attention_variant",
+              "heterogeneous architecture", "experimental", "training"}  # fmt: skip
     listed = [
         action for group in parser._action_groups if group.title in titles for action in group._group_actions
     ]

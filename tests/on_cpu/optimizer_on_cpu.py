@@ -186,10 +186,10 @@ def train_each(rank: int, runs: list[tuple]) -> list[list[float]]:
 
 
 def resume(rank: int, cases: list[tuple[list[str], str, list[str], int, str]]) -> list[list[tuple]]:
-    """For each of these flags, of a HybridModel where there is a pattern, with directories, a number of steps, and a directory or none: what Megatron loads of each
-    directory, held against what it loads of the first. The iteration, the names that differ, how many there are, the
-    places in the schedule and in the samples, and the losses of these steps from there on. What was loaded of the
-    first is saved again."""
+    """For each of these flags, of a HybridModel where there is a pattern, with directories, a number of
+    steps, and a directory or none: what Megatron loads of each directory, held against what it loads of the
+    first. The iteration, the names that differ, how many there are, the places in the schedule and in the
+    samples, and the losses of these steps from there on. What was loaded of the first is saved again."""
     said = []
     for flags, pattern, directories, steps, saved in cases:
         training, of_case = Training(as_hybrid(flags, pattern) if pattern else flags), []

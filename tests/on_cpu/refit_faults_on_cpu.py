@@ -27,7 +27,8 @@ LIMIT = 3  # seconds, where one is waited for in vain
 
 
 def engine_side(sides: dict):
-    """The module that has the engine which weights go `into`: its class, how one is made and loaded, and how it runs."""
+    """The module that has the engine which weights go `into`: its class, how one is made and loaded, and how
+    it runs."""
     return import_module(
         f"tests.on_cpu.{'refit_sglang_on_cpu' if sides.get('into') == 'SGLang' else 'refit_on_cpu'}"
     )

@@ -51,10 +51,19 @@ def engine(directory: str, log_level: str = "error", **options):
 
     only_our_models()
     return sglang.Engine(
-        model_path=directory, device="cpu", dtype="float32", attention_backend="torch_native", sampling_backend="pytorch",
-        grammar_backend="none", skip_tokenizer_init=True, disable_cuda_graph=True,
-        max_total_tokens=1024, context_length=128, log_level=log_level, **options,
-    )  # fmt: skip
+        model_path=directory,
+        device="cpu",
+        dtype="float32",
+        attention_backend="torch_native",
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        skip_tokenizer_init=True,
+        disable_cuda_graph=True,
+        max_total_tokens=1024,
+        context_length=128,
+        log_level=log_level,
+        **options,
+    )
 
 
 @contextmanager
@@ -213,7 +222,8 @@ def server(directory: str, port: int, without_plugin: Path | None = None):
     """SGLang's own server of a Megatron checkpoint, with two pipeline stages; its address. Or of a Hugging Face
     directory, with one, without the plugin, and with its log in a file."""
     if without_plugin is None:
-        options = {"model-path": f"{directory}/hf", "model-loader-extra-config": json.dumps({"megatron": directory}), "pp-size": 2, "log-level": "error"}  # fmt: skip
+        options = {"model-path": f"{directory}/hf", "model-loader-extra-config": json.dumps({"megatron": directory}),
+                   "pp-size": 2, "log-level": "error"}  # fmt: skip
     else:
         options = {"model-path": directory, "log-level": "info"}
     options |= {"device": "cpu", "dtype": "float32", "attention-backend": "torch_native", "sampling-backend": "pytorch",
@@ -318,10 +328,19 @@ def drive_server(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) 
         results["no chain"] = said_by(lambda: apply_deltas(url, f"{chain}-not"))
         results["no group"] = said_by(lambda: refit_server(url, 5))
         results["nothing to join"] = said_by(
-            lambda: call_route(url, "init_weights_update_group", {
-                "group_name": "reshard", "backend": "join", "master_address": "", "master_port": 0, "rank_offset": 0, "world_size": 0,
-            })
-        )  # fmt: skip
+            lambda: call_route(
+                url,
+                "init_weights_update_group",
+                {
+                    "group_name": "reshard",
+                    "backend": "join",
+                    "master_address": "",
+                    "master_port": 0,
+                    "rank_offset": 0,
+                    "world_size": 0,
+                },
+            )
+        )
         began = time.monotonic()
         results["no plugin"] = [
             said_by(lambda: connect_server(other, f"127.0.0.1:{free_port()}", 1, 3, secret="x" * 32)),

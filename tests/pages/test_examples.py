@@ -46,7 +46,10 @@ def test_demo():
 
 def test_the_example_on_ray_says_how_to_get_ray():
     """In an environment without Ray, as that of the tests."""
-    program = f"import runpy, sys; sys.modules['ray'] = None; runpy.run_path({str(EXAMPLES / 'refit_ray.py')!r}, run_name='__main__')"
+    program = (
+        f"import runpy, sys; sys.modules['ray'] = None; runpy.run_path({str(EXAMPLES / 'refit_ray.py')!r}, "
+        "run_name='__main__')"
+    )
     done = run_to_the_end([sys.executable, "-c", program], 100)
     needs = "this example needs Ray, which is not installed here: "
     assert (done.returncode, done.stderr) == (1, f"{needs}{sys.executable} -m pip install ray\n")

@@ -59,7 +59,10 @@ def base(built, tmp_path_factory):
 def imported_from(python: Path, folder: Path) -> list[Path]:
     """Return the files of reshard, reshard.cli and reshard.mappings that `python` imports in
     `folder`."""
-    program = "import reshard, reshard.cli.main as c, reshard.mappings.llama as m; print(reshard.__file__, c.__file__, m.__file__)"
+    program = (
+        "import reshard, reshard.cli.main as c, reshard.mappings.llama as m; print(reshard.__file__, "
+        "c.__file__, m.__file__)"
+    )
     assert "version" in run([python, "-m", "reshard", "--version"], cwd=folder)
     return [Path(path) for path in run([python, "-c", program], cwd=folder).split()]
 

@@ -70,7 +70,8 @@ def test_every_link_within_the_site_leads_to_a_file_and_its_anchor(site):
 
 def test_pages_fetch_nothing_from_other_hosts(site):
     fetched = re.compile(
-        r"""<(?:script|img|iframe|source)[^>]+src=["']?(https?:)?//|<link[^>]+rel=["']?(?:stylesheet|preconnect|icon)["']?[^>]+href=["']?https?://"""
+        r"""<(?:script|img|iframe|source)[^>]+src=["']?(https?:)?//|"""
+        r"""<link[^>]+rel=["']?(?:stylesheet|preconnect|icon)["']?[^>]+href=["']?https?://"""
     )
     assert [
         str(page) for page in site.rglob("*.html") if fetched.search(page.read_text(encoding="utf-8"))
@@ -110,8 +111,8 @@ def browser() -> str:
 
 # What the reader's own program has, by the names that the pages give it.
 READERS_OWN = {
-    "address", "consume", "engine", "first_rank", "generate", "link", "llm", "model", "models", "optimizer", "prompts", "rank", "ray", "sampling",
-    "secret", "self", "size", "step", "steps", "train", "trainers", "version",
+    "address", "consume", "engine", "first_rank", "generate", "link", "llm", "model", "models", "optimizer", "prompts",
+    "rank", "ray", "sampling", "secret", "self", "size", "step", "steps", "train", "trainers", "version",
 }  # fmt: skip
 
 
@@ -137,7 +138,8 @@ def test_the_python_of_a_page_imports_and_defines_what_it_uses(page):
 
 
 # Tables of literals and reports, whose columns are wider than a desk's page.
-WIDER_THAN_A_DESK = {"concepts/mapping-tables.html", "guides/memory.html", "guides/parity-ci.html", "guides/trainers/verl.html", "reference/checkpoint-format.html"}  # fmt: skip
+WIDER_THAN_A_DESK = {"concepts/mapping-tables.html", "guides/memory.html", "guides/parity-ci.html",
+                     "guides/trainers/verl.html", "reference/checkpoint-format.html"}  # fmt: skip
 CUT = """() => [...document.querySelectorAll('.md-typeset pre > code')]
     .filter(code => code.scrollWidth > code.clientWidth + 1).map(code => code.textContent.slice(0, 60))"""
 BROKEN = """() => [...document.querySelectorAll('.md-typeset td code .word')]
@@ -148,10 +150,12 @@ LETTERS = """() => [...document.querySelectorAll('.drawing img')]
 UNHINTED = """() => [...document.querySelectorAll('.md-typeset table:not([class]), .md-typeset pre > code, .drawing')]
     .map(part => part.closest('.md-typeset__scrollwrap') || part)
     .filter(part => part.scrollWidth > part.clientWidth + 1)
-    .filter(part => !getComputedStyle(part).backgroundAttachment.includes('local')).map(part => part.textContent.slice(0, 60))"""
+    .filter(part => !getComputedStyle(part).backgroundAttachment.includes('local'))
+    .map(part => part.textContent.slice(0, 60))"""
 LONE = """() => [...document.querySelectorAll('.md-sidebar--primary:not([hidden])')]
     .filter(column => column.getBoundingClientRect().width)
-    .filter(column => [...column.querySelectorAll('a.md-nav__link')].filter(link => link.offsetParent).length < 2).length"""
+    .filter(column => [...column.querySelectorAll('a.md-nav__link')]
+        .filter(link => link.offsetParent).length < 2).length"""
 
 
 def test_no_page_scrolls_sideways_and_what_is_wider_says_so(site):

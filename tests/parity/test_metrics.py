@@ -104,7 +104,8 @@ def test_missing_or_infinite_logprobs_are_an_error(a, b, sentence):
 
 def test_limits_that_cannot_fail_or_cannot_be_met_are_refused():
     for limits in (Limits(), Limits(max_abs=float("inf")), Limits(max_abs=float("nan")), Limits(mean_abs=-1.0),
-                   Limits(token_mult_prob_error=0.99), Limits(argmax_agreement=0.0), Limits(argmax_agreement=1.5)):  # fmt: skip
+                   Limits(token_mult_prob_error=0.99), Limits(argmax_agreement=0.0),
+                   Limits(argmax_agreement=1.5)):  # fmt: skip
         with pytest.raises(ReshardError, match="limit"):
             limits.check()
     assert Limits(max_abs=0.5).exceeded(metrics_of([scores(-1.0)], [scores(-1.6)])) == [
@@ -219,8 +220,10 @@ def test_a_figure_of_nothing_passes_no_limit():
 @pytest.mark.parametrize(("a", "b", "sentence"), [
     ([], [], "there are no prompts"),
     ([scores_ := Scores(np.array([-1.0]), np.array([1, 2]))], [scores_], "2 best tokens for 1 logprobs"),
-    ([Scores(np.array([-1.0]), None, np.zeros((1, 4)))], [Scores(np.array([-1.0]), None, np.zeros((1, 5)))], "of 4 tokens, B of 5"),
-    ([Scores(np.array([-1.0]), None, np.zeros((2, 4)))], [Scores(np.array([-1.0]), None, np.zeros((2, 4)))], "2 distributions for 1"),
+    ([Scores(np.array([-1.0]), None, np.zeros((1, 4)))], [Scores(np.array([-1.0]), None, np.zeros((1, 5)))],
+     "of 4 tokens, B of 5"),
+    ([Scores(np.array([-1.0]), None, np.zeros((2, 4)))], [Scores(np.array([-1.0]), None, np.zeros((2, 4)))],
+     "2 distributions for 1"),
 ])  # fmt: skip
 def test_scores_that_do_not_fit_together_are_refused(a, b, sentence):
     with pytest.raises(ReshardError, match=sentence):

@@ -23,7 +23,8 @@ def test_prompts_are_read_and_checked(tmp_path):
     file = tmp_path / "prompts"
     file.write_text('{"tokens": [1, 2, 3]}\n\n{"text": "ab"}\nplain words\n', encoding="utf-8")
     assert read_prompts(file, lambda: lambda text: [ord(c) for c in text])[:2] == [[1, 2, 3], [97, 98]]
-    for text, sentence in (("", "has no prompts"), ("words", "is text, and neither system has a tokenizer"), ("{1", "begins like JSON"),
+    for text, sentence in (("", "has no prompts"), ("words", "is text, and neither system has a tokenizer"),
+                           ("{1", "begins like JSON"),
                            ('{"tokens": "1"}', "has neither text nor a list of tokens")):  # fmt: skip
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ReshardError, match=sentence):
@@ -31,7 +32,8 @@ def test_prompts_are_read_and_checked(tmp_path):
     with pytest.raises(ReshardError, match="cannot read the prompts"):
         read_prompts(tmp_path / "absent", lambda: None)
     assert {len(p) for p in random_prompts(4, 10, [3, 5])} == {3, 5}
-    for prompts, sentence in (([], "no prompts"), ([[1]], "nothing to predict"), ([[1, 2], []], "prompt 1 has 0 tokens"),
+    for prompts, sentence in (([], "no prompts"), ([[1]], "nothing to predict"),
+                              ([[1, 2], []], "prompt 1 has 0 tokens"),
                               ([[1, 10]], "token 10, which a vocabulary of 10")):  # fmt: skip
         with pytest.raises(ReshardError, match=sentence):
             check_prompts(prompts, 10, 100)
@@ -158,7 +160,8 @@ def test_a_page_that_cannot_be_written_does_not_lose_the_result(place, megatron_
 
 @pytest.mark.parametrize("arguments", [
     ("--prompts", "x", "--random", "2"), ("--lengths", "1"), ("--lengths", "a"), ("--random", "0"),
-    ("--engine", "tp=0"), ("--engine", "pp=2"), ("--engine", "ep=4"), ("--no-routing", "--max-routing-margin", "0.1"), ("--seed", "-1"),
+    ("--engine", "tp=0"), ("--engine", "pp=2"), ("--engine", "ep=4"), ("--no-routing", "--max-routing-margin", "0.1"),
+    ("--seed", "-1"),
 ])  # fmt: skip
 def test_a_mistake_in_the_command_line_exits_2(arguments):
     assert CliRunner().invoke(cli, ["parity", "a", "b", *arguments]).exit_code == 2

@@ -44,7 +44,10 @@ def of_scale(change, name=f"{NAME}_scale"):
     return lambda config, tensors: tensors.update({name: change(tensors[name])})
 
 
-INSTEAD = "of compressed-tensors reshard reads fp8 and int8 weights with symmetric scales by channel, tensor or block, and packed int4"
+INSTEAD = (
+    "of compressed-tensors reshard reads fp8 and int8 weights with symmetric scales by channel, tensor or "
+    "block, and packed int4"
+)
 FAULTS = {
     "no scale": (
         lambda config, tensors: tensors.pop(f"{NAME}_scale"),

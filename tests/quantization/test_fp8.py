@@ -169,8 +169,10 @@ def test_they_are_quantized_again_on_request(published, tmp_path):
         assert torch.equal(fp8.view(torch.uint8), ours[name].view(torch.uint8)), name
     quantization = json.loads((tmp_path / "back" / "config.json").read_text())["quantization_config"]
     assert quantization.pop("modules_to_not_convert") == [
-        "lm_head", "model.embed_tokens", *(name.removesuffix(".weight") for name in sorted(ours) if name.endswith("mlp.gate.weight"))
-    ]  # fmt: skip
+        "lm_head",
+        "model.embed_tokens",
+        *(name.removesuffix(".weight") for name in sorted(ours) if name.endswith("mlp.gate.weight")),
+    ]
     assert quantization == CONFIG
     assert check(tmp_path / "back").ok
     assert inspect(tmp_path / "back").details["quantized"] == {
@@ -191,7 +193,8 @@ def test_they_are_quantized_again_on_request(published, tmp_path):
 
 @pytest.mark.parametrize("before", [
     "fp8", ["fp8"], CONFIG | {"activation_scheme": "static"}, CONFIG | {"weight_block_size": [64, 64]},
-    CONFIG | {"ignored_layers": ["model.layers.1.self_attn.o_proj"]}, CONFIG | {"modules_to_not_convert": ["model.layers.1.self_attn.o_proj"]},
+    CONFIG | {"ignored_layers": ["model.layers.1.self_attn.o_proj"]},
+    CONFIG | {"modules_to_not_convert": ["model.layers.1.self_attn.o_proj"]},
     {"quant_method": "compressed-tensors", "format": "float-quantized"},
 ], ids=str)  # fmt: skip
 def test_the_config_says_what_was_quantized_whatever_it_said_before(before, published, tmp_path):
@@ -253,7 +256,8 @@ def saved(published, folder, tensors, **quantization):
 
 SCALED = {
     "ModelOpt": {"quant_method": "modelopt", "quant_algo": "FP8"},
-    "TensorRT-LLM": {"quant_algo": "FP8", "kv_cache_scheme": "FP8", "producer": {"name": "modelopt", "version": "0.31.0"}},
+    "TensorRT-LLM": {"quant_algo": "FP8", "kv_cache_scheme": "FP8",
+                     "producer": {"name": "modelopt", "version": "0.31.0"}},
     "AutoFP8": {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
     "FBGEMM": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
 }  # fmt: skip

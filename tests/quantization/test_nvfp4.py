@@ -154,7 +154,8 @@ def test_a_conversion_writes_what_the_package_makes(variant, options, checkpoint
     # holds; one large number.
     for name, change in (
         ("layers.0.self_attn.o_proj", 0), ("layers.1.self_attn.o_proj", 1e-37), ("layers.2.mlp.experts.3.gate_proj", 0),
-        ("layers.2.mlp.experts.4.gate_proj", 1e-30), ("layers.2.mlp.experts.5.gate_proj", 1e-38), ("layers.2.mlp.experts.5.up_proj", 1e-38),
+        ("layers.2.mlp.experts.4.gate_proj", 1e-30), ("layers.2.mlp.experts.5.gate_proj", 1e-38),
+        ("layers.2.mlp.experts.5.up_proj", 1e-38),
     ):  # fmt: skip
         plain[f"model.{name}.weight"] *= change
     plain["model.layers.3.mlp.experts.1.up_proj.weight"][5, 7] = -300

@@ -42,7 +42,8 @@ def of_us(stored: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
 @settings(max_examples=60, deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES), to=st.sampled_from(DTYPES), rows=st.integers(1, 40), groups=st.integers(1, 6),
-    magnitude=st.integers(-42, 38), spread=st.integers(0, 20), zeros=st.sampled_from([0, 0.5, 1]), seed=st.integers(0, 99),
+    magnitude=st.integers(-42, 38), spread=st.integers(0, 20), zeros=st.sampled_from([0, 0.5, 1]),
+    seed=st.integers(0, 99),
 )  # fmt: skip
 def test_every_code_scale_and_number_is_that_of_the_package(
     dtype, to, rows, groups, magnitude, spread, zeros, seed
@@ -71,7 +72,8 @@ def test_hard_numbers_are_those_of_the_package(dtype):
         [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, 0]
     )
     below, above = (torch.nextafter(ties, to) for to in (torch.tensor(-9.0), torch.tensor(9.0)))
-    cases = [values, values[44:], 0 * values, values[2:3], -values[44:], ties[None].to(dtype), torch.cat([ties, below, above])[None].to(dtype)]  # fmt: skip
+    cases = [values, values[44:], 0 * values, values[2:3], -values[44:], ties[None].to(dtype),
+             torch.cat([ties, below, above])[None].to(dtype)]  # fmt: skip
     for number, weight in enumerate(cases):
         stored = by_package(weight.contiguous())
         made = by_us(weight.contiguous(), np.float32(stored["_global_scale"].item()))
@@ -124,6 +126,7 @@ def test_weights_that_share_a_global_scale_are_those_that_vllm_fuses(variant, ch
             assert [other for other in nvfp4.fused(name) if other in names] == together
 
 
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.q_proj.bias", "q_proj", "a.my_q_proj.weight", "a.q_proj.x.weight"])  # fmt: skip
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.q_proj.bias", "q_proj",
+                                  "a.my_q_proj.weight", "a.q_proj.x.weight"])  # fmt: skip
 def test_what_is_fused_with_nothing_has_a_global_scale_of_its_own(name):
     assert nvfp4.fused(name) == (name,)

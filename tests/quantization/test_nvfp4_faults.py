@@ -41,7 +41,10 @@ def of_group(**weights):
     return lambda config, tensors: config["config_groups"]["group_0"]["weights"].update(weights)
 
 
-INSTEAD = "of compressed-tensors reshard reads fp8 and int8 weights with symmetric scales .* and nvfp4: convert the checkpoint that"
+INSTEAD = (
+    "of compressed-tensors reshard reads fp8 and int8 weights with symmetric scales .* and nvfp4: convert "
+    "the checkpoint that"
+)
 FAULTS = {
     "no scales": (
         without("_scale"),
@@ -214,7 +217,10 @@ def test_of_a_megatron_checkpoint_nvfp4_is_served_with_plain_activations(what):
         refused(lambda: compressed_tensors.check_can_quantize(config, "the config"), message)
 
 
-OF_NVIDIA = "of modelopt reshard reads NVFP4, W4A16_NVFP4, FP8, FP8_PER_CHANNEL_PER_TOKEN: convert the checkpoint that this one was made of"
+OF_NVIDIA = (
+    "of modelopt reshard reads NVFP4, W4A16_NVFP4, FP8, FP8_PER_CHANNEL_PER_TOKEN: convert the checkpoint "
+    "that this one was made of"
+)
 NVIDIA_FAULTS = {
     "awq": (
         lambda config, tensors: config.update(quant_algo="W4A8_AWQ"),

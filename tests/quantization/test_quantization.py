@@ -119,8 +119,9 @@ def test_many_rows_are_divided_a_few_at_a_time(monkeypatch):
 
 @settings(max_examples=80, deadline=None)
 @given(
-    kind=st.sampled_from(["float", "int"]), strategy=st.sampled_from(["channel", "tensor", "block"]), to=st.sampled_from(FLOATS),
-    stored=st.sampled_from(FLOATS), block=st.sampled_from([(128, 128), (1, 32), (3, 5), (40, 8)]), rows=st.integers(1, 300),
+    kind=st.sampled_from(["float", "int"]), strategy=st.sampled_from(["channel", "tensor", "block"]),
+    to=st.sampled_from(FLOATS), stored=st.sampled_from(FLOATS),
+    block=st.sampled_from([(128, 128), (1, 32), (3, 5), (40, 8)]), rows=st.integers(1, 300),
     columns=st.integers(1, 300), start=st.integers(0, 299), magnitude=st.integers(-7, 1), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_every_number_is_that_of_the_package(
@@ -146,9 +147,9 @@ def test_every_number_is_that_of_the_package(
 
 @settings(max_examples=80, deadline=None)
 @given(
-    bits=st.sampled_from([4, 8]), symmetric=st.booleans(), size=st.sampled_from([None, 2, 32, 128]), groups=st.integers(1, 5),
-    columns=st.integers(1, 300), rows=st.integers(1, 70), start=st.integers(0, 69), stored=st.sampled_from(FLOATS), to=st.sampled_from(FLOATS),
-    magnitude=st.integers(-7, 1), seed=st.integers(0, 99),
+    bits=st.sampled_from([4, 8]), symmetric=st.booleans(), size=st.sampled_from([None, 2, 32, 128]),
+    groups=st.integers(1, 5), columns=st.integers(1, 300), rows=st.integers(1, 70), start=st.integers(0, 69),
+    stored=st.sampled_from(FLOATS), to=st.sampled_from(FLOATS), magnitude=st.integers(-7, 1), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_every_number_of_packed_codes_is_that_of_the_package(
     bits, symmetric, size, groups, columns, rows, start, stored, to, magnitude, seed

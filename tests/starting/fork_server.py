@@ -65,8 +65,9 @@ def python(
             *modules,
         ]
         servers.append(
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr, env=environment, cwd=Path(__file__).parent.parent.parent,
-                             pass_fds=[listener.fileno()], start_new_session=True)
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr, env=environment,
+                             cwd=Path(__file__).parent.parent.parent, pass_fds=[listener.fileno()],
+                             start_new_session=True)
         )  # fmt: skip
     return str(program)
 

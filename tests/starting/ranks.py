@@ -26,8 +26,17 @@ _ports = itertools.count(os.getpid() * 97 % 4000)
 CODE = "import sys; from tests.starting.ranks import rank_in; rank_in(*sys.argv[1:])"
 
 
-def run_on_ranks(world_size: int, function: str, *args, module: str = "megatron_on_cpu", options: dict | None = None,
-                 may_die: bool = False, timeout: float = 600, python: str = "", environment: Mapping[str, str] = os.environ):  # fmt: skip
+def run_on_ranks(
+    world_size: int,
+    function: str,
+    *args,
+    module: str = "megatron_on_cpu",
+    options: dict | None = None,
+    may_die: bool = False,
+    timeout: float = 600,
+    python: str = "",
+    environment: Mapping[str, str] = os.environ,
+):
     """Call ``tests.MODULE.FUNCTION(rank, *args)`` on every rank; the results by rank. An error on
     any rank is raised here, with its traceback, the first one first.
 

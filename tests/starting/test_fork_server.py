@@ -71,9 +71,16 @@ def test_it_does_what_a_python_does(what, python, tmp_path):
     if what == "other packages":
         variables["PYTHONPATH"] = str(tmp_path)
     done = [
-        subprocess.run([one, *COMMANDS[what]], cwd=tmp_path, env=variables, input='{"a": 1}', capture_output=True, text=True)
+        subprocess.run(
+            [one, *COMMANDS[what]],
+            cwd=tmp_path,
+            env=variables,
+            input='{"a": 1}',
+            capture_output=True,
+            text=True,
+        )
         for one in (python, sys.executable)
-    ]  # fmt: skip
+    ]
     ours, theirs = ((one.returncode, one.stdout, one.stderr.splitlines()[-1:]) for one in done)
     assert ours == theirs
 
@@ -87,7 +94,10 @@ def test_what_cannot_be_written_at_the_end_is_an_error(python):
 
 
 def test_what_it_runs_has_the_imports_behind_it(python):
-    code = "import subprocess, sys; print('decimal' in sys.modules); sys.stdout.flush(); subprocess.run([sys.executable, *sys.argv[1:]])"
+    code = (
+        "import subprocess, sys; print('decimal' in sys.modules); sys.stdout.flush(); "
+        "subprocess.run([sys.executable, *sys.argv[1:]])"
+    )
     asked = ["-c", code, "-c", "import sys; print('decimal' in sys.modules)"]
     for one, expected in ((python, "True\nTrue\n"), (sys.executable, "False\nFalse\n")):
         assert subprocess.run([one, *asked], capture_output=True, text=True).stdout == expected

@@ -13,8 +13,8 @@ from tests.starting.fork_server import python
 # Modules that vLLM imports for any quantized config.
 QUANTIZED = (
     *(f"vllm.model_executor.layers.quantization.{name}" for name in (
-        "auto_awq", "auto_gptq", "bitsandbytes", "compressed_tensors.compressed_tensors", "experts_int8", "fbgemm_fp8", "fp_quant", "humming",
-        "inc", "modelopt", "moe_wna16", "online.base", "online.fp8", "quark.quark", "torchao",
+        "auto_awq", "auto_gptq", "bitsandbytes", "compressed_tensors.compressed_tensors", "experts_int8", "fbgemm_fp8",
+        "fp_quant", "humming", "inc", "modelopt", "moe_wna16", "online.base", "online.fp8", "quark.quark", "torchao",
     )),
     "vllm.models.deepseek_v4.quant_config",
 )  # fmt: skip
@@ -89,8 +89,9 @@ OF_SGLANG = (
 )
 # In the commands and the Python of the pages.
 OF_PAGES = (
-    "tests.starting.entry_points", "tests.starting.torchrun_methods", "tests.starting.command_line", "torch.distributed.run", "reshard.parity.systems.megatron", "transformers",
-    "transformers.generation.utils", "megatron.core.dist_checkpointing.gpt_checkpoint_interop", "bokeh.plotting",
+    "tests.starting.entry_points", "tests.starting.torchrun_methods", "tests.starting.command_line",
+    "torch.distributed.run", "reshard.parity.systems.megatron", "transformers", "transformers.generation.utils",
+    "megatron.core.dist_checkpointing.gpt_checkpoint_interop", "bokeh.plotting",
 )  # fmt: skip
 SGLANG_WITH_RAY = (
     "tests.starting.without_ray",

@@ -305,8 +305,8 @@ def test_a_pickle_that_would_call_something_is_refused_and_not_run(file, mcore, 
 
 
 @pytest.mark.parametrize("payload", [
-    b"cos\nsystem\n(S'true'\ntR.", b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93\x8c\x011\x85R.", b"\x80\x02cbuiltins\ngetattr\n.",
-    b"\x80\x04\x8c\x05torch\x8c\x0bhub.os.path\x93.", b"ctorch.hub\nload\n(tR.",
+    b"cos\nsystem\n(S'true'\ntR.", b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93\x8c\x011\x85R.",
+    b"\x80\x02cbuiltins\ngetattr\n.", b"\x80\x04\x8c\x05torch\x8c\x0bhub.os.path\x93.", b"ctorch.hub\nload\n(tR.",
 ])  # fmt: skip
 def test_names_outside_the_list_are_refused(payload):
     with pytest.raises(ReshardError, match="refused, nothing was run"):

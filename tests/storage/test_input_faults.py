@@ -30,7 +30,8 @@ def json_files(source, mcore):
 
 @pytest.mark.parametrize(
     "text", ['{"a": ' + DEEP + "}", DEEP, "[]", "5", '"x"', "\xff", '{"a": "\\ud800"}', '{"a": ' + "9" * 5000 + "}"],
-    ids=["deep in place", "deep", "a list", "a number", "a text", "no UTF-8", "half a character", "5000 digits"])  # fmt: skip
+    ids=["deep in place", "deep", "a list", "a number", "a text", "no UTF-8", "half a character",
+         "5000 digits"])  # fmt: skip
 def test_json_that_is_no_object_is_refused_in_every_file(text, source, mcore):
     for path, call in json_files(source, mcore).items():
         before = path.read_bytes() if path.exists() else None
@@ -123,8 +124,9 @@ def test_args_of_a_billion_layers_are_refused_at_once(mcore):
     path = mcore / "release" / "common.pt"
     common = torch.load(path, weights_only=False)
     for args, message in (
-        ({"num_layers": 10**9}, "num_layers is above 10,000"), ({"num_experts": 10**9, "num_local_experts": 10**9}, "experts times layers"),
-        ({"mtp_num_layers": 10**9}, ""), ({"moe_layer_freq": "[" + "1," * 10**6 + "1]"}, ""),
+        ({"num_layers": 10**9}, "num_layers is above 10,000"),
+        ({"num_experts": 10**9, "num_local_experts": 10**9}, "experts times layers"), ({"mtp_num_layers": 10**9}, ""),
+        ({"moe_layer_freq": "[" + "1," * 10**6 + "1]"}, ""),
     ):  # fmt: skip
         changed = dict(common)
         changed["args"] = type(common["args"])(**vars(common["args"]) | args)
@@ -217,7 +219,8 @@ def test_a_tracker_with_odd_digits_is_refused(text, mcore):
 
 
 @pytest.mark.parametrize("text", [
-    "Et*999999999L", "E(t*9999)*9999L", "E(t|)*99999999L", "Et*" + "9" * 5000 + "L", "(" * 100_000, "Et*²L", "t" * 10**6,
+    "Et*999999999L", "E(t*9999)*9999L", "E(t|)*99999999L", "Et*" + "9" * 5000 + "L", "(" * 100_000, "Et*²L",
+    "t" * 10**6,
 ], ids=lambda text: text[:20])  # fmt: skip
 def test_a_pipeline_layout_of_a_billion_layers_is_refused_at_once(text):
     bounded(lambda: parse_pipeline(text), "pipeline layout")
@@ -235,7 +238,8 @@ def test_a_layout_of_a_billion_ranks_is_refused_at_once(sizes, source, tmp_path)
     )
 
 
-@pytest.mark.parametrize("name", ["foo/a..b", "foo/a--b", "a" * 5000, "foo/" + "b" * 300, "foo\0bar", "foo/ba²", "foo/bar.git"],
+@pytest.mark.parametrize("name", ["foo/a..b", "foo/a--b", "a" * 5000, "foo/" + "b" * 300, "foo\0bar", "foo/ba²",
+                                  "foo/bar.git"],
                          ids=lambda name: repr(name[:20]))  # fmt: skip
 def test_a_source_that_can_be_no_hub_id_is_refused(name, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

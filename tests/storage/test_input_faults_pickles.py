@@ -17,8 +17,17 @@ from tests.tools.spoiled import bounded, converted, mcore
 
 TEXT = st.text("abc²", max_size=5)
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT
-NESTED = st.deferred(lambda: PLAIN | st.lists(NESTED, max_size=4) | st.dictionaries(TEXT, NESTED, max_size=4) | st.tuples(NESTED, NESTED)
-                     | st.tuples(NESTED) | st.tuples() | st.tuples(PLAIN, PLAIN, PLAIN, PLAIN))  # fmt: skip
+NESTED = st.deferred(
+    lambda: (
+        PLAIN
+        | st.lists(NESTED, max_size=4)
+        | st.dictionaries(TEXT, NESTED, max_size=4)
+        | st.tuples(NESTED, NESTED)
+        | st.tuples(NESTED)
+        | st.tuples()
+        | st.tuples(PLAIN, PLAIN, PLAIN, PLAIN)
+    )
+)
 
 
 @settings(deadline=None, max_examples=40)

@@ -85,8 +85,9 @@ def test_ctrl_c_while_a_sync_is_waited_for_lets_it_end(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("direction", "loss"), [
-    *(("hf-to-mcore", loss) for loss in ("removed", "truncated", "cut and lengthened", "copied", "a link", "made anew", "an older copy",
-                                         "zeros in place", "a flipped bit", "written between tensors")),
+    *(("hf-to-mcore", loss)
+      for loss in ("removed", "truncated", "cut and lengthened", "copied", "a link", "made anew", "an older copy",
+                   "zeros in place", "a flipped bit", "written between tensors")),
     *(("mcore-to-hf", loss) for loss in ("removed", "made anew", "a flipped bit")),
 ])  # fmt: skip
 def test_a_partial_file_that_is_not_the_one_that_was_written_is_written_again(

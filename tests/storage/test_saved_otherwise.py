@@ -103,7 +103,8 @@ OTHERWISE = {
     "a base model": (starting(""), {"architectures": ["LlamaModel"]}, "embed_tokens.weight is read as model.embed"),
     "a language model": (starting("model.language_model."), {}, "is read as model.embed_tokens.weight, and the others"),
     "FSDP": (in_wrappers, {"architectures": ["FSDPLlamaForCausalLM"]}, "_orig_mod.* is read as "),
-    "DDP": (lambda tensors: {f"module.{name}": tensor for name, tensor in tensors.items()}, {}, "module.* is read as model"),
+    "DDP": (lambda tensors: {f"module.{name}": tensor for name, tensor in tensors.items()}, {},
+            "module.* is read as model"),
     "no architectures": (dict, {"architectures": None}, ""),
     "buffers": (with_buffers, {}, "ignored on purpose: .*cos_cached.*"),
     "the output layer alone": (output_layer_alone, {}, "one tensor is not named as published: lm_head.weight is read"),
@@ -205,8 +206,8 @@ def test_kimi_k25_that_transformers_has_saved_again_is_the_published_one(tmp_pat
     source = kimi_k25(tmp_path / "published")
     config = json.loads((source / "config.json").read_text())
     # As transformers' class has the fields of the small tower.
-    vision = {"model_type": "kimi_k25_vision", "pos_emb_height": 4, "pos_emb_width": 4, "num_attention_heads": 4, "num_hidden_layers": 1,
-              "hidden_size": 32, "intermediate_size": 48}  # fmt: skip
+    vision = {"model_type": "kimi_k25_vision", "pos_emb_height": 4, "pos_emb_width": 4, "num_attention_heads": 4,
+              "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}  # fmt: skip
     config |= {"vision_config": vision, "projection_hidden_size": 32, "tie_word_embeddings": False}
     (source / "config.json").write_text(json.dumps(config))
     model = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.bfloat16)

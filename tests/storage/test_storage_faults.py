@@ -119,7 +119,8 @@ def test_a_kill_right_after_the_last_rename_leaves_no_stray_file_in_the_destinat
 
 
 @pytest.mark.parametrize(("kind", "name"), [
-    *((kind, ".out.reshard-partial") for kind in ("directory", "link", "file", "directory with a .lock")), ("link", ".out.reshard-replaced"),
+    *((kind, ".out.reshard-partial") for kind in ("directory", "link", "file", "directory with a .lock")),
+    ("link", ".out.reshard-replaced"),
 ])  # fmt: skip
 def test_somebody_s_data_under_the_working_directory_s_name_is_not_touched(name, kind, whole, tmp_path):
     theirs = tmp_path / "source" if kind == "link" else tmp_path / name
@@ -297,8 +298,10 @@ def test_a_folder_that_can_be_written_and_not_read_takes_a_checkpoint(whole, tmp
     assert done.returncode == 0 and tree(tmp_path / "out") == whole["hf-to-mcore"][1], done.stderr
 
 
-@pytest.mark.parametrize(("error", "kept"), [(KeyError("x"), False), (OSError(5, "EIO"), False), (ReshardError("no"), False),
-                                             (MemoryError(), True), (KeyboardInterrupt(), True), (ReshardError("later", True), True)], ids=repr)  # fmt: skip
+@pytest.mark.parametrize(("error", "kept"), [
+    (KeyError("x"), False), (OSError(5, "EIO"), False), (ReshardError("no"), False), (MemoryError(), True),
+    (KeyboardInterrupt(), True), (ReshardError("later", True), True),
+], ids=repr)  # fmt: skip
 def test_what_nobody_expected_leaves_nothing_and_an_interrupt_what_resume_needs(error, kept, whole, tmp_path):
     def progress(done, total):
         if done:
@@ -334,14 +337,20 @@ def test_a_run_names_an_iteration_once_both_are_on_the_disk(tmp_path, monkeypatc
 
 
 def test_arguments_of_the_wrong_kind_are_one_sentence(source, tmp_path):
-    for call, said in ((lambda: MegatronLayout(tp="2"), "--tp is '2', which is not a whole number"), (lambda: MegatronLayout(pp=True), "--pp is True"),
-                       (lambda: MegatronLayout(etp=2.0), "--etp is 2.0"), (lambda: MegatronLayout(pipeline_model_parallel_layout=["Et"]), "--pipeline-model-parallel-layout is"),
-                       (lambda: hf_to_mcore(source, tmp_path / "out", {"tp": 2}), "layout is {'tp': 2}, not a reshard.MegatronLayout"),
+    for call, said in ((lambda: MegatronLayout(tp="2"), "--tp is '2', which is not a whole number"),
+                       (lambda: MegatronLayout(pp=True), "--pp is True"),
+                       (lambda: MegatronLayout(etp=2.0), "--etp is 2.0"),
+                       (lambda: MegatronLayout(pipeline_model_parallel_layout=["Et"]),
+                        "--pipeline-model-parallel-layout is"),
+                       (lambda: hf_to_mcore(source, tmp_path / "out", {"tp": 2}),
+                        "layout is {'tp': 2}, not a reshard.MegatronLayout"),
                        (lambda: hf_to_mcore(source, tmp_path / "out", workers="3"), "--workers is '3'"),
                        (lambda: mcore_to_hf(source, tmp_path / "out", workers=1.5), "--workers is 1.5"),
                        (lambda: hf_to_mcore(source, tmp_path / "out", iteration=1.5), "--iteration is 1.5"),
-                       (lambda: hf_to_mcore(source, tmp_path / "out", make_vocab_size_divisible_by="128"), "divisible-by is '128'"),
-                       (lambda: hf_to_mcore(source, tmp_path / "out", make_vocab_size_divisible_by=(1 << 20) + 1), "between 1 and 1,048,576")):  # fmt: skip
+                       (lambda: hf_to_mcore(source, tmp_path / "out", make_vocab_size_divisible_by="128"),
+                        "divisible-by is '128'"),
+                       (lambda: hf_to_mcore(source, tmp_path / "out", make_vocab_size_divisible_by=(1 << 20) + 1),
+                        "between 1 and 1,048,576")):  # fmt: skip
         refused(call, said)
     assert beside(tmp_path) == []
     done = cli("hf-to-mcore", source, tmp_path / "out", "--make-vocab-size-divisible-by", (1 << 20) + 1)
@@ -378,8 +387,8 @@ def test_destinations_that_cannot_be_are_refused_before_anything_is_made(source,
     refused(lambda: hf_to_mcore(source, tmp_path / "link"), "is a symbolic link; give the directory itself")
     refused(lambda: hf_to_mcore(source, "/"), "overlap|root")
     refused(lambda: hf_to_mcore(source, tmp_path / ("x" * 256)), "[Ff]ile name too long|longer than")
-    for options in ({"workers": 10**6}, {"workers": -1}, {"make_vocab_size_divisible_by": 10**15}, {"make_vocab_size_divisible_by": 10**30},
-                    {"iteration": 10**30}):  # fmt: skip
+    for options in ({"workers": 10**6}, {"workers": -1}, {"make_vocab_size_divisible_by": 10**15},
+                    {"make_vocab_size_divisible_by": 10**30}, {"iteration": 10**30}):  # fmt: skip
         refused(
             lambda options=options: hf_to_mcore(source, tmp_path / "out", **options),
             "workers|divisible|iteration|more bytes",
@@ -412,7 +421,10 @@ def small_disk(tmp_path):
     mount.mkdir()
 
     def run(size, *args):
-        script = f"mount -t tmpfs -o size={size} tmpfs {mount} && {' '.join(command(*args))}; status=$?; ls -A {mount}; exit $status"
+        script = (
+            f"mount -t tmpfs -o size={size} tmpfs {mount} && {' '.join(command(*args))}; status=$?; ls -A "
+            f"{mount}; exit $status"
+        )
         shell = ["unshare", "-m" if os.getuid() == 0 else "-rm", "bash", "-c", script]
         done = subprocess.run(shell, capture_output=True, text=True, timeout=300)
         assert "Traceback" not in done.stderr, done.stderr

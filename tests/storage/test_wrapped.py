@@ -109,8 +109,9 @@ def qwen3_vl(directory, moe: bool, seed: int = 0, tied: bool = False):
 
     torch.manual_seed(seed)
     text = {
-        "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 256, **(EXPERTS if moe else {}),
+        "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 256,
+        **(EXPERTS if moe else {}),
         "rope_parameters": {
             "rope_theta": 5e6, "rope_type": "default", "mrope_interleaved": True, "mrope_section": [4, 2, 2],
         },
@@ -138,9 +139,10 @@ def kimi_k25(directory, seed: int = 0):
     tensors = load_file(inner / "model.safetensors")
     block, shapes = "vision_tower.encoder.blocks.0.", {"vision_tower.patch_embed.pos_emb.weight": (4, 4, 32)}
     for module, *shape in (
-        ("vision_tower.patch_embed.proj", 32, 3, 14, 14), (f"{block}norm0", 32), (f"{block}norm1", 32), (f"{block}wqkv", 96, 32),
-        (f"{block}wo", 32, 32), (f"{block}mlp.fc0", 48, 32), (f"{block}mlp.fc1", 32, 48), ("vision_tower.encoder.final_layernorm", 32),
-        ("mm_projector.pre_norm", 32), ("mm_projector.proj.0", 128, 128), ("mm_projector.proj.2", 64, 128),
+        ("vision_tower.patch_embed.proj", 32, 3, 14, 14), (f"{block}norm0", 32), (f"{block}norm1", 32),
+        (f"{block}wqkv", 96, 32), (f"{block}wo", 32, 32), (f"{block}mlp.fc0", 48, 32), (f"{block}mlp.fc1", 32, 48),
+        ("vision_tower.encoder.final_layernorm", 32), ("mm_projector.pre_norm", 32), ("mm_projector.proj.0", 128, 128),
+        ("mm_projector.proj.2", 64, 128),
     ):  # fmt: skip
         shapes |= {f"{module}.weight": tuple(shape), f"{module}.bias": (shape[0],)}
     whole = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
@@ -149,8 +151,9 @@ def kimi_k25(directory, seed: int = 0):
     config = json.loads((inner / "config.json").read_text()) | {"model_type": "kimi_k2"}
     vision = {
         "model_type": "kimi_k25_vision", "init_pos_emb_height": 4, "init_pos_emb_width": 4, "num_attention_heads": 4,
-        "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "mm_hidden_size": 32, "text_hidden_size": 64,
-        "vt_hidden_size": 32, "vt_num_attention_heads": 4, "vt_num_hidden_layers": 1, "vt_intermediate_size": 48,
+        "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "mm_hidden_size": 32,
+        "text_hidden_size": 64, "vt_hidden_size": 32, "vt_num_attention_heads": 4, "vt_num_hidden_layers": 1,
+        "vt_intermediate_size": 48,
     }  # fmt: skip
     outer = {
         "architectures": ["KimiK25ForConditionalGeneration"],

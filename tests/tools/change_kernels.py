@@ -1,4 +1,5 @@
-"""The kernels of deltas in Triton's interpreter, beside what the CPU does chunk by chunk; see tests/refit/test_blocks.py."""
+"""The kernels of deltas in Triton's interpreter, beside what the CPU does chunk by chunk; see
+tests/refit/test_blocks.py."""
 
 import numpy as np
 import torch

@@ -52,22 +52,23 @@ MOE = GQA | dict(
     head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True
 )
 MLA = COMMON | dict(
-    intermediate_size=96, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, num_key_value_heads=8,
-    n_routed_experts=8, num_experts_per_tok=4, moe_intermediate_size=32, n_shared_experts=1, n_group=4, topk_group=2, first_k_dense_replace=1,
-    routed_scaling_factor=2.5, norm_topk_prob=True,
+    intermediate_size=96, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
+    num_key_value_heads=8, n_routed_experts=8, num_experts_per_tok=4, moe_intermediate_size=32, n_shared_experts=1,
+    n_group=4, topk_group=2, first_k_dense_replace=1, routed_scaling_factor=2.5, norm_topk_prob=True,
 )  # fmt: skip
 GLM = GQA | dict(
-    head_dim=16, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, n_shared_experts=1, first_k_dense_replace=1,
-    n_group=1, topk_group=1, routed_scaling_factor=2.5, norm_topk_prob=True, attention_bias=True, use_qk_norm=True,
-    partial_rotary_factor=0.5, num_mtp_layers=0,
+    head_dim=16, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, n_shared_experts=1,
+    first_k_dense_replace=1, n_group=1, topk_group=1, routed_scaling_factor=2.5, norm_topk_prob=True,
+    attention_bias=True, use_qk_norm=True, partial_rotary_factor=0.5, num_mtp_layers=0,
 )  # fmt: skip
 NEXT = MOE | dict(
-    linear_num_key_heads=8, linear_key_head_dim=8, linear_num_value_heads=16, linear_value_head_dim=12, shared_expert_intermediate_size=40,
+    linear_num_key_heads=8, linear_key_head_dim=8, linear_num_value_heads=16, linear_value_head_dim=12,
+    shared_expert_intermediate_size=40,
 )  # fmt: skip
 # Without q and k norm, as GLM-4.5-Air; and what no published config has: more shared experts,
 # groups, another part of each head that turns.
-GLM_AIR = GLM | dict(use_qk_norm=False, num_experts_per_tok=4, n_shared_experts=2, first_k_dense_replace=2, n_group=4, topk_group=2,
-                     partial_rotary_factor=0.25)  # fmt: skip
+GLM_AIR = GLM | dict(use_qk_norm=False, num_experts_per_tok=4, n_shared_experts=2, first_k_dense_replace=2, n_group=4,
+                     topk_group=2, partial_rotary_factor=0.25)  # fmt: skip
 MIXTRAL = GQA | dict(num_local_experts=8, num_experts_per_tok=2)
 # With what transformers' class does not have, and vLLM reads.
 MINIMAX = MIXTRAL | dict(
@@ -76,14 +77,14 @@ MINIMAX = MIXTRAL | dict(
 )  # fmt: skip
 # Of widths that are all different; a pipeline of two stages has Mamba layers on both.
 NEMOTRON = {name: value for name, value in GQA.items() if name != "num_hidden_layers"} | dict(
-    head_dim=16, layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "mlp", "moe"], mamba_num_heads=8,
-    mamba_head_dim=12, n_groups=4, ssm_state_size=10, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=48,
-    moe_shared_expert_intermediate_size=40, routed_scaling_factor=2.5, n_shared_experts=1,
+    head_dim=16, layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "mlp", "moe"],
+    mamba_num_heads=8, mamba_head_dim=12, n_groups=4, ssm_state_size=10, n_routed_experts=8, num_experts_per_tok=3,
+    moe_intermediate_size=48, moe_shared_expert_intermediate_size=40, routed_scaling_factor=2.5, n_shared_experts=1,
 )  # fmt: skip
 # Experts in layers 1 and 3 of 4.
 ERNIE = GQA | dict(
-    moe_num_experts=8, moe_k=3, moe_intermediate_size=48, moe_num_shared_experts=2, moe_layer_interval=2, moe_layer_start_index=1,
-    moe_layer_end_index=3,
+    moe_num_experts=8, moe_k=3, moe_intermediate_size=48, moe_num_shared_experts=2, moe_layer_interval=2,
+    moe_layer_start_index=1, moe_layer_end_index=3,
 )  # fmt: skip
 DOTS = GQA | dict(
     n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, n_shared_experts=2, first_k_dense_replace=1,
@@ -93,15 +94,16 @@ OLMOE = GQA | dict(intermediate_size=48, num_experts=8, num_experts_per_tok=3, n
 # As wide as its experts, as published: shapes do not tell a matrix from its transposed one. Windows
 # and clamps matter in a few tokens.
 GPT_OSS = GQA | dict(
-    head_dim=16, intermediate_size=64, num_local_experts=8, num_experts_per_tok=2, sliding_window=6, swiglu_limit=0.4, attention_bias=True,
+    head_dim=16, intermediate_size=64, num_local_experts=8, num_experts_per_tok=2, sliding_window=6, swiglu_limit=0.4,
+    attention_bias=True,
 )  # fmt: skip
 # GLM-4.7-Flash and GLM-5 have no groups; an indexer here chooses 10 tokens of a sequence.
 DSA = dict(index_n_heads=4, index_head_dim=16, index_topk=10)
 GLM_MLA = MLA | dict(n_group=1, topk_group=1, rms_norm_eps=1e-6)
 LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                    original_max_position_embeddings=8192)  # fmt: skip
-YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=40.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=32, beta_slow=1,
-            original_max_position_embeddings=4096)  # fmt: skip
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=40.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=32,
+            beta_slow=1, original_max_position_embeddings=4096)  # fmt: skip
 GPT_OSS_YARN = dict(rope_type="yarn", rope_theta=150000.0, factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
                     original_max_position_embeddings=64)  # fmt: skip
 PLAIN_YARN = dict(rope_type="yarn", rope_theta=1000000.0, factor=4.0, original_max_position_embeddings=64)
@@ -147,10 +149,12 @@ VARIANTS = {
     "glm4-moe-air": Glm4MoeConfig(**GLM_AIR, tie_word_embeddings=False),
     "glm4-moe-lite": Glm4MoeLiteConfig(**GLM_MLA | dict(routed_scaling_factor=1.8), tie_word_embeddings=False),
     "deepseek-v32": DeepseekV32Config(**MLA | DSA, tie_word_embeddings=False, **rope(YARN)),
-    "glm-moe-dsa": GlmMoeDsaConfig(**GLM_MLA | DSA, tie_word_embeddings=False, indexer_rope_interleave=True, **rope(GLM_ROPE)),
+    "glm-moe-dsa": GlmMoeDsaConfig(**GLM_MLA | DSA, tie_word_embeddings=False, indexer_rope_interleave=True,
+                                   **rope(GLM_ROPE)),
     # Indexers in layers 0 and 2, as GLM-5.2 has one in each fourth layer after the first three.
     "glm-moe-dsa-shared": GlmMoeDsaConfig(
-        **GLM_MLA | DSA, tie_word_embeddings=False, indexer_rope_interleave=True, index_topk_freq=2, index_skip_topk_offset=1, **rope(GLM_ROPE)
+        **GLM_MLA | DSA, tie_word_embeddings=False, indexer_rope_interleave=True, index_topk_freq=2,
+        index_skip_topk_offset=1, **rope(GLM_ROPE)
     ),
     "mixtral": MixtralConfig(**MIXTRAL, tie_word_embeddings=False),
     "nemotron-h-moe": NemotronHConfig(**NEMOTRON, tie_word_embeddings=False),
@@ -173,7 +177,8 @@ OTHERS_OF_DEEPSEEK = {
         tie_word_embeddings=False, **rope(KIMI_YARN),
     ),
     "moonlight": DeepseekV3Config(
-        **NO_GROUPS | dict(q_lora_rank=None, n_shared_experts=2, num_experts_per_tok=6, routed_scaling_factor=2.446, rms_norm_eps=1e-5),
+        **NO_GROUPS | dict(q_lora_rank=None, n_shared_experts=2, num_experts_per_tok=6, routed_scaling_factor=2.446,
+                           rms_norm_eps=1e-5),
         tie_word_embeddings=False, **rope(dict(rope_type="default", rope_theta=50000.0)),
     ),
 }  # fmt: skip
@@ -184,25 +189,31 @@ SERVED = {
     "served-llama": LlamaConfig(**WIDE, tie_word_embeddings=False, **rope(LLAMA3_ROPE)),
     "served-qwen2": Qwen2Config(**WIDE, tie_word_embeddings=True),
     "served-qwen3": Qwen3Config(**WIDE, head_dim=64, tie_word_embeddings=False),
-    "served-qwen3-moe": Qwen3MoeConfig(**MOE | WIDE | dict(head_dim=32), tie_word_embeddings=False, mlp_only_layers=[1]),
+    "served-qwen3-moe": Qwen3MoeConfig(**MOE | WIDE | dict(head_dim=32), tie_word_embeddings=False,
+                                       mlp_only_layers=[1]),
     "served-qwen3-moe-whole": Qwen3MoeConfig(**MOE | WIDE | dict(head_dim=32), tie_word_embeddings=False),
     # all of a block of fp8 or more, in every direction
-    "served-int8": Qwen3MoeConfig(**MOE | WIDE | dict(head_dim=32, moe_intermediate_size=64), tie_word_embeddings=False),
+    "served-int8": Qwen3MoeConfig(**MOE | WIDE | dict(head_dim=32, moe_intermediate_size=64),
+                                  tie_word_embeddings=False),
     "served-blocks": Qwen3Config(
-        **WIDE | dict(hidden_size=256, intermediate_size=256, num_key_value_heads=4), head_dim=64, tie_word_embeddings=False
+        **WIDE | dict(hidden_size=256, intermediate_size=256, num_key_value_heads=4), head_dim=64,
+        tie_word_embeddings=False
     ),
-    "served-moe-blocks": Qwen3MoeConfig(**MOE | WIDE | dict(hidden_size=384, head_dim=64, moe_intermediate_size=256), tie_word_embeddings=False),
+    "served-moe-blocks": Qwen3MoeConfig(**MOE | WIDE | dict(hidden_size=384, head_dim=64, moe_intermediate_size=256),
+                                        tie_word_embeddings=False),
     "olmoe-mha": OlmoeConfig(**OLMOE | dict(num_key_value_heads=8), tie_word_embeddings=False),  # as it is published
     "served-mla-blocks": DeepseekV3Config(
-        **MLA | dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=4, intermediate_size=256, moe_intermediate_size=128,
-                     q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32),
+        **MLA | dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=4, intermediate_size=256,
+                     moe_intermediate_size=128, q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=32,
+                     qk_rope_head_dim=32, v_head_dim=32),
         tie_word_embeddings=False, **rope(YARN),
     ),
     "served-glm4-moe": Glm4MoeConfig(**GLM | WIDE | dict(head_dim=64), tie_word_embeddings=False),
     "served-mixtral": MixtralConfig(**MIXTRAL | WIDE | dict(head_dim=32), tie_word_embeddings=False),
     "served-olmoe": OlmoeConfig(**OLMOE | WIDE, tie_word_embeddings=False),
     "served-deepseek-v3": DeepseekV3Config(
-        **MLA | dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32),
+        **MLA | dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=32,
+                     qk_rope_head_dim=32, v_head_dim=32),
         tie_word_embeddings=False, **rope(YARN),
     ),
 }  # fmt: skip
@@ -282,8 +293,8 @@ def _add_mtp(directory: Path, model, dtype: torch.dtype) -> None:
             torch.randn(tensors[name].shape).mul(0.05).to(tensors[name].dtype)
         )
     prefix = f"model.layers.{layers}."
-    for name, shape in (("enorm.weight", [hidden]), ("hnorm.weight", [hidden]), ("eh_proj.weight", [hidden, 2 * hidden]),
-                        ("shared_head.norm.weight", [hidden])):  # fmt: skip
+    for name, shape in (("enorm.weight", [hidden]), ("hnorm.weight", [hidden]),
+                        ("eh_proj.weight", [hidden, 2 * hidden]), ("shared_head.norm.weight", [hidden])):  # fmt: skip
         tensors[prefix + name] = torch.randn(shape).mul(0.05).to(dtype)
     tensors[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()

@@ -11,8 +11,9 @@ STANDINS = REPOSITORY / "tests" / "standins"
 # What importing verl takes and this environment lacks; without what they ask for in turn, which is
 # here or not needed. ROLL's and NeMo-RL's stand-ins take Ray alone.
 RAY_PACKAGES = [
-    "verl==0.9.1", "accelerate", "antlr4-python3-runtime==4.9.3", "codetiming", "datasets", "dill", "fsspec", "hydra-core", "msgpack", "multiprocess",
-    "omegaconf", "orjson", "pandas", "peft", "pyarrow", "pylatexenc", "python-dateutil", "pyvers", "ray", "tensordict", "torchdata",
+    "verl==0.9.1", "accelerate", "antlr4-python3-runtime==4.9.3", "codetiming", "datasets", "dill", "fsspec",
+    "hydra-core", "msgpack", "multiprocess", "omegaconf", "orjson", "pandas", "peft", "pyarrow", "pylatexenc",
+    "python-dateutil", "pyvers", "ray", "tensordict", "torchdata",
 ]  # fmt: skip
 
 

@@ -22,8 +22,8 @@ ATTRIBUTES = {
     "data-root-id",
     "data-head",
 }
-TAGS = {"html", "head", "meta", "title", "style", "body", "h1", "h2", "span", "ul", "li", "p", "br", "div", "table", "thead",
-        "tbody", "tr", "th", "td", "script"}  # fmt: skip
+TAGS = {"html", "head", "meta", "title", "style", "body", "h1", "h2", "span", "ul", "li", "p", "br", "div", "table",
+        "thead", "tbody", "tr", "th", "td", "script"}  # fmt: skip
 
 
 class Parsed(HTMLParser):

@@ -96,7 +96,9 @@ def stored_by_package(plain: dict[str, torch.Tensor], only=lambda name: True) ->
     return stored
 
 
-def read_by_package(stored: dict[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:  # fmt: skip
+def read_by_package(
+    stored: dict[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16
+) -> dict[str, torch.Tensor]:
     """The tensors that stored ones stand for."""
     names = [name.removesuffix("_packed") for name in stored if name.endswith("_packed")]
     plain = {
@@ -123,7 +125,8 @@ def config_of(**inputs) -> dict:
     }
 
 
-INPUTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local", "symmetric": True}  # fmt: skip
+INPUTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local",
+          "symmetric": True}  # fmt: skip
 
 
 def directory(like: Path, folder: Path, tensors: dict[str, torch.Tensor], quantization: dict | None) -> Path:

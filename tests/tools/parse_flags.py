@@ -1,10 +1,10 @@
 """Whether a version of Megatron-LM takes the flags that are written for it: its own parser is asked.
 
-    python tests/tools/parse_flags.py TREE < LINES        TREE holds `megatron/` (a checkout of Megatron-LM, or a wheel from 0.17 on)
+    python tests/tools/parse_flags.py TREE < LINES
 
-LINES is JSON: a list of command lines. Prints a JSON list: for each, "" or the parser's complaint.
-Needs torch; Transformer Engine and Apex, which some versions cannot be imported without, are empty
-shells here.
+TREE holds `megatron/`: a checkout of Megatron-LM, or a wheel from 0.17 on. LINES is JSON: a list of command
+lines. Prints a JSON list: for each, "" or the parser's complaint. Needs torch; Transformer Engine and Apex,
+which some versions cannot be imported without, are empty shells here.
 """
 
 import contextlib

@@ -110,8 +110,15 @@ def of_flags(path: Path, kind: str) -> dict[str, Any]:
         else text
         for name, text in words.items()
     }
-    return of_args(values | {"untie_embeddings_and_output_weights": "untie_embeddings_and_output_weights" in words,
-                             "use_rope_scaling": "use_rope_scaling" in words, "moe_router_pre_softmax": "moe_router_pre_softmax" in words}, kind)  # fmt: skip
+    return of_args(
+        values
+        | {
+            "untie_embeddings_and_output_weights": "untie_embeddings_and_output_weights" in words,
+            "use_rope_scaling": "use_rope_scaling" in words,
+            "moe_router_pre_softmax": "moe_router_pre_softmax" in words,
+        },
+        kind,
+    )
 
 
 def of_args(args: dict[str, Any], kind: str) -> dict[str, Any]:

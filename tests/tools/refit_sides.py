@@ -32,7 +32,8 @@ def on_the_cpu():
     if DEVICE == "cpu":
         yield
         return
-    owners = {torch.cuda: ["is_available", "current_device", "get_device_properties", "synchronize", "empty_cache", "get_rng_state"],
+    owners = {torch.cuda: ["is_available", "current_device", "get_device_properties", "synchronize", "empty_cache",
+                           "get_rng_state"],
               torch.Tensor: ["cuda"], torch: ["tensor"]}  # fmt: skip
     kept = [(owner, name, getattr(owner, name)) for owner, names in owners.items() for name in names]
     torch.cuda.is_available = lambda: False

@@ -117,7 +117,8 @@ def refit(
     return [reports for _, _, _, reports, _ in results]
 
 
-SIZES = {TP: "tp", PP: "pp", VPP: "vpp", EP: "ep", ETP: "etp", "--decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
+SIZES = {TP: "tp", PP: "pp", VPP: "vpp", EP: "ep", ETP: "etp",
+         "--decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
          "--decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage"}  # fmt: skip
 
 

@@ -33,7 +33,8 @@ class SourceExtension(RefitExtension):
 
     def fingerprints(self) -> dict[str, int]:
         """Return a fingerprint of every parameter."""
-        return {name: zlib.crc32(bits(one).numpy()) for name, one in self.get_model().named_parameters()}  # type: ignore[attr-defined]
+        parameters = self.get_model().named_parameters()  # type: ignore[attr-defined]
+        return {name: zlib.crc32(bits(one).numpy()) for name, one in parameters}
 
     def scribble(self) -> None:
         """Fill every parameter with one value."""

@@ -54,8 +54,10 @@ KERNELS = torch.library.Library("_C", "FRAGMENT")
 for definition, kernel in (
     ("dynamic_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale) -> ()", by_tensor),
     ("static_scaled_fp8_quant(Tensor! result, Tensor input, Tensor scale, int[]? group_shape=None) -> ()", as_it_is),
-    (f"gptq_marlin_repack(Tensor words, {ORDER}SymInt inputs, SymInt outputs, int bits, bool of_8_bits) -> Tensor", repacked),
-    ("dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()", by_token),
+    (f"gptq_marlin_repack(Tensor words, {ORDER}SymInt inputs, SymInt outputs, int bits, bool of_8_bits) "
+     "-> Tensor", repacked),
+    ("dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) "
+     "-> ()", by_token),
 ):  # fmt: skip
     KERNELS.define(definition)
     KERNELS.impl(definition.partition("(")[0], kernel, "CPU")

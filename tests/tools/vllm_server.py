@@ -21,7 +21,8 @@ def served(directory: Path, *options, log: Path, **environment: str):
     """The address of a ``vllm serve`` that has started; its processes are ended."""
     port = free_port()
     command = [python_of_engine(), "-m", "vllm.entrypoints.cli.main", "serve", directory, "--enforce-eager", "--dtype",
-               "float32", "--max-model-len", "64", "--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(1 << 24), "--port", str(port), *options]  # fmt: skip
+               "float32", "--max-model-len", "64", "--max-num-batched-tokens", "64", "--max-num-seqs", "8",
+               "--kv-cache-memory-bytes", str(1 << 24), "--port", str(port), *options]  # fmt: skip
     variables = environment_of_engine() | {"VLLM_LOGGING_LEVEL": "INFO"} | environment
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 600
     with open(log, "wb") as file, subprocess.Popen(

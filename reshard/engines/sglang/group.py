@@ -5,7 +5,8 @@
     POST /destroy_weights_update_group     forget the trainer; for a group `ASKED`, say that the plugin is here
 
 The plugin puts the functions below around SGLang's own, which get what is of other groups. A server without
-the plugin knows no such group, and would wait for ever to make it: ask first. `reshard.engines.sglang.calls` makes them.
+the plugin knows no such group, and would wait for ever to make it: ask first. `reshard.engines.sglang.calls`
+    makes them.
 
 With pipeline stages the first two answer with an error that begins with `UNDER_WAY`, since nothing is there
 yet; the same call with ``join`` as the backend or load format has the outcome.

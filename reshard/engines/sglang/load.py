@@ -62,8 +62,8 @@ def stream_megatron(
     """Return the tensors of a Megatron checkpoint by their published names, in blocks of fp8 where SGLang's
     config wants that; nothing if they are in the model already.
 
-    To `verify` compares all tensors with the checkpoint's manifest first. Raises ReshardError, before the first, if it is
-    none, of another model than SGLang's config, or not as it was written.
+    To `verify` compares all tensors with the checkpoint's manifest first. Raises ReshardError, before the
+    first, if it is none, of another model than SGLang's config, or not as it was written.
     """
     with ignore_hint_for("engine"):
         weights = _open(Path(place), model_config, verify)

@@ -60,7 +60,9 @@ class SchedulerMethods(DeltaMethods, LinkMethods):
 
         self._reshard_run(connected)
 
-    def reshard_refit(self, version: int | None = None, verify: bool = False) -> dict[str, Any] | None:  # type: ignore[override]
+    def reshard_refit(  # type: ignore[override]
+        self, version: int | None = None, verify: bool = False
+    ) -> dict[str, Any] | None:
         """Take the trainer's weights; return the report as a dict, or nothing with pipeline stages."""
         check_switch(verify, "verify")
         self._reshard_connected()

@@ -67,8 +67,8 @@ def trace_load(
 
     `parameters` are the names of the stand-ins that the loader writes into, by `storage_id`. Into
     those named in `computed`, which the engine makes anew after a refit, it may compute something, or copy
-    another parameter, which is not recorded. `engine` names the engine in errors. Raises ReshardError, naming the parameter, if
-    the loader computes something instead of copying, and if it fails.
+    another parameter, which is not recorded. `engine` names the engine in errors. Raises ReshardError, naming
+    the parameter, if the loader computes something instead of copying, and if it fails.
     """
     tensors = {
         name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in canonical.items()

@@ -72,7 +72,8 @@ class VllmGuard(Guard):
         return warmed_up
 
     def state(self) -> dict[str, Any]:
-        """See `Guard.state`; ``asleep`` says that vLLM sleeps, ``adapters`` which ones trainers refit, if any."""
+        """Return the state of the weights; ``asleep`` says that vLLM sleeps, ``adapters`` which ones trainers
+        refit, if any."""
         adapters = {"adapters": self.adapters.state()} if self.adapters is not None else {}
         return super().state() | {"asleep": self.asleep} | adapters
 

@@ -65,8 +65,8 @@ class VllmLayout(EngineLayout):
                 raise ReshardError(f"vLLM's tp {self.tp} does not divide {what}; sizes that do: {fitting}")
         if self.tp > keys:
             raise ReshardError(
-                f"vLLM's tp {self.tp} is above the {keys} key heads of a {model.family.architecture}, which vLLM does not "
-                f"repeat for it: use tp {keys} or less"
+                f"vLLM's tp {self.tp} is above the {keys} key heads of a {model.family.architecture}, which "
+                f"vLLM does not repeat for it: use tp {keys} or less"
             )
         if self.pp > model.num_layers:
             raise ReshardError(f"vLLM's pp {self.pp} is more than the model's {model.num_layers} layers")

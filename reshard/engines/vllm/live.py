@@ -310,7 +310,8 @@ class VllmModel(LiveEngine):
         return matrices + [name for name, decay in self.decays.items() if stale_decay(decay, self.tp)]
 
     def not_as_published(self) -> list[str]:
-        """See `ServedWeights.not_as_published`; what decays are made of is not kept up."""
+        """Return the names of local tensors that do not hold what was published. What decays are made of is
+        not kept up."""
         logs = {id(decay.log) for decay in self.decays.values()}
         of_decays = [identity[0] for identity, region in self.regions.items() if id(region.tensor) in logs]
         return super().not_as_published() + of_decays

@@ -151,8 +151,8 @@ class RefitExtension(DeltaMethods, LinkMethods):
 
     def reshard_state(self, adapters_in_use: list[int] | None = None) -> dict[str, Any]:
         """Return what this worker holds: whether it is ``ready`` to serve, and which ``version``; if it is not, the
-        ``refusal`` that requests get, and ``since`` when; whether vLLM is ``asleep``; and the ``adapters`` that trainers
-        refit.
+        ``refusal`` that requests get, and ``since`` when; whether vLLM is ``asleep``; and the ``adapters``
+        that trainers refit.
 
         The engine's core, and nobody else, gives `adapters_in_use`: the ids of those of unfinished requests.
         """

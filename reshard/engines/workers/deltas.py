@@ -45,8 +45,8 @@ class EngineDeltas:
         if engine.scales or engine.staged_rounds:
             identity = next(iter({**engine.scales, **engine.staged_rounds}))
             raise ReshardError(
-                f"this {engine.guard.engine} serves {identity[0]} quantized, and deltas are of plain weights: write the "
-                f"version with reshard delta apply, and load that"
+                f"this {engine.guard.engine} serves {identity[0]} quantized, and deltas are of plain "
+                "weights: write the version with reshard delta apply, and load that"
             )
         self.engine = engine
         self.chain: Chain | None = None
@@ -88,8 +88,8 @@ class EngineDeltas:
         dtype = str(region.tensor.dtype).removeprefix("torch.")
         if dtype != info.dtype.name and (info.dtype.name, dtype) not in EXACT:
             raise ReshardError(
-                f"this {guard.engine} holds {name} as {dtype}, and the base of {where} has {info.dtype.name}: start it with "
-                f"that dtype"
+                f"this {guard.engine} holds {name} as {dtype}, and the base of {where} has "
+                f"{info.dtype.name}: start it with that dtype"
             )
 
     def digests(self) -> list[list[Any]]:

@@ -7,27 +7,35 @@ METADATA = "torch.distributed.checkpoint.metadata"
 # Names that a checkpoint's pickles may hold. None of them is ever called: each stands for an inert
 # record.
 ALLOWED = {
-    *((METADATA, n) for n in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-                              "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *((METADATA, n)
+      for n in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+                "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
-    *(("torch.distributed.checkpoint.planner", n) for n in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
+    *(("torch.distributed.checkpoint.planner", n)
+      for n in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
     ("torch.serialization", "_get_layout"),
     *(("torch", n) for n in ("device", "Generator", "strided", "contiguous_format")),
-    *(("torch", n) for n in ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16",
-                             "int8", "uint8", "bool", "complex64")),
-    *(("torch", f"{n}Storage") for n in ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")),
+    *(("torch", n)
+      for n in ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16",
+                "int8", "uint8", "bool", "complex64")),
+    *(("torch", f"{n}Storage")
+      for n in ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")),
     *(("torch.storage", n) for n in ("UntypedStorage", "TypedStorage", "_load_from_bytes")),
     *(("torch._utils", n) for n in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")),
     ("torch._C", "Generator"), ("torch._tensor", "_rebuild_from_type_v2"), ("torch.serialization", "_get_dtype"),
-    *((module, n) for module in ("numpy.core.multiarray", "numpy._core.multiarray") for n in ("_reconstruct", "scalar")),
+    *((module, n) for module in ("numpy.core.multiarray", "numpy._core.multiarray")
+      for n in ("_reconstruct", "scalar")),
     ("numpy", "ndarray"), ("numpy", "dtype"), ("numpy.dtypes", "UInt32DType"),
     ("argparse", "Namespace"), ("types", "SimpleNamespace"), ("signal", "Signals"),
-    *((module, n) for module in ("pathlib", "pathlib._local") for n in ("PosixPath", "PurePosixPath")),  # of Python 3.13 the second
-    ("_codecs", "encode"), ("io", "BytesIO"), ("_io", "BytesIO"), ("builtins", "set"), ("builtins", "frozenset"), ("builtins", "slice"),
-    *(("megatron.core.transformer.enums", n) for n in ("AttnBackend", "CudaGraphModule", "CudaGraphScope", "InferenceCudaGraphScope",
-                                                       "LayerType", "AttnMaskType", "ModelType")),
+    *((module, n) for module in ("pathlib", "pathlib._local")
+      for n in ("PosixPath", "PurePosixPath")),  # of Python 3.13 the second
+    ("_codecs", "encode"), ("io", "BytesIO"), ("_io", "BytesIO"), ("builtins", "set"), ("builtins", "frozenset"),
+    ("builtins", "slice"),
+    *(("megatron.core.transformer.enums", n)
+      for n in ("AttnBackend", "CudaGraphModule", "CudaGraphScope", "InferenceCudaGraphScope",
+                "LayerType", "AttnMaskType", "ModelType")),
     ("megatron.core.enums", "ModelType"), ("megatron.core.optimizer.optimizer_config", "OptimizerConfig"),
     *(("megatron.core.rerun_state_machine", n) for n in ("RerunDiagnostic", "RerunMode", "RerunState")),
     ("megatron.core.transformer.pipeline_parallel_layer_layout", "PipelineParallelLayerLayout"),

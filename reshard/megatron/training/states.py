@@ -36,7 +36,10 @@ MOVABLE = ("fully_reshardable", REGULAR)
 RESUME_RESHARDABLE = (
     "resume it once at that layout with --dist-ckpt-optim-fully-reshardable, by which Megatron saves it anew"
 )
-RESUME_AS_SAVED = "no newer Megatron-Core reads it, so resume it once with the one that saved it, in a format that can be moved"
+RESUME_AS_SAVED = (
+    "no newer Megatron-Core reads it, so resume it once with the one that saved it, in a format that can be "
+    "moved"
+)
 REMEDIES = {
     "dp_reshardable": RESUME_RESHARDABLE,
     "dp_zero_gather_scatter": f"{RESUME_RESHARDABLE}; without --ckpt-fully-parallel-load",

@@ -136,8 +136,8 @@ def _refuse_unreadable(path: Path, model: Model) -> None:
         problem = "dequantizes experts in nvfp4 without their global scale"
     if problem is not None:
         raise ReshardError(
-            f"transformers {problem}, as those of {path}: compare the Megatron checkpoint that hf-to-mcore makes of it, or what it was "
-            f"made of"
+            f"transformers {problem}, as those of {path}: compare the Megatron checkpoint that hf-to-mcore "
+            "makes of it, or what it was made of"
         )
 
 

@@ -183,7 +183,11 @@ class Megatron(ForwardSystem):
         return out[..., : self.model.symbols["V"]] if out is not None and stage == stages - 1 else None
 
     def routers(self) -> dict[int, torch.nn.Module]:
-        layers: list[Any] = [layer for chunk in self.models for layer in chunk.decoder.layers]  # type: ignore[union-attr, operator]
+        layers: list[Any] = [
+            layer
+            for chunk in self.models
+            for layer in chunk.decoder.layers  # type: ignore[union-attr, operator]
+        ]
         return {
             self.decoder_layer(layer): layer.mlp.router
             for layer in layers

@@ -159,7 +159,8 @@ def forget_engine() -> None:
 def _environment() -> Iterator[None]:
     """Set the variables that vLLM's ``external_launcher`` reads, where torchrun has not, while the
     context is open."""
-    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()),
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RANK": str(dist.get_rank()),
+                 "LOCAL_RANK": str(dist.get_rank()),
               "WORLD_SIZE": str(dist.get_world_size()), "VLLM_LOGGING_LEVEL": "ERROR"}  # fmt: skip
     added = [name for name in variables if name not in os.environ]
     os.environ.update({name: variables[name] for name in added})

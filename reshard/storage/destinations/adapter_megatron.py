@@ -62,14 +62,14 @@ class MegatronAdapterFiles(Destination):
         self.form, self.source, self.iteration = form, source, iteration
         for weight in (name for a in source.adapters if a.layer.first.layer is None for name in a.ranks):
             raise ReshardError(
-                f"{source.path} has an adapter of {weight}, and {form.name} has none of the output layer: train without, or "
-                f"add it to the model with reshard lora-merge"
+                f"{source.path} has an adapter of {weight}, and {form.name} has none of the output layer: "
+                "train without, or add it to the model with reshard lora-merge"
             )
         others = {layer.first.name for layer in other_layers(source.base)}
         for weight in (name for a in source.adapters if a.layer.first.name in others for name in a.ranks):
             raise ReshardError(
-                f"{source.path} has an adapter of {tensor_of(weight)}, which {form.name} has no adapter for: train without, "
-                f"or add it to the model with reshard lora-merge"
+                f"{source.path} has an adapter of {tensor_of(weight)}, which {form.name} has no adapter "
+                "for: train without, or add it to the model with reshard lora-merge"
             )
         self.rank, self.alpha, self.rslora = trainer_settings(source, form)
         adapters = _completed(source, self.rank)
@@ -177,7 +177,8 @@ def _completed(source: AdapterSource, rank: int) -> list[Adapter]:
     ]
     if len(layers) > len(own):
         source.notices.append(
-            f"{len(layers) - len(own)} layers without an adapter get zeros, since Megatron has one in all layers of a kind"
+            f"{len(layers) - len(own)} layers without an adapter get zeros, since Megatron has one in all "
+            "layers of a kind"
         )
     return [own.get(layer, Adapter(layer, {}, missing_rank=rank)) for layer in layers]
 

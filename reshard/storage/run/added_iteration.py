@@ -19,7 +19,7 @@ class AddedIteration(Workdir):
     """
 
     def check_destination(self) -> None:
-        """See `Workdir`; removes what saves of other iterations have left that were killed."""
+        """Check the destination; first remove what saves of other iterations that were killed have left."""
         run = self.destination.parent
         if (run / ".metadata").exists() or any(run.glob("*.safetensors")):
             raise ReshardError(
@@ -44,5 +44,6 @@ class AddedIteration(Workdir):
             os.replace(new, tracker)
         except OSError as error:
             raise ReshardError(
-                f"{self.destination} is whole, but {tracker} could not be replaced ({error.strerror}): write {number} into it"
+                f"{self.destination} is whole, but {tracker} could not be replaced ({error.strerror}): "
+                f"write {number} into it"
             ) from error

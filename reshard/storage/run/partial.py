@@ -43,8 +43,8 @@ def unfinished(path: Path) -> str | None:
         if read_fingerprint(folder).get("run") == SAVE:
             return f"{folder} is left of {destination} by a save that did not end: save again"
         return (
-            f"{folder} is left of {destination} by an interrupted run: run the same command with --resume to continue it, or without to "
-            f"start over"
+            f"{folder} is left of {destination} by an interrupted run: run the same command with --resume "
+            "to continue it, or without to start over"
         )
     return None
 

@@ -195,8 +195,8 @@ class Workdir:
         status = os.lstat(self.path)
         if not belongs_to_user(self.path, status):
             raise ReshardError(
-                f"{self.path} belongs to another user ({status.st_uid}), whose run may have left it: write to a directory of "
-                f"another name, or have it removed"
+                f"{self.path} belongs to another user ({status.st_uid}), whose run may have left it: write "
+                "to a directory of another name, or have it removed"
             )
         if not (is_ours(self.path) or is_new(self.path)):
             raise ReshardError(

@@ -281,8 +281,8 @@ class _Processes:
             status = signal.Signals(-code).name
         hint = ", as the system does where memory runs out" if status == "SIGKILL" else ""
         return ReshardError(
-            f"a worker of this command was ended ({status}){hint}; run a conversion again with --resume to continue it; "
-            f"it needs less memory with fewer --workers",
+            f"a worker of this command was ended ({status}){hint}; run a conversion again with --resume to "
+            "continue it; it needs less memory with fewer --workers",
             resumable=True,
         )
 

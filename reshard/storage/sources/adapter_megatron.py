@@ -73,13 +73,13 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
         gated = any(a.layer.first.halves == 2 and not a.layer.of_experts for a in self.adapters)
         if saved is not None and ranks != saved and gated and self.form.by_rank:
             raise ReshardError(
-                f"{where} says that it was saved at tensor-parallel size {saved}, not {ranks}, by which the rows of gate and up "
-                f"lie: leave the option out"
+                f"{where} says that it was saved at tensor-parallel size {saved}, not {ranks}, by which the "
+                "rows of gate and up lie: leave the option out"
             )
         if ranks is None and gated and self.form.by_rank:
             raise ReshardError(
-                f"{where} has the rows of gate and up in an order that depends on the tensor-parallel size, which it does "
-                f"not say: pass --tp with the size that it was trained with"
+                f"{where} has the rows of gate and up in an order that depends on the tensor-parallel size, "
+                "which it does not say: pass --tp with the size that it was trained with"
             )
         return adapter_parameters(layers, self.form)
 

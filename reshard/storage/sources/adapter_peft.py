@@ -159,14 +159,15 @@ class PeftSource(AdapterSource):
         for copy, primary in self.base.copies.items():
             if any(name.startswith(f"{PEFT_PREFIX}{module_of(copy)}.") for name in left):
                 raise ReshardError(
-                    f"{self.path} has an adapter of {copy}, which in this model is {primary} (tie_word_embeddings): a merge "
-                    f"would change the embedding too, and is refused"
+                    f"{self.path} has an adapter of {copy}, which in this model is {primary} "
+                    "(tie_word_embeddings): a merge would change the embedding too, and is refused"
                 )
 
     def _of_base(self) -> set[str]:
         """Return the tensors that are the model's own: PEFT saves the frozen weight of an output layer beside its
-        adapter, and embedding and output layer where `save_embedding_layers` says so. Whether they have the model's numbers
-        is seen where these are (`MergedSource`). Raises ReshardError for those of another vocabulary."""
+        adapter, and embedding and output layer where `save_embedding_layers` says so. Whether they have the
+        model's numbers is seen where these are (`MergedSource`). Raises ReshardError for those of another
+        vocabulary."""
         self.copies_of_base = {}
         left_out = set()
         for weight, shape in self.base.shapes.items():
@@ -178,8 +179,8 @@ class PeftSource(AdapterSource):
                     left_out.add(name)
                 elif stored is not None and stored.shape[1:] == shape[1:]:
                     raise ReshardError(
-                        f"{self.path} holds {name} with {stored.shape[0]} rows, and the model's has {shape[0]}: its vocabulary was "
-                        f"resized for the training; give the resized model"
+                        f"{self.path} holds {name} with {stored.shape[0]} rows, and the model's has "
+                        f"{shape[0]}: its vocabulary was resized for the training; give the resized model"
                     )
         if left_out:
             self.notices.append(
@@ -211,8 +212,8 @@ class PeftSource(AdapterSource):
                 )
         if a.shape != (rank, columns) or b.shape != (rows, rank) or rank < 1:
             raise ReshardError(
-                f"{self.path}: {tensor_of(name_a)} {a.dtype.name} {list(a.shape)} and B {list(b.shape)} do not fit the weight "
-                f"[{out}, {columns}] of {self.model.where}"
+                f"{self.path}: {tensor_of(name_a)} {a.dtype.name} {list(a.shape)} and B {list(b.shape)} do "
+                f"not fit the weight [{out}, {columns}] of {self.model.where}"
             )
         self.tensors[name_a] = TensorInfo((rank, columns), a.dtype)
         self.tensors[name_b] = TensorInfo((out, rank), b.dtype)

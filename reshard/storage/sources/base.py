@@ -127,10 +127,10 @@ class Source(ABC):
     def _take_beside(self, config: Mapping[str, Any]) -> None:
         """Record the versions of the files that go along with the weights, and note which stay, and which code the
         config names that is not there."""
-        found, directory = beside(self.hf_directory()), self.hf_directory()
-        self.versions.record(*found.files.values())
-        self.notices += Beside(found.files, [*found.left, *self.left_beside()]).notices()
-        lacking = [] if directory is None else code_without_file(config, found.files)
+        lying_beside, directory = beside(self.hf_directory()), self.hf_directory()
+        self.versions.record(*lying_beside.files.values())
+        self.notices += Beside(lying_beside.files, [*lying_beside.left, *self.left_beside()]).notices()
+        lacking = [] if directory is None else code_without_file(config, lying_beside.files)
         if lacking:
             self.notices.append(f"config.json names code that does not lie beside it: {listed(lacking, 3)}")
 

@@ -40,8 +40,8 @@ OWN_SUFFIXES = (".safetensors", ".safetensors.index.json")
 
 @dataclass(frozen=True)
 class Beside:
-    """What lies beside weights: `files` that go along, by their names in the directory, those in folders as
-    ``folder/name``; and the names of `left` files and folders, which stay."""
+    """Files and folders beside weights: `files` go along, by their names in the directory, those in folders
+    as ``folder/name``; `left` are the names of those that stay."""
 
     files: dict[str, Path]
     left: list[str]

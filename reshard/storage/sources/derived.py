@@ -34,8 +34,8 @@ class DerivedSource(Source):
         return checks
 
     def check_read(self, part: int, parts: int, workers: int | None) -> None:
-        """Compare what else is read with the manifests of its files, before anything is made of it; of several processes
-        each does a part. Raises ReshardError."""
+        """Compare what else is read with the manifests of its files, before anything is made of it; of
+        several processes each does a part. Raises ReshardError."""
 
     def strips(self, name: str) -> list[Strip] | None:
         return None if self.changes(name) else self.base.strips(name)

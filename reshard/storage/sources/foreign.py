@@ -18,18 +18,19 @@ def check_foreign(path: Path) -> None:
     for folder in (path, path / "actor"):
         if any(folder.glob(VERL_SHARDS)):
             raise ReshardError(
-                f"{folder} holds the shards of a model that verl has saved under FSDP (model_world_size_*): merge them with "
-                f"python -m verl.model_merger merge --backend fsdp --local_dir {folder} --target_dir DIRECTORY"
+                f"{folder} holds the shards of a model that verl has saved under FSDP (model_world_size_*): "
+                f"merge them with python -m verl.model_merger merge --backend fsdp --local_dir {folder} "
+                "--target_dir DIRECTORY"
             )
     if any(any(path.glob(name)) or any(path.glob(f"global_step*/{name}")) for name in DEEPSPEED):
         top = path.parent if any(any(path.glob(name)) for name in DEEPSPEED) else path
         raise ReshardError(
-            f"{path} holds a checkpoint of DeepSpeed (ZeRO): merge it with python {top / 'zero_to_fp32.py'} {top} DIRECTORY "
-            f"--safe_serialization"
+            f"{path} holds a checkpoint of DeepSpeed (ZeRO): merge it with python {top / 'zero_to_fp32.py'} "
+            f"{top} DIRECTORY --safe_serialization"
         )
     sharded = [folder for folder in path.glob(ACCELERATE) if (folder / ".metadata").is_file()]
     if sharded:
         raise ReshardError(
-            f"{path} holds the shards of a model that Accelerate has saved under FSDP ({sharded[0].name}): merge them with "
-            f"accelerate merge-weights {sharded[0]} DIRECTORY"
+            f"{path} holds the shards of a model that Accelerate has saved under FSDP ({sharded[0].name}): "
+            f"merge them with accelerate merge-weights {sharded[0]} DIRECTORY"
         )

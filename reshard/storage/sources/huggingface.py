@@ -56,8 +56,9 @@ class HuggingFaceSource(Source):
         if (path / ADAPTER).is_file():
             unread = [name for name in unread if name != WEIGHTS]
             self.notices.append(
-                f"the adapter of {ADAPTER} beside the weights is not read: transformers with PEFT adds it to what it loads "
-                "here, and computes other logits; reshard lora-merge adds it, or delete its files if it is merged already"
+                f"the adapter of {ADAPTER} beside the weights is not read: transformers with PEFT adds it "
+                "to what it loads here, and computes other logits; reshard lora-merge adds it, or delete "
+                "its files if it is merged already"
             )
         if unread:
             self.notices.append(f"not read, as transformers and vLLM do not: {listed(unread, 3)}")
@@ -222,14 +223,16 @@ class HuggingFaceSource(Source):
             self.notices.append(f"ignored on purpose: {listed(sorted(ignored), 3)}")
 
     def _check_prefix(self, missing: list[str], extra: list[str]) -> None:
-        """Raise ReshardError, naming it, if one prefix is all by which the names of missing tensors differ from others'."""
+        """Raise ReshardError, naming it, if one prefix is all by which the names of missing tensors differ
+        from others'."""
         others = set(extra)
         for name in extra if missing else ():
             prefix = name.removesuffix(missing[0])
             if prefix != name and all(prefix + each in others for each in missing):
                 raise ReshardError(
-                    f"{self.path} holds {self.model.family.name}'s tensors with {prefix!r:.200} in front of their names, as a "
-                    f"program saves a model inside a wrapper: save the model itself, or rename them without it"
+                    f"{self.path} holds {self.model.family.name}'s tensors with {prefix!r:.200} in front of "
+                    "their names, as a program saves a model inside a wrapper: save the model itself, or "
+                    "rename them without it"
                 )
 
     def _carried(self, stored: Mapping[str, safetensors.Tensor]) -> dict[str, tuple[int, ...]]:

@@ -68,8 +68,8 @@ class MergedSource(DerivedSource):
             dtype = min(held.dtype, copy.dtype, key=lambda dtype: dtype.itemsize)
             if held.astype(dtype).tobytes() != copy.astype(dtype).tobytes():
                 raise ReshardError(
-                    f"{self.adapter.path} holds another {weight} than {self.base.path}: give the model on which the adapter "
-                    f"was trained"
+                    f"{self.adapter.path} holds another {weight} than {self.base.path}: give the model on "
+                    "which the adapter was trained"
                 )
 
     def changes(self, name: str) -> bool:

@@ -94,8 +94,8 @@ def open_adapter(
             raise ReshardError(f"--alpha contradicts {path / ADAPTER}, which says it: leave it out")
         if tp is not None:
             raise ReshardError(
-                f"the tensor-parallel size with which an adapter was saved is that of a Megatron checkpoint, and {path} is "
-                f"PEFT's: leave the option out"
+                "the tensor-parallel size with which an adapter was saved is that of a Megatron "
+                f"checkpoint, and {path} is PEFT's: leave the option out"
             )
         return PeftSource(path, hf_config, model)
     raise ReshardError(f"{path} holds no LoRA adapter: {EXPECTED_ADAPTER}")

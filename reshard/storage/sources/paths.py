@@ -35,7 +35,8 @@ MCA_CONFIG, RUN_CONFIG = "mca_config.json", "run_config.yaml"  # ROLL's; Megatro
 ITERATION = re.compile("iter_([0-9]{1,18})")
 STEP = re.compile("(?:global_step_|step_|checkpoint-)([0-9]{1,18})")
 # What trainers leave beside a config that is none of a model's files.
-OF_TRAINERS = (torch_dist.TRACKER, "args.json", "trainer_state.json", "ckpt_contents.json", "megatron_flags.txt", MCA_CONFIG)  # fmt: skip
+OF_TRAINERS = (torch_dist.TRACKER, "args.json", "trainer_state.json", "ckpt_contents.json", "megatron_flags.txt",
+               MCA_CONFIG)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,8 @@ def check_config(path: Path, has_weights: bool = True) -> None:
         )
     if (path / "adapter_model.safetensors").is_file():
         raise ReshardError(
-            f"{path} holds the matrices of a LoRA adapter (adapter_model.safetensors), and lacks its {ADAPTER}: bring it back"
+            f"{path} holds the matrices of a LoRA adapter (adapter_model.safetensors), and lacks its "
+            f"{ADAPTER}: bring it back"
         )
     if (path / "base.json").is_file() and any(path.glob("delta-*.json")):
         raise ReshardError(
@@ -279,6 +281,6 @@ def check_config(path: Path, has_weights: bool = True) -> None:
     names = sorted(file.name for file in path.glob("*.gguf"))
     if names and not any(path.glob("*.safetensors")):
         raise ReshardError(
-            f"{path} holds a model in llama.cpp's format ({listed(names, 3)}), which is not read: name the Hugging Face "
-            f"directory that it was made of"
+            f"{path} holds a model in llama.cpp's format ({listed(names, 3)}), which is not read: name the "
+            "Hugging Face directory that it was made of"
         )

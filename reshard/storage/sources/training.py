@@ -36,7 +36,10 @@ def notices_on_training(left: Source, right: Source) -> list[str]:
     if None in of_sides:
         with_states = of_sides.index(None) ^ 1
         return [
-            f"{places[with_states]} has optimizer states, and {places[1 - with_states]} none: only weights were compared"
+            (
+                f"{places[with_states]} has optimizer states, and {places[1 - with_states]} none: only weights "
+                "were compared"
+            )
         ]
     fixed = [
         (place, states)

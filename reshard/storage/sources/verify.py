@@ -213,17 +213,17 @@ def check_listed(
     workers: int | None = None,
     names: Container[str] | None = None,
 ) -> None:
-    """Read the tensors that a source's manifest lists, by default all, and compare their checksums; of several processes
-    each does a part of them.
+    """Read the tensors that a source's manifest lists, by default all, and compare their checksums; of
+    several processes each does a part of them.
 
-    Raises ReshardError for one that is not as it was written, and where there is no manifest, unless only some are asked
-    for by `names`.
+    Raises ReshardError for one that is not as it was written, and where there is no manifest, unless only
+    some are asked for by `names`.
     """
     checks = SourceChecks(source)
     if not checks.entries and names is None:
         raise ReshardError(
-            f"{source.path} has no {MANIFEST} with checksums of its tensors, so they cannot be verified: convert it with "
-            f"reshard, or do not ask for that"
+            f"{source.path} has no {MANIFEST} with checksums of its tensors, so they cannot be verified: "
+            "convert it with reshard, or do not ask for that"
         )
     infos, read = stored_tensors(source)
     wanted = sorted(name for name in checks.entries if names is None or name in names)[part::parts]

@@ -109,8 +109,9 @@ def change_pickle(rng: random.Random, data: bytes, same_length: bool = False) ->
         note = f"{note} at opcode {at}"
     elif how == "name":
         i = rng.choice([i for i, (name, _, _) in enumerate(ops) if name == "GLOBAL"] or [at])
-        pieces[i] = rng.choice([b"ctorch\nSize\n", b"ctorch\nfloat32\n", b"ctorch\nint64\n", b"ctorch\nFloatStorage\n", b"cposix\nsystem\n",
-                                b"cargparse\nNamespace\n", b"ccollections\nOrderedDict\n"])  # fmt: skip
+        pieces[i] = rng.choice([b"ctorch\nSize\n", b"ctorch\nfloat32\n", b"ctorch\nint64\n", b"ctorch\nFloatStorage\n",
+                                b"cposix\nsystem\n", b"cargparse\nNamespace\n",
+                                b"ccollections\nOrderedDict\n"])  # fmt: skip
         note = f"{ops[i][1]!s:.60} is {pieces[i]!r}"
     elif how == "twice":
         pieces.insert(at, pieces[at])
@@ -137,8 +138,9 @@ def metadata_entries(rng: random.Random, path: Path) -> str:
     places = [index for index in storage if index.fqn == key]
     index = rng.choice(places)
     chunk = rng.choice(state[key].chunks)
-    how = rng.choice(["places", "places of one key", "storage", "storage", "chunk", "chunk", "shape", "no chunk", "no place", "no key",
-                      "other kind", "same place", "dtype", "chunk twice", "no sizes", "whole", "unknown key"])  # fmt: skip
+    how = rng.choice(["places", "places of one key", "storage", "storage", "chunk", "chunk", "shape", "no chunk",
+                      "no place", "no key", "other kind", "same place", "dtype", "chunk twice", "no sizes", "whole",
+                      "unknown key"])  # fmt: skip
     note = f"{how} {key}"
     if how.startswith("places") or how == "same place":
         others = (

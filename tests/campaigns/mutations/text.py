@@ -118,7 +118,8 @@ def safetensors_header(rng: random.Random, path: Path) -> str:
 
 
 def tracker(rng: random.Random, path: Path) -> str:
-    text = rng.choice(["", "²", "\u0661", "-1", "+1", "1e3", "0x10", "release\0", " release \n\n", "RELEASE", "iter_0000001", "9" * 5000, "../release",
-                       "1_0", "0", "release\nrelease", "\ufeffrelease"])  # fmt: skip
+    text = rng.choice(["", "²", "\u0661", "-1", "+1", "1e3", "0x10", "release\0", " release \n\n", "RELEASE",
+                       "iter_0000001", "9" * 5000, "../release", "1_0", "0", "release\nrelease",
+                       "\ufeffrelease"])  # fmt: skip
     path.write_text(text)
     return repr(text[:40])

@@ -9,11 +9,12 @@ from typing import Any
 
 HUGE_BYTES = 3 << 30
 NUMBERS: list[Any] = [
-    0, 1, -1, 2, 3, 7, 255, 2**31 - 1, 2**31, -(2**31), 2**32, 2**53, 2**63 - 1, 2**63, -(2**63), 2**64 - 1, 10**9, 10**18, 10**400,
-    0.5, 1.5, -1.5, 1e308, float("nan"), float("inf"),
+    0, 1, -1, 2, 3, 7, 255, 2**31 - 1, 2**31, -(2**31), 2**32, 2**53, 2**63 - 1, 2**63, -(2**63), 2**64 - 1, 10**9,
+    10**18, 10**400, 0.5, 1.5, -1.5, 1e308, float("nan"), float("inf"),
 ]  # fmt: skip
-VALUES: list[Any] = [*NUMBERS, None, True, False, "", "1", "²", "\u0661", "nan", "x" * 5000, "../../etc/passwd", "\0", "\ud800", [], {}, [[]], [0],
-                     [1, 2, 3, 4, 5], [-1], ["a"], {"a": 1}, {"": None}, [None] * 40, [2] * 2000]  # fmt: skip
+VALUES: list[Any] = [*NUMBERS, None, True, False, "", "1", "²", "\u0661", "nan", "x" * 5000, "../../etc/passwd", "\0",
+                     "\ud800", [], {}, [[]], [0], [1, 2, 3, 4, 5], [-1], ["a"], {"a": 1}, {"": None}, [None] * 40,
+                     [2] * 2000]  # fmt: skip
 
 Mutation = Callable[[random.Random, Path], str]
 

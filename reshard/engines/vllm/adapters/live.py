@@ -45,7 +45,7 @@ class AdaptedModel(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """See `Engine.device`."""
+        """The device on which this rank computes."""
 
 
 class VllmAdapter(AdapterEngine):
@@ -78,7 +78,6 @@ class VllmAdapter(AdapterEngine):
 
     @property
     def device(self) -> torch.device:
-        """See `Engine.device`."""
         return self.base.device
 
     @property
@@ -97,7 +96,7 @@ class VllmAdapter(AdapterEngine):
     # Connecting
 
     def take_facts(self, facts: Mapping[str, bytes]) -> None:
-        """See `Engine.take_facts`: the scales of the trainer's adapter."""
+        """Take the scales of the trainer's adapter."""
         self.take_scales(collect_scales(facts))
 
     def take_scales(self, scales: Mapping[str, Scale]) -> None:
@@ -113,7 +112,8 @@ class VllmAdapter(AdapterEngine):
         unserved = sorted(weight for weight in scales if weight in own_weights and weight not in self.targets)
         if unserved:
             raise ReshardError(
-                f"the trainer has adapters of {len(unserved)} layers that this vLLM serves none for: {listed(unserved, 3)}"
+                f"the trainer has adapters of {len(unserved)} layers that this vLLM serves none for: "
+                f"{listed(unserved, 3)}"
             )
         attentions = absorbing_attentions(self.base.served)
         absorbed = sorted(
@@ -123,14 +123,14 @@ class VllmAdapter(AdapterEngine):
         )
         if absorbed:
             raise ReshardError(
-                f"vLLM multiplies by matrices that it makes of {listed(absorbed, 1)} without its adapter, so that this would "
-                f"have no effect: train without adapters of that layer"
+                f"vLLM multiplies by matrices that it makes of {listed(absorbed, 1)} without its adapter, "
+                "so that this would have no effect: train without adapters of that layer"
             )
         highest = max((scale.rank for scale in scales.values()), default=0)
         if highest > self.most_rank:
             raise ReshardError(
-                f"the trainer's adapter has rank {highest}, and this vLLM holds ranks up to {self.most_rank}: start it with "
-                f"max_lora_rank={highest} or more"
+                f"the trainer's adapter has rank {highest}, and this vLLM holds ranks up to "
+                f"{self.most_rank}: start it with max_lora_rank={highest} or more"
             )
         slices = list(self._slices(scales))
         if sorted(one.kind for one in slices) != self._stages.kinds:
@@ -175,7 +175,7 @@ class VllmAdapter(AdapterEngine):
         self.staged_rounds = dict.fromkeys(self.regions, ROUND)
 
     def disconnect(self) -> None:
-        """See `Engine.disconnect`: let vLLM remove the adapter, unless another link refits it."""
+        """Let vLLM remove the adapter, unless another link refits it."""
         self._links = max(0, self._links - 1)
         if not self._links:
             self.versions.disconnect(self.name)
@@ -184,7 +184,7 @@ class VllmAdapter(AdapterEngine):
     # A refit
 
     def refresh_regions(self) -> None:
-        """See `ServedWeights.refresh_regions`; the memory in which adapters arrive does not move."""
+        """Raise ReshardError if vLLM sleeps. The memory in which adapters arrive does not move."""
         if self.base.guard.asleep:
             raise ReshardError(
                 "this vLLM sleeps, and its adapters have no memory: call wake_up(tags=['weights']) before a refit"
@@ -201,7 +201,6 @@ class VllmAdapter(AdapterEngine):
         self._writing = self.versions.fill(identity_of(self.attempt), self._stages)
 
     def mismatches(self, index: int) -> list[Any]:
-        """See `Engine.mismatches`."""
         assert self._writing is not None
         self._stages.scale()
         wrong = set(map(id, self._stages.differing(self._writing)))
@@ -218,7 +217,6 @@ class VllmAdapter(AdapterEngine):
         self.guard.refitted(version)
 
     def tensor_accounts(self) -> list[dict[str, Any]]:
-        """See `Engine.tensor_accounts`."""
         how = f"into slots of adapter {self.name!r}"
         first = next((peft_name(weight, matrix) for weight, matrix in self.regions), "")
         return [{"what": "brought", "how": how, "tensors": len(self.regions), "first": first}]

@@ -198,8 +198,8 @@ class Stages:
         layers = [stage.layer for (stage, _), differs in zip(pairs, differ, strict=True) if differs]
         if layers:
             raise ReshardError(
-                f"the trainer's adapters of gate and up have different A in {len(layers)} layers ({listed(layers, 2)}), for "
-                f"which this vLLM has one: train one A for both"
+                f"the trainer's adapters of gate and up have different A in {len(layers)} layers "
+                f"({listed(layers, 2)}), for which this vLLM has one: train one A for both"
             )
 
     def scale(self) -> None:

@@ -110,8 +110,8 @@ def _of_layer(
     together = len(boxes) // (experts * len(slices))  # weights with one A
     if not together or len(boxes) != experts * len(slices) * together:
         raise ReshardError(
-            f"vLLM holds adapters of {layer} for {experts * len(slices)} weights, and this rank has {len(boxes)} published "
-            f"ones in it, which is not refitted"
+            f"vLLM holds adapters of {layer} for {experts * len(slices)} weights, and this rank has "
+            f"{len(boxes)} published ones in it, which is not refitted"
         )
     joined = [(name, _joined(name, pieces)) for name, pieces in boxes.items()]
     targets = {}

@@ -145,7 +145,7 @@ class Versions:
         """Return, by the name of each adapter, what requests are to know: the ids of the versions that may be served
         by their names (``held``), the name of the ``newest``, or why there is none (``refusal``), and by which other
         id vLLM lists the adapter (``listed``)."""
-        found = {}
+        states = {}
         for name, newest in self.newest.items():
             held = {
                 version.lora_name: version.identity
@@ -153,13 +153,13 @@ class Versions:
                 if version.name == name and not self._unfit(version)
             }
             refusal = self.refusal(name)
-            found[name] = {
+            states[name] = {
                 "held": held,
                 "newest": newest.lora_name if newest is not None and not refusal else None,
                 "refusal": refusal,
                 "listed": listed_id(name),
             }
-        return found
+        return states
 
     def refusal(self, name: str) -> str:
         """Return the sentence with which new requests for an adapter are refused; empty if it may be served."""
@@ -278,5 +278,5 @@ def versions_of(manager: Any, guard: Any, wrappers: Mapping[str, Any]) -> Versio
     """Return the versions of a model's adapters, which its guard keeps; see `Versions`."""
     if guard.adapters is None:
         guard.adapters = Versions(manager, guard, wrappers)
-    found: Versions = guard.adapters
-    return found
+    versions: Versions = guard.adapters
+    return versions

@@ -71,8 +71,8 @@ class OpenedWeights(StoredWeights):
         views = self.views()
         if views.views and (self.compressed or self.quantized):
             raise ReshardError(
-                f"{self.name}: {min(views.views)} is several of Megatron's parameters, which --load-format reshard does not "
-                f"quantize together: convert it with reshard mcore-to-hf, and serve that"
+                f"{self.name}: {min(views.views)} is several of Megatron's parameters, which --load-format "
+                "reshard does not quantize together: convert it with reshard mcore-to-hf, and serve that"
             )
         if self.compressed:
             self.schemes, self.taken = _schemes(model, self.stored(views))

@@ -9,10 +9,10 @@ from reshard.core.errors import ReshardError
 
 
 class Workers(Protocol):
-    """What a gate knows of its core's workers."""
+    """The workers of an engine core, as its gate knows them."""
 
     def states(self) -> Sequence[dict[str, Any]]:
-        """See `reshard.engines.vllm.requests.gate.Gate.states`."""
+        """Return what each worker holds; see `reshard.engines.vllm.requests.gate.Gate.states`."""
 
 
 def choose_version(request: Any, workers: Workers) -> None:
@@ -68,7 +68,10 @@ def _refusal(name: str, version: str, of_ranks: Sequence[Mapping[str, Any]]) -> 
         return str(refusal)
     newest = {of_rank.get(name, {}).get("newest") for of_rank in of_ranks}
     if len(newest) > 1:
-        return f"adapter {name!r} cannot be served, since the ranks of this vLLM hold different versions: refit it first"
+        return (
+            f"adapter {name!r} cannot be served, since the ranks of this vLLM hold different versions: "
+            "refit it first"
+        )
     return f"this vLLM does not hold {version!r} (any more), but {newest.pop()!r}: ask for adapter {name!r} again"
 
 

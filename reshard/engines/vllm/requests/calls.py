@@ -32,8 +32,8 @@ def answered(worker: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def call_for_answers(executor: Any, called: Callable[[], None]) -> None:
-    """Have an executor call methods of workers, which have our extension, by their answers; and call `called` after each
-    call that may have changed what the workers hold."""
+    """Have an executor call methods of workers, which have our extension, by their answers; and call `called`
+    after each call that may have changed what the workers hold."""
     plain = executor.collective_rpc
 
     @wraps(plain)
@@ -56,9 +56,9 @@ def call_for_answers(executor: Any, called: Callable[[], None]) -> None:
 def _results(answers: list[Answer]) -> list[Any]:
     """Return what all workers have answered. Raises ReshardError if one has refused, RuntimeError if one has failed."""
     for kind, error in ((_FAILURE, RuntimeError), (_REFUSAL, ReshardError)):
-        said = dict.fromkeys(value for answer, value in answers if answer == kind)
+        messages = dict.fromkeys(value for answer, value in answers if answer == kind)
         # Members of a refit agree on a sentence; who has failed says it without a name before it.
-        sentences = [one for one in said if not any(one in other for other in said if other != one)]
+        sentences = [one for one in messages if not any(one in other for other in messages if other != one)]
         if sentences:
             raise error("; ".join(sentences))
     return [value for _, value in answers]

@@ -96,7 +96,8 @@ def _in_a_line(invoke: Callable[..., None]) -> Callable[..., None]:
 
 
 def put_before(front: Any) -> None:
-    """Put the gate before the core of an engine of this process that has started, where vLLM was told to load no plugins."""
+    """Put the gate before the core of an engine of this process that has started, where vLLM was told to load
+    no plugins."""
     install()
     core = getattr(getattr(front, "engine_core", None), "engine_core", None)
     if core is not None:
@@ -104,7 +105,8 @@ def put_before(front: Any) -> None:
 
 
 def install_where_cores_are() -> None:
-    """Put the gate before engine cores if this process has vLLM's module of them, as one in which a core starts does."""
+    """Put the gate before engine cores if this process has vLLM's module of them, as one in which a core
+    starts does."""
     if MODULE in sys.modules:
         install()
 
@@ -125,7 +127,8 @@ def _after_the_gate(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _made_again(core: Any, entered: Any) -> Any:
-    """Return vLLM's request of one whose adapter is another than it asked for, so that its prefixes are keyed by that."""
+    """Return vLLM's request of one whose adapter is another than it asked for, so that its prefixes are keyed
+    by that."""
     from vllm.v1.request import Request
 
     request = Request.from_engine_core_request(entered, core.request_block_hasher)
@@ -147,12 +150,12 @@ def gate_of(core: Any) -> Gate | None:
 def _core_of(core: Any) -> "VllmCore":
     if not hasattr(core, "reshard_core"):
         vars(core).setdefault("reshard_core", VllmCore(core))
-    found: VllmCore = core.reshard_core
-    return found
+    vllm_core: VllmCore = core.reshard_core
+    return vllm_core
 
 
 class VllmCore:
-    """An engine core of vLLM, for its gate."""
+    """An engine core of vLLM, for its gate: a `reshard.engines.vllm.requests.gate.Core`."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
@@ -168,7 +171,6 @@ class VllmCore:
     # What the workers hold
 
     def local_states(self) -> list[dict[str, Any]] | None:
-        """See `Core.local_states`."""
         if self._worker is None:
             return None
         module = sys.modules.get("reshard.engines.vllm.guard")
@@ -176,13 +178,11 @@ class VllmCore:
         return [state] if state is not None else []
 
     def remote_states(self) -> list[dict[str, Any]]:
-        """See `Core.remote_states`."""
         call = self._core.model_executor.collective_rpc
         states: list[dict[str, Any]] = call("reshard_state", args=(self._adapters_in_use(),))
         return states
 
     def unfinished(self) -> list[tuple[str, Any]]:
-        """See `Core.unfinished`."""
         requests = self._core.scheduler.requests
         return [(identity, one.lora_request) for identity, one in requests.items()]
 
@@ -190,7 +190,6 @@ class VllmCore:
         return sorted({adapter.lora_int_id for _, adapter in self.unfinished() if adapter is not None})
 
     def watch_calls(self, called: Callable[[], None]) -> None:
-        """See `Core.watch_calls`."""
         if self._worker is None and self._extension is not None:
             call_for_answers(self._core.model_executor, called)
 
@@ -201,8 +200,8 @@ class VllmCore:
         return hasattr(self._core, "output_queue")
 
     def finish(self, sentence: str, requests: list[str] | None = None) -> int:
-        """See `Core.finish`. vLLM holds requests while it is paused, and so does this, but in a process whose one
-        caller waits for them."""
+        """Answer requests with a sentence, and return how many they were. vLLM holds requests while it is
+        paused, and so does this, but in a process whose one caller waits for them."""
         from vllm.v1.core.sched.interface import PauseState
         from vllm.v1.request import RequestStatus
 
@@ -210,11 +209,11 @@ class VllmCore:
         paused = scheduler.pause_state if self._has_own_process else PauseState.UNPAUSED
         if paused == PauseState.PAUSED_ALL:
             return 0
-        some = requests
+        to_finish = requests
         if paused != PauseState.UNPAUSED:
             running = [one.request_id for one in scheduler.running]
-            some = running if requests is None else [one for one in requests if one in running]
-        finished = scheduler.finish_requests(some, RequestStatus.FINISHED_ERROR)
+            to_finish = running if requests is None else [one for one in requests if one in running]
+        finished = scheduler.finish_requests(to_finish, RequestStatus.FINISHED_ERROR)
         clients = [one if isinstance(one, tuple) else (one.request_id, one.client_index) for one in finished]
         self.answer(clients, sentence)
         return len(clients)
@@ -247,7 +246,8 @@ class VllmCore:
 
 
 def _extension(config: Any) -> type | None:
-    """Return the class of ours, or derived from one, that is mixed into the workers of a config; None if there is none."""
+    """Return the class of ours, or derived from one, that is mixed into the workers of a config; None if
+    there is none."""
     path = config.parallel_config.worker_extension_cls
     if not path:
         return None

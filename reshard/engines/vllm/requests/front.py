@@ -20,7 +20,8 @@ from reshard.engines.vllm.requests.core import REFUSED
 
 def install() -> None:
     """Raise ReshardError in fronts of this process: from ``generate`` and ``encode`` for a request that was refused, to
-    which a server answers 503 with the sentence, and from ``collective_rpc`` and the like for a call, to which it answers
+    which a server answers 503 with the sentence, and from ``collective_rpc`` and the like for a call, to
+    which it answers
     500. May be called again."""
     with known("processes an engine's outputs elsewhere"):
         engine: Any = importlib.import_module("vllm.v1.engine.llm_engine").LLMEngine

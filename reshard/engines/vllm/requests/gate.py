@@ -32,7 +32,7 @@ class Core(Protocol):
 
 
 class Gate:
-    """What an engine core knows of its workers, and what it lets in.
+    """The gate of an engine core: it knows what the workers hold, and lets requests in or refuses them.
 
     Workers in other processes are asked what they hold once after each call that may have changed it:
     nothing is asked for a request, or for a step.
