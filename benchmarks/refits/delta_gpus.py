@@ -309,13 +309,13 @@ def summary(reports: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "deltas": sum(report["is_delta"] for report in reports),
         "of": len(reports),
-        "changed": last["changed"],
+        "changed": last["delta_changed"],
         "delta_mb": last["delta_bytes"] / 1e6,
-        "whole_mb": last["whole_bytes"] / 1e6,
-        "kept_gb": last["kept_bytes"] / 1e9,
+        "whole_mb": last["delta_whole_bytes"] / 1e6,
+        "kept_gb": last["delta_kept_bytes"] / 1e9,
         "transfer_ms": median(reports),
         "total_ms": median(reports, "total_ms"),
-        "reason": last["reason"],
+        "reason": last["delta_reason"],
     }
 
 

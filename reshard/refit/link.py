@@ -241,7 +241,8 @@ class Link:
         """Finish what this GPU has to do first. Returns whether this trainer's rank has moved,
         which it then tells others, and whether this engine's has."""
         if self.sender is not None:
-            self.sender.source.check_current()
+            if self.below is None:  # else that has looked, before the weights below moved
+                self.sender.source.check_current()
             self.sender.sync_params()
         # The optimizer's work, or the engine's last step.
         if not wait_for_all_streams(self.device, self.group.timeout if self.broken else None):
