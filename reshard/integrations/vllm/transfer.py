@@ -162,10 +162,12 @@ class WeightTransfer:
     Raises ReshardError on all sides if they do not fit, before a byte moves.
     """
 
-    def __init__(self, source: Trainer | Callable[[], Trainer], clients: EngineClient | Sequence[EngineClient], address: str, *,
-                 engine_ranks: Sequence[int] | None = None, rank: int | None = None, ranks: int | None = None,
-                 timeout: float = 60.0, secret: str | None = None, backend: str = "auto", bucket_bytes: int = BUCKET_BYTES,
-                 keep_mapped: bool = False, delta: bool = False, delta_on_host: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self, source: Trainer | Callable[[], Trainer], clients: EngineClient | Sequence[EngineClient], address: str, *,
+        engine_ranks: Sequence[int] | None = None, rank: int | None = None, ranks: int | None = None,
+        timeout: float = 60.0, secret: str | None = None, backend: str = "auto", bucket_bytes: int = BUCKET_BYTES,
+        keep_mapped: bool = False, delta: bool = False, delta_on_host: bool = False,
+    ) -> None:  # fmt: skip
         check_seconds(timeout, "timeout")
         self.rank = rank if rank is not None else _of_group(dist.get_rank, 0)
         trainers = ranks if ranks is not None else _of_group(dist.get_world_size, 1)
@@ -248,8 +250,8 @@ def _clients(value: Any) -> list[EngineClient]:
     for client in clients:
         if not hasattr(client, "init_weight_transfer_engine"):
             raise ReshardError(
-                f"a client is a {type(client).__name__}: give reshard.integrations.HttpClient(url), LlmClient(llm) or one of "
-                f"vLLM's"
+                f"a client is a {type(client).__name__}: give reshard.integrations.HttpClient(url), LlmClient(llm) "
+                f"or one of vLLM's"
             )
     return clients
 
@@ -303,7 +305,8 @@ def _workers(client: Any) -> int:
         Exception
     ) as error:  # of whatever kind a user's own client raises: the other ranks wait for the answer
         raise ReshardError(
-            f"{type(client).__name__} does not say how many workers its engine has ({first_line(error)}): give engine_ranks"
+            f"{type(client).__name__} does not say how many workers its engine has ({first_line(error)}): "
+            f"give engine_ranks"
         ) from error
     return _workers_of(count, type(client).__name__)
 

@@ -382,8 +382,8 @@ class DeviceChanges:
     """The changes of a bucket on a GPU since `old`, found by two kernels, which are enqueued.
 
     Both are bytes, of one size, a multiple of 16, at addresses that are such multiples. With `keep` the changes are
-    written into `old`. `changed`, int64 ``[chunks]``, are the words that did, and `total`, int64 ``[1]``, the bytes that
-    `encode` writes.
+    written into `old`. `changed`, int64 ``[chunks]``, are the words that did, and `total`, int64 ``[1]``, the bytes
+    that `encode` writes.
     """
 
     def __init__(self, old: torch.Tensor, new: torch.Tensor, keep: bool) -> None:
@@ -432,11 +432,12 @@ def write_changes(
     by_bytes: bool,
     status: torch.Tensor,
 ) -> None:
-    """Write what changed in a bucket of `size` bytes where it is served from, if all of `payload` makes sense; enqueued.
+    """Write what changed in a bucket of `size` bytes where it is served from, if all of `payload` makes sense;
+    enqueued.
 
-    `tiles`, int64 ``[tiles, 6]`` of less than 2 GiB each, has the columns `tables.SERVED` in the order of the bucket, and
-    these `codecs`; with `by_bytes` not all plain ones are multiples of 2 bytes. `status`, zeros in int64 ``[3]``, gets the
-    columns `tables.STATUS`.
+    `tiles`, int64 ``[tiles, 6]`` of less than 2 GiB each, has the columns `tables.SERVED` in the order of the bucket,
+    and these `codecs`; with `by_bytes` not all plain ones are multiples of 2 bytes. `status`, zeros in int64 ``[3]``,
+    gets the columns `tables.STATUS`.
     """
     words, device = size // 2, payload.device
     chunks, programs = chunks_of(words), -(-words // WORDS_OF_TILE)

@@ -209,9 +209,14 @@ class SlotTransport(Transport):
             }
         for peer, flow in self.incoming.items():
             location = SlabLocation.decode(
-                self.group.read(key, peer), self.group.names[peer], rank=self.group.rank, size=self.group.size,
-                slots=SLOTS, limit_of=self.slot_bytes, may_have=lambda handle, peer=peer: self.is_handle_of(peer, handle),
-            )  # fmt: skip
+                self.group.read(key, peer),
+                self.group.names[peer],
+                rank=self.group.rank,
+                size=self.group.size,
+                slots=SLOTS,
+                limit_of=self.slot_bytes,
+                may_have=lambda handle, peer=peer: self.is_handle_of(peer, handle),
+            )
             receives[peer] = self.rounds_of(peer, flow, DST, self.open_slots(peer, location), location.limit)
         return sends, receives
 
