@@ -66,20 +66,18 @@ class HttpClient(EngineServer):
         return _workers_of(answer.get("world_size") if isinstance(answer, dict) else None, self.url)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """See `EngineClient`."""
         self._call("POST", "init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        """See `EngineClient`; vLLM 0.24 and 0.25 would put the weights on the meta device for a
-        checkpoint format."""
+        """Begin an update without a checkpoint format: for one, vLLM 0.24 and 0.25 would put the weights on the
+        meta device."""
         self._call("POST", "start_weight_update", {"is_checkpoint_format": False})
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """See `EngineClient`."""
         self._call("POST", "update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """See `EngineClient`; older versions of vLLM ignore the version."""
+        """End an update. Older versions of vLLM ignore the version."""
         named = {} if weight_version is None else {"weight_version": weight_version}
         self._call("POST", "finish_weight_update", named)
 
@@ -123,23 +121,21 @@ class LlmClient:
         return int(self.llm.llm_engine.vllm_config.parallel_config.world_size_across_dp)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """See `EngineClient`."""
         self.llm.init_weight_transfer_engine({"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        """See `EngineClient`; vLLM 0.24 and 0.25 would put the weights on the meta device for a
-        checkpoint format."""
+        """Begin an update without a checkpoint format: for one, vLLM 0.24 and 0.25 would put the weights on the
+        meta device."""
         try:
             self.llm.start_weight_update(is_checkpoint_format=False)
         except TypeError:
             self.llm.start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """See `EngineClient`."""
         self.llm.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """See `EngineClient`; older versions of vLLM ignore the version."""
+        """End an update. Older versions of vLLM ignore the version."""
         _finish(self.llm, weight_version)
 
     def shutdown_weight_transfer_engine(self) -> None:

@@ -102,7 +102,6 @@ class SlotTransport(Transport):
 
     @property
     def launches(self) -> int:
-        """See `Transport.launches`."""
         pairs = [*self.sending.values(), *self.receiving.values()]
         return sum(one.packed.launches for pair in pairs for rounds in pair.values() for one in rounds)
 
