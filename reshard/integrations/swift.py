@@ -115,7 +115,7 @@ class SwiftModel(MegatronModel):
     own."""
 
     def check_model(self, model: Model, without: frozenset[str] = frozenset()) -> None:
-        """See `MegatronModel.check_model`.
+        """Check the model, with the rotary embedding of mcore-bridge in place of Megatron's.
 
         mcore-bridge puts its own frequencies into Megatron's plain embedding, and scales cosines
         and sines by a factor of its own. Megatron's settings of both have no effect then, and these

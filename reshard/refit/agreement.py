@@ -124,7 +124,8 @@ def check_sides(greetings: Sequence[Greeting]) -> None:
     if len(chosen) > 1:
         (backend, name), (other_backend, other_name), *_ = chosen.items()
         raise ReshardError(
-            f"{name} asks for backend='{backend}', {other_name} for '{other_backend}': give all the same, or let one choose"
+            f"{name} asks for backend='{backend}', {other_name} for '{other_backend}': "
+            f"give all the same, or let one choose"
         )
 
 

@@ -65,7 +65,8 @@ def connect(
     """
     if not isinstance(group, RefitGroup):
         raise ReshardError(
-            f"group is a {type(group).__name__}: give reshard.refit.RefitGroup.of_process_group(), or what its join returns"
+            f"group is a {type(group).__name__}: give reshard.refit.RefitGroup.of_process_group(), "
+            f"or what its join returns"
         )
     options = replace(options, **keywords)
     if options.adapter is None:

@@ -93,8 +93,8 @@ class Guard:
             raise ReshardError(self.refusal)
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the weights: whether the engine is ``ready`` to serve them, and which ``version`` they are;
-        if not, the ``refusal``, and ``since`` when (seconds of the epoch)."""
+        """Return the state of the weights: whether the engine is ``ready`` to serve them, and which ``version`` they
+        are; if not, the ``refusal``, and ``since`` when (seconds of the epoch)."""
         since = None if self.ready else self.since
         return {"ready": self.ready, "version": self.version, "refusal": self.refusal, "since": since}
 

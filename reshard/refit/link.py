@@ -446,8 +446,8 @@ class Link:
     def close(self) -> None:
         """Unmap the peers' memory, free what was staged and what deltas kept, and end the communicator of NCCL or Gloo,
         if this connection made one; it cannot be used again. The group stays, and with it the port at which
-        its members have met, until it is closed, too (`RefitGroup.close`). vLLM gets the slots of an adapter back, which it serves
-        until it needs them for others."""
+        its members have met, until it is closed, too (`RefitGroup.close`). vLLM gets the slots of an adapter back,
+        which it serves until it needs them for others."""
         try:
             with self.group.one_call("close"):
                 self.give_back()

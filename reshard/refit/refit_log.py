@@ -12,7 +12,7 @@ GLOO = "Gloo"
 
 
 class RefitLog:
-    """What a member logs of its refits: one line for each, if it is the first rank of a side.
+    """The log of a member's refits: one line for each, if it is the first rank of a side.
 
     A worker of an engine has a logger of its own, which the engine shows, and says whether it is the first.
     """

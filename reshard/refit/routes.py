@@ -74,7 +74,10 @@ def why_apart(peer: Peer, other: Peer) -> str:
     if peer.user != other.user:
         return "they run as two users"
     if peer.namespaces != other.namespaces:
-        return "they run in pid and ipc namespaces of their own, as containers do unless told to share them (--pid, --ipc)"
+        return (
+            "they run in pid and ipc namespaces of their own, as containers do unless told to share them "
+            "(--pid, --ipc)"
+        )
     return ""
 
 
@@ -82,7 +85,10 @@ def unreadable(pair: Pair) -> str:
     """Return why no transport by memory carries the bytes of a pair, and what to do, for who has named one."""
     apart = why_apart(pair.trainer, pair.engine)
     why = f", since {apart}" if apart else ""
-    return f"{pair.trainer.name} and {pair.engine.name} cannot read each other's memory{why}: use backend='auto', or 'nccl'"
+    return (
+        f"{pair.trainer.name} and {pair.engine.name} cannot read each other's memory{why}: "
+        f"use backend='auto', or 'nccl'"
+    )
 
 
 def always(_: Pair) -> bool:

@@ -56,7 +56,6 @@ class ServedWeights(Holder):
 
     @property
     def memory(self) -> list[Region]:
-        """See `Holder.memory`."""
         return list(self.regions.values())
 
     def written_regions(self) -> list[Region]:
@@ -89,7 +88,7 @@ class ServedWeights(Holder):
     # As the source of a refit
 
     def publish(self, model: Model) -> list[LocalTensor]:
-        """See `Holder.publish`: the placement, as the engine's own loader gave it."""
+        """Return the placement, as the engine's own loader gave it."""
         if others := self.not_as_published():
             raise ReshardError(
                 f"{self.guard.engine} serves {len(others)} tensors as something else than what was published "
@@ -100,7 +99,7 @@ class ServedWeights(Holder):
         ]
 
     def check_model(self, model: Model) -> None:
-        """See `Holder.check_model`: by the published config that the engine serves."""
+        """Raise ReshardError if the published config that the engine serves is of another model."""
         own = Model.from_hf(self.hf_config, f"{self.guard.engine}'s config")
         for name, (ours, theirs) in different_fields(own, model).items():
             raise ReshardError(
@@ -119,7 +118,7 @@ class ServedWeights(Holder):
             )
 
     def addresses(self) -> list[int]:
-        """See `Holder.addresses`; after following what the engine has moved."""
+        """Return the addresses now, after following what the engine has moved."""
         self.refresh_regions()
         return super().addresses()
 

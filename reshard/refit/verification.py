@@ -176,7 +176,8 @@ class ReceivedDigests:
             )
         if stale := receiver.engine.stale_derived():
             raise ReshardError(
-                f"{len(stale)} tensors are not what the engine derives from the weights that arrived: {listed(sorted(stale))}"
+                f"{len(stale)} tensors are not what the engine derives from the weights that arrived: "
+                f"{listed(sorted(stale))}"
             )
 
     def _block_check(self, shards: Mapping[int, np.ndarray]) -> BlockCheck:

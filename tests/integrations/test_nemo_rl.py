@@ -21,9 +21,11 @@ CLONE = Path(os.environ["NEMO_RL_CLONE"]).resolve() if "NEMO_RL_CLONE" in os.env
 WITH = {"stand-ins": STANDINS} | ({"clone": CLONE} if CLONE else {})
 # What importing NeMo-RL takes and this environment lacks or has too new; without what they ask for in turn.
 OF_NEMO_RL = [
-    "transformers==5.8.*", "tokenizers==0.22.*", "huggingface-hub<2", "accelerate", "antlr4-python3-runtime==4.9.3", "datasets", "decord2",
-    "dill", "fsspec", "hydra-core", "math-verify", "mlflow", "multiprocess", "num2words", "nvtx", "omegaconf", "orjson", "pandas", "peft",
-    "plotly", "pyarrow", "python-dateutil", "pyvers", "swanlab", "tensorboard", "tensordict", "torchdata", "TransferQueue", "wandb", "xxhash",
+    "transformers==5.8.*", "tokenizers==0.22.*", "huggingface-hub<2", "accelerate",
+    "antlr4-python3-runtime==4.9.3", "datasets", "decord2", "dill", "fsspec", "hydra-core", "math-verify",
+    "mlflow", "multiprocess", "num2words", "nvtx", "omegaconf", "orjson", "pandas", "peft", "plotly",
+    "pyarrow", "python-dateutil", "pyvers", "swanlab", "tensorboard", "tensordict", "torchdata",
+    "TransferQueue", "wandb", "xxhash",
 ]  # fmt: skip
 KIND = "reshard.integrations.nemo_rl.ReshardWorker"
 BACKEND = "reshard.integrations.nemo_rl:ReshardCheckpointEngine"
@@ -110,9 +112,11 @@ def test_a_rollout_that_drafts_tokens_is_refitted(outcome):
 
 
 @pytest.mark.parametrize(("config", "sentence"), [
-    ("a wrong option", f"policy.generation.refit_cfg['{BACKEND}'] has ['verfy']: it takes verify, timeout, backend, delta, keep_mapped, delta_on_host, release_after_refit, update_weights_bucket_memory_ratio"),
+    ("a wrong option", f"policy.generation.refit_cfg['{BACKEND}'] has ['verfy']: it takes verify, timeout, backend, "
+                       "delta, keep_mapped, delta_on_host, release_after_refit, update_weights_bucket_memory_ratio"),
     ("a wrong time", f"timeout of policy.generation.refit_cfg['{BACKEND}'] is 0; it is a number of seconds above 0"),
-    ("separate", f"policy and vLLM do not share GPUs: run NeMo-RL's own script, with policy.generation.refit_transport={BACKEND}"),
+    ("separate", "policy and vLLM do not share GPUs: run NeMo-RL's own script, "
+                 f"with policy.generation.refit_transport={BACKEND}"),
     ("another backend", "policy.generation.backend is sglang: reshard refits vllm"),
     ("no Megatron", "reshard refits from Megatron here: set policy.megatron_cfg.enabled=true"),
     ("another worker", f"vllm_kwargs.worker_cls is a.B: make that {KIND}, or unset it"),
@@ -137,7 +141,8 @@ def test_a_script_finds_our_setup_in_the_place_of_nemo_rls(tmp_path):
     python = warm.python_with_ray()
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys\nfrom nemo_rl.algorithms.grpo import setup\nprint('FOUND', setup.__wrapped__.__name__, setup.__code__.co_name, sys.argv[1:])\n"
+        "import sys\nfrom nemo_rl.algorithms.grpo import setup\n"
+        "print('FOUND', setup.__wrapped__.__name__, setup.__code__.co_name, sys.argv[1:])\n"
     )
     plain = [python, script, "a"]
     ours = [python, "-m", "reshard.integrations.nemo_rl", script, "--config", "b"]

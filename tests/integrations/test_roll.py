@@ -23,9 +23,11 @@ WITH = {"stand-ins": [STANDINS]} | ({"clone": [CLONE, CLONE / "mcore_adapter" / 
 # What importing ROLL takes and this environment lacks; without what they ask for in turn, which is
 # here or not needed.
 OF_ROLL = [
-    "accelerate", "antlr4-python3-runtime==4.9.3", "codetiming", "dacite", "datasets", "deprecated", "dill", "einops", "fsspec", "hydra-core",
-    "imageio", "jsonlines", "math-verify", "modelscope", "more_itertools", "msgpack", "multiprocess", "omegaconf", "orjson", "pandas", "peft",
-    "pyarrow", "pybase64", "python-dateutil", "pyvers", "sentencepiece", "tensordict", "TransferQueue", "trl", "tyro", "wrapt", "xxhash",
+    "accelerate", "antlr4-python3-runtime==4.9.3", "codetiming", "dacite", "datasets", "deprecated", "dill",
+    "einops", "fsspec", "hydra-core", "imageio", "jsonlines", "math-verify", "modelscope", "more_itertools",
+    "msgpack", "multiprocess", "omegaconf", "orjson", "pandas", "peft", "pyarrow", "pybase64",
+    "python-dateutil", "pyvers", "sentencepiece", "tensordict", "TransferQueue", "trl", "tyro", "wrapt",
+    "xxhash",
 ]  # fmt: skip
 
 

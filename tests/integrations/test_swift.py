@@ -18,9 +18,10 @@ pytestmark = pytest.mark.install
 # What importing ms-swift's trainer takes and this environment lacks; without what they ask for in
 # turn, which is here or not needed.
 PACKAGES = [
-    "ms-swift==4.6.0", "mcore-bridge==1.6.5", "transformer-engine==2.16.1", "accelerate", "addict", "dacite", "datasets", "dill", "fsspec",
-    "json-repair", "modelscope", "modelscope-hub", "multiprocess", "nvdlfw-inspect", "onnx", "onnx-ir", "onnxscript", "pandas", "peft<0.22",
-    "pyarrow", "python-dateutil", "simplejson", "trl<1",
+    "ms-swift==4.6.0", "mcore-bridge==1.6.5", "transformer-engine==2.16.1", "accelerate", "addict", "dacite",
+    "datasets", "dill", "fsspec", "json-repair", "modelscope", "modelscope-hub", "multiprocess",
+    "nvdlfw-inspect", "onnx", "onnx-ir", "onnxscript", "pandas", "peft<0.22", "pyarrow", "python-dateutil",
+    "simplejson", "trl<1",
 ]  # fmt: skip
 PLUGIN = "from reshard.integrations import swift\n\nswift.use(verify=True, timeout=300, keep_mapped=True)\n"
 LAYOUTS = {

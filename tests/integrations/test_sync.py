@@ -64,7 +64,13 @@ def test_all_ranks_meet_anew_where_one_is_not_connected():
     first, connected, anew, _ = ours
     assert connected is None and (first.address, first.size, first.timeout) == ("host:0", 5, 7.0)
     assert len(first.secret) == 64 and anew.secret != first.secret and first.secret not in repr(first)
-    assert first.arguments(3) == {"address": "host:0", "first_rank": 3, "size": 5, "timeout": 7.0, "secret": first.secret}  # fmt: skip
+    assert first.arguments(3) == {
+        "address": "host:0",
+        "first_rank": 3,
+        "size": 5,
+        "timeout": 7.0,
+        "secret": first.secret,
+    }
     assert ours[3] == theirs[3] == "no port for 0", "and not that of the other rank"
 
 

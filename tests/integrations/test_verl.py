@@ -33,8 +33,8 @@ SGLANG_LINES = [
     *ALL_LINES,
     "actor_rollout_ref.rollout.name=sglang",
     *(f"actor_rollout_ref.rollout.{line}" for line in (
-        "tensor_model_parallel_size=1", "dtype=float32", "enforce_eager=true", "free_cache_engine=false", "skip_tokenizer_init=true", "prompt_length=64",
-        "response_length=64",
+        "tensor_model_parallel_size=1", "dtype=float32", "enforce_eager=true", "free_cache_engine=false",
+        "skip_tokenizer_init=true", "prompt_length=64", "response_length=64",
     )),
 ]  # fmt: skip
 
@@ -71,7 +71,8 @@ def test_the_lines_of_config_put_ours_in_the_place_of_verls(outcome):
         "delta_on_host": False,
     }
     assert outcome["wrong options"] == [
-        "checkpoint_engine.engine_kwargs.reshard has ['verfy']: it takes verify, timeout, backend, delta, keep_mapped, delta_on_host",
+        "checkpoint_engine.engine_kwargs.reshard has ['verfy']: it takes verify, timeout, backend, delta, "
+        "keep_mapped, delta_on_host",
         "checkpoint_engine.engine_kwargs.reshard.verify is 1; it is true or false",
         "checkpoint_engine.engine_kwargs.reshard.timeout is 0; it is a number of seconds above 0",
         "checkpoint_engine.engine_kwargs.reshard.backend 'bucket' is not one of auto, cuda_ipc, staged, nixl, nccl",

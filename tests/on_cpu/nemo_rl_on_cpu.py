@@ -1,8 +1,9 @@
 """NeMo-RL's weight sync through our classes: two ranks of a Megatron in Ray actors, and two real
 vLLMs, without a GPU.
 
-    python -m tests.on_cpu.nemo_rl_on_cpu FIRST SECOND     # two Hugging Face directories, whose weights the policy gets in turn
+    python -m tests.on_cpu.nemo_rl_on_cpu FIRST SECOND
 
+``FIRST`` and ``SECOND`` are two Hugging Face directories, whose weights the policy gets in turn.
 ``nemo_rl`` is what ``PYTHONPATH`` has: the stand-ins of ``tests/standins``, or a clone of NeMo-RL.
 """
 
@@ -67,8 +68,11 @@ class Engine(VllmCheckpointEngineRpcMixin):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
 
-        self.llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=64, max_num_batched_tokens=64, max_num_seqs=8,
-                       kv_cache_memory_bytes=1 << 24, worker_cls=worker, worker_extension_cls=EXTENSION)  # fmt: skip
+        self.llm = LLM(
+            folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16",
+            max_model_len=64, max_num_batched_tokens=64, max_num_seqs=8, kv_cache_memory_bytes=1 << 24,
+            worker_cls=worker, worker_extension_cls=EXTENSION,
+        )  # fmt: skip
 
 
 class Policy(MegatronCheckpointEngineSendMixin, PolicyCheckpointEngineMixin):

@@ -1,8 +1,9 @@
 """ROLL's weight sync through our classes: two ranks of a Megatron in Ray actors, and two real
 vLLMs, without a GPU.
 
-    python -m tests.on_cpu.roll_on_cpu FIRST SECOND     # two Hugging Face directories, whose weights the trainer gets in turn
+    python -m tests.on_cpu.roll_on_cpu FIRST SECOND
 
+``FIRST`` and ``SECOND`` are two Hugging Face directories, whose weights the trainer gets in turn.
 ``roll`` is what ``PYTHONPATH`` has: the stand-ins of ``tests/standins``, or a clone of ROLL.
 """
 
@@ -83,8 +84,9 @@ class Engine(ours.InferWorker):
             from roll.third_party.vllm.async_llm import CustomAsyncLLM as AsyncLLM
         self.strategy = VllmStrategy(self)
         self.strategy.model = AsyncLLM.from_engine_args(AsyncEngineArgs(
-            folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=64, max_num_batched_tokens=64, max_num_seqs=8,
-            kv_cache_memory_bytes=1 << 24, disable_log_stats=True, worker_extension_cls=extension, **options,
+            folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16",
+            max_model_len=64, max_num_batched_tokens=64, max_num_seqs=8, kv_cache_memory_bytes=1 << 24,
+            disable_log_stats=True, worker_extension_cls=extension, **options,
         ))  # fmt: skip
         await self.strategy.model.collective_rpc("custom_init_worker")
 
@@ -206,8 +208,9 @@ def without_gpu_figures() -> None:
     from roll.platforms import current_platform
 
     for name in (
-        "clear_cublas_workspaces", "device_memory_used", "empty_cache", "max_memory_allocated", "max_memory_reserved", "memory_allocated",
-        "memory_reserved", "reset_max_memory_allocated", "reset_max_memory_cached", "reset_peak_memory_stats",
+        "clear_cublas_workspaces", "device_memory_used", "empty_cache", "max_memory_allocated", "max_memory_reserved",
+        "memory_allocated", "memory_reserved", "reset_max_memory_allocated", "reset_max_memory_cached",
+        "reset_peak_memory_stats",
     ):  # fmt: skip
         setattr(current_platform, name, lambda *_, **__: 0)
 
@@ -236,8 +239,15 @@ def cluster(kind, settings, count: int, **variables: str):
     """Actors as ROLL's cluster makes them, without GPUs to place them on."""
     workers = []
     for rank in range(count):
-        environment = {"RANK": str(rank), "WORLD_SIZE": str(count), "CLUSTER_NAME": settings.name, "WORKER_NAME": f"{settings.name}-{rank}",
-                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **variables}  # fmt: skip
+        environment = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(count),
+            "CLUSTER_NAME": settings.name,
+            "WORKER_NAME": f"{settings.name}-{rank}",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "1",
+            **variables,
+        }
         made = ray.remote(kind).options(runtime_env={"env_vars": environment}, num_cpus=0)
         workers.append(made.remote(worker_config=settings))
     return SimpleNamespace(workers=workers, worker_config=settings, cluster_name=settings.name)
@@ -351,7 +361,9 @@ def wrong_options() -> list[str]:
 def left(trains, serves) -> list:
     """Why ROLL's own way is taken, for configs that a refit does not cover; and for one that it does."""
     lora = config("actor_train", "megatron_train", TRAINERS, {}, lora=["q_proj"])
-    of = lambda settings, **more: SimpleNamespace(worker_config=settings, strategy=SimpleNamespace(**more))  # noqa: E731
+    of = lambda settings, **more: SimpleNamespace(  # noqa: E731
+        worker_config=settings, strategy=SimpleNamespace(**more)
+    )
     plain = of(trains.worker_config)
     others = [
         config("actor_infer", "vllm", 1, {"quantization": "fp8"}),

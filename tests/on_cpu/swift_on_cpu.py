@@ -28,11 +28,13 @@ from torch.overrides import TorchFunctionMode
 from tests.on_cpu.verl_on_cpu import name, takes
 from tests.starting.ranks import caught
 
-OPTIONS = ["--rlhf_type", "grpo", "--use_vllm", "true", "--vllm_mode", "colocate", "--sleep_level", "0", "--template", "qwen3",
-           "--dataset", "none", "--train_iters", "2", "--reward_funcs", "format", "--use_hf", "true", "--check_model", "false",
-           "--finetune", "true", "--bf16", "true", "--vllm_max_model_len", "64", "--vllm_enforce_eager", "true",
-           "--vllm_gpu_memory_utilization", "0.1",
-           "--vllm_engine_kwargs", json.dumps({"kv_cache_memory_bytes": 1 << 24, "load_format": "dummy"})]  # fmt: skip
+OPTIONS = [
+    "--rlhf_type", "grpo", "--use_vllm", "true", "--vllm_mode", "colocate", "--sleep_level", "0",
+    "--template", "qwen3", "--dataset", "none", "--train_iters", "2", "--reward_funcs", "format", "--use_hf", "true",
+    "--check_model", "false", "--finetune", "true", "--bf16", "true", "--vllm_max_model_len", "64",
+    "--vllm_enforce_eager", "true", "--vllm_gpu_memory_utilization", "0.1",
+    "--vllm_engine_kwargs", json.dumps({"kv_cache_memory_bytes": 1 << 24, "load_format": "dummy"}),
+]  # fmt: skip
 
 
 class OnCpu(TorchFunctionMode):

@@ -82,8 +82,9 @@ def test_mtp_layers_and_their_embedding_stay_behind(variant, converted, tmp_path
     refit(converted(variant, mtp=True), f"{PP} 2", 2, dict(tp=2), 2, True, tmp_path)
 
 
-@pytest.mark.parametrize("variant, engine", [("qwen3", {"quantization": "fp8_per_tensor"}), ("llama-rope-tied", {}), ("qwen3-moe", {}),
-                                             ("deepseek-v3", {})])  # fmt: skip
+@pytest.mark.parametrize("variant, engine", [
+    ("qwen3", {"quantization": "fp8_per_tensor"}), ("llama-rope-tied", {}), ("qwen3-moe", {}), ("deepseek-v3", {}),
+])  # fmt: skip
 def test_layers_that_are_wrapped_for_adapters_are_refitted_where_they_are(
     variant, engine, converted, tmp_path
 ):
@@ -166,7 +167,11 @@ def test_a_member_with_neither_side_looks_on(converted, tmp_path):
 
 def received_by(report: dict) -> dict[str, int]:
     """The bytes that came by each route, of a report as a dict."""
-    return {name.removeprefix("received_bytes_"): size for name, size in report.items() if name.startswith("received_bytes_")}  # fmt: skip
+    return {
+        name.removeprefix("received_bytes_"): size
+        for name, size in report.items()
+        if name.startswith("received_bytes_")
+    }
 
 
 def test_bytes_of_the_same_process_are_not_sent(converted, tmp_path):
@@ -290,7 +295,8 @@ def hosts():
 
 def test_a_trainer_and_an_engine_on_two_hosts(converted, tmp_path, hosts):
     reports = refit(
-        converted("qwen3-moe"), f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2), 2, False, tmp_path, {"hosts": hosts}, backend="nccl", delta=True
+        converted("qwen3-moe"), f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2), 2, False, tmp_path, {"hosts": hosts},
+        backend="nccl", delta=True,
     )  # fmt: skip
     assert [report["is_delta"] for report in reports[-1]] == [False, True]
     for received in map(received_by, reports[-1]):
@@ -301,7 +307,8 @@ def test_two_hosts_with_a_trainer_and_an_engine_on_each_read_from_each_other_by_
     converted, tmp_path, hosts
 ):
     reports = refit(
-        converted("qwen3-moe"), f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2), 2, True, tmp_path, {"hosts": hosts}, bucket_bytes=4 << 16
+        converted("qwen3-moe"), f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2), 2, True, tmp_path, {"hosts": hosts},
+        bucket_bytes=4 << 16,
     )  # fmt: skip
     for of_ranks in reports:
         for received in map(received_by, of_ranks):

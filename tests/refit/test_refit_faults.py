@@ -36,14 +36,20 @@ def fault(converted, folder, what: str, into: str, timeout: float = 60, flags: s
 @pytest.mark.parametrize(("what", "into", "flags", "sentence"), [
     ("config", "vLLM", "", "the trainer's layernorm_epsilon is 1e-06, but the served model's is 0.5"),
     ("config", "SGLang", "", "the trainer's layernorm_epsilon is 1e-06, but the served model's is 0.5"),
-    ("another trainer", "SGLang", "--rotary-base 50000", "the trainer's rotary_base is 50000, but the served model's is 10000"),
+    ("another trainer", "SGLang", "--rotary-base 50000",
+     "the trainer's rotary_base is 50000, but the served model's is 10000"),
     ("dtype", "vLLM", "", "is bfloat16 in the trainer, but float16 in the engine"),
     ("dtype", "SGLang", "", "is bfloat16 in the trainer, but float16 in the engine"),
     ("protocol", "vLLM", "", f"has protocol {PROTOCOL}, inference rank 2 has 99"),
-    ("NIXL", "SGLang", "", "inference rank 2 has NIXL 0.1: pip install 'reshard[nixl]' in the same version for both, or use backend='auto'"),
-    ("lacks a parameter", "vLLM", "", "the trainer's model lacks 1 parameters that the config of inference rank 1 calls for: model.layers.0.self_attn.o_proj.weight"),
+    ("NIXL", "SGLang", "",
+     "inference rank 2 has NIXL 0.1: pip install 'reshard[nixl]' in the same version for both, or use backend='auto'"),
+    ("lacks a parameter", "vLLM", "",
+     "the trainer's model lacks 1 parameters that the config of inference rank 1 calls for: "
+     "model.layers.0.self_attn.o_proj.weight"),
     ("lies elsewhere", "SGLang", "", "is on meta, and a refit reads from cpu: move the whole model there first"),
-    ("has an adapter", "vLLM", "", "has 1 parameters that no published tensor fills, since its sharded_state_dict leaves them out: embedding.word_embeddings.adapter"),
+    ("has an adapter", "vLLM", "",
+     "has 1 parameters that no published tensor fills, since its sharded_state_dict leaves them out: "
+     "embedding.word_embeddings.adapter"),
     ("has one too many", "SGLang", "", "holds 1 parameters that qwen3 does not have: decoder.layers.adapter.weight"),
 ])  # fmt: skip
 def test_two_sides_that_do_not_fit_are_refused_at_connect_everywhere(
@@ -259,7 +265,11 @@ def test_an_engine_that_has_missed_a_call_is_in_step_when_all_call_again(into, b
         name = f"{by} without one"
         for said, _, _ in (trainer[name], first[name]):
             assert "inference rank 2 did not come to refit" in said and name not in second, said
-    names = [f"{by} {when}" for by in ("Gloo", "staged", "nixl") for when in ("before", "with changes", "again", "after")]  # fmt: skip
+    names = [
+        f"{by} {when}"
+        for by in ("Gloo", "staged", "nixl")
+        for when in ("before", "with changes", "again", "after")
+    ]
     for name in (*names, "after both", "after another call"):
         for rank, member in enumerate((trainer, first, second)):
             said, seconds, right = member[name]
@@ -288,7 +298,8 @@ def blamed(sentence: str) -> set[int]:
     ("both refit", "no error", "no error", (True, 5, 0)),
     # Before the first byte: the engine serves what it had.
     ("engine late at a refit", "inference rank 1 did not come to refit 2 within 4 s", "trainer rank 0: ", (True, 5, 0)),
-    ("trainer late at a refit", "inference rank 1: ", "trainer rank 0 did not come to refit 3 within 4 s", (True, 5, 0)),
+    ("trainer late at a refit", "inference rank 1: ", "trainer rank 0 did not come to refit 3 within 4 s",
+     (True, 5, 0)),
     ("they disagree", "version 41", "version 8", (True, 5, 0)),
     ("the trainer wants a check", "no error", "no error", (True, 41, 1)),
     ("the engine wants a check", "no error", "no error", (True, 41, 1)),
@@ -301,11 +312,13 @@ def blamed(sentence: str) -> set[int]:
     ("trainer late in the middle", "inference rank 1: ", "trainer rank 0 did not", (False, None, None)),
     ("after trainer was late in the middle", "no error", "no error", (True, 51, 0)),
     ("engine late once more", "inference rank 1 ", "trainer rank 0: ", (False, None, None)),
-    ("they want other ways", "asks for backend='staged', inference rank 1 for 'nccl'", "give all the same", (False, None, None)),
+    ("they want other ways", "asks for backend='staged', inference rank 1 for 'nccl'", "give all the same",
+     (False, None, None)),
     ("connect anew", "no error", "no error", (False, None, None)),
     ("refit anew", "no error", "no error", (True, 61, 0)),
     ("both sides moved", "no error", "no error", (True, 62, 1)),
-    ("the engine has another parameter", "inference rank 1: ENGINE's", "has been replaced by one of another shape", (True, 62, None)),
+    ("the engine has another parameter", "inference rank 1: ENGINE's", "has been replaced by one of another shape",
+     (True, 62, None)),
     ("and has it back", "no error", "no error", (True, 63, 1)),
 ])  # fmt: skip
 @pytest.mark.parametrize("into", ENGINES)

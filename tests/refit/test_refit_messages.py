@@ -36,7 +36,9 @@ WAYS = {
     "nccl": ("qwen3", f"{TP} 2", dict(tp=2), False, {"delta": True}),
     "staged": ("qwen3", f"{PP} 2", dict(tp=2), False, {"backend": "staged", "bucket_bytes": 4 << 16}),
     "blocks": ("qwen3", f"{TP} 2", dict(tp=2, quantization="fp8_per_block"), False, {}),
-    "staged blocks": ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", dict(tp=2, quantization="fp8_per_block"), False, {"backend": "staged"}),
+    "staged blocks": (
+        "qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", dict(tp=2, quantization="fp8_per_block"), False, {"backend": "staged"},
+    ),
 }  # fmt: skip
 
 
@@ -53,8 +55,8 @@ def test_a_spoiled_message_is_refused_by_every_member_or_changes_nothing(way, co
         "timeout": SECONDS,
     }
     results = run_on_ranks(
-        2 if together else 4, "spoiled", sides, flags_at(Path(checkpoint[1]), parallel), checkpoint, engine, how, SEED, MUTATIONS,
-        module="refit_messages_on_cpu", timeout=120 + 5 * SECONDS * MUTATIONS,
+        2 if together else 4, "spoiled", sides, flags_at(Path(checkpoint[1]), parallel), checkpoint, engine, how,
+        SEED, MUTATIONS, module="refit_messages_on_cpu", timeout=120 + 5 * SECONDS * MUTATIONS,
     )  # fmt: skip
     wrong, refused = [], 0
     for number, said in enumerate(zip(*results, strict=True)):
@@ -100,7 +102,8 @@ MOST = (1 << 63) - 1
 
 
 @pytest.mark.parametrize("row", [
-    (0, 0, 0, 6, 8, 0), (0, 5, 7, 1, 1, 0), (1, 0, 0, 5, 1, 0), (2, 0, 0, 1, 1, 0), (0, 2, 0, 4, 8, BF16_IN_BLOCKS, 7, 250, 0, 256, 8, 3),
+    (0, 0, 0, 6, 8, 0), (0, 5, 7, 1, 1, 0), (1, 0, 0, 5, 1, 0), (2, 0, 0, 1, 1, 0),
+    (0, 2, 0, 4, 8, BF16_IN_BLOCKS, 7, 250, 0, 256, 8, 3),
 ])  # fmt: skip
 def test_what_a_trainers_rank_has_may_be_asked_for(row):
     check_pieces(np.array([row]), SIZES, "inference rank 3", "shard {}".format)
@@ -128,7 +131,8 @@ def test_what_a_trainers_rank_has_may_be_asked_for(row):
     ((0, 0, 0, 1, 8, BF16_IN_BLOCKS), f"shard 0 by codec {BF16_IN_BLOCKS}"),  # and does not say where
     ((0, 0, 0, 1, 8, BF16_IN_BLOCKS, -1, 0, 0, 1, 8, -1), "blocks of its tensor -1"),
     ((0, 0, 0, 1, 8, BF16_IN_BLOCKS, 1 << 40, 0, 0, 1, 8, -1), f"blocks of its tensor {1 << 40}"),
-    ((0, 0, 0, 1, 8, BF16_IN_BLOCKS, 0, 1, 0, 1, 8, -1), "blocks of [1, 8] elements at [1, 0] of its tensor 0, which has [1, 8]"),
+    ((0, 0, 0, 1, 8, BF16_IN_BLOCKS, 0, 1, 0, 1, 8, -1),
+     "blocks of [1, 8] elements at [1, 0] of its tensor 0, which has [1, 8]"),
     ((0, 0, 0, 1, 8, BF16_IN_BLOCKS, 0, MOST, 0, MOST, 8, -1), f"at [{MOST}, 0] of its tensor 0"),
     ((0, 0, 0, 1, 8, BF16_IN_BLOCKS, 0, 0, 0, 1, 8, -2), "in round -2"),
     ((0, 0, 0, 1, 8, 0, 0, 0, 0, 1, 8, 1 << 30), f"in round {1 << 30}"),
@@ -209,8 +213,9 @@ def test_the_slots_of_a_slab_are_where_both_ends_cut_them():
 
     assert start() == 128
     for changes in (
-        {"limit": 32}, {"limit": 64.0}, {"limit": True}, {"starts": [[4, 0], [1, 128]]}, {"starts": [[1, 0], [4, 64]]}, {"starts": [[4, 0]]},
-        {"starts": [[1, 0], [4, 128], [5, 256]]}, {"starts": [[1, 0], [5, 128]]}, {"starts": []}, {"starts": {}}, {"starts": [[1], [4]]},
+        {"limit": 32}, {"limit": 64.0}, {"limit": True}, {"starts": [[4, 0], [1, 128]]}, {"starts": [[1, 0], [4, 64]]},
+        {"starts": [[4, 0]]}, {"starts": [[1, 0], [4, 128], [5, 256]]}, {"starts": [[1, 0], [5, 128]]}, {"starts": []},
+        {"starts": {}}, {"starts": [[1], [4]]},
         {"handle": "/etc/passwd"}, {"handle": 7}, {"number": -1}, {"number": None},
     ):  # fmt: skip
         with pytest.raises(ReshardError, match="^trainer rank 0 "):
@@ -262,8 +267,11 @@ def test_a_message_comes_back_as_it_was_said_or_not_at_all():
         spoiled[row, column] = value
         with pytest.raises(ReshardError, match="^what it says that it holds cannot be read"):
             unpack_held(header, pack_array(spoiled), "it")
-    for change in ({"dtypes": ["bfloat16"]}, {"dtypes": ["bf17"] * 3}, {"names": ["w", "w"]}, {"names": "wb"}, {"shapes": [[6, 8], [5], [-1]]},
-                   {"shapes": [[6, 8], [5], [1 << 30] * 3]}, {"shapes": [[6, 8], [5], None]}, {"shapes": 3}):  # fmt: skip
+    for change in (
+        {"dtypes": ["bfloat16"]}, {"dtypes": ["bf17"] * 3}, {"names": ["w", "w"]}, {"names": "wb"},
+        {"shapes": [[6, 8], [5], [-1]]}, {"shapes": [[6, 8], [5], [1 << 30] * 3]}, {"shapes": [[6, 8], [5], None]},
+        {"shapes": 3},
+    ):  # fmt: skip
         with pytest.raises(ReshardError, match="^what it says that it holds cannot be read"):
             unpack_held(pack_json(unpack_json(header) | change), parts, "it")
         with pytest.raises(ReshardError, match="^what it says that it holds cannot be read"):

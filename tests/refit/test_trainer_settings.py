@@ -59,7 +59,8 @@ TRAINERS = {
 }
 CHANGED = {
     "qwen3": [
-        ("rotary_pos_emb.inv_freq", ("times", 1.01), "rotary_pos_emb has inv_freq.0. = 1.01, but the served model's is 1 "),
+        ("rotary_pos_emb.inv_freq", ("times", 1.01),
+         "rotary_pos_emb has inv_freq.0. = 1.01, but the served model's is 1 "),
         ("rotary_pos_emb.inv_freq", ("first", 8), "rotary_pos_emb turns 8 pairs of dims, but the served model's 16"),
         ("config.layernorm_zero_centered_gamma", True, "layernorm_zero_centered_gamma is True"),
         ("config.activation_func", torch.nn.functional.gelu, "swiglu is False, but the served model's is True"),
@@ -72,9 +73,16 @@ CHANGED = {
         ("rotary_pos_emb.beta_slow", 3.0, "rotary_pos_emb has inv_freq"),
         ("rotary_pos_emb.scaling_factor", 3.0, "rotary_pos_emb has inv_freq"),
     ],
-    "glm4-moe": [("rotary_pos_emb.inv_freq", ("first", 2), "rotary_pos_emb turns 2 pairs of dims, but the served model's 4")],
-    "minimax-m2": [("rotary_pos_emb.inv_freq", ("first", 2), "rotary_pos_emb turns 2 pairs of dims, but the served model's 4")],
-    "deepseek-v3": [("decoder.layers.0.self_attention.rotary_pos_emb.rotary_base", 20000, "self_attention.rotary_pos_emb has inv_freq")],
+    "glm4-moe": [
+        ("rotary_pos_emb.inv_freq", ("first", 2), "rotary_pos_emb turns 2 pairs of dims, but the served model's 4"),
+    ],
+    "minimax-m2": [
+        ("rotary_pos_emb.inv_freq", ("first", 2), "rotary_pos_emb turns 2 pairs of dims, but the served model's 4"),
+    ],
+    "deepseek-v3": [
+        ("decoder.layers.0.self_attention.rotary_pos_emb.rotary_base", 20000,
+         "self_attention.rotary_pos_emb has inv_freq"),
+    ],
 }  # fmt: skip
 
 

@@ -43,7 +43,8 @@ NIXL = {"nixl": "1.5.1", "rdma": True}
 @pytest.mark.parametrize(("engine", "exported", "expected"), [
     (ENGINE, True, {"auto": "cuda_ipc", "cuda_ipc": "cuda_ipc", "staged": "staged", "nccl": "nccl"}),
     (ENGINE, False, {"auto": "staged", "cuda_ipc": "staged", "staged": "staged", "nccl": "nccl"}),
-    (ENGINE._replace(gpu="GPU 0"), True, {"auto": "cuda_ipc", "nccl": "staged"}),  # NCCL connects no two processes of one GPU
+    # NCCL connects no two processes of one GPU.
+    (ENGINE._replace(gpu="GPU 0"), True, {"auto": "cuda_ipc", "nccl": "staged"}),
     (ENGINE._replace(gpu="GPU 0"), False, {"auto": "staged", "nccl": "staged"}),
     (ENGINE._replace(host="another"), True, EVERYWHERE),
     (ENGINE._replace(user=7), True, EVERYWHERE),
@@ -70,7 +71,8 @@ def test_a_pair_gets_the_transport_that_reaches_it(engine, exported, expected):
     (NIXL, NIXL | {"gpu": "GPU 0"}, {"auto": "cuda_ipc", "nixl": "nixl"}),
     (NIXL, NIXL | {"host": "another", "rdma": False}, {"auto": "nccl", "nixl": "nixl"}),
     (NIXL, NIXL | {"host": "another", "rdma": False, "device": "cpu"}, {"auto": "nixl"}),
-    (NIXL, NIXL | {"host": "another", "nixl": "1.6.0"}, {"auto": "nccl", "nixl": "trainer has NIXL 1.5.1, engine has NIXL 1.6.0"}),
+    (NIXL, NIXL | {"host": "another", "nixl": "1.6.0"},
+     {"auto": "nccl", "nixl": "trainer has NIXL 1.5.1, engine has NIXL 1.6.0"}),
     (NIXL, {"host": "another"}, {"auto": "nccl", "nixl": "trainer has NIXL 1.5.1, engine has no NIXL"}),
 ])  # fmt: skip
 def test_nixl_carries_what_goes_between_hosts_that_have_the_same(trainer, engine, expected):
@@ -98,8 +100,9 @@ def test_every_transport_can_be_named():
 
 ROWS, COLUMNS = 16, 8  # of a trainer's rank's shard
 CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e4,
     "max_position_embeddings": 128, "tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False,
 }  # fmt: skip
 

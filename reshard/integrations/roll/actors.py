@@ -49,7 +49,9 @@ class Refitting:
         why = left_to_roll(self, infer_cluster)
         if why:
             log.warning("ROLL's own weight sync is used: %s", why)
-            super().setup_model_update(infer_cluster=infer_cluster, model_update_name=model_update_name)  # type: ignore[misc]
+            super().setup_model_update(  # type: ignore[misc]
+                infer_cluster=infer_cluster, model_update_name=model_update_name
+            )
             return
         # ROLL's strategy asks the updater of this name for a sync, with the parameters on the GPU.
         adapter = ADAPTER_NAME if self.worker_config.model_args.lora_target is not None else None
@@ -60,7 +62,11 @@ class Refitting:
     def _reshard_meeting_place(self) -> str:
         """Return an address with a port that ROLL gives to nobody else."""
         host = str(self.get_node_ip())  # type: ignore[attr-defined]
-        return f"[{host}]:{self.get_free_port()}" if ":" in host else f"{host}:{self.get_free_port()}"  # type: ignore[attr-defined]
+        return (
+            f"[{host}]:{self.get_free_port()}"  # type: ignore[attr-defined]
+            if ":" in host
+            else f"{host}:{self.get_free_port()}"  # type: ignore[attr-defined]
+        )
 
 
 def left_to_roll(worker: Any, infer_cluster: Any) -> str:

@@ -66,20 +66,18 @@ class HttpClient(EngineServer):
         return _workers_of(answer.get("world_size") if isinstance(answer, dict) else None, self.url)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """See `EngineClient`."""
         self._call("POST", "init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        """See `EngineClient`; vLLM 0.24 and 0.25 would put the weights on the meta device for a
-        checkpoint format."""
+        """Begin an update without a checkpoint format: for one, vLLM 0.24 and 0.25 would put the weights on the
+        meta device."""
         self._call("POST", "start_weight_update", {"is_checkpoint_format": False})
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """See `EngineClient`."""
         self._call("POST", "update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """See `EngineClient`; older versions of vLLM ignore the version."""
+        """End an update. Older versions of vLLM ignore the version."""
         named = {} if weight_version is None else {"weight_version": weight_version}
         self._call("POST", "finish_weight_update", named)
 
@@ -123,23 +121,21 @@ class LlmClient:
         return int(self.llm.llm_engine.vllm_config.parallel_config.world_size_across_dp)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """See `EngineClient`."""
         self.llm.init_weight_transfer_engine({"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        """See `EngineClient`; vLLM 0.24 and 0.25 would put the weights on the meta device for a
-        checkpoint format."""
+        """Begin an update without a checkpoint format: for one, vLLM 0.24 and 0.25 would put the weights on the
+        meta device."""
         try:
             self.llm.start_weight_update(is_checkpoint_format=False)
         except TypeError:
             self.llm.start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """See `EngineClient`."""
         self.llm.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """See `EngineClient`; older versions of vLLM ignore the version."""
+        """End an update. Older versions of vLLM ignore the version."""
         _finish(self.llm, weight_version)
 
     def shutdown_weight_transfer_engine(self) -> None:
@@ -162,10 +158,12 @@ class WeightTransfer:
     Raises ReshardError on all sides if they do not fit, before a byte moves.
     """
 
-    def __init__(self, source: Trainer | Callable[[], Trainer], clients: EngineClient | Sequence[EngineClient], address: str, *,
-                 engine_ranks: Sequence[int] | None = None, rank: int | None = None, ranks: int | None = None,
-                 timeout: float = 60.0, secret: str | None = None, backend: str = "auto", bucket_bytes: int = BUCKET_BYTES,
-                 keep_mapped: bool = False, delta: bool = False, delta_on_host: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self, source: Trainer | Callable[[], Trainer], clients: EngineClient | Sequence[EngineClient], address: str, *,
+        engine_ranks: Sequence[int] | None = None, rank: int | None = None, ranks: int | None = None,
+        timeout: float = 60.0, secret: str | None = None, backend: str = "auto", bucket_bytes: int = BUCKET_BYTES,
+        keep_mapped: bool = False, delta: bool = False, delta_on_host: bool = False,
+    ) -> None:  # fmt: skip
         check_seconds(timeout, "timeout")
         self.rank = rank if rank is not None else _of_group(dist.get_rank, 0)
         trainers = ranks if ranks is not None else _of_group(dist.get_world_size, 1)
@@ -248,8 +246,8 @@ def _clients(value: Any) -> list[EngineClient]:
     for client in clients:
         if not hasattr(client, "init_weight_transfer_engine"):
             raise ReshardError(
-                f"a client is a {type(client).__name__}: give reshard.integrations.HttpClient(url), LlmClient(llm) or one of "
-                f"vLLM's"
+                f"a client is a {type(client).__name__}: give reshard.integrations.HttpClient(url), LlmClient(llm) "
+                f"or one of vLLM's"
             )
     return clients
 
@@ -303,7 +301,8 @@ def _workers(client: Any) -> int:
         Exception
     ) as error:  # of whatever kind a user's own client raises: the other ranks wait for the answer
         raise ReshardError(
-            f"{type(client).__name__} does not say how many workers its engine has ({first_line(error)}): give engine_ranks"
+            f"{type(client).__name__} does not say how many workers its engine has ({first_line(error)}): "
+            f"give engine_ranks"
         ) from error
     return _workers_of(count, type(client).__name__)
 

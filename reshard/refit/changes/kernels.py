@@ -111,12 +111,12 @@ def _compare(old, new, words, marks, counts, KEEP: tl.constexpr):
 
 
 @triton.jit
-def _store_layout(table, chunk, there, start, changed, form, elements):
+def _store_layout(table, chunk, exists, start, changed, form, elements):
     row = table + chunk * ROW
-    tl.store(row + START, start, mask=there)
-    tl.store(row + CHANGED, changed, mask=there)
-    tl.store(row + FORM, form, mask=there)
-    tl.store(row + ELEMENTS, elements, mask=there)
+    tl.store(row + START, start, mask=exists)
+    tl.store(row + CHANGED, changed, mask=exists)
+    tl.store(row + FORM, form, mask=exists)
+    tl.store(row + ELEMENTS, elements, mask=exists)
 
 
 @triton.jit
@@ -131,16 +131,16 @@ def _lay_out(counts, words, chunks, table, total):
     end = 8 * (HEAD + 2 * chunks.to(tl.int64))
     for first in range(0, chunks, CHUNKS_AT_ONCE):
         chunk = (first + tl.arange(0, CHUNKS_AT_ONCE)).to(tl.int64)
-        there = chunk < chunks
+        exists = chunk < chunks
         tile = chunk[:, None] * TILES + tl.arange(0, TILES)[None, :]
         place = counts + tile
         of_tile = tl.load(place, mask=tile < _tiles(words), other=0)
-        tl.store(place, tl.cumsum(of_tile, 1) - of_tile, mask=there[:, None])
+        tl.store(place, tl.cumsum(of_tile, 1) - of_tile, mask=exists[:, None])
         changed = tl.sum(of_tile, 1).to(tl.int64)
         elements = tl.minimum(words - chunk * CHUNK_WORDS, CHUNK_WORDS)
         form = _smallest(elements, changed)
         size = _size(form, elements, changed)
-        _store_layout(table, chunk, there, end + tl.cumsum(size, 0) - size, changed, form, elements)
+        _store_layout(table, chunk, exists, end + tl.cumsum(size, 0) - size, changed, form, elements)
         end += tl.sum(size)
     tl.store(total, end)
 
@@ -207,15 +207,15 @@ def _read(payload, length, words, chunks, since, index, table, status):
     senseless = 0
     for first in range(0, chunks, CHUNKS_AT_ONCE):
         chunk = (first + tl.arange(0, CHUNKS_AT_ONCE)).to(tl.int64)
-        there = chunk < chunks
-        form = tl.load(numbers + HEAD + 2 * chunk, mask=there, other=0)
-        changed = tl.load(numbers + HEAD + 2 * chunk + 1, mask=there, other=0)
+        exists = chunk < chunks
+        form = tl.load(numbers + HEAD + 2 * chunk, mask=exists, other=0)
+        changed = tl.load(numbers + HEAD + 2 * chunk + 1, mask=exists, other=0)
         elements = tl.minimum(words - chunk * CHUNK_WORDS, CHUNK_WORDS)
         fits = (form >= NOTHING) & (form <= WHOLE) & (changed >= 0) & (changed <= elements)
         fits = fits & ((form != NOTHING) | (changed == 0))
-        senseless += tl.sum((there & (fits == 0)).to(tl.int32))
-        size = tl.where(there & fits, _size(form, elements, changed), 0)
-        _store_layout(table, chunk, there, end + tl.cumsum(size, 0) - size, changed, form, elements)
+        senseless += tl.sum((exists & (fits == 0)).to(tl.int32))
+        size = tl.where(exists & fits, _size(form, elements, changed), 0)
+        _store_layout(table, chunk, exists, end + tl.cumsum(size, 0) - size, changed, form, elements)
         end += tl.sum(size)
     code = tl.where((senseless > 0) | (end != length), CODE_SENSELESS, 0)
     tl.store(status, tl.where(is_due, code, CODE_NOT_DUE).to(tl.int64))
@@ -318,9 +318,12 @@ def _serve(
         where = position * 2 + byte
         tile = tiles + _tile_of(tiles, where, low + (0 * position).to(tl.int32), span) * SERVED_ROW
         within = where - tl.load(tile + SERVED_START)
-        there = inside & (within >= 0) & (within < tl.load(tile + SERVED_BYTES))
-        there = there & (tl.load(tile + SERVED_CODEC) == COPIED)
-        within, width = tl.where(there, within, 0).to(tl.int32), tl.load(tile + SERVED_WIDTH).to(tl.int32)
+        is_written = inside & (within >= 0) & (within < tl.load(tile + SERVED_BYTES))
+        is_written = is_written & (tl.load(tile + SERVED_CODEC) == COPIED)
+        within, width = (
+            tl.where(is_written, within, 0).to(tl.int32),
+            tl.load(tile + SERVED_WIDTH).to(tl.int32),
+        )
         row = within // width
         column = (within - row * width) * RATIO
         address = tl.load(tile + SERVED_ADDRESS) + row * tl.load(tile + SERVED_PITCH) + column
@@ -330,7 +333,7 @@ def _serve(
             word = value.to(SOURCE, bitcast=True).to(INTO).to(WORD, bitcast=True)
         else:
             word = value
-        tl.store(address.to(tl.pointer_type(WORD)), word, mask=there)
+        tl.store(address.to(tl.pointer_type(WORD)), word, mask=is_written)
 
 
 @triton.jit(do_not_specialize=["number"], do_not_specialize_on_alignment=["payload", "status"])
@@ -382,8 +385,8 @@ class DeviceChanges:
     """The changes of a bucket on a GPU since `old`, found by two kernels, which are enqueued.
 
     Both are bytes, of one size, a multiple of 16, at addresses that are such multiples. With `keep` the changes are
-    written into `old`. `changed`, int64 ``[chunks]``, are the words that did, and `total`, int64 ``[1]``, the bytes that
-    `encode` writes.
+    written into `old`. `changed`, int64 ``[chunks]``, are the words that did, and `total`, int64 ``[1]``, the bytes
+    that `encode` writes.
     """
 
     def __init__(self, old: torch.Tensor, new: torch.Tensor, keep: bool) -> None:
@@ -432,11 +435,12 @@ def write_changes(
     by_bytes: bool,
     status: torch.Tensor,
 ) -> None:
-    """Write what changed in a bucket of `size` bytes where it is served from, if all of `payload` makes sense; enqueued.
+    """Write what changed in a bucket of `size` bytes where it is served from, if all of `payload` makes sense;
+    enqueued.
 
-    `tiles`, int64 ``[tiles, 6]`` of less than 2 GiB each, has the columns `tables.SERVED` in the order of the bucket, and
-    these `codecs`; with `by_bytes` not all plain ones are multiples of 2 bytes. `status`, zeros in int64 ``[3]``, gets the
-    columns `tables.STATUS`.
+    `tiles`, int64 ``[tiles, 6]`` of less than 2 GiB each, has the columns `tables.SERVED` in the order of the bucket,
+    and these `codecs`; with `by_bytes` not all plain ones are multiples of 2 bytes. `status`, zeros in int64 ``[3]``,
+    gets the columns `tables.STATUS`.
     """
     words, device = size // 2, payload.device
     chunks, programs = chunks_of(words), -(-words // WORDS_OF_TILE)

@@ -18,7 +18,7 @@ class Measured(NamedTuple):
 
 
 class Changes(Protocol):
-    """What a transport has in a connection with deltas: a trainer's rank keeps what it sent, and sends what changed
+    """The part of a transport that sends deltas: a trainer's rank keeps what it sent, and sends what changed
     since."""
 
     carries: bool  # it sends changes between some members of this connection; the same on all

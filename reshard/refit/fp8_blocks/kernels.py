@@ -1,5 +1,6 @@
 """The Triton kernels that make fp8 blocks, compare them with those that an engine serves, and digest either, from
-tables of items and their fragments (`reshard.refit.copying.tables`). Between blocks that it makes one carries out copies."""
+tables of items and their fragments (`reshard.refit.copying.tables`). Between blocks that it makes one carries out
+copies."""
 
 from functools import cache
 

@@ -5,28 +5,30 @@ record with its encoding and the checks that its reader makes before it allocate
 anything by it. A check raises a ReshardError that names the member, the tensor and what is out of
 bounds.
 
-    key              from, to                  record
+    key                 from, to            record
     connect
-    hello            all, all                  greeting.Greeting          who takes part, of which version, with which options
-    device           all, all                  greeting.DeviceInfo        where a side computes, once it is made; NIXL and RDMA
-    model            engines, all              greeting.one_config        the served model's published config
-    held, parts      trainers, engines         held.HeldTensors           what each local tensor holds of the published ones
-    facts            trainers, engines         facts                      what belongs to the weights beside them
-    pieces/RANK      engines, trainers         requests.PieceRequest      which pieces are wanted, as what
-    regions, memory  trainers, engines         memory.TrainerMemory       where the shards lie, and what can be mapped
-    asked            trainers, engines         requests.RequestsRead      digests of what was asked for
-    unmapped         all, all                  memory.exchange_unmapped   which memory an engine could not map, and why
-    partners/TRANSPORT, rounds  all, all       buckets                    how many partners each has, and how many buckets each round takes
+    hello               all, all            greeting.Greeting         who takes part, its version and its options
+    device              all, all            greeting.DeviceInfo       where a side computes, once made; NIXL and RDMA
+    model               engines, all        greeting.one_config       the served model's published config
+    held, parts         trainers, engines   held.HeldTensors          what each local tensor holds of the published ones
+    facts               trainers, engines   facts                     what belongs to the weights beside them
+    pieces/RANK         engines, trainers   requests.PieceRequest     which pieces are wanted, as what
+    regions, memory     trainers, engines   memory.TrainerMemory      where the shards lie, and what can be mapped
+    asked               trainers, engines   requests.RequestsRead     digests of what was asked for
+    unmapped            all, all            memory.exchange_unmapped  which memory an engine could not map, and why
+    partners/TRANSPORT  all, all            buckets                   how many partners each has
+    rounds              all, all            buckets                   how many buckets each round takes
     refit
-    sync             trainers, trainers        nothing                    pending parameters are about to be gathered
-    (prepare)        all, all                  comm's Prepare             the version, and as note the digest of a trainer's memory
-    delta            all, all                  deltas.DeltaState          which refit's weights each has, in a connection with deltas
-    regions, memory  trainers, engines         memory.TrainerMemory       only where they have moved
-    slab/TRANSPORT   trainers, engines         slab.SlabLocation          where pieces are packed (NIXL: at connect, too)
-    packed/RANK, taken/RANK  in pairs          a count                    how many rounds of a slab are packed, and taken
-    digests/RANK     trainers, engines         verification               of every piece, where verification is asked for
-    moved            all, all                  nothing                    all bytes have moved; a verification begins
-    (commit)         all, all                  comm's Commit
+    sync                trainers, trainers  nothing                   pending parameters are about to be gathered
+    (prepare)           all, all            comm's Prepare            the version; note: digest of a trainer's memory
+    delta               all, all            deltas.DeltaState         with deltas: which refit's weights each has
+    regions, memory     trainers, engines   memory.TrainerMemory      only where they have moved
+    slab/TRANSPORT      trainers, engines   slab.SlabLocation         where pieces are packed (NIXL: at connect, too)
+    packed/RANK         in pairs            a count                   how many rounds of a slab are packed
+    taken/RANK          in pairs            a count                   how many rounds of a slab are taken
+    digests/RANK        trainers, engines   verification              of every piece, where verification is asked for
+    moved               all, all            nothing                   all bytes have moved; a verification begins
+    (commit)            all, all            comm's Commit
 
 A message that is valid, but not what its sender sent, is found by the answer to it: whoever asks
 says what it has read (`encoding.digest`), and is told what was asked for.

@@ -120,7 +120,9 @@ def _checked_greeting(fields: dict[str, Any]) -> Greeting:
     ):
         raise ReshardError(f"{name} does not name its version, or the fields of a config that it ignores")
     valid = {
-        "roles": isinstance(roles, list) and all(role in ROLES for role in roles) and len({*map(str, roles)}) == len(roles),
+        "roles": isinstance(roles, list)
+        and all(role in ROLES for role in roles)
+        and len({*map(str, roles)}) == len(roles),
         "backend": isinstance(fields.get("backend"), str) and fields["backend"] in BACKENDS,
         "bucket_bytes": is_number(fields.get("bucket_bytes"), 1, MOST_BUCKET_BYTES),
         "keep_mapped": isinstance(fields.get("keep_mapped"), bool),

@@ -60,7 +60,8 @@ class SlabLocation:
             or [pair[1] for pair in starts] != [slots * limit * index for index in range(len(starts))]
         ):
             raise ReshardError(
-                f"{who} says that its slab has slots of {limit!r:.40} bytes at {starts!r:.80}, which is not how they are cut"
+                f"{who} says that its slab has slots of {limit!r:.40} bytes at {starts!r:.80}, "
+                f"which is not how they are cut"
             )
         number: Any = fields.get("number")
         handle: Any = fields.get("handle")

@@ -16,7 +16,7 @@ from reshard.refit.transports.flows import Incoming, Outgoing
 
 @dataclass
 class Work:
-    """What a transport has to do in a refit, as it was prepared.
+    """The work of a transport in a refit, as it was prepared.
 
     `received_bytes` are what that brings to this rank, by route, and `numbers` the engines' rounds in which there is
     something to do, besides `UNSTAGED`. `is_sending`: copies read this trainer's rank's memory. `is_blocking`: a

@@ -165,8 +165,10 @@ class SentBuckets:
             if self.first[rank] == rank and len(segment):
                 self._found[index, rank] = self._compared((rank, index), segment)
         nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
-        found = [self._found.get((index, self.first[rank])) if rank in segments else None for rank in ranks]
-        return torch.cat([nothing if changes is None else changes.total for changes in found])
+        changes_by_rank = [
+            self._found.get((index, self.first[rank])) if rank in segments else None for rank in ranks
+        ]
+        return torch.cat([nothing if changes is None else changes.total for changes in changes_by_rank])
 
     def changes(
         self, index: int, segments: Mapping[int, torch.Tensor], since: int, sizes: Mapping[int, int]
@@ -174,10 +176,10 @@ class SentBuckets:
         """Return what travels of a bucket to each inference rank: what `find` found, in so many bytes by rank."""
         made: dict[int, torch.Tensor] = {}
         for rank, segment in segments.items():
-            found = self._found.pop((index, rank), None)
-            if found is not None:
+            changes = self._found.pop((index, rank), None)
+            if changes is not None:
                 made[rank] = torch.zeros(sizes[rank], dtype=torch.uint8, device=self.device)
-                found.encode(made[rank], since, index)
+                changes.encode(made[rank], since, index)
                 if sizes[rank] > header_bytes(len(segment)) and not self.keeps_by_comparing:
                     self._store((rank, index), segment)
         return [made[self.first[rank]] for rank in segments]

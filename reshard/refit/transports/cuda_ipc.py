@@ -125,7 +125,6 @@ class CudaIpc(Transport):
 
     @property
     def launches(self) -> int:
-        """See `Transport.launches`."""
         blocks = self.blocks is not None and self._between_blocks(None) is None
         return sum(table.launches for table in self._copy_tables) + blocks
 
@@ -166,7 +165,7 @@ class CudaIpc(Transport):
         return BlockTable(strips._replace(owners=strips.owners[:, 0]), self.device, order)
 
     def update_addresses(self, memory: Mapping[int, TrainerMemory]) -> bool:
-        """See `Transport.update_addresses`: shift the tables where shards have only moved."""
+        """Shift the tables where shards have only moved; return False where they have to be made anew."""
         if self.context.engine is None:
             return True
         before = self.followed
@@ -201,7 +200,6 @@ class CudaIpc(Transport):
             return mapped_shards(memory, self.mapped, self.names[rank])
 
     def unmappable(self, memory: Mapping[int, TrainerMemory]) -> list[tuple[int, str]]:
-        """See `Transport.unmappable`."""
         failures = []
         for rank, of_rank in memory.items():
             try:
@@ -211,7 +209,6 @@ class CudaIpc(Transport):
         return failures
 
     def share_gpu(self) -> None:
-        """See `Transport.share_gpu`."""
         self.shares_gpu = True
         for table in self._copy_tables:
             table.compile(aside=True)
@@ -246,13 +243,11 @@ class CudaIpc(Transport):
         return self.once.of_widest_words
 
     def join(self) -> None:
-        """See `Transport.join`."""
         if self.lane is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.lane)
             self.lane = None
 
     def release(self, but: Mapping[int, TrainerMemory] | None = None) -> None:
-        """See `Transport.release`."""
         if but is None:
             self.followed = None
         self.mapped.close(

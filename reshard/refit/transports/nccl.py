@@ -92,7 +92,6 @@ class Nccl(Transport):
 
     @property
     def launches(self) -> int:
-        """See `Transport.launches`."""
         steps = [step for of_round in self.steps.values() for step in of_round]
         return sum(step.pack.launches + step.unpack.launches for step in steps)
 
@@ -303,7 +302,7 @@ class Nccl(Transport):
         return self.served[rank, index]
 
     def abort(self) -> None:
-        """See `Transport.abort`; torch's own communicator is not for this connection to end."""
+        """End the communicator that this connection made; torch's own is not for it to end."""
         if self.communicator is None or self.store is None:
             return
         memory, held = self.memory, [self.communicator, self.store]
@@ -321,8 +320,8 @@ class Nccl(Transport):
             self.memory.abandon()
 
     def close(self, broken: bool = False) -> None:
-        """See `Transport.close`. A communicator that nobody ends keeps its memory and its threads, and torch warns of
-        it; Gloo's ends with its last reference."""
+        """Give everything back, and end the communicator: one that nobody ends keeps its memory and its threads, and
+        torch warns of it. Gloo's ends with its last reference."""
         if broken:
             self._abandon()
         super().close()

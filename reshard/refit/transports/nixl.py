@@ -79,11 +79,9 @@ class Nixl(SlotTransport):
         self.sending, self.receiving = self.open_pairs()
 
     def slot_bytes(self, readers: int) -> int:
-        """See `SlotTransport.slot_bytes`."""
         return self.limit
 
     def own_slab(self, size: int) -> RegisteredSlab:
-        """See `SlotTransport.own_slab`."""
         if self.slab is None:
             self.slab = self._registered(size)
         return self.slab
@@ -97,11 +95,10 @@ class Nixl(SlotTransport):
             raise ReshardError(f"{error}: use backend='nccl'") from error
 
     def is_handle_of(self, peer: int, handle: str) -> bool:
-        """See `SlotTransport.is_handle_of`."""
         return AgentHandle.decode(handle) is not None
 
     def open_slots(self, peer: int, slab: SlabLocation) -> int:
-        """See `SlotTransport.open_slots`: rounds are unpacked where they have been read into."""
+        """Return where the slots of a trainer's rank are read into, and unpacked from."""
         if self.landing is None:
             self.landing = self._registered(SLOTS * self.limit * len(self.incoming))
         source = AgentHandle.decode(slab.handle)
@@ -115,7 +112,6 @@ class Nixl(SlotTransport):
         return SLOTS * self.limit * [*self.incoming].index(peer)
 
     def run(self, number: int) -> None:
-        """See `SlotTransport.run`."""
         super().run(number)
         self._unpack_landed()
 
@@ -161,10 +157,9 @@ class Nixl(SlotTransport):
         self.landed = []
 
     def free(self) -> None:
-        """See `Transport.free`: its memory stays registered until it is closed."""
+        """Keep the memory, which stays registered until `close`."""
 
     def close(self, broken: bool = False) -> None:
-        """See `Transport.close`."""
         self.landed = []
         self.sources.clear()
         self.tables.clear()

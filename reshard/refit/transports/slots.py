@@ -102,7 +102,6 @@ class SlotTransport(Transport):
 
     @property
     def launches(self) -> int:
-        """See `Transport.launches`."""
         pairs = [*self.sending.values(), *self.receiving.values()]
         return sum(one.packed.launches for pair in pairs for rounds in pair.values() for one in rounds)
 
@@ -209,9 +208,14 @@ class SlotTransport(Transport):
             }
         for peer, flow in self.incoming.items():
             location = SlabLocation.decode(
-                self.group.read(key, peer), self.group.names[peer], rank=self.group.rank, size=self.group.size,
-                slots=SLOTS, limit_of=self.slot_bytes, may_have=lambda handle, peer=peer: self.is_handle_of(peer, handle),
-            )  # fmt: skip
+                self.group.read(key, peer),
+                self.group.names[peer],
+                rank=self.group.rank,
+                size=self.group.size,
+                slots=SLOTS,
+                limit_of=self.slot_bytes,
+                may_have=lambda handle, peer=peer: self.is_handle_of(peer, handle),
+            )
             receives[peer] = self.rounds_of(peer, flow, DST, self.open_slots(peer, location), location.limit)
         return sends, receives
 

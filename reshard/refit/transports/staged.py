@@ -158,25 +158,21 @@ class Staged(SlotTransport):
             self._free_slab()
 
     def why(self) -> str:
-        """See `SlotTransport.why`."""
         return "" if self.context.backend == STAGED else UNMAPPABLE
 
     def slot_bytes(self, readers: int) -> int:
-        """See `SlotTransport.slot_bytes`."""
         return self.context.bucket_bytes // (SLOTS * readers) // ALIGNMENT * ALIGNMENT
 
     def own_slab(self, size: int) -> SharedSlab:
-        """See `SlotTransport.own_slab`."""
         if self.slab is None:
             self.slab = SharedSlab(size, self.device)
         return self.slab
 
     def is_handle_of(self, peer: int, handle: str) -> bool:
-        """See `SlotTransport.is_handle_of`."""
         return is_slab_of(handle, self.context.peers[peer].pid, self.device)
 
     def open_slots(self, peer: int, slab: SlabLocation) -> int:
-        """See `SlotTransport.open_slots`: they are unpacked where they are mapped."""
+        """Return where the slots of a trainer's rank are mapped, and unpacked from."""
         size, who = SLOTS * slab.limit * len(slab.starts), self.group.names[peer]
         return self.views.address(slab.number, slab.handle, size, who) + dict(slab.starts)[self.group.rank]
 
