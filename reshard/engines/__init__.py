@@ -15,9 +15,9 @@ Read in this order:
 7. `loading/`: a checkpoint of any format, opened for an engine's own loader.
 8. `vllm/` and `sglang/`: all of this for one engine.
 
-None of these but the last knows an engine by name. `tested` holds the versions that such a package was
-tested with. Another engine is a package beside them: its names, its layout, a subclass of `LiveEngine`,
-and its way into the engine's processes.
+None of these but the last knows an engine by name, except that `workers/` has an option of vLLM's. `tested`
+holds the versions that such a package was tested with. Another engine is a package beside them: its names, its
+layout, a subclass of `LiveEngine`, and its way into the engine's processes.
 """
 
 from typing import TYPE_CHECKING

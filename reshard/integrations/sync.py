@@ -55,7 +55,11 @@ def ray_address() -> str:
 
 class RemoteEngine(Protocol):
     """An engine elsewhere, by the way in which a framework calls it: a call returns at once, with a future. Errors
-    call it by its `name`; `ranks` is how many it has."""
+    call it by its `name`; `ranks` is how many it has.
+
+    Of vLLM's workers these are ``reshard_connect`` and ``reshard_refit`` (`reshard.engines.vllm.worker`), of SGLang's
+    the requests that `reshard.engines.sglang.calls` makes.
+    """
 
     name: str
     ranks: int

@@ -312,9 +312,11 @@ def config_of(scheme: Scheme, unquantized: Iterable[str]) -> dict[str, Any]:
     elif isinstance(scheme, IntGroups):
         weights, form = _arguments(scheme.bits, "int", scheme.strategy), PACKED_FORMAT
         weights |= {} if scheme.group is None else {"group_size": scheme.group}
-    else:
+    elif isinstance(scheme, Nvfp4):
         weights, form = _arguments(4, "float", "tensor_group"), NVFP4_FORMAT
         weights |= {"group_size": nvfp4.GROUP, "scale_dtype": f"torch.{nvfp4.SCALES.name}"}
+    else:
+        raise TypeError(f"llm-compressor writes no {type(scheme).__name__}")
     group = {
         "targets": ["Linear"],
         "weights": weights,

@@ -67,7 +67,7 @@ class Scheme(ABC):
     """A way to store a weight matrix ``[rows, columns]`` as codes with scales.
 
     A scheme is a value: two that are equal mean the same. What a conversion writes also has
-    `suffixes` and `encode`; a scheme that is only read leaves them out.
+    `suffixes`, `stored` and `encode`; a scheme that is only read leaves them out.
     """
 
     # The ends of the names of what is written of a weight: codes, scales, and whatever else.

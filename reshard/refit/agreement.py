@@ -81,7 +81,8 @@ def agreement_of(rank: int, greetings: Sequence[Greeting], devices: Sequence[Dev
     for greeting, device in zip(greetings, devices, strict=True):
         if greeting.roles and own.roles and device.device != devices[rank].device:
             raise ReshardError(
-                f"{greeting.name} has device {device.device}, {own.name} has {devices[rank].device}"
+                f"{greeting.name} has device {device.device}, {own.name} has {devices[rank].device}: "
+                "both sides have to compute on one kind"
             )
     peers = [
         Peer(

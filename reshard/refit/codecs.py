@@ -81,8 +81,8 @@ WIDENS = DESTINATION_SIZES > SOURCE_SIZES
 
 def codec_between(source: str, destination: str, rounding: str | None = None) -> int | None:
     """Return the number of the codec from one dtype to another, with a `rounding` into blocks with
-    scales; None where there is none."""
-    if source == destination:
+    scales; None where there is none, as for codes that come without their scales."""
+    if source == destination and rounding is None:
         return PLAIN
     for number, codec in enumerate(CODECS):
         between = codec.source.name, codec.destination.name

@@ -45,7 +45,8 @@ class Holder(ABC):
 
     @property
     def device(self) -> torch.device | None:
-        """The device on which this rank computes, and should have its tensors; None if it has none."""
+        """The device on which this rank computes, and should have its tensors; None if it has none. A holder
+        whose tensors may be in pinned memory of the host says it itself: by default it is where the first lies."""
         return next((region.tensor.device for region in self.memory), None)
 
     def as_published(self, model: Model) -> "Holder":

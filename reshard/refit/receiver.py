@@ -33,8 +33,8 @@ from reshard.refit.protocol.facts import read_facts
 from reshard.refit.protocol.held import HeldTensors, ShardSizes, names_held, unpack_held
 from reshard.refit.protocol.memory import TrainerMemory, check_regions
 from reshard.refit.protocol.requests import PieceRequest, RequestsRead
-from reshard.refit.routes import CUDA_IPC, LOCAL
-from reshard.refit.transports import SENT, TRANSPORTS
+from reshard.refit.routes import LOCAL
+from reshard.refit.transports import READ, SENT, TRANSPORTS
 from reshard.refit.transports.flows import Incoming
 
 # What an engine has planned from what trainers published, for who connects the same two again.
@@ -104,7 +104,7 @@ class Receiver:
 
     def _may_be_sent_blocks(self) -> bool:
         """Return True where a trainer's rank may come to send blocks to this one."""
-        if not self.engine.scales or self.agreed.backend == CUDA_IPC:
+        if not self.engine.scales or self.agreed.backend in READ:
             return False
         own_rank = self.group.rank
         others = [rank for rank in self.agreed.trainers if rank != own_rank]
@@ -166,7 +166,7 @@ class Receiver:
         """Read and check what a trainer's rank has posted of its memory."""
         memory = TrainerMemory.read(self.group, rank, expected_digest)
         pieces = self.pieces[rank]
-        mapped = self.agreed.route(rank, self.group.rank, memory.exported) == CUDA_IPC
+        mapped = self.agreed.route(rank, self.group.rank, memory.exported) in READ
         names = self.group.names
         check_regions(memory, pieces.requests, self.sizes[rank], mapped, names[rank], pieces.names)
         self.memory[rank], self.memory_digests[rank] = memory, expected_digest

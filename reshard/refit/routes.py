@@ -100,10 +100,11 @@ def always(_: Pair) -> bool:
 class Reach:
     """The pairs of ranks whose bytes a transport carries: those that it `reaches`.
 
-    `name` is the one by which a user may choose it, `routes` are those that it carries, as reports name them. It
-    may be chosen without being named for pairs that are `automatic`, and stands in on GPUs for the transports that it
-    `replaces` where they reach nothing. `sends` is False if the trainer's rank is only read. `refusal` says why it does
-    not carry a pair, and what to do, for who has named it.
+    `name` is the one by which a user may choose it, `routes` are those that it carries, as reports name them.
+    It may be chosen without being named for pairs that are `automatic`, by default all that it reaches, and
+    stands in on GPUs for the transports that it `replaces` where they reach nothing. `sends` is False if the
+    trainer's rank is only read. `refusal` says why it does not carry a pair, and what to do, for who has named
+    it.
     """
 
     name: str

@@ -38,9 +38,8 @@ from reshard.refit.protocol.facts import post_facts
 from reshard.refit.protocol.held import ShardSizes, pack_held
 from reshard.refit.protocol.memory import TrainerMemory
 from reshard.refit.protocol.requests import PieceRequest, RequestsRead, check_pieces
-from reshard.refit.routes import CUDA_IPC
 from reshard.refit.trainer import Trainer
-from reshard.refit.transports import SENT
+from reshard.refit.transports import READ, SENT
 from reshard.refit.transports.flows import Outgoing
 
 # What has been published of a model, for who connects the same trainer again.
@@ -188,7 +187,7 @@ class Sender:
         shards = [
             requests[:, SHARD]
             for rank, requests in self.requests.items()
-            if self.agreed.route(own_rank, rank, exported=True) == CUDA_IPC
+            if self.agreed.route(own_rank, rank, exported=True) in READ
         ]
         return np.unique(np.concatenate(shards)).tolist() if shards else []
 
@@ -197,12 +196,12 @@ class Sender:
         takes the driver a while."""
         allocations = self.posted[1]
         self.exported = not self.on_host and all(is_exportable(a.base) for a in allocations)
-        if self.on_host and self.agreed.backend == CUDA_IPC:
+        if self.on_host and self.agreed.backend in READ:
             raise ReshardError(
                 "the trainer's weights were moved to host memory, which other processes cannot map: use "
                 "backend='auto', or bring them back before a refit"
             )
-        if not self.exported and self.agreed.backend == CUDA_IPC:
+        if not self.exported and self.agreed.backend in READ:
             raise ReshardError(
                 "the trainer's weights lie in memory that cannot be shared with other "
                 "processes (expandable segments, or a virtual memory pool): use "

@@ -175,3 +175,26 @@ def test_a_verification_names_the_matrix_of_a_bit_that_is_another_by_whatever_wa
         for fault, sentence in zip(faults, said, strict=True):
             names = ", ".join(sorted(name for _, name in fault))
             assert f"2 tensors did not arrive as they are in the trainer: {names}" in sentence, sentence
+
+
+class Codes(Halves):
+    """A trainer's rank that holds codes of fp8, as one with quantized parameters would."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.tensors = {name: tensor.to(FP8) for name, tensor in self.tensors.items()}
+
+
+def test_codes_without_their_scales_are_refused_by_an_engine_that_serves_blocks():
+    """Copied, they would be served with the scales of other codes, and a verification would find them equal."""
+    address = f"127.0.0.1:{free_port()}"
+
+    def member(rank: int):
+        group = RefitGroup.join(address, rank, 3, timeout=60)
+        engine, source = (InBlocks(), None) if rank == 2 else (None, Codes(rank))
+        return caught(lambda: connect(group, source, engine, backend="staged", bucket_bytes=1 << 20))
+
+    with ThreadPoolExecutor(3) as pool:
+        said = list(pool.map(member, range(3)))
+    sentence = "is float8_e4m3fn in the trainer, but float8_e4m3fn in the engine: use a trainer with parameters in bf16"
+    assert all(sentence in one for one in said), said

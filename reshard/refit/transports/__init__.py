@@ -12,8 +12,8 @@ A new transport is one module with a subclass of `Transport` (`reshard.refit.tra
 
 Then add its name to `BACKENDS` in `reshard.refit.routes`, and its class to `TRANSPORTS` here, in order of
 preference. The link, the sides and the verification know no transport by name. `staged.py` and `nixl.py`
-are ones to copy from: they pack into slabs (`slots.py`). tests/refit/test_refit.py and
-tests/refit/test_refit_faults.py take a backend as a parameter: add the new name there.
+are ones to copy from: they pack into slabs (`slots.py`). tests/refit/test_refit.py,
+test_transports.py, test_links.py and test_block_digests.py take a backend as a parameter: add the new name there.
 """
 
 from reshard.core.errors import ReshardError
@@ -25,7 +25,9 @@ from reshard.refit.transports.nixl import Nixl
 from reshard.refit.transports.staged import Staged
 
 TRANSPORTS: tuple[type[Transport], ...] = (CudaIpc, Staged, Nixl, Nccl)
+# Names of those in which the trainer's rank takes part, and of those that read its memory where it lies.
 SENT = frozenset(transport.reach.name for transport in TRANSPORTS if transport.reach.sends)
+READ = frozenset(transport.reach.name for transport in TRANSPORTS) - SENT
 
 
 def transport_for(pair: Pair, backend: str) -> type[Transport]:

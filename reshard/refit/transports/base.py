@@ -36,11 +36,12 @@ class Transport(ABC):
 
     In the order in which the link calls them, on every member:
 
-    - at connect: `reach` decides which pairs it gets; `prepare`, then `negotiate` once;
+    - at connect: `reach` decides which pairs it gets, `unmappable` which of these it cannot have; `prepare`, then
+      `negotiate` once, `share_gpu` where that is so, and `release`;
     - at a refit: `update_addresses` if memory has moved, and `prepare` again where that is not enough;
       `run(UNSTAGED)`, then `run` for each of `work.numbers` in order, with `join` after each; `release`, `free`;
     - with ``verify=True``: `run` for each of these numbers once more;
-    - after a failure: `abort` and `close`, and `negotiate` anew at the next refit.
+    - after a failure: `abort`, and `close` unless the GPU may still wait; `negotiate` anew at the next refit.
 
     Both ends of a pair see the same pieces in the same order.
     """
