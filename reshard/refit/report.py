@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# Attributes of earlier releases, and the routes whose bytes they were.
-
 
 @dataclass(frozen=True)
 class RefitDelta:

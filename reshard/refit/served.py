@@ -46,7 +46,7 @@ class ServedWeights(Holder):
     # regions of all rounds may be the same memory.
     staged_rounds: Mapping[Any, int] = NOTHING
 
-    # The tensors of `written_addresses`, behind the mappings that they are of.
+    # The tensors of `written_tensors`, behind the mappings that they are of.
     _written: tuple[Mapping[Any, Region], Mapping[Any, Scales], list[torch.Tensor]] | None = None
 
     @property
@@ -74,8 +74,8 @@ class ServedWeights(Holder):
         another layout than at connect.
         """
 
-    def written_addresses(self) -> list[int]:
-        """Return the addresses now of the tensors that a refit writes into."""
+    def written_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that a refit writes into, each once."""
         if (
             self._written is None
             or self._written[0] is not self.regions
@@ -83,7 +83,11 @@ class ServedWeights(Holder):
         ):
             tensors = {id(region.tensor): region.tensor for region in self.written_regions()}
             self._written = self.regions, self.scales, [*tensors.values()]
-        return list(map(torch.Tensor.data_ptr, self._written[2]))
+        return self._written[2]
+
+    def written_addresses(self) -> list[int]:
+        """Return the addresses now of the tensors that a refit writes into."""
+        return list(map(torch.Tensor.data_ptr, self.written_tensors()))
 
     # As the source of a refit
 
