@@ -71,6 +71,7 @@ def spoiled(
     steps = Steps(sides, rank, size)
     source = MegatronModel(trainer(flags, checkpoint[1])[0]) if is_trainer else None
     destination = VllmModel(*engine_of(checkpoint[0], load_format="dummy", **engine)) if is_engine else None
+    steps.meet("built")  # a side may take longer to build than a member waits for another
     # before memory is short
     connect(members, source, destination, **how).refit(verify=True)
     right = fingerprint(destination.module) if destination else None
