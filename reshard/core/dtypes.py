@@ -4,7 +4,7 @@ numpy has no bfloat16 or float8 of its own; `ml_dtypes` gives them, with correct
 these.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard.core.extras import importing
@@ -12,13 +12,27 @@ from reshard.core.extras import importing
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """An element type: `name` as torch says it, `size` in bytes, `safetensors` and torch `storage` names."""
+    """An element type: `name` as torch says it, `size` in bytes, `safetensors` and torch `storage` names.
+
+    Where it is `less_1` the numbers are held less 1, as Megatron holds the weights of some norms: what is published
+    is each number plus 1. `reshard.storage.io.casts.cast` goes from one to the other.
+    """
 
     name: str
     size: int
     safetensors: str
     storage: str
     floating: bool = True
+    less_1: bool = False
+
+    def held(self, less_1: bool) -> "Dtype":
+        """Return this dtype for numbers that are held less 1, or for those that are published."""
+        return self if self.less_1 == less_1 else replace(self, less_1=less_1)
+
+    @property
+    def published(self) -> "Dtype":
+        """The dtype of the numbers as they are published."""
+        return self.held(False)
 
     def numpy(self) -> Any:
         """The numpy dtype."""

@@ -79,7 +79,7 @@ class DeltaSource(DerivedSource):
                     bits[at] = change.values
         return parts
 
-    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+    def changed_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         rows, primary = self._base_rows(name, start, stop), self.copies.get(name, name)
         bits = bits_of(rows)
         for files in self.deltas:

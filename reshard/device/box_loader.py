@@ -1,34 +1,26 @@
 """Stored tensors into live memory: neighbors in a file by one read, through pinned buffers where
 there is a GPU."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from reshard.core.dtypes import Dtype
+from reshard.core.scratch import Scratch
 from reshard.device.live_boxes import LiveBox, Slab, batches, slabs_of
 from reshard.device.staging import PINNED_BYTES, ToDevice, slab_bytes
 from reshard.storage.io.boxes import BoxReader, Rows, Wanted, place_of
-from reshard.storage.io.casts import cast, less_one, overflow, plus_one
-from reshard.storage.io.streams import Scratch, TensorInfo
+from reshard.storage.io.casts import cast, overflow
 
 
 class BoxLoader:
-    """Reads live boxes from files; several threads may. `tensors` are what is stored, `multiple`
-    returns how many rows of a tensor must be read together, `less_one` are those that are stored
-    less 1."""
+    """Reads live boxes from files, and casts them to what the memory holds; several threads may. `multiple`
+    returns how many rows of a tensor must be read together."""
 
     def __init__(
-        self,
-        tensors: Mapping[str, TensorInfo],
-        reader: BoxReader,
-        device: ToDevice,
-        multiple: Callable[[str], int] = lambda name: 1,
-        less_one: Collection[str] = (),
+        self, reader: BoxReader, device: ToDevice, multiple: Callable[[str], int] = lambda name: 1
     ) -> None:
-        self.tensors, self.reader, self.device, self.multiple = tensors, reader, device, multiple
-        self.less_one = less_one
-        self.scratch = Scratch()
+        self.reader, self.device, self.multiple, self.scratch = reader, device, multiple, Scratch()
 
     def batches(self, live_boxes: Iterable[LiveBox]) -> list[list[Slab]]:
         """Return what `load` reads at a time: slabs that are neighbors in a file."""
@@ -48,7 +40,7 @@ class BoxLoader:
         return [(slab, slab.size_bytes, most) for slab in slabs_of(live_box, dtype.size, most, multiple)]
 
     def _stored_dtype(self, live_box: LiveBox) -> Dtype:
-        return self.tensors[live_box.name].dtype
+        return self.reader.tensors[live_box.name].dtype
 
     def load(self, batch: list[Slab]) -> dict[str, int]:
         """Read a batch into memory. Return how many numbers a cast made infinite, by tensor, where any."""
@@ -58,7 +50,7 @@ class BoxLoader:
             wanted = []
             for slab, array in zip(batch, arrays, strict=True):
                 name, dtype = slab.live_box.name, self._stored_dtype(slab.live_box)
-                if dtype == slab.live_box.dtype and not self._differs_by_one(slab):
+                if dtype == slab.live_box.dtype:
                     wanted.append(Wanted(name, slab.rows, array))
                 elif count := self._read_cast(slab, dtype, array):
                     overflowed[name] = overflowed.get(name, 0) + count
@@ -67,21 +59,12 @@ class BoxLoader:
         self.device.fill([slab.bytes for slab in batch], write)
         return overflowed
 
-    def _differs_by_one(self, slab: Slab) -> bool:
-        """Return True if either memory or the files, but not both, have the numbers less 1."""
-        return slab.live_box.less_one != (slab.live_box.name in self.less_one)
-
     def _read_cast(self, slab: Slab, stored_dtype: Dtype, out: np.ndarray) -> int:
-        """Read a slab and cast it into `out`, bytes ``[rows, bytes of a row]``, less 1 or plus 1
-        where memory and files differ by that; return how many numbers became infinite."""
+        """Read a slab and cast it into `out`, bytes ``[rows, bytes of a row]``; return how many numbers became
+        infinite."""
         stored = self.scratch.array("stored", len(out), slab.rows.columns * stored_dtype.size)
         self.reader.read(slab.live_box.name, slab.rows, stored)
         numbers = stored.view(stored_dtype.numpy())
-        differs = self._differs_by_one(slab)
-        if differs and not slab.live_box.less_one:
-            numbers = plus_one(numbers)
-        converted = cast(numbers, stored_dtype, slab.live_box.dtype)
-        if differs and slab.live_box.less_one:
-            converted = less_one(converted, slab.live_box.name)
+        converted = cast(numbers, stored_dtype, slab.live_box.dtype, slab.live_box.name)
         out[:] = converted.view(np.uint8)
         return overflow(numbers, converted, stored_dtype, slab.live_box.dtype)

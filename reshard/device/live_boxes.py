@@ -16,15 +16,13 @@ T = TypeVar("T")
 
 
 class LiveBox(NamedTuple):
-    """`box` of canonical tensor `name`, which lies in a region of memory at `local`; where it is
-    held `less_one`, the numbers there are those of the tensor less 1."""
+    """`box` of canonical tensor `name`, which lies in a region of memory at `local`, where it is held in `dtype`."""
 
     name: str
     box: Box
     region: Region
     local: Rows
     dtype: Dtype
-    less_one: bool = False
 
 
 class Slab(NamedTuple):

@@ -1,17 +1,23 @@
-"""Tensors as files have them: put together of their views, and not less 1."""
+"""Tensors as files have them: put together of their views, and as they are published."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import torch
 
+from reshard.core.dtypes import Dtype
 from reshard.core.views import View, tensor_of, tensor_shapes
 
 
 def plus_one(numbers: torch.Tensor) -> torch.Tensor:
     """Return numbers that Megatron holds less 1 as they are published, as
-    `reshard.storage.io.casts.plus_one` does of arrays: in the arithmetic of fp32."""
+    `reshard.storage.io.casts.cast` does of arrays: in the arithmetic of fp32."""
     return (numbers.float() + 1).to(numbers.dtype)
+
+
+def published(numbers: torch.Tensor, dtype: Dtype) -> torch.Tensor:
+    """Return numbers that are held in a dtype as they are published."""
+    return plus_one(numbers) if dtype.less_1 else numbers
 
 
 def stored_tensors(

@@ -22,7 +22,7 @@ from reshard.delta.records import RECORD_BYTES
 from reshard.delta.source import own_tensors
 from reshard.device.live_boxes import LiveBox, Slab, slabs_of
 from reshard.device.staging import numpy_view
-from reshard.device.stored import plus_one
+from reshard.device.stored import published
 from reshard.live.collective import check_same_options, keyword_style_errors, open_team, run_on_first
 from reshard.live.inventory import take_inventory
 from reshard.live.local_boxes import LocalBoxes
@@ -320,9 +320,7 @@ def _published_bits(slab: Slab, box: LiveBox) -> np.ndarray:
     held = slab.bytes
     copied = torch.empty(held.shape, dtype=torch.uint8)
     copied.copy_(held)
-    numbers = copied.view(box.region.tensor.dtype)
-    if box.less_one:
-        numbers = plus_one(numbers)
+    numbers = published(copied.view(box.region.tensor.dtype), box.dtype)
     copied = numbers.to(getattr(torch, box.dtype.name)).view(torch.uint8)
     bits: np.ndarray = bits_of(numpy_view(copied).view(f"i{box.dtype.size}"))
     return bits

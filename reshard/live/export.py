@@ -11,7 +11,7 @@ from reshard.core.errors import ReshardError, first_line
 from reshard.core.gc import gc_paused
 from reshard.core.limits import check_number
 from reshard.device.staging import byte_view
-from reshard.device.stored import plus_one, stored_tensors
+from reshard.device.stored import published, stored_tensors
 from reshard.live.collective import check_same_options, keyword_style_errors, open_team, run_on_first
 from reshard.live.inventory import Inventory, WriteAssignment, take_inventory
 from reshard.live.local_boxes import box_of
@@ -202,10 +202,10 @@ class _Stream:
         """View the box that this rank sends, where it lies, as bytes ``[rows, bytes of a row]``."""
         live = self.boxes[name][assignment.number]
         held = byte_view(live.region, live.local)
-        if not live.less_one:
+        if live.dtype == live.dtype.published:
             return held
         numbers = held.contiguous().view(getattr(torch, live.dtype.name))
-        return plus_one(numbers).view(torch.uint8)
+        return published(numbers, live.dtype).view(torch.uint8)
 
     def _whole(self, name: str) -> torch.Tensor:
         """Return memory to put a tensor together in, or the tensor where it lies already, if no

@@ -24,7 +24,7 @@ from reshard.live.offload import check_main_parameters
 from reshard.live.published_model import digest_of
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import Model
-from reshard.storage.io.boxes import BoxReader, Rows
+from reshard.storage.io.boxes import Rows
 from reshard.storage.io.casts import float_dtype, is_exact, overflow_notice
 from reshard.storage.io.files import allow_many_files
 from reshard.storage.run.workers import Progress, run_jobs, worker_count
@@ -199,7 +199,7 @@ class _Load:
         rounded = [
             box
             for box in self.local.boxes
-            if not is_exact(source.tensors[box.name].dtype, box.dtype) and box.dtype != self.target
+            if not is_exact(source.tensors[box.name].dtype, box.dtype) and box.dtype.published != self.target
         ]
         if rounded:
             first, stored_dtype = rounded[0], source.tensors[rounded[0].name].dtype
@@ -225,7 +225,6 @@ class _Load:
     def _check_copies(self, source: Source) -> None:
         """Raise ReshardError if two published tensors differ that Megatron holds as one; each
         rank compares some of their rows."""
-        reader = BoxReader(source.files, source.strips, source.read_rows)
         for name, primary in source.copies.items():
             info, same = source.tensors[name], source.tensors[name] == source.tensors[primary]
             first, last = (
@@ -237,8 +236,8 @@ class _Load:
                 a, b = (
                     np.empty((rows.stop - rows.start, info.columns * info.dtype.size), np.uint8) for _ in "ab"
                 )
-                reader.read(name, rows, a)
-                reader.read(primary, rows, b)
+                source.reader.read(name, rows, a)
+                source.reader.read(primary, rows, b)
                 same = same and np.array_equal(a, b)
             if not same:
                 raise ReshardError(
@@ -257,8 +256,7 @@ class _Load:
     def _read(self, source: Source) -> int:
         """Fill this rank's parameters; return how many bytes of the source's tensors were read."""
         device = ToDevice(self.local.device)
-        reader = BoxReader(source.files, source.strips, source.read_rows)
-        loader = BoxLoader(source.tensors, reader, device, source.row_multiple, source.less_one)
+        loader = BoxLoader(source.reader, device, source.row_multiple)
         batches = dict(enumerate(loader.batches(self.local.boxes)))
         sizes = {str(i): sum(slab.size_bytes for slab in batch) for i, batch in batches.items()}
         try:
@@ -298,7 +296,11 @@ class _Load:
 
     def _report(self, source: Source, read: int, seconds: float) -> LoadReport:
         names = {box.name for box in self.local.boxes}
-        casts = {box.name for box in self.local.boxes if source.tensors[box.name].dtype != box.dtype}
+        casts = {
+            box.name
+            for box in self.local.boxes
+            if source.held[box.name].dtype.published != box.dtype.published
+        }
         padding = sum(rows.stop - rows.start for _, rows in self.local.padding)
         notices = [*source.notices, *self._overflow_notices()]
         return LoadReport(str(self.path), source.model.family.name, self.team.process, self.team.size, len(names), read,

@@ -31,7 +31,7 @@ class LocalBoxes:
         self.boxes: list[LiveBox] = []
         self.padding: list[tuple[Region, Rows]] = []
         self._held: list[LocalTensor] = []
-        self._less_one: frozenset[str] = frozenset()
+        self._less_1: frozenset[str] = frozenset()
         self._dtype: str | None = None
 
     def find_boxes(
@@ -41,7 +41,7 @@ class LocalBoxes:
         in their own. Raises ReshardError if the live model computes something else, or has parameters that
         the model does not have."""
         self.trainer.check_model(model)
-        self._held, self._less_one, self._dtype = self.trainer.publish(model), expand(model).less_one, dtype
+        self._held, self._less_1, self._dtype = self.trainer.publish(model), expand(model).less_1, dtype
         self.find_regions()
 
     def find_regions(self) -> None:
@@ -50,8 +50,8 @@ class LocalBoxes:
         for tensor, region in zip(self._held, self.trainer.memory, strict=True):
             dtype = DTYPES[self._dtype] if self._dtype else dtype_named(str(region.tensor.dtype))
             for part in tensor.parts:
-                rows, less_one = Rows.of(part.local_box), part.name in self._less_one
-                self.boxes.append(LiveBox(part.name, part.box, region, rows, dtype, less_one))
+                rows, held = Rows.of(part.local_box), dtype.held(part.name in self._less_1)
+                self.boxes.append(LiveBox(part.name, part.box, region, rows, held))
             self.padding += [(region, Rows.of(box)) for box in tensor.fills]
 
     def names_by_dtype(self) -> dict[str, list[str]]:

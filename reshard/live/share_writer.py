@@ -17,10 +17,10 @@ from reshard.device.live_boxes import LiveBox, Slab, batches, slabs_of
 from reshard.device.staging import PINNED_BYTES, FromDevice, slab_bytes
 from reshard.live.inventory import Inventory
 from reshard.storage.destinations.base import Destination
-from reshard.storage.io.boxes import Rows, box_bytes, place_of, write_boxes
-from reshard.storage.io.casts import plus_one
+from reshard.storage.io.boxes import BoxReader, Rows, box_bytes, place_of, write_boxes
+from reshard.storage.io.casts import cast
 from reshard.storage.io.files import OpenFiles, write_error
-from reshard.storage.io.streams import Strip, StripReader, StripWriter
+from reshard.storage.io.streams import Strip, StripWriter
 from reshard.storage.io.sync import EarlySync, NoSync
 from reshard.storage.run.workers import run_jobs
 from reshard.storage.sources.verify import checksum_of
@@ -139,10 +139,12 @@ class ShareWriter:
         writes = []
         for index, slab, held in slabs:
             live = slab.live_box
-            tensor = plus_one(held.view(live.dtype.numpy())).view(np.uint8) if live.less_one else held
+            numbers = held.view(live.dtype.numpy())
             if index in digests:
-                digests[index].update(memoryview(tensor.reshape(-1)))
-            data = held if live.name in self.destination.less_one else tensor
+                published = cast(numbers, live.dtype, live.dtype.published)
+                digests[index].update(memoryview(published.view(np.uint8).reshape(-1)))
+            stored = self.destination.stored[live.name].dtype
+            data = cast(numbers, live.dtype, stored, live.name).view(np.uint8)
             strips = writer.strips[live.name]
             if any(strip.transposed for strip in strips):
                 writer.write_rows(live.name, slab.rows.start, data.view(f"u{live.dtype.size}"))
@@ -180,12 +182,9 @@ class ShareWriter:
             for name in names
         }
         with OpenFiles(os.O_RDONLY | os.O_NOFOLLOW) as files:
-            reader = StripReader(self.inventory.tensors, files, self.destination.less_one)
+            reader = BoxReader(self.destination.stored, files, strips.__getitem__)
 
             def checksum(name: str) -> str:
-                def read_rows(name: str, start: int, stop: int) -> np.ndarray:
-                    return reader.read_rows(name, start, stop, strips[name])
-
-                return checksum_of(name, self.inventory.tensors[name], read_rows)
+                return checksum_of(name, self.inventory.tensors[name], reader.published)
 
             self.checksums |= run_jobs(sizes, checksum, self.workers, check=self.team.check)

@@ -43,7 +43,7 @@ class ModelParameters:
     """A model's table, expanded: canonical shapes, copies and Megatron parameters.
 
     `copies` maps a canonical name to the name that has the same bytes; `ignored` and `optional` are
-    canonical names that may be present; `fp32` are those that are never cast down, `less_one` those
+    canonical names that may be present; `fp32` are those that are never cast down, `less_1` those
     of which Megatron holds the value less 1. `packed` has the parts of tensors that files may hold
     in place of canonical ones, `packed_otherwise` those of files in which these tensors have other
     shapes, and `packed_codes` those of quantized files, where they are others.
@@ -56,7 +56,7 @@ class ModelParameters:
     ignored: frozenset[str]
     optional: frozenset[str]
     fp32: frozenset[str]
-    less_one: frozenset[str] = frozenset()
+    less_1: frozenset[str] = frozenset()
     packed: dict[str, str] = field(default_factory=dict)
     model_class: str = "gpt"
     packed_codes: dict[str, str] = field(default_factory=dict)
@@ -101,7 +101,7 @@ def expand(
         frozenset(expansion.ignored),
         frozenset(expansion.optional),
         frozenset(expansion.fp32),
-        frozenset(expansion.less_one),
+        frozenset(expansion.less_1),
         expansion.packed,
         model_class,
         expansion.packed_codes,
@@ -128,7 +128,7 @@ class _Expansion:
         self.ignored: set[str] = set()
         self.optional: set[str] = set()
         self.fp32: set[str] = set()
-        self.less_one: set[str] = set()
+        self.less_1: set[str] = set()
         self.packed: dict[str, str] = {}
         self.packed_codes: dict[str, str] = {}
         self.packed_otherwise: dict[str, str] = {}
@@ -201,8 +201,8 @@ class _Expansion:
         self.primary.setdefault(megatron, names[0])
         if row.fp32:
             self.fp32.update(names)
-        if row.less_one:
-            self.less_one.update(names)
+        if row.less_1:
+            self.less_1.update(names)
         split, prefix = row.split_of(self.impl), block.megatron
         if self.hybrid:
             (prefix, megatron), (_, local) = (

@@ -72,7 +72,7 @@ class Row:
         return "fp32" in words_of(self.marks)
 
     @property
-    def less_one(self) -> bool:
+    def less_1(self) -> bool:
         """True where Megatron holds the published value less 1."""
         return "less 1" in words_of(self.marks)
 

@@ -159,7 +159,7 @@ def to_mcore(
     files = MegatronFiles(src.model, layout, tensors, src.copies, src.hf_files(), training=training, **form)
     states = {} if training is None else {"optimizer": True}  # settings of other runs stay as they were
     settings = form | {"layout": asdict(layout), "dtype": target and target.name} | states
-    job = ConversionJob(src, source, checks, tensors, Quantized(), files, workdir, team, options)
+    job = ConversionJob(src, source, checks, files.stored, Quantized(), files, workdir, team, options)
     report = new_report(direction, job, destination, str(layout))
     sentences = caveats(src.model, form["transformer_impl"], form["model_class"])
     report.notices += [sentence for sentence in sentences if sentence not in report.notices]

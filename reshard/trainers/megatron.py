@@ -99,9 +99,9 @@ class MegatronModel(ShardedModel):
 
     def as_published(self, model: Model) -> Trainer:
         """Return a trainer with the published numbers: the model may hold some norms less 1."""
-        if not any(row.less_one for block in model.blocks() for row in block.rows):
+        if not any(row.less_1 for block in model.blocks() for row in block.rows):
             return self
-        names = expand(model).less_one
+        names = expand(model).less_1
         if self._as_published is None or self._as_published.model != model:
             self._as_published = PlusOne(self, model, names)
         return self._as_published

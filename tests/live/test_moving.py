@@ -35,7 +35,7 @@ def test_any_boxes_are_read_and_written_as_they_lie(
     with OpenFiles(os.O_RDWR | os.O_CREAT) as files:
         for path in (folder, tmp_path / "mcore"):
             source = open_source(path)
-            reader, asked, expected = boxes.BoxReader(source.files, source.strips), [], []
+            reader, asked, expected = source.reader, [], []
             # All of one tensor, and of the next some rows and columns, in two runs of rows.
             names = sorted(tensors, key=lambda name: reader.strips(name)[0][4:6])
             for number, name in enumerate(names):

@@ -12,7 +12,7 @@ from reshard.device.box_loader import BoxLoader
 from reshard.device.live_boxes import LiveBox
 from reshard.device.memory import Region
 from reshard.device.staging import ToDevice
-from reshard.device.stored import plus_one
+from reshard.device.stored import published
 from reshard.engines.loading.stored_weights import host_memory, tensor_from_bytes, threads
 from reshard.engines.tracing.trace import Trace, TracedCopy
 from reshard.engines.tracing.views import StoredViews
@@ -64,21 +64,20 @@ def read_boxes(model: torch.nn.Module, trace: Trace, weights: Weights) -> None:
             continue
         rows, columns = (*copy.box.lengths, 1)[:2]
         region = Region(live[copy.parameter].data, copy.offset, copy.pitch or columns)
-        boxes.append(LiveBox(copy.name, copy.box, region, Rows(0, rows, 0, columns), dtype))
+        boxes.append(LiveBox(copy.name, copy.box, region, Rows(0, rows, 0, columns), dtype.published))
     with torch.no_grad():
         for fill in trace.fills:
             live[fill.parameter].view(-1)[fill.offset : fill.offset + fill.elements].zero_()
         into = ToDevice(device)
-        loader = BoxLoader(weights.tensors, weights.reader, into, less_one=weights.less_one)
+        loader = BoxLoader(weights.reader, into)
         with ThreadPoolExecutor(threads(), "reshard-read") as pool:
             list(pool.map(loader.load, loader.batches(boxes)))
         into.close()
         cast_regions = (_slice_of(copy, weights) for copy in casts)
         for cast_region, raw in weights.read_ahead(cast_regions, host_memory, threads()):
             cast: TracedCopy = cast_region.key  # type: ignore[assignment]
-            values = tensor_from_bytes(raw, weights.tensors[cast.name].dtype.name)
-            if cast.name in weights.less_one:
-                values = plus_one(values)
+            dtype = weights.tensors[cast.name].dtype
+            values = published(tensor_from_bytes(raw, dtype.name), dtype)
             parameter = live[cast.parameter].data
             offset = parameter.storage_offset() + cast.offset
             parameter.as_strided(values.shape, (cast.pitch or cast_region.columns, 1), offset).copy_(values)

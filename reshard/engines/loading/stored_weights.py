@@ -11,7 +11,7 @@ import torch
 
 from reshard.core.errors import ReshardError, listed
 from reshard.core.views import tensor_of
-from reshard.device.stored import plus_one, stored_tensors
+from reshard.device.stored import published, stored_tensors
 from reshard.engines.layout import published_tensors
 from reshard.engines.loading.checkpoint import wants_fp8_blocks
 from reshard.engines.tracing.trace import Canonical
@@ -85,7 +85,7 @@ class StoredWeights:
             yield name + SCALE_SUFFIX, torch.from_numpy(scales)
         else:
             tensor = tensor_from_bytes(raw, info.dtype.name).reshape(info.shape)
-            yield name, plus_one(tensor) if name in self.weights.less_one else tensor
+            yield name, published(tensor, info.dtype)
 
     def stream_and_close(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the same, and close the files at the end."""

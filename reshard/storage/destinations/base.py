@@ -20,13 +20,12 @@ class Destination(ABC):
     """A checkpoint that is to be written.
 
     `format` names its format in the manifest, `sizes` are the bytes of the files with weights,
-    `stored` are the tensors as the manifest lists them (codes of weights and their scales apart), and
-    `copies` those that it has no place for besides another that has to be equal.
+    `stored` are the tensors as the files hold them, and the manifest lists (codes of weights and their scales
+    apart), and `copies` those that it has no place for besides another that has to be equal.
     """
 
     format: str
     has_slow_files = False
-    less_one: frozenset[str] = frozenset()  # tensors of which the files hold the value less 1
     copies: Mapping[str, str] = MappingProxyType({})
     sizes: dict[str, int]
     stored: dict[str, TensorInfo]

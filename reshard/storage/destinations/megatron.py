@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class MegatronFiles(Destination):
         training: TrainingState | None = None,
     ) -> None:
         layout.check(model)
-        self.model, self.layout, self.stored, self.beside = model, layout, tensors, beside
+        self.model, self.layout, self.beside = model, layout, beside
         self.transformer_impl, self.iteration, self.model_class = transformer_impl, iteration, model_class
         vocab = padded_vocab_size(model.symbols["V"], make_vocab_size_divisible_by, layout.tp)
         kept = next((t.shape[0] for n, t in tensors.items() if n.startswith(PADDING)), 0)
@@ -70,7 +70,10 @@ class MegatronFiles(Destination):
         self.towers = safetensors.plan_file(towers, f"{HF_FILES}/{TOWERS}") if towers else None
         shapes = {n: t.shape for n, t in tensors.items() if n not in copies and n not in towers}
         self.plan = make_plan(Placement.canonical(shapes), Placement.of(shapes, (c.tensor for c in chunks)))
-        self.less_one = mapping.less_one
+        self.stored = {
+            name: replace(info, dtype=info.dtype.held(name in mapping.less_1))
+            for name, info in tensors.items()
+        }
         self.directory = "release" if iteration is None else f"iter_{iteration:07d}"
         states = extra_states_to_write(model, mapping, layout, transformer_impl)
         self.within = "" if alone else f"{self.directory}/"

@@ -5,7 +5,7 @@ it touches no others, as far as that is faster.
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from itertools import pairwise
 from math import prod
@@ -15,8 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.core.boxes import Box
+from reshard.core.scratch import Scratch
+from reshard.storage.io.casts import cast
 from reshard.storage.io.files import OpenFiles
-from reshard.storage.io.streams import SLAB_BYTES, Scratch, Strip
+from reshard.storage.io.streams import SLAB_BYTES, MatrixColumns, Strip, TensorInfo, chosen_columns
 
 # Columns that lie this far apart are read one row at a time: less is on the same pages of the disk
 # anyhow, and costs less to read than another call.
@@ -69,7 +71,8 @@ class Wanted(NamedTuple):
 
 
 class BoxReader:
-    """Reads boxes of stored tensors, in their own dtypes; several threads may use one.
+    """Reads rows and boxes of the `tensors` in files, in the dtypes in which these hold them; several threads may use
+    one.
 
     `strips` gives the strips of a tensor, or None for one whose whole rows `compute` makes.
     `read_bytes` counts the bytes read from files so far.
@@ -77,53 +80,65 @@ class BoxReader:
 
     def __init__(
         self,
+        tensors: Mapping[str, TensorInfo],
         files: OpenFiles,
         strips: Callable[[str], list[Strip] | None],
         compute: Callable[[str, int, int], np.ndarray] | None = None,
     ) -> None:
-        self.files, self.compute, self.scratch = files, compute, Scratch()
-        self.strips = cache(strips)
+        self.tensors, self.files, self.compute = tensors, files, compute
+        self.strips, self.scratch, self.matrix_columns = cache(strips), Scratch(), MatrixColumns()
         self.read_bytes, self._lock = 0, threading.Lock()
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Read whole rows of a tensor, ``[rows, columns]`` of its dtype; valid until the thread's next call."""
+        if self.strips(name) is None:
+            assert self.compute is not None
+            return self.compute(name, start, stop)
+        info = self.tensors[name]
+        rows = self.scratch.array("rows", stop - start, info.columns * info.dtype.size)
+        self.read(name, Rows(start, stop, 0, info.columns), rows)
+        return rows.view(info.dtype.numpy())
+
+    def published(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Read whole rows as `rows` does, as they are published."""
+        dtype = self.tensors[name].dtype
+        return cast(self.rows(name, start, stop), dtype, dtype.published)
 
     def read(self, name: str, rows: Rows, out: np.ndarray) -> None:
         """Fill `out`, bytes ``[rows, bytes of a row]``, whose rows may lie apart."""
         self.read_all([Wanted(name, rows, out)])
 
     def read_all(self, wanted: Iterable[Wanted]) -> None:
-        """Fill several. Raises ReshardError if a file cannot be read."""
-        stored = []
+        """Fill several, neighbors in a file by one call. Raises ReshardError if a file cannot be read."""
+        read, run = 0, _Run(self.files, self.scratch)
         for name, rows, out in wanted:
             strips = self.strips(name)
-            if strips is not None:
-                stored.append((strips, rows, out))
+            if strips is None:
+                assert self.compute is not None
+                computed = self.compute(name, rows.start, rows.stop)
+                out[:] = computed[:, rows.column : rows.column + rows.columns].view(np.uint8)
                 continue
-            assert self.compute is not None
-            computed = self.compute(name, rows.start, rows.stop)
-            out[:] = computed[:, rows.column : rows.column + rows.columns].view(np.uint8)
-        read = read_boxes(self.files, stored, self.scratch)
+            size = out.shape[1] // max(1, rows.columns)
+            for strip in strips:
+                piece = rows.intersect(strip)
+                if piece is None:
+                    continue
+                part = _inside(out, rows, piece, size)
+                if strip.transposed is not None:
+                    matrix = self.matrix_columns.read(strip, size, self.files)
+                    columns = slice(piece.column, piece.column + piece.columns)
+                    part.view(f"u{size}")[:] = chosen_columns(matrix, strip, piece.start, piece.stop)[
+                        :, columns
+                    ]
+                    read += part.size
+                elif part.flags.c_contiguous and (piece.columns == strip.width or len(part) == 1):
+                    read += run.add(strip.path, _offset(strip, piece, size), memoryview(part.reshape(-1)))
+                else:
+                    offset = _offset(strip, piece, size)
+                    read += _read_apart(self.files, strip, offset, part, size, self.scratch)
+        read += run.end()
         with self._lock:
             self.read_bytes += read
-
-
-def read_boxes(
-    files: OpenFiles, wanted: Iterable[tuple[list[Strip], Rows, np.ndarray]], scratch: Scratch
-) -> int:
-    """Read rows and columns, bytes ``[rows, bytes of a row]``, from the strips that have some of
-    them, neighbors in a file by one call. Return how many bytes were read for that. Raises
-    ReshardError where a file cannot be read."""
-    read, run = 0, _Run(files, scratch)
-    for strips, rows, out in wanted:
-        size = out.shape[1] // max(1, rows.columns)
-        for strip in strips:
-            piece = _common(rows, strip)
-            if piece is None:
-                continue
-            part, offset = _inside(out, rows, piece, size), _offset(strip, piece, size)
-            if part.flags.c_contiguous and (piece.columns == strip.width or len(part) == 1):
-                read += run.add(strip.path, offset, memoryview(part.reshape(-1)))
-            else:
-                read += _read_apart(files, strip, offset, part, size, scratch)
-    return read + run.end()
 
 
 class _Run:

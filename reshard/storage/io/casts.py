@@ -1,4 +1,4 @@
-"""Casts between dtypes of weights, and the finite numbers that they make infinite."""
+"""Casts between dtypes of weights, also those that are held less 1, and the finite numbers that they make infinite."""
 
 import numpy as np
 
@@ -37,24 +37,28 @@ def overflow_notice(name: str, count: int, dtype: Dtype) -> str:
 
 def is_exact(source: Dtype, target: Dtype) -> bool:
     """Return True if every number of one dtype is one of the other."""
-    return source == target or (source.name, target.name) in EXACT
+    return source.name == target.name or (source.name, target.name) in EXACT
 
 
-def cast(slab: np.ndarray, source: Dtype, target: Dtype) -> np.ndarray:
-    """Return the numbers in another dtype, rounded to the nearest."""
+def cast(slab: np.ndarray, source: Dtype, target: Dtype, name: str = "a tensor") -> np.ndarray:
+    """Return the numbers in another dtype, rounded to the nearest; numbers that both hold less 1 stay so, since adding
+    1 would round some.
+
+    Raises ReshardError, with the `name` of the tensor, if a dtype that holds them less 1 has no such number for one.
+    """
     if source == target:
         return slab
-    with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN are weights like any other
-        return slab.astype(target.numpy())
+    if source.less_1 and not target.less_1:
+        slab = _plus_1(slab)
+    if source.name != target.name:
+        with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN are weights like any other
+            slab = slab.astype(target.numpy())
+    return _less_1(slab, name) if target.less_1 and not source.less_1 else slab
 
 
-def less_one(slab: np.ndarray, name: str) -> np.ndarray:
-    """Return the numbers less 1, as Megatron holds the weights of some norms.
-
-    Raises ReshardError, naming the tensor, if adding 1 would not give back every one of them.
-    """
+def _less_1(slab: np.ndarray, name: str) -> np.ndarray:
     less = (slab.astype(np.float32) - 1).astype(slab.dtype)
-    lost = int((plus_one(less) != slab).sum())
+    lost = int((_plus_1(less) != slab).sum())
     if lost:
         raise ReshardError(
             f"Megatron holds {name} less 1, and {lost:,} of its numbers have no such {slab.dtype.name} number: pass "
@@ -63,14 +67,13 @@ def less_one(slab: np.ndarray, name: str) -> np.ndarray:
     return less
 
 
-def plus_one(slab: np.ndarray) -> np.ndarray:
-    """Return the numbers plus 1: the inverse of `less_one`."""
+def _plus_1(slab: np.ndarray) -> np.ndarray:
     return (slab.astype(np.float32) + 1).astype(slab.dtype)
 
 
 def overflow(before: np.ndarray, after: np.ndarray, source: Dtype, target: Dtype) -> int:
     """Return how many finite numbers a cast has made infinite."""
-    if source == target or target.name not in INFINITY or (source.name, target.name) in WIDENING:
+    if source.name == target.name or target.name not in INFINITY or (source.name, target.name) in WIDENING:
         return 0
     signed, unsigned, infinity = INFINITY[target.name]
     minus = infinity | 1 << 8 * target.size - 1

@@ -46,7 +46,7 @@ class TensorSlice(NamedTuple):
 @dataclass
 class Weights:
     """The published tensors of a directory: shapes and dtypes by name, where each lies, a check that
-    its files are those that were opened, the names of those that the files hold less 1, and the
+    its files are those that were opened, and the
     views that some are of what published files have under other names."""
 
     tensors: dict[str, TensorInfo]
@@ -54,11 +54,10 @@ class Weights:
     files: OpenFiles
     # around what reads: raises ReshardError where files were changed since they were opened
     unchanged: Callable[[], AbstractContextManager[None]]
-    less_one: frozenset[str] = frozenset()
     packed: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.reader = BoxReader(self.files, self.strips)
+        self.reader = BoxReader(self.tensors, self.files, self.strips)
 
     @property
     def read_bytes(self) -> int:
@@ -138,8 +137,7 @@ def weights_of_megatron(source: MegatronSource) -> Weights:
     closes the source. Some may be views of what a file has under the published name."""
     model = source.model
     packed = {} if model.family.experts_apart else expand(model).packed
-    tensors, strips = dict(source.tensors), cache(source.strips)
-    return Weights(tensors, strips, source.files, source.unchanged, source.less_one, packed)
+    return Weights(dict(source.held), cache(source.strips), source.files, source.unchanged, packed)
 
 
 def weights_of_huggingface(path: Path) -> Weights:

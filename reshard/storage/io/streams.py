@@ -1,15 +1,14 @@
-"""The disk executor: canonical tensors, a slab of rows at a time, from where they lie to where they
-go.
+"""Where canonical tensors lie in files, and what writes them there, a slab of rows at a time.
 
 A canonical tensor is a matrix of rows (dim 0). A *strip* says where a run of rows, or some columns
-of them, lies in a file. The executor reads a slab through the source's strips, converts and hashes
-it, and writes it through the destination's: memory stays at a slab for each worker, whatever the
-size of the model.
+of them, lies in a file. A conversion reads a slab through the source's strips (`reshard.storage.io.boxes`), casts
+and hashes it, and writes it through the destination's: memory stays at a slab for each worker, whatever
+the size of the model.
 """
 
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -23,7 +22,6 @@ from reshard.core.errors import ReshardError
 from reshard.core.scratch import Scratch
 from reshard.core.views import View, tensor_of
 from reshard.formats.safetensors import Tensor
-from reshard.storage.io.casts import less_one, plus_one
 from reshard.storage.io.files import OpenFiles
 
 # Small enough that a slab is still in the core's cache when it is hashed and written, large enough
@@ -177,61 +175,18 @@ class TensorInfo:
         return ((start, min(start + step, self.rows)) for start in range(0, self.rows, step))
 
 
-class StripReader:
-    """Reads canonical tensors that lie in files as strips; those that the files hold `less_one`, plus 1."""
-
-    def __init__(
-        self, tensors: Mapping[str, TensorInfo], files: OpenFiles, less_one: Collection[str] = ()
-    ) -> None:
-        self.tensors, self.files, self.scratch = tensors, files, Scratch()
-        self.less_one, self.matrix_columns = less_one, _Columns()
-
-    def read_rows(self, name: str, start: int, stop: int, strips: list[Strip]) -> np.ndarray:
-        """Read rows `start` .. `stop` of a tensor: an array ``[rows, columns]`` of its dtype, valid
-        until the thread's next call."""
-        info = self.tensors[name]
-        size = info.dtype.size
-        slab = self.scratch.array("slab", stop - start, info.columns * size)
-        for strip in strips:
-            a, b = max(start, strip.start), min(stop, strip.stop)
-            if a >= b:
-                continue
-            rows = slab[a - start : b - start]
-            offset = strip.offset + (a - strip.start) * strip.width * size
-            if strip.transposed is not None:
-                matrix_columns = self.matrix_columns.read(strip, size, self.files)
-                rows.view(f"u{size}")[:] = _chosen(matrix_columns, strip, a, b)
-            elif strip.columns == strip.width == info.columns:
-                self.files.read_into(strip.path, offset, memoryview(rows.reshape(-1)))
-            else:
-                # Whole source rows are read, also where only some columns are wanted: one large
-                # read beats many small ones.
-                needed = ((b - a - 1) * strip.width + strip.columns) * size
-                around = self.scratch.array("rows", b - a, strip.width * size)
-                self.files.read_into(strip.path, offset, memoryview(around.reshape(-1)[:needed]))
-                columns = slice(strip.column * size, (strip.column + strip.columns) * size)
-                rows[:, columns] = around[:, : strip.columns * size]
-        numbers = slab.view(info.dtype.numpy())
-        return plus_one(numbers) if name in self.less_one else numbers
-
-
 class StripWriter:
-    """Writes canonical tensors to files as strips; those that the files hold `less_one`, less 1.
+    """Writes canonical tensors to files as strips, as the files hold them.
 
     Of transposed matrices each tensor has some columns: tensors that share one are written one after the
     other by one thread, inside `whole_matrices`, and their bytes when all are there.
     """
 
-    def __init__(
-        self, strips: Mapping[str, list[Strip]], files: OpenFiles, less_one: Collection[str] = ()
-    ) -> None:
-        self.strips, self.files, self.less_one = strips, files, less_one
-        self.matrix_columns = _Columns()
+    def __init__(self, strips: Mapping[str, list[Strip]], files: OpenFiles) -> None:
+        self.strips, self.files, self.matrix_columns = strips, files, MatrixColumns()
 
     def write_rows(self, name: str, start: int, slab: np.ndarray) -> None:
         """Write an array ``[rows, columns]`` that begins at row `start` of a tensor."""
-        if name in self.less_one:
-            slab = less_one(slab, name)
         size = slab.itemsize
         raw = slab.view(np.uint8)
         for strip in self.strips.get(name, ()):
@@ -242,7 +197,7 @@ class StripWriter:
             rows = raw[a - start : b - start, strip.column * size : (strip.column + strip.columns) * size]
             if strip.transposed is not None:
                 matrix_columns = self.matrix_columns.filled(strip, size, (b - a) * strip.columns)
-                _chosen(matrix_columns, strip, a, b)[:] = rows.view(f"u{size}")
+                chosen_columns(matrix_columns, strip, a, b)[:] = rows.view(f"u{size}")
                 self.matrix_columns.write_if_full(size, self.files)
             elif strip.columns == strip.width:
                 self.files.write(strip.path, offset, memoryview(np.ascontiguousarray(rows).reshape(-1)))
@@ -263,7 +218,7 @@ class StripWriter:
             self.matrix_columns.place = None
 
 
-class _Columns(threading.local):
+class MatrixColumns(threading.local):
     """The columns of the transposed matrix that a thread works on, as rows ``[width, columns]``:
     where it lies, and how many numbers are missing."""
 
@@ -317,7 +272,7 @@ def transpose(matrix: np.ndarray, out: np.ndarray) -> None:
             out[column : column + TILE, row : row + TILE] = tile.T
 
 
-def _chosen(columns: np.ndarray, strip: Strip, start: int, stop: int) -> np.ndarray:
+def chosen_columns(columns: np.ndarray, strip: Strip, start: int, stop: int) -> np.ndarray:
     """Return a matrix's columns, of all of them, that are rows `start` .. `stop` of a tensor: a view."""
     assert strip.transposed is not None
     first, step = strip.transposed

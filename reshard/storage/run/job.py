@@ -43,7 +43,7 @@ class ConversionJob:
     """One conversion.
 
     `source_name` is what the manifest says of where the weights came from, `tensors` are the
-    canonical tensors in the dtypes in which they are stored, `checks` holds the checksums of the
+    canonical tensors in the dtypes in which the destination holds them, `checks` holds the checksums of the
     source's manifest, and `quantized` says which weights are stored as codes. Each process of the
     `team` writes whole files.
     """
@@ -57,12 +57,6 @@ class ConversionJob:
     workdir: Workdir
     team: Team
     options: RunOptions
-
-    @property
-    def kept_less_one(self) -> frozenset[str]:
-        """The tensors that both ends hold less 1: they are copied so, since adding 1 would round
-        some of their numbers."""
-        return self.source.less_one & self.destination.less_one
 
     def files_of(self, name: str) -> list[str]:
         """Return the files that a canonical tensor is written to, relative to the destination."""

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from reshard.core.errors import ReshardError
+from reshard.storage.io.boxes import BoxReader
 from reshard.storage.io.files import OpenFiles, write_error
-from reshard.storage.io.streams import StripReader, StripWriter
+from reshard.storage.io.streams import StripWriter
 from reshard.storage.io.sync import EarlySync, NoSync
 from reshard.storage.run.job import ConversionJob
 from reshard.storage.run.journal import Done, Journal
@@ -156,7 +157,7 @@ class Share:
             stored_name: job.strips_below(stored_name, self.root, self.file_names)
             for stored_name in self.stored_names
         }
-        writer = StripWriter(strips, files, job.destination.less_one - job.kept_less_one)
+        writer = StripWriter(strips, files)
 
         def run(name: str) -> Any:
             if name in calls:
@@ -201,15 +202,11 @@ class Share:
             for stored_name in stored_names & self.hashed
         }
         with OpenFiles.of_destination(write=False) as opened:
-            reader = StripReader(infos, opened, job.destination.less_one)
+            reader = BoxReader(infos, opened, strips.__getitem__)
 
             def differs(stored_name: str) -> bool:
                 try:
-                    checksum = checksum_of(
-                        stored_name,
-                        infos[stored_name],
-                        lambda name, start, stop: reader.read_rows(name, start, stop, strips[name]),
-                    )
+                    checksum = checksum_of(stored_name, infos[stored_name], reader.published)
                 except ReshardError:  # it cannot be read
                     return True
                 return checksum != checksums[stored_name]

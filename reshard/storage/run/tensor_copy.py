@@ -6,7 +6,7 @@ import numpy as np
 import xxhash
 
 from reshard.core.errors import ReshardError
-from reshard.storage.io.casts import cast, overflow, overflow_notice, plus_one
+from reshard.storage.io.casts import cast, overflow, overflow_notice
 from reshard.storage.io.streams import SLAB_BYTES, StripWriter
 from reshard.storage.run.job import ConversionJob
 from reshard.storage.run.journal import Done
@@ -17,9 +17,9 @@ class TensorCopy:
 
     def __init__(self, job: ConversionJob, name: str, writer: StripWriter) -> None:
         self.job, self.name, self.writer = job, name, writer
-        self.info, self.source_dtype = job.tensors[name], job.source.tensors[name].dtype
-        self.is_quantized, self.held_less_one = name in job.quantized.names, name in job.kept_less_one
-        same_bytes = self.source_dtype == self.info.dtype and not self.is_quantized
+        self.info, self.source_dtype = job.tensors[name], job.source.held[name].dtype
+        self.is_quantized = name in job.quantized.names
+        same_bytes = self.source_dtype.published == self.info.dtype.published and not self.is_quantized
         # What is written as it was read is hashed once: the source's manifest has that checksum too.
         self.checks_what_is_written = same_bytes and job.checks.plain(name)
         self.watch = None if self.checks_what_is_written else job.checks.watch(name)
@@ -57,18 +57,16 @@ class TensorCopy:
         digest = xxhash.xxh3_128()
         for start, stop in self.info.slabs(SLAB_BYTES, self.job.source.row_multiple(self.name)):
             slab = self._read(start, stop)
-            published = plus_one(slab) if self.held_less_one else slab
+            published = cast(slab, self.info.dtype, self.info.dtype.published)
             digest.update(memoryview(published.view(np.uint8).reshape(-1)))
             self.writer.write_rows(self.name, start, slab)
         return digest.hexdigest()
 
     def _read(self, start: int, stop: int) -> np.ndarray:
-        source = self.job.source
-        read = source.read_held_rows if self.held_less_one else source.read_rows
-        rows = read(self.name, start, stop)
+        rows = self.job.source.reader.rows(self.name, start, stop)
         if self.watch is not None:
-            self.watch.rows(plus_one(rows) if self.held_less_one else rows, start, stop)
-        slab = cast(rows, self.source_dtype, self.info.dtype)
+            self.watch.rows(cast(rows, self.source_dtype, self.source_dtype.published), start, stop)
+        slab = cast(rows, self.source_dtype, self.info.dtype, self.name)
         self.overflowed += overflow(rows, slab, self.source_dtype, self.info.dtype)
         return slab
 

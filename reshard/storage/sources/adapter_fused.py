@@ -91,10 +91,11 @@ class FusedExpertsSource(AdapterSource):
     def _whole(self, name: str) -> np.ndarray:
         return np.array(self.adapter.read_rows(name, 0, self.adapter.tensors[name].shape[0]))
 
-    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+    def compute(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Put rows of a matrix of all experts together."""
         fused = self.fused.get(name)
         if fused is None:
-            return self.adapter.read_rows(name, start, stop)
+            return self.adapter.compute(name, start, stop)
         if fused.matrix == B:
             read = self._in_turn if fused.interleaved else self._stacked
             by_expert = [read(parts, start, stop) for parts in fused.parts]

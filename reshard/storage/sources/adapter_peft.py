@@ -20,7 +20,7 @@ from reshard.lora.peft_config import CONFIG, WEIGHTS, check_plain, scales_of
 from reshard.megatron.parameters import ModelParameters, expand
 from reshard.models.model import Model
 from reshard.storage.io.files import OpenFiles
-from reshard.storage.io.streams import Strip, StripReader, TensorInfo, strips_of_view
+from reshard.storage.io.streams import Strip, TensorInfo, strips_of_view
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
 from reshard.storage.sources.adapter import AdapterSource
@@ -73,7 +73,6 @@ class PeftSource(AdapterSource):
         )
         ranks = {name: rank for adapter in self.adapters for name, rank in adapter.ranks.items()}
         self.scales = scales_of(self.config, ranks, path / CONFIG, self.scale_names)
-        self.reader = StripReader(self.tensors, self.files)
 
     def _as_peft_names(self, stored: dict[str, safetensors.Tensor]) -> dict[str, safetensors.Tensor]:
         """Return the tensors of the file under PEFT's names, and note those that had others."""
@@ -290,16 +289,14 @@ class PeftSource(AdapterSource):
         return fits
 
     def strips(self, name: str) -> list[Strip] | None:
-        return None if name in self.of_all_experts else self._strips(name)
-
-    def _strips(self, name: str) -> list[Strip]:
+        if name in self.of_all_experts:
+            return None
         tensor = self.stored[tensor_of(name)]
         return strips_of_view(name, tensor.shape, self.path / tensor.file, tensor.offset, tensor.dtype.size)
 
-    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        matrix = self.of_all_experts.get(name)
-        if matrix is None:
-            return self.reader.read_rows(name, start, stop, self._strips(name))
+    def compute(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Read rows of one expert's part of a matrix of all experts."""
+        matrix = self.of_all_experts[name]
         first, last = (matrix.row + row * matrix.step for row in (start, stop - 1))
         rows = self._rows(matrix.tensor, first, last + 1)[:: matrix.step]
         rank, width = self.tensors[name].shape[1], rows.shape[1]

@@ -5,6 +5,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from reshard.formats.torch_dist import TRACKER
 from reshard.megatron.parameters import ModelParameters
 from reshard.models.config_fields import ignored_config_fields
 from reshard.models.model import Model
+from reshard.storage.io.boxes import BoxReader
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import Strip, TensorInfo
 from reshard.storage.manifest import read_manifest
@@ -35,9 +37,9 @@ class Source(ABC):
     """A model's weights as canonical tensors.
 
     `tensors` are shapes and dtypes by published name (quantized ones already as what they
-    dequantize to), `copies` the names in it that repeat another tensor, `mapping` the expanded
-    table, `notices` what a user should be told, `versions` its files as they were before anything
-    of them was read.
+    dequantize to), `strips` says where each lies, and `compute` makes those that lie nowhere. `copies`
+    are the names in it that repeat another tensor, `mapping` the expanded table, `notices` what a user should be
+    told, `versions` its files as they were before anything of them was read.
     """
 
     kind: str
@@ -46,7 +48,6 @@ class Source(ABC):
     mapping: ModelParameters
     tensors: dict[str, TensorInfo]
     copies: dict[str, str]
-    less_one: frozenset[str] = frozenset()  # tensors whose strips have the numbers less 1
     uncast: frozenset[str] = frozenset()  # tensors that keep their dtype where others are cast
     experts_packed = True  # as files of the family may have them; False where these, or those before, do not
     notices: list[str]
@@ -54,18 +55,28 @@ class Source(ABC):
     versions: FileVersions
 
     @abstractmethod
-    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Read rows `start` .. `stop` of a canonical tensor, ``[rows, columns]``; valid until the
-        thread's next call."""
-
-    def read_held_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Read rows as `read_rows` does, but those of tensors in `less_one` as they are held: less 1."""
-        return self.read_rows(name, start, stop)
-
-    @abstractmethod
     def strips(self, name: str) -> list[Strip] | None:
-        """Return the strips of a canonical tensor; None for one that is computed from codes and scales, or
-        that files hold transposed."""
+        """Return the strips of a canonical tensor; None for one that `compute` makes."""
+
+    def compute(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Make rows `start` .. `stop` of a canonical tensor without strips, ``[rows, columns]``; valid until the
+        thread's next call."""
+        raise NotImplementedError
+
+    @property
+    def held(self) -> Mapping[str, TensorInfo]:
+        """The `tensors` as the files hold them: some less 1."""
+        return self.tensors
+
+    @cached_property
+    def reader(self) -> BoxReader:
+        """What reads rows and boxes of the tensors, as the files hold them."""
+        return BoxReader(self.held, self.files, self.strips, self.compute)
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Read rows `start` .. `stop` of a canonical tensor as it is published, ``[rows, columns]``; valid until the
+        thread's next call."""
+        return self.reader.published(name, start, stop)
 
     def row_multiple(self, name: str) -> int:
         """Return how many rows are best read together."""

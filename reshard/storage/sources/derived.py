@@ -1,9 +1,12 @@
 """A source that is another one with some of its tensors changed."""
 
 from abc import abstractmethod
+from functools import cached_property
 from pathlib import Path
 
-from reshard.storage.io.streams import Strip
+import numpy as np
+
+from reshard.storage.io.streams import Strip, TensorInfo
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.verify import SourceChecks
 
@@ -37,8 +40,22 @@ class DerivedSource(Source):
         """Compare what else is read with the manifests of its files, before anything is made of it; of
         several processes each does a part. Raises ReshardError."""
 
+    @cached_property
+    def held(self) -> dict[str, TensorInfo]:  # type: ignore[override]
+        return {
+            name: info if self.changes(name) else self.base.held[name] for name, info in self.tensors.items()
+        }
+
     def strips(self, name: str) -> list[Strip] | None:
         return None if self.changes(name) else self.base.strips(name)
+
+    def compute(self, name: str, start: int, stop: int) -> np.ndarray:
+        make = self.changed_rows if self.changes(name) else self.base.compute
+        return make(name, start, stop)
+
+    @abstractmethod
+    def changed_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Make rows of a tensor that is not as the base has it."""
 
     def row_multiple(self, name: str) -> int:
         return self.base.row_multiple(name)

@@ -22,7 +22,7 @@ from reshard.models.model import Model
 from reshard.quantization import channels, compressed_tensors, fp8_blocks, fp8_scales, modelopt, mxfp4
 from reshard.quantization.scheme import StoredWeight
 from reshard.storage.io.files import OpenFiles
-from reshard.storage.io.streams import Strip, StripReader, TensorInfo, largest_matrix, strips_of_view
+from reshard.storage.io.streams import Strip, TensorInfo, largest_matrix, strips_of_view
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
 from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
@@ -72,7 +72,6 @@ class HuggingFaceSource(Source):
         self.mapping = expand(self.model)
         self._quantization(dequantize_to)
         self._check()
-        self.reader = StripReader(self.tensors, self.files)
         self._take_beside(self.config)
 
     def _as_published(self, stored: dict[str, safetensors.Tensor]) -> dict[str, safetensors.Tensor]:
@@ -274,19 +273,11 @@ class HuggingFaceSource(Source):
         weight = self.codes[name]
         return replace(self.stored[weight.tensors[0]], shape=weight.shape)
 
-    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        if self._tensor_of(name) != name:
-            return self._view_rows(name, start, stop)
-        if name not in self.codes:
-            return self._rows(self.stored[name], start, stop)
-        return self._coded_rows(name, start, stop - start)
-
-    def _view_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Read rows of a view: from the files, or of a weight that is stored as codes from its rows."""
-        strips = self._strips(name)
-        if strips is not None:
-            return self.reader.read_rows(name, start, stop, strips)
+    def compute(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Decode rows of a weight that is stored as codes, or of a view of one."""
         info, tensor = self.tensors[name], self._tensor_of(name)
+        if tensor == name:
+            return self._coded_rows(name, start, stop - start)
         rows = self.scratch.array("view", stop - start, info.columns * info.dtype.size).view(
             info.dtype.numpy()
         )
@@ -330,10 +321,6 @@ class HuggingFaceSource(Source):
         return largest_matrix(self.packed.values(), self.stored)
 
     def strips(self, name: str) -> list[Strip] | None:
-        strips = self._strips(name)
-        return None if strips and any(strip.transposed is not None for strip in strips) else strips
-
-    def _strips(self, name: str) -> list[Strip] | None:
         if self._tensor_of(name) in self.codes:
             return None
         stored, place = self.stored[self._tensor_of(name)], self.packed.get(name, name)

@@ -3,12 +3,11 @@
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
-
-import numpy as np
 
 from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError, listed
@@ -37,7 +36,7 @@ from reshard.megatron.training.states import (
 )
 from reshard.models.model import Model
 from reshard.storage.io.files import OpenFiles
-from reshard.storage.io.streams import Strip, StripReader, TensorInfo, strip_of, strips_of_view
+from reshard.storage.io.streams import Strip, TensorInfo, strip_of, strips_of_view
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
 from reshard.storage.run.partial import unfinished
@@ -140,16 +139,8 @@ class MegatronSource(Source):
         self.tensors |= {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in self.towers.items()}
         self.notices += self.model.tower_notices(self.config_fields, self.towers)
         self._take_beside(self.config_fields)
-        self._open_readers()
-
-    def _open_readers(self) -> None:
-        """Prepare what reads the tensors, and what it remembers of their places."""
         self.paths: dict[str, Path] = {}
         self.known_frames: dict[int, list[tuple[bytes, bytes, torch_zip.ContainedTensor]]] = defaultdict(list)
-        self.less_one = self.mapping.less_one
-        self.reader = StripReader(self.tensors, self.files, self.less_one)
-        self.held_reader = StripReader(self.tensors, self.files)
-        self.strip_cache: dict[str, list[Strip]] = {}
 
     def _chosen_keys(self, without_adapters: bool) -> dict[str, torch_dist.Key]:
         """Return the keys of the checkpoint that are read. Raises ReshardError if they are not
@@ -330,6 +321,13 @@ class MegatronSource(Source):
         stored = safetensors.read_directory(self.hf_config)
         return self.hf_config, {n: tensor for n, tensor in stored.items() if self.model.is_of_tower(n)}
 
+    @cached_property
+    def held(self) -> dict[str, TensorInfo]:  # type: ignore[override]
+        held = dict(self.tensors)
+        for name in self.mapping.less_1 & held.keys():
+            held[name] = replace(held[name], dtype=held[name].dtype.held(less_1=True))
+        return held
+
     def strips(self, name: str) -> list[Strip]:
         tower = self.towers.get(name)
         if tower is not None:
@@ -375,20 +373,6 @@ class MegatronSource(Source):
             tail = self.files.read(path, stored.offset + end, stored.length - end)
             self.known_frames[stored.length].append((head[: relative.offset], tail, relative))
         return tensor
-
-    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        name = self.copies.get(name, name)
-        return self.reader.read_rows(name, start, stop, self._cached_strips(name))
-
-    def read_held_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        name = self.copies.get(name, name)
-        return self.held_reader.read_rows(name, start, stop, self._cached_strips(name))
-
-    def _cached_strips(self, name: str) -> list[Strip]:
-        strips = self.strip_cache.get(name)
-        if strips is None:
-            strips = self.strip_cache[name] = self.strips(name)
-        return strips
 
     def hf_directory(self) -> Path | None:
         if self.hf_config is not None and self.hf_config.is_dir():

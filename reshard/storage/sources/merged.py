@@ -37,7 +37,7 @@ class MergedSource(DerivedSource):
 
     def __init__(self, base: Source, adapter: AdapterSource, dtype: Dtype | None = None) -> None:
         super().__init__(base)
-        self.adapter, self.less_one = adapter, base.less_one
+        self.adapter = adapter
         missing = [name for name in adapter.scales if name not in base.tensors]
         wrong = [
             n for n in adapter.scales if n in base.tensors and base.tensors[n].shape != adapter.base.shapes[n]
@@ -80,10 +80,8 @@ class MergedSource(DerivedSource):
         unwatched = SourceChecks(self.base).unwatched()
         check_listed(self.base, part, parts, workers, {*self.adapter.scales, *unwatched})
 
-    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        scale = self.adapter.scales.get(name)
-        if scale is None:
-            return self.base.read_rows(name, start, stop)
+    def changed_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        scale = self.adapter.scales[name]
         if self.last.name != name:
             self.last.a = self.adapter.read_rows(peft_name(name, A), 0, scale.rank).astype(np.float32)
             self.last.name = name
@@ -99,9 +97,6 @@ class MergedSource(DerivedSource):
                 f"{name} with its adapter has {beyond if np.isfinite(merged).all() else 'NaN or infinity in it'}"
             )
         return rounded
-
-    def read_held_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        return self.base.read_held_rows(name, start, stop)  # of norms, which have no adapter
 
     def read_files(self) -> list[Path]:
         return [*self.base.read_files(), *self.adapter.read_files()]
