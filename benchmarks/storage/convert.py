@@ -232,7 +232,7 @@ start = time.perf_counter()
 import reshard.storage.convert as c
 from reshard.storage.destinations import megatron as destinations, rank_files
 from reshard.storage.io import files
-from reshard.storage.run import tensor_copy, workers
+from reshard.storage.run import conversion, workers
 workers.can_fork = lambda: False
 spent, lock = dict(imports=time.perf_counter() - start), threading.Lock()
 def clock(owner, name, label):
@@ -247,7 +247,7 @@ clock(files.OpenFiles, "read_into", "read"); clock(files.OpenFiles, "write", "wr
 clock(files.OpenFiles, "sync", "fsync (waits of 4 threads)")
 clock(destinations, "make_plan", "plan and proof"); clock(destinations, "chunks_to_write", "chunks")
 clock(c, "HuggingFaceSource", "open source")
-clock(rank_files.RankFiles, "metadata", ".metadata"); clock(tensor_copy.TensorCopy, "run", "streams (all of a tensor)")
+clock(rank_files.RankFiles, "metadata", ".metadata"); clock(conversion, "copy_tensor", "streams (all of a tensor)")
 c.hf_to_mcore({str(source)!r}, {str(target)!r}, c.MegatronLayout(tp=4, pp=2))
 spent["wall"] = time.perf_counter() - start
 print(json.dumps(spent))

@@ -37,8 +37,8 @@ from reshard.storage.io.boxes import box_bytes
 from reshard.storage.io.files import OpenFiles, allow_many_files, write_error
 from reshard.storage.quantized import Quantized
 from reshard.storage.run.added_iteration import AddedIteration
+from reshard.storage.run.job import files_of_process
 from reshard.storage.run.partial import SAVE
-from reshard.storage.run.share import files_of_process
 from reshard.storage.run.workdir import Workdir
 from reshard.storage.run.workers import worker_count
 from reshard.storage.sources.paths import iterations_in

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from reshard import MegatronLayout, check, diff, hf_to_mcore, inspect, mcore_to_hf
 from reshard.quantization import int_groups, nvfp4
 from reshard.storage import quantized
-from reshard.storage.run import tensor_copy as run
+from reshard.storage.run import conversion as run
 from reshard.storage.sources.huggingface import HuggingFaceSource
 from tests.storage.test_faults import refused
 from tests.tools.nvfp4_checkpoints import (  # noqa: F401  fixtures that every test uses

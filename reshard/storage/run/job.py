@@ -121,3 +121,15 @@ def tensors_to_store(source: Source, target: Dtype | None) -> dict[str, TensorIn
     return {
         name: TensorInfo(info.shape, stored_dtype(name, info.dtype)) for name, info in source.tensors.items()
     }
+
+
+def files_of_process(sizes: dict[Any, int], process: int, processes: int) -> set[Any]:
+    """Return the files (of these, name to bytes) that one of several processes writes: contiguous
+    runs of about equal bytes."""
+    total, names, position = sum(sizes.values()) or 1, set(), 0
+    for name, n in sizes.items():
+        middle = position + n // 2
+        if min(processes - 1, middle * processes // total) == process:
+            names.add(name)
+        position += n
+    return names

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import Placement
-from reshard.core.planner import PlanError, Transfer, make_plan
+from reshard.core.planner import Plan, PlanError, Transfer, make_plan
 from reshard.formats import safetensors, torch_dist, torch_zip
 from reshard.lora.checkpoint import adapter_keys, is_adapter_only
 from reshard.lora.checkpoint import without_adapters as base_keys
@@ -110,37 +110,49 @@ class MegatronSource(Source):
         self.mapping = self._expanded()
         self.unplaced_states: str | None = None  # why states of a movable format are not read after all
         placed = self._placed_with(states)
+        self.plan = self._planned(placed)
+        self.transfers = self.plan.by_canonical_tensor()
+        self.tower_directory, self.towers = self._towers()
         manifest = self.manifest()
-        recorded = set((manifest or {}).get("tensors", {}))
         self.experts_packed = (manifest or {}).get("experts_packed", True)
+        self.copies = self._copies(manifest)
+        self.tensors = self._tensors()
+        self.uncast = frozenset(self.state_shapes)
         # what this tool wrote holds weights and empty states only
         self.notices = taken + (placed.notices if manifest is None else [])
         self.notices += self.model.notices + notices(self.model, self.model_class) + self._state_notices()
-        canonical = {n: s for n, s in self.mapping.shapes.items() if n not in self.mapping.copies}
-        try:
-            self.plan = make_plan(placed.placement, Placement.canonical(canonical | self.state_shapes))
-        except PlanError as error:
-            raise ReshardError(
-                f"{directory} does not hold every element of the model's tensors: {error}"
-            ) from error
-        self.transfers = self.plan.by_canonical_tensor()
-        self.tensors = {name: self._info(name) for name in self.transfers}
-        # As in the files that this was converted from, or else as in published ones.
-        self.copies = {
-            n: p
-            for n, p in self.mapping.copies.items()
-            if (n in recorded if recorded else n not in self.mapping.optional)
-        }
-        self.tensors |= {name: self.tensors[primary] for name, primary in self.copies.items()}
-        names = (*self.mapping.shapes, *self.state_shapes)
-        self.tensors = {name: self.tensors[name] for name in names if name in self.tensors}
-        self.uncast = frozenset(self.state_shapes)
-        self.tower_directory, self.towers = self._towers()
-        self.tensors |= {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in self.towers.items()}
         self.notices += self.model.tower_notices(self.config_fields, self.towers)
         self._take_beside(self.config_fields)
         self.paths: dict[str, Path] = {}
         self.known_frames: dict[int, list[tuple[bytes, bytes, torch_zip.ContainedTensor]]] = defaultdict(list)
+
+    def _planned(self, placed: KeyPlacement) -> Plan:
+        """Plan where each canonical tensor is read from. Raises ReshardError where the keys lack an element."""
+        canonical = {n: shape for n, shape in self.mapping.shapes.items() if n not in self.mapping.copies}
+        try:
+            return make_plan(placed.placement, Placement.canonical(canonical | self.state_shapes))
+        except PlanError as error:
+            raise ReshardError(
+                f"{self.checkpoint.directory} does not hold every element of the model's tensors: {error}"
+            ) from error
+
+    def _copies(self, manifest: dict[str, Any] | None) -> dict[str, str]:
+        """Return the names that repeat another tensor: as in the files that this was converted from, or else as in
+        published ones."""
+        recorded, mapping = set((manifest or {}).get("tensors", {})), self.mapping
+        return {
+            n: p
+            for n, p in mapping.copies.items()
+            if (n in recorded if recorded else n not in mapping.optional)
+        }
+
+    def _tensors(self) -> dict[str, TensorInfo]:
+        """Return shapes and dtypes: of the model's tensors in the order of its table, of states, and of towers."""
+        placed = {name: self._info(name) for name in self.transfers}
+        placed |= {name: placed[primary] for name, primary in self.copies.items()}
+        names = (*self.mapping.shapes, *self.state_shapes)
+        towers = {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in self.towers.items()}
+        return {name: placed[name] for name in names if name in placed} | towers
 
     def _chosen_keys(self, without_adapters: bool) -> dict[str, torch_dist.Key]:
         """Return the keys of the checkpoint that are read. Raises ReshardError if they are not
