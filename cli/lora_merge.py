@@ -39,7 +39,7 @@ def command(base: str, adapter: str, destination: str, as_json: bool, **options:
     """Add ADAPTER, a LoRA adapter of PEFT, Megatron-Bridge or mcore-bridge, to the weights of BASE, a model in
     either format, and write the sum to DESTINATION."""
     from reshard.megatron.layout import MegatronLayout
-    from reshard.storage.lora import lora_merge
+    from reshard.storage.lora.convert import lora_merge
 
     _check_options_of(options["format"])
     layout = MegatronLayout(**pop_layout(options))

@@ -42,7 +42,7 @@ from reshard.core.limits import MAX_ITERATION, MAX_RANKS
 def command(source: str, destination: str, as_json: bool, **options: Any) -> None:
     """Convert SOURCE, a PEFT directory or the checkpoint of another trainer with a LoRA adapter, to a
     Megatron checkpoint of the adapter at DESTINATION, which loads at any layout."""
-    from reshard.storage.lora import lora_to_megatron
+    from reshard.storage.lora.convert import lora_to_megatron
 
     start = time.perf_counter()
     with progress_bar("lora-to-megatron") as progress, resumable(destination):

@@ -27,7 +27,7 @@ from reshard.cli.places import PathOrHubId, resumable
 def command(source: str, destination: str, as_json: bool, **options: Any) -> None:
     """Convert SOURCE, a Megatron checkpoint with a LoRA adapter of Megatron-Bridge or mcore-bridge at any
     layout, to a PEFT directory at DESTINATION."""
-    from reshard.storage.lora import lora_to_peft
+    from reshard.storage.lora.convert import lora_to_peft
 
     start = time.perf_counter()
     with progress_bar("lora-to-peft") as progress, resumable(destination):

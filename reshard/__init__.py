@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from reshard.storage.compare import diff
     from reshard.storage.convert import hf_to_mcore, mcore_to_hf, mcore_to_mcore
     from reshard.storage.inspection import inspect
-    from reshard.storage.lora import lora_merge, lora_to_megatron, lora_to_peft
+    from reshard.storage.lora.convert import lora_merge, lora_to_megatron, lora_to_peft
     from reshard.storage.sources.opening import read_model
 
 if not TYPE_CHECKING:  # a type checker knows the names above, and that there are no others
@@ -51,9 +51,9 @@ if not TYPE_CHECKING:  # a type checker knows the names above, and that there ar
             "ignored_config_fields": "reshard.models.config_fields",
             "inspect": "reshard.storage.inspection",
             "load": "reshard.live.load",
-            "lora_merge": "reshard.storage.lora",
-            "lora_to_megatron": "reshard.storage.lora",
-            "lora_to_peft": "reshard.storage.lora",
+            "lora_merge": "reshard.storage.lora.convert",
+            "lora_to_megatron": "reshard.storage.lora.convert",
+            "lora_to_peft": "reshard.storage.lora.convert",
             "mcore_to_hf": "reshard.storage.convert",
             "mcore_to_mcore": "reshard.storage.convert",
             "memory": "reshard.memory",

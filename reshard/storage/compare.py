@@ -14,8 +14,8 @@ from reshard.core.truth import NoTruthValue
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import different_fields
 from reshard.storage.io.files import allow_many_files
+from reshard.storage.lora.source import AdapterSource
 from reshard.storage.run.workers import Progress, run_jobs
-from reshard.storage.sources.adapter import AdapterSource
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.hf_hub import config_path, local_directory
 from reshard.storage.sources.huggingface import HuggingFaceSource

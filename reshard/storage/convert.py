@@ -21,6 +21,7 @@ from reshard.storage.destinations.huggingface import HuggingFaceFiles, parse_siz
 from reshard.storage.destinations.megatron import MegatronFiles
 from reshard.storage.io.casts import float_dtype
 from reshard.storage.io.streams import TensorInfo
+from reshard.storage.lora.source import AdapterSource
 from reshard.storage.quantized import Quantized, Scheme, scheme_named
 from reshard.storage.report import (
     ConversionReport,
@@ -33,7 +34,6 @@ from reshard.storage.run.conversion import run_conversion
 from reshard.storage.run.job import ConversionJob, RunOptions, tensors_to_store
 from reshard.storage.run.workdir import Workdir
 from reshard.storage.run.workers import Progress
-from reshard.storage.sources.adapter import AdapterSource
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.derived import DerivedSource
 from reshard.storage.sources.hf_hub import config_path, local_directory

@@ -8,10 +8,10 @@ from reshard.core.limits import check_positive
 from reshard.formats import torch_dist
 from reshard.megatron.checkpoint import AdapterOnlyError
 from reshard.models.model import Model
+from reshard.storage.lora.megatron import MegatronAdapterSource
+from reshard.storage.lora.peft import PeftSource
+from reshard.storage.lora.source import AdapterSource
 from reshard.storage.run.partial import unfinished
-from reshard.storage.sources.adapter import AdapterSource
-from reshard.storage.sources.adapter_megatron import MegatronAdapterSource
-from reshard.storage.sources.adapter_peft import PeftSource
 from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.huggingface import HuggingFaceSource

@@ -14,10 +14,10 @@ from reshard.formats.torch_dist import TRACKER
 from reshard.megatron.flags import FLAGS_FILE
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import TensorInfo
+from reshard.storage.lora.peft import PeftSource
 from reshard.storage.manifest import CHECKSUM, file_entry
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.run.workers import BATCH_BYTES, run_jobs
-from reshard.storage.sources.adapter_peft import PeftSource
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.huggingface import HuggingFaceSource
 from reshard.storage.sources.megatron import MegatronSource

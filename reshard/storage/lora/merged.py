@@ -13,7 +13,7 @@ from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.lora.names import A, B, peft_name
 from reshard.storage.io.streams import SLAB_BYTES
-from reshard.storage.sources.adapter import AdapterSource
+from reshard.storage.lora.source import AdapterSource
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.derived import DerivedSource
 from reshard.storage.sources.verify import SourceChecks, check_listed

@@ -27,8 +27,8 @@ from reshard.storage.destinations.base import Destination
 from reshard.storage.destinations.rank_files import RankFiles
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import Strip, TensorInfo
+from reshard.storage.lora.source import AdapterSource
 from reshard.storage.manifest import printable
-from reshard.storage.sources.adapter import AdapterSource
 from reshard.storage.sources.paths import HF_FILES, RUN_CONFIG
 
 # What Megatron-Bridge reads when it loads a checkpoint, besides the adapter's settings.

@@ -18,7 +18,7 @@ from reshard.lora.scale import Scale, as_number
 from reshard.megatron.hybrid import class_of_keys
 from reshard.megatron.parameters import ModelParameters, expand
 from reshard.models.model import Model
-from reshard.storage.sources.adapter import AdapterSource
+from reshard.storage.lora.source import AdapterSource
 from reshard.storage.sources.megatron import MegatronSource
 from reshard.storage.sources.paths import RUN_CONFIG, model_named
 

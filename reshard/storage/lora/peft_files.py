@@ -10,8 +10,8 @@ from reshard.lora.names import A, peft_name
 from reshard.lora.peft_config import CONFIG, WEIGHTS, written_config
 from reshard.storage.destinations.huggingface import HuggingFaceFiles
 from reshard.storage.io.streams import TensorInfo
+from reshard.storage.lora.source import AdapterSource
 from reshard.storage.quantized import Quantized
-from reshard.storage.sources.adapter import AdapterSource
 
 
 class PeftFiles(HuggingFaceFiles):

@@ -21,20 +21,20 @@ from reshard.storage.convert import (
     to_hf,
     to_mcore,
 )
-from reshard.storage.destinations.adapter_megatron import MegatronAdapterFiles, trainer_settings
-from reshard.storage.destinations.adapter_peft import PeftFiles
 from reshard.storage.destinations.huggingface import parse_size
 from reshard.storage.io.casts import float_dtype
+from reshard.storage.lora.fused import FusedExpertsSource
+from reshard.storage.lora.megatron_files import MegatronAdapterFiles, trainer_settings
+from reshard.storage.lora.merged import MergedSource
+from reshard.storage.lora.peft_files import PeftFiles
+from reshard.storage.lora.source import AdapterSource
 from reshard.storage.quantized import Quantized
 from reshard.storage.report import ConversionReport, new_report
 from reshard.storage.run.job import ConversionJob, RunOptions, tensors_to_store
 from reshard.storage.run.workers import Progress
-from reshard.storage.sources.adapter import AdapterSource
-from reshard.storage.sources.adapter_fused import FusedExpertsSource
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.hf_hub import config_path, local_directory
 from reshard.storage.sources.megatron import MegatronSource
-from reshard.storage.sources.merged import MergedSource
 from reshard.storage.sources.opening import check_config_is_read, open_adapter, open_source
 from reshard.storage.sources.paths import locate
 

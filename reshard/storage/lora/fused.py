@@ -13,7 +13,7 @@ from reshard.lora.names import PEFT_PREFIX, A, B, peft_name
 from reshard.lora.parameters import Adapter
 from reshard.lora.scale import Scale
 from reshard.storage.io.streams import Strip, TensorInfo
-from reshard.storage.sources.adapter import AdapterSource
+from reshard.storage.lora.source import AdapterSource
 
 
 class FusedMatrix(NamedTuple):

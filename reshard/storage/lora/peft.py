@@ -21,10 +21,10 @@ from reshard.megatron.parameters import ModelParameters, expand
 from reshard.models.model import Model
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import Strip, TensorInfo, strips_of_view
+from reshard.storage.lora.names import peft_names
+from reshard.storage.lora.source import AdapterSource
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
-from reshard.storage.sources.adapter import AdapterSource
-from reshard.storage.sources.adapter_names import peft_names
 from reshard.storage.sources.base import read_config
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.versions import FileVersions

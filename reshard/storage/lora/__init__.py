@@ -1,0 +1,1 @@
+"""LoRA adapters on disk: read, written, and merged into their base model."""
