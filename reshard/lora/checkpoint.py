@@ -8,10 +8,12 @@ from reshard.core.errors import ReshardError, listed
 from reshard.formats.torch_dist import Key
 from reshard.lora.names import CANONICAL, A, B, MatrixKey, megatron_name, parse_key
 from reshard.lora.parameters import Adapter, AdapterForm, LinearLayer, linear_layers, part_names
-from reshard.megatron.checkpoint import ADAPTER, EMBEDDING, possible_keys
+from reshard.megatron.checkpoint import EMBEDDING, possible_keys
 from reshard.megatron.parameters import ModelParameters
 from reshard.models.model import Model
 
+# Megatron-Bridge's and PEFT's names of the matrices of an adapter.
+ADAPTER = re.compile(r"\.adapters?\.|\.lora_(?:[AB]|embedding_[AB]|magnitude_vector)\b")
 # What adapters put into the names of the weights that they wrap, once for each of them.
 WRAPPED = re.compile(r"\.(?:(?:base_layer|to_wrap)\.)+")
 # Keys of adapters that are more than B @ A, and what they are.
@@ -25,20 +27,34 @@ NOT_HELD = {
 }
 
 
+class AdapterOnlyError(ReshardError):
+    """Raised where a model's checkpoint holds nothing but an adapter."""
+
+
+def base_keys(keys: Mapping[str, Key], where: object, without_adapters: bool) -> dict[str, Key]:
+    """Return the keys of a model, under the names that they have without an adapter. Raises ReshardError if there is an
+    adapter beside it that is not to be left out, or an adapter alone."""
+    own = set(adapter_keys(keys))
+    if not own or (without_adapters and EMBEDDING in keys):
+        keys = {WRAPPED.sub(".", key): entry for key, entry in keys.items() if key not in own}
+    adapters = sorted(key for key in keys if ADAPTER.search(key))
+    if adapters and EMBEDDING not in keys:
+        raise AdapterOnlyError(
+            f"{where} holds a LoRA adapter ({len(adapters)} tensors: {listed(adapters, 2)}) and no model: reshard "
+            f"lora-to-peft converts it, reshard lora-merge adds it to its model"
+        )
+    if adapters:
+        raise ReshardError(
+            f"{where} holds a LoRA adapter ({len(adapters)} tensors: {listed(adapters, 2)}) beside the "
+            "model's weights: pass --without-adapters for the weights alone, or convert the adapter with "
+            "reshard lora-to-peft"
+        )
+    return dict(keys)
+
+
 def adapter_keys(keys: Iterable[str]) -> list[str]:
     """Return the keys that belong to an adapter, its states and what is not held of it among them."""
     return [key for key in keys if ADAPTER.search(key) or any(p.search(key) for p in NOT_HELD.values())]
-
-
-def is_adapter_only(keys: Mapping[str, Key]) -> bool:
-    """Return True for the keys of an adapter without its base model."""
-    return EMBEDDING not in keys and bool(adapter_keys(keys))
-
-
-def without_adapters(keys: Mapping[str, Key]) -> dict[str, Key]:
-    """Return the keys of the base model alone, under the names that they have without an adapter."""
-    own = set(adapter_keys(keys))
-    return {WRAPPED.sub(".", key): entry for key, entry in keys.items() if key not in own}
 
 
 def find_adapters(

@@ -38,8 +38,6 @@ NOT_WEIGHTS = {
     "common state": ("common_state",),
 }
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-# Megatron-Bridge's and PEFT's names of the matrices of an adapter.
-ADAPTER = re.compile(r"\.adapters?\.|\.lora_(?:[AB]|embedding_[AB]|magnitude_vector)\b")
 VALUE_HEAD = re.compile(r"(?:^|\.)(?:v_head|value_head|score)\.")
 # Modules with a weight and another rule than linear layers for ``_extra_state``.
 NORMS = {
@@ -61,10 +59,6 @@ WITHOUT_STATE = {
     "mixer.conv1d",
     "mixer.norm",
 }
-
-
-class AdapterOnlyError(ReshardError):
-    """Raised where a model's checkpoint holds nothing but a LoRA adapter."""
 
 
 class Chunk(NamedTuple):
@@ -170,18 +164,6 @@ class KeyPlacement:
 
 def check_language_model(keys: Keys, where: object) -> None:
     """Raise ReshardError if a checkpoint does not hold a language model, and say what it holds."""
-    adapters = sorted(key for key in keys if ADAPTER.search(key))
-    if adapters and EMBEDDING not in keys:
-        raise AdapterOnlyError(
-            f"{where} holds a LoRA adapter ({len(adapters)} tensors: {listed(adapters, 2)}) and no model: reshard "
-            f"lora-to-peft converts it, reshard lora-merge adds it to its model"
-        )
-    if adapters:
-        raise ReshardError(
-            f"{where} holds a LoRA adapter ({len(adapters)} tensors: {listed(adapters, 2)}) beside the "
-            "model's weights: pass --without-adapters for the weights alone, or convert the adapter with "
-            "reshard lora-to-peft"
-        )
     sharded = [key for key in keys if key.endswith("." + EMBEDDING) and key.startswith(("model.", "module."))]
     if EMBEDDING not in keys and sharded:
         raise ReshardError(

@@ -11,11 +11,11 @@ from reshard.core.printed import Printed
 from reshard.core.truth import NoTruthValue
 from reshard.models.config_fields import allow_unmapped_configs, check_ignored
 from reshard.storage.io.files import allow_many_files
+from reshard.storage.lora.opening import open_model_or_adapter
 from reshard.storage.manifest import CHECKSUM, NAME, read_manifest
 from reshard.storage.run.workers import Progress, run_jobs, worker_count
 from reshard.storage.sources.base import Source, has_tokenizer, of_tokenizer
 from reshard.storage.sources.megatron import MegatronSource
-from reshard.storage.sources.opening import open_source
 from reshard.storage.sources.paths import HF_FILES, iterations_in, tracked_iteration
 from reshard.storage.sources.training import damaged_padding
 from reshard.storage.sources.verify import (
@@ -23,7 +23,6 @@ from reshard.storage.sources.verify import (
     checksum_of,
     differences,
     manifest_of,
-    stored_tensors,
 )
 
 SHOWN = 20  # names of a kind
@@ -115,7 +114,7 @@ def _open(path: Path) -> Source:
     where its manifest names such."""
     try:
         with allow_unmapped_configs():  # bytes are compared, whatever model they make
-            return open_source(path, adapters=True, states="recorded")
+            return open_model_or_adapter(path, states="recorded")
     except ReshardError as error:
         root = _root_of_damaged(path)
         changed, missing = changed_files(root, (read_manifest(root) or {}).get("files", {}))
@@ -148,7 +147,7 @@ def _changed_tensors(
 ) -> list[str]:
     """Return the listed tensors whose bytes do not have their checksums, and those that only one
     side has. Codes and scales are checked as they are stored."""
-    infos, read = stored_tensors(source)
+    infos, read = source.stored_tensors(), source.read_stored_rows
     bad = differences(infos, entries)
     sizes = {name: infos[name].size_bytes for name in entries if name in infos and name not in bad}
 

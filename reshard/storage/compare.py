@@ -12,14 +12,13 @@ from reshard.core.errors import ReshardError
 from reshard.core.printed import Printed
 from reshard.core.truth import NoTruthValue
 from reshard.models.config_fields import check_ignored
-from reshard.models.model import different_fields
 from reshard.storage.io.files import allow_many_files
-from reshard.storage.lora.source import AdapterSource
+from reshard.storage.lora.opening import open_model_or_adapter
 from reshard.storage.run.workers import Progress, run_jobs
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.hf_hub import config_path, local_directory
 from reshard.storage.sources.huggingface import HuggingFaceSource
-from reshard.storage.sources.opening import check_config_is_read, open_source
+from reshard.storage.sources.opening import check_config_is_read
 from reshard.storage.sources.paths import config_beside, locate
 from reshard.storage.sources.training import has_states, is_of_training, is_padding, notices_on_training
 
@@ -128,15 +127,15 @@ def diff(
     left_directory, right_directory = local_directory(str(a)), local_directory(str(b))
     check_config_is_read(hf_config, left_directory, right_directory)
     config = config_path(hf_config) if hf_config is not None else None
-    left = open_source(left_directory, config, adapters=True, states="movable")
+    left = open_model_or_adapter(left_directory, config, states="movable")
     try:
         right_config = config or _config_for(right_directory, left)
-        right = open_source(right_directory, right_config, adapters=True, states="movable")
+        right = open_model_or_adapter(right_directory, right_config, states="movable")
     except BaseException:
         left.close()
         raise
     try:
-        _check_kinds(left, right)
+        fields, notices = left.differences(right)
         check_ignored(left.model, right.model)
         left_out = _outside_comparison(left, right)
 
@@ -145,25 +144,19 @@ def diff(
 
         common = [name for name in left.tensors if name in right.tensors and chosen(name)]
         # A copy that only one side keeps under a name of its own says nothing new.
-        result = Diff(str(a), str(b), common)
-        result.notices = [*left.model.notices, *right.model.notices, *notices_on_training(left, right)]
-        result.only_a = sorted(
-            n
-            for n in left.tensors
-            if n not in right.tensors and n not in left.mapping.dispensable and chosen(n)
-        )
-        result.only_b = sorted(
-            n
-            for n in right.tensors
-            if n not in left.tensors and n not in right.mapping.dispensable and chosen(n)
-        )
+        result = Diff(str(a), str(b), common, fields=fields)
+        result.notices = [
+            *left.model.notices,
+            *right.model.notices,
+            *notices_on_training(left, right),
+            *notices,
+        ]
+        result.only_a = sorted(filter(chosen, _tensors_without(left, right)))
+        result.only_b = sorted(filter(chosen, _tensors_without(right, left)))
         if not (common or result.only_a or result.only_b):
             raise ReshardError(
                 f"there is nothing to compare: `only` chooses none of the {len(left.tensors)} tensors of {a}"
             )
-        result.fields = different_fields(left.model, right.model)
-        if isinstance(left, AdapterSource) and isinstance(right, AdapterSource):
-            _compare_scales(left, right, result)
         sizes = {name: left.tensors[name].size_bytes for name in common}
         with left.unchanged(), right.unchanged():
             outcomes = run_jobs(sizes, lambda name: _compare(name, left, right), workers, progress)
@@ -177,6 +170,11 @@ def diff(
         right.close()
 
 
+def _tensors_without(own: Source, other: Source) -> list[str]:
+    """Return the tensors that a source has to have, and the other has not."""
+    return [n for n in own.tensors if n not in other.tensors and n not in own.mapping.dispensable]
+
+
 def _outside_comparison(left: Source, right: Source) -> set[str]:
     """Return the optimizer states, and the padding beside them, that only one of two sources has, or that they have in
     different sizes, since that of the vocabulary is a layout's."""
@@ -185,30 +183,6 @@ def _outside_comparison(left: Source, right: Source) -> set[str]:
     shapes = [{name: info.shape for name, info in source.tensors.items()} for source in (left, right)]
     names = {name for of_source in shapes for name in of_source if is_padding(name)}
     return {name for name in names if shapes[0].get(name) != shapes[1].get(name)}
-
-
-def _check_kinds(left: Source, right: Source) -> None:
-    """Raise ReshardError if one is an adapter and the other a model, which have no tensor in common."""
-    if isinstance(left, AdapterSource) is not isinstance(right, AdapterSource):
-        adapter, model = (left, right) if isinstance(left, AdapterSource) else (right, left)
-        raise ReshardError(
-            f"{adapter.path} is a LoRA adapter and {model.path} a model: reshard lora-merge adds the "
-            "adapter to its model first"
-        )
-
-
-def _compare_scales(left: AdapterSource, right: AdapterSource, result: Diff) -> None:
-    """Add the first weight whose ``B @ A`` two adapters multiply by different factors, or a notice where one of
-    them does not say its alpha."""
-    try:
-        a, b = left.scales, right.scales
-    except ReshardError as error:
-        result.notices.append(f"the adapters' scales were not compared: {error}")
-        return
-    for name in a:
-        if name in b and a[name].factor != b[name].factor:
-            result.fields[f"scale of {name}"] = a[name].factor, b[name].factor
-            return
 
 
 def _config_for(path: Path, source: Source) -> Path | None:

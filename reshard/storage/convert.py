@@ -21,7 +21,6 @@ from reshard.storage.destinations.huggingface import HuggingFaceFiles, parse_siz
 from reshard.storage.destinations.megatron import MegatronFiles
 from reshard.storage.io.casts import float_dtype
 from reshard.storage.io.streams import TensorInfo
-from reshard.storage.lora.source import AdapterSource
 from reshard.storage.quantized import Quantized, Scheme, scheme_named
 from reshard.storage.report import (
     ConversionReport,
@@ -189,7 +188,7 @@ def mcore_to_hf(
     Hugging Face directory.
 
     Without `hf_config` (a ``config.json`` or a directory with one) the config is the one beside the
-    weights, else the one that the checkpoint's ``args`` describe. `without_adapters` leaves out a LoRA
+    weights, else the one that the checkpoint's ``args`` describe. `without_adapters` leaves out an
     adapter that lies beside the weights. `quantize` writes linear weights as fp8 with a scale for each
     128x128 block (True, or ``fp8``), or, in the format of compressed-tensors, as fp8 with a scale for
     each output channel (``fp8_per_channel``), as int4 with one for 128 or 32 columns of an output
@@ -301,7 +300,7 @@ def carry_out(job: ConversionJob, settings: dict[str, Any], report: ConversionRe
 
     `settings` is all but the source that decides the bytes.
     """
-    if not isinstance(job.source, AdapterSource):
+    if job.source.is_model:
         report.notices += tokenizer_notices(job, report)
     if job.options.dry_run:
         report.notices += destination_notices(job)

@@ -12,10 +12,10 @@ from reshard.core.printed import Printed, size
 from reshard.formats import safetensors
 from reshard.models.config_fields import allow_unmapped_configs, check_ignored, whole_number
 from reshard.models.model import Model
-from reshard.storage.lora.source import AdapterSource
+from reshard.storage.lora.opening import open_model_or_adapter
 from reshard.storage.sources.base import ignored_as_recorded, read_config
 from reshard.storage.sources.hf_hub import config_path, local_directory
-from reshard.storage.sources.opening import check_config_is_read, open_source
+from reshard.storage.sources.opening import check_config_is_read
 from reshard.storage.sources.paths import locate
 
 
@@ -84,11 +84,10 @@ def inspect(path: str | Path, *, hf_config: str | Path | None = None) -> Inspect
         why = _unmapped(directory)
         if why:
             return _as_stored(path, directory, why)
-        source = open_source(directory, config, adapters=True)
+        source = open_model_or_adapter(directory, config)
     try:
         check_ignored(source.model)
-        if isinstance(source, AdapterSource):
-            source.note_untrained()
+        source.look_closer()
         own = {name: t for name, t in source.tensors.items() if name not in source.copies}
         dtypes: Counter = Counter()
         for info in own.values():

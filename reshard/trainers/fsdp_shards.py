@@ -13,10 +13,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from reshard.core.boxes import Box, whole
 from reshard.core.errors import ReshardError
 from reshard.device.memory import Region
-from reshard.lora.checkpoint import WRAPPED
-from reshard.lora.names import PEFT_PREFIX
-from reshard.megatron.checkpoint import ADAPTER
 from reshard.refit.trainer import Trainer
+from reshard.trainers.adapter_names import is_of_adapter, without_peft
 
 # What wrappers put into a parameter's name: activation checkpointing, torch.compile.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -73,7 +71,7 @@ class FsdpShards(Trainer):
         self._reshard()
         self.model = model
         named = [held._replace(name=without_peft(held.name)) for held in _local_parameters(model)]
-        self.adapter_names = {held.name for held in named if ADAPTER.search(held.name)}
+        self.adapter_names = {held.name for held in named if is_of_adapter(held.name)}
         self.held = [held for held in named if all(held.box.lengths) and self._publishes(held.name)]
         self._names = [held.name for held in self.held for _ in range(held.matrices)]
 
@@ -153,11 +151,6 @@ class FsdpShards(Trainer):
                     f"the whole model there first"
                 )
         super().check_memory(device)
-
-
-def without_peft(name: str) -> str:
-    """Return a parameter's or module's name without what PEFT puts into that of a layer below an adapter."""
-    return WRAPPED.sub(".", name.removeprefix(PEFT_PREFIX))
 
 
 def _local_parameters(model: torch.nn.Module) -> Iterator[LocalParameter]:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.core.errors import ReshardError, listed
+from reshard.lora.checkpoint import ADAPTER
 from reshard.lora.scale import Scale
-from reshard.megatron.checkpoint import ADAPTER
 
 WHERE = "the trainer's adapter"
 

@@ -10,9 +10,8 @@ import torch
 
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor
-from reshard.lora.checkpoint import WRAPPED
 from reshard.megatron.arguments import megatron_args
-from reshard.megatron.checkpoint import ADAPTER, EMBEDDING, OUTPUT
+from reshard.megatron.checkpoint import EMBEDDING, OUTPUT
 from reshard.megatron.hybrid import as_gpt_args, class_of_models, pattern_of
 from reshard.megatron.parameters import expand
 from reshard.models.config_fields import ignored
@@ -21,6 +20,7 @@ from reshard.models.model import Model
 from reshard.models.numerics_args import NUMERICS_ARGS, disagreements
 from reshard.models.rope import inverse_frequencies
 from reshard.refit.trainer import Trainer
+from reshard.trainers.adapter_names import is_of_adapter, without_wrappers
 from reshard.trainers.lora_scales import without_adapter_error
 from reshard.trainers.megatron_lora import MegatronAdapter
 from reshard.trainers.plus_one import PlusOne
@@ -50,10 +50,10 @@ class MegatronModel(ShardedModel):
         super().__init__(models, metadata)
 
     def _published_key(self, key: str) -> str | None:
-        if ADAPTER.search(key):
+        if is_of_adapter(key):
             self.adapter_keys.add(key)
             return None
-        return WRAPPED.sub(".", key)
+        return without_wrappers(key)
 
     def split_adapter(self) -> tuple[Trainer, Trainer]:
         """Return the weights without the adapter of Megatron-Bridge's or mcore-bridge's modules, and the

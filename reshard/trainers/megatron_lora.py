@@ -17,11 +17,10 @@ import torch
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor
 from reshard.device.memory import Region
-from reshard.lora.checkpoint import check_supported, find_adapters
+from reshard.lora.checkpoint import ADAPTER, check_supported, find_adapters
 from reshard.lora.names import PEFT_PREFIX, peft_name
 from reshard.lora.parameters import Adapter, adapter_parameters
 from reshard.lora.scale import Scale
-from reshard.megatron.checkpoint import ADAPTER
 from reshard.megatron.hybrid import class_of_models
 from reshard.megatron.parameters import Parameter, expand
 from reshard.models.model import Model

@@ -47,7 +47,7 @@ class Probe(Probed, RollExtension):
         """A directory through ROLL's own way into vLLM's loader, in two parts."""
         from safetensors.torch import load_file
 
-        from reshard.engines.vllm.weights.served import without_adapters
+        from reshard.engines.vllm.adapters.wrappers import without_adapters
 
         named = sorted(load_file(Path(folder) / "model.safetensors").items())
         with without_adapters(self.get_model()):

@@ -58,7 +58,7 @@ def decays_of(module: Any) -> Any:
 
 
 def plain_method(method: Any) -> Any:
-    """Return the method that a layer's weights were loaded for. Another one may run them, for LoRA
+    """Return the method that a layer's weights were loaded for. Another one may run them, for
     adapters, or to exchange tokens among experts' ranks."""
     while hasattr(method, "old_quant_method"):
         method = method.old_quant_method

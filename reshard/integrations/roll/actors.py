@@ -90,7 +90,7 @@ def left_to_roll(worker: Any, infer_cluster: Any) -> str:
 
 @dataclass
 class RolloutWorker:
-    """The vLLM of a `worker` of the rollout, which calls it; `adapter` names the LoRA adapter there. See
+    """The vLLM of a `worker` of the rollout, which calls it; `adapter` names the adapter there. See
     `RemoteEngine`."""
 
     worker: Any
@@ -117,7 +117,7 @@ class Refit:
     the rollout.
 
     `models` are Megatron's chunks, `infer_cluster` is ROLL's cluster of the rollout,
-    `meeting_place` gives an address with a free port, `adapter` names the models' LoRA adapter in
+    `meeting_place` gives an address with a free port, `adapter` names the models' adapter in
     vLLM. All meet there at the first sync, and anew after one that failed.
     """
 

@@ -26,6 +26,7 @@ from reshard.storage.io.casts import float_dtype
 from reshard.storage.lora.fused import FusedExpertsSource
 from reshard.storage.lora.megatron_files import MegatronAdapterFiles, trainer_settings
 from reshard.storage.lora.merged import MergedSource
+from reshard.storage.lora.opening import open_adapter
 from reshard.storage.lora.peft_files import PeftFiles
 from reshard.storage.lora.source import AdapterSource
 from reshard.storage.quantized import Quantized
@@ -35,7 +36,7 @@ from reshard.storage.run.workers import Progress
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.hf_hub import config_path, local_directory
 from reshard.storage.sources.megatron import MegatronSource
-from reshard.storage.sources.opening import check_config_is_read, open_adapter, open_source
+from reshard.storage.sources.opening import check_config_is_read, open_source
 from reshard.storage.sources.paths import locate
 
 EXPERTS = ("apart", "together")

@@ -123,6 +123,9 @@ class FusedExpertsSource(AdapterSource):
     def strips(self, name: str) -> list[Strip] | None:
         return None if name in self.fused else self.adapter.strips(name)
 
+    def spans(self, file: str) -> list[tuple[int, int]]:
+        return self.adapter.spans(file)
+
     def hf_directory(self) -> Path | None:
         return self.adapter.hf_directory()
 

@@ -304,6 +304,9 @@ class PeftSource(AdapterSource):
             return rows
         return np.ascontiguousarray(rows.reshape(stop - start, rank, width // rank)[:, :, matrix.expert])
 
+    def spans(self, file: str) -> list[tuple[int, int]]:
+        return sorted((t.offset, t.offset + t.size_bytes) for t in self.stored.values() if t.file == file)
+
     def stored_tensors(self) -> dict[str, TensorInfo]:
         """Return the tensors of the file: those of all experts as they are stored."""
         apart = {name: info for name, info in self.tensors.items() if name not in self.of_all_experts}

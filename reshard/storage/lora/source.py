@@ -24,6 +24,7 @@ class AdapterSource(Source, ABC):
     with all experts of a layer. `copies_of_base` are the tensors, by published weight, that should be the model's own.
     """
 
+    is_model = False
     base: ModelParameters
     adapters: list[Adapter]
     scales: dict[str, Scale]
@@ -35,6 +36,9 @@ class AdapterSource(Source, ABC):
         """Read rows of the copy of a weight in `copies_of_base`."""
         raise NotImplementedError
 
+    def look_closer(self) -> None:
+        self.note_untrained()
+
     def note_untrained(self) -> None:
         """Note an adapter whose every B is zero, as PEFT begins; of any other, no more is read than the first rows that
         are not."""
@@ -45,6 +49,21 @@ class AdapterSource(Source, ABC):
         """Read the B of each layer, one after the other."""
         for name in (peft_name(weight, B) for adapter in self.adapters for weight in adapter.ranks):
             yield self.read_rows(name, 0, self.tensors[name].shape[0])
+
+    def differences(self, other: Source) -> tuple[dict[str, tuple[Any, Any]], list[str]]:
+        """Return what differs, with the first weight whose ``B @ A`` two adapters multiply by different factors, or a
+        notice where one of them does not say its alpha. Raises ReshardError for a model."""
+        if not isinstance(other, AdapterSource):
+            raise ReshardError(_merge_first(self, other))
+        fields, notices = super().differences(other)
+        try:
+            a, b = self.scales, other.scales
+        except ReshardError as error:
+            return fields, [*notices, f"the adapters' scales were not compared: {error}"]
+        for name in a:
+            if name in b and a[name].factor != b[name].factor:
+                return fields | {f"scale of {name}": (a[name].factor, b[name].factor)}, notices
+        return fields, notices
 
     def described_adapter(self) -> dict[str, Any]:
         """Return what `inspect` shows of any adapter."""
@@ -59,6 +78,13 @@ class AdapterSource(Source, ABC):
             "rank": _one_or_all(ranks.values()),
             "alpha": _one_or_all(alphas) if alphas else "not said",
         }
+
+
+def _merge_first(adapter: Source, model: Source) -> str:
+    return (
+        f"{adapter.path} is a LoRA adapter and {model.path} a model: reshard lora-merge adds the "
+        "adapter to its model first"
+    )
 
 
 def _one_or_all(values: Iterable[float]) -> Any:

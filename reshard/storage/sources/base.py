@@ -16,7 +16,7 @@ from reshard.formats.small_files import read_json
 from reshard.formats.torch_dist import TRACKER
 from reshard.megatron.parameters import ModelParameters
 from reshard.models.config_fields import ignored_config_fields
-from reshard.models.model import Model
+from reshard.models.model import Model, different_fields
 from reshard.storage.io.boxes import BoxReader
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import Strip, TensorInfo
@@ -43,6 +43,7 @@ class Source(ABC):
     """
 
     kind: str
+    is_model = True  # and not something that is added to one
     path: Path
     model: Model
     mapping: ModelParameters
@@ -116,6 +117,29 @@ class Source(ABC):
                 times.append([name, version.size_bytes, version.mtime_ns, version.ctime_ns])
                 places.append([name, version.inode, os.path.relpath(os.path.realpath(path), top)])
         return [times, self.model.family.name, self.model.config], places
+
+    def stored_tensors(self) -> Mapping[str, TensorInfo]:
+        """Return the tensors as a manifest lists them: codes and scales, and adapters of all experts, as they are
+        stored."""
+        return self.tensors
+
+    def read_stored_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Read rows of a tensor of `stored_tensors`."""
+        return self.read_rows(name, start, stop)
+
+    @abstractmethod
+    def spans(self, file: str) -> list[tuple[int, int]]:
+        """Return the first byte and the end of every tensor in a file, by its name in the manifest, in order."""
+
+    def differences(self, other: "Source") -> tuple[dict[str, tuple[Any, Any]], list[str]]:
+        """Return in what besides tensors this and another source differ, by what that is, and notices. Raises
+        ReshardError if one is a model and the other is not: they have no tensor in common."""
+        if self.is_model and not other.is_model:
+            other.differences(self)
+        return different_fields(self.model, other.model), []
+
+    def look_closer(self) -> None:  # noqa: B027
+        """Note what only a look at the numbers shows."""
 
     def leaves_out(self, name: str) -> bool:
         """Return True for a tensor that the manifest lists and this source is not asked for."""

@@ -57,6 +57,9 @@ class DerivedSource(Source):
     def changed_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Make rows of a tensor that is not as the base has it."""
 
+    def spans(self, file: str) -> list[tuple[int, int]]:
+        return self.base.spans(file)
+
     def row_multiple(self, name: str) -> int:
         return self.base.row_multiple(name)
 

@@ -16,7 +16,6 @@ from reshard.core.scratch import Scratch
 from reshard.core.views import tensor_of, tensor_shapes
 from reshard.formats import safetensors
 from reshard.formats.small_files import read_json
-from reshard.lora.peft_config import WEIGHTS
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
 from reshard.quantization import channels, compressed_tensors, fp8_blocks, fp8_scales, modelopt, mxfp4
@@ -26,7 +25,7 @@ from reshard.storage.io.streams import Strip, TensorInfo, largest_matrix, strips
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.manifest import read_manifest
 from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
-from reshard.storage.sources.paths import ADAPTER, check_config
+from reshard.storage.sources.paths import ADAPTER, ADAPTER_BESIDE, ADAPTER_WEIGHTS, check_config
 from reshard.storage.sources.spellings import published_names
 from reshard.storage.sources.versions import FileVersions
 
@@ -54,12 +53,8 @@ class HuggingFaceSource(Source):
         self.paths = {tensor.file: path / tensor.file for tensor in self.stored.values()}
         unread = sorted(p.name for p in path.glob("*.safetensors") if p.name not in self.paths)
         if (path / ADAPTER).is_file():
-            unread = [name for name in unread if name != WEIGHTS]
-            self.notices.append(
-                f"the adapter of {ADAPTER} beside the weights is not read: transformers with PEFT adds it "
-                "to what it loads here, and computes other logits; reshard lora-merge adds it, or delete "
-                "its files if it is merged already"
-            )
+            unread = [name for name in unread if name != ADAPTER_WEIGHTS]
+            self.notices.append(ADAPTER_BESIDE)
         if unread:
             self.notices.append(f"not read, as transformers and vLLM do not: {listed(unread, 3)}")
         prefix = self.model.mtp_prefixes(0)[0]
@@ -358,6 +353,9 @@ class HuggingFaceSource(Source):
             self.paths[stored.file], stored.offset + start * width, memoryview(rows.reshape(-1))
         )
         return rows.view(stored.dtype.numpy())
+
+    def spans(self, file: str) -> list[tuple[int, int]]:
+        return sorted((t.offset, t.offset + t.size_bytes) for t in self.stored.values() if t.file == file)
 
     def stored_tensors(self) -> dict[str, TensorInfo]:
         """Return the tensors as the files have them: codes and scales apart, and views in place of

@@ -14,8 +14,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import Placement
 from reshard.core.planner import Plan, PlanError, Transfer, make_plan
 from reshard.formats import safetensors, torch_dist, torch_zip
-from reshard.lora.checkpoint import adapter_keys, is_adapter_only
-from reshard.lora.checkpoint import without_adapters as base_keys
+from reshard.lora.checkpoint import base_keys
 from reshard.megatron.arguments import check_args, check_family, model_of_args
 from reshard.megatron.checkpoint import (
     NOT_WEIGHTS,
@@ -157,10 +156,8 @@ class MegatronSource(Source):
     def _chosen_keys(self, without_adapters: bool) -> dict[str, torch_dist.Key]:
         """Return the keys of the checkpoint that are read. Raises ReshardError if they are not
         those of a language model."""
-        keys, where = self.checkpoint.keys, self.checkpoint.directory
-        if not adapter_keys(keys) or (without_adapters and not is_adapter_only(keys)):
-            keys = base_keys(keys)
-        check_language_model(keys, where)
+        keys = base_keys(self.checkpoint.keys, self.checkpoint.directory, without_adapters)
+        check_language_model(keys, self.checkpoint.directory)
         return keys
 
     def _states_to_read(self, wanted: States) -> OptimizerStates | None:
@@ -249,6 +246,13 @@ class MegatronSource(Source):
         if self.states is None:
             return name.startswith((STATE, PADDING))
         return self.cuts_padding and (name.startswith(PADDING) or f".{PADDING}" in name)
+
+    def spans(self, file: str) -> list[tuple[int, int]]:
+        if file == f"{HF_FILES}/{TOWERS}":
+            return sorted((t.offset, t.offset + t.size_bytes) for t in self.towers.values())
+        chunks = [stored for key in self.checkpoint.keys.values() for stored in key.chunks.values()]
+        tensors = [self.tensor_at(stored) for stored in chunks if stored.file == Path(file).name]
+        return sorted((t.offset, t.offset + prod(t.shape) * t.dtype.size) for t in tensors)
 
     def training_state(self) -> TrainingState | None:
         """Return what a training run resumes from besides the tensors; None if no optimizer states are

@@ -4,23 +4,15 @@ from pathlib import Path
 
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
-from reshard.core.limits import check_positive
 from reshard.formats import torch_dist
-from reshard.megatron.checkpoint import AdapterOnlyError
 from reshard.models.model import Model
-from reshard.storage.lora.megatron import MegatronAdapterSource
-from reshard.storage.lora.peft import PeftSource
-from reshard.storage.lora.source import AdapterSource
 from reshard.storage.run.partial import unfinished
 from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.huggingface import HuggingFaceSource
 from reshard.storage.sources.megatron import MegatronSource, States
-from reshard.storage.sources.paths import ADAPTER, ITERATION, check_config, locate
+from reshard.storage.sources.paths import ITERATION, check_config, locate
 
-EXPECTED_ADAPTER = (
-    "give a PEFT directory (adapter_config.json), or a Megatron checkpoint of Megatron-Bridge or mcore-bridge"
-)
 EXPECTED = "give the directory of a Hugging Face or a Megatron checkpoint"
 
 
@@ -29,11 +21,19 @@ def open_source(
     hf_config: Path | None = None,
     family: str | None = None,
     dequantize_to: Dtype | None = None,
-    adapters: bool = False,
     states: States = "none",
 ) -> Source:
-    """Open a directory of either format, with `adapters` also that of a LoRA adapter alone; `states` are
-    those of `MegatronSource`. Raises ReshardError if it is neither."""
+    """Open a directory of either format; `states` are those of `MegatronSource`. Raises ReshardError if it is
+    neither."""
+    check_directory(path)
+    if locate(path) is not None:
+        return MegatronSource(path, hf_config, family, states=states)
+    check_huggingface(path)
+    return HuggingFaceSource(path, dequantize_to)
+
+
+def check_directory(path: Path) -> None:
+    """Raise ReshardError if a path is no directory, or one that was not finished."""
     left = None if (path / "config.json").is_file() else unfinished(path)
     if left is not None and (not path.exists() or locate(path) is None):
         raise ReshardError(left)
@@ -47,17 +47,6 @@ def open_source(
         raise ReshardError(f"{path} does not exist: {hint}")
     if not path.is_dir():
         raise ReshardError(f"{path} is not a directory: {EXPECTED}")
-    if locate(path) is not None:
-        try:
-            return MegatronSource(path, hf_config, family, states=states)
-        except AdapterOnlyError:
-            if not adapters:
-                raise
-            return MegatronAdapterSource(path, hf_config)
-    if adapters and is_peft(path):
-        return PeftSource(path, hf_config)
-    check_huggingface(path)
-    return HuggingFaceSource(path, dequantize_to)
 
 
 def check_config_is_read(hf_config: str | Path | None, *paths: Path) -> None:
@@ -72,38 +61,6 @@ def check_config_is_read(hf_config: str | Path | None, *paths: Path) -> None:
         f"--hf-config is for a Megatron checkpoint or an adapter, and a Hugging Face directory has its own, here "
         f"{configs}: leave it out"
     )
-
-
-def open_adapter(
-    path: Path,
-    hf_config: Path | None = None,
-    alpha: float | None = None,
-    tp: int | None = None,
-    model: Model | None = None,
-) -> AdapterSource:
-    """Open the LoRA adapter in a directory of PEFT's or in a Megatron checkpoint, alone or beside its base
-    model; of `model`, or of the one that `hf_config` describes. Raises ReshardError if it has no adapter."""
-    if alpha is not None:
-        check_positive(alpha, "--alpha")
-    if not path.is_dir():
-        raise ReshardError(unfinished(path) or f"{path} is not a directory: {EXPECTED_ADAPTER}")
-    if locate(path) is not None:
-        return MegatronAdapterSource(path, hf_config, alpha=alpha, swiglu_ranks=tp, model=model)
-    if is_peft(path):
-        if alpha is not None:
-            raise ReshardError(f"--alpha contradicts {path / ADAPTER}, which says it: leave it out")
-        if tp is not None:
-            raise ReshardError(
-                "the tensor-parallel size with which an adapter was saved is that of a Megatron "
-                f"checkpoint, and {path} is PEFT's: leave the option out"
-            )
-        return PeftSource(path, hf_config, model)
-    raise ReshardError(f"{path} holds no LoRA adapter: {EXPECTED_ADAPTER}")
-
-
-def is_peft(path: Path) -> bool:
-    """Return True for a directory with an adapter of PEFT's, and no model."""
-    return (path / ADAPTER).is_file() and not (path / "config.json").is_file()
 
 
 def check_huggingface(path: Path) -> None:

@@ -22,7 +22,11 @@ from reshard.storage.sources.foreign import check_foreign
 # In the ``hf/`` of a Megatron checkpoint: the tensors of a larger model around the language model.
 TOWERS = "towers.safetensors"
 HF_FILES = "hf"
-ADAPTER = "adapter_config.json"  # peft's
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's
+ADAPTER_BESIDE = (
+    f"the adapter of {ADAPTER} beside the weights is not read: transformers with PEFT adds it to what it loads here, "
+    "and computes other logits; reshard lora-merge adds it, or delete its files if it is merged already"
+)
 # Directories that people name, and where in them a trainer leaves the weights.
 BELOW = {
     "model/dist_ckpt": "verl", "dist_ckpt": "verl", "actor/model/dist_ckpt": "verl", "actor/dist_ckpt": "verl",
@@ -269,9 +273,9 @@ def check_config(path: Path, has_weights: bool = True) -> None:
             f"{path} is a LoRA adapter{of} ({ADAPTER}), not a model: reshard lora-merge adds it to its "
             f"model, reshard lora-to-megatron converts it"
         )
-    if (path / "adapter_model.safetensors").is_file():
+    if (path / ADAPTER_WEIGHTS).is_file():
         raise ReshardError(
-            f"{path} holds the matrices of a LoRA adapter (adapter_model.safetensors), and lacks its "
+            f"{path} holds the matrices of a LoRA adapter ({ADAPTER_WEIGHTS}), and lacks its "
             f"{ADAPTER}: bring it back"
         )
     if (path / "base.json").is_file() and any(path.glob("delta-*.json")):

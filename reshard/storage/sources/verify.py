@@ -1,8 +1,7 @@
 """A source against its own manifest: what was changed after it was written is named before anything
 is made of it."""
 
-from collections.abc import Callable, Container, Iterator
-from math import prod
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,13 @@ from reshard.formats.torch_dist import TRACKER
 from reshard.megatron.flags import FLAGS_FILE
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import TensorInfo
-from reshard.storage.lora.peft import PeftSource
 from reshard.storage.manifest import CHECKSUM, file_entry
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.run.workers import BATCH_BYTES, run_jobs
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.huggingface import HuggingFaceSource
 from reshard.storage.sources.megatron import MegatronSource
-from reshard.storage.sources.paths import HF_FILES, TOWERS
+from reshard.storage.sources.paths import HF_FILES
 
 ON_PURPOSE = f"if that was meant, remove its {MANIFEST} and convert again"
 
@@ -35,15 +33,7 @@ def manifest_of(source: Source) -> dict[str, Any] | None:
     return manifest if source.is_of(manifest) else None
 
 
-def stored_tensors(source: Source) -> tuple[dict[str, TensorInfo], Callable[[str, int, int], np.ndarray]]:
-    """Return the tensors as a manifest lists them, and how to read them: codes and scales, and adapters of
-    all experts, as they are stored."""
-    if isinstance(source, HuggingFaceSource | PeftSource):
-        return source.stored_tensors(), source.read_stored_rows
-    return source.tensors, source.read_rows
-
-
-def differences(infos: dict[str, TensorInfo], entries: dict[str, dict[str, Any]]) -> list[str]:
+def differences(infos: Mapping[str, TensorInfo], entries: dict[str, dict[str, Any]]) -> list[str]:
     """Return the names that only one of the two has, or that have another dtype or shape."""
     bad = sorted(set(entries) ^ set(infos))
     return bad + [
@@ -78,26 +68,13 @@ def changed_files(
         def differs(name: str) -> bool:
             entry = entries[name]
             around_tensors = bool(entry.get("around_tensors"))
-            spans = _tensor_spans(source, name) if around_tensors else []
+            spans = source.spans(name) if around_tensors and source is not None else []
             around = _around(files, root / name, entry["bytes"], spans)
             return file_entry(entry["bytes"], around, around_tensors) != entry
 
         changed += [name for name in small if differs(name)]
         outcomes = run_jobs(dict.fromkeys(large, BATCH_BYTES), differs, workers)
     return sorted(changed + [name for name in large if outcomes[name]]), missing
-
-
-def _tensor_spans(source: Source | None, name: str) -> list[tuple[int, int]]:
-    """Return the first byte and the end of every tensor in a file, in order."""
-    if isinstance(source, MegatronSource):
-        if name == f"{HF_FILES}/{TOWERS}":
-            return sorted((t.offset, t.offset + t.size_bytes) for t in source.towers.values())
-        file = Path(name).name
-        chunks = [stored for key in source.checkpoint.keys.values() for stored in key.chunks.values()]
-        tensors = [source.tensor_at(stored) for stored in chunks if stored.file == file]
-        return sorted((t.offset, t.offset + prod(t.shape) * t.dtype.size) for t in tensors)
-    assert isinstance(source, HuggingFaceSource | PeftSource)
-    return sorted((t.offset, t.offset + t.size_bytes) for t in source.stored.values() if t.file == name)
 
 
 def _around(files: OpenFiles, path: Path, size: int, spans: list[tuple[int, int]]) -> Iterator[bytes]:
@@ -133,8 +110,7 @@ class SourceChecks:
                 else ""
             )
             raise ReshardError(f"{root}: {what} since {MANIFEST} was written; {ON_PURPOSE}{hint}")
-        infos, _ = stored_tensors(source)
-        bad = differences(infos, self.entries)
+        bad = differences(source.stored_tensors(), self.entries)
         if bad:
             raise ReshardError(
                 f"{root}: {listed(bad)} do not have the dtype and shape of {MANIFEST}, or "
@@ -202,8 +178,8 @@ class Watch:
         manifest."""
         self.checks.compare(self.name, self.digest.hexdigest())
         for name in self.others:
-            infos, read = stored_tensors(self.checks.source)
-            self.checks.compare(name, checksum_of(name, infos[name], read))
+            info = self.checks.source.stored_tensors()[name]
+            self.checks.compare(name, checksum_of(name, info, self.checks.source.read_stored_rows))
 
 
 def check_listed(
@@ -225,7 +201,7 @@ def check_listed(
             f"{source.path} has no {MANIFEST} with checksums of its tensors, so they cannot be verified: "
             "convert it with reshard, or do not ask for that"
         )
-    infos, read = stored_tensors(source)
+    infos, read = source.stored_tensors(), source.read_stored_rows
     wanted = sorted(name for name in checks.entries if names is None or name in names)[part::parts]
     sizes = {name: infos[name].size_bytes for name in wanted}
     run_jobs(sizes, lambda name: checks.compare(name, checksum_of(name, infos[name], read)), workers)

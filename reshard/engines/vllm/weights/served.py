@@ -2,9 +2,10 @@
 loader knows."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
+
+from reshard.engines.vllm.adapters.wrappers import without_adapters
 
 # The prefix of a drafter's modules and tensors, as in vLLM itself from 0.33 on.
 DRAFT = "draft."
@@ -15,7 +16,7 @@ class Served:
     model.
 
     `named_modules` has every module once. `adapters` are the modules that vLLM has wrapped around
-    layers for LoRA, by the names of these layers.
+    layers that adapters are added to, by the names of these layers.
     """
 
     def __init__(self, main: torch.nn.Module, draft: torch.nn.Module | None = None) -> None:
@@ -52,36 +53,3 @@ class Served:
                     if tensor is not None and id(tensor) not in seen:
                         seen.add(id(tensor))
                         yield f"{path}.{key}" if path else key, tensor
-
-
-@contextmanager
-def without_adapters(model: torch.nn.Module) -> Iterator[dict[str, torch.nn.Module]]:
-    """Put the layers themselves in the places of vLLM's wrappers for LoRA adapters, under the names
-    that vLLM's loader knows.
-
-    Yields the wrappers, by these names. The wrappers return at the end.
-    """
-    prefixed = [module for module in model.modules() if getattr(module, "lora_base_layer_prefix", "")]
-    wrapped = [
-        (module, key, child)
-        for module in list(model.modules())
-        for key, child in module._modules.items()
-        if child is not None and _has_adapters(child)
-    ]
-    try:
-        for module, key, wrapper in wrapped:
-            module._modules[key] = wrapper._modules["base_layer"]
-        for module in prefixed:
-            module.lora_base_layer_prefix = ""  # type: ignore[assignment]
-        names = {module: name for name, module in model.named_modules()}
-        yield {names[wrapper.base_layer]: wrapper for _, _, wrapper in wrapped}  # type: ignore[index]
-    finally:
-        for module, key, wrapper in wrapped:
-            module._modules[key] = wrapper
-        for module in prefixed:
-            module.lora_base_layer_prefix = "base_layer."  # type: ignore[assignment]
-
-
-def _has_adapters(module: torch.nn.Module) -> bool:
-    """Tell whether a module is vLLM's wrapper of a layer that LoRA adapters are added to."""
-    return type(module).__module__.startswith("vllm.lora.") and "base_layer" in module._modules

@@ -9,10 +9,10 @@ import torch
 from reshard.engines.tracing import stand_ins
 from reshard.engines.tracing.deduplicated import ExpertLayer
 from reshard.engines.tracing.trace import Canonical, Trace, trace_load
+from reshard.engines.vllm.adapters.wrappers import without_adapters
 from reshard.engines.vllm.layers import experts_of
 from reshard.engines.vllm.quantized.layers import plain_templates
 from reshard.engines.vllm.quantized.processing import bound_to, loading_templates
-from reshard.engines.vllm.weights.served import without_adapters
 
 
 def trace_model(model: torch.nn.Module, canonical: Canonical, computed: Collection[str] = ()) -> Trace:
