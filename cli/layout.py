@@ -156,7 +156,7 @@ def _vllm_layout(text: str, option: str, names: set[str]) -> Any:
 
 
 def _sglang_layout(text: str, option: str, names: set[str]) -> Any:
-    from reshard.engines.sglang.layout import SglangLayout
+    from reshard.engines.sglang.weights.layout import SglangLayout
 
     names = {*names, "ep"}
     aliases = {f"{name}_size": name for name in names}

@@ -14,7 +14,7 @@ from reshard.core.version import __version__ as __version__
 if TYPE_CHECKING:
     from reshard import delta, engines, parity, refit, trainers
     from reshard.core.errors import ReshardError
-    from reshard.engines.sglang.layout import SglangLayout
+    from reshard.engines.sglang.weights.layout import SglangLayout
     from reshard.engines.vllm.layout import VllmLayout
     from reshard.live.delta_writer import DeltaWriter
     from reshard.live.export import export
@@ -39,7 +39,7 @@ if not TYPE_CHECKING:  # a type checker knows the names above, and that there ar
             "DeltaWriter": "reshard.live.delta_writer",
             "MegatronLayout": "reshard.megatron.layout",
             "ReshardError": "reshard.core.errors",
-            "SglangLayout": "reshard.engines.sglang.layout",
+            "SglangLayout": "reshard.engines.sglang.weights.layout",
             "VllmLayout": "reshard.engines.vllm.layout",
             "check": "reshard.storage.check",
             "delta": "reshard.delta",

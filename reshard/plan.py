@@ -18,7 +18,7 @@ from reshard.core.planner import Transfer, make_plan
 from reshard.core.printed import Printed, size
 from reshard.delta.forms import delta_share
 from reshard.engines.layout import EngineLayout, published_tensors
-from reshard.engines.sglang.layout import SglangLayout
+from reshard.engines.sglang.weights.layout import SglangLayout
 from reshard.engines.vllm.layout import VllmLayout
 from reshard.megatron.layout import MegatronLayout, checked_layout
 from reshard.megatron.parameters import ModelParameters, expand, padded_vocab_size

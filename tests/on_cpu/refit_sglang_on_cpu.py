@@ -12,7 +12,7 @@ from reshard.engines.layout import place
 from reshard.engines.sglang import compat
 from reshard.engines.sglang.guard import check_run
 from reshard.engines.sglang.live import SglangModel
-from reshard.engines.sglang.names import SGLANG
+from reshard.engines.sglang.weights.names import SGLANG
 from tests.on_cpu import sglang_on_cpu
 from tests.starting.ranks import caught
 from tests.tools.refit_sides import bits_of, fingerprint, held_by, refit_in_turn

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from reshard import MegatronLayout, VllmLayout, plan_refit, read_model
 from reshard.engines.layout import EngineLayout
-from reshard.engines.sglang.layout import SglangLayout
+from reshard.engines.sglang.weights.layout import SglangLayout
 from tests import install_sglang_cpu
 from tests.megatron.test_logits import EP, ETP, PP, TP, VPP, flags_at
 from tests.starting import warm

@@ -7,17 +7,17 @@ Start
     puts the checks of `guard` around SGLang's runs and requests. `load` reads a Megatron checkpoint.
 
 Connect
-    `live` is the `Engine`. It asks `supported` what may be written, `rank` which rank this is (what it
+    `live` is the `Engine`. Of `weights/` it asks `supported` what may be written, `rank` which rank this is (what it
     holds follows from `layout` and `names`, held against the trace of SGLang's loader), and refuses a
     model of which SGLang's class does not take every tensor. Stages of a pipeline do so on a thread each
     (`pipeline`).
 
 Refit
-    Weights are written where SGLang serves from. At the end `derived` makes anew what SGLang has made
+    Weights are written where SGLang serves from. At the end `weights/derived` makes anew what SGLang has made
     of them, and the cache of keys and values is flushed.
 
-Names of SGLang that are no part of its interface are in `compat` only. `layout` and `names` import nothing
-of it: a plan needs no SGLang.
+Names of SGLang that are no part of its interface are in `compat` only. `weights/layout` and `weights/names` import
+nothing of it: a plan needs no SGLang.
 """
 
 from typing import TYPE_CHECKING

@@ -26,14 +26,14 @@ from reshard.engines.placing.accounts import (
 from reshard.engines.placing.blocks import counted, find_scales, served_in_blocks
 from reshard.engines.placing.places import Placer
 from reshard.engines.sglang import compat, pipeline
-from reshard.engines.sglang.blocks import layers_in_blocks
-from reshard.engines.sglang.derived import DerivedTensors
 from reshard.engines.sglang.guard import guard_of
-from reshard.engines.sglang.layout import check_family
-from reshard.engines.sglang.names import SGLANG
-from reshard.engines.sglang.rank import rank_of
-from reshard.engines.sglang.supported import check_supported
-from reshard.engines.sglang.traced import trace_model
+from reshard.engines.sglang.weights.blocks import layers_in_blocks
+from reshard.engines.sglang.weights.derived import DerivedTensors
+from reshard.engines.sglang.weights.layout import check_family
+from reshard.engines.sglang.weights.names import SGLANG
+from reshard.engines.sglang.weights.rank import rank_of
+from reshard.engines.sglang.weights.supported import check_supported
+from reshard.engines.sglang.weights.traced import trace_model
 from reshard.engines.tracing.canonical import canonical_tensors, expert_layers, stored_tensors, stored_views
 from reshard.engines.tracing.deduplicated import ExpertLayer, trace_deduplicated
 from reshard.engines.tracing.stand_ins import layer_fingerprint

@@ -25,9 +25,9 @@ from reshard.engines.loading.checkpoint import config_directory, megatron_direct
 from reshard.engines.loading.stored_boxes import Reading, check_boxes, read_boxes
 from reshard.engines.loading.stored_weights import StoredWeights, names_in_blocks
 from reshard.engines.sglang import compat
-from reshard.engines.sglang.derived import DerivedTensors
-from reshard.engines.sglang.supported import PLAIN_METHODS
-from reshard.engines.sglang.traced import trace_model
+from reshard.engines.sglang.weights.derived import DerivedTensors
+from reshard.engines.sglang.weights.supported import PLAIN_METHODS
+from reshard.engines.sglang.weights.traced import trace_model
 from reshard.engines.tracing.trace import Trace
 from reshard.models.config_fields import ignore_hint_for
 from reshard.models.model import Model

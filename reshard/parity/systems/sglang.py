@@ -13,8 +13,8 @@ import torch
 from reshard.comm.http import call_route
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.extras import require
-from reshard.engines.sglang.layout import SglangLayout
 from reshard.engines.sglang.load import OPTION
+from reshard.engines.sglang.weights.layout import SglangLayout
 from reshard.models.model import Model
 from reshard.parity.metrics import Scores
 from reshard.parity.prompts import Prompt

@@ -17,7 +17,7 @@ from reshard.engines.layout import (
     layers_of_stage,
     outer_of_stage,
 )
-from reshard.engines.sglang.names import (
+from reshard.engines.sglang.weights.names import (
     COMPUTED,
     SGLANG,
     WITHOUT_DP_ATTENTION,

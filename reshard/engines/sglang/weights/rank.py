@@ -7,7 +7,7 @@ import torch
 from reshard.engines.layout import EngineRank, Split, experts_of_rank, outer_of_stage
 from reshard.engines.placing.places import layers_of
 from reshard.engines.sglang import compat
-from reshard.engines.sglang.names import SGLANG
+from reshard.engines.sglang.weights.names import SGLANG
 from reshard.models.model import Model
 
 # The kinds of parameters that may be split otherwise than by TP, by the ends of the names of modules

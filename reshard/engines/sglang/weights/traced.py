@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from reshard.engines.sglang import compat
-from reshard.engines.sglang.blocks import plain_matrices
-from reshard.engines.sglang.names import SGLANG
+from reshard.engines.sglang.weights.blocks import plain_matrices
+from reshard.engines.sglang.weights.names import SGLANG
 from reshard.engines.tracing.stand_ins import stand_ins
 from reshard.engines.tracing.trace import Canonical, Trace, trace_load
 
