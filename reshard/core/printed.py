@@ -1,4 +1,4 @@
-"""Results that print as the commands print them."""
+"""Results that print as the commands print them, and those that have to be asked for what was found."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -18,6 +18,16 @@ class Printed:
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
+
+
+class NoTruthValue:
+    """A result that Python does not take for true because it is an object: ``assert reshard.diff(a, b)`` would pass
+    whatever differs. `question` names the property to ask instead."""
+
+    question = "ok"
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"a {type(self).__name__} is neither true nor false: ask for its .{self.question}")
 
 
 def size(n: int) -> str:

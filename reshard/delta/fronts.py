@@ -97,7 +97,7 @@ def front_of(llm: Any, awaited: bool) -> Front:
     if not hasattr(llm, "collective_rpc") or not hasattr(llm, EMPTY_CACHES):
         raise ReshardError(
             f"llm is a {type(llm).__name__}: give a vLLM LLM, or the address of a vllm serve; an SGLang takes "
-            f"reshard.engines.sglang.calls.apply_deltas"
+            f"reshard.engines.sglang.delta_calls.apply_deltas"
         )
     if iscoroutinefunction(llm.collective_rpc) != awaited:
         are, instead = ("are not", "call apply_deltas") if awaited else ("are", "await apply_deltas_async")

@@ -11,7 +11,7 @@ Read in this order:
    holds rules of one's own against it; `places` decides for a live rank; `accounts` refuses tensors that a refit
    neither brings nor leaves alone for a named reason; `blocks` has the scales of layers in fp8 blocks.
 5. `live`: follows tensors that an engine moves.
-6. `workers/`: the methods that an engine's workers get, for refits and for the deltas of chains.
+6. `workers/`: the methods that an engine's workers get, for refits and for chains.
 7. `loading/`: a checkpoint of any format, opened for an engine's own loader.
 8. `vllm/` and `sglang/`: all of this for one engine.
 

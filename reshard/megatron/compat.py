@@ -111,7 +111,7 @@ def without_transformer_engine() -> Iterator[None]:
 
 @contextmanager
 def without_linear_attention_kernels() -> Iterator[None]:
-    """Let gated delta nets be built and run in torch where flash-linear-attention, whose names they
+    """Let Gated DeltaNets be built and run in torch where flash-linear-attention, whose names they
     use without a check, is not installed."""
     common: Any = import_module("megatron.core.ssm.gated_delta_net")
     with suppress(ImportError):  # 0.19 on

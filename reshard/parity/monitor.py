@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from reshard.core.errors import ReshardError
-from reshard.core.truth import NoTruthValue
+from reshard.core.printed import NoTruthValue
 from reshard.parity.limits import Limits, compare_scores
 from reshard.parity.metrics import Metrics, Scores
 

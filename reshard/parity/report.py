@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.core.printed import Printed
-from reshard.core.truth import NoTruthValue
+from reshard.core.printed import NoTruthValue, Printed
 from reshard.parity.limits import Limits
 from reshard.parity.metrics import Metrics, Scores
 from reshard.parity.noise import BOTH_IN_FP32, Noise

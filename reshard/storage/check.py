@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.core.errors import ReshardError, listed
-from reshard.core.printed import Printed
-from reshard.core.truth import NoTruthValue
+from reshard.core.printed import NoTruthValue, Printed
 from reshard.models.config_fields import allow_unmapped_configs, check_ignored
 from reshard.storage.io.files import allow_many_files
 from reshard.storage.lora.opening import open_model_or_adapter

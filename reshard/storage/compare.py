@@ -9,8 +9,7 @@ import numpy as np
 
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
-from reshard.core.printed import Printed
-from reshard.core.truth import NoTruthValue
+from reshard.core.printed import NoTruthValue, Printed
 from reshard.models.config_fields import check_ignored
 from reshard.storage.io.files import allow_many_files
 from reshard.storage.lora.opening import open_model_or_adapter

@@ -27,7 +27,8 @@ from reshard.core.dtypes import DTYPES
 from reshard.delta import Chain, apply, apply_deltas, apply_deltas_async, digest, save, show
 from reshard.delta.manifests import _checksum
 from reshard.delta.serving import apply_deltas_in_group
-from reshard.engines.sglang import calls as sglang
+from reshard.engines.sglang.calls import connect_server
+from reshard.engines.sglang.delta_calls import apply_deltas as apply_to_sglang
 from reshard.engines.workers.delta_methods import DeltaMethods
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import TensorInfo
@@ -515,14 +516,14 @@ def test_what_is_no_engine_is_refused_by_name(chain):
 
     for engine, said in (
         (Awaited(), "the calls of this Awaited are awaited: await apply_deltas_async"),
-        (None, "llm is a NoneType: give a vLLM LLM, .* an SGLang takes reshard.engines.sglang.calls"),
+        (None, "llm is a NoneType: give a vLLM LLM, .* an SGLang takes reshard.engines.sglang.delta_calls"),
         ("127.0.0.1:8000", "'127.0.0.1:8000' is not the address of a server such as http://"),
     ):
         with pytest.raises(ReshardError, match=said):
             apply_deltas(engine, chain)
     with pytest.raises(ReshardError, match="are not awaited: call apply_deltas"):
         asyncio.run(apply_deltas_async(TwoWorkers(), chain))
-    for call in (sglang.apply_deltas, lambda url, _: sglang.connect_server(url, "127.0.0.1:1", 1, 2)):
+    for call in (apply_to_sglang, lambda url, _: connect_server(url, "127.0.0.1:1", 1, 2)):
         with pytest.raises(ReshardError, match="'127.0.0.1:30000' is not the address of a server"):
             call("127.0.0.1:30000", chain)
 

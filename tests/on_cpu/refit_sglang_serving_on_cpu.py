@@ -21,7 +21,6 @@ import torch
 from reshard.comm.http import call_route
 from reshard.delta import save
 from reshard.engines.sglang.calls import (
-    apply_deltas,
     call,
     call_and_join,
     close_server,
@@ -29,6 +28,7 @@ from reshard.engines.sglang.calls import (
     refit_request,
     refit_server,
 )
+from reshard.engines.sglang.delta_calls import apply_deltas
 from reshard.parity import parity
 from reshard.refit import RefitGroup, connect
 from reshard.trainers.megatron import MegatronModel

@@ -5,12 +5,10 @@ import json
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
-from reshard.comm.hosts import free_address, parsed
+from reshard.comm.hosts import parsed
 from reshard.comm.http import RefusedError, call_route
-from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import check_seconds
 from reshard.engines.sglang import compat
@@ -66,7 +64,7 @@ def connect_server(
     check_seconds(timeout, "timeout")
     body = connect_request(address, first_rank, size, timeout=timeout, **options)
     check_plugin(url)
-    _post(url, "init_weights_update_group", body, 2 * timeout)
+    post(url, "init_weights_update_group", body, 2 * timeout)
 
 
 def check_plugin(url: str) -> None:
@@ -96,7 +94,7 @@ def refit_server(url: str, version: int | None, verify: bool = False, timeout: f
 
     Raises ReshardError with what `SchedulerMethods.reshard_refit` raises.
     """
-    _post(url, "update_weights_from_distributed", refit_request(version, verify), timeout)
+    post(url, "update_weights_from_distributed", refit_request(version, verify), timeout)
 
 
 def connect_request(address: str, first_rank: int, size: int, **options: Any) -> dict[str, Any]:
@@ -124,37 +122,6 @@ def refit_request(version: int | None, verify: bool) -> dict[str, Any]:
     }
 
 
-def apply_deltas(
-    engine: Any,
-    chain: str | Path,
-    version: int | None = None,
-    verify: bool = False,
-    address: str | None = None,
-    timeout: float = 600.0,
-) -> int:
-    """Bring a running SGLang to a version of a chain, by default the newest; return that version. For the rest
-    see `reshard.delta.apply_deltas`.
-
-    `engine` is an ``sglang.Engine``, or the address of a server, which then tells the version as its
-    ``weight_version``. Its ranks meet at `address`, a ``host:port`` of the host of the first, by default a free
-    port of this host. `timeout` is in seconds.
-    """
-    from reshard.delta.chain import Chain  # which needs more packages than a refit
-
-    with Chain(chain) as opened:
-        deltas = opened.deltas(version)
-    reached = deltas[-1].version if deltas else 0
-    options = {"chain": str(chain), "verify": verify, "timeout": timeout, "secret": new_secret(),
-               "address": address or free_address("127.0.0.1")}  # fmt: skip
-    if not isinstance(engine, str):
-        call(engine, "reshard_apply_deltas", version=reached, **options)
-        return reached
-    check_plugin(engine)
-    body = refit_request(reached, verify) | {"load_format": json.dumps(options)}
-    _post(engine, "update_weights_from_distributed", body, timeout)
-    return reached
-
-
 def call_and_join(call: Callable[[dict[str, Any]], Any], request: dict[str, Any]) -> Any:
     """Return what `call` returns for a request to connect or to refit; where it raises that pipeline stages have
     begun, what it returns for the same request to join them."""
@@ -172,6 +139,6 @@ def close_server(url: str) -> None:
     call_route(url, "destroy_weights_update_group", {"group_name": GROUP})
 
 
-def _post(url: str, route: str, request: dict[str, Any], timeout: float) -> None:
+def post(url: str, route: str, request: dict[str, Any], timeout: float) -> None:
     """Post a request to a server, and, where pipeline stages have begun, the one that joins them."""
     call_and_join(partial(call_route, url, route, timeout=timeout), request)

@@ -16,19 +16,19 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from reshard.comm.group import MOST_MEMBERS, RefitGroup
+from reshard.comm.group import MOST_MEMBERS
 from reshard.core.errors import ReshardError
-from reshard.core.limits import check_number, check_seconds, check_switch
+from reshard.core.limits import check_number, check_switch
 from reshard.engines.sglang import compat, pipeline
+from reshard.engines.sglang.delta_methods import ChainMethods
 from reshard.engines.sglang.guard import guard_of
 from reshard.engines.sglang.live import SglangModel
-from reshard.engines.workers.delta_methods import DeltaMethods
 from reshard.engines.workers.refits import LinkMethods, WorkerOptions, connect_worker, log_refits
 
 logger = logging.getLogger("sglang.srt.reshard")  # below SGLang's own, which shows it
 
 
-class SchedulerMethods(DeltaMethods, LinkMethods):
+class SchedulerMethods(ChainMethods, LinkMethods):
     """Methods of SGLang's scheduler that connect it to a trainer and take its weights, or a chain's."""
 
     _reshard_engine: SglangModel | None = None
@@ -67,30 +67,6 @@ class SchedulerMethods(DeltaMethods, LinkMethods):
         check_switch(verify, "verify")
         self._reshard_connected()
         return self._reshard_run(partial(LinkMethods.reshard_refit, self, version, verify))  # type: ignore[arg-type]
-
-    def reshard_apply_deltas(
-        self,
-        address: str,
-        chain: str,
-        version: int,
-        verify: bool = False,
-        timeout: float = 600.0,
-        secret: str | None = None,
-    ) -> None:
-        """Bring an engine to a version of a chain; see `reshard.delta.apply_deltas`. For a call that all of its
-        schedulers get, which meet at `address`, a ``host:port`` where the first of them runs."""
-        check_switch(verify, "verify")
-        check_seconds(timeout, "timeout")
-        rank, size = compat.rank_in_engine(self), compat.ranks_of_engine()
-        self._reshard_guard()
-
-        def applied() -> None:
-            from reshard.delta.serving import apply_deltas_in_group  # which needs more packages than a refit
-
-            members = RefitGroup.join(address, rank, size, timeout, secret)
-            apply_deltas_in_group(members, self, chain, version, verify)
-
-        self._reshard_run(applied)
 
     def reshard_release(self) -> None:
         """Unmap the trainer's memory, together with the trainer's `Link.release`."""

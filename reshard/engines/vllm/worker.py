@@ -13,7 +13,7 @@ import logging
 from functools import partial
 from typing import Any
 
-from reshard.comm.group import MOST_MEMBERS, RefitGroup
+from reshard.comm.group import MOST_MEMBERS
 from reshard.comm.hosts import free_address
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_number
@@ -100,24 +100,6 @@ class RefitExtension(DeltaMethods, LinkMethods):
         is_first = self._reshard_rank() == 0
         return [parallel.world_size, free_address(parallel.data_parallel_master_ip) if is_first else ""]
 
-    @answering
-    def reshard_delta_follow(
-        self,
-        address: str,
-        size: int,
-        chain: str,
-        version: int,
-        verify: bool,
-        timeout: float,
-        secret: str | None,
-    ) -> bool:
-        """Bring this worker to a version of a chain, together with those of all engines of its model, which meet at
-        `address`; return whether anything was written. See `reshard.delta.apply_deltas`."""
-        from reshard.delta.serving import apply_deltas_in_group  # which needs more packages than a refit
-
-        members = RefitGroup.join(address, self._reshard_rank(), size, timeout, secret)
-        return apply_deltas_in_group(members, self, chain, version, verify)
-
     @with_short_traceback
     def reshard_connect_worker(
         self, address: str, rank: int, size: int, *options: Any, **named_options: Any
@@ -140,7 +122,7 @@ class RefitExtension(DeltaMethods, LinkMethods):
         return last
 
     def _reshard_engine_side(self) -> VllmModel:
-        """Return this worker's side, for deltas: that of the connection, where there is one."""
+        """Return this worker's side, for a chain: that of the connection, where there is one."""
         last: VllmModel | None = getattr(self, "_reshard_engine", None)
         return self._reshard_side(last is not None and last.match_vllm_rounding)
 

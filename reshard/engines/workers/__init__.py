@@ -1,1 +1,1 @@
-"""What the workers of any engine can be called for: refits, and the deltas of chains."""
+"""What the workers of any engine can be called for: refits, and chains of versions."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, first_line
 
 if TYPE_CHECKING:
@@ -46,6 +47,10 @@ class DeltaMethods:
     def _reshard_engine_side(self) -> "Engine":
         raise NotImplementedError
 
+    def _reshard_rank(self) -> int:
+        """Return this worker's rank among those of all engines of its model."""
+        raise NotImplementedError
+
     def _reshard_logger(self) -> logging.Logger | None:
         """Return where this worker logs what it has applied; None unless it is the first of its engine."""
         return log
@@ -83,6 +88,42 @@ class DeltaMethods:
                 "reshard: deltas to version %d: %d of %.1f MB in all, written in %.3f s",
                 version, len(sizes), sum(sizes) / 1e6, time.perf_counter() - start,
             )  # fmt: skip
+
+    @answering
+    def reshard_delta_follow(
+        self,
+        address: str,
+        size: int,
+        chain: str,
+        version: int,
+        verify: bool,
+        timeout: float,
+        secret: str | None,
+    ) -> bool:
+        """Bring this worker to a version of a chain, together with those of all engines of its model, which meet at
+        `address`; return whether anything was written. See `reshard.delta.apply_deltas`."""
+        return self._reshard_follow(
+            address, self._reshard_rank(), size, chain, version, verify, timeout, secret
+        )
+
+    def _reshard_follow(
+        self,
+        address: str,
+        rank: int,
+        size: int,
+        chain: str,
+        version: int,
+        verify: bool,
+        timeout: float,
+        secret: str | None,
+    ) -> bool:
+        from reshard.delta.serving import apply_deltas_in_group  # which needs more packages than a refit
+
+        members = RefitGroup.join(address, rank, size, timeout, secret)
+        return apply_deltas_in_group(members, self, chain, version, verify)
+
+    def _reshard_written_side(self) -> "Engine | None":
+        return None if self._reshard_deltas is None else self._reshard_deltas.engine
 
     def reshard_delta_invalidate(self, session: str | None) -> None:
         """Refuse to serve, since the weights are not those of a version; nothing where another session has begun."""

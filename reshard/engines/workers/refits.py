@@ -154,12 +154,15 @@ class LinkMethods:
         None before the first refit, and if the engine has discarded the weights or loaded others
         since.
         """
-        deltas = getattr(self, "_reshard_deltas", None)
-        if self._reshard_link is None and deltas is not None:
-            version: int | None = deltas.engine.version
-            return version
+        written = self._reshard_written_side()
+        if self._reshard_link is None and written is not None:
+            return written.version
         receiver = self._reshard_connected().receiver
         return receiver.engine.version if receiver is not None else None
+
+    def _reshard_written_side(self) -> Engine | None:
+        """Return this worker's side where it is written in another way than by a connection."""
+        return None
 
     def _reshard_connected(self) -> Link:
         if self._reshard_link is None:
