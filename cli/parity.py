@@ -100,6 +100,7 @@ from reshard.core.errors import ReshardError
 @click.option(
     "--locate", "locating", is_flag=True, help="If parity fails, name the first module that diverges."
 )
+@click.option("--why", is_flag=True, help="Say how much of the difference each cause makes; takes more runs.")
 @trainer_option()
 @layout_options
 @ignore_option

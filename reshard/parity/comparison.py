@@ -4,6 +4,7 @@ rounding."""
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -106,7 +107,7 @@ class SystemComparison:
     def score_both(self) -> None:
         """Score the prompts in A, then in B."""
         for side, spec in self.specs.items():
-            system = spec if isinstance(spec, System) else self._open(spec, self.dtype)
+            system = spec if isinstance(spec, System) else self.open(spec, self.dtype, self.options.hf_config)
             with closing(system):
                 self.runs[side], self.names[side] = scores_of(system, self.prompts, self.scoring), system.name
                 self._score_far(side, system, self.dtype)
@@ -116,11 +117,11 @@ class SystemComparison:
     def score_again(self) -> None:
         """Score A once more, and where it is in fp32, in bf16."""
         spec = self.specs["A"]
-        system = spec if isinstance(spec, System) else self._open(spec, self.dtype)
+        system = spec if isinstance(spec, System) else self.open(spec, self.dtype, self.options.hf_config)
         with closing(system):
             self._compare_with("A", "A again", scores_of(system, self.prompts, self.scoring))
         if isinstance(spec, str) and self.dtype == "fp32" and "A" not in self.quantized_sides:
-            with closing(self._open(spec, "bf16")) as system:
+            with closing(self.open(spec, "bf16", self.options.hf_config)) as system:
                 self._compare_with("A", "A in bf16", scores_of(system, self.prompts, self.scoring))
 
     def measure_noise(self) -> Noise | None:
@@ -193,7 +194,7 @@ class SystemComparison:
         try:
             spec = checkpoint_of(str(self.specs[side]))
             self._check_memory(spec, side, dtype)
-            with closing(self._open(spec, dtype)) as system:
+            with closing(self.open(spec, dtype, self.options.hf_config)) as system:
                 assert isinstance(system, ForwardSystem)
                 if rounding is None:
                     self._score_far(side, system, dtype)
@@ -217,8 +218,9 @@ class SystemComparison:
         spec = self.specs[side]
         return isinstance(spec, str) and bool(engine_of(spec))
 
-    def _open(self, spec: str, dtype: str) -> System:
-        return open_system(spec, replace(self.options, dtype=dtype))
+    def open(self, spec: str, dtype: str, hf_config: Path | None) -> System:
+        """Open a checkpoint in a dtype, with the options of the comparison."""
+        return open_system(spec, replace(self.options, dtype=dtype, hf_config=hf_config))
 
     def _score_far(self, side: str, system: System, dtype: str) -> None:
         if self.reach is not None:

@@ -47,6 +47,7 @@ def parity(
     reach: bool = True,
     quantization: str | None = None,
     match_vllm_rounding: bool = False,
+    why: bool = False,
 ) -> ParityReport:
     """Score prompts in two systems and compare their logprobs.
 
@@ -69,6 +70,8 @@ def parity(
       checkpoint in fp32 too, unless `noise` is False. Where it is True, A is also scored again, and of
       fp32 in bf16.
 
+    - `why` runs the systems further, to say how much of their difference each cause makes.
+
     Raises ReshardError if a system cannot be opened, the two do not have the same vocabulary, a
     prompt does not fit, or logprobs are missing, NaN or infinite.
     """
@@ -87,9 +90,13 @@ def parity(
     comparison.prepare(prompts, far, batch_size, packed, routing)
     with joined_processes():
         measured_noise = comparison.run(noise)
-        return _report(
-            comparison, limits_by_kind["fp8" if comparison.quantized else options.dtype], measured_noise
-        )
+        limits_held = limits_by_kind["fp8" if comparison.quantized else options.dtype]
+        report = _report(comparison, limits_held, measured_noise)
+        if why:
+            from reshard.parity.why import find_causes
+
+            report.causes = find_causes(comparison)
+        return report
 
 
 def _system_options(

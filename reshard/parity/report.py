@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.core.printed import NoTruthValue, Printed
+from reshard.parity.causes import Causes
 from reshard.parity.limits import Limits
 from reshard.parity.metrics import Metrics, Scores
 from reshard.parity.noise import BOTH_IN_FP32, Noise
@@ -25,6 +26,7 @@ class ParityReport(NoTruthValue, Printed):
     - `fields`: the fields by which the two configs make two models, with both values.
     - `far`: the difference at the far positions of `reach`, where both systems take positions;
       `covered` says how far positions went.
+    - `causes`: why the two differ, and how much each cause makes; None unless it was asked for.
     - `first_process`: True on the rank that prints.
     """
 
@@ -48,6 +50,7 @@ class ParityReport(NoTruthValue, Printed):
     reach: FarPrompt | None = None
     far: Metrics | None = None
     covered: str = ""
+    causes: Causes | None = None
 
     @property
     def ok(self) -> bool:
@@ -123,6 +126,7 @@ class ParityReport(NoTruthValue, Printed):
             cells = ["-" if value is None else f"{value:.6g}" for value in values]
             yield f"  {name:<34}" + "".join(f"{cell:>{width}}" for cell in cells)
         yield from self.sentences
+        yield from () if self.causes is None else self.causes.lines()
         yield from (f"note: {sentence}" for sentence in self.unmeasured)
         worst = self.prompts[self.worst]
         yield f"worst prompt: {self.worst} ({worst.tokens} tokens), mean_abs {worst.mean_abs:.6g}"
@@ -159,5 +163,6 @@ class ParityReport(NoTruthValue, Printed):
             "covered": self.covered,
             "far": self.far and self.far.to_dict(),
             "routing": self.routing and self.routing.to_dict(),
+            "causes": self.causes and self.causes.to_dict(),
             "prompts": [metrics.to_dict() for metrics in self.prompts],
         }

@@ -1,7 +1,12 @@
 """Parity between transformers and Megatron-Core on ranks of their own."""
 
+import contextlib
 import logging
+import math
 from pathlib import Path
+
+import torch
+from torch.overrides import TorchFunctionMode
 
 import reshard.testing
 from reshard.core.errors import ReshardError
@@ -53,3 +58,52 @@ def assertion(rank: int, a: str, b: str):
         names["assert_logprob_parity"](a, b, prompts=2, lengths=(16,))
     except AssertionError as error:
         return str(error)
+
+
+class Planted(HuggingFace):
+    """transformers with a fault: its router sends every fifth token to other experts (``routing``), prompts that are
+    batched get other logits (``batching``), or its slowest rotary angles are slower (``code``)."""
+
+    def __init__(self, path: str, dtype: str, fault: str) -> None:
+        super().__init__(Path(path), dtype)
+        self.fault = fault
+
+    def logits(self, tokens, lengths=None, positions=None):
+        if self.fault == "code":
+            self.module.model.rotary_emb.inv_freq[-4:] /= 1.5
+        with contextlib.ExitStack() as stack:
+            if self.fault == "routing":
+                stack.enter_context(OtherExperts())
+            logits = super().logits(tokens, lengths, positions)
+        if self.fault == "code":
+            self.module.model.rotary_emb.inv_freq[-4:] *= 1.5
+        return logits * 1.02 if self.fault == "batching" and len(tokens) > 1 else logits
+
+
+class OtherExperts(TorchFunctionMode):
+    """Gives every fifth token the experts after the best."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function not in (torch.topk, torch.Tensor.topk):
+            return function(*args, **(kwargs or {}))
+        scores, count = args[0], args[1] if len(args) > 1 else kwargs["k"]
+        if scores.ndim != 2:  # of groups of experts
+            return function(*args, **(kwargs or {}))
+        values, indices = torch.Tensor.sort(scores, dim=-1, descending=True)
+        first = (torch.arange(len(scores)) % 5 == 4).long()[:, None]
+        places = first + torch.arange(count)
+        return torch.return_types.topk((values.gather(1, places), indices.gather(1, places)))
+
+
+def why(rank: int, a: str, b: str, options: dict, fault: str = ""):
+    """Return the shares of the causes, the causes and what was not measured; of B with a `fault` where one is named."""
+    logging.disable(logging.WARNING)
+    other = Planted(b, options.get("dtype", "fp32"), fault) if fault else b
+    report = parity(a, other, why=True, reach=False, **options)
+    assert report.causes is not None
+    total = sum(cause.mean_abs for cause in report.causes.causes)
+    assert math.isclose(total, report.overall.mean_abs, rel_tol=1e-6, abs_tol=1e-12), report.causes
+    if report.causes.kl is not None:
+        assert math.isclose(report.causes.kl, report.overall.kl, rel_tol=1e-4, abs_tol=1e-9), report.causes
+        assert math.isclose(sum(cause.kl for cause in report.causes.causes), report.causes.kl, abs_tol=1e-9)
+    return report.causes.shares, report.causes.to_dict(), str(report)

@@ -1,0 +1,170 @@
+"""Why two systems' logprobs differ: the runs that lead from A to B, one cause at a time.
+
+A gets B's config, then B's weights, then runs each prompt alone, sends tokens to B's experts, and runs in fp32; B is
+reached from its own run in fp32 the same way back. What lies between the two runs in fp32 is explained by none of
+these. `causes` has what follows from the scores.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.core.errors import ReshardError, first_line, listed
+from reshard.megatron.configs import config_differences
+from reshard.parity.causes import (
+    BATCHING,
+    CONFIG,
+    ROUNDING,
+    ROUTING,
+    UNEXPLAINED,
+    WEIGHTS,
+    Causes,
+    Step,
+    causes_of,
+)
+from reshard.parity.comparison import SystemComparison
+from reshard.parity.metrics import Scores
+from reshard.parity.mixed import MixedCheckpoints
+from reshard.parity.replay import replayed
+from reshard.parity.served import checkpoint_of, engine_of, is_address, place_of
+from reshard.parity.systems.base import ForwardSystem, ScoringOptions, System, scores_of
+from reshard.parity.systems.opening import is_megatron
+from reshard.storage.compare import diff
+
+
+def find_causes(comparison: SystemComparison) -> Causes:
+    """Return why the two systems of a comparison differ, which has scored both. Every rank calls this."""
+    with tempfile.TemporaryDirectory(prefix="reshard-why-") as folder:
+        search = _Search(comparison, Path(folder))
+        steps = search.steps()
+    return causes_of(comparison.runs["A"], steps, search.notes)
+
+
+class _Search:
+    """The runs that lead from A to B, each scored alone where it can be."""
+
+    def __init__(self, comparison: SystemComparison, folder: Path) -> None:
+        self.comparison, self.folder, self.notes = comparison, folder, list[str]()
+        self.specs = dict(comparison.specs)
+        self.paths = all(isinstance(s, str) and not is_address(place_of(s)) for s in self.specs.values())
+        self.one_rank = not dist.is_initialized() or dist.get_world_size() == 1
+        self.alone = replace(comparison.scoring, batch_size=1, packed=False)
+        self.choices: Sequence[Any] = ()  # of B, by prompt, where A is told to take them
+
+    def steps(self) -> list[Step]:
+        """Return the steps from A as it was run to B as it was run."""
+        forth = [*self._models(), *self._alone("A"), *self._routing(), *self._in_fp32("A")]
+        back = [*self._alone("B"), *self._in_fp32("B")]
+        # The way from B's run in fp32 to B, turned around: each step then ends where it began.
+        ends = [self.comparison.runs["B"], *(step.scores for step in back)]
+        turned = [Step(step.cause, end, step.detail) for step, end in zip(back, ends, strict=False)][::-1]
+        return [*forth, Step(UNEXPLAINED, ends[-1], self._between(forth, back)), *turned]
+
+    def _between(self, forth: Sequence[Step], back: Sequence[Step]) -> str:
+        both = all(any(step.cause == ROUNDING for step in steps) for steps in (forth, back))
+        in_fp32 = self.comparison.dtype == "fp32" and not self.comparison.quantized
+        return "two implementations in fp32" if both or in_fp32 else "implementations, kernels and rounding"
+
+    def _models(self) -> list[Step]:
+        """Return the steps by which A gets B's config, and B's weights."""
+        if not self.paths:
+            self.notes.append(
+                "weights and configs were not exchanged: a running engine has no checkpoint to change"
+            )
+            return []
+        fields, steps = config_differences(*self.comparison.models), list[Step]()
+        tensors = self._different_tensors()
+        mixed = MixedCheckpoints(str(self.specs["A"]), str(self.specs["B"]), self.comparison, self.folder)
+        for cause, names, weights_of in ((CONFIG, [*fields], "A"), (WEIGHTS, tensors, "B")):
+            if not names:
+                continue
+            try:
+                if not self.one_rank:
+                    raise ReshardError("it takes one process")
+                spec = mixed.checkpoint(weights_of)
+                scores = self._score(spec, self.comparison.dtype, self.comparison.scoring)
+            except ReshardError as error:
+                self.notes.append(
+                    f"{cause} could not be exchanged ({listed(names, 3)} differ): {first_line(error)}"
+                )
+                continue
+            steps.append(Step(cause, scores, listed(names, 3)))
+            self.specs["A"] = spec
+        return steps
+
+    def _different_tensors(self) -> list[str]:
+        a, b = (checkpoint_of(str(spec)) for spec in self.specs.values())
+        config = self.comparison.options.hf_config
+        reads_config = config is not None and any(map(is_megatron, (a, b)))
+        result = diff(a, b, hf_config=config if reads_config else None)
+        return [*(d.name for d in result.differences if d.unequal), *result.only_a, *result.only_b]
+
+    def _alone(self, side: str) -> list[Step]:
+        """Return the step by which a side scores each prompt alone, where it did not."""
+        spec, scoring = self.specs[side], self.comparison.scoring
+        batches = bool(isinstance(spec, str) and engine_of(spec)) or not isinstance(spec, str | ForwardSystem)
+        if not batches and scoring.batch_size == 1 and not scoring.packed:
+            return []
+        return [
+            Step(BATCHING, self._score(spec, self.comparison.dtype, self.alone), f"{side}, each prompt alone")
+        ]
+
+    def _routing(self) -> list[Step]:
+        """Return the step by which A sends tokens to the experts of B."""
+        if not self.comparison.models[0].num_experts:
+            return []
+        self.choices = [scores.choices for scores in self.comparison.runs["B"]]
+        if None in self.choices or not self._replays("A"):
+            self.notes.append(
+                "routing was not told apart: B does not say which experts it chose, or A cannot be told which to take"
+            )
+            self.choices = ()
+            return []
+        scores = self._score(self.specs["A"], self.comparison.dtype, self.alone, self.choices)
+        return [Step(ROUTING, scores, "B's experts in A")]
+
+    def _replays(self, side: str) -> bool:
+        spec = self.specs[side]
+        return self.one_rank and (
+            not engine_of(spec) if isinstance(spec, str) else isinstance(spec, ForwardSystem)
+        )
+
+    def _in_fp32(self, side: str) -> list[Step]:
+        """Return the step by which a side runs in fp32: its checkpoint, in transformers or Megatron-Core."""
+        spec = self.specs[side]
+        if self.comparison.dtype == "fp32" and side not in self.comparison.quantized_sides:
+            return []
+        if not isinstance(spec, str):
+            self.notes.append(f"the rounding of {side} was not told apart: a running system is in one dtype")
+            return []
+        try:
+            scores = self._score(checkpoint_of(spec), "fp32", self.alone, self.choices)
+        except (ReshardError, torch.OutOfMemoryError, MemoryError) as error:
+            self.notes.append(f"the rounding of {side} was not told apart: {first_line(error)}")
+            return []
+        kernels = " and kernels" if engine_of(spec) else ""
+        return [Step(ROUNDING, scores, f"{side}{kernels} in {self.comparison.dtype}")]
+
+    def _score(
+        self, spec: str | System, dtype: str, scoring: ScoringOptions, choices: Sequence[Any] = ()
+    ) -> list[Scores]:
+        """Score the prompts in a system, with `choices` each at these experts."""
+        prompts = self.comparison.prompts
+        with closing(spec if isinstance(spec, System) else self._open(spec, dtype)) as system:
+            if scoring.batch_size > 1 or scoring.packed:
+                return scores_of(system, prompts, scoring)
+            scores: list[Scores] = []
+            for i, (prompt, kept) in enumerate(zip(prompts, scoring.kept_of(len(prompts)), strict=True)):
+                with replayed(system, choices[i]) if choices else nullcontext():
+                    scores += scores_of(system, [prompt], replace(scoring, keep=kept))
+            return scores
+
+    def _open(self, spec: str, dtype: str) -> System:
+        is_mixed = Path(checkpoint_of(spec)).is_relative_to(self.folder)  # which has its config in itself
+        return self.comparison.open(spec, dtype, None if is_mixed else self.comparison.options.hf_config)

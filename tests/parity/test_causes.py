@@ -1,0 +1,88 @@
+"""Why two systems differ: each cause is planted alone and found with its share, and two at once with theirs."""
+
+import json
+import shutil
+
+import pytest
+
+from reshard import MegatronLayout, hf_to_mcore
+from tests.starting.ranks import run_on_ranks
+from tests.tools.parity_runs import change_config, with_a_fault
+
+MATRIX = "model.layers.5.self_attn.o_proj.weight"
+PROMPTS = {"prompts": 4, "lengths": (24, 48)}
+
+
+@pytest.fixture(scope="module")
+def faulty(trained, tmp_path_factory):
+    """A trained model, its Megatron checkpoint, and the model with faults, by their names."""
+    folder = tmp_path_factory.mktemp("causes")
+    hf_to_mcore(trained, folder / "mcore", MegatronLayout(), transformer_impl="local")
+    with_a_fault(trained, folder / "weights", MATRIX, 1.25)
+    for name, source in (("config", trained), ("both", folder / "weights")):
+        shutil.copytree(source, folder / name)
+        rope = json.loads((folder / name / "config.json").read_text())["rope_parameters"]
+        change_config(folder / name, rope_parameters=rope | {"rope_theta": rope["rope_theta"] * 4})
+    return {name: folder / name for name in ("mcore", "weights", "config", "both")} | {"hf": trained}
+
+
+def why(a, b, fault="", **options):
+    [result] = run_on_ranks(
+        1, "why", str(a), str(b), {"dtype": "fp32"} | PROMPTS | options, fault, module="parity_on_cpu"
+    )
+    return result
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "cause", "detail"),
+    [
+        ("hf", "weights", "weights", MATRIX),
+        ("mcore", "weights", "weights", MATRIX),
+        ("weights", "mcore", "weights", MATRIX),
+        ("hf", "config", "config", "rope_theta"),
+        ("mcore", "config", "config", "rope_theta"),
+    ],
+)
+def test_a_planted_difference_of_checkpoints_is_all_of_the_difference(a, b, cause, detail, faulty):
+    shares, causes, text = why(faulty[a], faulty[b])
+    assert 0.999 < shares[cause] < 1.001 and abs(shares["unexplained"]) < 1e-3, text
+    assert detail in causes["causes"][0]["detail"] and causes["not_measured"] == [], text
+
+
+def test_two_causes_at_once_get_their_parts(faulty):
+    shares, _, text = why(faulty["hf"], faulty["both"])
+    assert set(shares) == {"config", "weights", "unexplained"} and abs(shares["unexplained"]) < 1e-6, text
+    assert min(shares["config"], shares["weights"]) > 0.1, text
+    rounded, _, text = why(faulty["mcore"], faulty["weights"], dtype="bf16")
+    exact = why(faulty["mcore"], faulty["weights"])[1]["mean_abs"]
+    assert rounded["weights"] > 0.5 and 0.01 < rounded["rounding"] < 0.5 and exact > 0, text
+
+
+def test_rounding_alone_is_called_rounding(faulty):
+    shares, _, text = why(faulty["hf"], faulty["mcore"], dtype="bf16")
+    assert shares["rounding"] > 0.99 and abs(shares["unexplained"]) < 0.01, text
+    assert "A in bf16" in text and "B in bf16" in text and set(shares) == {"rounding", "unexplained"}
+
+
+def test_batches_and_code_of_a_running_system_are_told_apart(faulty):
+    shares, _, text = why(faulty["hf"], faulty["hf"], "batching", batch_size=2, lengths=(24,))
+    assert shares["batching"] > 0.999 and abs(shares["unexplained"]) < 1e-3, text
+    shares, causes, text = why(faulty["hf"], faulty["hf"], "code")
+    assert (
+        shares == {"unexplained": pytest.approx(1)} and "were not exchanged" in causes["not_measured"][0]
+    ), text
+
+
+@pytest.mark.parametrize("variant", ["qwen3-moe", "mixtral", "deepseek-v3"])
+def test_tokens_that_go_to_other_experts_are_the_whole_difference(variant, checkpoint):
+    hf = checkpoint(variant)
+    shares, causes, text = why(hf, hf, "routing", noise=False)
+    assert causes["mean_abs"] > 1e-6 and 0.999 < shares["routing"] < 1.001, text
+    assert abs(shares["unexplained"]) < 1e-3, "with the same experts the two are the same"
+
+
+def test_megatron_takes_the_experts_of_transformers(checkpoint, tmp_path):
+    hf = checkpoint("qwen3-moe")
+    hf_to_mcore(hf, tmp_path / "mcore", MegatronLayout(), transformer_impl="local")
+    shares, _, text = why(tmp_path / "mcore", hf, "routing")
+    assert 0.99 < shares["routing"] < 1.01 and abs(shares["unexplained"]) < 0.01, text
