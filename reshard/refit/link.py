@@ -17,11 +17,11 @@ from reshard.refit.agreement import Agreement, names_of
 from reshard.refit.changes.choice import Deltas
 from reshard.refit.copying.addresses import UNSTAGED
 from reshard.refit.copying.copies import wait_for_all_streams, wait_for_device, wait_for_partners
-from reshard.refit.describing import described
 from reshard.refit.protocol.memory import TrainerMemory, exchange_unmapped
 from reshard.refit.receiver import Receiver
-from reshard.refit.refit_log import RefitLog
-from reshard.refit.report import RefitReport
+from reshard.refit.reporting.describing import described
+from reshard.refit.reporting.log import RefitLog
+from reshard.refit.reporting.report import RefitReport
 from reshard.refit.routes import LOCAL
 from reshard.refit.sender import Sender
 from reshard.refit.transports import SENT, TRANSPORTS

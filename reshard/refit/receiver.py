@@ -22,6 +22,7 @@ from reshard.refit.copying.addresses import (
     region_addresses,
     staged_rounds_of,
 )
+from reshard.refit.copying.flows import Incoming
 from reshard.refit.copying.tables import CODEC
 from reshard.refit.engine import Engine
 from reshard.refit.fp8_blocks.items import SHAPE, places_of
@@ -35,7 +36,6 @@ from reshard.refit.protocol.memory import TrainerMemory, check_regions
 from reshard.refit.protocol.requests import PieceRequest, RequestsRead
 from reshard.refit.routes import LOCAL
 from reshard.refit.transports import READ, SENT, TRANSPORTS
-from reshard.refit.transports.flows import Incoming
 
 # What an engine has planned from what trainers published, for who connects the same two again.
 _planned: WeakKeyDictionary[Engine, tuple[str, dict[int, Pieces], dict[int, ShardSizes]]] = (

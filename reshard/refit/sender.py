@@ -30,6 +30,7 @@ from reshard.refit.copying.addresses import (
     source_table,
 )
 from reshard.refit.copying.copies import wait_for_device
+from reshard.refit.copying.flows import Outgoing
 from reshard.refit.fp8_blocks.items import PLACES
 from reshard.refit.fp8_blocks.packed import compile_block_kernels, places_of_requests
 from reshard.refit.holder import Holder
@@ -40,7 +41,6 @@ from reshard.refit.protocol.memory import TrainerMemory
 from reshard.refit.protocol.requests import PieceRequest, RequestsRead, check_pieces
 from reshard.refit.trainer import Trainer
 from reshard.refit.transports import READ, SENT
-from reshard.refit.transports.flows import Outgoing
 
 # What has been published of a model, for who connects the same trainer again.
 _published: WeakKeyDictionary[Holder, tuple[tuple[Model, list[torch.dtype]], bytes, bytes, ShardSizes]] = (

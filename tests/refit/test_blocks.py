@@ -19,6 +19,8 @@ from reshard.quantization.fp8_blocks import BLOCK, FP8, ROUNDINGS, encode
 from reshard.refit.codecs import BEFORE_BLOCKS, CODECS, PLAIN, block_codec, codec_between
 from reshard.refit.copying.addresses import NO_SLOT, PART_COLUMNS, UNSTAGED, Pieces
 from reshard.refit.copying.digests import Digests
+from reshard.refit.copying.flows import Incoming, Outgoing
+from reshard.refit.copying.packing import PackedPair, PackedRound
 from reshard.refit.copying.tables import (
     CODEC,
     CODES,
@@ -47,8 +49,6 @@ from reshard.refit.fp8_blocks.items import (
     spans_of,
 )
 from reshard.refit.fp8_blocks.packed import BlockDigests, Placed, places_of_requests
-from reshard.refit.transports.flows import Incoming, Outgoing
-from reshard.refit.transports.packing import PackedPair, PackedRound
 
 
 def pieces_of(

@@ -8,7 +8,7 @@ from reshard.refit.agreement import Agreement
 from reshard.refit.changes.sent import Changes, Measured
 from reshard.refit.protocol.deltas import DeltaState, exchange_states
 from reshard.refit.receiver import Receiver
-from reshard.refit.report import RefitDelta
+from reshard.refit.reporting.report import RefitDelta
 
 
 class Choice(NamedTuple):

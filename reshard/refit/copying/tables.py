@@ -64,7 +64,7 @@ ADDRESS, PIECE, TILE_ROWS, TILE_WORDS, TILE_PITCH, FIRST_WORD = range(TILE)
 SERVED = 6
 SERVED_START, SERVED_BYTES, SERVED_WIDTH, SERVED_ADDRESS, SERVED_PITCH, SERVED_CODEC = range(SERVED)
 
-# The changes of a chunk of a bucket, in a payload (`reshard.refit.transports.changes`): their first byte, how many
+# The changes of a chunk of a bucket, in a payload (`reshard.refit.changes.buckets`): their first byte, how many
 # words changed, of how many, and their form. Ahead of them travel `PRELUDE` numbers, and two for each chunk.
 PRELUDE = 3
 CHANGES = 4

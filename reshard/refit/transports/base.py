@@ -8,10 +8,10 @@ from typing import ClassVar
 import numpy as np
 
 from reshard.refit.changes.sent import Changes
+from reshard.refit.copying.flows import Incoming, Outgoing
 from reshard.refit.protocol.memory import TrainerMemory
 from reshard.refit.routes import Reach
 from reshard.refit.transports.context import Context
-from reshard.refit.transports.flows import Incoming, Outgoing
 
 
 @dataclass

@@ -16,6 +16,7 @@ from reshard.core.errors import ReshardError, rewrite_message
 from reshard.refit.codecs import BLOCKWISE
 from reshard.refit.copying.addresses import SHARD, UNSTAGED, fills_of, staged_rounds_of, with_sources
 from reshard.refit.copying.copies import CopyTable
+from reshard.refit.copying.flows import Incoming, Outgoing
 from reshard.refit.copying.tables import CODEC, bytes_read_by, interleaved, tiles_of
 from reshard.refit.fp8_blocks.items import (
     FIRST_FRAGMENT,
@@ -29,7 +30,6 @@ from reshard.refit.protocol.memory import TrainerMemory
 from reshard.refit.routes import CUDA_IPC, LOCAL, Pair, Reach
 from reshard.refit.transports.base import Transport, Work
 from reshard.refit.transports.context import Context
-from reshard.refit.transports.flows import Incoming, Outgoing
 from reshard.refit.transports.mapped import HINT, MappedMemory
 
 PROGRAMS_BESIDE_NCCL = 32

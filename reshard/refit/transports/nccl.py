@@ -5,7 +5,7 @@ a round, whatever the backend (NCCL, Gloo); while one bucket travels, the next i
 unpacked.
 
 In a connection with deltas a trainer's rank keeps the buckets that it sent, and may send what changed in them
-instead (`reshard.refit.transports.changes`), behind an all-to-all of the sizes. What an engine quantizes itself
+instead (`reshard.refit.changes.buckets`), behind an all-to-all of the sizes. What an engine quantizes itself
 passes through memory that keeps nothing, and always goes whole.
 """
 
@@ -16,19 +16,19 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.core.errors import ReshardError
+from reshard.refit.changes.buckets import SentBuckets, ServedBucket
+from reshard.refit.changes.exchange import ChangesExchange
 from reshard.refit.copying.addresses import UNSTAGED
 from reshard.refit.copying.copies import wait_for_exchange
+from reshard.refit.copying.flows import Incoming, Outgoing, by_round
+from reshard.refit.copying.packing import PackedPair, PackedRound
 from reshard.refit.copying.tables import ALIGNMENT, DST, SRC, TILE_BYTES, bytes_packed
 from reshard.refit.protocol.buckets import exchange_bucket_counts, exchange_partner_counts
 from reshard.refit.routes import NCCL, Pair, Reach
 from reshard.refit.transports.base import Transport, Work
 from reshard.refit.transports.bucket_memory import BucketMemory
-from reshard.refit.transports.changes import SentBuckets, ServedBucket
-from reshard.refit.transports.changes_exchange import ChangesExchange
 from reshard.refit.transports.communicator import abort, communicator_of, drop_communicator
 from reshard.refit.transports.context import Context
-from reshard.refit.transports.flows import Incoming, Outgoing, by_round
-from reshard.refit.transports.packing import PackedPair, PackedRound
 
 SLOTS = 2  # buckets of a pair that are under way at once
 PROGRAMS = 64  # of copies into and out of buckets on a GPU: NCCL's own kernel must find room beside them

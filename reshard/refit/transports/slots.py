@@ -3,7 +3,7 @@
 A trainer's rank packs pieces into a slab, memory of its own in which every reader has two slots:
 while one is read, the next is packed. A GPU is given the copies of a round before those of the last one
 have ended, so that it is not idle between the two. Both ends cut the same list of pieces alike, as for
-buckets (`reshard.refit.transports.packing`), and count: ``packed/READER`` says how many rounds a trainer's
+buckets (`reshard.refit.copying.packing`), and count: ``packed/READER`` says how many rounds a trainer's
 rank has packed, ``taken/TRAINER`` how many its reader has read.
 """
 
@@ -19,13 +19,13 @@ import torch
 from reshard.core.errors import ReshardError, listed
 from reshard.refit.copying.addresses import UNSTAGED
 from reshard.refit.copying.copies import event_now, wait_for_device
+from reshard.refit.copying.flows import Incoming, Outgoing, by_round, rounds_in
+from reshard.refit.copying.packing import PackedPair, PackedRound
 from reshard.refit.copying.tables import ALIGNMENT, DST, SRC, bytes_packed
 from reshard.refit.protocol.encoding import readable
 from reshard.refit.protocol.slab import SlabLocation
 from reshard.refit.transports.base import Transport, Work
 from reshard.refit.transports.context import Context
-from reshard.refit.transports.flows import Incoming, Outgoing, by_round, rounds_in
-from reshard.refit.transports.packing import PackedPair, PackedRound
 
 SLOTS = 2  # of each pair
 slab_numbers = itertools.count()  # tell a slab of this process from a later one with the same handle

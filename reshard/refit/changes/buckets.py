@@ -28,6 +28,7 @@ from reshard.delta.forms import Form
 from reshard.refit.changes.sent import Measured
 from reshard.refit.codecs import CODECS, PLAIN, bytes_in_source
 from reshard.refit.copying.copies import host_bytes
+from reshard.refit.copying.packing import PackedPair
 from reshard.refit.copying.tables import (
     CODEC,
     DST,
@@ -42,7 +43,6 @@ from reshard.refit.copying.tables import (
     UNORDERED,
     WIDTH,
 )
-from reshard.refit.transports.packing import PackedPair
 
 if TYPE_CHECKING:
     from reshard.refit.changes.kernels import DeviceChanges

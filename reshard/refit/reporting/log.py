@@ -5,7 +5,7 @@ import logging
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import first_line, listed
 from reshard.refit.agreement import Agreement
-from reshard.refit.report import RefitReport
+from reshard.refit.reporting.report import RefitReport
 from reshard.refit.routes import NCCL
 
 GLOO = "Gloo"

@@ -21,6 +21,7 @@ from reshard.refit.codecs import (
     bytes_in_source,
 )
 from reshard.refit.copying.copies import CopyTable
+from reshard.refit.copying.flows import Incoming, Outgoing
 from reshard.refit.copying.tables import (
     ALIGNMENT,
     CODEC,
@@ -43,7 +44,6 @@ from reshard.refit.fp8_blocks.packed import (
     slice_blocks,
     unpack_copies,
 )
-from reshard.refit.transports.flows import Incoming, Outgoing
 
 
 class PackedPair:
