@@ -23,17 +23,12 @@ from reshard.refit.copying.flows import Incoming, Outgoing
 from reshard.refit.copying.packing import PackedPair, PackedRound
 from reshard.refit.copying.tables import (
     CODEC,
-    CODES,
     DST,
     DST_PITCH,
-    ELEMENT_BYTES,
-    ITEM_BLOCKS,
-    NO_PIECE,
     ROWS,
     SRC,
     SRC_PITCH,
     WIDTH,
-    BlockKernel,
     empty_table,
 )
 from reshard.refit.fp8_blocks import split
@@ -49,6 +44,13 @@ from reshard.refit.fp8_blocks.items import (
     spans_of,
 )
 from reshard.refit.fp8_blocks.packed import BlockDigests, Placed, places_of_requests
+from reshard.refit.fp8_blocks.tables import (
+    CODES,
+    ELEMENT_BYTES,
+    ITEM_BLOCKS,
+    NO_PIECE,
+    BlockKernel,
+)
 
 
 def pieces_of(

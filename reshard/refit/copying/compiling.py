@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import torch
 
 from reshard.refit.copying.kernels import compile_copy, compile_digest
-from reshard.refit.copying.tables import BlockKernel
 from reshard.refit.fp8_blocks.kernels import compile_quantize
+from reshard.refit.fp8_blocks.tables import BlockKernel
 
 
 def compile_ahead(device: torch.device, sizes: Iterable[int], blocks: bool, size: int) -> threading.Thread:

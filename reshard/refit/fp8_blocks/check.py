@@ -16,7 +16,7 @@ from reshard.refit.copying.addresses import (
     with_sources,
 )
 from reshard.refit.copying.digests import Digests
-from reshard.refit.copying.tables import CODEC, FIRST_FRAGMENT, NO_PIECE, SPAN_ELEMENTS, WIDTH, interleaved
+from reshard.refit.copying.tables import CODEC, WIDTH, interleaved
 from reshard.refit.engine import Engine
 from reshard.refit.fp8_blocks.items import (
     BF16,
@@ -27,6 +27,7 @@ from reshard.refit.fp8_blocks.items import (
     spans_of,
     take_kernel_of_pieces,
 )
+from reshard.refit.fp8_blocks.tables import FIRST_FRAGMENT, NO_PIECE, SPAN_ELEMENTS
 
 
 class BlockCheck:

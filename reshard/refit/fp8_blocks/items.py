@@ -20,9 +20,9 @@ from reshard.refit.codecs import BEFORE_BLOCKS, CODEC_ROUNDINGS, CODECS, SOURCE_
 from reshard.refit.copying.addresses import region_addresses
 from reshard.refit.copying.copies import host_bytes
 from reshard.refit.copying.digests import mixed
-from reshard.refit.copying.tables import (
-    ALIGNMENT,
-    CODEC,
+from reshard.refit.copying.tables import ALIGNMENT, CODEC, ROWS, SRC, SRC_PITCH, WIDTH
+from reshard.refit.engine import Engine
+from reshard.refit.fp8_blocks.tables import (
     CODES,
     CODES_PITCH,
     ELEMENT_BYTES,
@@ -38,7 +38,6 @@ from reshard.refit.copying.tables import (
     LEFT,
     NO_PIECE,
     ROUNDING,
-    ROWS,
     SCALES,
     SOURCE,
     SOURCE_PITCH,
@@ -47,13 +46,9 @@ from reshard.refit.copying.tables import (
     SPAN_PIECE,
     SPAN_ROW_WORDS,
     SPAN_WORD,
-    SRC,
-    SRC_PITCH,
     TOP,
-    WIDTH,
     BlockKernel,
 )
-from reshard.refit.engine import Engine
 
 # Columns of `places_of`: the addresses of codes and scales, their pitches in elements, rows and
 # columns, and the codec that bf16 would have.

@@ -16,28 +16,7 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.device.cuda import on_device
 from reshard.refit.codecs import SOURCE_SIZES
-from reshard.refit.copying.tables import (
-    ALIGNMENT,
-    CODES,
-    CODES_PITCH,
-    DST,
-    DST_PITCH,
-    FIRST_FRAGMENT,
-    FRAGMENT_COLUMNS,
-    FRAGMENT_ROWS,
-    FRAGMENTS,
-    ITEM_COLUMNS,
-    ITEM_ROWS,
-    LEFT,
-    ROWS,
-    SCALES,
-    SRC,
-    SRC_PITCH,
-    TOP,
-    WIDTH,
-    BlockKernel,
-    empty_table,
-)
+from reshard.refit.copying.tables import ALIGNMENT, DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
 from reshard.refit.fp8_blocks.items import (
     ENCODING,
     PITCH,
@@ -51,6 +30,20 @@ from reshard.refit.fp8_blocks.items import (
     items_of,
     kernel_of,
     size_of,
+)
+from reshard.refit.fp8_blocks.tables import (
+    CODES,
+    CODES_PITCH,
+    FIRST_FRAGMENT,
+    FRAGMENT_COLUMNS,
+    FRAGMENT_ROWS,
+    FRAGMENTS,
+    ITEM_COLUMNS,
+    ITEM_ROWS,
+    LEFT,
+    SCALES,
+    TOP,
+    BlockKernel,
 )
 
 SCALE = 4  # bytes
