@@ -12,7 +12,8 @@ import torch
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.refit.agreement import Agreement
-from reshard.refit.codecs import BLOCKWISE
+from reshard.refit.codecs.makers import maker_for
+from reshard.refit.codecs.places import places_of
 from reshard.refit.copying.addresses import (
     PART_ROUND,
     REQUEST_COLUMNS,
@@ -25,9 +26,6 @@ from reshard.refit.copying.addresses import (
 from reshard.refit.copying.flows import Incoming
 from reshard.refit.copying.tables import CODEC
 from reshard.refit.engine import Engine
-from reshard.refit.fp8_blocks.items import SHAPE, places_of
-from reshard.refit.fp8_blocks.packed import compile_block_kernels
-from reshard.refit.fp8_blocks.split import SplitBlocksSlab, split_pieces
 from reshard.refit.planning import build_requests, plan_pieces
 from reshard.refit.protocol.encoding import DIGEST_BYTES, digest, readable
 from reshard.refit.protocol.facts import read_facts
@@ -55,7 +53,8 @@ class Receiver:
         # Digests of this rank's requests, and of the memory as it was last read.
         self.request_digests: dict[int, bytes] = {}
         self.memory_digests: dict[int, bytes] = {}
-        self.slab = SplitBlocksSlab(engine, device)
+        self.maker = maker_for(engine)
+        self.slab = self.maker.slab(engine, device)
         self._addresses: list[int] | None = None  # that were last found
         self._is_taken = False  # the engine has taken facts for this connection
         self._taken_regions: object = None  # the engine's regions then
@@ -123,7 +122,7 @@ class Receiver:
         if not self._may_be_sent_blocks():
             return pieces
         first_round = max(self.engine.staged_rounds.values(), default=UNSTAGED) + 1
-        return split_pieces(pieces, places_of(self.engine)[:, SHAPE], first_round)
+        return self.maker.split(pieces, places_of(self.engine), first_round)
 
     def find_moved(self) -> bool:
         """Follow tensors that the engine has moved; return True if copies of this connection go elsewhere than
@@ -203,7 +202,7 @@ class Receiver:
                 table, rounds, pieces.requests, pieces.destinations, self.memory[rank], places
             )
             if route in SENT:
-                compile_block_kernels(table[BLOCKWISE[table[:, CODEC]], CODEC], False, self.device)
+                self.maker.compile(table[:, CODEC], False, self.device)
         return incoming
 
     def copies(self, rank: int, memory: np.ndarray) -> np.ndarray:

@@ -20,10 +20,10 @@ from reshard.refit import RefitGroup, connect
 from reshard.refit.changes import buckets
 from reshard.refit.changes.exchange import ChangesExchange
 from reshard.refit.codecs import codec_between
+from reshard.refit.codecs.places import PLACES
 from reshard.refit.copying.flows import Outgoing
 from reshard.refit.copying.packing import PackedPair
 from reshard.refit.copying.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, WIDTH, empty_table
-from reshard.refit.fp8_blocks.items import PLACES
 from reshard.refit.options import ConnectOptions
 from reshard.refit.protocol.deltas import DeltaState, makes_sense
 from tests.on_cpu.refit_deltas_on_cpu import DTYPES, PITCH, SHAPE, Served, Shards

@@ -241,7 +241,7 @@ class SentBuckets:
 def _contents(pair: PackedPair) -> bytes:
     """Return a digest of what a pair's buckets hold: where from, and as what."""
     contents = blake2b(digest_size=16)
-    for array in (pair.tiles, pair.block_items.items, pair.block_items.fragments, pair.places, pair.sizes):
+    for array in (pair.tiles, *pair.packed_blocks.facts, pair.places, pair.sizes):
         contents.update(str(array.shape).encode() + np.ascontiguousarray(array).tobytes())
     return contents.digest()
 

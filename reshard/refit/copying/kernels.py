@@ -1,5 +1,5 @@
-"""The Triton kernels of a refit: copies and digests, each from a table (`reshard.refit.copying.tables`). Those of
-fp8 blocks are in `reshard.refit.fp8_blocks.kernels`, those of deltas in `reshard.refit.changes.kernels`.
+"""The Triton kernels of a refit: copies and digests, each from a table (`reshard.refit.copying.tables`). Those that
+make blocks, and that find changes, are built on them, in folders of their own.
 
 They take raw addresses, so that one launch can read many tensors, and other GPUs' memory.
 """
