@@ -57,6 +57,11 @@ class ConnectOptions:
             check_adapter_name(self.adapter, name("adapter"))
         return replace(self, backend=check_backend(self.backend, name("backend")))
 
+    def for_adapter(self: Options) -> Options:
+        """Return the options of the adapter's own connection, which always goes whole: its slots in the engine take
+        turns, so that none has the version before."""
+        return replace(self, delta=False)
+
 
 def check_member_name(value: Any, name: str) -> None:
     """Raise OptionError where what was given as `name` is no name of a member; None is that of none."""

@@ -1,7 +1,7 @@
 """A member as a rank of the engine: what it asks the trainer's ranks for, where their memory is,
 and the copies that follow."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from hashlib import sha256
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -182,6 +182,10 @@ class Receiver:
                 self._read_memory(rank, noted)
                 moved.append(rank)
         return moved
+
+    def memory_of(self, routes: Set[str]) -> dict[int, TrainerMemory]:
+        """Return the memory of the trainers' ranks whose bytes come by these routes."""
+        return {rank: self.memory[rank] for rank, route in self.routes().items() if route in routes}
 
     def routes(self) -> dict[int, str]:
         """Return how this rank gets its pieces, by trainer's rank."""

@@ -43,7 +43,7 @@ def refits(member, engines: int = 1, **options) -> list:
             link = connect(group, *sides, **{"bucket_bytes": 2 << 20, "delta": True} | options)
             result = member(link, side)
         link.close()
-        assert not any(one.changes.buckets for one in link.transports if one.changes is not None)
+        assert not any(changes.buckets for changes in link.chain.changes)
         return result
 
     with ThreadPoolExecutor(size) as pool:

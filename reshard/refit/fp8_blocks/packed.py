@@ -126,7 +126,7 @@ class Fp8PackedBlocks:
 
     @property
     def facts(self) -> Sequence[np.ndarray]:
-        """What is made into the blocks, and how."""
+        """The items and fragments that the blocks are made of."""
         return self.blocks.items, self.blocks.fragments
 
     def making(self, first: int, last: int, begins: np.ndarray, device: torch.device) -> BlockTable:

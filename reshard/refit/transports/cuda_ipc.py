@@ -100,16 +100,13 @@ class CudaIpc(Transport):
         # Also rounds in which all that is not padding comes by another transport.
         numbers = {*engine.staged_rounds.values(), *np.unique(rounds).tolist()} - {UNSTAGED}
         self.rounds = {number: self._copy_table(copies.where(rounds == number)) for number in sorted(numbers)}
-        self.work = Work(received_bytes, numbers, shards=self.shards)
+        of_blocks = self.blocks is not None and self._between_blocks(None) is None
+        launches = sum(table.launches for table in self._copy_tables) + of_blocks
+        self.work = Work(received_bytes, numbers, shards=self.shards, launches=launches)
 
     @property
     def _copy_tables(self) -> list[CopyTable]:
         return [*([self.once] if self.once is not None else []), *self.rounds.values()]
-
-    @property
-    def launches(self) -> int:
-        blocks = self.blocks is not None and self._between_blocks(None) is None
-        return sum(table.launches for table in self._copy_tables) + blocks
 
     def _padding(self, engine: Engine, elsewhere: Iterable[Incoming]) -> Placed:
         """Return copies of zeros into rows of padding, but for blocks that other transports bring

@@ -4,7 +4,7 @@ Both ends of a pair know the same list of pieces and cut it alike, so a bucket n
 a round, whatever the backend (NCCL, Gloo); while one bucket travels, the next is packed and the one before is
 unpacked.
 
-In a connection with deltas a trainer's rank keeps the buckets that it sent, and may send what changed in them
+A trainer's rank may keep the buckets that it sent (`Context.keep_sent`), and send what changed in them
 instead (`reshard.refit.changes.buckets`), behind an all-to-all of the sizes. What an engine quantizes itself
 passes through memory that keeps nothing, and always goes whole.
 """
@@ -79,7 +79,7 @@ class Nccl(Transport):
         self.steps: dict[int, list[BucketStep]] = {}
         self.addresses: list[tuple[int, int]] = []
         self.changes: SentBuckets | None = (
-            SentBuckets(self.device, context.delta_on_host) if context.delta else None
+            SentBuckets(self.device, context.keep_on_host) if context.keep_sent else None
         )
         self.served: dict[tuple[int, int], ServedBucket] = {}  # by trainer's rank and bucket
         self.lanes = (
@@ -89,11 +89,6 @@ class Nccl(Transport):
         )
         self.whole_bytes = 0  # that a whole refit brings here
         self.unstaged_bytes = 0  # of these, those in whose place changes may come
-
-    @property
-    def launches(self) -> int:
-        steps = [step for of_round in self.steps.values() for step in of_round]
-        return sum(step.pack.launches + step.unpack.launches for step in steps)
 
     def negotiate(self, anew: bool = False) -> None:
         """Agree with all members on the size of the buckets and their number, and make a
@@ -195,6 +190,8 @@ class Nccl(Transport):
             self.steps[number] = [
                 self._step(number, index, *addresses[index % SLOTS]) for index in range(self.buckets[number])
             ]
+        steps = [step for of_round in self.steps.values() for step in of_round]
+        self.work.launches = sum(step.pack.launches + step.unpack.launches for step in steps)
         if number == UNSTAGED and self.changes is not None:
             self.work.received_bytes = {NCCL: self.whole_bytes}
             if self.changes.since is not None:

@@ -100,11 +100,6 @@ class SlotTransport(Transport):
     def open_slots(self, peer: int, slab: SlabLocation) -> int:
         """Return the address in this process from which the slots of a trainer's rank are unpacked."""
 
-    @property
-    def launches(self) -> int:
-        pairs = [*self.sending.values(), *self.receiving.values()]
-        return sum(one.packed.launches for pair in pairs for rounds in pair.values() for one in rounds)
-
     def prepare(
         self,
         outgoing: Mapping[int, Outgoing],
@@ -137,6 +132,10 @@ class SlotTransport(Transport):
         its readers have read all of theirs."""
         if number == UNSTAGED:
             self.sending, self.receiving = self.open_pairs()
+            pairs = [*self.sending.values(), *self.receiving.values()]
+            self.work.launches = sum(
+                one.packed.launches for pair in pairs for rounds in pair.values() for one in rounds
+            )
             self.counts.clear()
             self.begun.clear()
         sends = {peer: rounds.get(number, []) for peer, rounds in self.sending.items()}
