@@ -127,17 +127,14 @@ def _connected(group: RefitGroup, source: Any, destination: Any, options: Connec
 def _greeting(rank: int, source: Any, destination: Any, options: ConnectOptions) -> Greeting:
     """Return what a member tells the others first. Raises ReshardError for an option that cannot be."""
     options = options.checked()
+    options = replace(options, keep_mapped=options.keep_mapped or source is None)
     sides = (("trainer", source), ("inference", destination))
     roles = [role for role, side in sides if side is not None]
     return Greeting(
         name=options.name or f"{' and '.join(roles) or 'idle'} rank {rank}",
         roles=roles,
-        backend=options.backend,
-        bucket_bytes=options.bucket_bytes,
-        keep_mapped=options.keep_mapped or source is None,
         ignored=sorted(ignored()),
-        adapter=options.adapter or "",
-        delta=options.delta,
+        **options.told(),
     )
 
 
