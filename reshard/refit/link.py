@@ -13,7 +13,7 @@ from reshard.comm.client import TransactionFailedError
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, first_line
 from reshard.refit.agreement import Agreement, names_of
-from reshard.refit.changes.choice import Chain
+from reshard.refit.changes.choice import RefitChain
 from reshard.refit.copying.addresses import UNSTAGED
 from reshard.refit.copying.copies import wait_for_all_streams, wait_for_device, wait_for_partners
 from reshard.refit.protocol.memory import exchange_unmapped
@@ -67,7 +67,7 @@ class Link:
         engine = receiver.engine if receiver is not None else None
         context = agreed.context(group, device, engine, keep_on_host)
         self.transports = Transports(context)
-        self.chain = Chain(agreed, [*self.transports], receiver)
+        self.chain = RefitChain(agreed, [*self.transports], receiver)
         if receiver is not None:
             receiver.engine.timeout = group.timeout
 

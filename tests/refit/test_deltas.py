@@ -107,7 +107,7 @@ def lose(link, side, how: str) -> None:
             tensor[:, 2 : 2 + SHAPE[1]] = 0
         side.guard.loaded()
     elif how == "of an earlier refit":
-        link.deltas.holds -= 1
+        link.chain.holds -= 1
     elif how == "moved":
         side.wide = {name: tensor.clone() for name, tensor in side.wide.items()}
         side.regions = {name: Region(tensor, 2, PITCH) for name, tensor in side.wide.items()}

@@ -18,7 +18,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-class Chain:
+class RefitChain:
     """A member's part in the chain of deltas of a connection, which has none where nobody wants deltas.
 
     Each refit builds on the one before. Where any member's weights are not those of that one, since it failed
