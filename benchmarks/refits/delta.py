@@ -135,7 +135,7 @@ def refits(group, trainer, engine, count: int, training: Training | None, delta:
 
 def finding(link, trainer: TrainedModel) -> float:
     """Return the seconds in which what changed is found and encoded once more, where nothing has."""
-    [sent] = [transport.changes for transport in link.transports if transport.changes is not None]
+    [sent] = link.chain.changes
     start = time.perf_counter()
     for (rank, index), bucket in sent.buckets.items():
         sent.changes(index, {rank: bucket}, 0)

@@ -63,8 +63,8 @@ class Phases:
     """Seconds of the steps of a delta in this process, each with the GPU waited for before and after."""
 
     def __init__(self) -> None:
-        from reshard.refit.transports.changes import SentBuckets
-        from reshard.refit.transports.changes_exchange import ChangesExchange
+        from reshard.refit.changes.buckets import SentBuckets
+        from reshard.refit.changes.exchange import ChangesExchange
         from reshard.refit.transports.nccl import Nccl
 
         self.seconds: dict[str, float] = defaultdict(float)

@@ -25,9 +25,9 @@ from benchmarks.processes import device
 from reshard.delta.chunks import CHUNK, WORD, ChunkSizes, Comparison, decode_chunks, encode_chunks
 from reshard.delta.encoding import encode
 from reshard.delta.forms import Form
+from reshard.refit.changes.buckets import HostChanges, ServedBucket, header_bytes, read_changes
 from reshard.refit.codecs import codec_between
 from reshard.refit.copying.tables import CODEC, COLUMNS, DST, DST_PITCH, PRELUDE, ROWS, SRC, STATUS, WIDTH
-from reshard.refit.transports.changes import HostChanges, ServedBucket, header_bytes, read_changes
 
 SIZES = [8, 4096 + 8, CHUNK - 8, CHUNK, CHUNK + 8, 5 * CHUNK + 24, 12 * CHUNK + 65536 + 8]  # words
 FRACTIONS = [0.0, 1e-5, 0.001, 0.02, 0.2, 0.6, 0.99, 1.0]

@@ -421,7 +421,7 @@ def main() -> None:
     result |= {
         "local_bytes": everyone(reading.work.received_bytes["local"]),
         "peer_bytes": everyone(reading.work.received_bytes["cuda_ipc"]),
-        "launches": reading.launches,
+        "launches": reading.work.launches,
     }
     wire, memory = min(everyone(link_rate())), min(everyone(memory_rate()))
     sent = [0] * dist.get_world_size()

@@ -10,7 +10,7 @@ from reshard.core.errors import OptionError
 from reshard.megatron.layout import MegatronLayout, checked_layout
 from reshard.memory.options import Training, TrainingSetup
 from reshard.memory.outside import bytes_of_gpu
-from reshard.memory.phases import EngineSetup, kept_for_deltas, phases_of
+from reshard.memory.phases import EngineSetup, kept_on, phases_of
 from reshard.memory.report import MemoryReport
 from reshard.memory.stages import report_of
 from reshard.models.model import Model
@@ -54,7 +54,7 @@ def estimate_memory(
     report = report_of(setup, size)
     if engine is None:
         return report
-    kept = max(map(kept_for_deltas, report.stages)) if engine.delta == "host" else 0
+    kept = max(kept_on("host", engine, stage) for stage in report.stages)
     return replace(
         report,
         phases=phases_of(setup, report, engine),

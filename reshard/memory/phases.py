@@ -84,7 +84,8 @@ def phases_of(setup: TrainingSetup, report: MemoryReport, engine: EngineSetup) -
 
     stage = max(report.stages, key=lambda each: each.static)
     always = {"Transformer Engine's buffers": stage.engine_buffers} if stage.engine_buffers else {}
-    copy = {KEPT: kept_for_deltas(stage)} if engine.delta == "gpu" else {}
+    kept_copy = kept_on("gpu", engine, stage)
+    copy = {KEPT: kept_copy} if kept_copy else {}
     always |= copy
     kept = _not_offloaded(stage, engine)
     # For a forward the weights are on the GPU, the rest stays offloaded.
@@ -116,10 +117,11 @@ def phases_of(setup: TrainingSetup, report: MemoryReport, engine: EngineSetup) -
     ]
 
 
-def kept_for_deltas(stage: StageMemory) -> int:
-    """Return the most that a trainer's rank keeps of what it sent: each of its elements once, as engines get
-    them. Replicas of an engine share what is kept; with data parallelism each copy of the trainer sends a part."""
-    return stage.weights
+def kept_on(place: str, engine: EngineSetup, stage: StageMemory) -> int:
+    """Return the most that a trainer's rank keeps of what it sent on the ``gpu`` or the ``host``: each of its elements
+    once, as engines get them, where deltas are kept in this place. Replicas of an engine share what is kept; with data
+    parallelism each copy of the trainer sends a part."""
+    return stage.weights if engine.delta == place else 0
 
 
 def _phase(name: str, gpus: str, parts: dict[str, int], more: Band, kv_tokens: Band | None = None) -> Phase:

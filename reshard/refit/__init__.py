@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from reshard.refit.connecting import connect
     from reshard.refit.link import Link
     from reshard.refit.options import ConnectOptions
-    from reshard.refit.report import RefitReport
+    from reshard.refit.reporting.report import RefitReport
 
 if not TYPE_CHECKING:  # a type checker knows the names above, and that there are no others
     __getattr__, __dir__ = lazy(
@@ -22,7 +22,7 @@ if not TYPE_CHECKING:  # a type checker knows the names above, and that there ar
             "ConnectOptions": "reshard.refit.options",
             "Link": "reshard.refit.link",
             "RefitGroup": "reshard.comm.group",
-            "RefitReport": "reshard.refit.report",
+            "RefitReport": "reshard.refit.reporting.report",
             "connect": "reshard.refit.connecting",
         },
         extra="megatron",

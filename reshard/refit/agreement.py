@@ -4,11 +4,15 @@ bytes may take."""
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, listed
+from reshard.refit.engine import Engine
 from reshard.refit.protocol.greeting import DeviceInfo, Greeting
 from reshard.refit.routes import LOCAL, Pair, Peer, Seat, distance, why_apart
 from reshard.refit.transports import transport_for
+from reshard.refit.transports.context import Context
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,23 @@ class Agreement:
         if trainer == engine:
             return ""
         return why_apart(self.peers[trainer], self.peers[engine]) or self.unmapped.get((trainer, engine), "")
+
+    def context(
+        self, group: RefitGroup, device: torch.device, engine: Engine | None, keep_on_host: bool
+    ) -> Context:
+        """Return what transports are made for."""
+        return Context(
+            group,
+            device,
+            self.backend,
+            self.bucket_bytes,
+            self.participants,
+            self.peers,
+            engine,
+            self.delta,
+            keep_on_host,
+            self.keep_mapped,
+        )
 
     @property
     def may_map(self) -> bool:

@@ -13,13 +13,14 @@ import torch
 
 from reshard.comm.group import RefitGroup
 from reshard.comm.hosts import has_rdma
+from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
 from reshard.models.config_fields import ignored, ignored_config_fields
 from reshard.models.model import Model
 from reshard.refit.agreement import Agreement, agreement_of, check_sides
+from reshard.refit.codecs.makers import maker_for
 from reshard.refit.engine import Engine
-from reshard.refit.fp8_blocks.items import BF16
 from reshard.refit.holder import Holder
 from reshard.refit.link import Link
 from reshard.refit.lora.connecting import connect_adapter
@@ -41,6 +42,7 @@ from reshard.refit.transports.agent import installed_version
 SOURCES = "reshard.trainers.MegatronModel(models), or another Trainer"
 DESTINATIONS = "reshard.engines.VllmModel.from_llm(llm), or .from_worker(worker)"
 DEFAULTS = ConnectOptions()
+BF16_SIZE = DTYPES["bfloat16"].size
 
 
 def connect(
@@ -125,17 +127,14 @@ def _connected(group: RefitGroup, source: Any, destination: Any, options: Connec
 def _greeting(rank: int, source: Any, destination: Any, options: ConnectOptions) -> Greeting:
     """Return what a member tells the others first. Raises ReshardError for an option that cannot be."""
     options = options.checked()
+    options = replace(options, keep_mapped=options.keep_mapped or source is None)
     sides = (("trainer", source), ("inference", destination))
     roles = [role for role, side in sides if side is not None]
     return Greeting(
         name=options.name or f"{' and '.join(roles) or 'idle'} rank {rank}",
         roles=roles,
-        backend=options.backend,
-        bucket_bytes=options.bucket_bytes,
-        keep_mapped=options.keep_mapped or source is None,
         ignored=sorted(ignored()),
-        adapter=options.adapter or "",
-        delta=options.delta,
+        **options.told(),
     )
 
 
@@ -176,11 +175,13 @@ def _compile_ahead(trainer: Holder | None, engine: Engine | None, device: torch.
 
     held = [region.tensor.dtype for region in (trainer.memory if trainer is not None else ())]
     served = [region.tensor.dtype for region in (engine.regions.values() if engine is not None else ())]
-    blocks = engine is not None and bool(engine.scales)
-    itemsize, _ = Counter(dtype.itemsize for dtype in held).most_common(1)[0] if held else (BF16.size, 0)
+    itemsize, _ = Counter(dtype.itemsize for dtype in held).most_common(1)[0] if held else (BF16_SIZE, 0)
+    first = None
+    if engine is not None and engine.scales:
+        first = partial(maker_for(engine).compile_pull, itemsize, device)
     # What has elements of one byte is made of blocks, or has rows of whole words.
     sizes = {dtype.itemsize for dtype in {*held, *served}} - {1}
-    return compile_ahead(device, sizes, blocks, itemsize)
+    return compile_ahead(device, sizes, first)
 
 
 def _device_info(device: torch.device, greetings: Sequence[Greeting]) -> DeviceInfo:

@@ -7,26 +7,23 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from reshard.comm.client import TransactionFailedError
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, first_line
 from reshard.refit.agreement import Agreement, names_of
-from reshard.refit.changes.choice import Deltas
+from reshard.refit.changes.choice import RefitChain
 from reshard.refit.copying.addresses import UNSTAGED
 from reshard.refit.copying.copies import wait_for_all_streams, wait_for_device, wait_for_partners
-from reshard.refit.describing import described
-from reshard.refit.protocol.memory import TrainerMemory, exchange_unmapped
+from reshard.refit.protocol.memory import exchange_unmapped
 from reshard.refit.receiver import Receiver
-from reshard.refit.refit_log import RefitLog
-from reshard.refit.report import RefitReport
-from reshard.refit.routes import LOCAL
+from reshard.refit.reporting.describing import described
+from reshard.refit.reporting.log import RefitLog
+from reshard.refit.reporting.report import RefitReport
 from reshard.refit.sender import Sender
-from reshard.refit.transports import SENT, TRANSPORTS
-from reshard.refit.transports.base import Transport
-from reshard.refit.transports.context import Context
+from reshard.refit.transports import SENT
+from reshard.refit.transports.together import Transports
 from reshard.refit.verification import ReceivedDigests, SentDigests
 
 log = logging.getLogger("reshard")
@@ -53,7 +50,7 @@ class Link:
         sender: Sender | None,
         receiver: Receiver | None,
         device: torch.device,
-        delta_on_host: bool = False,
+        keep_on_host: bool = False,
     ) -> None:
         self.group, self.agreed, self.device = group, agreed, device
         self.number = group.transaction_number  # of this connection, the same on all members
@@ -67,21 +64,10 @@ class Link:
         self.broken = False  # the last refit failed
         self.closed = False
         self.below: Below | None = None  # weights that this link's build on
-        context = Context(
-            group,
-            device,
-            agreed.backend,
-            agreed.bucket_bytes,
-            agreed.participants,
-            agreed.peers,
-            receiver.engine if receiver is not None else None,
-            agreed.delta,
-            delta_on_host,
-            agreed.keep_mapped,
-        )
-        self.transports: list[Transport] = [transport(context) for transport in TRANSPORTS]
-        changes = [one.changes for one in self.transports if one.changes is not None]
-        self.deltas = Deltas(agreed, changes, receiver) if agreed.delta else None
+        engine = receiver.engine if receiver is not None else None
+        context = agreed.context(group, device, engine, keep_on_host)
+        self.transports = Transports(context)
+        self.chain = RefitChain(agreed, [*self.transports], receiver)
         if receiver is not None:
             receiver.engine.timeout = group.timeout
 
@@ -93,22 +79,16 @@ class Link:
             self.receiver.read_answers()
         self._exchange_unmapped()
         self._prepare()
-        for transport in self.transports:
-            transport.negotiate()
-        if self._is_blocking:
-            for transport in self.transports:
-                transport.share_gpu()
+        self.transports.negotiate()
         self._release()
 
     def _exchange_unmapped(self) -> None:
         """Agree with all members whose memory cannot be mapped by whom, as between containers on
         the same host; its bytes go by another transport."""
         if self.agreed.may_map:
-            unmapped = [
-                pair
-                for transport in self.transports
-                for pair in transport.unmappable(self._memory_by(transport, within_process=False))
-            ]
+            unmapped = (
+                self.transports.unmappable(self.receiver.memory_of) if self.receiver is not None else []
+            )
             self.agreed.unmapped.update(exchange_unmapped(self.group, unmapped, self.agreed.trainers))
         if self.receiver is not None:
             names = self.group.names
@@ -118,40 +98,16 @@ class Link:
                         "%s gets the bytes of %s by %s: %s", names[self.group.rank], names[rank], route, why
                     )
 
-    def _memory_by(self, transport: Transport, within_process: bool = True) -> dict[int, TrainerMemory]:
-        """Return the memory of the trainers' ranks whose bytes a transport brings here."""
-        if self.receiver is None:
-            return {}
-        return {
-            rank: self.receiver.memory[rank]
-            for rank, route in self.receiver.routes().items()
-            if route in transport.reach.routes and (within_process or route != LOCAL)
-        }
-
     def _prepare(self) -> None:
         """Hand the transports the copies of this member, from where everything is now."""
         outgoing = self.sender.outgoing() if self.sender is not None else {}
         incoming = self.receiver.incoming() if self.receiver is not None else {}
-        for transport in self.transports:
-            brought = {
-                rank: flow
-                for route, flows in incoming.items()
-                if route in transport.reach.routes
-                for rank, flow in flows.items()
-            }
-            elsewhere = [
-                flow
-                for route, flows in incoming.items()
-                if route not in transport.reach.routes
-                for flow in flows.values()
-            ]
-            transport.prepare(outgoing.get(transport.reach.name, {}), brought, elsewhere)
+        self.transports.prepare(outgoing, incoming)
 
     def _release(self) -> None:
         """Unmap others' memory, unless all trainers let it stay mapped."""
         if not self.keep_mapped:
-            for transport in self.transports:
-                transport.release()
+            self.transports.release()
 
     # Refitting
 
@@ -182,8 +138,7 @@ class Link:
                 note = self.sender.memory_digest.hex() if self.sender is not None else ""
                 agreed_version = self.group.prepare(wanted, note, verify, self.broken)
                 self._follow(sender_moved, receiver_moved)
-                if self.deltas is not None:
-                    self.deltas.begin(self.group, self.group.anew, receiver_moved)
+                self.chain.begin(self.group, self.group.anew, receiver_moved)
                 prepared_at = time.perf_counter()
                 if self.receiver is not None:
                     self.receiver.engine.begin()
@@ -200,11 +155,9 @@ class Link:
         if self.receiver is not None:
             self.receiver.engine.end(agreed_version)
         if not self.keep_mapped:
-            for transport in self.transports:
-                transport.free()
+            self.transports.free()
         before, self.version = self.version, agreed_version
-        if self.deltas is not None:
-            self.deltas.end(self.group)
+        self.chain.end(self.group)
         seconds = prepared_at - start, transferred_at - prepared_at, time.perf_counter() - start
         report = self._report(agreed_version, *seconds)
         side = self.receiver or self.sender
@@ -228,14 +181,9 @@ class Link:
             raise
 
     def _report(self, version: int, waited: float, transferred: float, total: float) -> RefitReport:
-        received: dict[str, int] = {}
-        for transport in self.transports:
-            received |= transport.work.received_bytes
-        launches = sum(transport.launches for transport in self.transports)
-        if self.receiver is not None:
-            launches += self.receiver.slab.launches
-        delta = self.deltas.report() if self.deltas is not None else None
-        return RefitReport(version, waited, transferred, total, received, launches, delta)
+        work, changes = self.transports.work, self.chain.report()
+        launches = work.launches + (self.receiver.slab.launches if self.receiver is not None else 0)
+        return RefitReport(version, waited, transferred, total, work.received_bytes, launches, changes)
 
     def _find_moved(self) -> tuple[bool, bool]:
         """Finish what this GPU has to do first. Returns whether this trainer's rank has moved,
@@ -266,15 +214,13 @@ class Link:
         moved: list[int] = []
         if self.receiver is not None:
             moved = self.receiver.read_moved(self.group.notes_of(self.receiver.pieces))
-            for transport in self.transports:
-                tables_hold = tables_hold and transport.update_addresses(self._memory_by(transport))
+            tables_hold = tables_hold and self.transports.update_addresses(self.receiver.memory_of)
         if not tables_hold:
             self._prepare()
-        for transport in self.transports:
-            if anew:
-                transport.negotiate(anew=True)
-            if moved and self.receiver is not None:
-                transport.release(but=self.receiver.memory)
+        if anew:
+            self.transports.negotiate(anew=True)
+        if moved and self.receiver is not None:
+            self.transports.release(but=self.receiver.memory)
         self.broken = False
 
     def _sends(self) -> bool:
@@ -282,8 +228,9 @@ class Link:
         moved: it sends, or did before."""
         if self.sender is None:
             return False
-        sending = any(transport.work.is_sending for transport in self.transports)
-        return sending or any(route in SENT for route in self.sender.routes().values())
+        return self.transports.work.is_sending or any(
+            route in SENT for route in self.sender.routes().values()
+        )
 
     def _transfer(self) -> None:
         """Carry out all copies, and let the engine process the rounds that it processes itself."""
@@ -311,7 +258,7 @@ class Link:
             own = work if self.receiver is not None and number in self.receiver.rounds else None
             try:
                 if not cut_off:
-                    self._run(number)
+                    self.transports.run(number)
                     if own is not None:
                         self._wait_for_partners()
             except (ReshardError, RuntimeError) as error:
@@ -331,32 +278,19 @@ class Link:
 
     def _rounds(self) -> list[int]:
         """Return the numbers of the rounds in which this member takes part, besides `UNSTAGED`."""
-        return sorted({number for transport in self.transports for number in transport.work.numbers})
-
-    def _run(self, number: int) -> None:
-        """Carry out the copies of a round."""
-        try:
-            for transport in self.transports:
-                transport.run(number)
-        finally:
-            for transport in self.transports:
-                transport.join()
-
-    @property
-    def _is_blocking(self) -> bool:
-        return any(transport.work.is_blocking for transport in self.transports)
+        return sorted(self.transports.work.numbers)
 
     def _wait_for_partners(self) -> None:
         """Wait until a GPU that may wait for a partner has what it waits for: before work in which this process
         waits for the GPU with no limit."""
-        if self._is_blocking:
+        if self.transports.work.is_blocking:
             wait_for_partners(self.device, self.group)
 
     def _bounded(self, work: Callable[[], None]) -> None:
         """Do work to its end. Raises ReshardError, naming the ranks that do not respond, where a
         partner dies or stalls."""
         # On a GPU work is only enqueued, and waited for below, unless a transport blocks.
-        blocks = self.device.type == "cpu" or self._is_blocking
+        blocks = self.device.type == "cpu" or self.transports.work.is_blocking
         try:
             with self.group.reporting_alive() if blocks else nullcontext():
                 work()
@@ -379,16 +313,14 @@ class Link:
     def _abort(self) -> None:
         """Unmap the trainers' memory, and end and give back what transports have."""
         self.broken = True
-        for transport in self.transports:
-            transport.abort()
+        self.transports.abort()
         with suppress(ReshardError, RuntimeError):
             if wait_for_device(self.device, self.group.timeout):  # not under a kernel that reads it
                 self._release()
                 # A kernel of torch's own communicator may wait for a dead partner for ever, and the
                 # driver would wait for that.
-                if not self._is_blocking:
-                    for transport in self.transports:
-                        transport.close()
+                if not self.transports.work.is_blocking:
+                    self.transports.close()
 
     def _verify(self) -> None:
         """Compare digests of every piece, which both sides take from their own memory by addresses
@@ -396,10 +328,7 @@ class Link:
         if self.sent_digests is not None:
             self.sent_digests.begin()
         if self.received_digests is not None:
-            shards: dict[int, np.ndarray] = {}
-            for transport in self.transports:
-                shards |= transport.work.shards or {}
-            self.received_digests.begin(shards)
+            self.received_digests.begin(self.transports.work.shards or {})
         if self.sent_digests is not None:
             self.sent_digests.post()
         # Nobody begins to transfer once more with one that has failed.
@@ -444,10 +373,10 @@ class Link:
             raise ReshardError("this connection is closed: call connect again")
 
     def close(self) -> None:
-        """Unmap the peers' memory, free what was staged and what deltas kept, and end the communicator of NCCL or Gloo,
-        if this connection made one; it cannot be used again. The group stays, and with it the port at which
-        its members have met, until it is closed, too (`RefitGroup.close`). vLLM gets the slots of an adapter back,
-        which it serves until it needs them for others."""
+        """Unmap the peers' memory, free what was staged and what was kept of what was sent, and end the communicator of
+        NCCL or Gloo, if this connection made one; it cannot be used again. The group stays, and with it the port at
+        which its members have met, until it is closed, too (`RefitGroup.close`). vLLM gets the slots of an adapter
+        back, which it serves until it needs them for others."""
         try:
             with self.group.one_call("close"):
                 self.give_back()
@@ -461,8 +390,7 @@ class Link:
         with ExitStack() as parts:  # each is given back also if another fails
             if self.receiver is not None:
                 parts.callback(self.receiver.close)
-            for transport in reversed(self.transports):
-                parts.callback(transport.close, broken=self.broken)
+            parts.callback(self.transports.close, self.broken)
 
 
 def _checked(version: Any) -> int | None:

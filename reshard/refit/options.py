@@ -57,6 +57,21 @@ class ConnectOptions:
             check_adapter_name(self.adapter, name("adapter"))
         return replace(self, backend=check_backend(self.backend, name("backend")))
 
+    def told(self) -> dict[str, Any]:
+        """Return those that members tell each other, as `reshard.refit.protocol.greeting.Greeting` has them."""
+        return {
+            "backend": self.backend,
+            "bucket_bytes": self.bucket_bytes,
+            "keep_mapped": self.keep_mapped,
+            "adapter": self.adapter or "",
+            "delta": self.delta,
+        }
+
+    def for_adapter(self: Options) -> Options:
+        """Return the options of the adapter's own connection, which always goes whole: its slots in the engine take
+        turns, so that none has the version before."""
+        return replace(self, delta=False)
+
 
 def check_member_name(value: Any, name: str) -> None:
     """Raise OptionError where what was given as `name` is no name of a member; None is that of none."""

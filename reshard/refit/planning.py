@@ -13,9 +13,9 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Placement
 from reshard.core.planner import PlanError, Transfer, make_plan
 from reshard.refit.codecs import codec_between
+from reshard.refit.codecs.places import SHAPE, places_of
 from reshard.refit.copying.addresses import NO_SLOT, PART_ROUND, Pieces, staged_rounds_of
 from reshard.refit.engine import Engine
-from reshard.refit.fp8_blocks.items import SHAPE, places_of
 from reshard.refit.protocol.held import HeldTensors
 from reshard.refit.routes import nearest
 

@@ -1,7 +1,7 @@
 """A member as a rank of the engine: what it asks the trainer's ranks for, where their memory is,
 and the copies that follow."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from hashlib import sha256
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,7 +12,8 @@ import torch
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.refit.agreement import Agreement
-from reshard.refit.codecs import BLOCKWISE
+from reshard.refit.codecs.makers import maker_for
+from reshard.refit.codecs.places import places_of
 from reshard.refit.copying.addresses import (
     PART_ROUND,
     REQUEST_COLUMNS,
@@ -22,11 +23,9 @@ from reshard.refit.copying.addresses import (
     region_addresses,
     staged_rounds_of,
 )
+from reshard.refit.copying.flows import Incoming
 from reshard.refit.copying.tables import CODEC
 from reshard.refit.engine import Engine
-from reshard.refit.fp8_blocks.items import SHAPE, places_of
-from reshard.refit.fp8_blocks.packed import compile_block_kernels
-from reshard.refit.fp8_blocks.split import SplitBlocksSlab, split_pieces
 from reshard.refit.planning import build_requests, plan_pieces
 from reshard.refit.protocol.encoding import DIGEST_BYTES, digest, readable
 from reshard.refit.protocol.facts import read_facts
@@ -35,7 +34,6 @@ from reshard.refit.protocol.memory import TrainerMemory, check_regions
 from reshard.refit.protocol.requests import PieceRequest, RequestsRead
 from reshard.refit.routes import LOCAL
 from reshard.refit.transports import READ, SENT, TRANSPORTS
-from reshard.refit.transports.flows import Incoming
 
 # What an engine has planned from what trainers published, for who connects the same two again.
 _planned: WeakKeyDictionary[Engine, tuple[str, dict[int, Pieces], dict[int, ShardSizes]]] = (
@@ -55,7 +53,8 @@ class Receiver:
         # Digests of this rank's requests, and of the memory as it was last read.
         self.request_digests: dict[int, bytes] = {}
         self.memory_digests: dict[int, bytes] = {}
-        self.slab = SplitBlocksSlab(engine, device)
+        self.maker = maker_for(engine)
+        self.slab = self.maker.slab(engine, device)
         self._addresses: list[int] | None = None  # that were last found
         self._is_taken = False  # the engine has taken facts for this connection
         self._taken_regions: object = None  # the engine's regions then
@@ -123,7 +122,7 @@ class Receiver:
         if not self._may_be_sent_blocks():
             return pieces
         first_round = max(self.engine.staged_rounds.values(), default=UNSTAGED) + 1
-        return split_pieces(pieces, places_of(self.engine)[:, SHAPE], first_round)
+        return self.maker.split(pieces, places_of(self.engine), first_round)
 
     def find_moved(self) -> bool:
         """Follow tensors that the engine has moved; return True if copies of this connection go elsewhere than
@@ -184,6 +183,10 @@ class Receiver:
                 moved.append(rank)
         return moved
 
+    def memory_of(self, routes: Set[str]) -> dict[int, TrainerMemory]:
+        """Return the memory of the trainers' ranks whose bytes come by these routes."""
+        return {rank: self.memory[rank] for rank, route in self.routes().items() if route in routes}
+
     def routes(self) -> dict[int, str]:
         """Return how this rank gets its pieces, by trainer's rank."""
         return {
@@ -203,7 +206,7 @@ class Receiver:
                 table, rounds, pieces.requests, pieces.destinations, self.memory[rank], places
             )
             if route in SENT:
-                compile_block_kernels(table[BLOCKWISE[table[:, CODEC]], CODEC], False, self.device)
+                self.maker.compile(table[:, CODEC], False, self.device)
         return incoming
 
     def copies(self, rank: int, memory: np.ndarray) -> np.ndarray:

@@ -13,11 +13,11 @@ from reshard.core.placement import LocalTensor, local_matrix
 from reshard.device.cuda import Allocation, exported, frees_of, generation_of, is_exportable
 from reshard.models.model import Model
 from reshard.refit.agreement import Agreement
-from reshard.refit.codecs import BLOCKWISE
+from reshard.refit.codecs.makers import maker_of
+from reshard.refit.codecs.places import places_of_requests
 from reshard.refit.copying.addresses import (
     COLUMN_COUNT,
     DESTINATION,
-    DESTINATION_SHAPE,
     REQUEST_CODEC,
     REQUEST_COLUMNS,
     ROW_COUNT,
@@ -30,8 +30,7 @@ from reshard.refit.copying.addresses import (
     source_table,
 )
 from reshard.refit.copying.copies import wait_for_device
-from reshard.refit.fp8_blocks.items import PLACES
-from reshard.refit.fp8_blocks.packed import compile_block_kernels, places_of_requests
+from reshard.refit.copying.flows import Outgoing
 from reshard.refit.holder import Holder
 from reshard.refit.protocol.encoding import digest
 from reshard.refit.protocol.facts import post_facts
@@ -40,7 +39,6 @@ from reshard.refit.protocol.memory import TrainerMemory
 from reshard.refit.protocol.requests import PieceRequest, RequestsRead, check_pieces
 from reshard.refit.trainer import Trainer
 from reshard.refit.transports import READ, SENT
-from reshard.refit.transports.flows import Outgoing
 
 # What has been published of a model, for who connects the same trainer again.
 _published: WeakKeyDictionary[Holder, tuple[tuple[Model, list[torch.dtype]], bytes, bytes, ShardSizes]] = (
@@ -237,13 +235,10 @@ class Sender:
         """Return what an inference rank gets that asks for these pieces; `memory` is
         `region_addresses` of this rank's regions."""
         requests = as_sent(requests)
-        table, count = source_table(memory, requests), len(requests)
+        table, places = source_table(memory, requests), places_of_requests(requests)
         if requests.shape[1] == REQUEST_COLUMNS:
-            destinations, places = np.zeros((count, 3), np.int64), np.zeros((0, PLACES), np.int64)
-            return Outgoing(table, np.full(count, UNSTAGED), destinations, places)
-        blocks = requests[BLOCKWISE[requests[:, REQUEST_CODEC]]]
-        compile_block_kernels(blocks[:, REQUEST_CODEC], True, self.device)
-        places = places_of_requests(
-            blocks[:, DESTINATION], blocks[:, DESTINATION_SHAPE], blocks[:, REQUEST_CODEC]
-        )
+            count = len(requests)
+            return Outgoing(table, np.full(count, UNSTAGED), np.zeros((count, 3), np.int64), places)
+        codecs = requests[:, REQUEST_CODEC]
+        maker_of(codecs).compile(codecs, True, self.device)
         return Outgoing(table, requests[:, STAGED_ROUND], requests[:, DESTINATION], places)

@@ -17,10 +17,10 @@ NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 class Scales(NamedTuple):
-    """The scales of a local tensor ``[rows, columns]`` whose region holds fp8 codes.
+    """The scales of a local tensor ``[rows, columns]`` whose region holds codes in blocks.
 
-    `region` holds the fp32 scales of its 128x128 blocks, ``[ceil(rows / 128), ceil(columns /
-    128)]``; `rounding` is one of `reshard.quantization.fp8_blocks.ROUNDINGS`.
+    `region` holds the fp32 scale of each block, in rows and columns of blocks, the last cut off where the tensor ends;
+    `rounding` names how these are rounded (`reshard.refit.codecs.BlockCodec`).
     """
 
     region: Region

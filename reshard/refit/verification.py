@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 
 from reshard.core.errors import ReshardError, listed
-from reshard.refit.codecs import BLOCKWISE
+from reshard.refit.codecs import IN_BLOCKS
+from reshard.refit.codecs.blocks import BlockCheck, BlockDigests
+from reshard.refit.codecs.makers import maker_of
+from reshard.refit.codecs.places import places_of
 from reshard.refit.copying.addresses import (
     COLUMN_COUNT,
     REQUEST_CODEC,
@@ -25,9 +28,7 @@ from reshard.refit.copying.addresses import (
     source_table,
 )
 from reshard.refit.copying.digests import Digests
-from reshard.refit.fp8_blocks.check import BlockCheck
-from reshard.refit.fp8_blocks.items import places_of
-from reshard.refit.fp8_blocks.packed import BlockDigests, Placed
+from reshard.refit.copying.flows import Placed
 from reshard.refit.receiver import Receiver
 from reshard.refit.sender import Sender
 from reshard.refit.transports import SENT
@@ -79,12 +80,13 @@ class SentDigests:
         request = self.sender.requests[rank]
         outgoing = self.sender.sent(memory, request[_as_blocks(request, route)])
         pieces = Placed(outgoing.table, outgoing.destinations)
-        return BlockDigests(pieces, outgoing.places, False, self.sender.device)
+        maker = maker_of(request[:, REQUEST_CODEC])
+        return maker.digests(pieces, outgoing.places, False, self.sender.device)
 
 
 def _as_blocks(request: np.ndarray, route: str) -> np.ndarray:
     """Return a mask over the pieces that an inference rank asks for: those that travel as blocks."""
-    mask: np.ndarray = BLOCKWISE[as_sent(request)[:, REQUEST_CODEC]] & (route in SENT)
+    mask: np.ndarray = IN_BLOCKS[as_sent(request)[:, REQUEST_CODEC]] & (route in SENT)
     return mask
 
 
@@ -138,7 +140,8 @@ class ReceivedDigests:
     def _arriving_blocks(self, rank: int, memory: np.ndarray) -> BlockDigests:
         pieces = self.receiver.pieces[rank].where(self._as_blocks(rank))
         placed = Placed(destination_table(memory, pieces), pieces.destinations)
-        return BlockDigests(placed, places_of(self.receiver.engine), True, self.receiver.device)
+        places = places_of(self.receiver.engine)
+        return self.receiver.maker.digests(placed, places, True, self.receiver.device)
 
     def add_round(self, number: int) -> None:
         """Take the digests of what arrived in a round, and note the local tensors that differ from
@@ -191,7 +194,7 @@ class ReceivedDigests:
             ]
             made = {rank: receiver.pieces[rank].where(self._pulled_blocks(rank)) for rank in shards}
             elsewhere = np.concatenate([*sent, np.zeros(0, np.int64)])
-            self.check = BlockCheck(receiver.engine, made, shards, elsewhere, receiver.device)
+            self.check = receiver.maker.check(receiver.engine, made, shards, elsewhere, receiver.device)
             self.checked_for = checked_for
         return self.check
 
@@ -220,8 +223,8 @@ class ReceivedDigests:
     def _pulled_blocks(self, rank: int) -> np.ndarray:
         """Return a mask over a trainer's rank's pieces: those from which this engine makes blocks where
         they lie."""
-        blockwise = BLOCKWISE[self.receiver.pieces[rank].requests[:, REQUEST_CODEC]]
-        mask: np.ndarray = blockwise & ~self._as_blocks(rank) & ~self._in_rounds(rank)
+        in_blocks = IN_BLOCKS[self.receiver.pieces[rank].requests[:, REQUEST_CODEC]]
+        mask: np.ndarray = in_blocks & ~self._as_blocks(rank) & ~self._in_rounds(rank)
         return mask
 
     def _in_rounds(self, rank: int) -> np.ndarray:
@@ -237,8 +240,8 @@ class ReceivedDigests:
     def _as_blocks(self, rank: int) -> np.ndarray:
         """Return a mask over a trainer's rank's pieces: those that arrive as blocks made by the trainer."""
         is_sent = self.receiver.routes()[rank] in SENT
-        blockwise = BLOCKWISE[self.receiver.pieces[rank].requests[:, REQUEST_CODEC]]
-        mask: np.ndarray = blockwise & ~self.receiver.slab.through[rank] & is_sent
+        in_blocks = IN_BLOCKS[self.receiver.pieces[rank].requests[:, REQUEST_CODEC]]
+        mask: np.ndarray = in_blocks & ~self.receiver.slab.through[rank] & is_sent
         return mask
 
 

@@ -9,10 +9,10 @@ from reshard.core.boxes import Box
 from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.device.memory import Region
 from reshard.refit import RefitGroup, connect
+from reshard.refit.changes.buckets import SentBuckets
 from reshard.refit.engine import Engine
 from reshard.refit.guard import Guard
 from reshard.refit.trainer import Trainer
-from reshard.refit.transports.changes import SentBuckets
 from tests.refit.test_transports import CONFIG
 from tests.starting.ranks import caught
 

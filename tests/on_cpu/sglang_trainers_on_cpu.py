@@ -158,7 +158,7 @@ class Actor:
         for factor in (2.0, 0.5):
             changing.mul_(factor)
             updater.update_weights()
-        delta = updater._sync.link.deltas.report()
+        delta = updater._sync.link.chain.report()
         for name, tensor in named.items():
             tensor.data.copy_(copies[name])
         slime.named_params_and_buffers = lambda *_: ((n, t) for n, t in named.items() if n != gone)

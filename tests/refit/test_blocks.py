@@ -17,27 +17,33 @@ from hypothesis import strategies as st
 from reshard.core.dtypes import DTYPES
 from reshard.quantization.fp8_blocks import BLOCK, FP8, ROUNDINGS, encode
 from reshard.refit.codecs import BEFORE_BLOCKS, CODECS, PLAIN, block_codec, codec_between
-from reshard.refit.copying.addresses import NO_SLOT, PART_COLUMNS, UNSTAGED, Pieces
+from reshard.refit.codecs.places import PLACES, places_of_requests
+from reshard.refit.copying.addresses import (
+    BLOCK_REQUEST_COLUMNS,
+    DESTINATION,
+    DESTINATION_SHAPE,
+    NO_SLOT,
+    PART_COLUMNS,
+    REQUEST_CODEC,
+    UNSTAGED,
+    Pieces,
+)
 from reshard.refit.copying.digests import Digests
+from reshard.refit.copying.flows import Incoming, Outgoing, Placed
+from reshard.refit.copying.packing import PackedPair, PackedRound
 from reshard.refit.copying.tables import (
     CODEC,
-    CODES,
     DST,
     DST_PITCH,
-    ELEMENT_BYTES,
-    ITEM_BLOCKS,
-    NO_PIECE,
     ROWS,
     SRC,
     SRC_PITCH,
     WIDTH,
-    BlockKernel,
     empty_table,
 )
 from reshard.refit.fp8_blocks import split
 from reshard.refit.fp8_blocks.items import (
     BF16,
-    PLACES,
     cut,
     digest_items_on_host,
     digest_on_host,
@@ -46,9 +52,14 @@ from reshard.refit.fp8_blocks.items import (
     size_of,
     spans_of,
 )
-from reshard.refit.fp8_blocks.packed import BlockDigests, Placed, places_of_requests
-from reshard.refit.transports.flows import Incoming, Outgoing
-from reshard.refit.transports.packing import PackedPair, PackedRound
+from reshard.refit.fp8_blocks.packed import Fp8BlockDigests
+from reshard.refit.fp8_blocks.tables import (
+    CODES,
+    ELEMENT_BYTES,
+    ITEM_BLOCKS,
+    NO_PIECE,
+    BlockKernel,
+)
 
 
 def pieces_of(
@@ -172,7 +183,10 @@ def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place
         np.array(columns, np.int64)[order] for columns in (*ends, into, extents)
     )
     blocks, rounds = source[:, CODEC] != PLAIN, np.full(len(order), UNSTAGED)
-    asked = places_of_requests(where[blocks], shapes[blocks], source[blocks, CODEC])
+    requests = np.zeros((len(order), BLOCK_REQUEST_COLUMNS), np.int64)
+    requests[:, DESTINATION], requests[:, DESTINATION_SHAPE] = where, shapes
+    requests[:, REQUEST_CODEC] = source[:, CODEC]
+    asked = places_of_requests(requests)
     sends = PackedPair(Outgoing(source, rounds, where, asked), SRC, 1 << 16)
     receives = PackedPair(
         Incoming(destination, rounds, destination, where, {}, np.array(places)), DST, 1 << 16
@@ -195,8 +209,8 @@ def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place
             tensor.plain, tensor.arrived
         )
         assert np.array_equal(tensor.scales, scales) and (tensor.codes[:, columns:] == 0xEE).all()
-    there = BlockDigests(Placed(source[blocks], where[blocks]), asked, False, cpu)
-    here = BlockDigests(Placed(destination[blocks], where[blocks]), np.array(places), True, cpu)
+    there = Fp8BlockDigests(Placed(source[blocks], where[blocks]), asked, False, cpu)
+    here = Fp8BlockDigests(Placed(destination[blocks], where[blocks]), np.array(places), True, cpu)
     made = digests_of(there)
     assert np.array_equal(made, digests_of(here)) and len(np.unique(made)) == len(made) and held
     for change in (lambda: tensors[0].scales.__imul__(2), lambda: tensors[-1].codes.__ixor__(1)):
@@ -206,7 +220,7 @@ def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place
     assert len(tensors) - 1 in differing
 
 
-def digests_of(blocks: BlockDigests) -> np.ndarray:
+def digests_of(blocks: Fp8BlockDigests) -> np.ndarray:
     blocks.begin()
     return blocks.result()
 

@@ -17,15 +17,15 @@ from reshard.delta.chunks import WORD, ChunkSizes
 from reshard.delta.forms import BLOCK
 from reshard.device.memory import Region
 from reshard.refit import RefitGroup, connect
+from reshard.refit.changes import buckets
+from reshard.refit.changes.exchange import ChangesExchange
 from reshard.refit.codecs import codec_between
+from reshard.refit.codecs.places import PLACES
+from reshard.refit.copying.flows import Outgoing
+from reshard.refit.copying.packing import PackedPair
 from reshard.refit.copying.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, WIDTH, empty_table
-from reshard.refit.fp8_blocks.items import PLACES
 from reshard.refit.options import ConnectOptions
 from reshard.refit.protocol.deltas import DeltaState, makes_sense
-from reshard.refit.transports import changes
-from reshard.refit.transports.changes_exchange import ChangesExchange
-from reshard.refit.transports.flows import Outgoing
-from reshard.refit.transports.packing import PackedPair
 from tests.on_cpu.refit_deltas_on_cpu import DTYPES, PITCH, SHAPE, Served, Shards
 from tests.starting.ranks import caught, free_port, run_on_ranks
 from tests.tools.whole_model import ServedModel, TrainedModel, Training
@@ -43,7 +43,7 @@ def refits(member, engines: int = 1, **options) -> list:
             link = connect(group, *sides, **{"bucket_bytes": 2 << 20, "delta": True} | options)
             result = member(link, side)
         link.close()
-        assert not any(one.changes.buckets for one in link.transports if one.changes is not None)
+        assert not any(changes.buckets for changes in link.chain.changes)
         return result
 
     with ThreadPoolExecutor(size) as pool:
@@ -107,7 +107,7 @@ def lose(link, side, how: str) -> None:
             tensor[:, 2 : 2 + SHAPE[1]] = 0
         side.guard.loaded()
     elif how == "of an earlier refit":
-        link.deltas.holds -= 1
+        link.chain.holds -= 1
     elif how == "moved":
         side.wide = {name: tensor.clone() for name, tensor in side.wide.items()}
         side.regions = {name: Region(tensor, 2, PITCH) for name, tensor in side.wide.items()}
@@ -158,7 +158,7 @@ def test_what_is_written_raw_into_an_engine_between_deltas_is_seen_by_a_verifica
     assert not same_as((first[1], second[1]), served[1]) and same_as((first[-1], second[-1]), served[-1])
 
 
-PLAIN_CHANGES, PLAIN_COMPARED = changes.SentBuckets.changes, changes.SentBuckets._compared
+PLAIN_CHANGES, PLAIN_COMPARED = buckets.SentBuckets.changes, buckets.SentBuckets._compared
 
 
 def too_early(self, index, segments, since, sizes):
@@ -181,24 +181,24 @@ def withheld(self, key, segment):
     first = found.compared.mask.nonzero()[:1, 0]
     found.compared.mask[first] = False
     found.compared.blocks[first // BLOCK] -= 1
-    fewer = changes.HostChanges(segment, segment)
+    fewer = buckets.HostChanges(segment, segment)
     fewer.compared = found.compared
     fewer.changed = found.compared.changed
     fewer.sizes = ChunkSizes.of(len(segment) // WORD, fewer.changed.numpy())
-    fewer.total = torch.tensor([changes.header_bytes(len(segment)) + fewer.sizes.total])
+    fewer.total = torch.tensor([buckets.header_bytes(len(segment)) + fewer.sizes.total])
     return fewer
 
 
 FAULTS = {
     "too early": (
-        changes.SentBuckets,
+        buckets.SentBuckets,
         "changes",
         too_early,
         r"sends changes of bucket 0 since transaction \d+, where",
     ),
-    "torn": (changes.SentBuckets, "changes", torn, "sends changes of bucket 0 that make no sense"),
+    "torn": (buckets.SentBuckets, "changes", torn, "sends changes of bucket 0 that make no sense"),
     "withheld": (
-        changes.SentBuckets,
+        buckets.SentBuckets,
         "_compared",
         withheld,
         "1 tensors did not arrive as they are in the trainer: plain",
@@ -296,7 +296,7 @@ def test_rows_of_odd_lengths_at_odd_addresses_are_written_byte_by_byte():
     for r in range(2):
         cast = torch.arange(8 * r, 8 * r + 8).float().view(torch.uint8)
         expected[1024 + 128 * r : 1056 + 128 * r] = cast
-    served = changes.ServedBucket(table[::-1].copy(), torch.device("cpu"))
+    served = buckets.ServedBucket(table[::-1].copy(), torch.device("cpu"))
     served.write(torch.arange(80), bucket.view(torch.int16))
     assert torch.equal(memory, expected) and not torch.equal(memory, before)
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton import knobs
 
-from reshard.refit.codecs import BLOCKWISE, CODECS, PLAIN, codec_between
+from reshard.refit.codecs import CODECS, IN_BLOCKS, PLAIN, codec_between
 from reshard.refit.copying.copies import CopyTable, copy_on_host, of_copy_engines, wait_for_all_streams
 from reshard.refit.copying.digests import Digests, word_tiles
 from reshard.refit.copying.kernels import expected_compilation
@@ -133,7 +133,7 @@ def make_casts(number: int, rounds: bool = True):
 
 @pytest.mark.parametrize(
     "number",
-    [n for n in range(len(CODECS)) if n != PLAIN and not BLOCKWISE[n]],
+    [n for n in range(len(CODECS)) if n != PLAIN and not IN_BLOCKS[n]],
     ids=lambda n: str(CODECS[n]),
 )
 @pytest.mark.parametrize("tile_bytes", [64, 1 << 16])
@@ -279,7 +279,7 @@ def interpret(kernel: str) -> None:
     src, dst, table, expected = make_copies(small)  # the table holds addresses: both tensors must live
     tiles, _ = tiles_of(table, 4096)
     if kernel == "codec":
-        for number in np.flatnonzero(~BLOCKWISE)[1:].tolist():
+        for number in np.flatnonzero(~IN_BLOCKS)[1:].tolist():
             # The interpreter does not round, as GPUs do, and loses bf16's smallest numbers.
             held, into, table, expected, columns = make_casts(number, rounds=False)
             size = CODECS[number].destination.size

@@ -25,7 +25,7 @@ from reshard.refit.copying.copies import host_bytes
 from reshard.refit.copying.tables import TILE_BYTES
 from reshard.refit.engine import Engine
 from reshard.refit.guard import Guard
-from reshard.refit.report import RefitDelta
+from reshard.refit.reporting.report import RefitDelta
 from reshard.refit.routes import BACKENDS, Pair, Peer
 from reshard.refit.trainer import Trainer
 from reshard.refit.transports import TRANSPORTS, agent, nccl, slots, transport_for

@@ -7,10 +7,10 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.delta.chunks import CHUNK
 from reshard.delta.encoding import encode
+from reshard.refit.changes.buckets import ServedBucket, check_status, header_bytes
 from reshard.refit.changes.kernels import DeviceChanges, write_changes
 from reshard.refit.codecs import codec_between
 from reshard.refit.copying.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, STATUS, UNORDERED, WIDTH
-from reshard.refit.transports.changes import ServedBucket, check_status, header_bytes
 from tests.delta.test_delta_encoding import SPOILS
 
 SINCE, BUCKET = 7, 3

@@ -1,14 +1,14 @@
 """The choice whether a refit sends what changed since the last, or all: made alike on all members."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reshard.comm.group import RefitGroup
 from reshard.refit.agreement import Agreement
-from reshard.refit.changes.sent import Changes, Measured
+from reshard.refit.changes.sent import Changes, Measured, SendsChanges
 from reshard.refit.protocol.deltas import DeltaState, exchange_states
 from reshard.refit.receiver import Receiver
-from reshard.refit.report import RefitDelta
+from reshard.refit.reporting.report import RefitDelta
 
 
 class Choice(NamedTuple):
@@ -18,15 +18,18 @@ class Choice(NamedTuple):
     reason: str
 
 
-class Deltas:
-    """A member's part in the chain of deltas of a connection.
+class RefitChain:
+    """A member's part in the chain of deltas of a connection, which has none where nobody wants deltas.
 
     Each refit builds on the one before. Where any member's weights are not those of that one, since it failed
     there, or an engine has loaded or discarded weights since, all is sent, and a new chain begins.
     """
 
-    def __init__(self, agreed: Agreement, changes: Sequence[Changes], receiver: Receiver | None) -> None:
-        self.agreed, self.changes, self.receiver = agreed, changes, receiver
+    def __init__(self, agreed: Agreement, transports: Sequence[Any], receiver: Receiver | None) -> None:
+        self.agreed, self.receiver = agreed, receiver
+        self.changes: list[Changes] = [
+            one.changes for one in transports if isinstance(one, SendsChanges) and one.changes is not None
+        ]
         self.holds: int | None = None  # the transaction whose weights this member has
         self.why = "it has had no refit yet"
         self.version: int | None = None  # of these weights
@@ -38,6 +41,8 @@ class Deltas:
 
         `broken`: the last refit failed; `moved`: this engine's tensors lie elsewhere than before.
         """
+        if not self.agreed.delta:
+            return
         states = exchange_states(group, self._state(broken, moved))
         self.choice = self._decide(states, group)
         self.holds, self.why = None, "its last refit failed"
@@ -46,12 +51,16 @@ class Deltas:
 
     def end(self, group: RefitGroup) -> None:
         """Note that the refit has brought all weights."""
+        if not self.agreed.delta:
+            return
         self.version, self.holds = group.version, group.transaction_number
         if self.receiver is not None:
             self.writes = self.receiver.engine.guard.writes
 
-    def report(self) -> RefitDelta:
+    def report(self) -> RefitDelta | None:
         """Return what the last refit did."""
+        if not self.agreed.delta:
+            return None
         measured = self._measured()
         return RefitDelta(
             self.choice.since is not None,
@@ -66,6 +75,10 @@ class Deltas:
     def kept_bytes(self) -> int:
         """The bytes of memory in which this member keeps what it sent."""
         return sum(changes.bytes for changes in self.changes)
+
+    def described(self) -> dict[str, Any]:
+        """Return what `Link.describe` says of it."""
+        return {"delta": self.agreed.delta, "kept_bytes": self.kept_bytes}
 
     def _measured(self) -> Measured:
         measured = Measured()

@@ -1,6 +1,6 @@
 """Changes in place of all: what a transport that can send them has for that."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class Measured(NamedTuple):
@@ -37,3 +37,10 @@ class Changes(Protocol):
 
     def begin(self, since: int | None) -> None:
         """In the refit that begins send what changed since transaction `since`, all where it is None."""
+
+
+@runtime_checkable
+class SendsChanges(Protocol):
+    """A transport that can send changes: `changes` is its part for that, in a connection with deltas."""
+
+    changes: Changes | None

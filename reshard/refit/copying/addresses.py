@@ -5,7 +5,7 @@ arrays, since a rank has tens of thousands of them:
 
     requests       which box of which shard, and how its elements are encoded    goes to the trainer's rank
     destinations   the local tensor, and the box's first row and column in it    stays on the engine's rank
-    parts          its place in the slab where blocks of fp8 are put together    stays on the engine's rank
+    parts          its place in the slab where blocks are put together           stays on the engine's rank
 
 A *table* (`reshard.refit.copying.tables`) has both ends of each copy as addresses. Each side fills in its own.
 """
@@ -21,8 +21,8 @@ from reshard.device.cuda import Allocation, allocation_of
 from reshard.device.memory import Region
 from reshard.refit.codecs import (
     BEFORE_BLOCKS,
-    BLOCKWISE,
     DESTINATION_SIZES,
+    IN_BLOCKS,
     PLAIN,
     block_codec,
     bytes_in_source,
@@ -198,7 +198,7 @@ def as_sent(requests: np.ndarray) -> np.ndarray:
     if requests.shape[1] == REQUEST_COLUMNS:
         return requests
     sent = requests.copy()
-    parts = BLOCKWISE[requests[:, REQUEST_CODEC]] & (requests[:, STAGED_ROUND] != UNSTAGED)
+    parts = IN_BLOCKS[requests[:, REQUEST_CODEC]] & (requests[:, STAGED_ROUND] != UNSTAGED)
     sent[parts, REQUEST_CODEC] = BEFORE_BLOCKS[requests[parts, REQUEST_CODEC]]
     return sent
 

@@ -1,5 +1,5 @@
-"""The Triton kernels of a refit: copies and digests, each from a table (`reshard.refit.copying.tables`). Those of
-fp8 blocks are in `reshard.refit.fp8_blocks.kernels`, those of deltas in `reshard.refit.changes.kernels`.
+"""The Triton kernels of a refit: copies and digests, each from a table (`reshard.refit.copying.tables`). Those that
+make blocks, and that find changes, are built on them, in folders of their own.
 
 They take raw addresses, so that one launch can read many tensors, and other GPUs' memory.
 """
@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import ModuleType
 
 import torch
 import triton
@@ -16,13 +17,7 @@ from triton import knobs
 
 from reshard.refit.codecs import CODECS, PLAIN
 from reshard.refit.copying import tables
-from reshard.refit.copying.tables import (
-    MIX_FINAL,
-    MIX_FIRST_SHIFT,
-    MIX_POSITION,
-    MIX_SECOND_SHIFT,
-    MIX_VALUE,
-)
+from reshard.refit.copying.tables import MIX_FINAL, MIX_FIRST_SHIFT, MIX_POSITION, MIX_SECOND_SHIFT, MIX_VALUE
 
 WORDS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
 FLOATS = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
@@ -30,9 +25,9 @@ BLOCK = 2048
 _compiling = threading.Lock()  # one at a time: the hook that is replaced belongs to the process
 
 
-def columns(names: str) -> list[tl.constexpr]:
-    """Return columns of `reshard.refit.copying.tables` as constants of Triton's, which a kernel may name."""
-    return [tl.constexpr(getattr(tables, name)) for name in names.split()]
+def columns(names: str, of: ModuleType = tables) -> list[tl.constexpr]:
+    """Return columns of a module of tables as constants of Triton's, which a kernel may name."""
+    return [tl.constexpr(getattr(of, name)) for name in names.split()]
 
 
 # Of copies, without the codec at their end, which is the same for all in a launch; of tiles of digests.

@@ -2,12 +2,10 @@
 columns; and tables of copies between addresses, cut into tiles.
 
 This module imports no kernel and nothing that runs one: `reshard.refit.copying.copies` carries out copies,
-`reshard.refit.copying.digests` digests, `reshard.refit.fp8_blocks.items` makes blocks of fp8; the kernels are in
-`reshard.refit.copying.kernels` and `reshard.refit.fp8_blocks.kernels`.
+`reshard.refit.copying.digests` digests; the kernels are in `reshard.refit.copying.kernels`.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,39 +19,6 @@ SRC, DST, ROWS, WIDTH, SRC_PITCH, DST_PITCH, CODEC = range(COLUMNS)
 TILE_BYTES = 64 << 10
 ALIGNMENT = 16  # bytes, of what lies packed
 
-# An item, which is a strip of blocks of fp8 beside each other: address and pitch in bytes of its
-# codes, address of its first scale, rows, columns, its first fragment and how many there are, and the
-# index of its rounding in `reshard.quantization.fp8_blocks.ROUNDINGS`.
-ITEM = 8
-CODES, CODES_PITCH, SCALES, ITEM_ROWS, ITEM_COLUMNS, FIRST_FRAGMENT, FRAGMENTS, ROUNDING = range(ITEM)
-ITEM_BLOCKS = 8  # blocks of an item
-
-
-class BlockKernel(NamedTuple):
-    """The variant of the kernel that makes blocks of fp8 of items.
-
-    `aligned` says that all addresses and pitches are multiples of 16 bytes, and all columns of 16 elements; an
-    item has at most `blocks` blocks. `size` is the bytes of an element of the source: 2 (bf16), 4 (fp32), or 0
-    where fragments differ.
-    """
-
-    aligned: bool
-    blocks: int = ITEM_BLOCKS
-    size: int = 2
-
-
-# A fragment of an item: address and pitch in elements of the source, first row and column within
-# the item, rows, columns, and the bytes of an element of the source.
-FRAGMENT = 7
-SOURCE, SOURCE_PITCH, TOP, LEFT, FRAGMENT_ROWS, FRAGMENT_COLUMNS, ELEMENT_BYTES = range(FRAGMENT)
-
-# Where a fragment lies in the piece that it is of, for the piece's digest: the piece's number (`NO_PIECE`: it is
-# padding), the index of the fragment's first word in the piece, and words in a row of the piece.
-NO_PIECE = -1
-SPAN = 3
-SPAN_PIECE, SPAN_WORD, SPAN_ROW_WORDS = range(SPAN)
-SPAN_ELEMENTS = 4  # bf16 of a word
-
 # A tile of a digest: its address, the row of the copies' table that it is of, rows, words in a row,
 # the pitch in loads, and the index of its first word.
 TILE = 6
@@ -64,7 +29,7 @@ ADDRESS, PIECE, TILE_ROWS, TILE_WORDS, TILE_PITCH, FIRST_WORD = range(TILE)
 SERVED = 6
 SERVED_START, SERVED_BYTES, SERVED_WIDTH, SERVED_ADDRESS, SERVED_PITCH, SERVED_CODEC = range(SERVED)
 
-# The changes of a chunk of a bucket, in a payload (`reshard.refit.transports.changes`): their first byte, how many
+# The changes of a chunk of a bucket, in a payload (`reshard.refit.changes.buckets`): their first byte, how many
 # words changed, of how many, and their form. Ahead of them travel `PRELUDE` numbers, and two for each chunk.
 PRELUDE = 3
 CHANGES = 4

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from reshard.refit.codecs import BEFORE_BLOCKS, BLOCKWISE
+from reshard.refit.codecs import BEFORE_BLOCKS, IN_BLOCKS
+from reshard.refit.codecs.places import places_of
 from reshard.refit.copying.addresses import (
     Pieces,
     destination_table,
@@ -16,20 +17,20 @@ from reshard.refit.copying.addresses import (
     with_sources,
 )
 from reshard.refit.copying.digests import Digests
-from reshard.refit.copying.tables import CODEC, FIRST_FRAGMENT, NO_PIECE, SPAN_ELEMENTS, WIDTH, interleaved
+from reshard.refit.copying.tables import CODEC, WIDTH, interleaved
 from reshard.refit.engine import Engine
 from reshard.refit.fp8_blocks.items import (
     BF16,
     BlockTable,
     is_aligned,
     items_of,
-    places_of,
     spans_of,
     take_kernel_of_pieces,
 )
+from reshard.refit.fp8_blocks.tables import FIRST_FRAGMENT, NO_PIECE, SPAN_ELEMENTS
 
 
-class BlockCheck:
+class Fp8BlockCheck:
     """The check of an engine's blocks that are made of `pieces`, by trainer's rank.
 
     `shards` are the (address, pitch in bytes) of the shards of each trainer's rank, which must be
@@ -51,7 +52,7 @@ class BlockCheck:
         self.device = device
         self.sums: torch.Tensor | None = None  # of the check that was begun
         self.fills = fills_of(engine, device)  # has the zeros that are read
-        padding = BLOCKWISE[self.fills.table[:, CODEC]] & ~np.isin(self.fills.destinations[:, 0], sent)
+        padding = IN_BLOCKS[self.fills.table[:, CODEC]] & ~np.isin(self.fills.destinations[:, 0], sent)
         memory = region_addresses(engine.regions.values())
         tables = [
             with_sources(destination_table(memory, of_rank), of_rank.requests, shards[rank])

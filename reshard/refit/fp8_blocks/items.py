@@ -17,12 +17,10 @@ from reshard.core.dtypes import DTYPES
 from reshard.device.cuda import on_device
 from reshard.quantization.fp8_blocks import BLOCK, ROUNDINGS, encode
 from reshard.refit.codecs import BEFORE_BLOCKS, CODEC_ROUNDINGS, CODECS, SOURCE_SIZES, block_codec
-from reshard.refit.copying.addresses import region_addresses
 from reshard.refit.copying.copies import host_bytes
 from reshard.refit.copying.digests import mixed
-from reshard.refit.copying.tables import (
-    ALIGNMENT,
-    CODEC,
+from reshard.refit.copying.tables import ALIGNMENT, CODEC, ROWS, SRC, SRC_PITCH, WIDTH
+from reshard.refit.fp8_blocks.tables import (
     CODES,
     CODES_PITCH,
     ELEMENT_BYTES,
@@ -38,7 +36,6 @@ from reshard.refit.copying.tables import (
     LEFT,
     NO_PIECE,
     ROUNDING,
-    ROWS,
     SCALES,
     SOURCE,
     SOURCE_PITCH,
@@ -47,37 +44,12 @@ from reshard.refit.copying.tables import (
     SPAN_PIECE,
     SPAN_ROW_WORDS,
     SPAN_WORD,
-    SRC,
-    SRC_PITCH,
     TOP,
-    WIDTH,
     BlockKernel,
 )
-from reshard.refit.engine import Engine
 
-# Columns of `places_of`: the addresses of codes and scales, their pitches in elements, rows and
-# columns, and the codec that bf16 would have.
-PLACES = 7
-PLACE, PITCH, SHAPE, ENCODING = slice(0, 2), slice(2, 4), slice(4, 6), 6
 BF16 = DTYPES["bfloat16"]
 TO_BF16 = CODECS[BEFORE_BLOCKS[block_codec("fp32", "float32")]]
-
-
-def places_of(engine: Engine) -> np.ndarray:
-    """Return where the engine's quantized local tensors lie now, by their index among its regions,
-    as columns `PLACES`; zeros for the others."""
-    matrix = np.zeros((len(engine.regions), PLACES), np.int64)
-    indices = [index for index, identity in enumerate(engine.regions) if identity in engine.scales]
-    quantized = [identity for identity in engine.regions if identity in engine.scales]
-    if not quantized:
-        return matrix
-    codes = region_addresses(engine.regions[identity] for identity in quantized)
-    scales = region_addresses(engine.scales[identity].region for identity in quantized)
-    matrix[indices, PLACE] = np.stack([codes[:, 0], scales[:, 0]], 1)
-    matrix[indices, PITCH] = np.stack([codes[:, 1], scales[:, 1]], 1)
-    matrix[indices, SHAPE] = [engine.placement.tensors[identity].shape for identity in quantized]
-    matrix[indices, ENCODING] = [block_codec(engine.scales[identity].rounding) for identity in quantized]
-    return matrix
 
 
 class BlockItems(NamedTuple):
@@ -97,7 +69,7 @@ def items_of(
     piece reaches are in no item: they come by another way.
 
     `table` has the source's end and the codec of each piece filled in, `destinations` are its local tensor's
-    index, row and column, and `places` says where the local tensors lie (`places_of`).
+    index, row and column, and `places` says where the local tensors lie (`codecs.places`).
     """
     items = cut(table, destinations, owners, places, ITEM_BLOCKS)
     return items if _all_reached(items) else cut(table, destinations, owners, places, 1)

@@ -1,5 +1,5 @@
 """The Triton kernels that make fp8 blocks, compare them with those that an engine serves, and digest either, from
-tables of items and their fragments (`reshard.refit.copying.tables`). Between blocks that it makes one carries out
+tables of items and their fragments (`reshard.refit.fp8_blocks.tables`). Between blocks that it makes one carries out
 copies."""
 
 from functools import cache
@@ -11,7 +11,8 @@ import triton.language as tl
 from reshard.quantization import fp8_blocks
 from reshard.quantization.fp8_blocks_triton import encode_block
 from reshard.refit.copying.kernels import BLOCK, COPY, POSITION, columns, copy_tile, expected_compilation, mix
-from reshard.refit.copying.tables import ITEM_BLOCKS, BlockKernel
+from reshard.refit.fp8_blocks import tables
+from reshard.refit.fp8_blocks.tables import ITEM_BLOCKS, BlockKernel
 
 # So that two programs run on a multiprocessor. In a pull more warps, of which each has less under way, wait for the
 # links a little better; where NCCL's kernels run beside them, for buckets, they leave these less room.
@@ -19,13 +20,13 @@ PULL_LAUNCH = {"num_warps": 16, "maxnreg": 64}
 LAUNCH = {"num_warps": 8, "maxnreg": 128}
 
 ITEM, CODES, CODES_PITCH, SCALES, ITEM_ROWS, ITEM_COLUMNS, FIRST_FRAGMENT, FRAGMENTS, ROUNDING = columns(
-    "ITEM CODES CODES_PITCH SCALES ITEM_ROWS ITEM_COLUMNS FIRST_FRAGMENT FRAGMENTS ROUNDING"
+    "ITEM CODES CODES_PITCH SCALES ITEM_ROWS ITEM_COLUMNS FIRST_FRAGMENT FRAGMENTS ROUNDING", tables
 )
 FRAGMENT, SOURCE, SOURCE_PITCH, TOP, LEFT, FRAGMENT_ROWS, FRAGMENT_COLUMNS, ELEMENT_BYTES = columns(
-    "FRAGMENT SOURCE SOURCE_PITCH TOP LEFT FRAGMENT_ROWS FRAGMENT_COLUMNS ELEMENT_BYTES"
+    "FRAGMENT SOURCE SOURCE_PITCH TOP LEFT FRAGMENT_ROWS FRAGMENT_COLUMNS ELEMENT_BYTES", tables
 )
 SPAN, SPAN_PIECE, SPAN_WORD, SPAN_ROW_WORDS, SPAN_ELEMENTS = columns(
-    "SPAN SPAN_PIECE SPAN_WORD SPAN_ROW_WORDS SPAN_ELEMENTS"
+    "SPAN SPAN_PIECE SPAN_WORD SPAN_ROW_WORDS SPAN_ELEMENTS", tables
 )
 EDGE = tl.constexpr(fp8_blocks.BLOCK)  # elements along an edge of a block with a scale
 ITEM_WORDS = tl.constexpr(ITEM_BLOCKS * fp8_blocks.BLOCK // 8)  # of codes, in a row of the widest item

@@ -7,8 +7,7 @@ it from there to where it serves from. The parts of a block that no piece reache
 zero. Blocks of which several ranks hold parts travel otherwise: `split`.
 """
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -16,34 +15,10 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.device.cuda import on_device
 from reshard.refit.codecs import SOURCE_SIZES
-from reshard.refit.copying.tables import (
-    ALIGNMENT,
-    CODES,
-    CODES_PITCH,
-    DST,
-    DST_PITCH,
-    FIRST_FRAGMENT,
-    FRAGMENT_COLUMNS,
-    FRAGMENT_ROWS,
-    FRAGMENTS,
-    ITEM_COLUMNS,
-    ITEM_ROWS,
-    LEFT,
-    ROWS,
-    SCALES,
-    SRC,
-    SRC_PITCH,
-    TOP,
-    WIDTH,
-    BlockKernel,
-    empty_table,
-)
+from reshard.refit.codecs.places import PITCH, PLACE
+from reshard.refit.copying.flows import Placed
+from reshard.refit.copying.tables import ALIGNMENT, DST, DST_PITCH, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
 from reshard.refit.fp8_blocks.items import (
-    ENCODING,
-    PITCH,
-    PLACE,
-    PLACES,
-    SHAPE,
     BlockItems,
     BlockTable,
     cut,
@@ -52,21 +27,28 @@ from reshard.refit.fp8_blocks.items import (
     kernel_of,
     size_of,
 )
+from reshard.refit.fp8_blocks.tables import (
+    CODES,
+    CODES_PITCH,
+    FIRST_FRAGMENT,
+    FRAGMENT_COLUMNS,
+    FRAGMENT_ROWS,
+    FRAGMENTS,
+    ITEM_COLUMNS,
+    ITEM_ROWS,
+    LEFT,
+    SCALES,
+    TOP,
+    BlockKernel,
+)
 
 SCALE = 4  # bytes
 FP8 = (8, 9)  # the compute capability from which on a GPU converts to fp8
 
 
-class Placed(NamedTuple):
-    """Copies, with the place in a local tensor that each goes to (`addresses.Pieces.destinations`)."""
-
-    table: np.ndarray
-    destinations: np.ndarray
-
-
-def compile_block_kernels(codecs: np.ndarray, encodes: bool, device: torch.device) -> None:
+def compile_block_kernels(codecs: np.ndarray, makes: bool, device: torch.device) -> None:
     """Compile now the kernels that the first refit would wait for where blocks of these codecs are
-    packed (`encodes`) or unpacked.
+    packed (`makes`) or unpacked.
 
     Raises ReshardError where this GPU cannot make them.
     """
@@ -75,7 +57,7 @@ def compile_block_kernels(codecs: np.ndarray, encodes: bool, device: torch.devic
     from reshard.refit.copying.kernels import compile_copy
     from reshard.refit.fp8_blocks.kernels import compile_quantize
 
-    if not encodes:
+    if not makes:
         compile_copy(SCALE, device, 1)
         return
     if torch.cuda.get_device_capability(device) < FP8:
@@ -87,24 +69,19 @@ def compile_block_kernels(codecs: np.ndarray, encodes: bool, device: torch.devic
     compile_quantize(BlockKernel(True, 1, size_of(SOURCE_SIZES[codecs])), device)
 
 
-def cut_into_blocks(table: np.ndarray, destinations: np.ndarray, places: np.ndarray) -> BlockItems:
-    """Return the blocks that pieces make up, each an item, for the end that `table` and `places`
+def cut_into_blocks(pieces: Placed, places: np.ndarray) -> BlockItems:
+    """Return the blocks that pieces make up, each an item, for the end that `pieces` and `places`
     know: source or destination."""
-    return cut(table, destinations, np.zeros(len(table), np.int64), places, 1)
+    return cut(pieces.table, pieces.destinations, np.zeros(len(pieces.table), np.int64), places, 1)
 
 
-def places_of_requests(where: np.ndarray, extents: np.ndarray, codecs: np.ndarray) -> np.ndarray:
-    """Return an engine's local tensors as a trainer's rank knows them: their shapes and codecs
-    (`items.places_of`), by their index in `where`."""
-    places = np.zeros((int(where[:, 0].max(initial=-1)) + 1, PLACES), np.int64)
-    places[where[:, 0], SHAPE], places[where[:, 0], ENCODING] = extents, codecs
-    return places
-
-
-def padding_outside(padding: Placed, sent: Iterable[BlockItems], places: np.ndarray) -> Placed:
-    """Return the rows of padding that lie in no block that is sent, since those bring their own."""
+def padding_outside(padding: Placed, sent: Iterable[Placed], places: np.ndarray) -> Placed:
+    """Return the rows of padding that lie in no block of the pieces that are sent, since those bring their own."""
+    brought = [cut_into_blocks(pieces, places).items[:, CODES] for pieces in sent if len(pieces.table)]
+    if not brought:
+        return padding
     blocks = cut(padding.table, padding.destinations, np.arange(len(padding.table)), places, 1)
-    sent_codes = np.concatenate([*(each.items[:, CODES] for each in sent), np.zeros(0, np.int64)])
+    sent_codes = np.concatenate(brought)
     item = np.repeat(np.arange(len(blocks.items)), blocks.items[:, FRAGMENTS])
     kept = ~np.isin(blocks.items[:, CODES], sent_codes)[item]
     fragments, tensor, row = blocks.fragments[kept], blocks.tensors[item[kept]], blocks.owners[kept]
@@ -140,22 +117,35 @@ def packed(items: np.ndarray, begins: np.ndarray) -> np.ndarray:
     return items
 
 
-def encode_table(blocks: BlockItems, begins: np.ndarray, device: torch.device) -> BlockTable:
-    """Return the table that makes these blocks, each packed from its address in `begins` on."""
-    items = packed(blocks.items, begins)
-    return BlockTable(blocks._replace(items=items), device, np.arange(len(items)))
+class Fp8PackedBlocks:
+    """The blocks that the pieces of a pair make up, and the bytes of each while it travels."""
 
+    def __init__(self, pieces: Placed, places: np.ndarray) -> None:
+        self.blocks = cut_into_blocks(pieces, places)
+        self.sizes = packed_bytes(self.blocks.items)
 
-def unpack_copies(blocks: BlockItems, begins: np.ndarray) -> np.ndarray:
-    """Return the plain copies that put packed blocks, each from its address in `begins` on, where
-    they are served from."""
-    items, codes, scales = blocks.items, empty_table(len(blocks.items)), empty_table(len(blocks.items))
-    codes[:, SRC], codes[:, DST] = begins, items[:, CODES]
-    codes[:, ROWS], codes[:, WIDTH] = items[:, ITEM_ROWS], items[:, ITEM_COLUMNS]
-    codes[:, SRC_PITCH], codes[:, DST_PITCH] = items[:, ITEM_COLUMNS], items[:, CODES_PITCH]
-    scales[:, SRC], scales[:, DST] = begins + scale_at(items), items[:, SCALES]
-    scales[:, ROWS], scales[:, WIDTH] = 1, SCALE
-    return np.concatenate([codes, scales])
+    @property
+    def facts(self) -> Sequence[np.ndarray]:
+        """The items and fragments that the blocks are made of."""
+        return self.blocks.items, self.blocks.fragments
+
+    def making(self, first: int, last: int, begins: np.ndarray, device: torch.device) -> BlockTable:
+        """Return the table that makes the blocks from number `first` up to `last`, each packed from its address in
+        `begins` on."""
+        blocks = slice_blocks(self.blocks, first, last)
+        items = packed(blocks.items, begins)
+        return BlockTable(blocks._replace(items=items), device, np.arange(len(items)))
+
+    def copies(self, first: int, last: int, begins: np.ndarray) -> np.ndarray:
+        """Return the plain copies that put these blocks, packed from `begins` on, where they are served from."""
+        items = slice_blocks(self.blocks, first, last).items
+        codes, scales = empty_table(len(items)), empty_table(len(items))
+        codes[:, SRC], codes[:, DST] = begins, items[:, CODES]
+        codes[:, ROWS], codes[:, WIDTH] = items[:, ITEM_ROWS], items[:, ITEM_COLUMNS]
+        codes[:, SRC_PITCH], codes[:, DST_PITCH] = items[:, ITEM_COLUMNS], items[:, CODES_PITCH]
+        scales[:, SRC], scales[:, DST] = begins + scale_at(items), items[:, SCALES]
+        scales[:, ROWS], scales[:, WIDTH] = 1, SCALE
+        return np.concatenate([codes, scales])
 
 
 def slice_blocks(blocks: BlockItems, first: int, last: int) -> BlockItems:
@@ -170,7 +160,7 @@ def slice_blocks(blocks: BlockItems, first: int, last: int) -> BlockItems:
     )
 
 
-class BlockDigests:
+class Fp8BlockDigests:
     """A digest of each item of the blocks that pieces make up, at one end: of their codes and scales as a trainer's
     rank makes them anew, or, with `served`, as they lie where an inference rank serves from. `tensors` are the
     indices of the items' local tensors.

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from reshard.quantization.fp8_blocks import BLOCK
-from reshard.refit.codecs import BEFORE_BLOCKS, BLOCKWISE
+from reshard.refit.codecs import BEFORE_BLOCKS, IN_BLOCKS
+from reshard.refit.codecs.places import ENCODING, places_of
 from reshard.refit.copying.addresses import (
     COLUMN_COUNT,
     FIRST_COLUMN,
@@ -43,7 +44,7 @@ from reshard.refit.copying.tables import (
     pack_into_rounds,
 )
 from reshard.refit.engine import Engine
-from reshard.refit.fp8_blocks.items import BF16, ENCODING, BlockTable, items_of, places_of
+from reshard.refit.fp8_blocks.items import BF16, BlockTable, items_of
 
 SLAB_BYTES = 128 << 20  # unless one run of blocks alone is larger: 256 bytes for each column of a matrix
 ROW_BYTES = BLOCK * BF16.size  # of a block in the slab
@@ -63,10 +64,10 @@ def split_pieces(pieces: Mapping[int, Pieces], shapes: np.ndarray, first_round: 
     ranks = np.repeat(list(pieces), [len(of_rank.destinations) for of_rank in pieces.values()])
     begins, ends = destinations[:, 1:], destinations[:, 1:] + requests[:, [ROW_COUNT, COLUMN_COUNT]]
 
-    blockwise = np.flatnonzero(BLOCKWISE[requests[:, REQUEST_CODEC]])
+    in_blocks = np.flatnonzero(IN_BLOCKS[requests[:, REQUEST_CODEC]])
     inner = _whole_blocks(begins, ends, shapes[destinations[:, 0]])
-    piece, row, column = _cut_blocks(begins[blockwise], ends[blockwise], inner[:, blockwise]).T
-    piece = blockwise[piece]
+    piece, row, column = _cut_blocks(begins[in_blocks], ends[in_blocks], inner[:, in_blocks]).T
+    piece = in_blocks[piece]
     # One number for each block, in the order of tensor, row and column.
     blocks, which = np.unique((destinations[piece, 0] << 40) | (row << 20) | column, return_inverse=True)
     least, most = np.full(len(blocks), ranks.max(initial=0)), np.full(len(blocks), ranks.min(initial=0))

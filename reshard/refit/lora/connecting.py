@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from reshard.core.errors import ReshardError
@@ -46,11 +45,10 @@ def connect_adapter(
         return engine.adapter(str(options.adapter))
 
     try:
-        # Its slots in the engine take turns, so that none has the version before.
         link = connect(
             next(iter(adapters), None),
             adapter_of_engine if engine is not None else None,
-            replace(options, delta=False),
+            options.for_adapter(),
         )
     except BaseException:
         with suppress(ReshardError):

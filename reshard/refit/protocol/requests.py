@@ -7,7 +7,7 @@ import numpy as np
 
 from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError
-from reshard.refit.codecs import BLOCKWISE, CODEC_ROUNDINGS, CODECS, PLAIN
+from reshard.refit.codecs import CODEC_ROUNDINGS, CODECS, IN_BLOCKS, PLAIN
 from reshard.refit.copying.addresses import (
     BLOCK_REQUEST_COLUMNS,
     COLUMN_COUNT,
@@ -110,7 +110,7 @@ def check_pieces(requests: np.ndarray, held: ShardSizes, who: str, name_of: Call
     if row is None:
         row = first_row(
             (codec != PLAIN) & (CODEC_SOURCES[codec] != dtypes)
-            | (BLOCKWISE[codec] & (requests.shape[1] == REQUEST_COLUMNS))
+            | (IN_BLOCKS[codec] & (requests.shape[1] == REQUEST_COLUMNS))
         )
     if row is not None:
         has = list(DTYPES)[dtypes[row]]
@@ -129,7 +129,7 @@ def _check_destinations(requests: np.ndarray, who: str) -> None:
         raise ReshardError(
             f"{who} asks for pieces in round {numbers[row]}, and there are at most {MOST_ROUNDS:,}"
         )
-    blocks = requests[BLOCKWISE[requests[:, REQUEST_CODEC]]]
+    blocks = requests[IN_BLOCKS[requests[:, REQUEST_CODEC]]]
     tensor, begins, extents = (
         blocks[:, DESTINATION.start],
         blocks[:, DESTINATION][:, 1:],

@@ -7,11 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from reshard.refit.changes.sent import Changes
+from reshard.refit.copying.flows import Incoming, Outgoing
 from reshard.refit.protocol.memory import TrainerMemory
 from reshard.refit.routes import Reach
 from reshard.refit.transports.context import Context
-from reshard.refit.transports.flows import Incoming, Outgoing
 
 
 @dataclass
@@ -21,7 +20,8 @@ class Work:
     `received_bytes` are what that brings to this rank, by route, and `numbers` the engines' rounds in which there is
     something to do, besides `UNSTAGED`. `is_sending`: copies read this trainer's rank's memory. `is_blocking`: a
     GPU may wait for a partner in `run`, however long that takes. `shards` are (address here, pitch in bytes) of
-    shards that are read in place, by trainer's rank.
+    shards that are read in place, by trainer's rank. `launches` are the kernels of ours that a refit launches, known
+    at the latest when `run` has been through it.
     """
 
     received_bytes: Mapping[str, int]
@@ -29,6 +29,7 @@ class Work:
     is_sending: bool = False
     is_blocking: bool = False
     shards: Mapping[int, np.ndarray] | None = None
+    launches: int = 0
 
 
 class Transport(ABC):
@@ -47,16 +48,10 @@ class Transport(ABC):
     """
 
     reach: ClassVar[Reach]
-    changes: Changes | None = None  # in a connection with deltas, of a transport that can send them
 
     def __init__(self, context: Context) -> None:
         self.context, self.group, self.device = context, context.group, context.device
         self.work = Work(dict.fromkeys(self.reach.routes, 0))
-
-    @property
-    @abstractmethod
-    def launches(self) -> int:
-        """Kernels that a refit launches, once `run` has been through it."""
 
     @abstractmethod
     def prepare(

@@ -15,8 +15,8 @@ class Context(NamedTuple):
 
     `backend` is what was chosen for all, `bucket_bytes` bounds its memory, `participants` are the
     ranks that have a side, `peers` all members. `engine` is this member's, None where it has none.
-    With `delta` trainers' ranks keep what they send by buckets, for deltas, in pinned host memory with
-    `delta_on_host`. With `keep_mapped` what a refit needs may stay until the next one.
+    With `keep_sent` trainers' ranks keep what they send by buckets, since they may send what changed in it, in pinned
+    host memory with `keep_on_host`. With `keep_mapped` what a refit needs may stay until the next one.
     """
 
     group: RefitGroup
@@ -26,6 +26,6 @@ class Context(NamedTuple):
     participants: Sequence[int]
     peers: Sequence[Peer]
     engine: Engine | None
-    delta: bool = False
-    delta_on_host: bool = False
+    keep_sent: bool = False
+    keep_on_host: bool = False
     keep_mapped: bool = False

@@ -1,53 +1,33 @@
 """CUDA IPC: an inference rank reads the trainer's memory where it lies, in its own process or
 mapped from another one's.
 
-All copies are one launch. What the engine serves in blocks of fp8 is quantized on the way, in the
+All copies are one launch. What the engine serves in blocks is made on the way, in the
 same launch; what it makes of plain weights itself comes in rounds. Rows of padding are filled with
 zeros along the way.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from reshard.core.errors import ReshardError, rewrite_message
-from reshard.refit.codecs import BLOCKWISE
+from reshard.refit.codecs import IN_BLOCKS
+from reshard.refit.codecs.blocks import BlocksToMake
+from reshard.refit.codecs.makers import maker_for
+from reshard.refit.codecs.places import places_of
 from reshard.refit.copying.addresses import SHARD, UNSTAGED, fills_of, staged_rounds_of, with_sources
 from reshard.refit.copying.copies import CopyTable
+from reshard.refit.copying.flows import PADDING, Incoming, Outgoing, OwnedCopies, Placed
 from reshard.refit.copying.tables import CODEC, bytes_read_by, interleaved, tiles_of
-from reshard.refit.fp8_blocks.items import (
-    FIRST_FRAGMENT,
-    BlockTable,
-    items_of,
-    places_of,
-    take_kernel_of_pieces,
-)
-from reshard.refit.fp8_blocks.packed import Placed, cut_into_blocks, padding_outside
+from reshard.refit.engine import Engine
 from reshard.refit.protocol.memory import TrainerMemory
 from reshard.refit.routes import CUDA_IPC, LOCAL, Pair, Reach
 from reshard.refit.transports.base import Transport, Work
 from reshard.refit.transports.context import Context
-from reshard.refit.transports.flows import Incoming, Outgoing
 from reshard.refit.transports.mapped import HINT, MappedMemory
 
 PROGRAMS_BESIDE_NCCL = 32
-PADDING = -1  # in place of a trainer's rank, for rows that none has
-
-
-class OwnedCopies(NamedTuple):
-    """Copies with both ends filled in: where each goes (`addresses.Pieces.destinations`), the number of the
-    shard that its source is in, and the trainer's rank."""
-
-    table: np.ndarray
-    destinations: np.ndarray
-    owners: np.ndarray
-    ranks: np.ndarray
-
-    def where(self, mask: np.ndarray) -> "OwnedCopies":
-        """Return those in a mask."""
-        return OwnedCopies(*(column[mask] for column in self))
 
 
 def reaches(pair: Pair) -> bool:
@@ -71,7 +51,7 @@ class CudaIpc(Transport):
         self.lane: torch.cuda.Stream | None = None
         self.followed: dict[int, TrainerMemory] | None = None  # the memory that the tables are of, all mapped
         self.once: CopyTable | None = None
-        self.blocks: BlockTable | None = None
+        self.blocks: BlocksToMake | None = None
         self.rounds: dict[int, CopyTable] = {}
 
     def prepare(
@@ -97,7 +77,7 @@ class CudaIpc(Transport):
             next_owner += len(self.shards[rank])
             received_bytes[LOCAL if rank == self.rank else CUDA_IPC] += bytes_read_by(flow.table)
         self.fills = fills_of(engine, self.device)
-        padding = self._padding(elsewhere)
+        padding = self._padding(engine, elsewhere)
         count = len(padding.table)
         parts.append(
             OwnedCopies(
@@ -111,58 +91,41 @@ class CudaIpc(Transport):
                 staged_rounds_of(engine)[padding.destinations[:, 0]],
             ]
         )
-        blockwise = BLOCKWISE[copies.table[:, CODEC]]
-        self.once = self._copy_table(copies.where(~blockwise & (rounds == UNSTAGED)))
-        self.blocks = self._block_table(copies.where(blockwise)) if blockwise.any() else None
+        in_blocks = IN_BLOCKS[copies.table[:, CODEC]]
+        self.once = self._copy_table(copies.where(~in_blocks & (rounds == UNSTAGED)))
+        self.blocks = None
+        if in_blocks.any():
+            blocks = copies.where(in_blocks)
+            self.blocks = maker_for(engine).pull(blocks, places_of(engine), self.device)
         # Also rounds in which all that is not padding comes by another transport.
         numbers = {*engine.staged_rounds.values(), *np.unique(rounds).tolist()} - {UNSTAGED}
         self.rounds = {number: self._copy_table(copies.where(rounds == number)) for number in sorted(numbers)}
-        self.work = Work(received_bytes, numbers, shards=self.shards)
+        of_blocks = self.blocks is not None and self._between_blocks(None) is None
+        launches = sum(table.launches for table in self._copy_tables) + of_blocks
+        self.work = Work(received_bytes, numbers, shards=self.shards, launches=launches)
 
     @property
     def _copy_tables(self) -> list[CopyTable]:
         return [*([self.once] if self.once is not None else []), *self.rounds.values()]
 
-    @property
-    def launches(self) -> int:
-        blocks = self.blocks is not None and self._between_blocks(None) is None
-        return sum(table.launches for table in self._copy_tables) + blocks
-
-    def _padding(self, elsewhere: Iterable[Incoming]) -> Placed:
+    def _padding(self, engine: Engine, elsewhere: Iterable[Incoming]) -> Placed:
         """Return copies of zeros into rows of padding, but for blocks that other transports bring
         whole. In blocks that are put together of several ranks' parts zeros are written twice."""
-        assert self.context.engine is not None
-        table, destinations = self.fills.table, self.fills.destinations
-        blockwise = BLOCKWISE[table[:, CODEC]]
-        if not blockwise.any():
-            return Placed(table, destinations)
-        brought = []
-        for flow in elsewhere:
-            mask = BLOCKWISE[flow.table[:, CODEC]]
-            brought.append(cut_into_blocks(flow.table[mask], flow.destinations[mask], flow.places))
-        if not any(len(blocks.items) for blocks in brought):
-            return Placed(table, destinations)
-        left = padding_outside(
-            Placed(table[blockwise], destinations[blockwise]), brought, places_of(self.context.engine)
-        )
-        both = (table[~blockwise], left.table), (destinations[~blockwise], left.destinations)
-        return Placed(*map(np.concatenate, both))
+        padding = Placed(self.fills.table, self.fills.destinations)
+        in_blocks = IN_BLOCKS[padding.table[:, CODEC]]
+        if not in_blocks.any():
+            return padding
+        brought = [
+            Placed(flow.table, flow.destinations).where(IN_BLOCKS[flow.table[:, CODEC]]) for flow in elsewhere
+        ]
+        left = maker_for(engine).padding_outside(padding.where(in_blocks), brought, places_of(engine))
+        return Placed(*map(np.concatenate, zip(padding.where(~in_blocks), left, strict=True)))
 
     def _copy_table(self, copies: OwnedCopies) -> CopyTable:
         """Return the copies in an order in which the links to all peers are busy at once."""
         tiles, origin = tiles_of(copies.table)
         order = interleaved(copies.ranks[origin])
         return CopyTable(tiles[order], self.device, copies.owners[origin][order], self.shares_gpu)
-
-    def _block_table(self, copies: OwnedCopies) -> BlockTable:
-        """Return what is quantized on the way, in an order in which the links to all peers are busy at once."""
-        assert self.context.engine is not None
-        take_kernel_of_pieces(copies.table, copies.ranks == PADDING)
-        owners = np.stack([copies.owners, copies.ranks], 1)
-        places = places_of(self.context.engine)
-        strips = items_of(copies.table, copies.destinations, owners, places)
-        order = interleaved(strips.owners[strips.items[:, FIRST_FRAGMENT], 1])
-        return BlockTable(strips._replace(owners=strips.owners[:, 0]), self.device, order)
 
     def update_addresses(self, memory: Mapping[int, TrainerMemory]) -> bool:
         """Shift the tables where shards have only moved; return False where they have to be made anew."""

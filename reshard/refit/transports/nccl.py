@@ -4,8 +4,8 @@ Both ends of a pair know the same list of pieces and cut it alike, so a bucket n
 a round, whatever the backend (NCCL, Gloo); while one bucket travels, the next is packed and the one before is
 unpacked.
 
-In a connection with deltas a trainer's rank keeps the buckets that it sent, and may send what changed in them
-instead (`reshard.refit.transports.changes`), behind an all-to-all of the sizes. What an engine quantizes itself
+A trainer's rank may keep the buckets that it sent (`Context.keep_sent`), and send what changed in them
+instead (`reshard.refit.changes.buckets`), behind an all-to-all of the sizes. What an engine quantizes itself
 passes through memory that keeps nothing, and always goes whole.
 """
 
@@ -16,19 +16,19 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.core.errors import ReshardError
+from reshard.refit.changes.buckets import SentBuckets, ServedBucket
+from reshard.refit.changes.exchange import ChangesExchange
 from reshard.refit.copying.addresses import UNSTAGED
 from reshard.refit.copying.copies import wait_for_exchange
+from reshard.refit.copying.flows import Incoming, Outgoing, by_round
+from reshard.refit.copying.packing import PackedPair, PackedRound
 from reshard.refit.copying.tables import ALIGNMENT, DST, SRC, TILE_BYTES, bytes_packed
 from reshard.refit.protocol.buckets import exchange_bucket_counts, exchange_partner_counts
 from reshard.refit.routes import NCCL, Pair, Reach
 from reshard.refit.transports.base import Transport, Work
 from reshard.refit.transports.bucket_memory import BucketMemory
-from reshard.refit.transports.changes import SentBuckets, ServedBucket
-from reshard.refit.transports.changes_exchange import ChangesExchange
 from reshard.refit.transports.communicator import abort, communicator_of, drop_communicator
 from reshard.refit.transports.context import Context
-from reshard.refit.transports.flows import Incoming, Outgoing, by_round
-from reshard.refit.transports.packing import PackedPair, PackedRound
 
 SLOTS = 2  # buckets of a pair that are under way at once
 PROGRAMS = 64  # of copies into and out of buckets on a GPU: NCCL's own kernel must find room beside them
@@ -79,7 +79,7 @@ class Nccl(Transport):
         self.steps: dict[int, list[BucketStep]] = {}
         self.addresses: list[tuple[int, int]] = []
         self.changes: SentBuckets | None = (
-            SentBuckets(self.device, context.delta_on_host) if context.delta else None
+            SentBuckets(self.device, context.keep_on_host) if context.keep_sent else None
         )
         self.served: dict[tuple[int, int], ServedBucket] = {}  # by trainer's rank and bucket
         self.lanes = (
@@ -89,11 +89,6 @@ class Nccl(Transport):
         )
         self.whole_bytes = 0  # that a whole refit brings here
         self.unstaged_bytes = 0  # of these, those in whose place changes may come
-
-    @property
-    def launches(self) -> int:
-        steps = [step for of_round in self.steps.values() for step in of_round]
-        return sum(step.pack.launches + step.unpack.launches for step in steps)
 
     def negotiate(self, anew: bool = False) -> None:
         """Agree with all members on the size of the buckets and their number, and make a
@@ -195,6 +190,8 @@ class Nccl(Transport):
             self.steps[number] = [
                 self._step(number, index, *addresses[index % SLOTS]) for index in range(self.buckets[number])
             ]
+        steps = [step for of_round in self.steps.values() for step in of_round]
+        self.work.launches = sum(step.pack.launches + step.unpack.launches for step in steps)
         if number == UNSTAGED and self.changes is not None:
             self.work.received_bytes = {NCCL: self.whole_bytes}
             if self.changes.since is not None:

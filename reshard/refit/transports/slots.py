@@ -3,7 +3,7 @@
 A trainer's rank packs pieces into a slab, memory of its own in which every reader has two slots:
 while one is read, the next is packed. A GPU is given the copies of a round before those of the last one
 have ended, so that it is not idle between the two. Both ends cut the same list of pieces alike, as for
-buckets (`reshard.refit.transports.packing`), and count: ``packed/READER`` says how many rounds a trainer's
+buckets (`reshard.refit.copying.packing`), and count: ``packed/READER`` says how many rounds a trainer's
 rank has packed, ``taken/TRAINER`` how many its reader has read.
 """
 
@@ -19,13 +19,13 @@ import torch
 from reshard.core.errors import ReshardError, listed
 from reshard.refit.copying.addresses import UNSTAGED
 from reshard.refit.copying.copies import event_now, wait_for_device
+from reshard.refit.copying.flows import Incoming, Outgoing, by_round, rounds_in
+from reshard.refit.copying.packing import PackedPair, PackedRound
 from reshard.refit.copying.tables import ALIGNMENT, DST, SRC, bytes_packed
 from reshard.refit.protocol.encoding import readable
 from reshard.refit.protocol.slab import SlabLocation
 from reshard.refit.transports.base import Transport, Work
 from reshard.refit.transports.context import Context
-from reshard.refit.transports.flows import Incoming, Outgoing, by_round, rounds_in
-from reshard.refit.transports.packing import PackedPair, PackedRound
 
 SLOTS = 2  # of each pair
 slab_numbers = itertools.count()  # tell a slab of this process from a later one with the same handle
@@ -100,11 +100,6 @@ class SlotTransport(Transport):
     def open_slots(self, peer: int, slab: SlabLocation) -> int:
         """Return the address in this process from which the slots of a trainer's rank are unpacked."""
 
-    @property
-    def launches(self) -> int:
-        pairs = [*self.sending.values(), *self.receiving.values()]
-        return sum(one.packed.launches for pair in pairs for rounds in pair.values() for one in rounds)
-
     def prepare(
         self,
         outgoing: Mapping[int, Outgoing],
@@ -137,6 +132,10 @@ class SlotTransport(Transport):
         its readers have read all of theirs."""
         if number == UNSTAGED:
             self.sending, self.receiving = self.open_pairs()
+            pairs = [*self.sending.values(), *self.receiving.values()]
+            self.work.launches = sum(
+                one.packed.launches for pair in pairs for rounds in pair.values() for one in rounds
+            )
             self.counts.clear()
             self.begun.clear()
         sends = {peer: rounds.get(number, []) for peer, rounds in self.sending.items()}

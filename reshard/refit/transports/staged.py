@@ -15,12 +15,12 @@ import torch
 from reshard.comm.client import PeerMemoryError
 from reshard.core.errors import ReshardError, rewrite_message
 from reshard.device.cuda import cuda_free, cuda_memory, exported
+from reshard.refit.copying.flows import Incoming, Outgoing
 from reshard.refit.copying.tables import ALIGNMENT, TILE_BYTES
 from reshard.refit.protocol.memory import TrainerMemory, is_handle
 from reshard.refit.protocol.slab import SlabLocation
 from reshard.refit.routes import CUDA_IPC, NCCL, STAGED, Pair, Reach
 from reshard.refit.transports.context import Context
-from reshard.refit.transports.flows import Incoming, Outgoing
 from reshard.refit.transports.mapped import HINT, MappedMemory
 from reshard.refit.transports.slots import SLOTS, SlotTransport, slab_numbers
 

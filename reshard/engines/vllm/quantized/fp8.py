@@ -11,8 +11,9 @@ from reshard.core.errors import ReshardError
 from reshard.engines.vllm.quantized.layers import own_blocks
 from reshard.quantization.fp8_blocks import BLOCK, ROUNDINGS, encode
 from reshard.refit.codecs import block_codec
+from reshard.refit.codecs.places import PLACES
 from reshard.refit.copying.tables import ALIGNMENT, CODEC, ROWS, SRC, SRC_PITCH, WIDTH, empty_table
-from reshard.refit.fp8_blocks.items import PLACES, BlockTable, items_of
+from reshard.refit.fp8_blocks.items import BlockTable, items_of
 
 
 def hard_blocks(device: torch.device) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Layers that vLLM serves from fp8 blocks of 128x128, and the scales of their local tensors."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from reshard.engines.placing.rules import PlacedTensors
 from reshard.engines.vllm.quantized.fp8 import check_blocks
 from reshard.engines.vllm.quantized.layers import blocks_of
 from reshard.engines.vllm.weights.served import Served
+from reshard.refit.codecs.makers import FP8_BLOCKS
 from reshard.refit.fp8_blocks.items import BF16
 from reshard.refit.served import Scales
 
@@ -32,7 +34,8 @@ def begin_compiling(layers: Mapping[str, Blocks], device: torch.device) -> None:
         return
     from reshard.refit.copying.compiling import compile_ahead
 
-    compile_ahead(device, {BF16.size}, bool(layers), BF16.size)
+    compile_blocks = partial(FP8_BLOCKS.compile_pull, BF16.size, device)
+    compile_ahead(device, {BF16.size}, compile_blocks if layers else None)
 
 
 def find_scales(

@@ -28,6 +28,7 @@ from reshard.delta.forms import Form
 from reshard.refit.changes.sent import Measured
 from reshard.refit.codecs import CODECS, PLAIN, bytes_in_source
 from reshard.refit.copying.copies import host_bytes
+from reshard.refit.copying.packing import PackedPair
 from reshard.refit.copying.tables import (
     CODEC,
     DST,
@@ -42,7 +43,6 @@ from reshard.refit.copying.tables import (
     UNORDERED,
     WIDTH,
 )
-from reshard.refit.transports.packing import PackedPair
 
 if TYPE_CHECKING:
     from reshard.refit.changes.kernels import DeviceChanges
@@ -241,7 +241,7 @@ class SentBuckets:
 def _contents(pair: PackedPair) -> bytes:
     """Return a digest of what a pair's buckets hold: where from, and as what."""
     contents = blake2b(digest_size=16)
-    for array in (pair.tiles, pair.block_items.items, pair.block_items.fragments, pair.places, pair.sizes):
+    for array in (pair.tiles, *pair.packed_blocks.facts, pair.places, pair.sizes):
         contents.update(str(array.shape).encode() + np.ascontiguousarray(array).tobytes())
     return contents.digest()
 

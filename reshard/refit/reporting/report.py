@@ -43,6 +43,11 @@ class RefitReport:
     launches: int = 0
     delta: RefitDelta | None = None
 
+    @property
+    def reason(self) -> str:
+        """Why all was sent, or since which version changes were; empty in a connection without deltas."""
+        return self.delta.reason if self.delta is not None else ""
+
     def to_dict(self) -> dict[str, Any]:
         """Return it for logs and metrics, without nesting: `received_bytes` is the sum over all routes, and
         ``received_bytes_nccl`` and its like are those of each.

@@ -11,14 +11,13 @@ from reshard.refit.receiver import Receiver
 def described(link: Any) -> dict[str, Any]:
     """Return what `reshard.refit.link.Link.describe` says."""
     receiver: Receiver | None = link.receiver
-    agreed, deltas = link.agreed, link.deltas
+    agreed, chain = link.agreed, link.chain
     of_below = {"weights": described(link.below.link)} if link.below is not None else {}
     return {
         "backend": agreed.backend,
         "keep_mapped": link.keep_mapped,
         "bucket_bytes": agreed.bucket_bytes,
-        "delta": agreed.delta,
-        "kept_bytes": deltas.kept_bytes if deltas is not None else 0,
+        **chain.described(),
         "routes": _routes(receiver) if receiver is not None else [],
         "quantized": receiver.engine.quantized_layers() if receiver is not None else [],
         "parts": receiver.slab.described() if receiver is not None else {},

@@ -1,4 +1,4 @@
-"""The exchange of what changed in buckets (`reshard.refit.transports.changes`) among all ranks that have a side.
+"""The exchange of what changed in buckets (`reshard.refit.changes.buckets`) among all ranks that have a side.
 
 A bucket takes three steps: what changed is found, and all learn how many bytes it takes; it is sent; it is written.
 Each step of a bucket is enqueued before the next one of the bucket ahead, so that a GPU has work while its host waits,
@@ -13,9 +13,7 @@ import torch
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.delta.forms import SECTION
-from reshard.refit.copying.copies import event_now, wait_for_exchange, wait_for_partners
-from reshard.refit.copying.tables import STATUS
-from reshard.refit.transports.changes import (
+from reshard.refit.changes.buckets import (
     SentBuckets,
     ServedBucket,
     check_status,
@@ -23,6 +21,8 @@ from reshard.refit.transports.changes import (
     most_bytes,
     read_changes,
 )
+from reshard.refit.copying.copies import event_now, wait_for_exchange, wait_for_partners
+from reshard.refit.copying.tables import STATUS
 
 
 class Announced(NamedTuple):

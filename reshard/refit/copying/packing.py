@@ -2,8 +2,8 @@
 a round into or out of memory that travels, or that both have.
 
 A *piece* is a box of a shard that goes into one local tensor (`addresses.Pieces`), a *tile* a part
-of it of at most 64 KiB, a *block* 128x128 codes of fp8 with their scale, made of *fragments* of
-pieces (`reshard.refit.fp8_blocks`); a *round* is what fits into a bucket. An engine's rounds are
+of it of at most 64 KiB, a *block* what a codec makes of parts of pieces together
+(`reshard.refit.codecs.blocks`); a *round* is what fits into a bucket. An engine's rounds are
 something else: the order in which its layers pass through one memory (`Engine.staged_rounds`).
 """
 
@@ -13,14 +13,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from reshard.refit.codecs import (
-    BLOCKWISE,
-    PLAIN,
-    WIDENS,
-    bytes_in_destination,
-    bytes_in_source,
-)
+from reshard.refit.codecs import IN_BLOCKS, PLAIN, WIDENS, bytes_in_destination, bytes_in_source
+from reshard.refit.codecs.blocks import BlocksToMake
+from reshard.refit.codecs.makers import maker_of
 from reshard.refit.copying.copies import CopyTable
+from reshard.refit.copying.flows import Incoming, Outgoing, Placed
 from reshard.refit.copying.tables import (
     ALIGNMENT,
     CODEC,
@@ -35,15 +32,6 @@ from reshard.refit.copying.tables import (
     packed_width,
     tiles_of,
 )
-from reshard.refit.fp8_blocks.items import BlockTable
-from reshard.refit.fp8_blocks.packed import (
-    cut_into_blocks,
-    encode_table,
-    packed_bytes,
-    slice_blocks,
-    unpack_copies,
-)
-from reshard.refit.transports.flows import Incoming, Outgoing
 
 
 class PackedPair:
@@ -58,12 +46,12 @@ class PackedPair:
         self.end, self.places = end, flow.places
         self.host_memory = flow.host_memory if isinstance(flow, Outgoing) else np.empty(0, np.int64)
         self.far, self.far_pitch = (DST, DST_PITCH) if end == SRC else (SRC, SRC_PITCH)
-        blockwise = BLOCKWISE[flow.table[:, CODEC]]
-        self.tiles, self.packed_width = _tiles(flow.table[~blockwise], end)
-        self.block_items = cut_into_blocks(flow.table[blockwise], flow.destinations[blockwise], flow.places)
-        self.sizes = np.concatenate(
-            [self.tiles[:, ROWS] * self.packed_width, packed_bytes(self.block_items.items)]
-        )
+        codecs = flow.table[:, CODEC]
+        in_blocks = IN_BLOCKS[codecs]
+        self.tiles, self.packed_width = _tiles(flow.table[~in_blocks], end)
+        pieces = Placed(flow.table, flow.destinations).where(in_blocks)
+        self.packed_blocks = maker_of(codecs).pack(pieces, flow.places)
+        self.sizes = np.concatenate([self.tiles[:, ROWS] * self.packed_width, self.packed_blocks.sizes])
         self.round_of, self.offset = pack_into_rounds(self.sizes, limit)
         self.rounds = int(self.round_of.max()) + 1 if len(self.sizes) else 0
         self.bytes_by_round = np.zeros(self.rounds, np.int64)
@@ -81,16 +69,16 @@ class PackedPair:
         if self.end == SRC:
             return table
         first, last = self._blocks_of_round(index)
-        items = slice_blocks(self.block_items, first, last)
-        return np.concatenate([table, unpack_copies(items, start + self.offset[n + first : n + last])])
+        begins = start + self.offset[n + first : n + last]
+        return np.concatenate([table, self.packed_blocks.copies(first, last, begins)])
 
-    def blocks(self, index: int, start: int, device: torch.device) -> list[BlockTable]:
-        """Return the table, if any, that makes the blocks of a round, in a buffer at address `start`."""
+    def blocks(self, index: int, start: int, device: torch.device) -> list[BlocksToMake]:
+        """Return what makes the blocks of a round, if it has any, in a buffer at address `start`."""
         n, (first, last) = len(self.tiles), self._blocks_of_round(index)
         if self.end == DST or first == last:
             return []
         begins = start + self.offset[n + first : n + last]
-        return [encode_table(slice_blocks(self.block_items, first, last), begins, device)]
+        return [self.packed_blocks.making(first, last, begins, device)]
 
     def _blocks_of_round(self, index: int) -> tuple[int, int]:
         """Return the first of a round's blocks, which follow each other, and the one after the last."""
@@ -130,7 +118,7 @@ class PackedRound(NamedTuple):
     """The work of one end in one round, ready to run."""
 
     copies: CopyTable
-    blocks: list[BlockTable]
+    blocks: list[BlocksToMake]
 
     @staticmethod
     def of(

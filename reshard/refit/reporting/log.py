@@ -5,7 +5,7 @@ import logging
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import first_line, listed
 from reshard.refit.agreement import Agreement
-from reshard.refit.report import RefitReport
+from reshard.refit.reporting.report import RefitReport
 from reshard.refit.routes import NCCL
 
 GLOO = "Gloo"
@@ -42,11 +42,11 @@ class RefitLog:
             moved = f"{_size(received)} from {_ranks(len(partners), 'trainer')} by {ways}"
         else:
             moved = f"{_size(sent_bytes)} of this rank to {_ranks(len(partners), 'inference')} by {ways}"
-        changes = f"; {report.delta.reason}" if report.delta is not None else ""
+        reason = report.reason
         self.logger.info(
             "reshard: %s to version %d: %s in %.3f s (%.3f s of it waiting for others, %.3f s moving bytes)%s",
             self.what, report.version, moved, report.total_seconds, report.wait_seconds, report.transfer_seconds,
-            changes,
+            f"; {reason}" if reason else "",
         )  # fmt: skip
         if before is not None and report.version < before:
             self.logger.warning(

@@ -9,12 +9,40 @@ from reshard.refit.copying.addresses import UNSTAGED
 from reshard.refit.protocol.memory import TrainerMemory
 
 
+class Placed(NamedTuple):
+    """Copies, with the place in a local tensor that each goes to (`addresses.Pieces.destinations`)."""
+
+    table: np.ndarray
+    destinations: np.ndarray
+
+    def where(self, mask: np.ndarray) -> "Placed":
+        """Return those in a mask."""
+        return Placed(self.table[mask], self.destinations[mask])
+
+
+PADDING = -1  # in place of a trainer's rank, for rows that none has
+
+
+class OwnedCopies(NamedTuple):
+    """Copies with both ends filled in: where each goes (`addresses.Pieces.destinations`), the number of the
+    shard that its source is in, and the trainer's rank, or `PADDING`."""
+
+    table: np.ndarray
+    destinations: np.ndarray
+    owners: np.ndarray
+    ranks: np.ndarray
+
+    def where(self, mask: np.ndarray) -> "OwnedCopies":
+        """Return those in a mask."""
+        return OwnedCopies(*(column[mask] for column in self))
+
+
 class Outgoing(NamedTuple):
     """The copies that a trainer's rank sends to one inference rank, a row of each array for each.
 
     `table` has the source's end filled in, `rounds` the engine's round (`addresses.staged_rounds_of`). For
-    blocks of fp8, `destinations` says where each goes (`addresses.Pieces`), and `places` describes the
-    local tensors there (`fp8_blocks.packed.places_of_requests`). `host_memory` are the addresses, in order, at
+    those that go in blocks, `destinations` says where each goes (`addresses.Pieces`), and `places` describes the
+    local tensors there (`codecs.places.places_of_requests`). `host_memory` are the addresses, in order, at
     which the host's memory begins where sources are in it while the rank computes on a GPU; no copy crosses one.
     """
 
@@ -37,7 +65,7 @@ class Incoming(NamedTuple):
 
     `table` has the destination's end filled in, `rounds` this engine's round. `requests` and
     `destinations` are those of `addresses.Pieces`, `memory` says where the trainer's rank has its shards,
-    and `places` where blocks of fp8 are served from (`fp8_blocks.items.places_of`).
+    and `places` where blocks are served from (`codecs.places.places_of`).
     """
 
     table: np.ndarray

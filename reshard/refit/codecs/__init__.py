@@ -40,12 +40,10 @@ class Codec:
 
 @dataclass(frozen=True)
 class BlockCodec(Codec):
-    """fp8 with an fp32 scale for each 128x128 block of a rank's local tensor, cut off at its end.
+    """Codes with a scale for each block of a rank's local tensor, made of the block's elements in bf16.
 
-    The codes and scales are those that vLLM's ``per_block_cast_to_fp8``
-    (``vllm/utils/deep_gemm.py``) makes of bf16; fp32 is rounded to bf16 first, as vLLM's loader
-    does. `rounding`, one of `ROUNDINGS`, says how a block's largest magnitude / 448 becomes its
-    scale. A block may come in fragments, so `reshard.refit.fp8_blocks` carries this codec out.
+    `rounding` names how a scale is rounded. A block may come in pieces, so a table of copies does not carry this
+    codec out: its maker does (`reshard.refit.codecs.makers`).
     """
 
     rounding: str
@@ -53,6 +51,17 @@ class BlockCodec(Codec):
     def encode(self, rows: np.ndarray) -> np.ndarray:
         """Raise NotImplementedError: whole blocks are encoded, not elements."""
         raise NotImplementedError(f"{self} is made of whole blocks")
+
+
+@dataclass(frozen=True)
+class Fp8BlockCodec(BlockCodec):
+    """fp8 with an fp32 scale for each 128x128 block of a rank's local tensor, cut off at its end.
+
+    The codes and scales are those that vLLM's ``per_block_cast_to_fp8``
+    (``vllm/utils/deep_gemm.py``) makes of bf16; fp32 is rounded to bf16 first, as vLLM's loader
+    does. `rounding`, one of `ROUNDINGS`, says how a block's largest magnitude / 448 becomes its
+    scale. `reshard.refit.fp8_blocks` makes them.
+    """
 
     def __str__(self) -> str:
         return f"{super().__str__()} blocks, {ROUNDINGS[self.rounding]}"
@@ -68,12 +77,12 @@ CODECS = (
     Codec(DTYPES["bfloat16"], DTYPES["float32"]),
     Codec(DTYPES["float16"], DTYPES["float32"]),
     *(
-        BlockCodec(DTYPES[source], DTYPES["float8_e4m3fn"], rounding)
+        Fp8BlockCodec(DTYPES[source], DTYPES["float8_e4m3fn"], rounding)
         for source in ("bfloat16", "float32")
         for rounding in ROUNDINGS
     ),
 )
-BLOCKWISE = np.array([isinstance(codec, BlockCodec) for codec in CODECS])
+IN_BLOCKS = np.array([isinstance(codec, BlockCodec) for codec in CODECS])
 SOURCE_SIZES = np.array([codec.source.size for codec in CODECS])
 DESTINATION_SIZES = np.array([codec.destination.size for codec in CODECS])
 WIDENS = DESTINATION_SIZES > SOURCE_SIZES
@@ -93,12 +102,12 @@ def codec_between(source: str, destination: str, rounding: str | None = None) ->
 
 @cache
 def block_codec(rounding: str, source: str = "bfloat16") -> int:
-    """Return the number of the codec from bf16, or fp32, to blocks of fp8. Raises ValueError for an
-    unknown rounding."""
-    number = codec_between(source, "float8_e4m3fn", rounding)
-    if number is None:
-        raise ValueError(f"{rounding} is none of {sorted(ROUNDINGS)}, or {source} no source of blocks")
-    return number
+    """Return the number of the codec from bf16, or fp32, to blocks with a rounding. Raises ValueError for an unknown
+    one."""
+    for number, codec in enumerate(CODECS):
+        if isinstance(codec, BlockCodec) and (codec.source.name, codec.rounding) == (source, rounding):
+            return number
+    raise ValueError(f"{rounding} is none of {sorted(ROUNDINGS)}, or {source} no source of blocks")
 
 
 # The index in `ROUNDINGS` of each codec's rounding; of codecs that make no blocks, one that is past its end. The
