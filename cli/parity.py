@@ -128,15 +128,8 @@ def command(
     Megatron-Core at the layout. With sglang: SGLang does: sglang:DIRECTORY as it loads either format, or
     sglang:http://HOST:PORT for what a running server serves.
     """
-    if prompts is not None and count is not None:
-        raise click.UsageError("--prompts and --random exclude each other")
-    if prompts is not None and "lengths" in given_options():
-        raise click.UsageError("--lengths is for random prompts: leave it out, or --prompts")
+    _check_usage(prompts, count, options)
     numbers = _lengths(lengths)
-    if options["routing_margin"] is not None and not options["routing"]:
-        raise click.UsageError("--no-routing leaves nothing for --max-routing-margin to limit")
-    if options["noise_ratio"] is not None and options["noise"] is False:
-        raise click.UsageError("--no-noise leaves nothing for --max-noise-ratio to limit")
     from reshard.core.extras import require
     from reshard.megatron.layout import MegatronLayout
     from reshard.parity.gate import parity
@@ -168,6 +161,18 @@ def command(
     if not report.first_process:
         raise click.exceptions.Exit(0 if report.ok else 1)
     _conclude(report, divergence, locating, [a, b], html, as_json)
+
+
+def _check_usage(prompts: str | None, count: int | None, options: dict[str, Any]) -> None:
+    """Raise UsageError for options that exclude each other."""
+    if prompts is not None and count is not None:
+        raise click.UsageError("--prompts and --random exclude each other")
+    if prompts is not None and "lengths" in given_options():
+        raise click.UsageError("--lengths is for random prompts: leave it out, or --prompts")
+    if options["routing_margin"] is not None and not options["routing"]:
+        raise click.UsageError("--no-routing leaves nothing for --max-routing-margin to limit")
+    if options["noise_ratio"] is not None and options["noise"] is False:
+        raise click.UsageError("--no-noise leaves nothing for --max-noise-ratio to limit")
 
 
 def _conclude(

@@ -10,7 +10,7 @@ rounding.py    plain weights rounded as an engine with quantized weights rounds
 routing.py     the experts that tokens go to
 configs.py     fields by which two configs make two models of the same weights
 limits.py      the largest values that pass
-causes.py      the parts that causes have in a difference; why.py makes the runs that tell them apart
+causes/        why two systems differ, and how much of the difference each cause makes
 report.py      the result, for people and programs; html.py makes a page of it
 divergence.py  the first module whose output differs
 monitor.py     check_rollout(), for a training run

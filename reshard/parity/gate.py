@@ -89,14 +89,19 @@ def parity(
     far = far_prompt(comparison.models[0], max(map(len, prompts)), seed) if reach else None
     comparison.prepare(prompts, far, batch_size, packed, routing)
     with joined_processes():
-        measured_noise = comparison.run(noise)
-        limits_held = limits_by_kind["fp8" if comparison.quantized else options.dtype]
-        report = _report(comparison, limits_held, measured_noise)
-        if why:
-            from reshard.parity.why import find_causes
+        return _scored(comparison, limits_by_kind, noise, why)
 
-            report.causes = find_causes(comparison)
-        return report
+
+def _scored(
+    comparison: "SystemComparison", limits: Mapping[str, Limits], noise: bool | None, why: bool
+) -> ParityReport:
+    """Score both systems, and what measures their rounding, and report it; with `why` the causes too."""
+    from reshard.parity.causes.search import find_causes
+
+    measured_noise = comparison.run(noise)
+    report = _report(comparison, limits["fp8" if comparison.quantized else comparison.dtype], measured_noise)
+    report.causes = find_causes(comparison) if why else None
+    return report
 
 
 def _system_options(

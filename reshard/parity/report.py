@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.core.printed import NoTruthValue, Printed
-from reshard.parity.causes import Causes
+from reshard.parity.causes.parts import Causes
 from reshard.parity.limits import Limits
 from reshard.parity.metrics import Metrics, Scores
 from reshard.parity.noise import BOTH_IN_FP32, Noise

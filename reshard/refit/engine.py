@@ -17,7 +17,7 @@ Many loaders skip names that they do not know. So that no tensor is passed over,
 The rest has defaults. An engine overrides them as far as it moves its tensors (`refresh_regions`),
 quantizes plain weights when they have arrived (`scales`, `staged_rounds`, `process_round`,
 `mismatches`), derives tensors from the weights (`update_derived`, `stale_derived`), or can do
-without some of them (`optional`, `select_optional`).
+without some of them (`optional`, `take_optional`).
 """
 
 from collections.abc import Mapping, Set
@@ -37,7 +37,7 @@ class Engine(ServedWeights):
     """
 
     tp: int
-    # Published names that a trainer may lack: `select_optional` tells the engine, before anything
+    # Published names that a trainer may lack: `take_optional` tells the engine, before anything
     # is planned, which of them it has.
     optional: frozenset[str] = frozenset()
     # Seconds that ranks wait for each other when they process a round together.
@@ -66,7 +66,7 @@ class Engine(ServedWeights):
         """Serve again, with weights of this version; called when every member has finished."""
         self.guard.refitted(version)
 
-    def select_optional(self, available: Set[str]) -> None:
+    def take_optional(self, available: Set[str]) -> None:
         """Drop from `placement` what needs those of the `optional` names that are not `available`.
 
         Raises ReshardError if the engine cannot serve without it.

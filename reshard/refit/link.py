@@ -31,7 +31,7 @@ SETTLE_SECONDS = 1.0  # for what a GPU was given before copies failed
 
 
 class Below(Protocol):
-    """The weights below those that a link brings, as those that a LoRA adapter adds to, by a `link` of their own."""
+    """The weights below those that a link brings, as those that an adapter adds to, by a `link` of their own."""
 
     link: "Link"
 

@@ -26,7 +26,7 @@ class ConnectOptions:
     ranks give `keep_mapped`, for trainers that never do, and so do NCCL's buckets, which it then exchanges
     without copies through memory of its own.
 
-    With `adapter` the trainer has LoRA adapters, and the engine serves them by this name: the first refit
+    With `adapter` the trainer has adapters, and the engine serves them by this name: the first refit
     of the link brings the weights below them (`Link.below`), and each the adapter. All members give the same
     name.
 

@@ -75,7 +75,7 @@ class Receiver:
             offered = {
                 name for rank, (header, _) in messages.items() for name in names_held(header, names[rank])
             }
-            self.engine.select_optional(self.engine.optional & offered)
+            self.engine.take_optional(self.engine.optional & offered)
         position = self.agreed.engines.index(self.group.rank)
         distances = {rank: self.agreed.distance(rank) for rank in self.agreed.trainers}
         roundings = sorted({scales.rounding for scales in self.engine.scales.values()})

@@ -10,8 +10,8 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.printed import NoTruthValue, Printed
 from reshard.models.config_fields import allow_unmapped_configs, check_ignored
 from reshard.storage.io.files import allow_many_files
-from reshard.storage.lora.opening import open_model_or_adapter
 from reshard.storage.manifest import CHECKSUM, NAME, read_manifest
+from reshard.storage.opening import open_model_or_adapter
 from reshard.storage.run.workers import Progress, run_jobs, worker_count
 from reshard.storage.sources.base import Source, has_tokenizer, of_tokenizer
 from reshard.storage.sources.megatron import MegatronSource

@@ -12,7 +12,7 @@ from reshard.core.errors import ReshardError
 from reshard.core.printed import NoTruthValue, Printed
 from reshard.models.config_fields import check_ignored
 from reshard.storage.io.files import allow_many_files
-from reshard.storage.lora.opening import open_model_or_adapter
+from reshard.storage.opening import open_model_or_adapter
 from reshard.storage.run.workers import Progress, run_jobs
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.hf_hub import config_path, local_directory

@@ -12,7 +12,7 @@ from reshard.core.printed import Printed, size
 from reshard.formats import safetensors
 from reshard.models.config_fields import allow_unmapped_configs, check_ignored, whole_number
 from reshard.models.model import Model
-from reshard.storage.lora.opening import open_model_or_adapter
+from reshard.storage.opening import open_model_or_adapter
 from reshard.storage.sources.base import ignored_as_recorded, read_config
 from reshard.storage.sources.hf_hub import config_path, local_directory
 from reshard.storage.sources.opening import check_config_is_read

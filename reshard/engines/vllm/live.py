@@ -231,9 +231,9 @@ class VllmModel(LiveEngine):
             accounts |= dict.fromkeys(self._idle_drafter, account)
         return accounts | {f"{name} (LoRA)": ADAPTERS for name in self.served.adapters}
 
-    def select_optional(self, available: Set[str]) -> None:
+    def take_optional(self, available: Set[str]) -> None:
         """Leave the drafter alone if the trainer has no MTP layers; see
-        `Engine.select_optional`."""
+        `Engine.take_optional`."""
         if not available:
             check_drafter(self.draft, self.vllm_config, "the trainer's model has no MTP layers")
         if bool(available) != (self.served.draft is not None):

@@ -69,7 +69,7 @@ class EngineDeltas:
         self.chain, self.session = Chain(place), session
         base = self.chain.base
         if self.engine.optional:
-            self.engine.select_optional(self.engine.optional & base.tensors.keys())
+            self.engine.take_optional(self.engine.optional & base.tensors.keys())
         self.engine.refresh_regions()
         self.boxes = {}
         for identity, tensor in self.engine.placement.tensors.items():

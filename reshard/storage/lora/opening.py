@@ -4,15 +4,11 @@ from pathlib import Path
 
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_positive
-from reshard.lora.checkpoint import AdapterOnlyError
 from reshard.models.model import Model
 from reshard.storage.lora.megatron import MegatronAdapterSource
 from reshard.storage.lora.peft import PeftSource
 from reshard.storage.lora.source import AdapterSource
 from reshard.storage.run.partial import unfinished
-from reshard.storage.sources.base import Source
-from reshard.storage.sources.megatron import States
-from reshard.storage.sources.opening import check_directory, open_source
 from reshard.storage.sources.paths import ADAPTER, locate
 
 EXPECTED_ADAPTER = (
@@ -45,18 +41,6 @@ def open_adapter(
             )
         return PeftSource(path, hf_config, model)
     raise ReshardError(f"{path} holds no LoRA adapter: {EXPECTED_ADAPTER}")
-
-
-def open_model_or_adapter(path: Path, hf_config: Path | None = None, states: States = "none") -> Source:
-    """Open a directory of a model, or of an adapter alone; `states` are those of `MegatronSource`. Raises ReshardError
-    if it is neither."""
-    check_directory(path)
-    if locate(path) is None and is_peft(path):
-        return PeftSource(path, hf_config)
-    try:
-        return open_source(path, hf_config, states=states)
-    except AdapterOnlyError:
-        return MegatronAdapterSource(path, hf_config)
 
 
 def is_peft(path: Path) -> bool:

@@ -71,7 +71,7 @@ class Source(ABC):
 
     @cached_property
     def reader(self) -> BoxReader:
-        """What reads rows and boxes of the tensors, as the files hold them."""
+        """The reader of rows and boxes of the tensors, as the files hold them."""
         return BoxReader(self.held, self.files, self.strips, self.compute)
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:

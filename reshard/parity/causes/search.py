@@ -2,7 +2,7 @@
 
 A gets B's config, then B's weights, then runs each prompt alone, sends tokens to B's experts, and runs in fp32; B is
 reached from its own run in fp32 the same way back. What lies between the two runs in fp32 is explained by none of
-these. `causes` has what follows from the scores.
+these. `parts` has what follows from the scores.
 """
 
 import tempfile
@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.megatron.configs import config_differences
-from reshard.parity.causes import (
+from reshard.parity.causes.mixed import MixedCheckpoints
+from reshard.parity.causes.parts import (
     BATCHING,
     CONFIG,
     ROUNDING,
@@ -28,10 +29,9 @@ from reshard.parity.causes import (
     Step,
     causes_of,
 )
+from reshard.parity.causes.replay import replayed
 from reshard.parity.comparison import SystemComparison
 from reshard.parity.metrics import Scores
-from reshard.parity.mixed import MixedCheckpoints
-from reshard.parity.replay import replayed
 from reshard.parity.served import checkpoint_of, engine_of, is_address, place_of
 from reshard.parity.systems.base import ForwardSystem, ScoringOptions, System, scores_of
 from reshard.parity.systems.opening import is_megatron
