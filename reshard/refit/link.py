@@ -356,8 +356,8 @@ class Link:
     def describe(self) -> dict[str, Any]:
         """Return how this member gets its bytes, for logs.
 
-        ``backend``, ``keep_mapped``, ``delta`` and ``bucket_bytes`` are what was agreed on,
-        ``kept_bytes`` the memory in which this member keeps what it sent, for deltas. ``routes``
+        ``backend``, ``keep_mapped`` and ``bucket_bytes`` are what was agreed on; what
+        `reshard.refit.changes.choice.RefitChain.described` says comes after. ``routes``
         says for each trainer's rank (``from``) the ``route`` (``local``, ``cuda_ipc``, ``staged``,
         ``nixl``, ``nccl``), the ``bytes`` that arrive, those of them that are ``cast`` on their way
         (``float32 to bfloat16``), and why memory of the same host is not mapped (``apart``).

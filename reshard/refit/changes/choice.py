@@ -77,7 +77,8 @@ class RefitChain:
         return sum(changes.bytes for changes in self.changes)
 
     def described(self) -> dict[str, Any]:
-        """Return what `Link.describe` says of it."""
+        """Return what `Link.describe` says of it: whether ``delta`` was agreed on, and in ``kept_bytes`` the memory in
+        which this member keeps what it sent."""
         return {"delta": self.agreed.delta, "kept_bytes": self.kept_bytes}
 
     def _measured(self) -> Measured:
