@@ -23,7 +23,7 @@ NO_PLUGIN = (
 )
 MISSING = "has no attribute 'reshard_"
 # Calls that only begin, with pipeline stages, and that a second one joins.
-JOINED = ("reshard_connect", "reshard_refit", "reshard_release", "reshard_apply_deltas")
+JOINED = ("reshard_connect", "reshard_refit", "reshard_release", "reshard_apply_deltas", "reshard_digest")
 # All that a user makes.
 CALLS = (*JOINED, "reshard_check_version", "reshard_close", "reshard_join")
 
@@ -153,6 +153,12 @@ def apply_deltas(
     body = refit_request(reached, verify) | {"load_format": json.dumps(options)}
     _post(engine, "update_weights_from_distributed", body, timeout)
     return reached
+
+
+def ask_digest(url: str, options: dict[str, Any], timeout: float) -> None:
+    """Ask the schedulers of a server for the digest; see `reshard.engines.sglang.digest`."""
+    body = refit_request(None, False) | {"load_format": json.dumps({"digest": True, **options})}
+    _post(url, "update_weights_from_distributed", body, timeout)
 
 
 def call_and_join(call: Callable[[dict[str, Any]], Any], request: dict[str, Any]) -> Any:
