@@ -19,10 +19,7 @@ from reshard.device.live_boxes import LiveBox
 from reshard.digests import numbers
 
 INTEGERS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
-FLOATS = {
-    "float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16, "float64": tl.float64,
-    "float8_e4m3fn": tl.float8e4nv, "float8_e5m2": tl.float8e5,
-}  # fmt: skip
+FLOATS = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}  # that are cast
 
 TILE, ADDRESS, BOX, TILE_ROWS, TILE_COLUMNS, PITCH, ROW_COUNTER, COLUMN = (
     tl.constexpr(getattr(digest_tiles, name))
@@ -99,7 +96,7 @@ def _launch(tiles: torch.Tensor, sums: torch.Tensor, held: str, counted: str, co
     if held == counted:
         word = INTEGERS[size]
         how = word, word, word, -1, size <= 2
-    elif held in FLOATS and counted in numbers.NAN_BITS and "float64" not in (held, counted):
+    elif held in FLOATS and counted in FLOATS:
         how = FLOATS[held], FLOATS[counted], INTEGERS[target], numbers.NAN_BITS[counted], target <= 2
     else:
         raise ReshardError(f"a GPU takes no digest of {held} as {counted}: leave out the dtype")

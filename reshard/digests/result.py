@@ -51,16 +51,19 @@ class Digest(Printed):
     ) -> "Digest":
         """Return the digest of tensors, in the dtypes in which they count, that have these numbers."""
         elements: dict[str, int] = {}
+        total = 0
         for info in tensors.values():
             count = 1
             for length in info.shape:
                 count *= length
-            short = _SHORT.get(info.dtype.name, info.dtype.name)
-            elements[short] = elements.get(short, 0) + count
+            total += count
+            if info.shape or len(tensors) == 1:  # not for the factors of an adapter
+                short = _SHORT.get(info.dtype.name, info.dtype.name)
+                elements[short] = elements.get(short, 0) + count
         label = "+".join(sorted(elements, key=lambda name: (-elements[name], name)))
         texts = {name: text_of(numbers[name]) for name in tensors}
         text = f"{label}:{text_of(total_of(numbers.values()))}"
-        return Digest(where, text, dtype, sum(elements.values()), texts, notices or [])
+        return Digest(where, text, dtype, total, texts, notices or [])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the digest as the object that ``--json`` prints."""

@@ -69,23 +69,25 @@ def digest_of_path(
 def _digest_of(
     source: Source, where: str, target: Dtype | None, workers: int | None, progress: Progress | None
 ) -> Digest:
-    fp32 = frozenset() if isinstance(source, AdapterSource) else source.mapping.fp32
+    fp32, copies = source.mapping.fp32, source.copies
+    if isinstance(source, AdapterSource):
+        fp32, copies = frozenset(), {}  # layers that share an A in one format have one each in the other
     counted = {
-        name: TensorInfo(info.shape, counted_dtype(source.copies.get(name, name), info.dtype, target, fp32))
+        name: TensorInfo(info.shape, counted_dtype(copies.get(name, name), info.dtype, target, fp32))
         for name, info in source.tensors.items()
     }
 
     def number(name: str) -> int:
         info = counted[name]
-        seed, total = seed_of(source.copies.get(name, name), info), 0  # a copy as what it repeats
+        seed, total = seed_of(copies.get(name, name), info), 0  # a copy as what it repeats
         for start, stop in source.tensors[name].slabs(SLAB_BYTES, source.row_multiple(name)):
             total += sum_rows(seed, rounded(source.read_rows(name, start, stop), info.dtype), start)
         return number_of(seed, [total])
 
     sizes = {name: info.size_bytes for name, info in source.tensors.items()}
     numbers = run_jobs(sizes, number, workers, progress)
-    _check_copies(source, numbers)
-    own = {name: info for name, info in counted.items() if name not in source.copies}
+    _check_copies(source, copies, numbers)
+    own = {name: info for name, info in counted.items() if name not in copies}
     numbers = {name: numbers[name] for name in own}
     if isinstance(source, AdapterSource):
         _add_scales(source, own, numbers)
@@ -113,9 +115,9 @@ def _digest_of_stored(source: Source, where: str, workers: int | None, progress:
     return Digest.of(where, tensors, numbers, None, [*source.model.notices])
 
 
-def _check_copies(source: Source, numbers: Mapping[str, int]) -> None:
+def _check_copies(source: Source, copies: Mapping[str, str], numbers: Mapping[str, int]) -> None:
     """Raise ReshardError if a tensor differs from the one that it repeats: the digest counts the two as one."""
-    for copy, primary in source.copies.items():
+    for copy, primary in copies.items():
         if numbers[copy] != numbers[primary]:
             hint = ': if they are two, say "tie_word_embeddings": false in config.json' * source.model.tied
             raise ReshardError(

@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from tests.digests import oracle
 
-SHORT = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
+SHORT = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "float8_e4m3fn": "float8_e4m3fn"}
 ROUNDED = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 

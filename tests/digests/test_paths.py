@@ -10,10 +10,12 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import reshard
-from reshard import MegatronLayout, ReshardError, hf_to_mcore, mcore_to_hf
+from reshard import MegatronLayout, ReshardError, hf_to_mcore, lora_to_megatron, mcore_to_hf
 from reshard.cli.main import cli
 from reshard.digests.result import Digest
+from reshard.storage.digest import digest_of_path
 from tests.digests.on_disk import expected
+from tests.lora.test_lora_files import adapter
 from tests.tools.checkpoints import make
 
 LAYOUTS = {
@@ -154,9 +156,41 @@ def test_printed_digests_are_compared_in_one_dtype_only(converted, tmp_path):
 
 def test_options_of_another_kind_of_weights_are_refused(tmp_path):
     for options in ({"metadata": {}}, {"make_vocab_size_divisible_by": 64}):
-        with pytest.raises(ReshardError, match="of a live model, and this is a path"):
+        with pytest.raises(ReshardError, match="is of a live model, and this is a path"):
             reshard.digest(tmp_path, **options)
-    with pytest.raises(ReshardError, match="of a path, and this is a live model"):
+    with pytest.raises(ReshardError, match="workers is of a path, and this is a live model"):
         reshard.digest([], workers=1)
     with pytest.raises(ReshardError, match="is neither a directory nor a hub id"):
         reshard.digest(Path("no/such/place"))
+
+
+def test_quantized_weights_count_as_what_they_stand_for_and_as_stored_where_asked(converted, tmp_path):
+    (_, mcore), _ = converted("qwen3-moe")
+    mcore_to_hf(mcore, tmp_path / "coded", quantize="fp8")
+    hf_to_mcore(tmp_path / "coded", tmp_path / "plain")
+    given = reshard.digest(tmp_path / "coded")
+    assert given.text == reshard.digest(tmp_path / "plain").text
+    assert "weights are quantized, and count as the bfloat16 numbers" in given.notices[-1]
+    assert given.text != reshard.digest(mcore).text, "the control"
+    stored = digest_of_path(tmp_path / "coded", stored=True)
+    assert stored.tensors == expected(tmp_path / "coded")[1] and any(
+        "_scale_inv" in name for name in stored.tensors
+    )
+    with pytest.raises(ReshardError, match="--stored counts codes as they are, and --dtype numbers in that"):
+        digest_of_path(tmp_path / "coded", stored=True, dtype="bf16")
+
+
+def test_an_adapter_has_one_digest_in_either_format_and_its_scales_count(converted, tmp_path):
+    (hf, _), _ = converted("qwen3-moe")
+    adapter(Path(hf), tmp_path / "peft", target_modules=["o_proj", "q_proj", "k_proj", "v_proj"])
+    wanted = reshard.digest(tmp_path / "peft", hf_config=hf)
+    assert wanted.text.startswith("fp32:")
+    for format in ("bridge", "mcore-bridge"):
+        lora_to_megatron(tmp_path / "peft", tmp_path / format, format=format, hf_config=hf)
+        given = reshard.digest(tmp_path / format, hf_config=hf)
+        assert (given.text, given.tensors) == (wanted.text, wanted.tensors)
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text(encoding="utf-8"))
+    config["lora_alpha"] *= 2
+    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    other = wanted.compare(reshard.digest(tmp_path / "peft", hf_config=hf))
+    assert other.different and all(name.startswith("scale of ") for name in other.different), "the control"

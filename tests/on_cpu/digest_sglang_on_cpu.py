@@ -3,8 +3,9 @@
 from types import SimpleNamespace
 from typing import Any
 
+from reshard import digest
 from reshard.core.errors import ReshardError
-from reshard.engines.sglang.digest import digest
+from reshard.engines.sglang.digest import digest as digest_of_sglang
 from reshard.engines.sglang.live import SglangModel
 from reshard.engines.workers.digest_methods import DigestMethods, say
 from tests.on_cpu.refit_sglang_on_cpu import alone, built
@@ -37,7 +38,7 @@ def digests(rank: int, folder: str, directories: list[str]) -> list[dict]:
         side = SglangModel(*built(directory))
         engine = Scheduler(side)
         given = digest(engine)
-        result = {"given": [given.text, given.tensors], "bf16": digest(engine, "bf16").text}
+        result = {"given": [given.text, given.tensors], "bf16": digest(engine, dtype="bf16").text}
         next(iter(side.regions.values())).tensor.data.view(-1)[:1] += 1
         result["changed"] = digest(engine).text
         side.begin()
@@ -48,6 +49,6 @@ def digests(rank: int, folder: str, directories: list[str]) -> list[dict]:
             raise ReshardError("it has no time")
 
         engine.collective_rpc = lambda method, **options: refused(options)
-        result["refused"] = caught(lambda engine=engine: digest(engine, timeout=5))
+        result["refused"] = caught(lambda engine=engine: digest_of_sglang(engine, timeout=5))
         results.append(result)
     return results
