@@ -15,7 +15,7 @@ def test_an_sglang_has_the_digest_of_its_checkpoint(tmp_path):
         make(tmp_path / variant, variant, torch.bfloat16)
         directories.append(str(tmp_path / variant))
     [outcomes] = run_on_ranks(
-        1, "digests", str(tmp_path), directories, module="digest_sglang_on_cpu",
+        1, "digests", directories, module="digest_sglang_on_cpu",
         python=warm.python_of_sglang(), environment=install_sglang_cpu.environment_of_engine(),
     )  # fmt: skip
     for directory, outcome in zip(directories, outcomes, strict=True):

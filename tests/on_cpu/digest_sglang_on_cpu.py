@@ -8,7 +8,7 @@ from reshard.core.errors import ReshardError
 from reshard.engines.sglang.digest import digest as digest_of_sglang
 from reshard.engines.sglang.live import SglangModel
 from reshard.engines.workers.digest_methods import DigestMethods, say
-from tests.on_cpu.refit_sglang_on_cpu import alone, built
+from tests.on_cpu.refit_sglang_on_cpu import built
 from tests.starting.ranks import caught
 
 
@@ -29,10 +29,9 @@ class Scheduler(DigestMethods):
         say(options["address"], 0, self.server_args.tp_size, answer, options["timeout"], options["secret"])
 
 
-def digests(rank: int, folder: str, directories: list[str]) -> list[dict]:
+def digests(rank: int, directories: list[str]) -> list[dict]:
     """The digest of an engine that has loaded each directory; after one of its numbers has changed; and while it holds
     none of a version."""
-    alone(folder)
     results = []
     for directory in directories:
         side = SglangModel(*built(directory))
