@@ -25,6 +25,7 @@ COMMANDS = {
     "inspect": "Show what a checkpoint of either format holds.",
     "diff": "Compare two checkpoints bit for bit, whatever their formats.",
     "check": "Compare a checkpoint's bytes with its manifest.",
+    "digest": "Print the digest of weights, the same wherever they are.",
     "plan": "Plan a refit of vLLM or SGLang from Megatron, without a GPU.",
     "memory": "Estimate the GPU memory of training at a layout, or find layouts that fit.",
     "parity": "Compare the logprobs that two systems give the same prompts.",
@@ -34,7 +35,7 @@ COMMANDS = {
 # These multiply no matrices, or in a worker for each core: numpy need not start a thread for each,
 # which is a third of its import.
 ONE_THREAD = {"hf-to-mcore", "mcore-to-hf", "mcore-to-mcore", "lora-to-peft", "lora-to-megatron", "lora-merge", "delta",
-              "inspect", "diff", "check", "memory"}  # fmt: skip
+              "inspect", "diff", "check", "digest", "memory"}  # fmt: skip
 
 EPILOG = (
     "Exit codes: 0 done (diff: equal; check: intact; parity: within the limits); 1 a difference, a failed "

@@ -14,6 +14,7 @@ from reshard.core.version import __version__ as __version__
 if TYPE_CHECKING:
     from reshard import delta, engines, parity, refit, trainers
     from reshard.core.errors import ReshardError
+    from reshard.digest_of import digest
     from reshard.engines.sglang.weights.layout import SglangLayout
     from reshard.engines.vllm.layout import VllmLayout
     from reshard.live.delta_writer import DeltaWriter
@@ -44,6 +45,7 @@ if not TYPE_CHECKING:  # a type checker knows the names above, and that there ar
             "check": "reshard.storage.check",
             "delta": "reshard.delta",
             "diff": "reshard.storage.compare",
+            "digest": "reshard.digest_of",
             "engines": "reshard.engines",
             "estimate_memory": "reshard.memory.estimate",
             "export": "reshard.live.export",
@@ -80,6 +82,7 @@ __all__ = [
     "check",
     "delta",
     "diff",
+    "digest",
     "engines",
     "estimate_memory",
     "export",

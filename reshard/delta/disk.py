@@ -15,11 +15,11 @@ from reshard.delta.chain import (
     in_words,
     next_version,
 )
-from reshard.delta.digest import digest_rows, digest_text, digest_total, seed_of
 from reshard.delta.files import RecordWriter
 from reshard.delta.manifests import Base, Delta, delta_name
 from reshard.delta.records import RECORD_BYTES, row_box
 from reshard.delta.source import DeltaSource, own_tensors
+from reshard.digests.numbers import seed_of, start_of, sum_rows, text_of, total_of
 from reshard.megatron.configs import config_differences
 from reshard.models.config_fields import check_ignored
 from reshard.storage.convert import check_towers, to_hf
@@ -137,11 +137,11 @@ def _write_changes(
 
     def compare(name: str) -> tuple[int, int]:
         info, seed = tensors[name], seed_of(name, tensors[name])
-        whole = change = 0
+        whole, change = start_of(seed), 0
         watches = [check.watch(name) for check in checks]
         for start, stop in info.slabs(RECORD_BYTES, max(left.row_multiple(name), right.row_multiple(name))):
             old, new = left.read_rows(name, start, stop), right.read_rows(name, start, stop)
-            whole += digest_rows(seed, old, start)
+            whole += sum_rows(seed, old, start)
             for watch, rows in zip(watches, (old, new), strict=True):
                 if watch is not None:
                     watch.rows(rows, start, stop)
@@ -153,8 +153,8 @@ def _write_changes(
 
     sizes = {name: info.size_bytes for name, info in tensors.items()}
     parts = run_jobs(sizes, compare, workers, progress).values()
-    before = digest_total(whole for whole, _ in parts)
-    return digest_text(before), digest_text(before + digest_total(change for _, change in parts))
+    before = total_of(whole for whole, _ in parts)
+    return text_of(before), text_of(before + total_of(change for _, change in parts))
 
 
 def _check_copies(source: Source) -> None:

@@ -13,9 +13,9 @@ from reshard.core.boxes import Box
 from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError
 from reshard.delta.chain import Chain
-from reshard.delta.digest import digest_change, seed_of
 from reshard.delta.manifests import FORMAT, Delta, File
 from reshard.delta.records import Change, Record, decode_box, encode_box
+from reshard.digests.numbers import seed_of, sum_change
 from reshard.formats import safetensors
 from reshard.storage.io.files import OpenFiles, write_error
 from reshard.storage.io.streams import TensorInfo
@@ -66,7 +66,7 @@ class RecordWriter:
         rows, columns, values = decode_box(record, info, payload)
         positions = rows - record.rows.start, columns - record.rows.column
         seed = seed_of(name, info)
-        return Added(positions, values, digest_change(seed, old[positions], values, rows, columns))
+        return Added(positions, values, sum_change(seed, old[positions], values, rows, columns))
 
     def finish(self, version: int, follows: int) -> File:
         """Write the file, with its records by name, and return what it is."""

@@ -1,7 +1,8 @@
 """The manifests of a chain of deltas: what they say, and how they are written and read.
 
 A manifest is JSON with a checksum of its own. That of the base lists the tensors, that of a version says which one
-it follows, the digest of all weights before and after it (`reshard.delta.digest`), and size and checksum of its files.
+it follows, the digest of all weights before and after it (`reshard.digests.numbers`), and size and checksum of its
+files.
 """
 
 import json
@@ -20,7 +21,7 @@ from reshard.formats.small_files import a_name, whole_numbers
 from reshard.storage.io.streams import TensorInfo
 from reshard.storage.manifest import CHECKSUM, printable
 
-FORMAT = 3
+FORMAT = 4
 BASE = "base.json"
 _MANIFEST = re.compile(r"delta-(\d{6,13})\.json")
 _DIGEST = re.compile(r"[0-9a-f]{16}")

@@ -16,9 +16,9 @@ import numpy as np
 
 from reshard.core.boxes import Box, whole
 from reshard.core.errors import ReshardError
-from reshard.delta.digest import bits_of
 from reshard.delta.encoding import Decoded, Encoded, decode, encode
 from reshard.delta.forms import Form
+from reshard.digests.numbers import bits_of
 from reshard.storage.io.boxes import Rows
 from reshard.storage.io.streams import TensorInfo
 

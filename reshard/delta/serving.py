@@ -19,9 +19,10 @@ from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import check_switch
 from reshard.delta.chain import Chain
-from reshard.delta.digest import digest_text, digest_total
 from reshard.delta.fronts import EMPTY_CACHES, IS_PAUSED, PAUSE, RESUME, Call, Front, front_of
 from reshard.delta.manifests import Base, Delta
+from reshard.digests.numbers import text_of, total_of
+from reshard.digests.parts import numbers_of
 
 log = logging.getLogger("reshard")
 GROUP_SECONDS = 600.0  # for which workers of several engines wait for each other
@@ -230,7 +231,7 @@ def _applied(
     """Yield the calls of workers that bring them to a version whose weights have a digest, and those of the `front`,
     where there is one, around what is written; return whether anything was."""
     place = chain.where
-    held = _digest(chain.base, _checked((yield "reshard_delta_digests", (place, session)), workers), place)
+    held = _digest(chain.base, _checked((yield "reshard_delta_digests", (place, session)), workers))
     if held != after:
         _check_forward(chain, chain.deltas(target), held, target)
         prepared = yield "reshard_delta_prepare", (session, held, target, after)
@@ -274,7 +275,7 @@ def _written(chain: Chain, target: int, after: str, session: str, verify: bool, 
         raise
     if verify:
         anew = _checked((yield "reshard_delta_digests", (chain.where, session, True)), workers)
-        if _digest(chain.base, anew, chain.where) != after:
+        if _digest(chain.base, anew) != after:
             yield "reshard_delta_invalidate", (session,)
             raise ReshardError(
                 f"the engine does not hold version {target} of {chain.where}: load the base anew"
@@ -324,25 +325,8 @@ def _held(front: Front, writing: Calls) -> Calls:
         yield RESUME, ()
 
 
-def _digest(base: Base, answers: list[Any], chain: str) -> str:
+def _digest(base: Base, answers: list[Any]) -> str:
     """Return the digest of an engine's weights, of what all of its workers say of their boxes. Raises ReshardError if
     they lack a part, or replicas of one differ."""
-    sums: dict[tuple[str, ...], int] = {}
-    elements = dict.fromkeys(base.tensors, 0)
-    for name, rows, value in (part for parts in answers for part in parts):
-        key = (name, str(list(rows)))
-        if key not in sums:
-            start, stop, _, columns = rows
-            elements[name] += (stop - start) * columns
-        if sums.setdefault(key, value) != value:
-            raise ReshardError(
-                f"the engine's workers hold different numbers of {name}: load the base into it again"
-            )
-    for name, info in base.tensors.items():
-        if elements[name] != info.rows * info.columns:
-            raise ReshardError(
-                f"the engine holds {elements[name]:,} of the {info.rows * info.columns:,} elements of "
-                f"{name}, or parts of it that overlap: a chain reaches engines that hold all tensors of its "
-                "base"
-            )
-    return digest_text(digest_total(sums.values()))
+    hint = f"a chain reaches engines that hold all tensors of its base; load {base.name} into it again"
+    return text_of(total_of(numbers_of(base.tensors, answers, "the engine", hint).values()))

@@ -9,10 +9,10 @@ import numpy as np
 
 from reshard.core.errors import ReshardError
 from reshard.delta.chain import Chain, check_digest, check_tensors
-from reshard.delta.digest import bits_of, digest_change, digest_rows, digest_text, digest_total, seed_of
 from reshard.delta.files import DeltaFiles
 from reshard.delta.manifests import BASE, Delta
 from reshard.delta.records import RECORD_BYTES
+from reshard.digests.numbers import bits_of, seed_of, start_of, sum_change, sum_rows, text_of, total_of
 from reshard.storage.io.casts import cast
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import TensorInfo
@@ -53,13 +53,11 @@ class DeltaSource(DerivedSource):
         chain says. Everything is read and decoded once, and nothing is kept."""
         sizes = {name: info.size_bytes for name, info in self.chain.base.tensors.items()}
         parts = run_jobs(sizes, self._digests, workers, progress)
-        sums = [
-            digest_total(of_tensor[i] for of_tensor in parts.values()) for i in range(len(self.deltas) + 1)
-        ]
+        sums = [total_of(of_tensor[i] for of_tensor in parts.values()) for i in range(len(self.deltas) + 1)]
         base, where = self.chain.base, self.chain.where
-        check_digest(base, digest_text(sums[0]), str(self.path), where)
+        check_digest(base, text_of(sums[0]), str(self.path), where)
         for number, files in enumerate(self.deltas, 1):
-            if digest_text(digest_total(sums[: number + 1])) != files.delta.after:
+            if text_of(total_of(sums[: number + 1])) != files.delta.after:
                 raise ReshardError(
                     f"{where}: version {files.delta.version} does not give the weights that it says: begin a new chain"
                 )
@@ -67,15 +65,15 @@ class DeltaSource(DerivedSource):
     def _digests(self, name: str) -> list[int]:
         """Return what a tensor adds to the digest, and what each delta adds to that."""
         seed, info = seed_of(name, self.tensors[name]), self.tensors[name]
-        parts = [0] * (len(self.deltas) + 1)
+        parts = [start_of(seed), *(0 for _ in self.deltas)]
         for start, stop in info.slabs(RECORD_BYTES, self.base.row_multiple(name)):
             rows = self._base_rows(name, start, stop)
-            parts[0] += digest_rows(seed, rows, start)
+            parts[0] += sum_rows(seed, rows, start)
             bits = bits_of(rows)
             for number, files in enumerate(self.deltas, 1):
                 for change in files.changes(name, start, stop):
                     at = change.rows - start, change.columns
-                    parts[number] += digest_change(seed, bits[at], change.values, change.rows, change.columns)
+                    parts[number] += sum_change(seed, bits[at], change.values, change.rows, change.columns)
                     bits[at] = change.values
         return parts
 

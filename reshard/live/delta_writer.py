@@ -14,7 +14,6 @@ from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError, listed
 from reshard.core.gc import gc_paused
 from reshard.delta.chain import Chain, check_tensors, next_version
-from reshard.delta.digest import bits_of, digest_rows, digest_text, digest_total, seed_of
 from reshard.delta.disk import DeltaReport
 from reshard.delta.files import RecordWriter
 from reshard.delta.manifests import Base, Delta, File, delta_name
@@ -23,6 +22,7 @@ from reshard.delta.source import own_tensors
 from reshard.device.live_boxes import LiveBox, Slab, slabs_of
 from reshard.device.staging import numpy_view
 from reshard.device.stored import published
+from reshard.digests.numbers import bits_of, seed_of, start_of, start_total, sum_rows, text_of, total_of
 from reshard.live.collective import check_same_options, keyword_style_errors, open_team, run_on_first
 from reshard.live.inventory import take_inventory
 from reshard.live.local_boxes import LocalBoxes
@@ -94,7 +94,7 @@ class DeltaWriter:
 
             def describe() -> None:
                 published = PublishedModel.read(hf_config)
-                local = _local(models, metadata)
+                local = local_boxes(models, metadata)
                 local.find_boxes(published.model, make_vocab_size_divisible_by, name)
                 described.append((published, local))
 
@@ -115,7 +115,7 @@ class DeltaWriter:
         by its name, and by the directory of its weights where these are on this host."""
         self.kept = [_Kept(slab, bits) for slab, bits in self._numbers()]
         parts = team.together(lambda: sum(self._digest_of(kept) for kept in self.kept))
-        self.digest = digest_text(digest_total(parts))
+        self.digest = text_of(total_of([start_total(self.tensors), *parts]))
 
         exists = run_on_first(team, lambda: self.chain.exists)
         if not exists and directory is not None:
@@ -154,7 +154,7 @@ class DeltaWriter:
                         for name in sorted(self.tensors)[team.process :: team.size]
                     )
 
-        base_digest = digest_text(digest_total(team.together(digest)))
+        base_digest = text_of(total_of(team.together(digest)))
         if base_digest != self.digest:
             raise ReshardError(
                 f"the trainer's model holds other weights than {directory} (digest {self.digest}, not "
@@ -200,7 +200,7 @@ class DeltaWriter:
             written = team.together(lambda: self._write(team, scratch, number, follows, pending))
             run_on_first(team, lambda: self.chain.check_end(follows))
             own, _, _ = written[team.process]
-            after = digest_text(int(self.digest, 16) + digest_total(change for _, _, change in written))
+            after = text_of(int(self.digest, 16) + total_of(change for _, _, change in written))
             files = [File(*file) for file, _, _ in written if file]
             delta = Delta(number, follows, self.digest, after, sum(n for _, n, _ in written), files)
             with self.chain.adding(delta) if team.process == 0 else nullcontext():
@@ -252,7 +252,7 @@ class DeltaWriter:
             if not writer.places:
                 return None, 0, 0
             file = writer.finish(number, follows)
-            return [file.name, file.bytes, file.xxh3_128], writer.changed, digest_total([change])
+            return [file.name, file.bytes, file.xxh3_128], writer.changed, total_of([change])
         finally:
             writer.close()
 
@@ -264,7 +264,7 @@ class DeltaWriter:
 
     def _digest_of(self, kept: _Kept) -> int:
         name, rows = kept.slab.live_box.name, kept.slab.rows
-        return digest_rows(seed_of(name, self.tensors[name]), kept.bits, rows.start, rows.column)
+        return sum_rows(seed_of(name, self.tensors[name]), kept.bits, rows.start, rows.column)
 
     def close(self) -> None:
         """Free what is kept. No version can be saved afterward."""
@@ -297,13 +297,15 @@ def _base_of(
 
 def _digest_of_stored(source: Source, name: str, info: TensorInfo) -> int:
     """Return what a checkpoint's tensor adds to the digest, in the dtype of the chain."""
-    seed, stored, total = seed_of(name, info), source.tensors[name].dtype, 0
+    seed, stored = seed_of(name, info), source.tensors[name].dtype
+    total = start_of(seed)
     for start, stop in info.slabs(RECORD_BYTES, source.row_multiple(name)):
-        total += digest_rows(seed, cast(source.read_rows(name, start, stop), stored, info.dtype), start)
+        total += sum_rows(seed, cast(source.read_rows(name, start, stop), stored, info.dtype), start)
     return total
 
 
-def _local(models: "Models | FsdpModel", metadata: Mapping[str, Any] | None) -> LocalBoxes:
+def local_boxes(models: "Models | FsdpModel", metadata: Mapping[str, Any] | None) -> LocalBoxes:
+    """Return this rank's part of a live model of either kind."""
     if isinstance(models, FsdpModel):
         return LocalBoxes(models)
     from reshard.live.local_model import LocalModel

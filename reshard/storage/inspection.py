@@ -39,6 +39,7 @@ class Inspection(Printed):
     details: dict[str, Any]
     notices: list[str] = field(default_factory=list)
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
+    digest: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the inspection as the object that ``--json`` prints."""
@@ -70,6 +71,7 @@ class Inspection(Printed):
             ("layout", " ".join(layout) or None),
             *details.items(),
             ("manifest", manifest and f"{manifest['tensors']} tensors, from {manifest['source']}"),
+            ("digest", self.digest),
         ]
         return [(label, value) for label, value in rows if value is not None]
 

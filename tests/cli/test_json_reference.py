@@ -48,6 +48,8 @@ def fields_of(document: dict) -> set[str]:
         ("delta show", ("delta", "show", "{chain}")),
         ("diff", ("diff", "{hf}", "{other}")),
         ("check", ("check", "{mcore}")),
+        ("digest", ("digest", "{mcore}")),
+        ("diff --digest", ("diff", "--digest", "{hf}", "{other}")),
         ("inspect", ("inspect", "{mcore}")),
         ("plan", ("plan", "--model", "{hf}", "--trainer", "tp=2", "--engine", "tp=2")),
         ("memory", ("memory", "--model", "{hf}", "--tp", "2", "--gpus", "4", "--gpu-memory", "H100")),

@@ -11,9 +11,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 # Lowest first, as in CONTRIBUTING.md. The longest name that fits a module is its layer; modules of
 # one layer may import each other.
 LAYERS = (
-    ("core",), ("formats", "comm"), ("models",), ("mappings",), ("quantization",), ("megatron",), ("lora",),
+    ("core",), ("formats", "comm", "digests"), ("models",), ("mappings",), ("quantization",), ("megatron",), ("lora",),
     ("storage",), ("device", "delta"), ("refit",), ("trainers", "live", "engines"), ("integrations",),
-    ("html",), ("memory", "plan"), ("parity",), ("testing", "demo"), ("cli", "__main__"),
+    ("html",), ("memory", "plan", "digest_of"), ("parity",), ("testing", "demo"), ("cli", "__main__"),
 )  # fmt: skip
 # What only names what lies above them: `reshard` itself imports when a name is used.
 EXEMPT = {"reshard"}

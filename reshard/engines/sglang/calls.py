@@ -21,7 +21,7 @@ NO_PLUGIN = (
 )
 MISSING = "has no attribute 'reshard_"
 # Calls that only begin, with pipeline stages, and that a second one joins.
-JOINED = ("reshard_connect", "reshard_refit", "reshard_release", "reshard_apply_deltas")
+JOINED = ("reshard_connect", "reshard_refit", "reshard_release", "reshard_apply_deltas", "reshard_digest")
 # All that a user makes.
 CALLS = (*JOINED, "reshard_check_version", "reshard_close", "reshard_join")
 
@@ -120,6 +120,12 @@ def refit_request(version: int | None, verify: bool) -> dict[str, Any]:
         "weight_version": None if version is None else str(version),
         "load_format": VERIFIED if verify else None,
     }
+
+
+def ask_digest(url: str, options: dict[str, Any], timeout: float) -> None:
+    """Ask the schedulers of a server for the digest; see `reshard.engines.sglang.digest`."""
+    body = refit_request(None, False) | {"load_format": json.dumps({"digest": True, **options})}
+    post(url, "update_weights_from_distributed", body, timeout)
 
 
 def call_and_join(call: Callable[[dict[str, Any]], Any], request: dict[str, Any]) -> Any:

@@ -50,7 +50,8 @@ def connect_group(connect: Callable[..., Any], updater: Any, request: Any) -> An
 
 def refit_group(update: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Take the trainer's weights for a group of ours, or with options as JSON for a load format those of a
-    chain (`reshard.engines.sglang.worker.SchedulerMethods.reshard_apply_deltas`). The version is the request's."""
+    chain (`reshard.engines.sglang.worker.SchedulerMethods.reshard_apply_deltas`), or only say what it serves. The
+    version is the request's."""
     if request.group_name != GROUP:
         return follow_update(update, updater, request)
 
@@ -62,6 +63,13 @@ def refit_group(update: Callable[..., Any], updater: Any, request: Any) -> Any:
             updater.scheduler.reshard_join()
         elif (request.load_format or "").startswith("{"):
             options = _options(request.load_format)
+            if options.pop("digest", False):
+                if compat.has_stages(updater.scheduler):  # the call that joins them would record a version
+                    raise ReshardError(
+                        "a server with pipeline stages does not say its digest: ask an sglang.Engine"
+                    )
+                updater.scheduler.reshard_digest(**options)
+                return
             updater.scheduler.reshard_apply_deltas(version=int(version or 0), **options)
         else:
             verify = request.load_format == VERIFIED

@@ -18,17 +18,18 @@ from typing import Any
 
 from reshard.comm.group import MOST_MEMBERS
 from reshard.core.errors import ReshardError
-from reshard.core.limits import check_number, check_switch
+from reshard.core.limits import check_number, check_seconds, check_switch
 from reshard.engines.sglang import compat, pipeline
 from reshard.engines.sglang.delta_methods import ChainMethods
 from reshard.engines.sglang.guard import guard_of
 from reshard.engines.sglang.live import SglangModel
+from reshard.engines.workers.digest_methods import DigestMethods, say
 from reshard.engines.workers.refits import LinkMethods, WorkerOptions, connect_worker, log_refits
 
 logger = logging.getLogger("sglang.srt.reshard")  # below SGLang's own, which shows it
 
 
-class SchedulerMethods(ChainMethods, LinkMethods):
+class SchedulerMethods(ChainMethods, DigestMethods, LinkMethods):
     """Methods of SGLang's scheduler that connect it to a trainer and take its weights, or a chain's."""
 
     _reshard_engine: SglangModel | None = None
@@ -67,6 +68,19 @@ class SchedulerMethods(ChainMethods, LinkMethods):
         check_switch(verify, "verify")
         self._reshard_connected()
         return self._reshard_run(partial(LinkMethods.reshard_refit, self, version, verify))  # type: ignore[arg-type]
+
+    def reshard_digest(  # type: ignore[override]
+        self, address: str, dtype: str | None = None, timeout: float = 600.0, secret: str | None = None
+    ) -> None:
+        """Say what this scheduler serves to the process that asks at `address`; see `reshard.engines.sglang.digest`."""
+        check_seconds(timeout, "timeout")
+        rank, size = compat.rank_in_engine(self), compat.ranks_of_engine()
+        self._reshard_guard()
+
+        def said() -> None:
+            say(address, rank, size, DigestMethods.reshard_digest(self, dtype), timeout, secret)
+
+        self._reshard_run(said)
 
     def reshard_release(self) -> None:
         """Unmap the trainer's memory, together with the trainer's `Link.release`."""

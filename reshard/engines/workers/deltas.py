@@ -9,17 +9,18 @@ from reshard.core.extras import importing
 with importing("vllm"):
     import torch
 
-import numpy as np
-
+from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
 from reshard.delta.chain import Chain
-from reshard.delta.digest import column_keys, row_keys, seed_of
 from reshard.delta.encoding import BITS, Decoded
 from reshard.delta.files import DeltaFiles, StoredRecord
 from reshard.delta.manifests import Delta
 from reshard.delta.records import Record, decode_record
+from reshard.device.digests import sums_of
+from reshard.device.live_boxes import LiveBox
 from reshard.device.memory import Region, same_bits
 from reshard.device.staging import row_view
+from reshard.digests.numbers import seed_of
 from reshard.refit.engine import Engine
 from reshard.storage.io.boxes import Rows
 from reshard.storage.io.casts import EXACT
@@ -30,11 +31,16 @@ _CHUNK_ELEMENTS = 4 << 20  # that are 8 bytes each on the device
 
 
 class HeldBox(NamedTuple):
-    """Rows and columns of a canonical tensor that lie in a region of this rank's memory, at `local`."""
+    """A box of a canonical tensor that lies in a region of this rank's memory, at `local`."""
 
-    rows: Rows
+    box: Box
     region: Region
     local: Rows
+
+    @property
+    def rows(self) -> Rows:
+        """The rows and columns of the box."""
+        return Rows.of(self.box)
 
 
 class EngineDeltas:
@@ -76,7 +82,7 @@ class EngineDeltas:
             region = self.engine.regions[identity]
             for part in tensor.parts:
                 self._check(part.name, region, base.tensors.get(part.name))
-                held = HeldBox(Rows.of(part.box), region, Rows.of(part.local_box))
+                held = HeldBox(part.box, region, Rows.of(part.local_box))
                 self.boxes.setdefault(part.name, []).append(held)
         return self.chain
 
@@ -96,11 +102,15 @@ class EngineDeltas:
         """Return for each box that this rank holds its tensor's name, its rows and columns, and what it adds to
         the digest of all weights."""
         assert self.chain is not None
-        parts = []
+        live, seeds = [], []
         for name, boxes in self.boxes.items():
             info = self.chain.base.tensors[name]
-            parts += [[name, list(box.rows), _digest(box, name, info)] for box in boxes]
-        return parts
+            for box in boxes:
+                _check_exact(box, name, info)
+                live.append(LiveBox(name, box.box, box.region, box.local, info.dtype))
+                seeds.append(seed_of(name, info))
+        sums = sums_of(live, seeds)
+        return [[box.name, list(Rows.of(box.box)), value] for box, value in zip(live, sums, strict=True)]
 
     def prepare(self, held: str, version: int, digest: str) -> None:
         """Fetch and check all that is to be written from weights with digest `held` to a version, whose weights
@@ -200,29 +210,18 @@ def _memory(region: Region) -> torch.Tensor:
     return torch.as_strided(tensor, (elements,), (1,), tensor.storage_offset())
 
 
-def _digest(box: HeldBox, name: str, info: TensorInfo) -> int:
-    """Return what a box adds to the digest, as `reshard.delta.digest.digest_rows` of its numbers does. Raises
-    ReshardError where the engine holds numbers that the chain's dtype does not have."""
-    held = row_view(box.region, box.local)
-    columns = _keys_on_device(column_keys(box.rows.column + box.rows.columns)[box.rows.column :], held.device)
-    keys = _keys_on_device(row_keys(seed_of(name, info), box.rows.start, box.rows.stop), held.device)
-    dtype, step = _torch_dtype(info), max(1, _CHUNK_ELEMENTS // max(1, box.rows.columns))
-    total = torch.zeros((), dtype=torch.int64, device=held.device)
-    for first in range(0, len(held), step):
-        numbers = held[first : first + step].to(dtype)
-        if dtype != held.dtype and not same_bits(numbers.to(held.dtype), held[first : first + step]):
+def _check_exact(box: HeldBox, name: str, info: TensorInfo) -> None:
+    """Raise ReshardError where the engine holds numbers that the chain's dtype does not have."""
+    held, dtype = row_view(box.region, box.local), _torch_dtype(info)
+    step = max(1, _CHUNK_ELEMENTS // max(1, box.rows.columns)) if held.dtype != dtype else len(held)
+    for first in range(0, len(held) if held.dtype != dtype else 0, step):
+        numbers = held[first : first + step]
+        if not same_bits(numbers.to(dtype).to(held.dtype), numbers):
             raise ReshardError(
                 f"the engine holds numbers of {name} that {info.dtype.name} does not have: load the base"
             )
-        bits = numbers.view(BITS[numbers.element_size()]).to(torch.int64)
-        total += ((bits * columns).sum(1) * keys[first : first + step]).sum()
-    return int(total)
 
 
 def _torch_dtype(info: TensorInfo) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, info.dtype.name)
     return dtype
-
-
-def _keys_on_device(keys: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(keys.view(np.int64)).to(device)
