@@ -7,8 +7,7 @@ from typing import Any
 
 from reshard.core.dtypes import DTYPES, SHORT_NAMES, Dtype
 from reshard.core.errors import ReshardError
-from reshard.core.printed import Printed
-from reshard.core.truth import NoTruthValue
+from reshard.core.printed import NoTruthValue, Printed
 from reshard.digests.numbers import Described, text_of, total_of
 
 SHOWN = 10  # names of a kind
