@@ -29,6 +29,10 @@ class Dtype:
         """Return this dtype for numbers that are held less 1, or for those that are published."""
         return self if self.less_1 == less_1 else replace(self, less_1=less_1)
 
+    def held_like(self, other: "Dtype") -> "Dtype":
+        """Return this dtype for numbers that are held less 1 if those of the other are."""
+        return self.held(other.less_1)
+
     @property
     def published(self) -> "Dtype":
         """The dtype of the numbers as they are published."""

@@ -38,7 +38,7 @@ def sums_of(boxes: Sequence[LiveBox], seeds: Sequence[int]) -> list[int]:
 
 def _sum_on_host(box: LiveBox, seed: int) -> int:
     total, held = 0, str(box.region.tensor.dtype).removeprefix("torch.")
-    dtype = DTYPES[held].held(box.dtype.less_1)
+    dtype = DTYPES[held].held_like(box.dtype)
     for slab in slabs_of(box, box.region.tensor.element_size(), _HOST_BYTES):
         numbers = cast(
             np.ascontiguousarray(numpy_view(slab.bytes)).view(dtype.numpy()), dtype, dtype.published

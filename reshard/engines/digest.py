@@ -43,8 +43,8 @@ def digest_of_answers(answers: list[Any], dtype: str | None, where: str) -> Dige
     """Return the digest of what all workers of an engine answer to ``reshard_digest``."""
     for answer in answers:
         if not isinstance(answer, dict) or "error" in answer:
-            said = answer.get("error") if isinstance(answer, dict) else "a worker has not answered"
-            raise ReshardError(str(said))
+            sentence = answer.get("error") if isinstance(answer, dict) else "a worker has not answered"
+            raise ReshardError(str(sentence))
     tensors: dict[str, TensorInfo] = {}
     for answer in answers:
         for name, (held, shape) in answer["tensors"].items():

@@ -71,7 +71,7 @@ def digest_of_models(
         def sums() -> list[list[Any]]:
             local.trainer.sync_params()
             local.find_regions()
-            boxes = [box._replace(dtype=counted[box.name].dtype) for box in local.boxes]
+            boxes = [box._replace(dtype=counted[box.name].dtype.held_like(box.dtype)) for box in local.boxes]
             values = sums_of(boxes, [seeds[box.name] for box in boxes])
             return [
                 [box.name, list(Rows.of(box.box)), value] for box, value in zip(boxes, values, strict=True)
@@ -79,8 +79,8 @@ def digest_of_models(
 
         own: list[list[list[Any]]] = []
         team.together(lambda: own.append(sums()))
-        said = team.gather(own[0])
+        parts = team.gather(own[0])
         hint = "load or save it anew, and look for what wrote to one rank only"
-        numbers = run_on_first(team, lambda: numbers_of(counted, said, "the trainer", hint))
+        numbers = run_on_first(team, lambda: numbers_of(counted, parts, "the trainer", hint))
         name = None if target is None else target.name
         return Digest.of("the trainer's model", counted, numbers, name, list(published.model.notices))
