@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from reshard.comm.fronts import EMPTY_CACHES, IS_PAUSED, PAUSE, RESUME, Call, Front, front_of
 from reshard.comm.group import RefitGroup
 from reshard.comm.hosts import is_loopback, parsed
 from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import check_switch
 from reshard.delta.chain import Chain
-from reshard.delta.fronts import EMPTY_CACHES, IS_PAUSED, PAUSE, RESUME, Call, Front, front_of
 from reshard.delta.manifests import Base, Delta
 from reshard.digests.numbers import text_of, total_of
 from reshard.digests.parts import numbers_of

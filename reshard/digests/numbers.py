@@ -8,7 +8,7 @@ and that of a model the sum of its tensors' numbers. Elements count in canonical
 all other dims. Tied copies count once, vocabulary padding never, packed experts as the single ones.
 
 Why a sum: ranks add numbers of 8 bytes, and nothing is gathered; a change of some elements changes the digest by what
-those elements give, so a delta updates it without reading the rest.
+those elements give, so that it is updated without reading the rest.
 
 What it detects. A single changed element always shows: `mix` is injective, and keys are odd. Several changed elements
 cancel out only if a sum with pseudo-random keys is 0. With a key for each element that has a chance of 1 in 2**64. Here

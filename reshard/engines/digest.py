@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from reshard.comm.fronts import Front, Server
 from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError
-from reshard.delta.fronts import Front, Server
 from reshard.digests.parts import numbers_of
 from reshard.digests.result import Digest
 from reshard.storage.io.casts import float_dtype
