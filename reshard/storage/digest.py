@@ -15,8 +15,6 @@ from reshard.models.config_fields import check_ignored
 from reshard.storage.io.casts import float_dtype
 from reshard.storage.io.files import allow_many_files
 from reshard.storage.io.streams import TensorInfo
-from reshard.storage.lora.opening import open_adapter
-from reshard.storage.lora.source import AdapterSource
 from reshard.storage.opening import open_model_or_adapter
 from reshard.storage.run.workers import Progress, run_jobs
 from reshard.storage.sources.base import Source
@@ -52,10 +50,7 @@ def digest_of_path(
     directory = local_directory(str(path))
     check_config_is_read(hf_config, directory)
     config = config_path(hf_config) if hf_config is not None else None
-    opened = (
-        open_model_or_adapter(directory, config) if alpha is None else open_adapter(directory, config, alpha)
-    )
-    with closing(opened) as source, source.unchanged():
+    with closing(open_model_or_adapter(directory, config, alpha=alpha)) as source, source.unchanged():
         check_ignored(source.model)
         how = workers, progress
         return (
@@ -69,7 +64,7 @@ def _digest_of(
     source: Source, where: str, target: Dtype | None, workers: int | None, progress: Progress | None
 ) -> Digest:
     fp32, copies = source.mapping.fp32, source.copies
-    if isinstance(source, AdapterSource):
+    if not source.is_model:
         fp32, copies = frozenset(), {}  # layers that share an A in one format have one each in the other
     counted = {
         name: TensorInfo(info.shape, counted_dtype(copies.get(name, name), info.dtype, target, fp32))
@@ -88,8 +83,7 @@ def _digest_of(
     _check_copies(source, copies, numbers)
     own = {name: info for name, info in counted.items() if name not in copies}
     numbers = {name: numbers[name] for name in own}
-    if isinstance(source, AdapterSource):
-        _add_scales(source, own, numbers)
+    _add_factors(source, own, numbers)
     notices = [*source.model.notices]
     coded = source.dequantized_names()
     if coded:
@@ -123,15 +117,14 @@ def _check_copies(source: Source, copies: Mapping[str, str], numbers: Mapping[st
             )
 
 
-def _add_scales(source: AdapterSource, tensors: dict[str, TensorInfo], numbers: dict[str, int]) -> None:
-    """Add the factor by which an adapter multiplies each ``B @ A``, as a tensor of one number. Raises ReshardError if
-    it is not known."""
+def _add_factors(source: Source, tensors: dict[str, TensorInfo], numbers: dict[str, int]) -> None:
+    """Add each number by which a source multiplies its tensors, as a tensor of one element. Raises ReshardError if one
+    is not known."""
     scalar = TensorInfo((), DTYPES["float64"])
-    for weight, scale in source.scales.items():
-        name = f"scale of {weight}"
+    for name, factor in source.factors().items():
         seed = seed_of(name, scalar)
         tensors[name] = scalar
-        numbers[name] = number_of(seed, [sum_rows(seed, np.array([[scale.factor]], np.float64))])
+        numbers[name] = number_of(seed, [sum_rows(seed, np.array([[factor]], np.float64))])
 
 
 def diff_digests(

@@ -50,6 +50,9 @@ class AdapterSource(Source, ABC):
         for name in (peft_name(weight, B) for adapter in self.adapters for weight in adapter.ranks):
             yield self.read_rows(name, 0, self.tensors[name].shape[0])
 
+    def factors(self) -> Mapping[str, float]:
+        return {f"scale of {weight}": scale.factor for weight, scale in self.scales.items()}
+
     def differences(self, other: Source) -> tuple[dict[str, tuple[Any, Any]], list[str]]:
         """Return what differs, with the first weight whose ``B @ A`` two adapters multiply by different factors, or a
         notice where one of them does not say its alpha. Raises ReshardError for a model."""

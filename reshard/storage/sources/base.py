@@ -131,6 +131,10 @@ class Source(ABC):
     def spans(self, file: str) -> list[tuple[int, int]]:
         """Return the first byte and the end of every tensor in a file, by its name in the manifest, in order."""
 
+    def factors(self) -> Mapping[str, float]:
+        """Return the numbers by which the tensors are multiplied where they are used, by what each is of."""
+        return {}
+
     def differences(self, other: "Source") -> tuple[dict[str, tuple[Any, Any]], list[str]]:
         """Return in what besides tensors this and another source differ, by what that is, and notices. Raises
         ReshardError if one is a model and the other is not: they have no tensor in common."""
