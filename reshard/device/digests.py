@@ -29,9 +29,9 @@ def sums_of(boxes: Sequence[LiveBox], seeds: Sequence[int]) -> list[int]:
     for device in {boxes[index].region.tensor.device for index in on_gpu}:
         from reshard.device.digest_kernels import sums_on_gpu
 
-        here = [index for index in on_gpu if boxes[index].region.tensor.device == device]
-        results = sums_on_gpu([published(boxes[i]) for i in here], [seeds[i] for i in here], device)
-        for index, value in zip(here, results, strict=True):
+        indices = [index for index in on_gpu if boxes[index].region.tensor.device == device]
+        results = sums_on_gpu([published(boxes[i]) for i in indices], [seeds[i] for i in indices], device)
+        for index, value in zip(indices, results, strict=True):
             sums[index] = value
     return sums
 

@@ -52,10 +52,10 @@ def _met(options: dict[str, Any], size: int, send: Callable[[], None], where: st
         try:
             group = RefitGroup.join(options["address"], 0, size + 1, options["timeout"], options["secret"])
             with group.transaction("a digest"):
-                said = group.gather("digest", b"null")[1:]
+                payloads = group.gather("digest", b"null")[1:]
                 group.commit()
             group.close()
-            answers.set_result([json.loads(each) for each in said])
+            answers.set_result([json.loads(payload) for payload in payloads])
         except BaseException as error:
             answers.set_exception(error)
 
@@ -67,8 +67,8 @@ def _met(options: dict[str, Any], size: int, send: Callable[[], None], where: st
 
 def _ranks(info: Any, url: str) -> int:
     """Return how many schedulers a server has, by what it says of itself."""
-    said = info if isinstance(info, dict) else {}
-    tp, pp = said.get("tp_size"), said.get("pp_size", 1)
+    fields = info if isinstance(info, dict) else {}
+    tp, pp = fields.get("tp_size"), fields.get("pp_size", 1)
     if type(tp) is not int or type(pp) is not int or min(tp, pp) < 1:
         raise ReshardError(f"{url} does not say at /server_info how many ranks it has: use another SGLang")
     return tp * pp
