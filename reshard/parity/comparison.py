@@ -17,8 +17,9 @@ from reshard.parity.rounding import Rounding, rounded, rounding_of
 from reshard.parity.routing import Routing
 from reshard.parity.served import checkpoint_of, engine_of
 from reshard.parity.systems.base import ForwardSystem, ScoringOptions, System, SystemOptions, scores_of
+from reshard.parity.systems.huggingface import HuggingFace
 from reshard.parity.systems.opening import is_megatron, model_of, open_system
-from reshard.parity.systems.processes import device, share_in_fp32
+from reshard.parity.systems.processes import device, gather_from_ranks, share_in_fp32
 
 # Bytes of distributions that each system keeps for the KL over the vocabulary.
 KEPT_BYTES = 1 << 30
@@ -52,6 +53,7 @@ class SystemComparison:
         self.routings: list[Routing | None] = []
         self.notes: list[str] = []
         self.covered = ""
+        self.unused: set[str] = set()  # parameters that transformers loaded, and no prompt used
 
     @property
     def dtype(self) -> str:
@@ -111,6 +113,9 @@ class SystemComparison:
             with closing(system):
                 self.runs[side], self.names[side] = scores_of(system, self.prompts, self.scoring), system.name
                 self._score_far(side, system, self.dtype)
+                if isinstance(system, HuggingFace):  # which one rank alone has run
+                    own = system.unused if "unused" in vars(system) else ()
+                    self.unused |= gather_from_ranks(dict.fromkeys(own)).keys()
                 if system.quantized:
                     self.quantized_sides.add(side)
 

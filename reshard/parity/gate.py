@@ -97,9 +97,11 @@ def _scored(
 ) -> ParityReport:
     """Score both systems, and what measures their rounding, and report it; with `why` the causes too."""
     from reshard.parity.causes.search import find_causes
+    from reshard.parity.coverage import not_looked_at
 
-    measured_noise = comparison.run(noise)
+    measured_noise, unseen = comparison.run(noise), not_looked_at(comparison)
     report = _report(comparison, limits["fp8" if comparison.quantized else comparison.dtype], measured_noise)
+    report.not_looked_at = unseen
     report.causes = find_causes(comparison) if why else None
     return report
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from reshard.core.errors import listed
 from reshard.core.printed import NoTruthValue, Printed
 from reshard.parity.causes.parts import Causes
 from reshard.parity.limits import Limits
@@ -26,6 +27,7 @@ class ParityReport(NoTruthValue, Printed):
     - `fields`: the fields by which the two configs make two models, with both values.
     - `far`: the difference at the far positions of `reach`, where both systems take positions;
       `covered` says how far positions went.
+    - `not_looked_at`: tensors of the checkpoints that no run used, such as MTP layers and experts that no token chose.
     - `causes`: why the two differ, and how much each cause makes; None unless it was asked for.
     - `first_process`: True on the rank that prints.
     """
@@ -51,6 +53,7 @@ class ParityReport(NoTruthValue, Printed):
     far: Metrics | None = None
     covered: str = ""
     causes: Causes | None = None
+    not_looked_at: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -98,13 +101,21 @@ class ParityReport(NoTruthValue, Printed):
         sentences = [] if self.rounding is None else [f"rounding: {self.rounding.sentence}"]
         if self.routing is not None:
             sentences.append(f"routing: {self.routing.sentence}")
+        if self.not_looked_at:
+            sentences.append(
+                f"not looked at: {len(self.not_looked_at):,} tensors that no run used, such as "
+                f"{listed(self.not_looked_at, 3)}: reshard diff compares their bytes"
+            )
         return [*sentences, *([f"covered: {self.covered}"] if self.covered else [])]
 
     @property
     def verdict(self) -> str:
         """The conclusion, with all limits that are exceeded."""
         if self.ok:
-            return "A and B hold the same model: every figure is within its limit"
+            beside = f", but for {len(self.not_looked_at):,} tensors that no run looked at" * bool(
+                self.not_looked_at
+            )
+            return f"A and B hold the same model{beside}: every figure is within its limit"
         unknown = all("was not measured" in sentence or "too few" in sentence for sentence in self.exceeded)
         what = (
             "A and B cannot be held against the limits" if unknown else "A and B do not hold the same model"
@@ -163,6 +174,7 @@ class ParityReport(NoTruthValue, Printed):
             "covered": self.covered,
             "far": self.far and self.far.to_dict(),
             "routing": self.routing and self.routing.to_dict(),
+            "not_looked_at": self.not_looked_at,
             "causes": self.causes and self.causes.to_dict(),
             "prompts": [metrics.to_dict() for metrics in self.prompts],
         }

@@ -52,6 +52,7 @@ def test_a_converted_model_passes_at_any_layout(variant, written, loaded, megatr
     assert report["ok"] and report["overall"]["tokens"] == 2 * (8 + 32) and len(report["prompts"]) == 4
     assert report["overall"]["max_abs"] < 1e-4 and report["overall"]["mean_abs"] < 1e-6
     assert report["overall"]["argmax_agreement"] == 1.0 and report["overall"]["kl"] < 1e-7
+    assert all(".experts." in name for name in report["not_looked_at"]), "what a prompt of text runs through"
     if VARIANTS[variant].model_type not in ("llama", "mistral", "qwen2", "qwen3"):
         config = VARIANTS[variant].to_dict()
         dense = config.get("first_k_dense_replace", 0)

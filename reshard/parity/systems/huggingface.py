@@ -13,6 +13,7 @@ from reshard.core.extras import importing
 from reshard.models.model import Model
 from reshard.parity.systems.base import DTYPES, ForwardSystem
 from reshard.parity.systems.processes import device, release_memory
+from reshard.parity.systems.watching import watched
 from reshard.quantization import modelopt
 from reshard.quantization.compressed_tensors import METHOD, NVFP4_FORMAT
 from reshard.storage.sources.base import read_config
@@ -53,6 +54,11 @@ class HuggingFace(ForwardSystem):
             raise ReshardError(f"transformers {problem} {self.path}")
         return (module.float() if wide else module).eval().to(device())
 
+    @cached_property
+    def unused(self) -> set[str]:
+        """The names of the parameters that no prompt has used so far."""
+        return {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+
     def _class(self) -> Any:
         """Return the class of transformers that loads the model, a language model of its own if there is
         one."""
@@ -90,7 +96,12 @@ class HuggingFace(ForwardSystem):
         if positions is not None:
             options["position_ids"] = torch.tensor(positions, device=tokens.device)[None]
             options["attention_mask"] = torch.ones_like(tokens)
-        return self.module(tokens, use_cache=False, **options).logits
+        if not self.unused:
+            return self.module(tokens, use_cache=False, **options).logits
+        with watched(self.module) as unused:
+            logits = self.module(tokens, use_cache=False, **options).logits
+        self.unused &= unused
+        return logits
 
     def roots(self) -> Sequence[torch.nn.Module]:
         return [self.module]
@@ -113,7 +124,8 @@ class HuggingFace(ForwardSystem):
         return experts, logits.float() if bias is None else logits.float().sigmoid() + bias.float()
 
     def close(self) -> None:
-        vars(self).pop("module", None)
+        for name in ("module", "unused"):
+            vars(self).pop(name, None)
         release_memory()
 
 

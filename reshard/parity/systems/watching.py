@@ -1,0 +1,45 @@
+"""Which of a module's parameters a forward uses."""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class _Addresses(TorchDispatchMode):
+    """Notes the addresses of all tensors that operators are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.addresses |= {
+            leaf.data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        }
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def watched(module: torch.nn.Module) -> Iterator[set[str]]:
+    """Yield a set that has, once the context has ended, the names of the module's parameters of which no operator was
+    called with any part."""
+    unused: set[str] = set()
+    with _Addresses() as noted:
+        yield unused
+    addresses = sorted(noted.addresses)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        start = parameter.data_ptr()
+        index = bisect_left(addresses, start)
+        if (
+            index == len(addresses)
+            or addresses[index] >= start + parameter.numel() * parameter.element_size()
+        ):
+            unused.add(name)
