@@ -8,7 +8,6 @@ metrics.py     the figures of two systems' scores
 noise.py       their difference in units of rounding, from runs in fp32
 rounding.py    plain weights rounded as an engine with quantized weights rounds
 routing.py     the experts that tokens go to
-configs.py     fields by which two configs make two models of the same weights
 coverage.py    the tensors that no run looked at
 limits.py      the largest values that pass
 causes/        why two systems differ, and how much of the difference each cause makes

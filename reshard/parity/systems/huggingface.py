@@ -57,7 +57,7 @@ class HuggingFace(ForwardSystem):
     @cached_property
     def unused(self) -> set[str]:
         """The names of the parameters that no prompt has used so far."""
-        return {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        return {name for name, _ in self.module.named_parameters()}
 
     def _class(self) -> Any:
         """Return the class of transformers that loads the model, a language model of its own if there is

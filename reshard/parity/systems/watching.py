@@ -29,17 +29,22 @@ class _Addresses(TorchDispatchMode):
 
 @contextmanager
 def watched(module: torch.nn.Module) -> Iterator[set[str]]:
-    """Yield a set that has, once the context has ended, the names of the module's parameters of which no operator was
-    called with any part."""
+    """Yield a set that has, once the context has ended, the names of the module's parameters that were not used: no
+    operator was called with any part of them, and their own module did not run, whose kernels may be no operators."""
     unused: set[str] = set()
-    with _Addresses() as noted:
-        yield unused
+    ran: set[torch.nn.Module] = set()
+    handles = [each.register_forward_hook(lambda each, *_: ran.add(each)) for each in module.modules()]
+    try:
+        with _Addresses() as noted:
+            yield unused
+    finally:
+        for handle in handles:
+            handle.remove()
     addresses = sorted(noted.addresses)
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        start = parameter.data_ptr()
-        index = bisect_left(addresses, start)
-        if (
-            index == len(addresses)
-            or addresses[index] >= start + parameter.numel() * parameter.element_size()
-        ):
-            unused.add(name)
+    for path, owner in module.named_modules():
+        for name, parameter in owner.named_parameters(recurse=False) if owner not in ran else ():
+            start = parameter.data_ptr()
+            end = start + parameter.numel() * parameter.element_size()
+            index = bisect_left(addresses, start)
+            if index == len(addresses) or addresses[index] >= end:
+                unused.add(f"{path}.{name}" if path else name)
