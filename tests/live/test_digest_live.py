@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import reshard
-from reshard import hf_to_mcore
+from reshard import hf_to_mcore, mcore_to_hf
+from reshard.storage.digest import digest_of_path
 from tests.digests.on_disk import expected
 from tests.megatron.test_logits import EP, ETP, PP, TP, flags_at
 from tests.starting.ranks import run_on_ranks
@@ -49,6 +50,24 @@ def test_a_trainer_and_an_engine_have_the_digest_of_their_checkpoint(
         assert "serve different versions" in outcome["versions"]
         assert outcome["silent"] == "a worker has not answered"
         assert outcome["options"] == "an engine knows what it serves: leave out hf_config"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_in_fp8_blocks_has_the_digest_of_its_checkpoint_as_stored(ranks, tmp_path):
+    make(tmp_path / "hf", "served-blocks", torch.bfloat16)
+    hf_to_mcore(tmp_path / "hf", tmp_path / "mcore")
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "fp8", quantize=True)
+    stored = digest_of_path(tmp_path / "fp8", stored=True)
+    assert stored.text != digest_of_path(tmp_path / "fp8").text
+    outcomes = run_on_ranks(
+        ranks, "of_vllm_in_blocks", str(tmp_path / "fp8"), {"tp": ranks}, module="digest_on_cpu"
+    )
+    for outcome in outcomes:
+        assert outcome["whole"] == stored.text
+        assert "served in fp8 blocks" in outcome["notices"][0]
+        assert "leave out the dtype" in outcome["in bf16"]
+        text, names = outcome["changed"]
+        assert text != stored.text and len(names) == 1 and names[0].endswith("_scale_inv"), "the control"
 
 
 @pytest.mark.parametrize("mesh", [{"shard": 2}, {"replicate": 2, "shard": 2}, {"shard": 2, "tp": 2}], ids=str)

@@ -72,6 +72,29 @@ def of_megatron_and_vllm(rank: int, flags: list[str], hf: str, mcore: str, engin
             for name, one in said.items()}  # fmt: skip
 
 
+def of_vllm_in_blocks(rank: int, hf: str, engine: dict) -> dict:
+    """The digest of an engine that has loaded a checkpoint in fp8 blocks; with one scale changed on one rank; and the
+    sentence where it is asked for in bf16."""
+    module, config = engine_of(hf, **engine)
+    side = VllmModel(module, config)
+    workers = Workers(side)
+    whole = reshard.digest(workers)
+    in_bf16 = text_or_error(lambda: reshard.digest(workers, dtype="bf16").text)
+    if rank == 0:
+        scales = next(iter(side.scales.values())).region.tensor
+        scales.data.view(-1)[:1] *= 2
+    changed = reshard.digest(workers)
+    return {
+        "whole": whole.text,
+        "notices": whole.notices,
+        "in bf16": in_bf16,
+        "changed": [
+            changed.text,
+            sorted(n for n, number in changed.tensors.items() if whole.tensors[n] != number),
+        ],
+    }
+
+
 def of_fsdp(rank: int, mesh: dict[str, int], hf: str) -> dict:
     """The digests of a model in fp32, as bf16 and as it is; and of one whose last rank has another number."""
     model = FsdpModel(sharded(hf, mesh, torch.float32))
