@@ -374,7 +374,15 @@ def test_vllm_as_it_loads_and_as_it_runs_is_compared_with_transformers(compared)
         )
     noise = compared["loaded"]["noise"]
     assert noise["A again"]["max_abs"] == 0 and 1e-4 < noise["A in bf16"]["mean_abs"] < 0.05
-    assert not compared["other"]["ok"] and compared["other"]["exceeded"][0].startswith("max_abs is ")
+    other = compared["other"]
+    assert not other["ok"] and other["exceeded"][0].startswith("max_abs is ")
+    for report in (compared["loaded"], other):
+        causes = report["causes"]
+        assert sum(cause["mean_abs"] for cause in causes["causes"]) == pytest.approx(causes["mean_abs"])
+    [weights] = [cause for cause in other["causes"]["causes"] if cause["name"] == "weights"]
+    assert weights["mean_abs"] == pytest.approx(other["overall"]["mean_abs"], rel=0.01), (
+        "A vLLM with B's weights"
+    )
 
 
 def test_what_an_engine_does_not_say_is_missed(compared):

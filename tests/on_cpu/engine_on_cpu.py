@@ -323,8 +323,8 @@ def compare(cases: list, other: str) -> dict:
     for name, _, trained in cases:
         results[name] = parity(trained, "vllm:" + trained, **options).to_dict()
         gc.freeze()
-    loaded = parity("vllm:" + hf, hf, batch_size=3, packed=True, noise=True, **options).to_dict()
-    wrong = parity("vllm:" + other, "vllm:" + mcore, **options).to_dict()
+    loaded = parity("vllm:" + hf, hf, batch_size=3, packed=True, noise=True, why=True, **options).to_dict()
+    wrong = parity("vllm:" + other, "vllm:" + mcore, why=True, **options).to_dict()
     return {"refitted": results, "live": live, "loaded": loaded, "other": wrong, "refused": refused}
 
 

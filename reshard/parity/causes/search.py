@@ -159,11 +159,12 @@ class _Search:
         with closing(spec if isinstance(spec, System) else self._open(spec, dtype)) as system:
             if scoring.batch_size > 1 or scoring.packed:
                 return scores_of(system, prompts, scoring)
-            scores: list[Scores] = []
-            for i, (prompt, kept) in enumerate(zip(prompts, scoring.kept_of(len(prompts)), strict=True)):
+            kept, scores = scoring.kept_of(len(prompts)), dict[int, list[Scores]]()
+            # The longest first: an engine is started for the first prompts that it gets.
+            for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
                 with replayed(system, choices[i]) if choices else nullcontext():
-                    scores += scores_of(system, [prompt], replace(scoring, keep=kept))
-            return scores
+                    scores[i] = scores_of(system, [prompts[i]], replace(scoring, keep=kept[i]))
+            return [score for i in sorted(scores) for score in scores[i]]
 
     def _open(self, spec: str, dtype: str) -> System:
         is_mixed = Path(checkpoint_of(spec)).is_relative_to(self.folder)  # which has its config in itself
