@@ -46,16 +46,17 @@ def command(
 ) -> None:
     """Compare checkpoints A and B, of either format and any layout, bit for bit. Exit status 1
     if they differ."""
-    from reshard.storage.compare import diff
-    from reshard.storage.digest import diff_digests
-
     if dtype is not None and not digest:
         raise click.UsageError("--dtype is of --digest: give both, or convert one side with --dtype")
     result: Any
     with progress_bar("diff") as progress:
         if digest:
+            from reshard.storage.digest import diff_digests
+
             result = diff_digests(a, b, dtype=dtype, hf_config=hf_config, workers=workers, progress=progress)
         else:
+            from reshard.storage.compare import diff
+
             result = diff(a, b, hf_config=hf_config, workers=workers, progress=progress)
     if as_json:
         print_json(result.to_dict())

@@ -1,24 +1,25 @@
 """Numbers of tensors, put together of what several ranks say of the boxes that they hold."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from reshard.core.boxes import Box, first_overlap
 from reshard.core.errors import ReshardError
 from reshard.digests.numbers import Described, number_of, seed_of
 
-# What a rank says of a box: its tensor's name; first row, end of rows, first column and number of columns; its sum.
-Said = Sequence[Any]
+# What a rank tells of a box: its tensor's name; first row, end of rows, first column and number of columns; its sum.
+BoxSum = Sequence[Any]
 
 
 def numbers_of(
-    tensors: Mapping[str, Described], said: Iterable[Iterable[Said]], holder: str, hint: str
+    tensors: Mapping[str, Described], told: Iterable[Iterable[BoxSum]], holder: str, hint: str
 ) -> dict[str, int]:
     """Return the number of each tensor, of what all ranks say of their boxes: each element counts once, however many
     ranks hold it. Raises ReshardError, which names the `holder` and ends with the `hint`, if replicas differ, or all
     ranks together lack a part of a tensor or hold parts that overlap."""
     sums: dict[str, dict[tuple[int, ...], int]] = {name: {} for name in tensors}
-    for name, rows, value in (part for of_rank in said for part in of_rank):
+    for name, rows, value in (part for of_rank in told for part in of_rank):
         of_name = sums.get(str(name))
         if of_name is None:
             raise ReshardError(f"{holder} holds {name}, which the model does not have: {hint}")
@@ -49,7 +50,4 @@ def matrix_of(info: Described) -> tuple[int, int]:
     >>> matrix_of(SimpleNamespace(shape=(3, 4, 5))), matrix_of(SimpleNamespace(shape=()))
     ((3, 20), (1, 1))
     """
-    columns = 1
-    for length in info.shape[1:]:
-        columns *= length
-    return (info.shape[0] if info.shape else 1), columns
+    return (info.shape[0] if info.shape else 1), prod(info.shape[1:])

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from reshard.core.dtypes import DTYPES, SHORT_NAMES, Dtype
@@ -52,9 +53,7 @@ class Digest(Printed):
         elements: dict[str, int] = {}
         total = 0
         for info in tensors.values():
-            count = 1
-            for length in info.shape:
-                count *= length
+            count = prod(info.shape)
             total += count
             if info.shape or len(tensors) == 1:  # not for the factors of an adapter
                 short = _SHORT.get(info.dtype.name, info.dtype.name)

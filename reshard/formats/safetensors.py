@@ -8,6 +8,7 @@ import json
 import os
 import struct
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -36,6 +37,11 @@ class Tensor:
     def size_bytes(self) -> int:
         """Length of its bytes."""
         return prod(self.shape) * self.dtype.size
+
+
+def spans(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Return the first byte and the end of each of these tensors of one file, in order."""
+    return sorted((tensor.offset, tensor.offset + tensor.size_bytes) for tensor in tensors)
 
 
 def read_header(path: Path) -> dict[str, Tensor]:

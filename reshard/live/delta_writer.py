@@ -26,6 +26,7 @@ from reshard.digests.numbers import bits_of, seed_of, start_of, start_total, sum
 from reshard.live.collective import check_same_options, keyword_style_errors, open_team, run_on_first
 from reshard.live.inventory import take_inventory
 from reshard.live.local_boxes import LocalBoxes
+from reshard.live.local_part import local_boxes
 from reshard.live.published_model import PublishedModel
 from reshard.storage.io.casts import cast, float_dtype
 from reshard.storage.io.streams import TensorInfo
@@ -302,15 +303,6 @@ def _digest_of_stored(source: Source, name: str, info: TensorInfo) -> int:
     for start, stop in info.slabs(RECORD_BYTES, source.row_multiple(name)):
         total += sum_rows(seed, cast(source.read_rows(name, start, stop), stored, info.dtype), start)
     return total
-
-
-def local_boxes(models: "Models | FsdpModel", metadata: Mapping[str, Any] | None) -> LocalBoxes:
-    """Return this rank's part of a live model of either kind."""
-    if isinstance(models, FsdpModel):
-        return LocalBoxes(models)
-    from reshard.live.local_model import LocalModel
-
-    return LocalModel(models, metadata)
 
 
 def _box_of(slab: Slab) -> Box:

@@ -11,9 +11,9 @@ from reshard.digests.numbers import seed_of
 from reshard.digests.parts import numbers_of
 from reshard.digests.result import Digest, counted_dtype
 from reshard.live.collective import check_same_options, keyword_style_errors, open_team, run_on_first
-from reshard.live.delta_writer import local_boxes
 from reshard.live.inventory import take_inventory
 from reshard.live.local_boxes import LocalBoxes
+from reshard.live.local_part import local_boxes
 from reshard.live.published_model import PublishedModel
 from reshard.storage.io.boxes import Rows
 from reshard.storage.io.casts import float_dtype

@@ -69,7 +69,6 @@ def parity(
     - The rounding of either system is measured where the dtype is not fp32, by running its
       checkpoint in fp32 too, unless `noise` is False. Where it is True, A is also scored again, and of
       fp32 in bf16.
-
     - `why` runs the systems further, to say how much of their difference each cause makes.
 
     Raises ReshardError if a system cannot be opened, the two do not have the same vocabulary, a

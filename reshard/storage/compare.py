@@ -11,8 +11,9 @@ from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
 from reshard.core.printed import NoTruthValue, Printed
 from reshard.models.config_fields import check_ignored
+from reshard.models.model import different_fields
 from reshard.storage.io.files import allow_many_files
-from reshard.storage.opening import open_model_or_adapter
+from reshard.storage.opening import check_same_kind, open_model_or_adapter
 from reshard.storage.run.workers import Progress, run_jobs
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.hf_hub import config_path, local_directory
@@ -134,7 +135,7 @@ def diff(
         left.close()
         raise
     try:
-        fields, notices = left.differences(right)
+        check_same_kind(left, right)
         check_ignored(left.model, right.model)
         left_out = _outside_comparison(left, right)
 
@@ -143,13 +144,9 @@ def diff(
 
         common = [name for name in left.tensors if name in right.tensors and chosen(name)]
         # A copy that only one side keeps under a name of its own says nothing new.
-        result = Diff(str(a), str(b), common, fields=fields)
-        result.notices = [
-            *left.model.notices,
-            *right.model.notices,
-            *notices_on_training(left, right),
-            *notices,
-        ]
+        result = Diff(str(a), str(b), common, fields=different_fields(left.model, right.model))
+        result.notices = [*left.model.notices, *right.model.notices, *notices_on_training(left, right)]
+        _compare_factors(left, right, result)
         result.only_a = sorted(filter(chosen, _tensors_without(left, right)))
         result.only_b = sorted(filter(chosen, _tensors_without(right, left)))
         if not (common or result.only_a or result.only_b):
@@ -182,6 +179,20 @@ def _outside_comparison(left: Source, right: Source) -> set[str]:
     shapes = [{name: info.shape for name, info in source.tensors.items()} for source in (left, right)]
     names = {name for of_source in shapes for name in of_source if is_padding(name)}
     return {name for name in names if shapes[0].get(name) != shapes[1].get(name)}
+
+
+def _compare_factors(left: Source, right: Source, result: Diff) -> None:
+    """Add the first number by which two sources multiply a tensor that is not the same, or a notice where one of them
+    does not say it."""
+    try:
+        a, b = left.factors(), right.factors()
+    except ReshardError as error:
+        result.notices.append(f"the adapters' scales were not compared: {error}")
+        return
+    for name in a:
+        if name in b and a[name] != b[name]:
+            result.fields[name] = a[name], b[name]
+            return
 
 
 def _config_for(path: Path, source: Source) -> Path | None:

@@ -12,7 +12,7 @@ from reshard.core.printed import Printed, size
 from reshard.formats import safetensors
 from reshard.models.config_fields import allow_unmapped_configs, check_ignored, whole_number
 from reshard.models.model import Model
-from reshard.storage.opening import open_model_or_adapter
+from reshard.storage.opening import note_untrained, open_model_or_adapter
 from reshard.storage.sources.base import ignored_as_recorded, read_config
 from reshard.storage.sources.hf_hub import config_path, local_directory
 from reshard.storage.sources.opening import check_config_is_read
@@ -89,7 +89,7 @@ def inspect(path: str | Path, *, hf_config: str | Path | None = None) -> Inspect
         source = open_model_or_adapter(directory, config)
     try:
         check_ignored(source.model)
-        source.look_closer()
+        note_untrained(source)
         own = {name: t for name, t in source.tensors.items() if name not in source.copies}
         dtypes: Counter = Counter()
         for info in own.values():

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+from reshard.core.errors import ReshardError
 from reshard.lora.checkpoint import AdapterOnlyError
 from reshard.storage.lora.megatron import MegatronAdapterSource
 from reshard.storage.lora.opening import is_peft, open_adapter
 from reshard.storage.lora.peft import PeftSource
+from reshard.storage.lora.source import AdapterSource
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.megatron import States
 from reshard.storage.sources.opening import check_directory, open_source
@@ -26,3 +28,19 @@ def open_model_or_adapter(
         return open_source(path, hf_config, states=states)
     except AdapterOnlyError:
         return MegatronAdapterSource(path, hf_config)
+
+
+def check_same_kind(a: Source, b: Source) -> None:
+    """Raise ReshardError if one is an adapter and the other a model, which have no tensor in common."""
+    if a.is_model is not b.is_model:
+        adapter, model = (b, a) if a.is_model else (a, b)
+        raise ReshardError(
+            f"{adapter.path} is a LoRA adapter and {model.path} a model: reshard lora-merge adds the "
+            "adapter to its model first"
+        )
+
+
+def note_untrained(source: Source) -> None:
+    """Note of an adapter that it was not trained, where its numbers say so."""
+    if isinstance(source, AdapterSource):
+        source.note_untrained()

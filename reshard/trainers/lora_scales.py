@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.core.errors import ReshardError, listed
-from reshard.lora.checkpoint import ADAPTER
 from reshard.lora.scale import Scale
+from reshard.trainers.adapter_names import is_of_adapter
 
 WHERE = "the trainer's adapter"
 
@@ -128,7 +128,7 @@ def _check_factor(now: float, then: float) -> None:
 
 def check_frozen(models: Iterable[torch.nn.Module]) -> None:
     """Raise ReshardError if parameters beside the adapter are trained, which would not reach the engine."""
-    trained = [name for name in _trained(models) if not ADAPTER.search(name)]
+    trained = [name for name in _trained(models) if not is_of_adapter(name)]
     if trained:
         raise ReshardError(
             f"the trainer trains {len(trained)} parameters beside its adapter ({listed(trained, 3)}), which would "

@@ -17,7 +17,7 @@ import torch
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor
 from reshard.device.memory import Region
-from reshard.lora.checkpoint import ADAPTER, check_supported, find_adapters
+from reshard.lora.checkpoint import check_supported, find_adapters
 from reshard.lora.names import PEFT_PREFIX, peft_name
 from reshard.lora.parameters import Adapter, adapter_parameters
 from reshard.lora.scale import Scale
@@ -25,6 +25,7 @@ from reshard.megatron.hybrid import class_of_models
 from reshard.megatron.parameters import Parameter, expand
 from reshard.models.model import Model
 from reshard.refit.lora.scales import encode_scales
+from reshard.trainers.adapter_names import is_of_adapter
 from reshard.trainers.lora_scales import WHERE, Alpha, Factors, alpha_of, check_frozen
 from reshard.trainers.shards import ShardedModel
 
@@ -71,7 +72,7 @@ class MegatronAdapter(ShardedModel):
         self._factors = Factors(self.models)
 
     def _published_key(self, key: str) -> str | None:
-        return key if ADAPTER.search(key) else None
+        return key if is_of_adapter(key) else None
 
     @property
     def device(self) -> torch.device | None:

@@ -3,9 +3,15 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
+import torch
 
 from reshard import MegatronLayout, hf_to_mcore
+from reshard.core.errors import ReshardError
+from reshard.parity.causes.replay import replayed
+from reshard.parity.routing import Choices
+from reshard.parity.systems.base import ForwardSystem
 from tests.starting.ranks import run_on_ranks
 from tests.tools.parity_runs import change_config, with_a_fault
 
@@ -86,3 +92,27 @@ def test_megatron_takes_the_experts_of_transformers(checkpoint, tmp_path):
     hf_to_mcore(hf, tmp_path / "mcore", MegatronLayout(), transformer_impl="local")
     shares, _, text = why(tmp_path / "mcore", hf, "routing")
     assert 0.99 < shares["routing"] < 1.01 and abs(shares["unexplained"]) < 0.01, text
+
+
+class Sorting(ForwardSystem):
+    """A system whose router does not choose by ``topk``."""
+
+    def __init__(self) -> None:
+        self.router = torch.nn.Identity()
+
+    def routers(self):
+        return {3: self.router}
+
+    def _unused(self, *_):
+        raise AssertionError
+
+    logits = roots = choices = close = _unused
+
+
+def test_experts_that_cannot_be_replayed_are_refused():
+    system, choices = Sorting(), Choices((3,), np.zeros((2, 1, 1), np.int64), None)
+    with (
+        pytest.raises(ReshardError, match=r"the routers of layers 3 do not choose by torch\.topk"),
+        replayed(system, choices),
+    ):
+        system.router(torch.zeros(3, 4))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from reshard.core.errors import ReshardError, listed
 from reshard.parity.routing import Choices
 from reshard.parity.systems.base import ForwardSystem, System
 
@@ -15,7 +16,8 @@ from reshard.parity.systems.base import ForwardSystem, System
 @contextmanager
 def replayed(system: System, choices: Choices | None) -> Iterator[None]:
     """Let the routers of a system send the tokens of one prompt to these experts while the context is open; its last
-    token, of whose choice nothing depends, goes where its router sends it. Without choices nothing changes."""
+    token, of whose choice nothing depends, goes where its router sends it. Without choices nothing
+    changes. Raises ReshardError at the end if a router does not choose by ``topk``, and went where it would."""
     if choices is None:
         yield
         return
@@ -36,7 +38,8 @@ def replayed(system: System, choices: Choices | None) -> Iterator[None]:
         for handle in handles:
             handle.remove()
     unused = [layer for layer, mode in modes.items() if not mode.replaced]
-    assert not unused, f"the routers of layers {unused} do not choose by torch.topk"
+    if unused:
+        raise ReshardError(f"the routers of layers {listed(map(str, unused), 3)} do not choose by torch.topk")
 
 
 def _enter(modes: Mapping[int, "_Chosen"], layer: int, *_: Any) -> None:

@@ -126,7 +126,12 @@ class _Search:
             )
             self.choices = ()
             return []
-        scores = self._score(self.specs["A"], self.comparison.dtype, self.alone, self.choices)
+        try:
+            scores = self._score(self.specs["A"], self.comparison.dtype, self.alone, self.choices)
+        except ReshardError as error:
+            self.notes.append(f"routing was not told apart: {first_line(error)}")
+            self.choices = ()
+            return []
         return [Step(ROUTING, scores, "B's experts in A")]
 
     def _replays(self, side: str) -> bool:

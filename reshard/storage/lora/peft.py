@@ -305,7 +305,7 @@ class PeftSource(AdapterSource):
         return np.ascontiguousarray(rows.reshape(stop - start, rank, width // rank)[:, :, matrix.expert])
 
     def spans(self, file: str) -> list[tuple[int, int]]:
-        return sorted((t.offset, t.offset + t.size_bytes) for t in self.stored.values() if t.file == file)
+        return safetensors.spans(t for t in self.stored.values() if t.file == file)
 
     def stored_tensors(self) -> dict[str, TensorInfo]:
         """Return the tensors of the file: those of all experts as they are stored."""

@@ -36,9 +36,6 @@ class AdapterSource(Source, ABC):
         """Read rows of the copy of a weight in `copies_of_base`."""
         raise NotImplementedError
 
-    def look_closer(self) -> None:
-        self.note_untrained()
-
     def note_untrained(self) -> None:
         """Note an adapter whose every B is zero, as PEFT begins; of any other, no more is read than the first rows that
         are not."""
@@ -53,21 +50,6 @@ class AdapterSource(Source, ABC):
     def factors(self) -> Mapping[str, float]:
         return {f"scale of {weight}": scale.factor for weight, scale in self.scales.items()}
 
-    def differences(self, other: Source) -> tuple[dict[str, tuple[Any, Any]], list[str]]:
-        """Return what differs, with the first weight whose ``B @ A`` two adapters multiply by different factors, or a
-        notice where one of them does not say its alpha. Raises ReshardError for a model."""
-        if not isinstance(other, AdapterSource):
-            raise ReshardError(_merge_first(self, other))
-        fields, notices = super().differences(other)
-        try:
-            a, b = self.scales, other.scales
-        except ReshardError as error:
-            return fields, [*notices, f"the adapters' scales were not compared: {error}"]
-        for name in a:
-            if name in b and a[name].factor != b[name].factor:
-                return fields | {f"scale of {name}": (a[name].factor, b[name].factor)}, notices
-        return fields, notices
-
     def described_adapter(self) -> dict[str, Any]:
         """Return what `inspect` shows of any adapter."""
         ranks = {name: rank for adapter in self.adapters for name, rank in adapter.ranks.items()}
@@ -81,13 +63,6 @@ class AdapterSource(Source, ABC):
             "rank": _one_or_all(ranks.values()),
             "alpha": _one_or_all(alphas) if alphas else "not said",
         }
-
-
-def _merge_first(adapter: Source, model: Source) -> str:
-    return (
-        f"{adapter.path} is a LoRA adapter and {model.path} a model: reshard lora-merge adds the "
-        "adapter to its model first"
-    )
 
 
 def _one_or_all(values: Iterable[float]) -> Any:

@@ -16,7 +16,7 @@ from reshard.formats.small_files import read_json
 from reshard.formats.torch_dist import TRACKER
 from reshard.megatron.parameters import ModelParameters
 from reshard.models.config_fields import ignored_config_fields
-from reshard.models.model import Model, different_fields
+from reshard.models.model import Model
 from reshard.storage.io.boxes import BoxReader
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import Strip, TensorInfo
@@ -134,16 +134,6 @@ class Source(ABC):
     def factors(self) -> Mapping[str, float]:
         """Return the numbers by which the tensors are multiplied where they are used, by what each is of."""
         return {}
-
-    def differences(self, other: "Source") -> tuple[dict[str, tuple[Any, Any]], list[str]]:
-        """Return in what besides tensors this and another source differ, by what that is, and notices. Raises
-        ReshardError if one is a model and the other is not: they have no tensor in common."""
-        if self.is_model and not other.is_model:
-            other.differences(self)
-        return different_fields(self.model, other.model), []
-
-    def look_closer(self) -> None:  # noqa: B027
-        """Note what only a look at the numbers shows."""
 
     def leaves_out(self, name: str) -> bool:
         """Return True for a tensor that the manifest lists and this source is not asked for."""

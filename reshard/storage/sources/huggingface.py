@@ -355,7 +355,7 @@ class HuggingFaceSource(Source):
         return rows.view(stored.dtype.numpy())
 
     def spans(self, file: str) -> list[tuple[int, int]]:
-        return sorted((t.offset, t.offset + t.size_bytes) for t in self.stored.values() if t.file == file)
+        return safetensors.spans(t for t in self.stored.values() if t.file == file)
 
     def stored_tensors(self) -> dict[str, TensorInfo]:
         """Return the tensors as the files have them: codes and scales apart, and views in place of

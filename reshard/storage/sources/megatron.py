@@ -249,7 +249,7 @@ class MegatronSource(Source):
 
     def spans(self, file: str) -> list[tuple[int, int]]:
         if file == f"{HF_FILES}/{TOWERS}":
-            return sorted((t.offset, t.offset + t.size_bytes) for t in self.towers.values())
+            return safetensors.spans(self.towers.values())
         chunks = [stored for key in self.checkpoint.keys.values() for stored in key.chunks.values()]
         tensors = [self.tensor_at(stored) for stored in chunks if stored.file == Path(file).name]
         return sorted((t.offset, t.offset + prod(t.shape) * t.dtype.size) for t in tensors)
