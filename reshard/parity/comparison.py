@@ -76,7 +76,7 @@ class SystemComparison:
         """Set the prompts and the options of scoring."""
         model, longest = self.models[0], max(map(len, prompts))
         context = int(model.config["max_position_embeddings"])
-        unable = [side for side, spec in self.specs.items() if not _takes_positions(spec)]
+        unable = [side for side, spec in self.specs.items() if not takes_positions(spec)]
         self.reach = None if unable else reach
         self.prompts = list(prompts)
         keep = KEPT_BYTES // (4 * model.symbols["V"])
@@ -237,7 +237,8 @@ class SystemComparison:
         self.routings.append(routing_of(self.runs[side], scores, self.models[0]))
 
 
-def _takes_positions(spec: str | System) -> bool:
+def takes_positions(spec: str | System) -> bool:
+    """Return True if a system can score tokens at positions that are not 0, 1, 2 ..."""
     return spec.takes_positions if isinstance(spec, System) else not engine_of(spec)
 
 

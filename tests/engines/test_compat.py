@@ -1,6 +1,7 @@
 """What is needed of vLLM beyond its interface: asked for late, put back, and named with the version
 where it is not there."""
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace as EngineConfig
@@ -15,6 +16,7 @@ from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.worker import RefitExtension
 from reshard.megatron import compat as megatron
 from tests.starting.ranks import caught as said_by
+from tests.starting.warm import python_of_engine
 
 
 def test_what_a_vllm_lacks_is_named_with_its_version_and_the_tested_ones():
@@ -223,3 +225,31 @@ def test_weights_that_vllm_takes_from_others_are_of_no_version_and_counted(their
         with pytest.raises(RuntimeError, match="half of them"):
             fails()
         assert guard.version is None and guard.writes > before
+
+
+def test_operators_that_a_batch_invariant_vllm_replaces_are_given_back():
+    """Else what this process runs after the engine, such as the same model in fp32, has vLLM's kernels."""
+    program = """
+import torch
+
+from reshard.engines.vllm import compat
+from vllm.model_executor.layers import batch_invariant
+
+before, rows = torch.bmm, torch.randn(4, 1024)
+expected = rows.log_softmax(-1)
+assert compat.is_batch_invariant()
+for _ in range(2):
+    batch_invariant.enable_batch_invariant_mode()
+    assert torch.bmm is not before
+    try:
+        rows.log_softmax(-1)
+    except TypeError:
+        print("replaced")  # by a kernel of Triton, which needs a GPU
+    compat.end_batch_invariance()
+    assert torch.bmm is before and torch.equal(rows.log_softmax(-1), expected)
+"""
+    environment = os.environ | {"VLLM_BATCH_INVARIANT": "1"}
+    done = subprocess.run(
+        [python_of_engine(), "-c", program], capture_output=True, text=True, timeout=600, env=environment
+    )
+    assert done.stdout.splitlines()[-2:] == ["replaced", "replaced"], done.stderr[-2000:]

@@ -62,22 +62,27 @@ def assertion(rank: int, a: str, b: str):
 
 class Planted(HuggingFace):
     """transformers with a fault: its router sends every fifth token to other experts (``routing``), prompts that are
-    batched get other logits (``batching``), or its slowest rotary angles are slower (``code``)."""
+    batched get other logits (``batching``), its rotary angles are slower (``angles``), or an MLP's output is
+    larger (``code``)."""
 
     def __init__(self, path: str, dtype: str, fault: str) -> None:
         super().__init__(Path(path), dtype)
         self.fault = fault
 
     def logits(self, tokens, lengths=None, positions=None):
-        if self.fault == "code":
-            self.module.model.rotary_emb.inv_freq[-4:] /= 1.5
+        angles = self.module.model.rotary_emb.inv_freq
+        right = angles.clone()
         with contextlib.ExitStack() as stack:
-            if self.fault == "routing":
+            if "routing" in self.fault:
                 stack.enter_context(OtherExperts())
+            if "angles" in self.fault:
+                angles /= 1.02
+                stack.callback(angles.copy_, right)
+            if "code" in self.fault:
+                mlp = self.module.model.layers[3].mlp
+                stack.callback(mlp.register_forward_hook(lambda *forward: forward[2] * 1.03).remove)
             logits = super().logits(tokens, lengths, positions)
-        if self.fault == "code":
-            self.module.model.rotary_emb.inv_freq[-4:] *= 1.5
-        return logits * 1.02 if self.fault == "batching" and len(tokens) > 1 else logits
+        return logits * 1.02 if "batching" in self.fault and len(tokens) > 1 else logits
 
 
 class OtherExperts(TorchFunctionMode):
@@ -95,9 +100,10 @@ class OtherExperts(TorchFunctionMode):
         return torch.return_types.topk((values.gather(1, places), indices.gather(1, places)))
 
 
-def why(rank: int, a: str, b: str, options: dict, fault: str = ""):
+def why(rank: int, a: str, b: str, options: dict, fault: str = "", layout: dict | None = None):
     """Return the shares of the causes, the causes and what was not measured; of B with a `fault` where one is named."""
     logging.disable(logging.WARNING)
+    options = options | ({"layout": MegatronLayout(**layout)} if layout else {})
     other = Planted(b, options.get("dtype", "fp32"), fault) if fault else b
     report = parity(a, other, why=True, reach=False, **options)
     assert report.causes is not None

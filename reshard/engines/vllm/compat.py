@@ -18,6 +18,7 @@ from reshard.core.extras import importing
 from reshard.engines.tested import TestedEngine
 
 with importing("vllm"):
+    import torch
     import torch.distributed as dist
 
 OLDEST, NEWEST = "0.24", "0.33"  # versions that refits were tested with
@@ -82,6 +83,30 @@ def end_groups() -> None:
         if parallel_state._WORLD is not None:
             parallel_state._WORLD.destroy()
             parallel_state._WORLD = None
+
+
+def is_batch_invariant() -> bool:
+    """Tell whether engines in this process run kernels whose results do not depend on the batch
+    (``VLLM_BATCH_INVARIANT=1``)."""
+    with known("does not say whether it is batch invariant"):
+        from vllm import envs
+
+        return bool(envs.VLLM_BATCH_INVARIANT)
+
+
+def end_batch_invariance() -> None:
+    """Give torch the operators back that a batch invariant engine has replaced in this process, once it holds no
+    engine; the next engine replaces them again."""
+    if not is_batch_invariant():
+        return
+    with known("keeps torch's operators elsewhere"):
+        from vllm.model_executor.layers import batch_invariant
+
+        if batch_invariant._batch_invariant_LIB is not None:
+            batch_invariant._batch_invariant_LIB._destroy()
+        batch_invariant._batch_invariant_LIB = None
+        batch_invariant._batch_invariant_MODE = False
+        torch.bmm = torch._C._VariableFunctions.bmm
 
 
 def on_cpu() -> bool:

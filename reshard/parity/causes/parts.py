@@ -4,6 +4,9 @@ Runs that change one thing at a time lead from A to B. Each scores the same toke
 sum of those of the steps, and so are the figures: a cause's part of the mean |difference| is the mean of its step times
 the sign of the whole, and its part of the KL the mean under A of its step's log ratio. A part below zero makes the
 difference smaller.
+
+What of the last step is gone where all tokens stand at one position is the part of positions: of rotary angles, and of
+what scales with them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,8 +19,8 @@ import numpy as np
 from reshard.core.printed import Printed
 from reshard.parity.metrics import Scores
 
-CONFIG, WEIGHTS, BATCHING, ROUTING, ROUNDING, UNEXPLAINED = (
-    "config", "weights", "batching", "routing", "rounding", "unexplained",
+CONFIG, WEIGHTS, BATCHING, ROUTING, ROUNDING, POSITIONS, UNEXPLAINED = (
+    "config", "weights", "batching", "routing", "rounding", "positions", "unexplained",
 )  # fmt: skip
 
 
@@ -66,11 +69,19 @@ class Causes(Printed):
 
 @dataclass(frozen=True)
 class Step:
-    """Scores of a run, and the cause by which it differs from the run before it."""
+    """Scores of a run, and the cause by which it differs from the run before it; `of_positions` is the share of that
+    which positions make."""
 
     cause: str
     scores: list[Scores]
     detail: str = ""
+    of_positions: float = 0.0
+
+    def shares(self) -> Iterator[tuple[str, float, str]]:
+        """Yield each cause of this step, its share of it, and what the cause's row says."""
+        if self.of_positions:
+            yield POSITIONS, self.of_positions, "gone where all tokens stand at position 0"
+        yield self.cause, 1 - self.of_positions, self.detail
 
 
 def causes_of(start: Sequence[Scores], steps: Sequence[Step], notes: Sequence[str] = ()) -> Causes:
@@ -88,10 +99,11 @@ def causes_of(start: Sequence[Scores], steps: Sequence[Step], notes: Sequence[st
     kls = _kl_parts(runs)
     by_cause: dict[str, Cause] = {}
     for step, part, kl in zip(steps, parts, kls, strict=True):
-        known = by_cause.get(step.cause, Cause(step.cause, 0.0, 0.0))
-        both = None if kl is None or known.kl is None else known.kl + kl
-        details = "; ".join(dict.fromkeys(filter(None, (known.detail, step.detail))))
-        by_cause[step.cause] = Cause(step.cause, known.mean_abs + part, both, details)
+        for cause, share, detail in step.shares():
+            known = by_cause.get(cause, Cause(cause, 0.0, 0.0))
+            both = None if kl is None or known.kl is None else known.kl + share * kl
+            details = "; ".join(dict.fromkeys(filter(None, (known.detail, detail))))
+            by_cause[cause] = Cause(cause, known.mean_abs + share * part, both, details)
     whole = None if any(kl is None for kl in kls) else float(sum(kl for kl in kls if kl is not None))
     mean_abs = float(np.abs(logprobs[0] - logprobs[-1]).mean())
     ordered = sorted(by_cause.values(), key=lambda cause: (cause.name == UNEXPLAINED, -cause.mean_abs))

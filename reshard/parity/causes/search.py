@@ -7,8 +7,9 @@ these. `parts` has what follows from the scores.
 
 import tempfile
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,25 @@ from reshard.parity.causes.parts import (
     causes_of,
 )
 from reshard.parity.causes.replay import replayed
-from reshard.parity.comparison import SystemComparison
-from reshard.parity.metrics import Scores
+from reshard.parity.comparison import SystemComparison, takes_positions
+from reshard.parity.metrics import Scores, metrics_of
 from reshard.parity.served import checkpoint_of, engine_of, is_address, place_of
 from reshard.parity.systems.base import ForwardSystem, ScoringOptions, System, scores_of
 from reshard.parity.systems.opening import is_megatron
+from reshard.parity.systems.processes import failing_together, from_first
 from reshard.storage.compare import diff
+
+# Share of the difference below which what is left after all other causes is not looked into.
+MATTERS = 0.02
+# With all tokens at one position a model is another function, in which the same fault is some tenths larger or smaller.
+# A smaller share of positions than this is taken for that.
+LEAST_OF_POSITIONS = 0.2
 
 
 def find_causes(comparison: SystemComparison) -> Causes:
     """Return why the two systems of a comparison differ, which has scored both. Every rank calls this."""
-    with tempfile.TemporaryDirectory(prefix="reshard-why-") as folder:
-        search = _Search(comparison, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="reshard-why-") as own:
+        search = _Search(comparison, from_first(lambda: Path(own)))
         steps = search.steps()
     return causes_of(comparison.runs["A"], steps, search.notes)
 
@@ -52,8 +60,8 @@ class _Search:
     def __init__(self, comparison: SystemComparison, folder: Path) -> None:
         self.comparison, self.folder, self.notes = comparison, folder, list[str]()
         self.specs = dict(comparison.specs)
+        self.in_fp32: dict[str, str] = {}  # by side, the checkpoint that ran in fp32 last
         self.paths = all(isinstance(s, str) and not is_address(place_of(s)) for s in self.specs.values())
-        self.one_rank = not dist.is_initialized() or dist.get_world_size() == 1
         self.alone = replace(comparison.scoring, batch_size=1, packed=False)
         self.choices: Sequence[Any] = ()  # of B, by prompt, where A is told to take them
 
@@ -64,7 +72,30 @@ class _Search:
         # The way from B's run in fp32 to B, turned around: each step then ends where it began.
         ends = [self.comparison.runs["B"], *(step.scores for step in back)]
         turned = [Step(step.cause, end, step.detail) for step, end in zip(back, ends, strict=False)][::-1]
-        return [*forth, Step(UNEXPLAINED, ends[-1], self._between(forth, back)), *turned]
+        start = forth[-1].scores if forth else self.comparison.runs["A"]
+        positions = self._of_positions(start, ends[-1])
+        return [*forth, Step(UNEXPLAINED, ends[-1], self._between(forth, back), positions), *turned]
+
+    def _of_positions(self, a: list[Scores], b: list[Scores]) -> float:
+        """Return the share of the last step's difference that is gone where all tokens stand at position 0, where
+        the step matters and both systems of it can be told positions."""
+        apart = metrics_of(a, b).mean_abs
+        if apart <= MATTERS * metrics_of(*self.comparison.runs.values()).mean_abs:
+            return 0.0
+        ends = [
+            (self.in_fp32[side], "fp32") if side in self.in_fp32 else (spec, self.comparison.dtype)
+            for side, spec in self.specs.items()
+        ]
+        if not all(takes_positions(spec) for spec, _ in ends):
+            self.notes.append("the part of positions was not told apart: an engine counts them itself")
+            return 0.0
+        try:
+            at_zero = [self._score(*end, self.alone, self.choices, at_zero=True) for end in ends]
+        except (ReshardError, torch.OutOfMemoryError, MemoryError) as error:
+            self.notes.append(f"the part of positions was not told apart: {first_line(error)}")
+            return 0.0
+        share = 1 - metrics_of(*at_zero).mean_abs / apart
+        return share if share > LEAST_OF_POSITIONS else 0.0
 
     def _between(self, forth: Sequence[Step], back: Sequence[Step]) -> str:
         both = all(any(step.cause == ROUNDING for step in steps) for steps in (forth, back))
@@ -79,15 +110,13 @@ class _Search:
             )
             return []
         fields, steps = config_differences(*self.comparison.models), list[Step]()
-        tensors = self._different_tensors()
+        tensors = from_first(self._different_tensors)
         mixed = MixedCheckpoints(str(self.specs["A"]), str(self.specs["B"]), self.comparison, self.folder)
         for cause, names, weights_of in ((CONFIG, [*fields], "A"), (WEIGHTS, tensors, "B")):
             if not names:
                 continue
             try:
-                if not self.one_rank:
-                    raise ReshardError("it takes one process")
-                spec = mixed.checkpoint(weights_of)
+                spec = from_first(partial(mixed.checkpoint, weights_of))
                 scores = self._score(spec, self.comparison.dtype, self.comparison.scoring)
             except ReshardError as error:
                 self.notes.append(
@@ -136,9 +165,7 @@ class _Search:
 
     def _replays(self, side: str) -> bool:
         spec = self.specs[side]
-        return self.one_rank and (
-            not engine_of(spec) if isinstance(spec, str) else isinstance(spec, ForwardSystem)
-        )
+        return not engine_of(spec) if isinstance(spec, str) else isinstance(spec, ForwardSystem)
 
     def _in_fp32(self, side: str) -> list[Step]:
         """Return the step by which a side runs in fp32: its checkpoint, in transformers or Megatron-Core."""
@@ -150,6 +177,7 @@ class _Search:
             return []
         try:
             scores = self._score(checkpoint_of(spec), "fp32", self.alone, self.choices)
+            self.in_fp32[side] = checkpoint_of(spec)
         except (ReshardError, torch.OutOfMemoryError, MemoryError) as error:
             self.notes.append(f"the rounding of {side} was not told apart: {first_line(error)}")
             return []
@@ -157,9 +185,15 @@ class _Search:
         return [Step(ROUNDING, scores, f"{side}{kernels} in {self.comparison.dtype}")]
 
     def _score(
-        self, spec: str | System, dtype: str, scoring: ScoringOptions, choices: Sequence[Any] = ()
+        self,
+        spec: str | System,
+        dtype: str,
+        scoring: ScoringOptions,
+        choices: Sequence[Any] = (),
+        at_zero: bool = False,
     ) -> list[Scores]:
-        """Score the prompts in a system, with `choices` each at these experts."""
+        """Score the prompts in a system, with `choices` each at these experts, `at_zero` with all tokens at position
+        0."""
         prompts = self.comparison.prompts
         with closing(spec if isinstance(spec, System) else self._open(spec, dtype)) as system:
             if scoring.batch_size > 1 or scoring.packed:
@@ -167,8 +201,12 @@ class _Search:
             kept, scores = scoring.kept_of(len(prompts)), dict[int, list[Scores]]()
             # The longest first: an engine is started for the first prompts that it gets.
             for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
-                with replayed(system, choices[i]) if choices else nullcontext():
-                    scores[i] = scores_of(system, [prompts[i]], replace(scoring, keep=kept[i]))
+                positions = (0,) * len(prompts[i]) if at_zero else None
+                runs_here = system.spread or dist.get_rank() == 0
+                with failing_together(), replayed(system, choices[i] if choices and runs_here else None):
+                    scores[i] = scores_of(
+                        system, [prompts[i]], replace(scoring, keep=kept[i], positions=positions)
+                    )
             return [score for i in sorted(scores) for score in scores[i]]
 
     def _open(self, spec: str, dtype: str) -> System:

@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from reshard.core.errors import ReshardError
 from reshard.parity.noise import SHARE_IN_FP32, SHARE_IN_TF32
 
 Name = TypeVar("Name")
+Made = TypeVar("Made")
 
 
 def check_processes(system: str, needed: int, replicas: bool = False) -> None:
@@ -71,6 +72,36 @@ def gather_from_ranks(entries: dict[Name, Any]) -> dict[Name, Any]:
     by_rank: list[dict[Name, Any]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(by_rank, entries)
     return {name: entry for gathered in by_rank for name, entry in gathered.items()}
+
+
+def from_first(make: Callable[[], Made]) -> Made:
+    """Return on every rank what the first one makes. A ReshardError of its is raised on all."""
+    made: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            made = [make()]
+        except ReshardError as error:
+            made = [error]
+    dist.broadcast_object_list(made)
+    if isinstance(made[0], ReshardError):
+        raise made[0]
+    return made[0]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Raise on every rank the ReshardError that one of them raises inside this context, which all enter."""
+    own: ReshardError | None = None
+    try:
+        yield
+    except ReshardError as error:
+        own = error
+    errors: list[ReshardError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, own)
+    if own is not None:
+        raise own
+    for other in filter(None, errors):
+        raise other
 
 
 def device() -> torch.device:

@@ -13,7 +13,12 @@ import torch.distributed as dist
 
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.extras import require
-from reshard.engines.vllm.compat import end_groups, own_shared_memory
+from reshard.engines.vllm.compat import (
+    end_batch_invariance,
+    end_groups,
+    is_batch_invariant,
+    own_shared_memory,
+)
 from reshard.engines.vllm.layout import VllmLayout
 from reshard.models.model import Model
 from reshard.models.published import published
@@ -65,9 +70,9 @@ class StartedVllm(System):
 
     @property
     def sizes(self) -> str:
-        """The engine's sizes and its quantization, for the name."""
-        quantization = self.options.quantization
-        return str(self.engine) if quantization is None else f"{self.engine}, {quantization}"
+        """The engine's sizes, its quantization and whether it is batch invariant, for the name."""
+        also = [self.options.quantization or "", "batch invariant" * is_batch_invariant()]
+        return ", ".join(filter(None, [str(self.engine), *also]))
 
     def score(self, prompts: Sequence[Prompt], options: ScoringOptions) -> list[Scores]:
         self.engine.check(self.model)
@@ -149,8 +154,10 @@ def _reason(error: Exception) -> str:
 
 
 def forget_engine() -> None:
-    """End vLLM's process groups once no engine is left in this process; torch's own group stays."""
+    """End vLLM's process groups, and give torch's operators back, once no engine is left in this process; torch's own
+    group stays."""
     end_groups()
+    end_batch_invariance()
     gc.unfreeze()
     release_memory()
 

@@ -110,9 +110,11 @@ def block_codec(rounding: str, source: str = "bfloat16") -> int:
     raise ValueError(f"{rounding} is none of {sorted(ROUNDINGS)}, or {source} no source of blocks")
 
 
-# The index in `ROUNDINGS` of each codec's rounding; of codecs that make no blocks, one that is past its end. The
-# fragments of a block may have several source dtypes, but one rounding.
-CODEC_ROUNDINGS = np.array([[*ROUNDINGS, None].index(getattr(codec, "rounding", None)) for codec in CODECS])
+# The number of each codec's rounding among those of all codecs of blocks, those of fp8 first and in the order of
+# `ROUNDINGS`; of codecs that make no blocks, one that is past the end. The fragments of a block may have several source
+# dtypes, but one rounding.
+_ROUNDINGS = [*dict.fromkeys(codec.rounding for codec in CODECS if isinstance(codec, BlockCodec)), None]
+CODEC_ROUNDINGS = np.array([_ROUNDINGS.index(getattr(codec, "rounding", None)) for codec in CODECS])
 # For each codec of blocks the number of the codec that makes the bf16 that blocks are made of;
 # other codecs stand for themselves.
 BEFORE_BLOCKS = np.array(
