@@ -58,6 +58,7 @@ print("SAID", json.dumps(said))
 
 IN_SWIFT = """
 import json, sys
+import tests.starting.swift_imports
 import torch
 from reshard.integrations import swift
 from reshard import ReshardError

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from reshard.parity.rollout.tokens import Tokens
 from reshard.parity.rollout.weights import effective_share, weights_of
 from tests.tools.checkpoints import make
 
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
 FIGURES = ("mean_abs", "kl_k1", "kl_estimate_reverse")
 
 
@@ -42,27 +44,26 @@ def adds_up(figures: dict, kind: str) -> bool:
 
 @pytest.fixture(scope="module")
 def sampled(trained):
-    """Tokens that a trained model samples in bf16: their logprobs there and in fp32 (the trainer's), and the exact
-    KL(bf16 || fp32) at each ``[samples, tokens]``."""
-    from transformers import AutoModelForCausalLM
+    """Tokens that a trained model in bf16, the engine, samples at each position of real text: their logprobs in fp32,
+    the trainer, and in bf16 ``[samples, positions]``, and the exact KL(bf16 || fp32) at each ``[positions]``."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    ids = torch.tensor(AutoTokenizer.from_pretrained(trained)(text)["input_ids"][:320]).reshape(2, 160)
+    logprobs = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(trained, dtype=dtype).eval()
+        with torch.no_grad():
+            logprobs.append(model(ids).logits.flatten(0, 1).double().log_softmax(-1))
+    p, q = logprobs
     torch.manual_seed(0)
-    engine, trainer = (AutoModelForCausalLM.from_pretrained(trained, dtype=dtype).eval()
-                       for dtype in (torch.bfloat16, torch.float32))  # fmt: skip
-    prompts = torch.randint(100, 40_000, (16, 1))
-    with torch.no_grad():
-        ids = engine.generate(
-            prompts, do_sample=True, top_k=0, temperature=1.0, max_new_tokens=24, min_new_tokens=24,
-            pad_token_id=0, attention_mask=torch.ones_like(prompts),
-        )  # fmt: skip
-        q, p = (model(ids).logits[:, :-1].double().log_softmax(-1) for model in (engine, trainer))
-    tokens = ids[:, 1:, None]
-    kl = (q.exp() * (q - p)).sum(-1)
-    return p.gather(-1, tokens)[..., 0], q.gather(-1, tokens)[..., 0], kl
+    tokens = torch.multinomial(q.exp(), 16, replacement=True)
+    return p.gather(-1, tokens).T, q.gather(-1, tokens).T, (q.exp() * (q - p)).sum(-1)
 
 
 def test_estimates_are_those_of_the_exact_kl_of_a_trained_model(sampled):
-    """Within four standard errors of the tokens; the KL of the other direction's sampling is the control."""
+    """Within five standard errors of the tokens. The control are logprobs of another distribution than the one that was
+    sampled from, as those without the temperature."""
     train, engine, exact = sampled
     verdict = check_rollout(train, engine)
     log_ratio = (train - engine).numpy().ravel()
@@ -74,12 +75,11 @@ def test_estimates_are_those_of_the_exact_kl_of_a_trained_model(sampled):
         assert value == pytest.approx(of_tokens.mean())
         target = 1.0 if value == verdict.weights.ratio_mean else float(exact.mean())
         error = of_tokens.std() / np.sqrt(len(of_tokens))
-        assert abs(value - target) < 4 * error, (value, target, error)
+        assert abs(value - target) < 5 * error, (value, target, error)
     assert 1e-5 < float(exact.mean()) < 0.02 and verdict.metrics.mean_abs > 0.005, "bf16 rounds"
     assert verdict.weights.kl_k1 - verdict.metrics.kl_estimate_reverse == pytest.approx(
         1 - verdict.weights.ratio_mean
     )
-    # The control: logprobs of another distribution than the one sampled from, as without the temperature.
     hotter = check_rollout(train, 0.8 * engine)
     assert abs(hotter.weights.ratio_mean - 1) > 10 * abs(verdict.weights.ratio_mean - 1) and not hotter.ok
 

@@ -43,7 +43,7 @@ def test_the_charts_have_every_step_and_stacks_are_as_high_as_the_whole(path):
     assert "Rollouts: beyond the limits" in parsed.text and "2 of 40 steps" in parsed.text
     charts = {chart.title.text: chart for chart in parsed.charts.roots}
     assert len(charts) == 9
-    data = charts["Mean |difference of logprobs|"].renderers[-1].data_source.data
+    data = charts["Mean |difference of logprobs|"].renderers[0].data_source.data
     assert data["step"].tolist() == list(range(40))
     assert np.array_equal(data["mean_abs"], run.columns["mean_abs"])
     whole = run.columns["kl_estimate_reverse"]
@@ -65,7 +65,7 @@ def test_of_many_steps_those_beyond_the_limits_are_shown_and_the_page_says_so(pa
     monkeypatch.setattr(html, "POINTS", 10)
     monkeypatch.setattr(html, "KEPT", 5)
     parsed = Parsed(html_run(run))
-    [data] = {id(chart.renderers[-1].data_source): chart.renderers[-1].data_source.data
+    [data] = {id(chart.renderers[0].data_source): chart.renderers[0].data_source.data
               for chart in parsed.charts.roots}.values()  # fmt: skip
     steps = data["step"].tolist()
     assert len(steps) == len(set(steps)) == 10 and {7, 30, 0, 39} <= set(steps) and steps == sorted(steps)

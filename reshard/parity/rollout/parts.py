@@ -18,7 +18,7 @@ LAGS = 8
 
 
 class Part(NamedTuple):
-    """What a group of tokens is of a whole: its `share` of the tokens, and its parts of the mean |difference of
+    """Part of a group of tokens in a whole: its `share` of the tokens, and its parts of the mean |difference of
     logprobs| and of the two estimates of KL(inference || train), in nats: k1, and k3, `kl_estimate_reverse`."""
 
     share: float

@@ -220,7 +220,7 @@ def _differ(a: Any, b: Any, mask: Any) -> Any:
         a, b = (torch.as_tensor(values) for values in (a, b))
         a, b = (values.int() if values.dtype in (torch.uint16, torch.uint32) else values for values in (a, b))
         b = b.to(a.device)
-    apart = (a != b).reshape((*a.shape[:-2], -1)).any(-1)
+    apart = (a != b).any(-1).any(-1)
     if mask is not None:
         apart = apart & _like(mask, a)
     one, other = (values[apart] for values in (a, b))
@@ -228,7 +228,6 @@ def _differ(a: Any, b: Any, mask: Any) -> Any:
         one, other = one.sort(-1).values, other.sort(-1).values
     else:
         one, other = np.sort(one, -1), np.sort(other, -1)
-    apart[apart.copy() if isinstance(apart, np.ndarray) else apart.clone()] = (
-        (one != other).reshape((len(one), -1)).any(-1)
-    )
+    chosen = apart.copy() if isinstance(apart, np.ndarray) else apart.clone()
+    apart[chosen] = (one != other).any(-1).any(-1)
     return apart
