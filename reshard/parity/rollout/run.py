@@ -68,7 +68,7 @@ class Run(NoTruthValue, Printed):
     def verdict(self) -> str:
         """The conclusion."""
         if self.ok:
-            return f"all {len(self.steps):,} steps are within the limits"
+            return "every step is within the limits"
         first, sentences = next(iter(self.failed.items()))
         return (
             f"{len(self.failed):,} of {len(self.steps):,} steps are beyond the limits, first step {first}: "
