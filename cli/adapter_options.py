@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import click
 
-from reshard.cli.dtypes import DtypeChoice
-from reshard.cli.groups import together
+from reshard.cli.options import DtypeChoice, together
 from reshard.cli.output import run_options
 from reshard.cli.places import PathOrHubId
 from reshard.core.limits import MAX_RANKS

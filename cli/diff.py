@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from reshard.cli.dtypes import DtypeChoice
+from reshard.cli.options import DtypeChoice
 from reshard.cli.output import (
     ignore_option,
     json_option,

@@ -3,7 +3,7 @@
 import click
 
 from reshard.cli.adapter_options import ALPHA
-from reshard.cli.dtypes import DtypeChoice
+from reshard.cli.options import DtypeChoice
 from reshard.cli.output import (
     ignore_option,
     json_option,

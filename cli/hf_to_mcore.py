@@ -5,9 +5,8 @@ from typing import Any
 
 import click
 
-from reshard.cli.dtypes import DtypeChoice
-from reshard.cli.groups import together
 from reshard.cli.layout import layout_options, pop_layout
+from reshard.cli.options import DtypeChoice, together
 from reshard.cli.output import print_report, progress_bar, run_options
 from reshard.cli.places import PathOrHubId, check_command, resumable
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE

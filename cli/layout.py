@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from reshard.cli.groups import together
+from reshard.cli.options import together
 
 LAYOUT_NAMES = (
     "tp",

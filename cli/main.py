@@ -29,16 +29,17 @@ COMMANDS = {
     "plan": "Plan a refit of vLLM or SGLang from Megatron, without a GPU.",
     "memory": "Estimate the GPU memory of training at a layout, or find layouts that fit.",
     "parity": "Compare the logprobs that two systems give the same prompts.",
+    "monitor": "Show the rollouts of a training run, step by step.",
     "demo": "Convert a small model there and back, and prove it with Megatron's own loader.",
 }
 
 # These multiply no matrices, or in a worker for each core: numpy need not start a thread for each,
 # which is a third of its import.
 ONE_THREAD = {"hf-to-mcore", "mcore-to-hf", "mcore-to-mcore", "lora-to-peft", "lora-to-megatron", "lora-merge", "delta",
-              "inspect", "diff", "check", "digest", "memory"}  # fmt: skip
+              "inspect", "diff", "check", "digest", "memory", "monitor"}  # fmt: skip
 
 EPILOG = (
-    "Exit codes: 0 done (diff: equal; check: intact; parity: within the limits); 1 a difference, a failed "
+    "Exit codes: 0 done (diff: equal; check: intact; parity, monitor: within the limits); 1 a difference, a failed "
     "check or an error, which is printed as one sentence; 2 a mistake in the command line; 130 interrupted.\n\n"
     "Guides and reference are in docs/ of the repository; `mkdocs serve` shows them as a site."
 )

@@ -5,7 +5,6 @@ from typing import Any
 
 import click
 
-from reshard.cli.groups import grouped
 from reshard.cli.layout import (
     LAYOUT_NAMES,
     engine_layout,
@@ -15,6 +14,7 @@ from reshard.cli.layout import (
     trainer_option,
 )
 from reshard.cli.memory_options import GROUPS, memory_options
+from reshard.cli.options import grouped
 from reshard.cli.output import ignore_option, json_option, print_json, print_note, write_page
 from reshard.cli.places import model_argument
 from reshard.core.errors import ReshardError

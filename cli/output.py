@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from reshard.cli.groups import together
+from reshard.cli.options import together
 from reshard.core.limits import MAX_WORKERS
 from reshard.core.printed import size
 

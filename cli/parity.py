@@ -6,7 +6,6 @@ from typing import Any
 
 import click
 
-from reshard.cli.dtypes import DtypeChoice
 from reshard.cli.layout import (
     engine_layout,
     engine_option,
@@ -15,6 +14,7 @@ from reshard.cli.layout import (
     pop_layout,
     trainer_option,
 )
+from reshard.cli.options import DtypeChoice
 from reshard.cli.output import ignore_option, json_option, print_json, quiet, write_page
 from reshard.cli.places import PathOrHubId
 from reshard.core.errors import ReshardError

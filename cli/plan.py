@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from reshard.cli.dtypes import DtypeChoice
 from reshard.cli.layout import engine_layout, engine_option, megatron_sizes, trainer_option
+from reshard.cli.options import DtypeChoice
 from reshard.cli.output import ignore_option, json_option, print_json, print_note, progress_bar
 from reshard.cli.places import model_argument
 from reshard.core.limits import MAX_VOCAB_MULTIPLE

@@ -19,6 +19,7 @@ OTHER_VARIABLES = (
     "DEBUG",
     "IGNORE_CONFIG_FIELDS",
     "EXECUTOR",
+    "MONITOR",
 )  # those that are no options of a sync
 
 

@@ -11,6 +11,8 @@ Megatron's FSDP, multimodal models, a vLLM server) takes ms-swift's own sync, an
 
 import logging
 import math
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from reshard.core.extras import importing_beside
@@ -21,14 +23,17 @@ with importing_beside("ms-swift", "mcore_bridge", "megatron", "swift"):
     from swift.rlhf_trainers.utils import VLLM_LORA_NAME
 
 import torch
+from megatron.core import parallel_state
 
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.live import VllmModel
+from reshard.integrations.monitoring import figures_of
 from reshard.integrations.options import TIMEOUT, SyncOptions
 from reshard.integrations.sync import WeightSync
 from reshard.models.model import Model
 from reshard.models.rope import attention_factor
+from reshard.parity.rollout.monitor import RolloutMonitor
 from reshard.trainers.megatron import MegatronModel, rope_is_ignored
 
 # What Megatron makes rotary embeddings of. For latent attention YaRN's factors scale the softmax
@@ -51,6 +56,57 @@ def use(
     options = SyncOptions(verify=verify, timeout=timeout, backend=backend, keep_mapped=keep_mapped)
     ReshardGRPOTrainer.reshard_options = options.checked(lambda name: f"{name} of swift.use")
     trainers.MegatronGRPOTrainer = ReshardGRPOTrainer
+
+
+def watch(path: str | Path) -> None:
+    """Let the trainer of GRPO check its rollouts, and append the figures of each to a file; called in a file that
+    ``--external_plugins`` names, after `use` where both are.
+
+    The rank that computes the logprobs of the first data-parallel rank's samples writes them: those samples stand for
+    all. ms-swift's logger has no figures of it.
+    """
+
+    class WatchedGRPOTrainer(trainers.MegatronGRPOTrainer):  # type: ignore[misc,name-defined]  # what `use` has set
+        _reshard_monitor: RolloutMonitor | None = None
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            batches = super()._generate_and_score_completions(inputs)
+            if is_watching_rank():
+                if self._reshard_monitor is None:
+                    self._reshard_monitor = RolloutMonitor(path)
+                figures_of(self._reshard_monitor, rollout_of, batches)
+            return batches
+
+    trainers.MegatronGRPOTrainer = WatchedGRPOTrainer
+
+
+def is_watching_rank() -> bool:
+    """Return whether this rank has the logprobs of the first data-parallel rank: the last pipeline stage has them."""
+    first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    return (
+        first
+        and parallel_state.is_pipeline_last_stage()
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+    )
+
+
+def rollout_of(batches: Sequence[Any]) -> dict[str, Any]:
+    """Return the arguments of `reshard.parity.RolloutMonitor.step` for the micro-batches of a rollout, as ms-swift's
+    trainers of GRPO have them once the policy has scored them: each a dict with its ``GRPOBatch``.
+
+    Raises ReshardError where a side's logprobs are not there.
+    """
+    batches = [batch["grpo_batch"] for batch in batches]
+    for side, name in (("rollout", "rollout_per_token_logps"), ("policy", "old_per_token_logps")):
+        if any(getattr(batch, name) is None for batch in batches):
+            raise ReshardError(
+                f"ms-swift has no logprobs of the {side} ({name}), as of turns without a sampled token"
+            )
+    return {
+        "train": [batch.old_per_token_logps for batch in batches],
+        "inference": [batch.rollout_per_token_logps for batch in batches],
+        "mask": [batch.completion_mask for batch in batches],
+    }
 
 
 class ReshardGRPOTrainer(MegatronGRPOTrainer):

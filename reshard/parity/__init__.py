@@ -13,7 +13,7 @@ limits.py      the largest values that pass
 causes/        why two systems differ, and how much of the difference each cause makes
 report.py      the result, for people and programs; html.py makes a page of it
 divergence.py  the first module whose output differs
-monitor.py     check_rollout(), for a training run
+rollout/       check_rollout() and RolloutMonitor, for a training run
 """
 
 from typing import TYPE_CHECKING
@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from reshard.parity.gate import parity
     from reshard.parity.limits import Limits, compare_scores
     from reshard.parity.metrics import Metrics, Scores, metrics_of
-    from reshard.parity.monitor import Verdict, check_rollout
     from reshard.parity.prompts import random_prompts
     from reshard.parity.report import ParityReport
+    from reshard.parity.rollout.check import Verdict, check_rollout
+    from reshard.parity.rollout.monitor import RolloutMonitor
+    from reshard.parity.rollout.run import read_run
     from reshard.parity.routing import Routing
     from reshard.parity.systems.outputs import scores_of_outputs
     from reshard.parity.systems.sglang import LiveSglang
@@ -42,8 +44,10 @@ if not TYPE_CHECKING:  # a type checker knows the names above, and that there ar
             "Metrics": "reshard.parity.metrics",
             "Scores": "reshard.parity.metrics",
             "metrics_of": "reshard.parity.metrics",
-            "Verdict": "reshard.parity.monitor",
-            "check_rollout": "reshard.parity.monitor",
+            "Verdict": "reshard.parity.rollout.check",
+            "check_rollout": "reshard.parity.rollout.check",
+            "RolloutMonitor": "reshard.parity.rollout.monitor",
+            "read_run": "reshard.parity.rollout.run",
             "ParityReport": "reshard.parity.report",
             "random_prompts": "reshard.parity.prompts",
             "Routing": "reshard.parity.routing",
@@ -60,6 +64,7 @@ __all__ = [
     "LiveVllm",
     "Metrics",
     "ParityReport",
+    "RolloutMonitor",
     "Routing",
     "Scores",
     "Verdict",
@@ -68,5 +73,6 @@ __all__ = [
     "metrics_of",
     "parity",
     "random_prompts",
+    "read_run",
     "scores_of_outputs",
 ]

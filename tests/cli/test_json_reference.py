@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from reshard.delta import save
+from reshard.parity import RolloutMonitor
 from tests.lora.test_lora_files import adapter
 from tests.starting.warm import python_of_trainer
 
@@ -54,6 +55,7 @@ def fields_of(document: dict) -> set[str]:
         ("plan", ("plan", "--model", "{hf}", "--trainer", "tp=2", "--engine", "tp=2")),
         ("memory", ("memory", "--model", "{hf}", "--tp", "2", "--gpus", "4", "--gpu-memory", "H100")),
         ("memory", ("memory", "--model", "{hf}", "--fit", "--gpus", "4", "--gpu-memory", "H100")),
+        ("monitor", ("monitor", "{run}")),
         ("parity", ("parity", "{hf}", "{mcore}", "--random", "1", "--lengths", "8", "--dtype", "fp32")),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else value,
@@ -63,6 +65,9 @@ def test_every_printed_field_is_in_the_page(converted, tmp_path, heading, argume
     places = {"hf": hf, "mcore": mcore, "other": other, "new": tmp_path / "new", "chain": tmp_path / "chain"}
     if arguments[0] == "delta" and arguments[1] != "save":
         save(hf, other, tmp_path / "chain")
+    if "{run}" in arguments:
+        places["run"] = tmp_path / "run.jsonl"
+        RolloutMonitor(places["run"]).step([[-1.0, -2.0]], [[-1.01, -2.0]], versions=[3], version=4)
     if any("{lora}" in argument for argument in arguments):
         places["lora"] = adapter(hf, tmp_path / "lora", target_modules=["o_proj"])
     fields = fields_of(printed(*(argument.format(**places) for argument in arguments)))

@@ -12,8 +12,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 # one layer may import each other.
 LAYERS = (
     ("core",), ("formats", "comm", "digests"), ("models",), ("mappings",), ("quantization",), ("megatron",), ("lora",),
-    ("storage",), ("device", "delta"), ("refit",), ("trainers", "live", "engines"), ("integrations",),
-    ("html",), ("memory", "plan", "digest_of"), ("parity",), ("testing", "demo"), ("cli", "__main__"),
+    ("storage",), ("device", "delta"), ("refit",), ("trainers", "live", "engines"),
+    ("html",), ("memory", "plan", "digest_of"), ("parity",), ("integrations",),
+    ("testing", "demo"), ("cli", "__main__"),
 )  # fmt: skip
 # What only names what lies above them: `reshard` itself imports when a name is used.
 EXEMPT = {"reshard"}

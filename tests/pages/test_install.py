@@ -163,7 +163,7 @@ def test_the_base_installation_is_small_and_brings_none_of_the_large_packages(ba
 
 
 def test_rollouts_are_watched_without_torch(base):
-    program = "from reshard.parity.monitor import check_rollout; v = check_rollout([[-1.0, -2.0]], [[-1.01, -2.0]]); "
+    program = "from reshard.parity import check_rollout; v = check_rollout([[-1.0, -2.0]], [[-1.01, -2.0]]); "
     assert run([base, "-c", program + "print(v.ok, v.metrics.tokens)"]).split() == ["True", "2"]
 
 

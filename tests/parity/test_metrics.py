@@ -160,21 +160,6 @@ def test_few_tokens_decide_nothing():
     assert "which 256 tokens are too few to hold against the limit" in sentence
 
 
-def test_a_rollout_has_a_kl_of_the_tokens_that_the_engine_sampled():
-    random = np.random.default_rng(0)
-    q = random.dirichlet(np.ones(8), 4000)
-    p = q * np.exp(random.normal(0, 0.3, q.shape))
-    p /= p.sum(-1, keepdims=True)
-    tokens = np.array([random.choice(8, p=row) for row in q])
-    rows = np.arange(len(q))
-    verdict = check_rollout(np.log(p[rows, tokens]), np.log(q[rows, tokens]))
-    kl = float((q * np.log(q / p)).sum(-1).mean())
-    assert verdict.metrics.kl_estimate_reverse == pytest.approx(kl, rel=0.1)
-    assert any(sentence.startswith("kl_estimate_reverse is") for sentence in verdict.exceeded)
-    near = check_rollout(np.log(q[rows, tokens]) + random.normal(0, 0.02, len(q)), np.log(q[rows, tokens]))
-    assert near.ok and near.to_dict()["kl_estimate_reverse"] < 1e-3
-
-
 @pytest.mark.parametrize(("name", "value", "instead"), [
     ("kl", 1e-9, "distributions"), ("argmax_agreement", 0.99, "best"), ("routing_margin", 1e-3, "Scores.choices"),
 ])  # fmt: skip
@@ -235,31 +220,6 @@ def test_the_first_of_many_prompts_keep_their_distributions():
     assert ScoringOptions(keep=3).kept_of(5) == [1, 1, 1, 0, 0]
     assert ScoringOptions(keep=0).kept_of(2) == [0, 0]
     assert sum(ScoringOptions(keep=1790).kept_of(5000)) == 1790
-
-
-def test_a_rollout_is_watched():
-    torch.manual_seed(0)
-    train = -torch.rand(3, 5)
-    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]])
-    engine = train + 0.001
-    engine[0, 3:], engine[2, 1:] = float("nan"), float("-inf")  # padding, which does not count
-    verdict = check_rollout(train, engine, mask)
-    assert verdict.ok and verdict.metrics.tokens == 9 and verdict.to_dict()["ok"] == 1
-    assert verdict.metrics.token_mult_prob_error == pytest.approx(np.exp(0.001), rel=1e-4)
-    far = check_rollout(train.bfloat16(), engine - 0.5, mask)
-    assert not far.ok and far.exceeded[0].startswith("mean_abs is 0.49")
-    assert check_rollout([-1.0, -2.0], [-1.0, -2.0]).metrics.tokens == 2
-    ragged = [np.array([-1.0, -2.0]), np.array([-3.0])]
-    assert check_rollout(ragged, ragged).metrics.tokens == 3
-    with pytest.raises(ReshardError, match="B gives the logprob nan for token 4 of prompt 0"):
-        check_rollout(train, engine)
-    with pytest.raises(ReshardError, match="have shapes"):
-        check_rollout(train, engine[:, :4], mask)
-    with pytest.raises(ReshardError, match="no token to predict"):
-        check_rollout(train, engine, torch.zeros(3, 5))
-    for nothing in ([], torch.zeros(0, 5)):
-        with pytest.raises(ReshardError, match="there are no prompts"):
-            check_rollout(nothing, nothing)
 
 
 def test_a_running_engines_config_is_read_as_it_was_published():

@@ -2,6 +2,8 @@
 weights.
 
     python -m reshard.integrations.nemo_rl examples/run_grpo.py --config ...
+
+With ``RESHARD_MONITOR`` its rollouts are checked too (`reshard.integrations.nemo_rl.monitored`).
 """
 
 import functools
@@ -11,8 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from reshard.core.errors import ReshardError
+from reshard.integrations.monitoring import monitor
 from reshard.integrations.nemo_rl.checkpoint_engine import checked_options, not_covered
 from reshard.integrations.nemo_rl.colocated import BACKEND, ColocatedSynchronizer
+from reshard.integrations.nemo_rl.monitored import watch
 
 WORKER = "reshard.integrations.nemo_rl.ReshardWorker"
 
@@ -65,5 +69,7 @@ def main() -> None:
     from nemo_rl.algorithms import grpo
 
     grpo.setup = with_refits(grpo.setup)
+    if monitor() is not None:
+        watch(grpo)
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,9 +1,19 @@
-"""Options that belong together: of several commands, and under headings in the help of one with more
-of them than a screen."""
+"""What the options of commands are made of: choices of dtypes, options that several commands have, and headings in
+the help of one with more of them than a screen."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import click
+
+LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+class DtypeChoice(click.Choice):
+    """A choice of dtypes by their short names; torch's names are understood too."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(LONG_NAMES.get(value, value), param, ctx)
 
 
 def together(*options: Callable) -> Callable:
