@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +115,8 @@ class _Search:
             if not names:
                 continue
             try:
-                spec = from_first(partial(mixed.checkpoint, weights_of))
+                with failing_together():
+                    spec = mixed.checkpoint(weights_of)
                 scores = self._score(spec, self.comparison.dtype, self.comparison.scoring)
             except ReshardError as error:
                 self.notes.append(
