@@ -62,6 +62,10 @@ def test_a_server_and_an_llm_have_the_digest_of_the_checkpoint_whose_weights_the
     assert outcome["version 0"]["digests"] == [zero] * 2 and outcome["version 1"]["digests"] == [one] * 2
     assert all(HALF in sentence for sentence in outcome["half-written digests"])
     assert outcome["by the command"] == zero
+    assert outcome["reported"] == [zero, one], "by the verified refit"
+    assert outcome["described"] == [[zero, zero], [one, one], [None, one]], (
+        "a number of the LLM's has changed"
+    )
 
 
 def test_a_vllm_that_names_versions_of_its_weights_names_those_that_were_sent(outcome):

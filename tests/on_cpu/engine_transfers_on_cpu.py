@@ -80,7 +80,13 @@ def transfer(pairs: list, url: str, port: int) -> dict:
         timeout=180,
         delta=True,
     )
-    outcome["deltas"] = []
+    outcome |= {"deltas": [], "reported": [], "described": []}
+
+    def described() -> None:
+        said = llm.collective_rpc("reshard_describe")
+        said += server._call("POST", "collective_rpc", {"method": "reshard_describe"})["results"]
+        outcome["described"].append([one["digest"] for one in said])
+
     for version, (_, mcore) in enumerate(pairs):
         trainer.load(Path(mcore))
         if first:
@@ -90,8 +96,13 @@ def transfer(pairs: list, url: str, port: int) -> dict:
             server.resume()
         note(f"version {version}")
         outcome["deltas"].append(report.delta.is_delta)
+        outcome["reported"].append(report.digest)
+        if first:
+            described()
     outcome["version"] = report.version
     if first:
+        llm.collective_rpc("change_a_number", args=(0,))
+        described()
         good = {"address": f"127.0.0.1:{port + 5}", "first_rank": 2, "size": 4}
         wrong = [{"address": "nowhere"}, {"address": 7}, {"first_rank": "2"}, {"first_rank": -1}, {"first_rank": 4},
                  {"size": 1e3}, {"size": None}, {"size": 1 << 40}, {"timeout": "soon"}, {"timeout": -1}]  # fmt: skip

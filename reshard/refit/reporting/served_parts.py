@@ -1,11 +1,12 @@
 """What one rank of an engine says of the weights that it serves, for their digest."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from reshard.core.boxes import Box
 from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError, listed
-from reshard.device.digests import sums_of
+from reshard.device.digests import Sums
 from reshard.device.live_boxes import LiveBox
 from reshard.device.memory import Region
 from reshard.digests.numbers import seed_of
@@ -21,18 +22,45 @@ from reshard.storage.io.streams import TensorInfo
 SCALES = "_scale_inv"  # after the name of a weight whose codes have scales by blocks, as files have them
 
 
+@dataclass(frozen=True)
+class ServedParts:
+    """The boxes of canonical tensors that one rank of an engine serves, each in the dtype in which it counts, and what
+    these `tensors` are.
+
+    A weight served in fp8 blocks counts as what is served: its codes by its own name, and its scales by that name with
+    ``_scale_inv``, as a checkpoint in fp8 blocks stores them.
+    """
+
+    tensors: dict[str, TensorInfo]
+    boxes: list[LiveBox]
+
+    def sums(self) -> Sums:
+        """Return what takes what each box adds to the number of its tensor."""
+        return Sums(self.boxes, [seed_of(box.name, self.tensors[box.name]) for box in self.boxes])
+
+
 def digest_parts(engine: Engine, dtype: str | None = None) -> dict[str, Any]:
     """Return of each box that this rank serves its tensor's name, its rows and columns, and its sum; with the dtypes
     and shapes of the tensors, and the version.
 
-    A weight served in fp8 blocks counts as what is served: its codes by its own name, and its scales by that name with
-    ``_scale_inv``, as a checkpoint in fp8 blocks stores them.
-
     Raises ReshardError if the rank does not hold whole weights, or serves codes whose checkpoint is not known.
     """
-    target = float_dtype(dtype)
     engine.guard.check_ready()
     engine.refresh_regions()
+    parts = served_parts(engine, float_dtype(dtype))
+    told = [
+        [box.name, list(Rows.of(box.box)), value]
+        for box, value in zip(parts.boxes, parts.sums().take(), strict=True)
+    ]
+    described = {name: [info.dtype.name, list(info.shape)] for name, info in parts.tensors.items()}
+    return {"engine": engine.guard.engine, "version": engine.version, "tensors": described, "parts": told}
+
+
+def served_parts(engine: Engine, target: Dtype | None = None) -> ServedParts:
+    """Return what a rank serves, where its regions are now; with a `target` in that dtype.
+
+    Raises ReshardError if it serves codes whose checkpoint is not known.
+    """
     if engine.staged_rounds:
         names = [str(each[0] if isinstance(each, tuple) else each) for each in engine.staged_rounds]
         raise ReshardError(
@@ -58,6 +86,8 @@ def digest_parts(engine: Engine, dtype: str | None = None) -> dict[str, Any]:
         held = dtype_named(region.tensor.dtype)
         for part in tensor.parts:
             name, local = mapping.copies.get(part.name, part.name), Rows.of(part.local_box)
+            if name not in mapping.shapes:
+                raise ReshardError(f"this {engine.guard.engine} serves {name}, which its model does not have")
             shape = tuple(mapping.shapes[name])
             if scales is None:
                 add(name, shape, part.box, region, local, counted_dtype(name, held, target, mapping.fp32))
@@ -71,10 +101,7 @@ def digest_parts(engine: Engine, dtype: str | None = None) -> dict[str, Any]:
             blocks = tuple(-(-length // BLOCK) for length in shape)
             of_scales = _in_blocks(name, shape, part.box), _rows_in_blocks(name, part.local_box)
             add(f"{name}{SCALES}", blocks, of_scales[0], scales.region, of_scales[1], DTYPES["float32"])
-    sums = sums_of(boxes, [seed_of(box.name, tensors[box.name]) for box in boxes])
-    parts = [[box.name, list(Rows.of(box.box)), value] for box, value in zip(boxes, sums, strict=True)]
-    described = {name: [info.dtype.name, list(info.shape)] for name, info in tensors.items()}
-    return {"engine": engine.guard.engine, "version": engine.version, "tensors": described, "parts": parts}
+    return ServedParts(tensors, boxes)
 
 
 def _in_blocks(name: str, shape: tuple[int, ...], box: Box) -> Box:
