@@ -24,8 +24,8 @@ def sums_of(boxes: Sequence[LiveBox], seeds: Sequence[int]) -> list[int]:
 
 
 class Sums:
-    """What boxes add to the numbers of their tensors, for who takes it again while they lie where they do: the tiles
-    stay on the GPU, since to make them takes longer than to read the memory."""
+    """Sums of boxes, for who takes them again while the boxes lie where they do: the tiles stay on the GPU, since to
+    make them takes longer than to read the memory."""
 
     def __init__(self, boxes: Sequence[LiveBox], seeds: Sequence[int]) -> None:
         self.boxes, self.seeds = boxes, seeds

@@ -32,7 +32,7 @@ class DigestOfEnginesMethods(DigestMethods):
         """Read this worker's weights, and begin to meet the `size` workers of all engines at `address`, to tell them
         what `reshard_digest` answers."""
         answer = json.dumps(self.reshard_digest(dtype)).encode()
-        rank, told = self._reshard_rank(), Future[list[dict[str, Any]]]()
+        rank, outcome = self._reshard_rank(), Future[list[dict[str, Any]]]()
 
         def meet() -> None:
             try:
@@ -41,11 +41,11 @@ class DigestOfEnginesMethods(DigestMethods):
                     payloads = group.gather("digest", answer)
                     group.commit()
                 group.close()
-                told.set_result([json.loads(payload) for payload in payloads])
+                outcome.set_result([json.loads(payload) for payload in payloads])
             except BaseException as error:
-                told.set_exception(error)
+                outcome.set_exception(error)
 
-        self._reshard_met = address, timeout, told
+        self._reshard_met = address, timeout, outcome
         Thread(target=meet, name="reshard-digest", daemon=True).start()
         return True
 
@@ -56,5 +56,5 @@ class DigestOfEnginesMethods(DigestMethods):
             raise ReshardError(
                 "another digest of this engine has begun: ask again when that one has returned"
             )
-        (_, timeout, told), self._reshard_met = self._reshard_met, None
-        return told.result(timeout)
+        (_, timeout, outcome), self._reshard_met = self._reshard_met, None
+        return outcome.result(timeout)

@@ -59,12 +59,12 @@ class RefitDigest:
             with self.group.reporting_alive():
                 self._records = self._of_now()
             self.group.post("served", self._records.tobytes())
-        said: dict[str, Any] = {}
+        verdict: dict[str, Any] = {}
         if engines and self.group.rank == engines[0]:
             payloads = self.group.read_all("served", engines)
             names = [self.group.names[rank] for rank in engines]
-            said = _added([_records(*told) for told in zip(payloads, names, strict=True)])
-        texts = self.group.gather("digest", json.dumps(said).encode())
+            verdict = _added(list(map(_records, payloads, names)))
+        texts = self.group.gather("digest", json.dumps(verdict).encode())
         verdict = json.loads(texts[engines[0]]) if engines else {}
         if (tensor := verdict.get("differs")) is not None:
             raise ReshardError(
@@ -141,12 +141,12 @@ def _records(payload: bytes, who: str) -> np.ndarray:
     )
 
 
-def _added(told: list[np.ndarray]) -> dict[str, Any]:
+def _added(of_ranks: list[np.ndarray]) -> dict[str, Any]:
     """Return the short form of a digest (``text``), of what all ranks tell; without it if it is not known; or the hash
     of a tensor that ``differs`` between ranks."""
-    if not all(len(records) for records in told):
+    if not all(len(records) for records in of_ranks):
         return {}
-    records = np.unique(np.concatenate(told))  # in the order of tensors, boxes and dtypes
+    records = np.unique(np.concatenate(of_ranks))  # in the order of tensors, boxes and dtypes
     boxes, first = np.unique(records[["tensor", "box"]], return_index=True)
     if len(boxes) < len(records):
         again = np.setdiff1d(np.arange(len(records)), first)

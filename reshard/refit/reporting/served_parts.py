@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.core.boxes import Box
-from reshard.core.dtypes import DTYPES, Dtype, dtype_named
+from reshard.core.dtypes import Dtype, dtype_named
 from reshard.core.errors import ReshardError, listed
 from reshard.device.digests import Sums
 from reshard.device.live_boxes import LiveBox
@@ -13,22 +13,17 @@ from reshard.digests.numbers import seed_of
 from reshard.digests.result import counted_dtype
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
-from reshard.quantization.fp8_blocks import BLOCK
+from reshard.refit.codecs.served_blocks import not_in, scales_of
 from reshard.refit.engine import Engine
 from reshard.storage.io.boxes import Rows
 from reshard.storage.io.casts import float_dtype
 from reshard.storage.io.streams import TensorInfo
 
-SCALES = "_scale_inv"  # after the name of a weight whose codes have scales by blocks, as files have them
-
 
 @dataclass(frozen=True)
 class ServedParts:
     """The boxes of canonical tensors that one rank of an engine serves, each in the dtype in which it counts, and what
-    these `tensors` are.
-
-    A weight served in fp8 blocks counts as what is served: its codes by its own name, and its scales by that name with
-    ``_scale_inv``, as a checkpoint in fp8 blocks stores them.
+    these `tensors` are. A weight in blocks counts as its codes and its scales, as a checkpoint stores them.
     """
 
     tensors: dict[str, TensorInfo]
@@ -48,12 +43,12 @@ def digest_parts(engine: Engine, dtype: str | None = None) -> dict[str, Any]:
     engine.guard.check_ready()
     engine.refresh_regions()
     parts = served_parts(engine, float_dtype(dtype))
-    told = [
-        [box.name, list(Rows.of(box.box)), value]
-        for box, value in zip(parts.boxes, parts.sums().take(), strict=True)
+    values = parts.sums().take()
+    of_boxes = [
+        [box.name, list(Rows.of(box.box)), value] for box, value in zip(parts.boxes, values, strict=True)
     ]
     described = {name: [info.dtype.name, list(info.shape)] for name, info in parts.tensors.items()}
-    return {"engine": engine.guard.engine, "version": engine.version, "tensors": described, "parts": told}
+    return {"engine": engine.guard.engine, "version": engine.version, "tensors": described, "parts": of_boxes}
 
 
 def served_parts(engine: Engine, target: Dtype | None = None) -> ServedParts:
@@ -93,38 +88,7 @@ def served_parts(engine: Engine, target: Dtype | None = None) -> ServedParts:
                 add(name, shape, part.box, region, local, counted_dtype(name, held, target, mapping.fp32))
                 continue
             if target is not None:
-                raise ReshardError(
-                    f"this {engine.guard.engine} serves {name} in fp8 blocks, which are no numbers of {target.name}: "
-                    "leave out the dtype, and compare with reshard digest --stored of a checkpoint in fp8 blocks"
-                )
+                raise ReshardError(not_in(target, name, engine.guard.engine))
             add(name, shape, part.box, region, local, held)
-            blocks = tuple(-(-length // BLOCK) for length in shape)
-            of_scales = _in_blocks(name, shape, part.box), _rows_in_blocks(name, part.local_box)
-            add(f"{name}{SCALES}", blocks, of_scales[0], scales.region, of_scales[1], DTYPES["float32"])
+            add(*scales_of(name, shape, part, scales.region))
     return ServedParts(tensors, boxes)
-
-
-def _in_blocks(name: str, shape: tuple[int, ...], box: Box) -> Box:
-    """Return the box of the scales of a box of codes. Raises ReshardError if it begins or ends within a block."""
-    whole = all(
-        offset % BLOCK == 0 and (end % BLOCK == 0 or end == length)
-        for offset, end, length in zip(box.offsets, box.ends, shape, strict=True)
-    )
-    if not whole:
-        raise ReshardError(
-            f"a rank serves a part of {name} that ends within a block of its scales: it has no digest"
-        )
-    return Box(
-        tuple(offset // BLOCK for offset in box.offsets), tuple(-(-length // BLOCK) for length in box.lengths)
-    )
-
-
-def _rows_in_blocks(name: str, local: Box) -> Rows:
-    if any(offset % BLOCK for offset in local.offsets):
-        raise ReshardError(f"a rank serves {name} from within a block of its scales: it has no digest")
-    return Rows.of(
-        Box(
-            tuple(offset // BLOCK for offset in local.offsets),
-            tuple(-(-length // BLOCK) for length in local.lengths),
-        )
-    )
