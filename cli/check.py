@@ -15,16 +15,17 @@ from reshard.cli.places import PathOrHubId
 
 @click.command("check")
 @click.argument("path", type=PathOrHubId())
+@click.option("--digest", is_flag=True, help="Show the digest of the weights, too, if all is intact.")
 @workers_option
 @ignore_option
 @json_option
-def command(path: str, workers: int | None, as_json: bool) -> None:
+def command(path: str, digest: bool, workers: int | None, as_json: bool) -> None:
     """Compare the bytes of the checkpoint at PATH with the checksums in its manifest. Exit status 1
     if they differ."""
     from reshard.storage.check import check
 
     with progress_bar("check") as progress:
-        result = check(path, workers=workers, progress=progress)
+        result = check(path, digest=digest, workers=workers, progress=progress)
     if as_json:
         print_json(result.to_dict())
     else:

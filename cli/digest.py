@@ -12,7 +12,7 @@ from reshard.cli.output import (
     progress_bar,
     workers_option,
 )
-from reshard.cli.places import PathOrHubId
+from reshard.cli.places import PathOrHubId, is_address
 
 
 @click.command("digest")
@@ -42,19 +42,27 @@ def command(
     as_json: bool,
 ) -> None:
     """Print the digest of the weights at PATH: the same number for the same weights, whatever their format, layout
-    and sharding, in a checkpoint, a live trainer or an engine."""
-    from reshard.storage.digest import digest_of_path
+    and sharding, in a checkpoint, a live trainer or an engine. PATH may be the address of a running vLLM or SGLang,
+    such as http://127.0.0.1:8000."""
+    if is_address(path):
+        from reshard.digest_of import digest as digest_of
 
-    with progress_bar("digest") as progress:
-        digest = digest_of_path(
-            path,
-            dtype=dtype,
-            hf_config=hf_config,
-            alpha=alpha,
-            stored=stored,
-            workers=workers,
-            progress=progress,
-        )
+        if stored:
+            raise click.UsageError("--stored is of a checkpoint: an engine says what it serves")
+        digest = digest_of(path, dtype=dtype, hf_config=hf_config, alpha=alpha, workers=workers)
+    else:
+        from reshard.storage.digest import digest_of_path
+
+        with progress_bar("digest") as progress:
+            digest = digest_of_path(
+                path,
+                dtype=dtype,
+                hf_config=hf_config,
+                alpha=alpha,
+                stored=stored,
+                workers=workers,
+                progress=progress,
+            )
     if as_json:
         print_json(digest.to_dict())
         return

@@ -1,5 +1,8 @@
 """The fronts of a running vLLM, by which calls reach its scheduler and its workers: ``LLM``, ``AsyncLLM``, a server."""
 
+import re
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from inspect import iscoroutinefunction
 from typing import Any
 
@@ -9,8 +12,12 @@ from reshard.core.errors import ReshardError
 CALL_SECONDS = 3600.0  # for a server to fetch and write what changed
 EXTENSION = "reshard.engines.vllm.worker.RefitExtension"
 START_IT = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
+# How vLLM says, alone and with several processes, that its workers have no such method.
+_LACKS = re.compile(r"has no attribute 'reshard_|'reshard_\w+' is not implemented")
 # A method of all workers, and its arguments; or one of the front's own.
 Call = tuple[str, tuple[Any, ...]]
+# Calls in order, each of which is sent the answers to the one before.
+Calls = Generator[Call, Any, Any]
 IS_PAUSED, PAUSE, RESUME, EMPTY_CACHES = (
     "is_paused",
     "pause_generation",
@@ -103,3 +110,31 @@ def front_of(llm: Any, awaited: bool) -> Front:
         are, instead = ("are not", "call apply_deltas") if awaited else ("are", "await apply_deltas_async")
         raise ReshardError(f"the calls of this {type(llm).__name__} {are} awaited: {instead}")
     return Front(llm)
+
+
+class Sent:
+    """Calls that are made one by one: `answers` are those to the last, `result` is what the calls come to."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.answers: Any = None
+        self.result: Any = None
+        self._calls = calls
+
+    def following(self) -> Call | None:
+        """Return the next call; None after the last."""
+        try:
+            return self._calls.send(self.answers)
+        except StopIteration as end:
+            self.result = end.value
+            return None
+
+
+@contextmanager
+def naming_the_extension(front: Front) -> Iterator[None]:
+    """Have vLLM's error, where its workers have no methods of ours, say how they get them."""
+    try:
+        yield
+    except Exception as error:  # each of vLLM's ways to run workers raises another one
+        if not _LACKS.search(str(error)):
+            raise
+        raise ReshardError(f"this vLLM's workers have no extension of reshard: {front.advice}") from error

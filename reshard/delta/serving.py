@@ -3,17 +3,27 @@
 import asyncio
 import json
 import logging
-import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from reshard.comm.fronts import EMPTY_CACHES, IS_PAUSED, PAUSE, RESUME, Call, Front, front_of
+from reshard.comm.fronts import (
+    EMPTY_CACHES,
+    IS_PAUSED,
+    PAUSE,
+    RESUME,
+    Call,
+    Calls,
+    Front,
+    Sent,
+    front_of,
+    naming_the_extension,
+)
 from reshard.comm.group import RefitGroup
 from reshard.comm.hosts import is_loopback, parsed
 from reshard.comm.secret import new_secret
@@ -26,10 +36,6 @@ from reshard.digests.parts import numbers_of
 
 log = logging.getLogger("reshard")
 GROUP_SECONDS = 600.0  # for which workers of several engines wait for each other
-# How vLLM says, alone and with several processes, that its workers have no such method.
-_LACKS = re.compile(r"has no attribute 'reshard_|'reshard_\w+' is not implemented")
-# Calls in order, each of which is sent the answers to the one before.
-Calls = Generator[Call, Any, Any]
 # One caller at a time in this process. A second one elsewhere is refused by the workers.
 _locks: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
 _async_locks: WeakKeyDictionary[Any, asyncio.Lock] = WeakKeyDictionary()
@@ -57,8 +63,8 @@ def apply_deltas(llm: Any, chain: str | Path, version: int | None = None, verify
     check_switch(verify, "verify")
     front = front_of(llm, awaited=False)
     lock = threading.Lock() if isinstance(llm, str) else _locks.setdefault(llm, threading.Lock())
-    with lock, _logged(chain) as done, _naming_the_extension(front):
-        calls = _Sent(_calls(front, chain, version, verify))
+    with lock, _logged(chain) as done, naming_the_extension(front):
+        calls = Sent(_calls(front, chain, version, verify))
         while call := calls.following():
             try:
                 calls.answers = front.send(call)
@@ -74,8 +80,8 @@ async def apply_deltas_async(
     check_switch(verify, "verify")
     front = front_of(llm, awaited=True)
     async with _async_locks.setdefault(llm, asyncio.Lock()):
-        with _logged(chain) as done, _naming_the_extension(front):
-            calls = _Sent(_calls(front, chain, version, verify))
+        with _logged(chain) as done, naming_the_extension(front):
+            calls = Sent(_calls(front, chain, version, verify))
             while call := calls.following():
                 try:
                     calls.answers = await front.send(call)
@@ -98,7 +104,7 @@ def apply_deltas_in_group(
             raise ReshardError(
                 f"workers of this engine find different chains at {chain}: give a place that is the same for all"
             )
-        calls = _Sent(_applied(opened, target, after, session, verify, group.size))
+        calls = Sent(_applied(opened, target, after, session, verify, group.size))
         try:
             while call := calls.following():
                 method, arguments = call
@@ -140,40 +146,12 @@ def _logged(chain: str | Path) -> Iterator[Callable[[int], int]]:
         raise
 
 
-class _Sent:
-    """Calls that are made one by one: `answers` are those to the last, `result` is what the calls come to."""
-
-    def __init__(self, calls: Calls) -> None:
-        self.answers: Any = None
-        self.result: Any = None
-        self._calls = calls
-
-    def following(self) -> Call | None:
-        """Return the next call; None after the last. Raises ReshardError if the engine cannot be brought there."""
-        try:
-            return self._calls.send(self.answers)
-        except StopIteration as end:
-            self.result = end.value
-            return None
-
-
 def _not_emptied(call: Call, error: Exception) -> bool:
     """Return what an error of a call answers: that caches were not emptied. Raises the error of any other call."""
     if call[0] != EMPTY_CACHES:
         raise error
     log.warning("vLLM did not empty its prefix cache: %s", error)
     return False
-
-
-@contextmanager
-def _naming_the_extension(front: Front) -> Iterator[None]:
-    """Have vLLM's error, where its workers have no methods of ours, say how they get them."""
-    try:
-        yield
-    except Exception as error:  # each of vLLM's ways to run workers raises another one
-        if not _LACKS.search(str(error)):
-            raise
-        raise ReshardError(f"this vLLM's workers have no extension of reshard: {front.advice}") from error
 
 
 def _calls(front: Front, chain: str | Path, version: int | None, verify: bool) -> Calls:

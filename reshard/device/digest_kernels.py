@@ -19,6 +19,8 @@ from reshard.device.live_boxes import LiveBox
 from reshard.digests import numbers
 
 INTEGERS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
+# Tiles on a GPU, by what `digest_tiles.tiles_of` has them by.
+Tiles = dict[tuple[str, str, int], torch.Tensor]
 FLOATS = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}  # that are cast
 
 TILE, ADDRESS, BOX, TILE_ROWS, TILE_COLUMNS, PITCH, ROW_COUNTER, COLUMN = (
@@ -83,10 +85,20 @@ def _sum(
 
 def sums_on_gpu(boxes: Sequence[LiveBox], seeds: Sequence[int], device: torch.device) -> list[int]:
     """Return what each box on this device adds to the number of its tensor."""
-    sums = torch.zeros(len(boxes), dtype=torch.int64, device=device)
+    return sums_of_tiles(tiles_on_gpu(boxes, seeds, device), len(boxes), device)
+
+
+def tiles_on_gpu(boxes: Sequence[LiveBox], seeds: Sequence[int], device: torch.device) -> Tiles:
+    """Return the tiles of boxes, for `sums_of_tiles`: as long as the boxes lie where they do now."""
+    return {kind: on_device(tiles, device) for kind, tiles in digest_tiles.tiles_of(boxes, seeds).items()}
+
+
+def sums_of_tiles(tiles: Tiles, boxes: int, device: torch.device) -> list[int]:
+    """Return what each of so many boxes, of which these are the tiles, adds to the number of its tensor."""
+    sums = torch.zeros(boxes, dtype=torch.int64, device=device)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        for kind, tiles in digest_tiles.tiles_of(boxes, seeds).items():
-            _launch(on_device(tiles, device), sums, *kind)
+        for kind, of_kind in tiles.items():
+            _launch(of_kind, sums, *kind)
     return [value & numbers.MASK for value in sums.tolist()]
 
 

@@ -4,6 +4,7 @@ memory, else by `reshard.digests.numbers`."""
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from reshard.core.dtypes import DTYPES
 from reshard.device.live_boxes import LiveBox, slabs_of
@@ -19,21 +20,42 @@ _HOST_BYTES = 4 << 20  # that are cast at a time
 
 def sums_of(boxes: Sequence[LiveBox], seeds: Sequence[int]) -> list[int]:
     """Return what each box adds to the number of its tensor, which has the seed, rounded to the box's dtype."""
-    sums = [0] * len(boxes)
-    on_gpu = []
-    for index, (box, seed) in enumerate(zip(boxes, seeds, strict=True)):
-        if box.region.tensor.device.type == "cuda":
-            on_gpu.append(index)
-        else:
-            sums[index] = _sum_on_host(box, seed)
-    for device in {boxes[index].region.tensor.device for index in on_gpu}:
-        from reshard.device.digest_kernels import sums_on_gpu
+    return Sums(boxes, seeds).take()
 
-        indices = [index for index in on_gpu if boxes[index].region.tensor.device == device]
-        results = sums_on_gpu([published(boxes[i]) for i in indices], [seeds[i] for i in indices], device)
-        for index, value in zip(indices, results, strict=True):
-            sums[index] = value
-    return sums
+
+class Sums:
+    """Sums of boxes, for who takes them again while the boxes lie where they do: the tiles stay on the GPU, since to
+    make them takes longer than to read the memory."""
+
+    def __init__(self, boxes: Sequence[LiveBox], seeds: Sequence[int]) -> None:
+        self.boxes, self.seeds = boxes, seeds
+        self._tiles: dict[torch.device, dict[tuple[str, str, int], torch.Tensor]] = {}
+
+    def take(self) -> list[int]:
+        """Return what each box adds now."""
+        sums = [0] * len(self.boxes)
+        on_gpu: dict[torch.device, list[int]] = {}
+        for index, (box, seed) in enumerate(zip(self.boxes, self.seeds, strict=True)):
+            device = box.region.tensor.device
+            if device.type == "cuda":
+                on_gpu.setdefault(device, []).append(index)
+            else:
+                sums[index] = _sum_on_host(box, seed)
+        for device, indices in on_gpu.items():
+            for index, value in zip(indices, self._on_gpu(device, indices), strict=True):
+                sums[index] = value
+        return sums
+
+    def _on_gpu(self, device: torch.device, indices: list[int]) -> list[int]:
+        from reshard.device.digest_kernels import sums_of_tiles, tiles_on_gpu
+
+        tiles = self._tiles.get(device)
+        if tiles is None:
+            boxes = [published(self.boxes[index]) for index in indices]
+            tiles = tiles_on_gpu(boxes, [self.seeds[index] for index in indices], device)
+            if all(box is self.boxes[index] for box, index in zip(boxes, indices, strict=True)):
+                self._tiles[device] = tiles  # else some are of copies, which are made anew
+        return sums_of_tiles(tiles, len(indices), device)
 
 
 def _sum_on_host(box: LiveBox, seed: int) -> int:

@@ -25,6 +25,24 @@ def counted_dtype(name: str, dtype: Dtype, target: Dtype | None, fp32: frozenset
     return DTYPES["float32"] if name in fp32 else target
 
 
+def short_dtype(dtype: Dtype) -> str:
+    """Return the name of a dtype in a digest.
+
+    >>> short_dtype(DTYPES["bfloat16"]), short_dtype(DTYPES["float8_e4m3fn"])
+    ('bf16', 'float8_e4m3fn')
+    """
+    return _SHORT.get(dtype.name, dtype.name)
+
+
+def short_form(elements: Mapping[str, int], number: int) -> str:
+    """Return a digest of so many elements by the short name of their dtype.
+
+    >>> short_form({"fp32": 8, "bf16": 512}, 0x3F2A)
+    'bf16+fp32:0000000000003f2a'
+    """
+    return f"{'+'.join(sorted(elements, key=lambda name: (-elements[name], name)))}:{text_of(number)}"
+
+
 @dataclass
 class Digest(Printed):
     """The digest of weights at a place.
@@ -56,11 +74,10 @@ class Digest(Printed):
             count = prod(info.shape)
             total += count
             if info.shape or len(tensors) == 1:  # not for the factors of an adapter
-                short = _SHORT.get(info.dtype.name, info.dtype.name)
+                short = short_dtype(info.dtype)
                 elements[short] = elements.get(short, 0) + count
-        label = "+".join(sorted(elements, key=lambda name: (-elements[name], name)))
         texts = {name: text_of(numbers[name]) for name in tensors}
-        text = f"{label}:{text_of(total_of(numbers.values()))}"
+        text = short_form(elements, total_of(numbers.values()))
         return Digest(where, text, dtype, total, texts, notices or [])
 
     def to_dict(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from reshard.refit.copying.copies import wait_for_all_streams, wait_for_device, 
 from reshard.refit.protocol.memory import exchange_unmapped
 from reshard.refit.receiver import Receiver
 from reshard.refit.reporting.describing import described
+from reshard.refit.reporting.digest import RefitDigest
 from reshard.refit.reporting.log import RefitLog
 from reshard.refit.reporting.report import RefitReport
 from reshard.refit.sender import Sender
@@ -58,6 +59,7 @@ class Link:
         self.sent_digests = SentDigests(sender) if sender is not None else None
         self.received_digests = ReceivedDigests(receiver) if receiver is not None else None
         self.keep_mapped = agreed.keep_mapped
+        self.digest = RefitDigest(group, agreed, receiver)
         self.log = RefitLog(group, agreed)
         self.refits = 0
         self.version: int | None = None
@@ -134,6 +136,7 @@ class Link:
             with self.group.transaction(f"refit {self.refits}", f"refit of connection {self.number}"):
                 self.check_open()
                 wanted = _checked(version)
+                self.digest.forget()
                 sender_moved, receiver_moved = self._find_moved()
                 note = self.sender.memory_digest.hex() if self.sender is not None else ""
                 agreed_version = self.group.prepare(wanted, note, verify, self.broken)
@@ -146,6 +149,7 @@ class Link:
                 transferred_at = time.perf_counter()
                 if self.group.verify:
                     self._verify()
+                    self.digest.exchange()
                 self._release()
                 self._commit()
         except BaseException as error:
@@ -183,7 +187,8 @@ class Link:
     def _report(self, version: int, waited: float, transferred: float, total: float) -> RefitReport:
         work, changes = self.transports.work, self.chain.report()
         launches = work.launches + (self.receiver.slab.launches if self.receiver is not None else 0)
-        return RefitReport(version, waited, transferred, total, work.received_bytes, launches, changes)
+        received, digest = work.received_bytes, self.digest.text
+        return RefitReport(version, waited, transferred, total, received, launches, changes, digest)
 
     def _find_moved(self) -> tuple[bool, bool]:
         """Finish what this GPU has to do first. Returns whether this trainer's rank has moved,
@@ -363,7 +368,8 @@ class Link:
         (``float32 to bfloat16``), and why memory of the same host is not mapped (``apart``).
         ``quantized`` is what the engine serves quantized, ``parts`` the blocks that are put
         together of several ranks' parts, and ``tensors`` what a refit does to each of the engine's
-        tensors. ``weights`` is this of the weights below an adapter.
+        tensors. ``digest`` is that of a verified refit, if this rank serves its part of it now, which it reads for
+        this; else None, as on a trainer's rank. ``weights`` is this of the weights below an adapter.
         """
         return described(self)
 

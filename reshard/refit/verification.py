@@ -4,6 +4,10 @@ the engine's compare them.
 Addresses are looked up again for this, so that a wrong table of copies is seen too. Digests travel
 in the order of the pieces (`reshard.refit.planning`), followed by those of blocks that travelled as
 blocks.
+
+These sums are not those of `reshard.digest`, which take a quarter longer (on an H100 6.9 ms for 16 GB, and these 5.4),
+and are weakest where rows and columns change places, as a wrong table of copies has them do. So for the digest that it
+reports a verified refit reads what engines serve once more (`reshard.refit.reporting.digest`).
 """
 
 from collections.abc import Mapping

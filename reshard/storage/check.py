@@ -9,6 +9,7 @@ from typing import Any
 from reshard.core.errors import ReshardError, listed
 from reshard.core.printed import NoTruthValue, Printed
 from reshard.models.config_fields import allow_unmapped_configs, check_ignored
+from reshard.storage.digest import digest_of_source
 from reshard.storage.io.files import allow_many_files
 from reshard.storage.manifest import CHECKSUM, NAME, read_manifest
 from reshard.storage.opening import open_model_or_adapter
@@ -33,7 +34,8 @@ class Check(NoTruthValue, Printed):
 
     `bad` are the tensors whose bytes do not give the manifest's checksum, `changed`, `missing` and
     `added` the files that are not as they were written (of a file with weights, the bytes around
-    its tensors), no longer there, or new. `notices` say what was not checked.
+    its tensors), no longer there, or new. `notices` say what was not checked. `digest` is that of the weights, where it
+    was asked for and all is intact.
     """
 
     path: str
@@ -44,6 +46,7 @@ class Check(NoTruthValue, Printed):
     missing: list[str] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    digest: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -57,6 +60,8 @@ class Check(NoTruthValue, Printed):
     def lines(self) -> Iterator[str]:
         if self.ok:
             yield f"intact: {self.tensors} tensors{f', {self.files} files' if self.files else ''}"
+            if self.digest is not None:
+                yield f"digest: {self.digest}"
             return
         for what, names in (
             ("does not match the manifest", self.bad),
@@ -75,11 +80,14 @@ class Check(NoTruthValue, Printed):
             )
 
 
-def check(path: str | Path, *, workers: int | None = None, progress: Progress | None = None) -> Check:
+def check(
+    path: str | Path, *, digest: bool = False, workers: int | None = None, progress: Progress | None = None
+) -> Check:
     """Compute the checksum of every tensor and every file that the manifest lists, from the bytes
     as they are now.
 
-    Hidden files that it does not list are not looked at. Of an iteration's own directory, only what
+    With `digest` the weights are read once more for theirs (`reshard.digest`), from the files that were checked.
+    Hidden files that the manifest does not list are not looked at. Of an iteration's own directory, only what
     is in it and the Hugging Face files beside it are checked. Raises ReshardError if there is no
     manifest, or it is of another iteration.
     """
@@ -105,6 +113,8 @@ def check(path: str | Path, *, workers: int | None = None, progress: Progress | 
             result.notices.append(
                 f"{NAME} lists no files (it is of an earlier version): only tensors were checked"
             )
+        if digest and result.ok:
+            result.digest = digest_of_source(source, str(path), workers=workers, progress=progress).text
         return result
 
 

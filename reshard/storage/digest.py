@@ -56,13 +56,18 @@ def digest_of_path(
         return (
             _digest_of_stored(source, str(path), *how)
             if stored
-            else _digest_of(source, str(path), target, *how)
+            else digest_of_source(source, str(path), target, *how)
         )
 
 
-def _digest_of(
-    source: Source, where: str, target: Dtype | None, workers: int | None, progress: Progress | None
+def digest_of_source(
+    source: Source,
+    where: str,
+    target: Dtype | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
 ) -> Digest:
+    """Return the digest of what a source reads; see `digest_of_path`."""
     fp32, copies = source.mapping.fp32, source.copies
     if not source.is_model:
         fp32, copies = frozenset(), {}  # layers that share an A in one format have one each in the other

@@ -17,6 +17,7 @@ from reshard.storage.digest import digest_of_path
 from tests.digests.on_disk import expected
 from tests.lora.test_lora_files import adapter
 from tests.tools.checkpoints import make
+from tests.tools.disk import flip
 
 LAYOUTS = {
     "qwen3-tied": MegatronLayout(tp=2, pp=2),
@@ -117,6 +118,20 @@ def test_a_tied_copy_counts_once_and_must_be_one(tmp_path):
         ReshardError, match="lm_head.weight differs from model.embed_tokens.weight, but the model has"
     ):
         reshard.digest(tmp_path / "hf")
+
+
+def test_a_check_says_the_digest_of_what_is_intact_where_it_is_asked_for(converted, tmp_path):
+    (hf, mcore), _ = converted("qwen3-moe")
+    text, _ = expected(Path(hf))
+    code, printed = run("check", mcore, "--digest", "--json")
+    assert code == 0 and json.loads(printed)["digest"] == text
+    assert run("check", mcore, "--digest")[1].splitlines()[-1] == f"digest: {text}"
+    assert json.loads(run("check", mcore, "--json")[1])["digest"] is None
+    shutil.copytree(mcore, tmp_path / "mcore")
+    file = max((tmp_path / "mcore").rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    flip(file, file.stat().st_size // 2)
+    code, printed = run("check", tmp_path / "mcore", "--digest", "--json")
+    assert code == 1 and json.loads(printed)["digest"] is None, "the control"
 
 
 def test_differences_are_named_from_what_was_printed(converted, tmp_path):

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from reshard.delta import save
+from tests.digests.on_disk import expected
 from tests.engines.test_engine import run
 from tests.tools.checkpoints import make
 
@@ -57,6 +58,8 @@ def test_two_engines_of_one_model_follow_a_chain_under_load_and_say_what_others_
     )
     assert sum("failed after" in line for line in outcome["lines"]) == 4, "and for each that did not"
     assert outcome["version then"] == [None]
+    assert outcome["digest"] == expected(steps[4])[0] != outcome["digest then"], "of both engines"
+    assert "are awaited: await reshard.engines.digest.digest_of_engine_async" in outcome["not awaited"]
     for between in ("loaded between", "written between"):
         assert "the engine holds weights with digest" in outcome[between], outcome[between]
     assert outcome["loaded back"] == "reached 4"

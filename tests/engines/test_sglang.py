@@ -9,6 +9,7 @@ import pytest
 from reshard import ReshardError
 from reshard.engines.sglang.calls import call
 from tests import install_sglang_cpu
+from tests.digests.on_disk import expected
 from tests.megatron.test_logits import EP, ETP, PP, TP, flags_at
 from tests.refit.test_blocks_engine import published
 from tests.starting import warm
@@ -221,6 +222,13 @@ def test_a_running_sglang_serves_what_it_would_have_loaded(served):
     assert engine["served"][0] != engine["served"][1] and engine["before"] not in engine["served"]
 
 
+def test_a_running_sglang_and_a_server_have_the_digest_of_what_they_serve(served, converted):
+    _, engine = served
+    texts = [expected(Path(hf), dtype="fp32")[0] for hf, _ in converted("qwen3")]
+    assert engine["digests"] == engine["server digests"] == texts and texts[0] != texts[1]
+    assert engine["unfit digest"] == engine["unfit"]
+
+
 def test_a_running_sglang_scores_as_transformers_does(served):
     _, engine = served
     assert engine["parity"] == [False, True]  # the checkpoint before, and the one that it has loaded last
@@ -242,9 +250,9 @@ def test_a_server_with_pipeline_stages_is_refitted_by_its_own_routes(served):
 
 def test_an_sglang_server_without_the_plugin_is_named_and_never_sees_a_secret(served):
     _, engine = served
-    connected, applied, seconds, answers, log = engine["no plugin"]
+    connected, applied, digested, seconds, answers, log = engine["no plugin"]
     assert ": this SGLang has no plugin of reshard: install reshard where SGLang is" in connected
-    assert applied == connected and seconds < 20
+    assert applied == digested == connected and seconds < 20
     assert answers == engine["loaded"][0], "its scheduler waits for nobody"
     assert "x" * 32 not in log and "/destroy_weights_update_group" in log, "the control: it logs its calls"
 
@@ -289,8 +297,8 @@ def test_sglangs_log_of_calls_does_not_show_their_secrets(served):
     _, engine = served
     calls = [line for line in engine["log"].splitlines() if "handle_rpc_request: reshard_" in line]
     with_secret = [line for line in calls if "'secret'" in line]
-    assert len(calls) > len(with_secret) == 4, (
-        "a connect, and three calls with a secret that apply_deltas makes"
+    assert len(calls) > len(with_secret) == 7, (
+        "a connect, three calls with a secret that apply_deltas makes, and three of a digest"
     )
     assert all("'secret': <hidden>" in line for line in with_secret) and SECRET not in engine["log"]
 

@@ -4,20 +4,25 @@ and an ``LLM``, in one refit."""
 import json
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from urllib.request import urlopen
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from reshard import MegatronLayout, ReshardError, hf_to_mcore
+from reshard.cli.main import cli
 from reshard.integrations import HttpClient
+from tests.digests.on_disk import expected
 from tests.engines.test_engine import run
 from tests.install_vllm_cpu import installed, version
 from tests.starting.ranks import free_port
 from tests.tools.checkpoints import make
 from tests.tools.vllm_server import served, with_tokenizer
 
+MORTAL = "tests.tools.mortal_worker.MortalExtension"
 BACKEND = json.dumps({"backend": "reshard"})
 MINOR = int(version().split(".")[1]) if installed() else 0
 
@@ -36,7 +41,11 @@ def outcome(tmp_path_factory):
     with served(folder / "hf 0", *options, log=folder / "log", VLLM_SERVER_DEV_MODE="1") as url:
         with urlopen(url + "/version") as answer:
             assert json.loads(answer.read())["version"] == version(), "the build that this was to be run with"
-        return run(folder, 2, "engine_transfers_on_cpu.transfer", pairs, url, free_port())
+        said = CliRunner().invoke(cli, ["digest", url, "--json"])
+        assert said.exit_code == 0, said.output
+        results = run(folder, 2, "engine_transfers_on_cpu.transfer", pairs, url, free_port())
+        results["by the command"] = json.loads(said.stdout)["digest"]
+        return results | {"on disk": [expected(Path(hf))[0] for hf, _ in pairs]}
 
 
 def test_a_server_and_an_llm_answer_as_one_that_has_loaded_the_same_weights(outcome):
@@ -45,6 +54,18 @@ def test_a_server_and_an_llm_answer_as_one_that_has_loaded_the_same_weights(outc
     assert second["server"] == second["llm"] == before["llm"]
     assert before["server"] != before["llm"], "the control: they had loaded two different ones"
     assert outcome["version"] == 1 and outcome["deltas"] == [False, True]
+
+
+def test_a_server_and_an_llm_have_the_digest_of_the_checkpoint_whose_weights_they_serve(outcome):
+    zero, one = outcome["on disk"]
+    assert outcome["loaded"]["digests"] == [zero, one] and zero != one
+    assert outcome["version 0"]["digests"] == [zero] * 2 and outcome["version 1"]["digests"] == [one] * 2
+    assert all(HALF in sentence for sentence in outcome["half-written digests"])
+    assert outcome["by the command"] == zero
+    assert outcome["reported"] == [zero, one], "by the verified refit"
+    assert outcome["described"] == [[zero, zero], [one, one], [None, one]], (
+        "a number of the LLM's has changed"
+    )
 
 
 def test_a_vllm_that_names_versions_of_its_weights_names_those_that_were_sent(outcome):
@@ -174,7 +195,7 @@ def test_every_engine_of_a_server_with_several_is_refitted(tmp_path):
         with_tokenizer(hf)
         pairs.append((str(hf), str(mcore)))
     options = ("--weight-transfer-config", BACKEND)
-    several = (*options, "--data-parallel-size", "2")
+    several = (*options, "--data-parallel-size", "2", "--worker-extension-cls", MORTAL)
     with (
         served(pairs[0][0], *several, log=tmp_path / "log", VLLM_SERVER_DEV_MODE="1") as url,
         served(pairs[1][0], *options, log=tmp_path / "other log") as other,
@@ -192,6 +213,10 @@ def test_every_engine_of_a_server_with_several_is_refitted(tmp_path):
     assert results["held"] == results["loaded"][0], "equal to the last bit"
     assert "Traceback" not in said and "refused requests from here on: this vLLM holds a half-written" in said
     assert results["refitted"] == results["loaded"], "equal to the last bit"
+    text, _ = expected(Path(pairs[1][0]))
+    assert results["digest"] == [text, []] and results["digests under load"] == [text] * 5
+    assert HALF in results["half-written digest"]
+    assert results["one changed"].startswith(f"engine 1 of {url} holds other numbers of model.embed_tokens")
     for before, after in zip(results["before"], results["refitted"], strict=True):
         assert all(one not in after for one in before), "the control: it had loaded other weights"
 

@@ -52,6 +52,47 @@ def test_a_trainer_and_an_engine_have_the_digest_of_their_checkpoint(
         assert outcome["options"] == "an engine knows what it serves: leave out hf_config"
 
 
+def says_the_digest(outcomes: list[dict], text: str) -> None:
+    """Hold what `digest_on_cpu.of_refit` returns to the digest of a checkpoint."""
+    for rank, outcome in enumerate(outcomes):
+        for place in ("report", "trainer", "engine", "described", "verified again"):
+            assert outcome[place] == text, place
+        assert outcome["changed"] not in ("", text), "the control"
+        assert outcome["described, changed"] == (None if rank == 0 else text), (
+            "each says what it holds itself"
+        )
+        assert outcome["not verified"] == [None, None]
+
+
+@pytest.mark.parametrize("variant, parallel, ranks, engine, wide", [
+    ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", 2, {"tp": 2, "enable_expert_parallel": True}, False),
+    ("qwen3", "", 2, {"tp": 2}, False),
+    ("glm4-moe", f"{PP} 2", 2, {"tp": 2}, True),
+])  # fmt: skip
+def test_a_verified_refit_from_megatron_says_the_digest_that_both_sides_have(
+    variant, parallel, ranks, engine, wide, tmp_path
+):
+    hf, mcore = make(tmp_path / "hf", variant, torch.float32 if wide else torch.bfloat16), tmp_path / "mcore"
+    hf_to_mcore(hf, mcore, transformer_impl="local")
+    arguments = flags_at(mcore, parallel), str(hf), str(mcore), engine, wide
+    outcomes = run_on_ranks(ranks, "of_refit_from_megatron", *arguments, module="digest_on_cpu")
+    says_the_digest(outcomes, expected(hf, "e_score_correction_bias", "bf16" if wide else None)[0])
+    if PP not in parallel:
+        for outcome in outcomes:
+            assert (
+                "ranks serve different numbers of model.norm.weight: replicas of it differ"
+                in outcome["replicas"]
+            )
+
+
+@pytest.mark.parametrize("mesh", [{"shard": 2}, {"replicate": 2}], ids=str)
+def test_a_verified_refit_from_fsdp2_says_the_digest_that_both_sides_have(mesh, tmp_path):
+    hf = make(tmp_path / "hf", "qwen3-moe", torch.float32)
+    arguments = mesh, str(hf), {"tp": 2, "enable_expert_parallel": True}
+    outcomes = run_on_ranks(2, "of_refit_from_fsdp", *arguments, module="digest_on_cpu")
+    says_the_digest(outcomes, expected(hf, dtype="bf16")[0])
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_in_fp8_blocks_has_the_digest_of_its_checkpoint_as_stored(ranks, tmp_path):
     make(tmp_path / "hf", "served-blocks", torch.bfloat16)

@@ -1,6 +1,7 @@
 """Digests of live models, Megatron's and under FSDP2, and of vLLM's real model classes, on the ranks of one group."""
 
 import json
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,8 @@ from reshard.digests.result import Digest
 from reshard.engines.digest import digest_of_answers, digest_of_engine
 from reshard.engines.vllm.live import VllmModel
 from reshard.engines.workers.digest_methods import DigestMethods
-from reshard.trainers import FsdpModel
+from reshard.refit import Link, RefitGroup, connect
+from reshard.trainers import FsdpModel, MegatronModel
 from tests.on_cpu.fsdp_on_cpu import everything, sharded
 from tests.on_cpu.refit_on_cpu import engine_of
 from tests.tools.refit_sides import trainer
@@ -23,6 +25,9 @@ def text_or_error(digest) -> str:
         return digest()
     except ReshardError as error:
         return str(error)
+
+
+PP = "--pipeline-model-parallel-size"
 
 
 class Workers(DigestMethods):
@@ -70,6 +75,50 @@ def of_megatron_and_vllm(rank: int, flags: list[str], hf: str, mcore: str, engin
     said["options"] = text_or_error(lambda: reshard.digest(workers, hf_config=hf).text)
     return {name: [one.text, one.tensors] if isinstance(one, Digest) else one
             for name, one in said.items()}  # fmt: skip
+
+
+def of_refit(
+    link: Link, workers: Workers, trainers_digest: Callable[[], Digest], replica: torch.Tensor | None
+) -> dict:
+    """What a verified refit says its digest is, beside those of both sides; what the link says of it afterward, also
+    once the first rank's engine has another number; and what a refit says that is not verified, and one whose trainer
+    has another number in the `replica` of its last rank, if that is given."""
+    said: dict = {"report": link.refit(1, verify=True).digest}
+    said |= {"trainer": trainers_digest().text, "engine": reshard.digest(workers, dtype="bf16").text}
+    said["described"] = link.describe()["digest"]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        next(iter(workers.side.regions.values())).tensor.data.view(-1)[:1] += 1
+    said["changed"] = text_or_error(lambda: reshard.digest(workers, dtype="bf16").text)
+    said["described, changed"] = link.describe()["digest"]
+    said["not verified"] = [link.refit(2).digest, link.describe()["digest"]]
+    said["verified again"] = link.refit(3, verify=True).digest
+    if replica is not None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            replica.data.view(-1)[:1] += 1
+        said["replicas"] = text_or_error(lambda: str(link.refit(4, verify=True).digest))
+    return said
+
+
+def of_refit_from_megatron(
+    rank: int, flags: list[str], hf: str, mcore: str, engine: dict, wide: bool
+) -> dict:
+    """The digests of a refit from Megatron (`of_refit`); replicas of a norm differ in the end."""
+    models, _ = trainer(flags, mcore, wide=wide)
+    side = VllmModel(*engine_of(hf, load_format="dummy", **engine))
+    link = connect(RefitGroup.of_process_group(), MegatronModel(models), side)
+    names = [(name, p) for model in models for name, p in model.named_parameters()]
+    replica = None if PP in flags else next(p for name, p in names if name.endswith("final_layernorm.weight"))
+    dtype = "bf16" if wide else None
+    return of_refit(link, Workers(side), lambda: reshard.digest(models, hf_config=hf, dtype=dtype), replica)
+
+
+def of_refit_from_fsdp(rank: int, mesh: dict[str, int], hf: str, engine: dict) -> dict:
+    """The digests of a refit from a model in fp32 under FSDP2 (`of_refit`)."""
+    model = FsdpModel(sharded(hf, mesh, torch.float32))
+    side = VllmModel(*engine_of(hf, load_format="dummy", **engine))
+    link = connect(RefitGroup.of_process_group(), model, side)
+    return of_refit(link, Workers(side), lambda: reshard.digest(model, hf_config=hf, dtype="bf16"), None)
 
 
 def of_vllm_in_blocks(rank: int, hf: str, engine: dict) -> dict:

@@ -76,6 +76,7 @@ async def _follow(llm: Any, chain: str, broken: Path) -> dict:
 
     from reshard import ReshardError
     from reshard.delta import apply_deltas_async
+    from reshard.engines.digest import digest_of_engine, digest_of_engine_async
 
     numbers = iter(range(1000))
 
@@ -146,6 +147,12 @@ async def _follow(llm: Any, chain: str, broken: Path) -> dict:
     outcome["at once"] = await asyncio.gather(*map(said, both))
     outcome["after both"] = await answers()
 
+    async def digest() -> str:
+        return (await digest_of_engine_async(llm)).text
+
+    outcome["digest"] = await digest()
+    outcome["not awaited"] = await said(asyncio.to_thread(digest_of_engine, llm))
+
     # What others have written: by the model's loader, and in place.
     outcome["version"] = await llm.collective_rpc("reshard_version")
     await llm.collective_rpc("load_norm")
@@ -154,6 +161,7 @@ async def _follow(llm: Any, chain: str, broken: Path) -> dict:
     await llm.collective_rpc("load_norm_back")
     outcome["loaded back"] = await said(apply_deltas_async(llm, chain, 4))
     await llm.collective_rpc("add_to_norm")
+    outcome["digest then"] = await digest()
     outcome["written between"] = await said(apply_deltas_async(llm, chain))
     await llm.collective_rpc("load_norm_back")
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+from reshard import digest
 from reshard.core.errors import ReshardError
 from reshard.integrations import HttpClient
 from tests.on_cpu.engine_on_cpu import PROMPTS, SMALL_BATCHES, answers
@@ -46,6 +47,7 @@ def transfer(pairs: list, url: str, port: int) -> dict:
             outcome[step] = {
                 "server": [asked(url, pairs[0][0], prompt) for prompt in PROMPTS],
                 "llm": [answers(llm, [p])[0] for p in PROMPTS],
+                "digests": [digest(served).text for served in (url, llm)],
             }
             if hasattr(llm, "get_weight_version"):
                 outcome[step]["named"] = [
@@ -78,7 +80,13 @@ def transfer(pairs: list, url: str, port: int) -> dict:
         timeout=180,
         delta=True,
     )
-    outcome["deltas"] = []
+    outcome |= {"deltas": [], "reported": [], "described": []}
+
+    def described() -> None:
+        said = llm.collective_rpc("reshard_describe")
+        said += server._call("POST", "collective_rpc", {"method": "reshard_describe"})["results"]
+        outcome["described"].append([one["digest"] for one in said])
+
     for version, (_, mcore) in enumerate(pairs):
         trainer.load(Path(mcore))
         if first:
@@ -88,8 +96,13 @@ def transfer(pairs: list, url: str, port: int) -> dict:
             server.resume()
         note(f"version {version}")
         outcome["deltas"].append(report.delta.is_delta)
+        outcome["reported"].append(report.digest)
+        if first:
+            described()
     outcome["version"] = report.version
     if first:
+        llm.collective_rpc("change_a_number", args=(0,))
+        described()
         good = {"address": f"127.0.0.1:{port + 5}", "first_rank": 2, "size": 4}
         wrong = [{"address": "nowhere"}, {"address": 7}, {"first_rank": "2"}, {"first_rank": -1}, {"first_rank": 4},
                  {"size": 1e3}, {"size": None}, {"size": 1 << 40}, {"timeout": "soon"}, {"timeout": -1}]  # fmt: skip
@@ -138,6 +151,7 @@ def transfer(pairs: list, url: str, port: int) -> dict:
             refusal(url, pairs[0][0], stream=True),
             health(url),
         ]
+        outcome["half-written digests"] = [caught(lambda s=served: digest(s)) for served in (url, llm)]
         outcome["half-written llm"] = [caught(lambda: answers(llm)), llm.collective_rpc("reshard_version")]
     outcome["mended"] = link.send(12, verify=True).version
     note("version 12")
@@ -182,6 +196,7 @@ def transfer_data_parallel(pairs: list, urls: list, port: int) -> dict:
     with failing(link):
         results["failed"] = caught(lambda: link.send(1, verify=True))
     results["half-written"] = [refusal(urls[0], pairs[0][0]) for _ in range(4)]
+    results["half-written digest"] = caught(lambda: digest(urls[0]))
     # Requests that come while vLLM is paused wait, whatever the weights are, and so does one that it holds.
     server.pause()
     with failing(link), ThreadPoolExecutor() as threads:
@@ -192,7 +207,11 @@ def transfer_data_parallel(pairs: list, urls: list, port: int) -> dict:
         server.reset_prefix_cache()
         server.resume()
         results["held"] = [one.result() for one in asking]
-    return results | {"refitted": outcome(0)}
+    results |= {"refitted": outcome(0), "digest": [digest(urls[0]).text, digest(urls[0]).notices]}
+    with running(urls[0], pairs[0][0]):
+        results["digests under load"] = [digest(urls[0]).text for _ in range(5)]
+    server._call("POST", "collective_rpc", {"method": "change_a_number", "args": [1]})
+    return results | {"one changed": caught(lambda: digest(urls[0]))}
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from urllib.request import Request, urlopen
 
 import torch
 
+from reshard import digest
 from reshard.comm.http import call_route
 from reshard.delta import save
 from reshard.engines.sglang.calls import (
@@ -148,7 +149,7 @@ def drive(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict
     """What an engine that starts with dummy weights answers in each state, and what one answers that has
     loaded each checkpoint."""
     shared = set(Path("/dev/shm").glob("sglang_*"))
-    results: dict = {"served": []}
+    results: dict = {"served": [], "digests": []}
     log = f"{sides['folder']}/log"
     with logging_to(log):
         dummy = engine(checkpoints[0][0], log_level="info", load_format="dummy")
@@ -160,10 +161,12 @@ def drive(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict
         dummy, "reshard_connect", address=address, first_rank=1, size=2, timeout=60.0, secret=sides["secret"]
     )
     results["unfit"] = said_by(lambda: answers(dummy))
+    results["unfit digest"] = said_by(lambda: digest(dummy))
     for step in range(len(checkpoints)):
         steps.meet(f"before {step}")
         call(dummy, "reshard_refit", version=step, verify=True)
         results["served"].append(answers(dummy))
+        results["digests"].append(digest(dummy).text)
     results["version"] = said_by(lambda: call(dummy, "reshard_check_version", version=1))
     results["other version"] = said_by(lambda: call(dummy, "reshard_check_version", version=7))
     chain = f"{sides['folder']}/chain"  # to the last checkpoint, and back
@@ -313,6 +316,7 @@ def drive_server(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) 
             return answered(outputs)
 
         results: dict = {"versions": []}
+        results["server digests"] = [digest(url).text]
         results |= {"loaded": [told()], "parity": [parity(served, checkpoints[1][0], PROMPTS).ok]}
         chain = f"{sides['folder']}/chain"
         results["deltas under requests"] = under_requests(url, lambda: apply_deltas(url, chain, 1))
@@ -345,6 +349,7 @@ def drive_server(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) 
         results["no plugin"] = [
             said_by(lambda: connect_server(other, f"127.0.0.1:{free_port()}", 1, 3, secret="x" * 32)),
             said_by(lambda: apply_deltas(other, chain)),
+            said_by(lambda: digest(other)),
             time.monotonic() - began,
             answered(call_route(other, "generate", {"input_ids": PROMPTS, **ASKED})),
             log.read_text(encoding="utf-8"),
@@ -355,6 +360,7 @@ def drive_server(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) 
         results["under requests"] = under_requests(url, lambda: refit_server(url, 5))
         steps.meet("connected")
         refit_server(url, 5, verify=True)
+        results["server digests"].append(digest(url).text)
         results["by http"] = told(), call_route(url, "model_info")["weight_version"]
         steps.meet("end")
         close_server(url)

@@ -1,4 +1,4 @@
-"""An extension of vLLM's workers, of which one can be told to die, or to fail."""
+"""An extension of vLLM's workers, of which one can be told to die, to fail, or to change a number."""
 
 import os
 import signal
@@ -28,6 +28,11 @@ class MortalExtension(RefitExtension):
             raise ReshardError(f"the digests of worker {self.rank} are gone")
 
         link._verify = broken
+
+    def change_a_number(self, engine: int) -> None:
+        """Of the weights of one engine of several of a model, as nothing that the guard sees would."""
+        if self.vllm_config.parallel_config.data_parallel_index == engine:
+            next(self.get_model().parameters()).data.view(-1)[:1] += 1
 
     def reshard_connect_worker(self, *args, **kwargs) -> None:
         if self.dies:

@@ -12,7 +12,7 @@ from reshard.comm.http import RefusedError, call_route
 from reshard.core.errors import ReshardError, listed
 from reshard.core.limits import check_seconds
 from reshard.engines.sglang import compat
-from reshard.engines.sglang.group import ASKED, GROUP, JOIN, PRESENT, VERIFIED
+from reshard.engines.sglang.group import ASKED, GROUP, JOIN, JOIN_DIGEST, PRESENT, VERIFIED
 from reshard.engines.sglang.pipeline import UNDER_WAY
 
 NO_PLUGIN = (
@@ -125,10 +125,10 @@ def refit_request(version: int | None, verify: bool) -> dict[str, Any]:
 def ask_digest(url: str, options: dict[str, Any], timeout: float) -> None:
     """Ask the schedulers of a server for the digest; see `reshard.engines.sglang.digest`."""
     body = refit_request(None, False) | {"load_format": json.dumps({"digest": True, **options})}
-    post(url, "update_weights_from_distributed", body, timeout)
+    post(url, "update_weights_from_distributed", body, timeout, JOIN_DIGEST)
 
 
-def call_and_join(call: Callable[[dict[str, Any]], Any], request: dict[str, Any]) -> Any:
+def call_and_join(call: Callable[[dict[str, Any]], Any], request: dict[str, Any], join: str = JOIN) -> Any:
     """Return what `call` returns for a request to connect or to refit; where it raises that pipeline stages have
     begun, what it returns for the same request to join them."""
     try:
@@ -137,7 +137,7 @@ def call_and_join(call: Callable[[dict[str, Any]], Any], request: dict[str, Any]
         if UNDER_WAY not in str(error):
             raise
     field = "backend" if "backend" in request else "load_format"
-    return call(request | {field: JOIN})
+    return call(request | {field: join})
 
 
 def close_server(url: str) -> None:
@@ -145,6 +145,6 @@ def close_server(url: str) -> None:
     call_route(url, "destroy_weights_update_group", {"group_name": GROUP})
 
 
-def post(url: str, route: str, request: dict[str, Any], timeout: float) -> None:
+def post(url: str, route: str, request: dict[str, Any], timeout: float, join: str = JOIN) -> None:
     """Post a request to a server, and, where pipeline stages have begun, the one that joins them."""
-    call_and_join(partial(call_route, url, route, timeout=timeout), request)
+    call_and_join(partial(call_route, url, route, timeout=timeout), request, join)

@@ -28,7 +28,8 @@ def digest(engine: Any, dtype: object = None, address: str | None = None, timeou
     """Return the digest of what an ``sglang.Engine`` serves, or the server at an address ``http://HOST:PORT``.
 
     Its ranks reach this process at `address`, a ``host:port``, by default a free port of this host. `timeout` is in
-    seconds. Raises ReshardError as `reshard.engines.digest.digest_of_engine` does.
+    seconds. With pipeline stages it refuses requests while they read. Raises ReshardError as
+    `reshard.engines.digest.digest_of_engine` does.
     """
     check_seconds(timeout, "timeout")
     target = float_dtype(dtype)

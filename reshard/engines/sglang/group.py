@@ -25,6 +25,7 @@ GROUP = "reshard"
 ASKED, PRESENT = "reshard?", "reshard is here"  # a group that nobody has, and the answer of a plugin
 VERIFIED = "verify"  # as a load format: compare every bit
 JOIN = "join"  # as a backend or load format: wait for the stages that have begun
+JOIN_DIGEST = "join a digest"  # as a load format: the same, where they only read
 
 
 def connect_group(connect: Callable[..., Any], updater: Any, request: Any) -> Any:
@@ -61,14 +62,14 @@ def refit_group(update: Callable[..., Any], updater: Any, request: Any) -> Any:
             raise ReshardError(f"weight_version is {version!r:.80}, not a whole number")
         if request.load_format == JOIN:
             updater.scheduler.reshard_join()
+        elif request.load_format == JOIN_DIGEST:
+            updater.scheduler.reshard_join()
+            return  # it serves the version that it did before
         elif (request.load_format or "").startswith("{"):
             options = _options(request.load_format)
             if options.pop("digest", False):
-                if compat.has_stages(updater.scheduler):  # the call that joins them would record a version
-                    raise ReshardError(
-                        "a server with pipeline stages does not say its digest: ask an sglang.Engine"
-                    )
                 updater.scheduler.reshard_digest(**options)
+                _check_done(updater.scheduler)
                 return
             updater.scheduler.reshard_apply_deltas(version=int(version or 0), **options)
         else:

@@ -19,11 +19,11 @@ from reshard.core.errors import ReshardError
 from reshard.core.limits import check_number
 from reshard.engines.vllm.adapters.live import VllmAdapter
 from reshard.engines.vllm.compat import with_plain_weights
+from reshard.engines.vllm.digest_methods import DigestOfEnginesMethods
 from reshard.engines.vllm.guard import guard_of, state_of
 from reshard.engines.vllm.live import VllmModel
 from reshard.engines.vllm.requests.calls import Answer, answered
 from reshard.engines.workers.delta_methods import DeltaMethods, answering
-from reshard.engines.workers.digest_methods import DigestMethods
 from reshard.engines.workers.refits import (
     LinkMethods,
     WorkerOptions,
@@ -38,7 +38,7 @@ logger = logging.getLogger("vllm.reshard")  # below vLLM's own, which shows it
 LOADING_METHODS = ("init_device", "load_model", "reload_weights")
 
 
-class RefitExtension(DeltaMethods, DigestMethods, LinkMethods):
+class RefitExtension(DeltaMethods, DigestOfEnginesMethods, LinkMethods):
     """Methods of a vLLM worker that connect it to a trainer and take its weights; for
     ``worker_extension_cls``."""
 

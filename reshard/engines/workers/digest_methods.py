@@ -22,7 +22,7 @@ class DigestMethods:
     def reshard_digest(self, dtype: str | None = None) -> dict[str, Any]:
         """Return what this worker's boxes add to the digest of the weights (`digest_parts`); ``{"error": sentence}``
         where it cannot: an engine that waits for several workers would leave what others answer to its next call."""
-        from reshard.engines.workers.digests import digest_parts
+        from reshard.refit.reporting.served_parts import digest_parts
 
         try:
             return digest_parts(self._reshard_engine_side(), dtype)

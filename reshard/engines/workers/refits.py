@@ -135,6 +135,11 @@ class LinkMethods:
         link = self._reshard_connected()
         return nullcontext() if ticket is None else link.group.expecting(ticket)
 
+    def reshard_describe(self) -> dict[str, Any]:
+        """Return what `Link.describe` says of this worker's side: also the ``digest`` of a verified refit, as long as
+        this worker serves what that has brought."""
+        return self._reshard_connected().describe()
+
     def reshard_release(self) -> None:
         """Unmap the trainer's memory, together with the trainer's `Link.release`."""
         self._reshard_connected().release()

@@ -28,6 +28,8 @@ bounds.
     taken/RANK          in pairs            a count                   how many rounds of a slab are taken
     digests/RANK        trainers, engines   verification              of every piece, where verification is asked for
     moved               all, all            nothing                   all bytes have moved; a verification begins
+    served              engines, engine     reporting.digest          sums of the boxes that a rank serves
+    digest              all, all            reporting.digest          what they add to, from the engines' first rank
     (commit)            all, all            comm's Commit
 
 A message that is valid, but not what its sender sent, is found by the answer to it: whoever asks

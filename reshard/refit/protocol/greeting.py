@@ -23,7 +23,7 @@ from reshard.refit.protocol.encoding import (
 )
 from reshard.refit.routes import BACKENDS
 
-PROTOCOL = 14  # of members that understand each other
+PROTOCOL = 15  # of members that understand each other
 ROLES = ("trainer", "inference")
 MOST_FIELDS = 1000  # of a config that are ignored
 

@@ -22,6 +22,7 @@ def described(link: Any) -> dict[str, Any]:
         "quantized": receiver.engine.quantized_layers() if receiver is not None else [],
         "parts": receiver.slab.described() if receiver is not None else {},
         "tensors": receiver.engine.tensor_accounts() if receiver is not None else [],
+        "digest": link.digest.now(),
     } | of_below
 
 

@@ -32,7 +32,9 @@ class RefitReport:
     moving bytes, and in all. `received_bytes` are those that came here by route (``local``,
     ``cuda_ipc``, ``staged``, ``nixl``, ``nccl``). `launches` are the kernels of ours that copied them, sent
     them off, and made blocks of them; not those of a verification, of torch, or of an engine that
-    processes its layers anew. `delta` is None in a connection without deltas.
+    processes its layers anew. `delta` is None in a connection without deltas. `digest` is the short form of that of
+    the weights that engines serve, as `reshard.digest` gives it in their dtype (``bf16``), where the refit was
+    verified; None where it was not, or they serve a form that has none.
     """
 
     version: int
@@ -42,6 +44,7 @@ class RefitReport:
     received_bytes: Mapping[str, int] = field(default_factory=dict)
     launches: int = 0
     delta: RefitDelta | None = None
+    digest: str | None = None
 
     @property
     def reason(self) -> str:

@@ -1,38 +1,61 @@
 """What one rank of an engine says of the weights that it serves, for their digest."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from reshard.core.boxes import Box
-from reshard.core.dtypes import DTYPES, Dtype, dtype_named
+from reshard.core.dtypes import Dtype, dtype_named
 from reshard.core.errors import ReshardError, listed
-from reshard.device.digests import sums_of
+from reshard.device.digests import Sums
 from reshard.device.live_boxes import LiveBox
 from reshard.device.memory import Region
 from reshard.digests.numbers import seed_of
 from reshard.digests.result import counted_dtype
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
-from reshard.quantization.fp8_blocks import BLOCK
+from reshard.refit.codecs.served_blocks import not_in, scales_of
 from reshard.refit.engine import Engine
 from reshard.storage.io.boxes import Rows
 from reshard.storage.io.casts import float_dtype
 from reshard.storage.io.streams import TensorInfo
 
-SCALES = "_scale_inv"  # after the name of a weight whose codes have scales by blocks, as files have them
+
+@dataclass(frozen=True)
+class ServedParts:
+    """The boxes of canonical tensors that one rank of an engine serves, each in the dtype in which it counts, and what
+    these `tensors` are. A weight in blocks counts as its codes and its scales, as a checkpoint stores them.
+    """
+
+    tensors: dict[str, TensorInfo]
+    boxes: list[LiveBox]
+
+    def sums(self) -> Sums:
+        """Return what takes what each box adds to the number of its tensor."""
+        return Sums(self.boxes, [seed_of(box.name, self.tensors[box.name]) for box in self.boxes])
 
 
 def digest_parts(engine: Engine, dtype: str | None = None) -> dict[str, Any]:
     """Return of each box that this rank serves its tensor's name, its rows and columns, and its sum; with the dtypes
     and shapes of the tensors, and the version.
 
-    A weight served in fp8 blocks counts as what is served: its codes by its own name, and its scales by that name with
-    ``_scale_inv``, as a checkpoint in fp8 blocks stores them.
-
     Raises ReshardError if the rank does not hold whole weights, or serves codes whose checkpoint is not known.
     """
-    target = float_dtype(dtype)
     engine.guard.check_ready()
     engine.refresh_regions()
+    parts = served_parts(engine, float_dtype(dtype))
+    values = parts.sums().take()
+    of_boxes = [
+        [box.name, list(Rows.of(box.box)), value] for box, value in zip(parts.boxes, values, strict=True)
+    ]
+    described = {name: [info.dtype.name, list(info.shape)] for name, info in parts.tensors.items()}
+    return {"engine": engine.guard.engine, "version": engine.version, "tensors": described, "parts": of_boxes}
+
+
+def served_parts(engine: Engine, target: Dtype | None = None) -> ServedParts:
+    """Return what a rank serves, where its regions are now; with a `target` in that dtype.
+
+    Raises ReshardError if it serves codes whose checkpoint is not known.
+    """
     if engine.staged_rounds:
         names = [str(each[0] if isinstance(each, tuple) else each) for each in engine.staged_rounds]
         raise ReshardError(
@@ -58,46 +81,14 @@ def digest_parts(engine: Engine, dtype: str | None = None) -> dict[str, Any]:
         held = dtype_named(region.tensor.dtype)
         for part in tensor.parts:
             name, local = mapping.copies.get(part.name, part.name), Rows.of(part.local_box)
+            if name not in mapping.shapes:
+                raise ReshardError(f"this {engine.guard.engine} serves {name}, which its model does not have")
             shape = tuple(mapping.shapes[name])
             if scales is None:
                 add(name, shape, part.box, region, local, counted_dtype(name, held, target, mapping.fp32))
                 continue
             if target is not None:
-                raise ReshardError(
-                    f"this {engine.guard.engine} serves {name} in fp8 blocks, which are no numbers of {target.name}: "
-                    "leave out the dtype, and compare with reshard digest --stored of a checkpoint in fp8 blocks"
-                )
+                raise ReshardError(not_in(target, name, engine.guard.engine))
             add(name, shape, part.box, region, local, held)
-            blocks = tuple(-(-length // BLOCK) for length in shape)
-            of_scales = _in_blocks(name, shape, part.box), _rows_in_blocks(name, part.local_box)
-            add(f"{name}{SCALES}", blocks, of_scales[0], scales.region, of_scales[1], DTYPES["float32"])
-    sums = sums_of(boxes, [seed_of(box.name, tensors[box.name]) for box in boxes])
-    parts = [[box.name, list(Rows.of(box.box)), value] for box, value in zip(boxes, sums, strict=True)]
-    described = {name: [info.dtype.name, list(info.shape)] for name, info in tensors.items()}
-    return {"engine": engine.guard.engine, "version": engine.version, "tensors": described, "parts": parts}
-
-
-def _in_blocks(name: str, shape: tuple[int, ...], box: Box) -> Box:
-    """Return the box of the scales of a box of codes. Raises ReshardError if it begins or ends within a block."""
-    whole = all(
-        offset % BLOCK == 0 and (end % BLOCK == 0 or end == length)
-        for offset, end, length in zip(box.offsets, box.ends, shape, strict=True)
-    )
-    if not whole:
-        raise ReshardError(
-            f"a rank serves a part of {name} that ends within a block of its scales: it has no digest"
-        )
-    return Box(
-        tuple(offset // BLOCK for offset in box.offsets), tuple(-(-length // BLOCK) for length in box.lengths)
-    )
-
-
-def _rows_in_blocks(name: str, local: Box) -> Rows:
-    if any(offset % BLOCK for offset in local.offsets):
-        raise ReshardError(f"a rank serves {name} from within a block of its scales: it has no digest")
-    return Rows.of(
-        Box(
-            tuple(offset // BLOCK for offset in local.offsets),
-            tuple(-(-length // BLOCK) for length in local.lengths),
-        )
-    )
+            add(*scales_of(name, shape, part, scales.region))
+    return ServedParts(tensors, boxes)
