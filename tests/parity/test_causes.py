@@ -97,7 +97,7 @@ def test_tokens_that_go_to_other_experts_are_the_whole_difference(variant, check
     assert abs(shares["unexplained"]) < 1e-3, "with the same experts the two are the same"
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2, "ep": 2, "expert_tp": 1}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"tp": 2, "ep": 2, "etp": 1}, {"pp": 2}], ids=str)
 def test_megatron_takes_the_experts_of_transformers_and_its_weights(layout, checkpoint, tmp_path):
     hf = checkpoint("qwen3-moe")
     hf_to_mcore(hf, tmp_path / "mcore", MegatronLayout(**layout), transformer_impl="local")
@@ -126,7 +126,7 @@ def test_a_trained_mixture_of_experts_has_the_causes_that_were_planted(tmp_path_
         hf, tmp_path_factory.mktemp("spoiled") / "hf", "model.layers.2.mlp.gate.weight", 1.05
     )
     shares, _, text = why(hf, spoiled, dtype="bf16", **options)
-    assert shares["weights"] > 0.3 and shares["rounding"] > 0.01 and abs(shares["unexplained"]) < 0.02, text
+    assert 0.999 < shares["weights"] < 1.001, f"both round alike, since they run the same code: {text}"
 
 
 class Sorting(ForwardSystem):

@@ -42,8 +42,8 @@ class RefitDigest:
         self.group, self.agreed, self.receiver = group, agreed, receiver
         self.text: str | None = None
         self._records = np.zeros(0, RECORD)  # that this rank has told
-        # Behind the addresses that they are of.
-        self._served: tuple[list[int], ServedParts, Sums] | None = None
+        # Behind the addresses that they are of, with the records but for the sums.
+        self._served: tuple[list[int], ServedParts, Sums, np.ndarray] | None = None
 
     def forget(self) -> None:
         """Say nothing of what is written from now on."""
@@ -90,33 +90,28 @@ class RefitDigest:
                 parts = served_parts(engine, _dtype_of(engine))
             except ReshardError:
                 return np.zeros(0, RECORD)
-            self._served = made_for, parts, parts.sums()
-        _, parts, sums = self._served
-        of_tensors = [
-            (
-                _hash_of(name),
-                0,
-                _NAMES.index(info.dtype.name),
-                start_of(seed_of(name, info)),
-                -prod(info.shape),
-            )
-            for name, info in parts.tensors.items()
-        ]
-        of_boxes = [
-            (
-                _hash_of(box.name),
-                _hash_of(str(Rows.of(box.box))),
-                _NAMES.index(box.dtype.name),
-                value,
-                box.box.volume,
-            )
-            for box, value in zip(parts.boxes, sums.take(), strict=True)
-        ]
-        return np.array(of_tensors + of_boxes, RECORD)
+            self._served = made_for, parts, parts.sums(), _without_sums(parts)
+        _, parts, sums, known = self._served
+        records = known.copy()
+        records["value"][len(parts.tensors) :] = np.array(sums.take(), np.uint64)
+        return records
 
     def _name_of(self, tensor: int) -> str:
         names = self._served[1].tensors if self._served is not None else {}
         return next((name for name in names if _hash_of(name) == tensor), "a tensor")
+
+
+def _without_sums(parts: ServedParts) -> np.ndarray:
+    """Return the records of a rank: of its tensors, then of its boxes, whose sums are left at 0."""
+    of_tensors = [
+        (_hash_of(name), 0, _NAMES.index(info.dtype.name), start_of(seed_of(name, info)), -prod(info.shape))
+        for name, info in parts.tensors.items()
+    ]
+    of_boxes = [
+        (_hash_of(box.name), _hash_of(str(Rows.of(box.box))), _NAMES.index(box.dtype.name), 0, box.box.volume)
+        for box in parts.boxes
+    ]
+    return np.array(of_tensors + of_boxes, RECORD)
 
 
 def _dtype_of(engine: Engine) -> Dtype | None:
