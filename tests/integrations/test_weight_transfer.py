@@ -63,6 +63,10 @@ def test_a_server_and_an_llm_have_the_digest_of_the_checkpoint_whose_weights_the
     assert all(HALF in sentence for sentence in outcome["half-written digests"])
     assert outcome["by the command"] == zero
     assert outcome["reported"] == [zero, one], "by the verified refit"
+    alike = [[True, False] * 2, [False, True] * 2, [False] * 4]
+    assert outcome["checksums"] == alike, (
+        "of each version vLLM's own are those of its checkpoint; the last has changed"
+    )
     assert outcome["described"] == [[zero, zero], [one, one], [None, one]], (
         "a number of the LLM's has changed"
     )

@@ -38,7 +38,8 @@ def test_a_trainer_and_an_engine_have_the_digest_of_their_checkpoint(
         text, numbers = given.text, given.tensors
     arguments = flags_at(tmp_path / "mcore", parallel), str(hf), str(tmp_path / "mcore"), engine, wide
     outcomes = run_on_ranks(ranks, "of_megatron_and_vllm", *arguments, module="digest_on_cpu")
-    for outcome in outcomes:
+    for rank, outcome in enumerate(outcomes):
+        assert outcome["checksums"] == [True, True] and outcome["checksums, changed"] == (rank > 0)
         assert outcome["trainer"] == [text, numbers]
         given_text, given = outcome["engine"]
         assert given == numbers and given_text == text

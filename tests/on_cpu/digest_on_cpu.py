@@ -9,6 +9,7 @@ import torch.distributed as dist
 import reshard
 from reshard.core.errors import ReshardError
 from reshard.digests.result import Digest
+from reshard.engines.checksums import checksums_of
 from reshard.engines.digest import digest_of_answers, digest_of_engine
 from reshard.engines.vllm.live import VllmModel
 from reshard.engines.workers.digest_methods import DigestMethods
@@ -16,6 +17,7 @@ from reshard.refit import Link, RefitGroup, connect
 from reshard.trainers import FsdpModel, MegatronModel
 from tests.on_cpu.fsdp_on_cpu import everything, sharded
 from tests.on_cpu.refit_on_cpu import engine_of
+from tests.tools.mortal_worker import own_checksums
 from tests.tools.refit_sides import trainer
 
 
@@ -58,6 +60,7 @@ def of_megatron_and_vllm(rank: int, flags: list[str], hf: str, mcore: str, engin
     workers = Workers(side)
     said["engine"] = reshard.digest(workers, dtype="bf16")
     assert digest_of_engine(workers, "bf16").tensors == said["engine"].tensors
+    said["checksums"] = [checksums_of(side, module, path) == own_checksums(module) for path in (hf, mcore)]
     parameter = max((p for model in models for p in model.parameters()), key=torch.Tensor.numel)
     if rank == dist.get_world_size() - 1:
         parameter.data.view(-1)[0] += 1
@@ -65,6 +68,7 @@ def of_megatron_and_vllm(rank: int, flags: list[str], hf: str, mcore: str, engin
     if rank == 0:
         next(iter(side.regions.values())).tensor.data.view(-1)[:1] += 1
     said["engine, changed"] = text_or_error(lambda: reshard.digest(workers, dtype="bf16").text)
+    said["checksums, changed"] = checksums_of(side, module, hf) == own_checksums(module)
     side.begin()
     said["half"] = text_or_error(lambda: reshard.digest(workers).text)
     part = {"tensors": {}, "parts": [], "version": 3}

@@ -14,6 +14,7 @@ from urllib.request import Request, urlopen
 
 from reshard import digest
 from reshard.core.errors import ReshardError
+from reshard.engines.checksums import expected_checksums
 from reshard.integrations import HttpClient
 from tests.on_cpu.engine_on_cpu import PROMPTS, SMALL_BATCHES, answers
 from tests.starting.ranks import caught
@@ -80,7 +81,13 @@ def transfer(pairs: list, url: str, port: int) -> dict:
         timeout=180,
         delta=True,
     )
-    outcome |= {"deltas": [], "reported": [], "described": []}
+    outcome |= {"deltas": [], "reported": [], "described": [], "checksums": []}
+
+    def checksums() -> None:
+        """What both engines' have to be of each checkpoint, and the last one's own."""
+        expected = [expected_checksums(served, path) for served in (url, llm) for path, _ in pairs]
+        [own] = llm.collective_rpc("own_checksums")
+        outcome["checksums"].append([own == one for one in expected])
 
     def described() -> None:
         said = llm.collective_rpc("reshard_describe")
@@ -99,10 +106,12 @@ def transfer(pairs: list, url: str, port: int) -> dict:
         outcome["reported"].append(report.digest)
         if first:
             described()
+            checksums()
     outcome["version"] = report.version
     if first:
         llm.collective_rpc("change_a_number", args=(0,))
         described()
+        checksums()
         good = {"address": f"127.0.0.1:{port + 5}", "first_rank": 2, "size": 4}
         wrong = [{"address": "nowhere"}, {"address": 7}, {"first_rank": "2"}, {"first_rank": -1}, {"first_rank": 4},
                  {"size": 1e3}, {"size": None}, {"size": 1 << 40}, {"timeout": "soon"}, {"timeout": -1}]  # fmt: skip

@@ -2,9 +2,20 @@
 
 import os
 import signal
+from hashlib import sha256
+
+import torch
 
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.worker import RefitExtension
+
+
+def own_checksums(model: torch.nn.Module) -> dict[str, str]:
+    """The checksums of a model's parameters, as vLLM takes them from 0.33 on."""
+    return {
+        name: sha256(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+        for name, parameter in model.named_parameters()
+    }
 
 
 class MortalExtension(RefitExtension):
@@ -33,6 +44,11 @@ class MortalExtension(RefitExtension):
         """Of the weights of one engine of several of a model, as nothing that the guard sees would."""
         if self.vllm_config.parallel_config.data_parallel_index == engine:
             next(self.get_model().parameters()).data.view(-1)[:1] += 1
+
+    def own_checksums(self) -> dict[str, str]:
+        """The checksums of this worker's parameters."""
+        prefix_of = getattr(self, "_weight_checksum_prefix", str)
+        return {f"{prefix_of()}{name}": value for name, value in own_checksums(self.get_model()).items()}
 
     def reshard_connect_worker(self, *args, **kwargs) -> None:
         if self.dies:
