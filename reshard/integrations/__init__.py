@@ -7,10 +7,15 @@ from reshard.core.extras import require
 from reshard.core.lazy import lazy
 
 if TYPE_CHECKING:
+    from reshard.integrations.fleet import Fleet, FleetReport
     from reshard.integrations.vllm.transfer import HttpClient, LlmClient, WeightTransfer
 
 require("megatron", "torch")
 
-__all__ = ["HttpClient", "LlmClient", "WeightTransfer"]
+__all__ = ["Fleet", "FleetReport", "HttpClient", "LlmClient", "WeightTransfer"]
 if not TYPE_CHECKING:  # a type checker knows the names above, and that there are no others
-    __getattr__, __dir__ = lazy(__name__, dict.fromkeys(__all__, "reshard.integrations.vllm.transfer"))
+    __getattr__, __dir__ = lazy(
+        __name__,
+        dict.fromkeys(__all__, "reshard.integrations.vllm.transfer")
+        | dict.fromkeys(("Fleet", "FleetReport"), "reshard.integrations.fleet"),
+    )

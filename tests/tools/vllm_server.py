@@ -17,9 +17,9 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @contextmanager
-def served(directory: Path, *options, log: Path, **environment: str):
+def served(directory: Path, *options, log: Path, port: int | None = None, **environment: str):
     """The address of a ``vllm serve`` that has started; its processes are ended."""
-    port = free_port()
+    port = port or free_port()
     command = [python_of_engine(), "-m", "vllm.entrypoints.cli.main", "serve", directory, "--enforce-eager", "--dtype",
                "float32", "--max-model-len", "64", "--max-num-batched-tokens", "64", "--max-num-seqs", "8",
                "--kv-cache-memory-bytes", str(1 << 24), "--port", str(port), *options]  # fmt: skip

@@ -275,7 +275,9 @@ def _agree(
         shared = given_secret(secret)
         if shared is None and (alone or in_group):
             shared = new_secret()
-        sizes = _checked_sizes(engine_ranks) if engine_ranks is not None else list(map(_workers, clients))
+        sizes = (
+            _checked_sizes(engine_ranks) if engine_ranks is not None else list(map(count_workers, clients))
+        )
         return sizes, shared
 
     return on_first_rank(find_out) if in_group else find_out()
@@ -287,7 +289,7 @@ def _checked_sizes(sizes: Any) -> list[int]:
     return [_workers_of(size, f"engine {index}") for index, size in enumerate(sizes)]
 
 
-def _workers(client: Any) -> int:
+def count_workers(client: Any) -> int:
     """Return how many workers an engine has. Raises ReshardError if its client cannot say."""
     if not hasattr(client, "world_size"):
         raise ReshardError(

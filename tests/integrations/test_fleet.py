@@ -1,0 +1,73 @@
+"""A fleet: real ``vllm serve``s that come and go, and a trainer that refits those that are there."""
+
+from pathlib import Path
+
+import pytest
+
+from reshard import MegatronLayout, hf_to_mcore
+from tests.digests.on_disk import expected
+from tests.engines.test_engine import run
+from tests.tools.checkpoints import make
+from tests.tools.vllm_server import with_tokenizer
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    folder, pairs = tmp_path_factory.mktemp("fleet"), []
+    for seed in (0, 1):
+        hf, mcore = folder / f"hf {seed}", folder / f"mcore {seed}"
+        make(hf, "served-qwen3", seed=seed)
+        hf_to_mcore(hf, mcore, MegatronLayout())
+        pairs.append((str(hf), str(mcore)))
+    with_tokenizer(folder / "hf 0")
+    results = run(folder, 2, "fleet_on_cpu.fleet", pairs)
+    return results | {"on disk": [expected(Path(hf))[0] for hf, _ in pairs]}
+
+
+# What each step's weights are, and who has them then.
+STEPS = [
+    ("alone", 0, []),
+    ("one joins", 1, ["one"]),
+    ("two joins", 0, ["one", "two"]),
+    ("two has died", 1, ["one"]),
+    ("two is back", 1, ["one", "two"]),
+    ("two hangs", 0, ["one"]),
+    ("two goes on", 1, ["one", "two"]),
+    ("one has left", 0, ["two"]),
+    ("another trainer", 1, ["one", "two"]),
+]
+
+
+@pytest.mark.parametrize("step, weights, refitted", STEPS, ids=[step[0] for step in STEPS])
+def test_engines_that_are_there_have_the_weights_and_no_other_is_waited_for(step, weights, refitted, outcome):
+    said, digests = outcome[step], outcome["on disk"]
+    assert said["refitted"] == refitted, said
+    assert {name: said["serve"][name] for name in refitted} == dict.fromkeys(refitted, digests[weights])
+
+
+def test_who_is_behind_is_named_with_the_reason_and_the_others_have_their_weights_in_time(outcome):
+    died, hangs, left = (outcome[step] for step in ("two has died", "two hangs", "one has left"))
+    assert [*died["behind"]] == ["two"] == [*hangs["behind"]], (died, hangs)
+    assert died["seconds"] < 20 and hangs["seconds"] < 60, (
+        "at most the time limit, and a margin for a loaded machine"
+    )
+    assert "engine two" in died["behind"]["two"] and died["described"]["engines"]["two"]["version"] == 2
+    assert died["described"]["engines"]["one"] == {"version": 3, "connected": True, "why": None}
+    assert left["serve"]["one"] == outcome["on disk"][1], "it serves what it has"
+    assert [*left["described"]["engines"]] == ["two"]
+
+
+def test_a_required_engine_that_is_behind_is_an_error_once_the_others_have_their_weights(outcome):
+    said = outcome["two is required"]
+    assert (
+        said["refused"].startswith("version 4 is not in two (")
+        and said["serve"]["one"] == outcome["on disk"][0]
+    )
+
+
+def test_versions_go_on_and_a_trainer_that_comes_later_says_its_own(outcome):
+    assert [outcome[step]["version"] for step, *_ in STEPS] == [0, 1, 2, 3, 5, 6, 7, 8, 40]
+    assert outcome["wrong"] == [
+        "the fleet has an engine two: remove it first, or give another name",
+        "the fleet has no engine three: it has two",
+    ]

@@ -1,0 +1,124 @@
+"""A fleet of real ``vllm serve``s that are added, killed, stopped, started again and removed, and a trainer of two
+ranks."""
+
+import json
+import os
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
+
+from reshard import MegatronLayout, digest
+from reshard.core.errors import ReshardError
+from reshard.integrations import Fleet, HttpClient
+from reshard.parity.systems.megatron import Megatron
+from reshard.trainers import MegatronModel
+from tests.on_cpu.engine_transfers_on_cpu import running
+from tests.starting.ranks import free_port
+from tests.tools.vllm_server import served
+
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Served:
+    """A ``vllm serve`` with our weight transfer, always at the same port."""
+
+    def __init__(self, name: str, directory: str) -> None:
+        self.name, self.directory, self.port, self.stack = name, directory, free_port(), ExitStack()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = HttpClient(self.url, name=name)
+
+    def start(self) -> None:
+        log = Path(self.directory).parent / f"{self.name}.log"
+        options = ("--weight-transfer-config", json.dumps({"backend": "reshard"}))
+        self.stack.enter_context(
+            served(self.directory, *options, log=log, port=self.port, VLLM_SERVER_DEV_MODE="1")
+        )
+
+    def family(self) -> list[psutil.Process]:
+        [pid] = {
+            c.pid
+            for c in psutil.net_connections("tcp")
+            if c.status == "LISTEN" and c.laddr.port == self.port and c.pid
+        }
+        front = psutil.Process(pid)
+        return [front, *front.children(recursive=True)]
+
+    def kill(self) -> None:
+        for process in self.family():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.stack.close()
+
+
+def fleet(pairs: list) -> dict:
+    """What a fleet's reports say after each of its members' fates, and the digests of what they serve then."""
+    trainer, outcome = Megatron(Path(pairs[0][1]), "fp32", MegatronLayout(tp=2)), {}
+    first, source = dist.get_rank() == 0, MegatronModel(trainer.models)
+    for name in [n for n in os.environ if n.startswith("TORCHELASTIC") or n in LAUNCHER]:
+        del os.environ[name]
+    one, two = (Served(name, pairs[0][0]) for name in ("one", "two"))
+    members = Fleet(source, "127.0.0.1", timeout=25)
+
+    def send(step: str, weights: int, silent: str = "", **options) -> None:
+        trainer.load(Path(pairs[weights][1]))
+        began, refused = time.monotonic(), ""
+        try:
+            report = members.send(**options)
+            said = {"version": report.version, "refitted": [*report.reports], "behind": report.behind}
+        except ReshardError as error:
+            said, refused = {}, str(error)
+        said |= {"seconds": time.monotonic() - began, "refused": refused, "described": members.describe()}
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, {k: v for k, v in said.items() if k != "seconds"})
+        assert every[0] == every[1], every
+        if first:
+            served_now = {}
+            for engine in (one, two):
+                with suppress(ReshardError):
+                    if engine.name != silent:
+                        served_now[engine.name] = digest(engine.url).text
+            outcome[step] = said | {"serve": served_now}
+        dist.barrier()
+
+    def on_first(action) -> None:
+        if first:
+            action()
+        dist.barrier()
+
+    with one.stack, two.stack:
+        send("alone", 0)
+        on_first(one.start)
+        on_first(lambda: members.add(one.client))
+        send("one joins", 1)
+        on_first(two.start)
+        on_first(lambda: members.add(two.client))
+        with running(one.url, one.directory) if first else ExitStack():
+            send("two joins", 0, pausing=True, verify=True)
+        on_first(two.kill)
+        send("two has died", 1)
+        send("two is required", 0, required=["two"])
+        on_first(two.start)
+        send("two is back", 1)
+        on_first(lambda: [process.suspend() for process in two.family()])
+        stopped = two.family() if first else []
+        send("two hangs", 0, silent="two")
+        on_first(lambda: [process.resume() for process in stopped])
+        send("two goes on", 1)
+        on_first(lambda: members.remove("one"))
+        send("one has left", 0)
+        if first:
+            outcome["wrong"] = []
+            for action in (lambda: members.add(two.client), lambda: members.remove("three")):
+                try:
+                    action()
+                except ReshardError as error:
+                    outcome["wrong"].append(str(error))
+        members.close()
+        members = Fleet(source, "127.0.0.1", timeout=25)
+        on_first(lambda: [members.add(engine.client) for engine in (one, two)])
+        send("another trainer", 1, version=40)
+        members.close()
+    return outcome
