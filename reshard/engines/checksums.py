@@ -76,23 +76,23 @@ def _by_parameter(
 ) -> dict[str, list[LiveBox]]:
     """Return the boxes that lie in each parameter. Others lie in buffers."""
     starts = sorted((parameter.data_ptr(), name) for name, parameter in parameters.items())
-    found: dict[str, list[LiveBox]] = {}
+    by_parameter: dict[str, list[LiveBox]] = {}
     for box in boxes:
         place = bisect_right(starts, (box.region.address, "\U0010ffff")) - 1
         start, name = starts[max(place, 0)]
         parameter = parameters[name]
         if 0 <= box.region.address - start < parameter.untyped_storage().nbytes():
-            found.setdefault(name, []).append(box)
-    return found
+            by_parameter.setdefault(name, []).append(box)
+    return by_parameter
 
 
 def _sha256(parameter: torch.nn.Parameter, boxes: Iterable[LiveBox], loader: BoxLoader) -> str:
     """Return the sha256 of a parameter that is filled from files; what no box fills is padding, and zero."""
     made = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype).zero_()
-    there = []
+    in_host_memory = []
     for box in boxes:
         offset = (box.region.address - parameter.data_ptr()) // parameter.element_size()
-        there.append(box._replace(region=Region(made, offset, box.region.pitch)))
-    for batch in loader.batches(there):
+        in_host_memory.append(box._replace(region=Region(made, offset, box.region.pitch)))
+    for batch in loader.batches(in_host_memory):
         loader.load(batch)
     return hashlib.sha256(made.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()

@@ -42,8 +42,8 @@ ANSWER_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class FleetReport(Printed):
-    """What a send has brought: the `version`, the `reports` of the engines that have it, by name, and why each other
-    one is `behind`."""
+    """The outcome of a send: the `version`, the `reports` of the engines that have it, by name, and why each other one
+    is `behind`."""
 
     version: int
     seconds: float
