@@ -17,6 +17,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from reshard.comm.secret import new_secret
 from reshard.core.errors import OptionError, ReshardError, first_line, listed
 from reshard.core.limits import check_seconds
 from reshard.core.printed import Printed
-from reshard.integrations.sync import on_first_rank
+from reshard.integrations.sync import Calls, on_first_rank
 from reshard.integrations.vllm.transfer import EngineClient, WeightTransfer, count_workers
 from reshard.refit.link import RefitReport
 from reshard.refit.options import ConnectOptions
@@ -100,8 +101,9 @@ class Fleet:
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
         self.version: int | None = None
         self._members: dict[str, _Member] = {}
-        # Since the last send, on the first rank: names with a client to add, or None to remove.
+        # Since the last send, on the first rank: names with a client to add, or None to remove. Another thread may add.
         self._changes: list[tuple[str, EngineClient | None]] = []
+        self._lock = Lock()
 
     # Members
 
@@ -113,20 +115,26 @@ class Fleet:
         chosen = name or getattr(client, "name", None) or getattr(client, "url", None)
         if not chosen:
             raise OptionError(f"this {type(client).__name__} has no name: give name=")
-        if chosen in self.names():
-            raise OptionError(f"the fleet has an engine {chosen}: remove it first, or give another name")
-        self._changes.append((str(chosen), client))
+        with self._lock:
+            if chosen in self._names():
+                raise OptionError(f"the fleet has an engine {chosen}: remove it first, or give another name")
+            self._changes.append((str(chosen), client))
         return str(chosen)
 
     def remove(self, name: str) -> None:
         """Leave an engine out from the next send on, which disconnects it; it serves what it has. Raises OptionError
         for a name that the fleet does not have."""
-        if self.is_first and name not in self.names():
-            raise OptionError(f"the fleet has no engine {name}: it has {listed(self.names()) or 'none'}")
-        self._changes.append((name, None))
+        with self._lock:
+            if self.is_first and name not in self._names():
+                raise OptionError(f"the fleet has no engine {name}: it has {listed(self._names()) or 'none'}")
+            self._changes.append((name, None))
 
     def names(self) -> list[str]:
         """Return the names of the engines that the next send tries to reach, as this rank knows them."""
+        with self._lock:
+            return self._names()
+
+    def _names(self) -> list[str]:
         names = dict.fromkeys(self._members)
         for name, client in self._changes:
             if client is None:
@@ -163,14 +171,14 @@ class Fleet:
         With `pausing` no request runs meanwhile: each engine is paused, and drops what it has computed from the old
         weights, as far as its client can. `required` names engines without which the send has failed.
 
-        Raises ReshardError, after all others have been refitted, if a required one is behind, or if all that were
-        connected have failed, which may be this trainer's fault.
+        Raises ReshardError, after all others have been refitted, if a required one is behind, or if none of those that
+        answered could be connected and refitted, which may be this trainer's fault.
         """
         began = time.monotonic()
         self._follow_changes()
         if version is None:
             version = 0 if self.version is None else self.version + 1
-        self._connect_waiting()
+        tried = self._connect_waiting()
         connected = [member for member in self._members.values() if member.transfer is not None]
         reports: dict[str, RefitReport] = {}
         for member in connected:
@@ -187,7 +195,7 @@ class Fleet:
         missing = [
             f"{name} ({behind.get(name, 'it is no member')})" for name in required if name not in reports
         ]
-        if missing or (connected and not reports):
+        if missing or ((connected or tried) and not reports):
             raise ReshardError(
                 f"version {version} is not in {listed(missing or map(_said, behind.items()), 3)}"
             )
@@ -195,8 +203,8 @@ class Fleet:
 
     def _follow_changes(self) -> None:
         """Add and remove members as the first rank was told to, on all ranks."""
-        changes = self._changes if self.is_first else []
-        self._changes = []
+        with self._lock:
+            changes, self._changes = self._changes if self.is_first else [], []
         for name, is_new in _from_first([(name, client is not None) for name, client in changes]):
             if name in self._members:
                 self._drop(self._members.pop(name), "it was removed")
@@ -206,14 +214,17 @@ class Fleet:
             if client is not None and name in self._members:
                 self._members[name].client = client
 
-    def _connect_waiting(self) -> None:
-        """Connect each engine that is not connected and answers now."""
+    def _connect_waiting(self) -> bool:
+        """Connect each engine that is not connected and answers now. Return False if there is none."""
+        tried = False
         for name, (workers, why) in _from_first(self._answering() if self.is_first else {}).items():
             member = self._members[name]
             if workers is None:
                 member.why = why
             else:
+                tried = True
                 member.transfer = self._part(member, partial(self._connect, member, workers))
+        return tried
 
     def _answering(self) -> dict[str, tuple[int | None, str]]:
         """Return, of each engine that is not connected, how many workers it says that it has; or why not."""
@@ -251,16 +262,28 @@ class Fleet:
         """Return the report of a member's refit; None where it failed, which has dropped the member."""
         transfer = member.transfer
         assert transfer is not None
-        if pausing and not self._part(member, lambda: _on_first(partial(_pause, member.client))):
-            return None
-        report = self._part(member, lambda: transfer.send(version, verify))
+        paused = not pausing or self._part(member, lambda: self._called(member, _pause))
+        report = self._part(member, lambda: transfer.send(version, verify)) if paused else None
         if not pausing:
             return report
         if report is None:  # it goes on all the same, so that it answers those who wait that it may not serve
             if self.is_first:
-                in_background(partial(_go_on, member.client, False))
+                in_background(partial(_go_on, member.client, is_new=False))
             return None
-        return report if self._part(member, lambda: _on_first(partial(_go_on, member.client, True))) else None
+        return (
+            report if self._part(member, lambda: self._called(member, partial(_go_on, is_new=True))) else None
+        )
+
+    def _called(self, member: _Member, call: Callable[[Any], bool]) -> bool:
+        """Return on all ranks what a call of a member's client returns on the first. Raises ReshardError if it does not
+        within the time limit."""
+
+        def bounded() -> bool:
+            calls = Calls({f"engine {member.name}": in_background(partial(call, member.client))})
+            calls.wait_all(self.timeout)
+            return True
+
+        return _on_first(bounded)
 
     def _part(self, member: _Member, part: Callable[[], Result]) -> Result | None:
         """Return what all ranks do with a member; None, and the member dropped, where one of them fails."""

@@ -104,7 +104,7 @@ def fleet(pairs: list) -> dict:
         send("two is back", 1)
         on_first(lambda: [process.suspend() for process in two.family()])
         stopped = two.family() if first else []
-        send("two hangs", 0, silent="two")
+        send("two hangs", 0, silent="two", pausing=True)
         on_first(lambda: [process.resume() for process in stopped])
         send("two goes on", 1)
         on_first(lambda: members.remove("one"))

@@ -15,7 +15,7 @@ import xxhash
 
 from reshard.core.dtypes import DTYPES, Dtype, dtype_named
 from reshard.core.errors import ReshardError
-from reshard.digests.numbers import seed_of, start_of, total_of
+from reshard.digests.numbers import MASK, seed_of, start_of
 from reshard.digests.result import short_dtype, short_form
 from reshard.refit.engine import Engine
 from reshard.refit.reporting.served_parts import ServedParts, served_parts
@@ -27,6 +27,7 @@ _NAMES = sorted(DTYPES)
 RECORD = np.dtype(
     [("tensor", "<u8"), ("box", "<u8"), ("dtype", "<i8"), ("value", "<u8"), ("elements", "<i8")]
 )
+_ODD = np.uint64(0x9E3779B97F4A7C15)  # by which hashes of tensors are told apart from those of boxes
 
 
 class ServedRecords:
@@ -87,23 +88,30 @@ def _records(payload: bytes, who: str) -> np.ndarray:
 def added(payloads: Sequence[bytes], names: Sequence[str]) -> dict[str, Any]:
     """Return the short form of a digest (``text``), of what all ranks, of these names, tell; without it if it is not
     known; or the hash of a tensor that ``differs`` between ranks. Raises ReshardError for a message of another kind."""
-    of_ranks = list(map(_records, payloads, names))
-    records = np.unique(np.concatenate(of_ranks))  # in the order of tensors, boxes and dtypes
-    boxes, first = np.unique(records[["tensor", "box"]], return_index=True)
-    if len(boxes) < len(records):
-        again = np.setdiff1d(np.arange(len(records)), first)
-        alike = records["dtype"][again] == records["dtype"][again - 1]
-        return {"differs": int(records["tensor"][again[alike][0]])} if alike.any() else {}  # in two forms
+    records = np.concatenate(list(map(_records, payloads, names)))
+    # Plain numbers, since structures of them take a hundred times as long to sort.
+    place = records["tensor"] * _ODD + records["box"]
+    order = np.argsort(place, kind="stable")
+    place, records = place[order], records[order]
+    again = np.flatnonzero(place[1:] == place[:-1]) + 1
+    here, before = records[again], records[again - 1]
+    in_two_forms = here["dtype"] != before["dtype"]
+    differs = ~in_two_forms & (here["value"] != before["value"])
+    if differs.any():
+        return {"differs": int(here["tensor"][differs][0])}
+    if in_two_forms.any():
+        return {}
+    records = np.delete(records, again)
     tensors, of_tensor = np.unique(records["tensor"], return_inverse=True)
-    left = np.zeros(len(tensors), np.int64)
-    np.add.at(left, of_tensor, records["elements"])
+    left = np.bincount(of_tensor, records["elements"], len(tensors))  # exact: of fewer than 2^53 elements
     if left.any():  # engines split tensors in several ways
         return {}
-    elements: dict[str, int] = {}
-    for dtype, count in records[["dtype", "elements"]][records["box"] == 0].tolist():
-        short = short_dtype(DTYPES[_NAMES[dtype]])
-        elements[short] = elements.get(short, 0) - count
-    return {"text": short_form(elements, total_of(records["value"].tolist()))}
+    whole = records[records["box"] == 0]
+    elements = {
+        short_dtype(DTYPES[_NAMES[dtype]]): -int(whole["elements"][whole["dtype"] == dtype].sum())
+        for dtype in np.unique(whole["dtype"])
+    }
+    return {"text": short_form(elements, int(records["value"].sum(dtype=np.uint64)) & MASK)}
 
 
 def _hash_of(text: str) -> int:
