@@ -13,6 +13,7 @@ from reshard.core.errors import ReshardError
 from reshard.megatron.layout import MegatronLayout
 from reshard.parity.divergence import find_divergence
 from reshard.parity.gate import parity
+from reshard.parity.systems.base import System
 from reshard.parity.systems.huggingface import HuggingFace
 
 
@@ -61,9 +62,9 @@ def assertion(rank: int, a: str, b: str):
 
 
 class Planted(HuggingFace):
-    """transformers with a fault: its router sends every fifth token to other experts (``routing``), prompts that are
-    batched get other logits (``batching``), its rotary angles are slower (``angles``), or an MLP's output is
-    larger (``code``)."""
+    """transformers with a fault: its router sends every fifth token to other experts (``routing``), its indexer lets
+    every fifth token attend to others (``indexing``), prompts that are batched get other logits (``batching``), its
+    rotary angles are slower (``angles``), or an MLP's output is larger (``code``)."""
 
     def __init__(self, path: str, dtype: str, fault: str) -> None:
         super().__init__(Path(path), dtype)
@@ -75,6 +76,8 @@ class Planted(HuggingFace):
         with contextlib.ExitStack() as stack:
             if "routing" in self.fault:
                 stack.enter_context(OtherExperts())
+            if "indexing" in self.fault:
+                stack.enter_context(OtherTokens())
             if "angles" in self.fault:
                 angles /= 1.02
                 stack.callback(angles.copy_, right)
@@ -100,12 +103,44 @@ class OtherExperts(TorchFunctionMode):
         return torch.return_types.topk((values.gather(1, places), indices.gather(1, places)))
 
 
+class OtherTokens(TorchFunctionMode):
+    """Has every fifth token that cannot attend to all before it leave out the best of these."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        scores = args[0] if args else None
+        if function not in (torch.topk, torch.Tensor.topk) or scores.ndim != 3:
+            return function(*args, **(kwargs or {}))
+        count, order = args[1], scores.argsort(dim=-1, descending=True)
+        tokens = torch.arange(scores.shape[1])
+        first = ((tokens >= count) & (tokens % 5 == 4)).long()[None, :, None]
+        indices = order.gather(-1, (first + torch.arange(count)).expand(*scores.shape[:2], count))
+        return torch.return_types.topk((scores.gather(-1, indices), indices))
+
+
+class Unsaid(System):
+    """A system that says of its choices what an engine says: its experts, and nothing of its indexers."""
+
+    def __init__(self, system: HuggingFace) -> None:
+        self.name, self.model, self.system, self.spread = system.name, system.model, system, system.spread
+
+    def score(self, prompts, options):
+        return self.system.score(prompts, options)
+
+    def close(self) -> None:
+        self.system.close()
+
+
 def why(rank: int, a: str, b: str, options: dict, fault: str = "", layout: dict | None = None):
-    """Return the shares of the causes, the causes and what was not measured; of B with a `fault` where one is named."""
+    """Return the shares of the causes, the causes and what was not measured; of B with a `fault` where one is named,
+    or of A."""
     logging.disable(logging.WARNING)
     options = options | ({"layout": MegatronLayout(**layout)} if layout else {})
-    other = Planted(b, options.get("dtype", "fp32"), fault) if fault else b
-    report = parity(a, other, why=True, reach=False, **options)
+    sides: list = [a, b]
+    if fault:
+        side = 0 if fault.endswith(" in A") else 1
+        planted = Planted(sides[side], options.get("dtype", "fp32"), fault)
+        sides[side] = Unsaid(planted) if "unsaid" in fault else planted
+    report = parity(*sides, why=True, reach=False, **options)
     assert report.causes is not None
     total = sum(cause.mean_abs for cause in report.causes.causes)
     assert math.isclose(total, report.overall.mean_abs, rel_tol=1e-6, abs_tol=1e-12), report.causes

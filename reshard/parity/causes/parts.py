@@ -19,8 +19,8 @@ import numpy as np
 from reshard.core.printed import Printed
 from reshard.parity.metrics import Scores
 
-CONFIG, WEIGHTS, BATCHING, ROUTING, ROUNDING, POSITIONS, UNEXPLAINED = (
-    "config", "weights", "batching", "routing", "rounding", "positions", "unexplained",
+CONFIG, WEIGHTS, BATCHING, ROUTING, INDEXING, ROUNDING, POSITIONS, UNEXPLAINED = (
+    "config", "weights", "batching", "routing", "indexing", "rounding", "positions", "unexplained",
 )  # fmt: skip
 
 

@@ -12,42 +12,47 @@ from reshard.core.errors import ReshardError, listed
 from reshard.parity.routing import Choices
 from reshard.parity.systems.base import ForwardSystem, System
 
+TOPK = (torch.topk, torch.Tensor.topk)
+
 
 @contextmanager
-def replayed(system: System, choices: Choices | None) -> Iterator[None]:
+def replayed(system: System, choices: Choices) -> Iterator[None]:
     """Let the routers of a system send the tokens of one prompt to these experts while the context is open; its last
-    token, of whose choice nothing depends, goes where its router sends it. Without choices nothing
-    changes. Raises ReshardError at the end if a router does not choose by ``topk``, and went where it would."""
-    if choices is None:
-        yield
-        return
+    token, of whose choice nothing depends, goes where its router sends it. Raises ReshardError at the end if a
+    router does not choose by ``topk``, and went where it would."""
     assert isinstance(system, ForwardSystem)
     experts = {layer: choices.experts[:, index] for index, layer in enumerate(choices.layers)}
-    handles, modes = [], {}
-    for layer, router in system.routers().items():
-        if layer not in experts:
-            continue
-        modes[layer] = _Chosen(torch.from_numpy(experts[layer]))
+    routers = {layer: router for layer, router in system.routers().items() if layer in experts}
+    modes = {layer: _Chosen(torch.from_numpy(experts[layer])) for layer in routers}
+    with entered(routers, modes):
+        yield
+    unused = [layer for layer, mode in modes.items() if not mode.replaced]
+    if unused:
+        raise ReshardError(f"the routers of layers {listed(map(str, unused), 3)} do not choose by torch.topk")
+
+
+@contextmanager
+def entered(modules: Mapping[int, torch.nn.Module], modes: Mapping[int, TorchFunctionMode]) -> Iterator[None]:
+    """Run the forwards of each layer's module inside its mode while the context is open."""
+    handles: list[Any] = []
+    for layer, module in modules.items():
         handles += [
-            router.register_forward_pre_hook(partial(_enter, modes, layer)),
-            router.register_forward_hook(partial(_leave, modes, layer), always_call=True),
+            module.register_forward_pre_hook(partial(_enter, modes[layer])),
+            module.register_forward_hook(partial(_leave, modes[layer]), always_call=True),
         ]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-    unused = [layer for layer, mode in modes.items() if not mode.replaced]
-    if unused:
-        raise ReshardError(f"the routers of layers {listed(map(str, unused), 3)} do not choose by torch.topk")
 
 
-def _enter(modes: Mapping[int, "_Chosen"], layer: int, *_: Any) -> None:
-    modes[layer].__enter__()
+def _enter(mode: TorchFunctionMode, *_: Any) -> None:
+    mode.__enter__()
 
 
-def _leave(modes: Mapping[int, "_Chosen"], layer: int, *_: Any) -> None:
-    modes[layer].__exit__(None, None, None)
+def _leave(mode: TorchFunctionMode, *_: Any) -> None:
+    mode.__exit__(None, None, None)
 
 
 class _Chosen(TorchFunctionMode):
@@ -62,7 +67,7 @@ class _Chosen(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function not in (torch.topk, torch.Tensor.topk):
+        if function not in TOPK:
             return result
         values, indices = result
         scores = args[0]

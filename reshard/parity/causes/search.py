@@ -1,26 +1,27 @@
 """Why two systems' logprobs differ: the runs that lead from A to B, one cause at a time.
 
-A gets B's config, then B's weights, then runs each prompt alone, sends tokens to B's experts, and runs in fp32; B is
-reached from its own run in fp32 the same way back. What lies between the two runs in fp32 is explained by none of
-these. `parts` has what follows from the scores.
+A gets B's config, then B's weights, then runs each prompt alone, sends tokens to B's experts, lets them attend to what
+B's indexers chose, and runs in fp32; B is reached from its own run in fp32 the same way back. What lies between the two
+runs in fp32 is explained by none of these. `parts` has what follows from the scores.
 """
 
 import tempfile
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.megatron.configs import config_differences
+from reshard.parity.causes.indexers import AttendedTokens, leave_tokens_out
 from reshard.parity.causes.mixed import MixedCheckpoints
 from reshard.parity.causes.parts import (
     BATCHING,
     CONFIG,
+    INDEXING,
     ROUNDING,
     ROUTING,
     UNEXPLAINED,
@@ -43,6 +44,8 @@ MATTERS = 0.02
 # With all tokens at one position a model is another function, in which the same fault is some tenths larger or smaller.
 # A smaller share of positions than this is taken for that.
 LEAST_OF_POSITIONS = 0.2
+# What a system does while it scores the prompt of this number alone.
+During = Callable[[System, int], AbstractContextManager[None]]
 
 
 def find_causes(comparison: SystemComparison) -> Causes:
@@ -62,11 +65,11 @@ class _Search:
         self.in_fp32: dict[str, str] = {}  # by side, the checkpoint that ran in fp32 last
         self.paths = all(isinstance(s, str) and not is_address(place_of(s)) for s in self.specs.values())
         self.alone = replace(comparison.scoring, batch_size=1, packed=False)
-        self.choices: Sequence[Any] = ()  # of B, by prompt, where A is told to take them
+        self.taken: tuple[During, ...] = ()  # the choices of B that A is told to take
 
     def steps(self) -> list[Step]:
         """Return the steps from A as it was run to B as it was run."""
-        forth = [*self._models(), *self._alone("A"), *self._routing(), *self._in_fp32("A")]
+        forth = [*self._models(), *self._alone("A"), *self._choices(), *self._in_fp32("A")]
         back = [*self._alone("B"), *self._in_fp32("B")]
         # The way from B's run in fp32 to B, turned around: each step then ends where it began.
         ends = [self.comparison.runs["B"], *(step.scores for step in back)]
@@ -89,7 +92,7 @@ class _Search:
             self.notes.append("the part of positions was not told apart: an engine counts them itself")
             return 0.0
         try:
-            at_zero = [self._score(*end, self.alone, self.choices, at_zero=True) for end in ends]
+            at_zero = [self._score(*end, self.alone, self.taken, at_zero=True) for end in ends]
         except (ReshardError, torch.OutOfMemoryError, MemoryError) as error:
             self.notes.append(f"the part of positions was not told apart: {first_line(error)}")
             return 0.0
@@ -144,24 +147,58 @@ class _Search:
             Step(BATCHING, self._score(spec, self.comparison.dtype, self.alone), f"{side}, each prompt alone")
         ]
 
-    def _routing(self) -> list[Step]:
-        """Return the step by which A sends tokens to the experts of B."""
+    def _choices(self) -> list[Step]:
+        """Return the steps by which A takes B's experts, and B's tokens to attend to. Either may differ only because
+        the other does: what leaves less of the difference alone comes first."""
+        left, steps = self._experts() | self._tokens(), list[Step]()
+        while left:
+            runs: dict[str, list[Scores]] = {}
+            for cause, take in list(left.items()):
+                try:
+                    runs[cause] = self._score(
+                        self.specs["A"], self.comparison.dtype, self.alone, (*self.taken, take)
+                    )
+                except ReshardError as error:
+                    self.notes.append(f"{cause} was not told apart: {first_line(error)}")
+                    del left[cause]
+            if runs:
+                first = min(
+                    runs, key=lambda cause: metrics_of(runs[cause], self.comparison.runs["B"]).mean_abs
+                )
+                self.taken += (left.pop(first),)
+                steps.append(
+                    Step(first, runs[first], f"B's {'experts' if first == ROUTING else 'tokens'} in A")
+                )
+        return steps
+
+    def _experts(self) -> dict[str, During]:
+        """Return how A sends tokens to the experts of B, where it can be told to."""
         if not self.comparison.models[0].num_experts:
-            return []
-        self.choices = [scores.choices for scores in self.comparison.runs["B"]]
-        if None in self.choices or not self._replays("A"):
+            return {}
+        choices = [scores.choices for scores in self.comparison.runs["B"] if scores.choices is not None]
+        if len(choices) < len(self.comparison.prompts) or not self._replays("A"):
             self.notes.append(
                 "routing was not told apart: B does not say which experts it chose, or A cannot be told which to take"
             )
-            self.choices = ()
-            return []
+            return {}
+        return {ROUTING: lambda system, prompt: replayed(system, choices[prompt])}
+
+    def _tokens(self) -> dict[str, During]:
+        """Return how the indexers of A choose the tokens of B's, where they leave some out and can be told which."""
+        if not leave_tokens_out(self.comparison.models, self.comparison.prompts):
+            return {}
+        tokens, scoring = AttendedTokens(), replace(self.alone, keep=0, routing=False)
         try:
-            scores = self._score(self.specs["A"], self.comparison.dtype, self.alone, self.choices)
+            if not all(map(self._replays, self.specs)):
+                raise ReshardError(
+                    "B does not say which tokens its indexers chose, or A cannot be told which to take"
+                )
+            self._score(self.specs["B"], self.comparison.dtype, scoring, [tokens.recorded])
         except ReshardError as error:
-            self.notes.append(f"routing was not told apart: {first_line(error)}")
-            self.choices = ()
-            return []
-        return [Step(ROUTING, scores, "B's experts in A")]
+            self.notes.append(f"indexing was not told apart: {first_line(error)}")
+            return {}
+        tokens.gather()
+        return {INDEXING: tokens.replayed}
 
     def _replays(self, side: str) -> bool:
         spec = self.specs[side]
@@ -176,7 +213,7 @@ class _Search:
             self.notes.append(f"the rounding of {side} was not told apart: a running system is in one dtype")
             return []
         try:
-            scores = self._score(checkpoint_of(spec), "fp32", self.alone, self.choices)
+            scores = self._score(checkpoint_of(spec), "fp32", self.alone, self.taken)
             self.in_fp32[side] = checkpoint_of(spec)
         except (ReshardError, torch.OutOfMemoryError, MemoryError) as error:
             self.notes.append(f"the rounding of {side} was not told apart: {first_line(error)}")
@@ -189,11 +226,10 @@ class _Search:
         spec: str | System,
         dtype: str,
         scoring: ScoringOptions,
-        choices: Sequence[Any] = (),
+        during: Sequence[During] = (),
         at_zero: bool = False,
     ) -> list[Scores]:
-        """Score the prompts in a system, with `choices` each at these experts, `at_zero` with all tokens at position
-        0."""
+        """Score the prompts in a system, each alone in these contexts, `at_zero` with all tokens at position 0."""
         prompts = self.comparison.prompts
         with closing(spec if isinstance(spec, System) else self._open(spec, dtype)) as system:
             if scoring.batch_size > 1 or scoring.packed:
@@ -203,7 +239,9 @@ class _Search:
             for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
                 positions = (0,) * len(prompts[i]) if at_zero else None
                 runs_here = system.spread or dist.get_rank() == 0
-                with failing_together(), replayed(system, choices[i] if choices and runs_here else None):
+                with failing_together(), ExitStack() as stack:
+                    for context in during if runs_here else ():
+                        stack.enter_context(context(system, i))
                     scores[i] = scores_of(
                         system, [prompts[i]], replace(scoring, keep=kept[i], positions=positions)
                     )

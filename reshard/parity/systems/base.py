@@ -121,6 +121,11 @@ class ForwardSystem(System):
         """Return the routers of this rank's MoE layers, by layer."""
 
     @abstractmethod
+    def indexers(self) -> dict[int, torch.nn.Module]:
+        """Return the attention of this rank's layers that have an indexer of their own, which chooses the tokens to
+        attend to, by layer."""
+
+    @abstractmethod
     def choices(self, router: Any, inputs: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the experts ``[batch, sequence, top k]`` that a router chose in a forward, and the
         scores ``[batch, sequence, experts]`` that it chose by, the larger the better."""

@@ -1,6 +1,6 @@
 """transformers as a system: a Hugging Face directory, run by the published modeling code."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,10 @@ class HuggingFace(ForwardSystem):
             layer: self.submodule(family.name_in_memory(f"{family.layers}{layer}.{module}"))
             for layer in self.model.moe_layers
         }
+
+    def indexers(self) -> dict[int, torch.nn.Module]:
+        modules: Iterable[Any] = self.module.modules()
+        return {m.layer_idx: m for m in modules if getattr(m, "indexer", None) is not None}
 
     def choices(self, router: Any, inputs: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logits, _, experts = output

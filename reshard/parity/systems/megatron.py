@@ -182,16 +182,26 @@ class Megatron(ForwardSystem):
                     dist.send(out.contiguous(), ranks[(index + 1) % stages])
         return out[..., : self.model.symbols["V"]] if out is not None and stage == stages - 1 else None
 
-    def routers(self) -> dict[int, torch.nn.Module]:
-        layers: list[Any] = [
+    def _layers(self) -> list[Any]:
+        return [
             layer
             for chunk in self.models
             for layer in chunk.decoder.layers  # type: ignore[union-attr, operator]
         ]
+
+    def routers(self) -> dict[int, torch.nn.Module]:
         return {
             self.decoder_layer(layer): layer.mlp.router
-            for layer in layers
+            for layer in self._layers()
             if hasattr(getattr(layer, "mlp", None), "router")
+        }
+
+    def indexers(self) -> dict[int, torch.nn.Module]:
+        return {
+            self.decoder_layer(layer): module
+            for layer in self._layers()
+            for module in layer.modules()
+            if getattr(module, "indexer", None) is not None
         }
 
     def decoder_layer(self, layer: Any) -> int:
