@@ -479,7 +479,11 @@ def test_a_report_as_a_dict_is_flat_as_loggers_of_metrics_want_it():
         "received_bytes_staged": 3,
         "launches": 5,
     }
-    changes = replace(plain, delta=RefitDelta(True, "changes since version 2", 0.01, 10, 100, 200)).to_dict()
+    verified = replace(plain, digest="bf16:0000000000003f2a")
+    assert verified.to_dict() == plain.to_dict() | {"digest": verified.digest}
+    changes = replace(
+        verified, delta=RefitDelta(True, "changes since version 2", 0.01, 10, 100, 200)
+    ).to_dict()
     assert {name: value for name, value in changes.items() if "delta" in name} == {
         "is_delta": True,
         "delta_reason": "changes since version 2",
