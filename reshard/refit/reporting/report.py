@@ -55,8 +55,8 @@ class RefitReport:
         """Return it for logs and metrics, without nesting: `received_bytes` is the sum over all routes, and
         ``received_bytes_nccl`` and its like are those of each.
 
-        ``digest`` is there where it is known. In a connection with deltas there are ``is_delta``, ``delta_bytes`` and ``delta_`` before the other fields of
-        `RefitDelta`.
+        ``digest`` is there where it is known. In a connection with deltas there are ``is_delta``, ``delta_bytes`` and
+        ``delta_`` before the other fields of `RefitDelta`.
         """
         fields = asdict(self)
         delta, received = fields.pop("delta"), fields.pop("received_bytes")
