@@ -24,11 +24,12 @@ import torch.distributed as dist
 
 from reshard.comm.background import in_background
 from reshard.comm.hosts import free_address
+from reshard.comm.ranks import on_first_rank
 from reshard.comm.secret import new_secret
 from reshard.core.errors import OptionError, ReshardError, first_line, listed
 from reshard.core.limits import check_seconds
 from reshard.core.printed import Printed
-from reshard.integrations.sync import Calls, on_first_rank
+from reshard.integrations.sync import Calls
 from reshard.integrations.vllm.transfer import EngineClient, WeightTransfer, count_workers
 from reshard.refit.link import RefitReport
 from reshard.refit.options import ConnectOptions
@@ -205,7 +206,7 @@ class Fleet:
         """Add and remove members as the first rank was told to, on all ranks."""
         with self._lock:
             changes, self._changes = self._changes if self.is_first else [], []
-        for name, is_new in _from_first([(name, client is not None) for name, client in changes]):
+        for name, is_new in on_first_rank(lambda: [(added, client is not None) for added, client in changes]):
             if name in self._members:
                 self._drop(self._members.pop(name), "it was removed")
             if is_new:
@@ -217,7 +218,7 @@ class Fleet:
     def _connect_waiting(self) -> bool:
         """Connect each engine that is not connected and answers now. Return False if there is none."""
         tried = False
-        for name, (workers, why) in _from_first(self._answering() if self.is_first else {}).items():
+        for name, (workers, why) in on_first_rank(self._answering).items():
             member = self._members[name]
             if workers is None:
                 member.why = why
@@ -247,7 +248,7 @@ class Fleet:
         return answers
 
     def _connect(self, member: _Member, workers: int) -> WeightTransfer:
-        address, secret = _on_first(lambda: (free_address(self.host), new_secret()))
+        address, secret = on_first_rank(lambda: (free_address(self.host), new_secret()))
         return WeightTransfer(
             self.source,
             [member.client] if self.is_first else [],
@@ -283,7 +284,7 @@ class Fleet:
             calls.wait_all(self.timeout)
             return True
 
-        return _on_first(bounded)
+        return on_first_rank(bounded)
 
     def _part(self, member: _Member, part: Callable[[], Result]) -> Result | None:
         """Return what all ranks do with a member; None, and the member dropped, where one of them fails."""
@@ -333,23 +334,6 @@ def _go_on(client: Any, is_new: bool) -> bool:
 def _said(pair: tuple[str, str]) -> str:
     name, why = pair
     return f"{name} ({why})"
-
-
-def _on_first(call: Callable[[], Result]) -> Result:
-    """Return on all ranks what the first one's call returns. Raises ReshardError on all if it raises anything."""
-    if dist.is_initialized():
-        return on_first_rank(call)
-    try:
-        return call()
-    except ReshardError:
-        raise
-    except Exception as error:  # of a user's own client
-        raise ReshardError(first_line(error)) from error
-
-
-def _from_first(value: Result) -> Result:
-    """Return the first rank's value on all ranks."""
-    return _on_first(lambda: value)
 
 
 def _from_all(value: str) -> list[str]:

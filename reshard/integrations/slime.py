@@ -21,11 +21,12 @@ with importing_beside("slime", "ray", "slime"):
     from slime.utils.distributed_utils import get_gloo_group
 
 from reshard.comm.background import in_background
+from reshard.comm.ranks import on_first_rank
 from reshard.core.errors import ReshardError
 from reshard.engines.sglang.calls import NO_PLUGIN, call_and_join, connect_request, refit_request, says_plugin
 from reshard.engines.sglang.group import ASKED
 from reshard.integrations.options import SyncOptions
-from reshard.integrations.sync import WeightSync, on_first_rank
+from reshard.integrations.sync import WeightSync
 from reshard.trainers.megatron import MegatronModel
 
 ACTOR = "slime.backends.megatron_utils.actor"

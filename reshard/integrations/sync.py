@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from reshard.comm.group import RefitGroup
 from reshard.comm.hosts import free_address
+from reshard.comm.ranks import error_line, on_first_rank
 from reshard.comm.secret import new_secret
-from reshard.core.errors import ReshardError, first_line, listed
+from reshard.core.errors import ReshardError, listed
 from reshard.integrations.options import SyncOptions
 from reshard.refit.connecting import connect
 from reshard.refit.engine import Engine
@@ -227,31 +228,6 @@ class Calls:
                 yield f"{name} has failed: {error_line(error)}"
 
 
-def on_first_rank(call: Callable[[], Result], group: Any = None) -> Result:
-    """Return what a call returns that the first rank of torch's process group makes, on all its ranks.
-
-    Raises ReshardError, on all of them, if the call raises.
-    """
-    outcome: list[Any] = [None, ""]
-    cause = None
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = call()
-        except Exception as error:  # whatever it is, the other ranks wait for the answer
-            cause, outcome[1] = error, str(error) if isinstance(error, ReshardError) else error_line(error)
-    dist.broadcast_object_list(outcome, 0, group=group)
-    result, failure = outcome
-    if failure:
-        raise ReshardError(failure) from cause
-    return result
-
-
 def late_error(names: Iterable[str], seconds: float) -> ReshardError:
     """Return the error for calls, by the names of whom they were made to, that have not returned in time."""
     return ReshardError(f"{listed(names)} did not answer within {seconds:g} s: dead or stalled")
-
-
-def error_line(error: BaseException) -> str:
-    """Return a call's error in a line. The text of an error by Ray is a traceback; its cause is the
-    error itself."""
-    return first_line(getattr(error, "cause", None) or error)

@@ -2,8 +2,9 @@
 
 from types import SimpleNamespace
 
+from reshard.comm.ranks import on_first_rank
 from reshard.integrations.options import SyncOptions
-from reshard.integrations.sync import WeightSync, on_first_rank
+from reshard.integrations.sync import WeightSync
 from tests.starting.ranks import caught
 
 

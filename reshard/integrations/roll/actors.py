@@ -19,9 +19,10 @@ from reshard.core.extras import importing_beside
 with importing_beside("ROLL", "ray", "roll"):
     from roll.pipeline import base_worker
 
+from reshard.comm.ranks import error_line, on_first_rank
 from reshard.core.errors import ReshardError
 from reshard.integrations.options import SyncOptions
-from reshard.integrations.sync import Calls, WeightSync, error_line, on_first_rank
+from reshard.integrations.sync import Calls, WeightSync
 from reshard.trainers.megatron import MegatronModel
 
 EXTENSION = "reshard.integrations.roll.RollExtension"

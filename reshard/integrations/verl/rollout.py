@@ -8,9 +8,10 @@ import ray
 import torch.distributed as dist
 
 from reshard.comm.group import RefitGroup
+from reshard.comm.ranks import error_line
 from reshard.core.errors import ReshardError
 from reshard.integrations.options import SyncOptions
-from reshard.integrations.sync import WAITS, Calls, WeightSync, error_line, late_error
+from reshard.integrations.sync import WAITS, Calls, WeightSync, late_error
 from reshard.integrations.verl.plugin import Invitation, Shards, adapter_of, options_of
 
 

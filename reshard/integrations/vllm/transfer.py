@@ -20,10 +20,11 @@ import torch.distributed as dist
 from reshard.comm.background import in_background
 from reshard.comm.group import MOST_MEMBERS, check_rank
 from reshard.comm.http import EngineServer
+from reshard.comm.ranks import on_first_rank
 from reshard.comm.secret import given_secret, new_secret
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import check_number, check_seconds
-from reshard.integrations.sync import Calls, Meeting, on_first_rank
+from reshard.integrations.sync import Calls, Meeting
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link, RefitReport
 from reshard.refit.options import BUCKET_BYTES, ConnectOptions, check_member_name

@@ -5,10 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reshard.comm.ranks import on_first_rank
 from reshard.core.errors import ReshardError
 from reshard.parity.served import checkpoint_of, engine_of
 from reshard.parity.systems.opening import is_megatron
-from reshard.parity.systems.processes import from_first
 from reshard.storage.convert import hf_to_mcore, mcore_to_hf
 from reshard.storage.manifest import NAME as MANIFEST
 from reshard.storage.sources.hf_hub import local_directory
@@ -29,7 +29,7 @@ class MixedCheckpoints:
         """Return A with the weights of a side and the config of B. Raises ReshardError where there is none."""
         a, with_b = self.specs["A"], self.folder / f"weights-of-{weights_of}"
         directory = self._as_huggingface(weights_of, with_b)
-        from_first(partial(self._give_config, directory))
+        on_first_rank(partial(self._give_config, directory))
         if is_megatron(a):
             hf_to_mcore(directory, with_b.with_suffix(".mcore"), sync=False)
             directory = with_b.with_suffix(".mcore")
@@ -48,7 +48,7 @@ class MixedCheckpoints:
         if is_megatron(self.specs[side]):
             mcore_to_hf(path, directory, hf_config=self.comparison.options.hf_config, sync=False)
         else:
-            from_first(partial(_link_files, path, directory))
+            on_first_rank(partial(_link_files, path, directory))
         return directory
 
 

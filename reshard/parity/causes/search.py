@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from reshard.comm.ranks import on_first_rank
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.megatron.configs import config_differences
 from reshard.parity.causes.indexers import AttendedTokens, leave_tokens_out
@@ -36,7 +37,7 @@ from reshard.parity.metrics import Scores, metrics_of
 from reshard.parity.served import checkpoint_of, engine_of, is_address, place_of
 from reshard.parity.systems.base import ForwardSystem, ScoringOptions, System, scores_of
 from reshard.parity.systems.opening import is_megatron
-from reshard.parity.systems.processes import failing_together, from_first
+from reshard.parity.systems.processes import failing_together
 from reshard.storage.compare import diff
 
 # Share of the difference below which what is left after all other causes is not looked into.
@@ -51,7 +52,7 @@ During = Callable[[System, int], AbstractContextManager[None]]
 def find_causes(comparison: SystemComparison) -> Causes:
     """Return why the two systems of a comparison differ, which has scored both. Every rank calls this."""
     with tempfile.TemporaryDirectory(prefix="reshard-why-") as own:
-        search = _Search(comparison, from_first(lambda: Path(own)))
+        search = _Search(comparison, on_first_rank(lambda: Path(own)))
         steps = search.steps()
     return causes_of(comparison.runs["A"], steps, search.notes)
 
@@ -112,7 +113,7 @@ class _Search:
             )
             return []
         fields, steps = config_differences(*self.comparison.models), list[Step]()
-        tensors = from_first(self._different_tensors)
+        tensors = on_first_rank(self._different_tensors)
         mixed = MixedCheckpoints(str(self.specs["A"]), str(self.specs["B"]), self.comparison, self.folder)
         for cause, names, weights_of in ((CONFIG, [*fields], "A"), (WEIGHTS, tensors, "B")):
             if not names:

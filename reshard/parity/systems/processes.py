@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -13,7 +13,6 @@ from reshard.core.errors import ReshardError
 from reshard.parity.noise import SHARE_IN_FP32, SHARE_IN_TF32
 
 Name = TypeVar("Name")
-Made = TypeVar("Made")
 
 
 def check_processes(system: str, needed: int, replicas: bool = False) -> None:
@@ -72,20 +71,6 @@ def gather_from_ranks(entries: dict[Name, Any]) -> dict[Name, Any]:
     by_rank: list[dict[Name, Any]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(by_rank, entries)
     return {name: entry for gathered in by_rank for name, entry in gathered.items()}
-
-
-def from_first(make: Callable[[], Made]) -> Made:
-    """Return on every rank what the first one makes. A ReshardError of its is raised on all."""
-    made: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            made = [make()]
-        except ReshardError as error:
-            made = [error]
-    dist.broadcast_object_list(made)
-    if isinstance(made[0], ReshardError):
-        raise made[0]
-    return made[0]  # type: ignore[no-any-return]
 
 
 @contextmanager
