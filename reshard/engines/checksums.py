@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from reshard.comm.fronts import Front, Server
+from reshard.comm.fronts import naming_the_extension
 from reshard.core.errors import ReshardError, listed
 from reshard.device.box_loader import BoxLoader
 from reshard.device.live_boxes import LiveBox
 from reshard.device.memory import Region
 from reshard.device.staging import ToDevice
+from reshard.engines.digest import checked, plain_front
 from reshard.refit.engine import Engine
 from reshard.refit.reporting.served_parts import served_parts
 from reshard.storage.sources.opening import open_source
@@ -32,15 +33,12 @@ def expected_checksums(llm: Any, path: str | Path) -> dict[str, str]:
     `llm` is an ``LLM``, or the address of a ``vllm serve`` with ``VLLM_SERVER_DEV_MODE=1``, whose workers have
     `reshard.engines.vllm.worker.RefitExtension`. Raises ReshardError where a worker cannot say it.
     """
-    front = Server(llm) if isinstance(llm, str) else Front(llm)
+    front = plain_front(llm, "call expected_checksums of an LLM, or of a server")
     if front.engines > 1:
         raise ReshardError(f"of {front.engines} engines of this model one is heard: ask a server of each")
-    expected: dict[str, str] = {}
-    for answer in front.send(("reshard_expected_checksums", (str(path),))):
-        if not isinstance(answer, dict) or "error" in answer:
-            raise ReshardError(str(answer["error"] if isinstance(answer, dict) else answer))
-        expected |= answer["checksums"]
-    return expected
+    with naming_the_extension(front):
+        answers = checked(front.send(("reshard_expected_checksums", (str(path),))))
+    return {name: value for answer in answers for name, value in answer.items()}
 
 
 def checksums_of(engine: Engine, model: torch.nn.Module, path: str | Path) -> dict[str, str]:
@@ -53,6 +51,7 @@ def checksums_of(engine: Engine, model: torch.nn.Module, path: str | Path) -> di
             f"this {engine.guard.engine} serves quantized weights, which a checkpoint does not have as they are "
             "served: ask reshard digest"
         )
+    engine.refresh_regions()
     parts = served_parts(engine)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.numel()}
     boxes = _by_parameter(parameters, parts.boxes)

@@ -24,18 +24,21 @@ def digest_of_engine(llm: Any, dtype: object = None) -> Digest:
     Each worker reads the weights where they lie, of all engines of the model (data parallel). Raises ReshardError if a
     worker does not answer, serves a form that no checkpoint has, or replicas or engines differ.
     """
-    front = Server(llm) if isinstance(llm, str) else Front(llm)
-    if iscoroutinefunction(getattr(llm, "collective_rpc", None)):
-        raise ReshardError(
-            f"the calls of this {type(llm).__name__} are awaited: await "
-            "reshard.engines.digest.digest_of_engine_async(llm)"
-        )
+    front = plain_front(llm, "await reshard.engines.digest.digest_of_engine_async(llm)")
     with naming_the_extension(front):
         calls = Sent(_calls(front, dtype, llm))
         while call := calls.following():
             calls.answers = front.send(call)
     digest: Digest = calls.result
     return digest
+
+
+def plain_front(llm: Any, instead: str) -> Front:
+    """Return the front of an ``LLM`` or of a server by its address. Raises ReshardError, saying what to do `instead`,
+    for an engine whose calls are awaited."""
+    if iscoroutinefunction(getattr(llm, "collective_rpc", None)):
+        raise ReshardError(f"the calls of this {type(llm).__name__} are awaited: {instead}")
+    return Server(llm) if isinstance(llm, str) else Front(llm)
 
 
 async def digest_of_engine_async(llm: Any, dtype: object = None) -> Digest:

@@ -49,19 +49,17 @@ class DigestOfEnginesMethods(DigestMethods):
         Thread(target=meet, name="reshard-digest", daemon=True).start()
         return True
 
-    def reshard_expected_checksums(self, path: str) -> dict[str, Any]:
+    @answering
+    def reshard_expected_checksums(self, path: str) -> dict[str, str]:
         """Return what vLLM's checksums of this worker's parameters have to be if it serves the checkpoint at `path`
-        (`reshard.engines.checksums`), under ``checksums``; ``{"error": sentence}`` where it cannot."""
+        (`reshard.engines.checksums`)."""
         from reshard.engines.checksums import checksums_of
 
-        try:
-            model = self.model_runner.get_model()  # type: ignore[attr-defined]
-            expected = checksums_of(self._reshard_engine_side(), model, path)
-        except ReshardError as error:
-            return {"error": str(error)}
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        expected = checksums_of(self._reshard_engine_side(), model, path)
         # As vLLM tells its workers' parameters apart, from 0.33 on.
         prefix_of = getattr(self, "_weight_checksum_prefix", str)
-        return {"checksums": {f"{prefix_of()}{name}": value for name, value in expected.items()}}
+        return {f"{prefix_of()}{name}": value for name, value in expected.items()}
 
     @answering
     def reshard_digest_end(self, address: str) -> list[dict[str, Any]]:
