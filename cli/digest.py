@@ -12,7 +12,7 @@ from reshard.cli.output import (
     progress_bar,
     workers_option,
 )
-from reshard.cli.places import PathOrHubId, is_address
+from reshard.cli.places import PathOrHubId
 
 
 @click.command("digest")
@@ -44,6 +44,8 @@ def command(
     """Print the digest of the weights at PATH: the same number for the same weights, whatever their format, layout
     and sharding, in a checkpoint, a live trainer or an engine. PATH may be the address of a running vLLM or SGLang,
     such as http://127.0.0.1:8000."""
+    from reshard.comm.http import is_address
+
     if is_address(path):
         from reshard.digest_of import digest as digest_of
 

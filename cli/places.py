@@ -21,11 +21,6 @@ class PathOrHubId(click.Path):
         return super().convert(value, param, ctx)
 
 
-def is_address(place: str) -> bool:
-    """Return True for the address of a server, such as ``http://127.0.0.1:8000``."""
-    return place.startswith(("http://", "https://"))
-
-
 def model_argument(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the argument MODEL to a command, which takes it as `path`; ``--model`` says the same."""
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.comm.http import call_route
+from reshard.comm.http import call_route, is_address
 from reshard.core.errors import OptionError, ReshardError
 from reshard.digests.result import Digest
 
@@ -38,8 +38,7 @@ def digest(
     of_models = {name: value for name, value in of_models.items() if value is not None}
     of_paths = {"alpha": alpha, "workers": workers}
     of_paths = {name: value for name, value in of_paths.items() if value is not None}
-    is_address = isinstance(weights, str) and weights.startswith(("http://", "https://"))
-    if is_address or hasattr(weights, "collective_rpc"):
+    if is_address(weights) or hasattr(weights, "collective_rpc"):
         given = [*of_models, *of_paths, *(["hf_config"] if hf_config is not None else [])]
         if given:
             raise OptionError(f"an engine knows what it serves: leave out {', '.join(given)}")

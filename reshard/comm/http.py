@@ -38,10 +38,15 @@ class EngineServer:
             raise ReshardError(f"{self.url} answers /{route} with 404: {self._start_it}") from error
 
 
+def is_address(place: Any) -> bool:
+    """Return True for the address of a server, such as ``http://127.0.0.1:8000``."""
+    return isinstance(place, str) and place.startswith(("http://", "https://"))
+
+
 def checked_url(url: Any) -> str:
     """Return the address of a server without a trailing slash. Raises ReshardError if it is not an
     address."""
-    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+    if not is_address(url):
         raise ReshardError(f"{url!r:.200} is not the address of a server such as http://127.0.0.1:8000")
     return url.rstrip("/")
 

@@ -4,7 +4,7 @@ in ``vllm:DIRECTORY``."""
 from functools import cache
 from typing import NamedTuple
 
-from reshard.comm.http import call_route
+from reshard.comm.http import call_route, is_address
 from reshard.core.errors import ReshardError
 
 
@@ -35,11 +35,6 @@ def engine_of(spec: str) -> str:
 def place_of(spec: str) -> str:
     """Return the path, the hub id or the address of a system."""
     return spec.partition(":")[2] if engine_of(spec) else spec
-
-
-def is_address(place: str) -> bool:
-    """Tell whether a system's place is the address of a running server."""
-    return place.startswith(("http://", "https://"))
 
 
 def checkpoint_of(spec: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from reshard.comm.http import is_address
 from reshard.comm.ranks import on_first_rank
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.megatron.configs import config_differences
@@ -34,7 +35,7 @@ from reshard.parity.causes.parts import (
 from reshard.parity.causes.replay import replayed
 from reshard.parity.comparison import SystemComparison, takes_positions
 from reshard.parity.metrics import Scores, metrics_of
-from reshard.parity.served import checkpoint_of, engine_of, is_address, place_of
+from reshard.parity.served import checkpoint_of, engine_of, place_of
 from reshard.parity.systems.base import ForwardSystem, ScoringOptions, System, scores_of
 from reshard.parity.systems.opening import is_megatron
 from reshard.parity.systems.processes import failing_together

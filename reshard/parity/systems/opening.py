@@ -3,9 +3,10 @@
 from importlib import import_module
 from pathlib import Path
 
+from reshard.comm.http import is_address
 from reshard.core.errors import ReshardError
 from reshard.models.model import Model
-from reshard.parity.served import ENGINES, checkpoint_of, engine_of, is_address, place_of
+from reshard.parity.served import ENGINES, checkpoint_of, engine_of, place_of
 from reshard.parity.systems.base import System, SystemOptions
 from reshard.parity.systems.huggingface import HuggingFace
 from reshard.storage.sources.base import read_config

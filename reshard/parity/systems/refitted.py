@@ -5,10 +5,10 @@ import tempfile
 from contextlib import closing
 from pathlib import Path
 
+from reshard.comm.http import is_address
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.compat import plain_weights
 from reshard.engines.vllm.live import VllmModel
-from reshard.parity.served import is_address
 from reshard.parity.systems.base import SystemOptions
 from reshard.parity.systems.megatron import Megatron
 from reshard.parity.systems.vllm import StartedVllm, Vllm

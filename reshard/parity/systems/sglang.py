@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from reshard.comm.http import call_route
+from reshard.comm.http import call_route, is_address
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.extras import require
 from reshard.engines.sglang.load import OPTION
@@ -18,7 +18,7 @@ from reshard.engines.sglang.weights.layout import SglangLayout
 from reshard.models.model import Model
 from reshard.parity.metrics import Scores
 from reshard.parity.prompts import Prompt
-from reshard.parity.served import checkpoint_of, is_address
+from reshard.parity.served import checkpoint_of
 from reshard.parity.systems.base import ScoringOptions, System, SystemOptions
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.opening import read_model
