@@ -83,11 +83,6 @@ def _sum(
     tl.atomic_add(out + box, tl.sum(sums * keys[None, :]).to(tl.int64))
 
 
-def sums_on_gpu(boxes: Sequence[LiveBox], seeds: Sequence[int], device: torch.device) -> list[int]:
-    """Return what each box on this device adds to the number of its tensor."""
-    return sums_of_tiles(tiles_on_gpu(boxes, seeds, device), len(boxes), device)
-
-
 def tiles_on_gpu(boxes: Sequence[LiveBox], seeds: Sequence[int], device: torch.device) -> Tiles:
     """Return the tiles of boxes, for `sums_of_tiles`: as long as the boxes lie where they do now."""
     return {kind: on_device(tiles, device) for kind, tiles in digest_tiles.tiles_of(boxes, seeds).items()}

@@ -94,11 +94,11 @@ def added(payloads: Sequence[bytes], names: Sequence[str]) -> dict[str, Any]:
     order = np.argsort(place, kind="stable")
     place, records = place[order], records[order]
     again = np.flatnonzero(place[1:] == place[:-1]) + 1
-    here, before = records[again], records[again - 1]
-    in_two_forms = here["dtype"] != before["dtype"]
-    differs = ~in_two_forms & (here["value"] != before["value"])
+    later, earlier = records[again], records[again - 1]
+    in_two_forms = later["dtype"] != earlier["dtype"]
+    differs = ~in_two_forms & (later["value"] != earlier["value"])
     if differs.any():
-        return {"differs": int(here["tensor"][differs][0])}
+        return {"differs": int(later["tensor"][differs][0])}
     if in_two_forms.any():
         return {}
     records = np.delete(records, again)
