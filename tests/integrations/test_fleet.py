@@ -4,22 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from reshard import MegatronLayout, hf_to_mcore
 from tests.digests.on_disk import expected
 from tests.engines.test_engine import run
-from tests.tools.checkpoints import make
-from tests.tools.vllm_server import with_tokenizer
+from tests.tools.vllm_server import two_checkpoints
 
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    folder, pairs = tmp_path_factory.mktemp("fleet"), []
-    for seed in (0, 1):
-        hf, mcore = folder / f"hf {seed}", folder / f"mcore {seed}"
-        make(hf, "served-qwen3", seed=seed)
-        hf_to_mcore(hf, mcore, MegatronLayout())
-        pairs.append((str(hf), str(mcore)))
-    with_tokenizer(folder / "hf 0")
+    folder = tmp_path_factory.mktemp("fleet")
+    pairs = two_checkpoints(folder)
     results = run(folder, 2, "fleet_on_cpu.fleet", pairs)
     return results | {"on disk": [expected(Path(hf))[0] for hf, _ in pairs]}
 

