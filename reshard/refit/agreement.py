@@ -1,7 +1,7 @@
 """The agreement of all members before anything is planned: who has which side, and which routes
 bytes may take."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,8 +10,9 @@ from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, listed
 from reshard.refit.engine import Engine
 from reshard.refit.protocol.greeting import DeviceInfo, Greeting
+from reshard.refit.relays import AUTO, Line, by_rank, lines_of, saves
 from reshard.refit.routes import LOCAL, Pair, Peer, Seat, distance, why_apart
-from reshard.refit.transports import transport_for
+from reshard.refit.transports import RELAYED, transport_for
 from reshard.refit.transports.context import Context
 
 
@@ -21,7 +22,8 @@ class Agreement:
 
     `trainers` and `engines` are the ranks that have a side, `backend` the one that a member has
     chosen or ``auto``, `bucket_bytes` the least that one gives. With `keep_mapped` engines keep
-    trainers' memory mapped between refits. With `delta` what changed may be sent.
+    trainers' memory mapped between refits. With `delta` what changed may be sent. `relays` is the choice of a member
+    whether engines pass on what several of them want, or ``auto``.
     `unmapped` says, by trainer's rank and inference rank, why the second could not map the first one's memory
     at connect.
     """
@@ -34,6 +36,7 @@ class Agreement:
     bucket_bytes: int
     keep_mapped: bool
     delta: bool = False
+    relays: str = AUTO
     unmapped: dict[tuple[int, int], str] = field(default_factory=dict)
 
     @property
@@ -62,6 +65,21 @@ class Agreement:
         pair = Pair(self.peers[trainer], self.peers[engine], trainer == engine, exported, mappable)
         transport = transport_for(pair, self.backend)
         return LOCAL if pair.same_process else transport.reach.name
+
+    def lines(
+        self, trainer: int, exported: bool, wanted: Mapping[int, bytes], elements: Mapping[int, int]
+    ) -> dict[int, Line]:
+        """Return, by inference rank, the line in which it gets its pieces of a trainer's rank, from the digest of what
+        each has `wanted` of it, and of how many `elements` that is, as far as that is known here."""
+
+        def may_relay(rank: int) -> bool:
+            return self.route(trainer, rank, exported) in RELAYED
+
+        lines = by_rank(lines_of(trainer, wanted, may_relay, lambda rank: self.peers[rank].host))
+        return {
+            rank: lines[rank] if saves(self.relays, count) else Line(trainer, (rank,))
+            for rank, count in elements.items()
+        }
 
     def why_apart(self, trainer: int, engine: int) -> str:
         """Return why an inference rank does not map a trainer's memory on the same host; empty
@@ -128,11 +146,12 @@ def agreement_of(rank: int, greetings: Sequence[Greeting], devices: Sequence[Dev
         min(greeting.bucket_bytes for greeting in greetings if greeting.roles),
         all(greeting.keep_mapped for greeting in greetings),
         any(greeting.delta for greeting in greetings),
+        next((greeting.relays for greeting in greetings if greeting.relays != AUTO), AUTO),
     )
 
 
 def check_sides(greetings: Sequence[Greeting]) -> None:
-    """Raise ReshardError where a side is missing, or two members choose different backends."""
+    """Raise ReshardError where a side is missing, or two members choose different backends or relays."""
     for role in ("trainer", "inference"):
         if not any(role in greeting.roles for greeting in greetings):
             raise ReshardError(f"none of the {len(greetings)} members brings the {role} side of the refit")
@@ -148,6 +167,12 @@ def check_sides(greetings: Sequence[Greeting]) -> None:
         raise ReshardError(
             f"{name} asks for backend='{backend}', {other_name} for '{other_backend}': "
             f"give all the same, or let one choose"
+        )
+    relays = {greeting.relays: greeting.name for greeting in greetings if greeting.relays != AUTO}
+    if len(relays) > 1:
+        (one, name), (other, other_name), *_ = relays.items()
+        raise ReshardError(
+            f"{name} asks for relays='{one}', {other_name} for '{other}': give all the same, or let one choose"
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from reshard.core.errors import OptionError
 from reshard.core.limits import MOST_BUCKET_BYTES, check_number, check_switch
 from reshard.refit.protocol.encoding import is_word
+from reshard.refit.relays import AUTO, check_relays
 from reshard.refit.routes import check_backend
 
 BUCKET_BYTES = 512 << 20
@@ -35,6 +36,10 @@ class ConnectOptions:
     `delta_on_host` in pinned host memory: as many bytes as each rank sends, once for replicas. One member that
     gives `delta` decides for all. What goes by other backends, the adapter, and what the engine quantizes itself
     always go whole.
+
+    With `relays` engines that want the same bytes of a trainer's rank by NCCL, or Gloo, pass them on to each other, so
+    that it sends them once: ``auto`` (where there are enough to gain by it), ``always`` or ``never``; one that says
+    another than ``auto`` decides for all.
     """
 
     backend: str = "auto"
@@ -43,6 +48,7 @@ class ConnectOptions:
     adapter: str | None = None
     delta: bool = False
     delta_on_host: bool = False
+    relays: str = AUTO
     name: str | None = None  # of this member, in errors and logs of all
 
     def checked(self: Options, name: Callable[[str], str] = str) -> Options:
@@ -55,7 +61,8 @@ class ConnectOptions:
         check_member_name(self.name, name("name"))
         if self.adapter is not None:
             check_adapter_name(self.adapter, name("adapter"))
-        return replace(self, backend=check_backend(self.backend, name("backend")))
+        relays = check_relays(self.relays, name("relays"))
+        return replace(self, backend=check_backend(self.backend, name("backend")), relays=relays)
 
     def told(self) -> dict[str, Any]:
         """Return those that members tell each other, as `reshard.refit.protocol.greeting.Greeting` has them."""
@@ -65,6 +72,7 @@ class ConnectOptions:
             "keep_mapped": self.keep_mapped,
             "adapter": self.adapter or "",
             "delta": self.delta,
+            "relays": self.relays,
         }
 
     def for_adapter(self: Options) -> Options:

@@ -20,6 +20,7 @@ from reshard.refit.copying.addresses import (
     UNSTAGED,
     Pieces,
     destination_table,
+    elements_of,
     region_addresses,
     staged_rounds_of,
 )
@@ -32,6 +33,7 @@ from reshard.refit.protocol.facts import read_facts
 from reshard.refit.protocol.held import HeldTensors, ShardSizes, names_held, unpack_held
 from reshard.refit.protocol.memory import TrainerMemory, check_regions
 from reshard.refit.protocol.requests import PieceRequest, RequestsRead
+from reshard.refit.relays import Line
 from reshard.refit.routes import LOCAL
 from reshard.refit.transports import READ, SENT, TRANSPORTS
 
@@ -52,6 +54,7 @@ class Receiver:
         self.memory: dict[int, TrainerMemory] = {}
         # Digests of this rank's requests, and of the memory as it was last read.
         self.request_digests: dict[int, bytes] = {}
+        self.wanted: dict[int, dict[int, bytes]] = {}  # those of all inference ranks, by trainer's rank
         self.memory_digests: dict[int, bytes] = {}
         self.maker = maker_for(engine)
         self.slab = self.maker.slab(engine, device)
@@ -158,6 +161,7 @@ class Receiver:
                 raise ReshardError(
                     f"{who} has heard {own_name} ask for something else than it has asked for: connect again"
                 )
+            self.wanted[rank] = dict(zip(self.agreed.engines, answer.request_digests, strict=True))
             if rank in self.pieces:
                 self._read_memory(rank, answer.memory_digest)
 
@@ -193,6 +197,12 @@ class Receiver:
             rank: self.agreed.route(rank, self.group.rank, self.memory[rank].exported) for rank in self.pieces
         }
 
+    def line(self, rank: int) -> Line:
+        """Return the line in which this rank gets its pieces of a trainer's rank."""
+        own = self.group.rank
+        elements = {own: elements_of(self.pieces[rank].requests)}
+        return self.agreed.lines(rank, self.memory[rank].exported, self.wanted[rank], elements)[own]
+
     def incoming(self) -> dict[str, dict[int, Incoming]]:
         """Return what this rank gets, by route and trainer's rank, from where everything is now."""
         incoming: dict[str, dict[int, Incoming]] = {LOCAL: {}, **{kind.reach.name: {} for kind in TRANSPORTS}}
@@ -203,7 +213,13 @@ class Receiver:
             pieces = self.pieces[rank]
             table, rounds = self.copies(rank, memory), self.rounds_of(rank)
             incoming[route][rank] = Incoming(
-                table, rounds, pieces.requests, pieces.destinations, self.memory[rank], places
+                table,
+                rounds,
+                pieces.requests,
+                pieces.destinations,
+                self.memory[rank],
+                places,
+                self.line(rank),
             )
             if route in SENT:
                 self.maker.compile(table[:, CODEC], False, self.device)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from reshard.core.errors import ReshardError, listed
 
-# Names of the routes between two ranks: within a process, and of the transports.
-LOCAL, CUDA_IPC, STAGED, NIXL, NCCL = "local", "cuda_ipc", "staged", "nixl", "nccl"
+# Names of the routes between two ranks: within a process, of the transports, and of what other inference ranks pass on.
+LOCAL, CUDA_IPC, STAGED, NIXL, NCCL, RELAY = "local", "cuda_ipc", "staged", "nixl", "nccl", "relay"
 BACKENDS = ("auto", CUDA_IPC, STAGED, NIXL, NCCL)
 
 
@@ -103,8 +103,8 @@ class Reach:
     `name` is the one by which a user may choose it, `routes` are those that it carries, as reports name them.
     It may be chosen without being named for pairs that are `automatic`, by default all that it reaches, and
     stands in on GPUs for the transports that it `replaces` where they reach nothing. `sends` is False if the
-    trainer's rank is only read. `refusal` says why it does not carry a pair, and what to do, for who has named
-    it.
+    trainer's rank is only read. `relays`: inference ranks pass on what several of them want
+    (`reshard.refit.relays`). `refusal` says why it does not carry a pair, and what to do, for who has named it.
     """
 
     name: str
@@ -113,6 +113,7 @@ class Reach:
     automatic: Callable[[Pair], bool] = always
     sends: bool = True
     replaces: frozenset[str] = frozenset()
+    relays: bool = False
     refusal: Callable[[Pair], str] = unreadable
 
 

@@ -197,7 +197,7 @@ def test_both_ends_of_a_pair_cut_alike_and_what_travels_is_what_is_made_in_place
     for index in range(sends.rounds):
         assert sends.bytes_of_round(index) == receives.bytes_of_round(index) <= 1 << 16
         # The tables are made for buffers elsewhere.
-        packing, unpacking = (PackedRound.of([(pair, 1 << 20)], index, cpu) for pair in (sends, receives))
+        packing, unpacking = (PackedRound.of([(pair, index, 1 << 20)], cpu) for pair in (sends, receives))
         packing.move(DST, start - (1 << 20))
         unpacking.move(SRC, start - (1 << 20))
         packing.run()

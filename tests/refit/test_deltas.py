@@ -169,7 +169,7 @@ def too_early(self, index, segments, since, sizes):
 def torn(self, index, segments, since, sizes):
     """Send changes that say another number than they are."""
     made = PLAIN_CHANGES(self, index, segments, since, sizes)
-    for payload in made:
+    for payload in made.values():
         if len(payload):
             payload.view(torch.int64)[4] += 1
     return made

@@ -172,8 +172,8 @@ class SentBuckets:
 
     def changes(
         self, index: int, segments: Mapping[int, torch.Tensor], since: int, sizes: Mapping[int, int]
-    ) -> list[torch.Tensor]:
-        """Return what travels of a bucket to each inference rank: what `find` found, in so many bytes by rank."""
+    ) -> dict[int, torch.Tensor]:
+        """Return what travels of a bucket by inference rank: what `find` found, in so many bytes by rank."""
         made: dict[int, torch.Tensor] = {}
         for rank, segment in segments.items():
             changes = self._found.pop((index, rank), None)
@@ -182,7 +182,7 @@ class SentBuckets:
                 changes.encode(made[rank], since, index)
                 if sizes[rank] > header_bytes(len(segment)) and not self.keeps_by_comparing:
                     self._store((rank, index), segment)
-        return [made[self.first[rank]] for rank in segments]
+        return {rank: made[self.first[rank]] for rank in segments}
 
     @property
     def keeps_by_comparing(self) -> bool:

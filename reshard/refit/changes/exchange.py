@@ -22,7 +22,10 @@ from reshard.refit.changes.buckets import (
     read_changes,
 )
 from reshard.refit.copying.copies import event_now, wait_for_exchange, wait_for_partners
+from reshard.refit.copying.legs import Leg, Legs, splits
 from reshard.refit.copying.tables import STATUS
+
+LEAVING, ARRIVING = range(2)  # in `ChangesExchange.sizes`
 
 
 class Announced(NamedTuple):
@@ -35,13 +38,12 @@ class Announced(NamedTuple):
 
 
 class Travelling(NamedTuple):
-    """A bucket's changes on their way: its number, the exchange, and its buffers; the bytes by rank that arrive."""
+    """The changes that travel in a step: the exchange, its buffers, and what arrives, with the bytes of changes."""
 
-    bucket: int
     work: Any
     leaving: torch.Tensor
     arriving: torch.Tensor
-    splits: list[int]
+    legs: list[tuple[Leg, int]]
 
 
 class ChangesExchange:
@@ -49,8 +51,9 @@ class ChangesExchange:
 
     `all_to_all` begins an exchange among all ranks, given the bytes that arrive, those that leave, and how many of each
     by rank. It belongs to the transport, which may give up its communicator: what a failure leaves of this exchange
-    must not keep that. `pack` packs a bucket, and returns what it holds for each inference rank; `buckets` are the
-    bytes of each that come from each rank; `served` returns the places of those that come from a rank.
+    must not keep that. `pack` packs a bucket, and returns what it holds for the first inference rank of each line;
+    `legs` are those of the whole buckets in so many `steps`, and `served` returns the places of a bucket of a trainer's
+    rank.
     """
 
     def __init__(
@@ -61,15 +64,20 @@ class ChangesExchange:
         sent: SentBuckets,
         since: int,
         pack: Callable[[int], Mapping[int, torch.Tensor]],
-        buckets: Sequence[Sequence[int]],
+        steps: int,
+        legs: Legs,
         served: Callable[[int, int], ServedBucket],
     ) -> None:
         self.group, self.all_to_all, self.ranks, self.sent = group, all_to_all, ranks, sent
-        self.since, self.pack, self.buckets, self.served = since, pack, buckets, served
+        self.since, self.pack, self.steps, self.legs, self.served = since, pack, steps, legs, served
         self.device, on_gpu = sent.device, sent.device.type == "cuda"
         # Bytes that leave and arrive by bucket and rank, and what a GPU says of what arrived.
-        self.sizes = torch.empty((len(buckets), 2, len(ranks)), dtype=torch.int64, pin_memory=on_gpu)
-        self.statuses = torch.zeros((len(buckets), len(ranks), STATUS), dtype=torch.int64, device=self.device)
+        self.sizes = torch.empty((steps, 2, len(ranks)), dtype=torch.int64, pin_memory=on_gpu)
+        self.statuses = torch.zeros((steps, len(ranks), STATUS), dtype=torch.int64, device=self.device)
+        self.place = {rank: place for place, rank in enumerate(ranks)}
+        heads = [self.place[legs.heads.get(rank, rank)] for rank in ranks]
+        self.heads = torch.tensor(heads, device=self.device)  # by rank: whose bytes it gets, by their place
+        self.passing: dict[tuple[int, int], torch.Tensor] = {}  # what arrived, by trainer's rank and bucket
         self.failure: ReshardError | None = None
         self.received = 0
 
@@ -81,8 +89,8 @@ class ChangesExchange:
         """
         ahead: Announced | None = None
         behind: Travelling | None = None
-        for index in range(len(self.buckets) + 2):
-            announced, ahead = ahead, self._announce(index) if index < len(self.buckets) else None
+        for index in range(self.steps + 2):
+            announced, ahead = ahead, self._announce(index) if index < self.steps else None
             travelling, behind = behind, self._send(announced) if announced is not None else None
             if travelling is not None:
                 self._write(travelling)
@@ -101,7 +109,7 @@ class ChangesExchange:
     def _announce(self, index: int) -> Announced:
         """Find what changed in a bucket, and tell all others how many bytes each gets of it."""
         segments = self.pack(index)
-        leaving = self.sent.find(index, segments, self.ranks)
+        leaving = self.sent.find(index, segments, self.ranks)[self.heads]
         arriving = torch.empty_like(leaving)
         sizes_work = self.all_to_all(arriving, leaving, [], [])
         wait_for_exchange(sizes_work, self.device, self.group)
@@ -110,42 +118,61 @@ class ChangesExchange:
         return Announced(index, segments, event_now(self.device))
 
     def _send(self, announced: Announced) -> Travelling:
-        """Send what changed in a bucket."""
-        index, segments, event = announced
-        leaving_sizes, arriving_sizes = self._sizes(index, event)
-        parts = self.sent.changes(
-            index, segments, self.since, dict(zip(self.ranks, leaving_sizes, strict=True))
-        )
-        arriving = torch.empty(sum(arriving_sizes), dtype=torch.uint8, device=self.device)
-        leaving = parts[0] if len(parts) == 1 else torch.cat([arriving[:0], *parts])
-        work = self.all_to_all(arriving, leaving, arriving_sizes, leaving_sizes)
+        """Send what changed in a bucket, and pass on what changed in others."""
+        step, segments, event = announced
+        self._check_sizes(step, event)
+        own_sizes = dict(zip(self.ranks, self.sizes[step, LEAVING].tolist(), strict=True))
+        own = self.sent.changes(step, segments, self.since, own_sizes)
+        parts = {}
+        for leg in self.legs.leaving(step):
+            is_own, key = leg.trainer == self.group.rank, (leg.trainer, leg.bucket)
+            part = own.get(leg.partner) if is_own else self.passing.pop(key, None)
+            if part is not None:
+                parts[leg] = part
+        arriving_legs = [(leg, self._announced(leg)) for leg in self.legs.arriving(step)]
+        arriving = torch.empty(sum(size for _, size in arriving_legs), dtype=torch.uint8, device=self.device)
+        joined = [*parts.values()]
+        leaving = joined[0] if len(joined) == 1 else torch.cat([arriving[:0], *joined])
+        sizes_in = splits([leg._replace(size=size) for leg, size in arriving_legs], self.ranks)
+        sizes_out = splits([leg._replace(size=len(part)) for leg, part in parts.items()], self.ranks)
+        work = self.all_to_all(arriving, leaving, sizes_in, sizes_out)
         self.received += len(arriving)
-        return Travelling(index, work, leaving, arriving, arriving_sizes)
+        return Travelling(work, leaving, arriving, arriving_legs)
 
-    def _sizes(self, index: int, event: torch.cuda.Event | None) -> tuple[list[int], list[int]]:
-        """Return the bytes of a bucket's changes that leave to each rank, and that arrive from each, once they are
-        known. Raises ReshardError where a rank says more than a bucket of its size can take."""
+    def _announced(self, leg: Leg) -> int:
+        """Return the bytes that its trainer's rank has said that the changes of a bucket take."""
+        if not leg.size:
+            return 0
+        return int(self.sizes[leg.bucket, ARRIVING, self.place[leg.trainer]])
+
+    def _check_sizes(self, step: int, event: torch.cuda.Event | None) -> None:
+        """Wait until the sizes of a bucket's changes are known. Raises ReshardError where a rank says more than a
+        bucket of its size can take."""
         wait_for_partners(self.device, self.group, event)
-        leaving, arriving = self.sizes[index].tolist()
-        for rank, size, bucket in zip(self.ranks, arriving, self.buckets[index], strict=True):
+        whole = {way.trainer: way.pair.bytes_of_round(step) for way in self.legs.ins}
+        for rank, size in zip(self.ranks, self.sizes[step, ARRIVING].tolist(), strict=True):
+            bucket = whole.get(rank, 0)
             if not 0 <= size <= most_bytes(bucket) or size % SECTION:
                 raise ReshardError(
                     f"{self.group.names[rank]} announces {size:,} bytes of changes in a bucket of {bucket:,} bytes"
                 )
-        return leaving, arriving
 
     def _write(self, travelling: Travelling) -> None:
         """Write what changed in a bucket, by trainer's rank, where it is served from; on a GPU, enqueue that."""
         wait_for_exchange(travelling.work, self.device, self.group)
-        index = travelling.bucket
-        parts = travelling.arriving.split(travelling.splits)
-        for place, (rank, part, size) in enumerate(zip(self.ranks, parts, self.buckets[index], strict=True)):
+        parts = travelling.arriving.split([size for _, size in travelling.legs])
+        for (leg, _), part in zip(travelling.legs, parts, strict=True):
+            rank, index, size = leg.trainer, leg.bucket, leg.size
             if not size:
                 continue
+            if rank in self.legs.passed:
+                self.passing[rank, index] = part
             try:
                 if self.device.type == "cuda" and len(part) >= header_bytes(size):
                     served = self.served(rank, index)
-                    served.write_changes(part, size, self.since, index, self.statuses[index, place])
+                    served.write_changes(
+                        part, size, self.since, index, self.statuses[index, self.place[rank]]
+                    )
                     continue
                 for words in read_changes(part, size, self.since, index, self.group.names[rank]):
                     self.served(rank, index).write(*words)

@@ -7,6 +7,7 @@ import numpy as np
 
 from reshard.refit.copying.addresses import UNSTAGED
 from reshard.refit.protocol.memory import TrainerMemory
+from reshard.refit.relays import Line
 
 
 class Placed(NamedTuple):
@@ -44,6 +45,7 @@ class Outgoing(NamedTuple):
     those that go in blocks, `destinations` says where each goes (`addresses.Pieces`), and `places` describes the
     local tensors there (`codecs.places.places_of_requests`). `host_memory` are the addresses, in order, at
     which the host's memory begins where sources are in it while the rank computes on a GPU; no copy crosses one.
+    `line` is that of this inference rank, the first in it.
     """
 
     table: np.ndarray
@@ -51,6 +53,7 @@ class Outgoing(NamedTuple):
     destinations: np.ndarray
     places: np.ndarray
     host_memory: np.ndarray = np.empty(0, np.int64)
+    line: Line | None = None
 
     def of(self, number: int) -> "Outgoing":
         """Return the copies of one of the engine's rounds."""
@@ -65,7 +68,7 @@ class Incoming(NamedTuple):
 
     `table` has the destination's end filled in, `rounds` this engine's round. `requests` and
     `destinations` are those of `addresses.Pieces`, `memory` says where the trainer's rank has its shards,
-    and `places` where blocks are served from (`codecs.places.places_of`).
+    `places` where blocks are served from (`codecs.places.places_of`), and `line` in which line they come here.
     """
 
     table: np.ndarray
@@ -74,6 +77,7 @@ class Incoming(NamedTuple):
     destinations: np.ndarray
     memory: TrainerMemory
     places: np.ndarray
+    line: Line | None = None
 
     def of(self, number: int) -> "Incoming":
         """Return the copies of one of its rounds."""

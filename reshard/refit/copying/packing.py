@@ -87,7 +87,7 @@ class PackedPair:
 
     def bytes_of_round(self, index: int) -> int:
         """Return the bytes of a round in the buffer, padding included."""
-        return int(self.bytes_by_round[index]) if index < self.rounds else 0
+        return int(self.bytes_by_round[index]) if 0 <= index < self.rounds else 0
 
 
 def _tiles(table: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray]:
@@ -122,13 +122,19 @@ class PackedRound(NamedTuple):
 
     @staticmethod
     def of(
-        pairs: Sequence[tuple[PackedPair, int]], index: int, device: torch.device, aside: bool = False
+        pairs: Sequence[tuple[PackedPair, int, int]],
+        device: torch.device,
+        aside: bool = False,
+        passed_on: np.ndarray | None = None,
     ) -> "PackedRound":
-        """Return that of pairs whose buffers are at these addresses."""
-        tables = [empty_table(), *(pair.copies(index, start) for pair, start in pairs)]
-        blocks = [table for pair, start in pairs for table in pair.blocks(index, start, device)]
+        """Return that of rounds of pairs, given by number, in buffers at these addresses; with a table of further
+        copies of what is `passed_on`."""
+        tables = [empty_table(), *(pair.copies(index, start) for pair, index, start in pairs)]
+        if passed_on is not None:
+            tables.append(tiles_of(passed_on)[0])
+        blocks = [table for pair, index, start in pairs for table in pair.blocks(index, start, device)]
         host_memory = np.unique(
-            np.concatenate([*(pair.host_memory for pair, _ in pairs), np.empty(0, np.int64)])
+            np.concatenate([*(pair.host_memory for pair, *_ in pairs), np.empty(0, np.int64)])
         )
         copies = CopyTable(np.concatenate(tables), device, aside=aside, host_memory=host_memory)
         return PackedRound(copies, blocks)

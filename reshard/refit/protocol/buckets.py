@@ -7,7 +7,7 @@ from typing import Any
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.refit.copying.addresses import UNSTAGED
-from reshard.refit.protocol.encoding import exchange_json, is_number
+from reshard.refit.protocol.encoding import MOST_ADDRESS, exchange_json, is_number
 from reshard.refit.protocol.requests import MOST_ROUNDS
 
 MOST_BUCKETS = 1 << 20  # of one of the engines' rounds; above all that is of use
@@ -23,6 +23,22 @@ def exchange_partner_counts(group: RefitGroup, partners: int, transport: str) ->
                 f"{group.names[rank]} says that it has {count!r:.40} partners among {len(counts)} members"
             )
     return counts
+
+
+def exchange_relays(group: RefitGroup, relays: int, size: int) -> tuple[int, int]:
+    """Tell all members how many ranks what comes here passes at most, and of how many bytes that is; return the most
+    that any says of either."""
+    said = exchange_json(group, "relays", [relays, size])
+    for rank, pair in enumerate(said):
+        if (
+            not isinstance(pair, list)
+            or len(pair) != 2
+            or not is_number(pair[0], 0, len(said))
+            or not is_number(pair[1], 0, MOST_ADDRESS)
+        ):
+            raise ReshardError(f"{group.names[rank]} says {pair!r:.80} of its relays, which makes no sense")
+    most_relays, most_bytes = (max(column) for column in zip(*said, strict=True))
+    return most_relays, most_bytes
 
 
 def exchange_bucket_counts(group: RefitGroup, counts: Mapping[int, int]) -> dict[int, int]:

@@ -21,9 +21,10 @@ from reshard.refit.protocol.encoding import (
     pack_json,
     unpack_json,
 )
+from reshard.refit.relays import AUTO, RELAYS
 from reshard.refit.routes import BACKENDS
 
-PROTOCOL = 15  # of members that understand each other
+PROTOCOL = 16  # of members that understand each other
 ROLES = ("trainer", "inference")
 MOST_FIELDS = 1000  # of a config that are ignored
 
@@ -33,8 +34,8 @@ class Greeting:
     """The first message of a member: its name and version, its roles and options, and the process that it is.
 
     `ignored` are the fields of the engine's config that it ignores, `adapter` the name of the adapter
-    that is refitted, empty for weights alone, `delta` whether it wants deltas. `protocol` and `name` are what
-    all versions send.
+    that is refitted, empty for weights alone, `delta` whether it wants deltas, `relays` its choice of these.
+    `protocol` and `name` are what all versions send.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Greeting:
     ignored: list[str]
     adapter: str = ""
     delta: bool = False
+    relays: str = AUTO
     protocol: int = field(default_factory=lambda: PROTOCOL)
     reshard: str = field(default=__version__)
     host: str = field(default_factory=this_host)
@@ -123,7 +125,8 @@ def _checked_greeting(fields: dict[str, Any]) -> Greeting:
         "roles": isinstance(roles, list)
         and all(role in ROLES for role in roles)
         and len({*map(str, roles)}) == len(roles),
-        "backend": isinstance(fields.get("backend"), str) and fields["backend"] in BACKENDS,
+        "backend": fields.get("backend") in (*BACKENDS,),
+        "relays": fields.get("relays") in RELAYS,
         "bucket_bytes": is_number(fields.get("bucket_bytes"), 1, MOST_BUCKET_BYTES),
         "keep_mapped": isinstance(fields.get("keep_mapped"), bool),
         "delta": isinstance(fields.get("delta"), bool),

@@ -31,6 +31,7 @@ def _routes(receiver: Receiver) -> list[dict[str, Any]]:
     routes = []
     for rank, route in receiver.routes().items():
         table = receiver.copies(rank, memory)
+        before = receiver.line(rank).before(receiver.group.rank)
         cast = {
             str(codec): bytes_of(table[table[:, CODEC] == number])
             for number, codec in enumerate(CODECS)
@@ -40,6 +41,7 @@ def _routes(receiver: Receiver) -> list[dict[str, Any]]:
             {
                 "from": receiver.group.names[rank],
                 "route": route,
+                "through": receiver.group.names[before] if before != rank else None,
                 "bytes": bytes_of(table),
                 "cast": cast,
                 "apart": agreed.why_apart(rank, receiver.group.rank),

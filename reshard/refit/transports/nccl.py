@@ -4,12 +4,14 @@ Both ends of a pair know the same list of pieces and cut it alike, so a bucket n
 a round, whatever the backend (NCCL, Gloo); while one bucket travels, the next is packed and the one before is
 unpacked.
 
+What several inference ranks want alike they pass on to each other, a bucket a round (`reshard.refit.relays`).
+
 A trainer's rank may keep the buckets that it sent (`Context.keep_sent`), and send what changed in them
 instead (`reshard.refit.changes.buckets`), behind an all-to-all of the sizes. What an engine quantizes itself
 passes through memory that keeps nothing, and always goes whole.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -21,28 +23,33 @@ from reshard.refit.changes.exchange import ChangesExchange
 from reshard.refit.copying.addresses import UNSTAGED
 from reshard.refit.copying.copies import wait_for_exchange
 from reshard.refit.copying.flows import Incoming, Outgoing, by_round
+from reshard.refit.copying.legs import LAG, Legs, splits, starts
 from reshard.refit.copying.packing import PackedPair, PackedRound
-from reshard.refit.copying.tables import ALIGNMENT, DST, SRC, TILE_BYTES, bytes_packed
-from reshard.refit.protocol.buckets import exchange_bucket_counts, exchange_partner_counts
-from reshard.refit.routes import NCCL, Pair, Reach
+from reshard.refit.copying.tables import ALIGNMENT, DST, SRC, TILE_BYTES, bytes_packed, table_of
+from reshard.refit.protocol.buckets import exchange_bucket_counts, exchange_partner_counts, exchange_relays
+from reshard.refit.relays import Line
+from reshard.refit.routes import NCCL, RELAY, Pair, Reach
 from reshard.refit.transports.base import Transport, Work
 from reshard.refit.transports.bucket_memory import BucketMemory
 from reshard.refit.transports.communicator import abort, communicator_of, drop_communicator
 from reshard.refit.transports.context import Context
 
-SLOTS = 2  # buckets of a pair that are under way at once
+SLOTS = LAG  # buckets of a pair that are under way at once
+# Relays of a line cost a few steps each: so many times as many buckets hide them, unless these get smaller than this.
+STEPS_FOR_A_RELAY, LEAST_BUCKET = 32, 4 << 20
 PROGRAMS = 64  # of copies into and out of buckets on a GPU: NCCL's own kernel must find room beside them
 ALL_PROGRAMS = 1024  # of those beside which little travels
 
 
 class BucketStep(NamedTuple):
-    """A round of buckets of one member: bytes from and to each member, and the copies before and after; whether
-    these fill the buffer that leaves."""
+    """A round of buckets of one member: bytes from and to each member, and the copies before and after; where in the
+    buffer that leaves the bytes lie that it sends itself, and whether copies fill these."""
 
     splits_in: list[int]
     splits_out: list[int]
     pack: PackedRound
     unpack: PackedRound
+    own: list[tuple[int, int, int]]  # (first of a line, first byte, bytes)
     is_dense: bool
 
 
@@ -59,7 +66,7 @@ class Nccl(Transport):
     have a side take part in every round.
     """
 
-    reach = Reach(NCCL, reaches, frozenset({NCCL}))
+    reach = Reach(NCCL, reaches, frozenset({NCCL, RELAY}), relays=True)
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -76,6 +83,7 @@ class Nccl(Transport):
         self.buckets: dict[int, int] = {}
         self.sends_by_round: dict[int, dict[int, PackedPair]] = {}
         self.receives_by_round: dict[int, dict[int, PackedPair]] = {}
+        self.legs: dict[int, Legs] = {}
         self.steps: dict[int, list[BucketStep]] = {}
         self.addresses: list[tuple[int, int]] = []
         self.changes: SentBuckets | None = (
@@ -88,6 +96,7 @@ class Nccl(Transport):
             else None
         )
         self.whole_bytes = 0  # that a whole refit brings here
+        self.relayed_bytes = 0  # of these, those that other inference ranks pass on
         self.unstaged_bytes = 0  # of these, those in whose place changes may come
 
     def negotiate(self, anew: bool = False) -> None:
@@ -96,7 +105,10 @@ class Nccl(Transport):
         if anew:
             self._meet(fresh=True)
             return
-        own = max(len(self.incoming), len(self.outgoing))
+        passed = {
+            rank for rank, flow in self.incoming.items() if line_in(flow).after(self.group.rank) is not None
+        }
+        own = max(len(self.incoming), len(self.outgoing) + len(passed))
         partners = max(exchange_partner_counts(self.group, own, self.reach.name))
         if not partners:
             return
@@ -107,13 +119,13 @@ class Nccl(Transport):
                 f"bucket_bytes {bucket_bytes} is too little for {partners} partners: "
                 f"{2 * SLOTS * partners * TILE_BYTES} is the least"
             )
+        self._shorten_for_relays()
         self._meet(fresh=False)
         self.prepare(self.outgoing, self.incoming)
         self.outgoing, self.incoming = {}, {}
-        counts: dict[int, int] = {}
-        for number, pair in self._pairs():
-            counts[number] = max(counts.get(number, 0), pair.rounds)
-        self.buckets = exchange_bucket_counts(self.group, counts)
+        self.buckets = exchange_bucket_counts(
+            self.group, {number: legs.steps for number, legs in self.legs.items()}
+        )
         self.work.numbers = self._numbers()
         if self.changes is not None:
             self.changes.carries = True
@@ -128,10 +140,19 @@ class Nccl(Transport):
             if self.changes is not None and self.receives_by_round.get(UNSTAGED):
                 compile_writing(self.device)
 
-    def _pairs(self) -> Iterator[tuple[int, PackedPair]]:
-        for by_number in (self.sends_by_round, self.receives_by_round):
-            for number, pairs in by_number.items():
-                yield from ((number, pair) for pair in pairs.values())
+    def _shorten_for_relays(self) -> None:
+        """Agree with all members on smaller buckets where many ranks pass them on: until one has come to the last of a
+        line, its trainer's rank is idle."""
+        ways = [
+            (line_in(flow).place(self.group.rank), bytes_packed(flow.table))
+            for flow in self.incoming.values()
+            if len(line_in(flow).ranks) > 1
+        ]
+        longest = max((place for place, _ in ways), default=0)
+        relays, size = exchange_relays(self.group, longest, max((size for _, size in ways), default=0))
+        if relays:
+            wanted = size // (STEPS_FOR_A_RELAY * relays) // ALIGNMENT * ALIGNMENT
+            self.limit = min(self.limit, max(LEAST_BUCKET, wanted))
 
     def _numbers(self) -> set[int]:
         """Return the rounds of all engines: all that have a side take part."""
@@ -163,15 +184,35 @@ class Nccl(Transport):
             number: {peer: PackedPair(flow, DST, self.limit) for peer, flow in flows.items()}
             for number, flows in by_round(incoming).items()
         }
+        rank, lines = self.group.rank, {peer: line_in(flow) for peer, flow in incoming.items()}
+        lines_out = {peer: flow.line or Line(rank, (peer,)) for peer, flow in outgoing.items()}
+        self.legs = {
+            number: Legs(
+                rank,
+                self.receives_by_round.get(number, {}),
+                lines,
+                self.sends_by_round.get(number, {}),
+                lines_out,
+            )
+            for number in self.sends_by_round.keys() | self.receives_by_round.keys()
+        }
         self.whole_bytes = sum(bytes_packed(flow.table) for flow in incoming.values())
         self.unstaged_bytes = sum(bytes_packed(flow.of(UNSTAGED).table) for flow in incoming.values())
         # NCCL's first exchange returns when all have met, one over Gloo when it has ended.
         is_blocking = self.communicator is not None
         is_sending = any(self.sends_by_round.values())
-        self.work = Work({NCCL: self.whole_bytes}, self._numbers(), is_sending, is_blocking)
+        self.relayed_bytes = sum(
+            bytes_packed(flow.table) for peer, flow in incoming.items() if lines[peer].place(rank)
+        )
+        self.work = Work(self._received(self.whole_bytes), self._numbers(), is_sending, is_blocking)
         self.addresses, self.steps, self.served = [], {}, {}
         if self.changes is not None:
             self.changes.arrange(self.sends_by_round.get(UNSTAGED, {}))
+
+    def _received(self, size: int) -> dict[str, int]:
+        """Return so many bytes by route; of changes as many are passed on as of all."""
+        relayed = size * self.relayed_bytes // max(1, self.whole_bytes)
+        return {NCCL: size - relayed, RELAY: relayed} if relayed else {NCCL: size}
 
     def run(self, number: int) -> None:
         """Exchange what belongs to a round of the engines', in as many buckets as all members have agreed
@@ -179,7 +220,7 @@ class Nccl(Transport):
         if self.communicator is None or self.memory is None or not self.buckets.get(number):
             return
         # By turns what is sent and what arrives.
-        sizes = [self.limit * len(pairs[UNSTAGED]) for pairs in (self.sends_by_round, self.receives_by_round)]
+        sizes = [self.limit * len(ways) for ways in (self.legs[UNSTAGED].outs, self.legs[UNSTAGED].ins)]
         buffers = self.memory.of(sizes * min(SLOTS, max(self.buckets.values())))
         slots = [*zip(buffers[::2], buffers[1::2], strict=True)]
         addresses = [(send.data_ptr(), receive.data_ptr()) for send, receive in slots]
@@ -193,7 +234,7 @@ class Nccl(Transport):
         steps = [step for of_round in self.steps.values() for step in of_round]
         self.work.launches = sum(step.pack.launches + step.unpack.launches for step in steps)
         if number == UNSTAGED and self.changes is not None:
-            self.work.received_bytes = {NCCL: self.whole_bytes}
+            self.work.received_bytes = self._received(self.whole_bytes)
             if self.changes.since is not None:
                 self._exchange_changes(self.steps[number], slots, self.changes, self.changes.since)
                 self.changes.end()
@@ -264,13 +305,11 @@ class Nccl(Transport):
         return self.communicator.alltoall_base(arriving, leaving, splits_in, splits_out)
 
     def _packed(self, step: BucketStep, send: torch.Tensor, programs: int) -> dict[int, torch.Tensor]:
-        """Pack a bucket, with zeros between what is packed; return what goes to each inference rank."""
-        leaving = send[: sum(step.splits_out)]
+        """Pack a bucket, with zeros between what is packed; return what goes from here to the first of each line."""
         if not step.is_dense:
-            leaving.zero_()
+            send[: sum(step.splits_out)].zero_()
         step.pack.run(programs)
-        parts = leaving.split(step.splits_out)
-        return {rank: part for rank, part in zip(self.ranks, parts, strict=True) if len(part)}
+        return {rank: send[start : start + size] for rank, start, size in step.own}
 
     def _exchange_changes(
         self,
@@ -285,11 +324,11 @@ class Nccl(Transport):
             sent.wait_until_stored(index - SLOTS)
             return self._packed(steps[index], slots[index % SLOTS][0], ALL_PROGRAMS)
 
-        buckets = [step.splits_in for step in steps]
+        all_to_all, legs = self._all_to_all, self.legs[UNSTAGED]
         exchange = ChangesExchange(
-            self.group, self._all_to_all, self.ranks, sent, since, pack, buckets, self._served
+            self.group, all_to_all, self.ranks, sent, since, pack, len(steps), legs, self._served
         )
-        self.work.received_bytes = {NCCL: self.whole_bytes - self.unstaged_bytes + exchange.run()}
+        self.work.received_bytes = self._received(self.whole_bytes - self.unstaged_bytes + exchange.run())
 
     def _served(self, rank: int, index: int) -> ServedBucket:
         """Return the places of a bucket that comes from a trainer's rank."""
@@ -334,23 +373,37 @@ class Nccl(Transport):
 
     def _step(self, number: int, index: int, send: int, receive: int) -> BucketStep:
         """Return the work on one bucket of a round, with its buffers at these addresses."""
-        sends = self.sends_by_round.get(number, {})
-        splits_out, pack = self._packed_round(sends, index, send)
-        splits_in, unpack = self._packed_round(self.receives_by_round.get(number, {}), index, receive)
-        is_dense = all(pair.is_dense[index] for pair in sends.values() if index < pair.rounds)
-        return BucketStep(splits_in, splits_out, pack, unpack, is_dense)
+        legs = self.legs.get(number) or Legs(self.group.rank, {}, {}, {}, {})
+        sends, receives = self.sends_by_round.get(number, {}), self.receives_by_round.get(number, {})
+        arriving, leaving = legs.arriving(index), legs.leaving(index)
+        # What is passed on lies where it has arrived, in the same slot, which it will leave in this step.
+        before = legs.arriving(index - LAG)
+        lies = {leg.trainer: start for leg, start in zip(before, starts(before, receive), strict=True)}
+        packed, passed_on, own = [], [], []
+        for leg, start in zip(leaving, starts(leaving, send), strict=True):
+            if leg.trainer != self.group.rank:
+                passed_on.append((lies[leg.trainer], start, 1, leg.size, 0, 0))
+            elif leg.size:
+                packed.append((sends[leg.partner], leg.bucket, start))
+                own.append((leg.partner, start - send, leg.size))
+        unpacked = [
+            (receives[leg.trainer], leg.bucket, start)
+            for leg, start in zip(arriving, starts(arriving, receive), strict=True)
+        ]
+        return BucketStep(
+            splits(arriving, self.ranks),
+            splits(leaving, self.ranks),
+            PackedRound.of(packed, self.device, True, table_of([copy for copy in passed_on if copy[3]])),
+            PackedRound.of(unpacked, self.device, True),
+            own,
+            all(pair.is_dense[bucket] for pair, bucket, _ in packed),
+        )
 
-    def _packed_round(
-        self, pairs: Mapping[int, PackedPair], index: int, start: int
-    ) -> tuple[list[int], PackedRound]:
-        """Return the bytes by member, and the copies with their ends in the buffer filled in."""
-        splits, placed = [0] * len(self.ranks), []
-        for peer in sorted(pairs):
-            size = pairs[peer].bytes_of_round(index)
-            placed.append((pairs[peer], start))
-            splits[self.ranks.index(peer)] = size
-            start += size
-        return splits, PackedRound.of(placed, index, self.device, aside=True)
+
+def line_in(flow: Incoming) -> Line:
+    """Return the line in which what comes from a trainer's rank comes here."""
+    assert flow.line is not None
+    return flow.line
 
 
 def in_stream(stream: Any) -> AbstractContextManager:

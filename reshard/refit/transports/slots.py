@@ -233,7 +233,7 @@ class SlotTransport(Transport):
             rounds[number] = []
             for index in range(pair.rounds):
                 offset = index % SLOTS * limit
-                packed = PackedRound.of([(pair, start + offset)], index, self.device)
+                packed = PackedRound.of([(pair, index, start + offset)], self.device)
                 rounds[number].append(SlotRound(packed, offset, pair.bytes_of_round(index)))
         self.tables[peer, end] = start, limit, rounds
         return rounds
