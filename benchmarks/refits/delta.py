@@ -29,7 +29,7 @@ from zlib import crc32
 import torch
 
 from reshard.refit import RefitGroup, connect
-from tests.tools import two_hosts
+from tests.tools import hosts
 from tests.tools.whole_model import ServedModel, TrainedModel, Training
 
 REPOSITORY = Path(__file__).parent.parent.parent
@@ -56,22 +56,22 @@ def main() -> None:
         return
     from tests.tools.trained import make
 
-    program = [sys.executable, "-m", "tests.tools.two_hosts"]
+    program = [sys.executable, "-m", "tests.tools.hosts"]
     with (
         tempfile.TemporaryDirectory() as folder,
-        subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as hosts,
+        subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder,
     ):
-        assert hosts.stdin and hosts.stdout
-        held = json.loads(hosts.stdout.readline())
+        assert holder.stdin and holder.stdout
+        held = json.loads(holder.stdout.readline())
         make(Path(folder) / "hf")
         command = [sys.executable, "-m", "benchmarks.refits.delta", *sys.argv[1:], "--folder", folder]
         # A process moves to its host while it has one thread.
         processes = [
-            subprocess.Popen([*command, "--rank", str(rank)], preexec_fn=partial(two_hosts.enter, held, rank))
+            subprocess.Popen([*command, "--rank", str(rank)], preexec_fn=partial(hosts.enter, held, rank))
             for rank in (0, 1)
         ]
         codes = [process.wait() for process in processes]
-        hosts.stdin.close()
+        holder.stdin.close()
         if any(codes):
             sys.exit(1)
         result = json.loads((Path(folder) / "result.json").read_text())
@@ -86,7 +86,7 @@ def measure(options: argparse.Namespace) -> list[dict]:
 
     torch.set_num_threads(1)
     results = []
-    group = RefitGroup.join(f"{two_hosts.ADDRESSES[0]}:{PORT}", options.rank, 2, timeout=300, secret=SECRET)
+    group = RefitGroup.join(f"{hosts.ADDRESSES[0]}:{PORT}", options.rank, 2, timeout=300, secret=SECRET)
     for rate in options.rates:
         model = AutoModelForCausalLM.from_pretrained(options.folder / "hf", dtype=torch.float32)
         training = Training(model, tokens(options.folder / "hf"), rate, LENGTH) if options.rank == 0 else None

@@ -44,7 +44,7 @@ from benchmarks.models import config_of, megatron_models
 from benchmarks.processes import device, start_processes, synchronize
 from benchmarks.refits.offload import Fingerprints, engine, start_engine
 from benchmarks.refits.refit import memory_rate, scribble
-from tests.tools import two_hosts
+from tests.tools import hosts
 
 AT_ONCE = 1 << 26  # elements that a step changes at once
 CHAIN = 20
@@ -109,7 +109,7 @@ def of_host(host: int) -> dict[str, str]:
     """Return the environment of a process on a host: where libraries find its end of the link."""
     interfaces = dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), f"host{host}")
     interfaces["RESHARD_SECRET"] = "of the two hosts of this benchmark"
-    return os.environ | interfaces | {"VLLM_HOST_IP": two_hosts.ADDRESSES[host]}
+    return os.environ | interfaces | {"VLLM_HOST_IP": hosts.ADDRESSES[host]}
 
 
 def start_engine_on_host(held: dict, config: dict, gpus: str, settings: dict) -> tuple:
@@ -119,7 +119,7 @@ def start_engine_on_host(held: dict, config: dict, gpus: str, settings: dict) ->
     listener = Listener(str(folder / "pipe"), "AF_UNIX")
     arguments = json.dumps([str(folder / "pipe"), gpus, str(folder), settings])
     command = [sys.executable, "-m", "benchmarks.refits.delta_gpus", "--serve", arguments]
-    process = subprocess.Popen(command, env=of_host(1), preexec_fn=partial(two_hosts.enter, held, 1))
+    process = subprocess.Popen(command, env=of_host(1), preexec_fn=partial(hosts.enter, held, 1))
     pipe = listener.accept()
     pipe.send(True)
     return process, pipe
@@ -127,10 +127,10 @@ def start_engine_on_host(held: dict, config: dict, gpus: str, settings: dict) ->
 
 def on_two_hosts() -> int:
     """Run this program again on the first of two hosts; return its code."""
-    program = [sys.executable, "-m", "tests.tools.two_hosts"]
-    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as hosts:
-        assert hosts.stdin and hosts.stdout
-        held = json.loads(hosts.stdout.readline())
+    program = [sys.executable, "-m", "tests.tools.hosts"]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdin and holder.stdout
+        held = json.loads(holder.stdout.readline())
         alone = {
             "RANK": "0",
             "WORLD_SIZE": "1",
@@ -147,10 +147,10 @@ def on_two_hosts() -> int:
             json.dumps(held),
         ]
         trainer = subprocess.Popen(
-            command, env=of_host(0) | alone, preexec_fn=partial(two_hosts.enter, held, 0)
+            command, env=of_host(0) | alone, preexec_fn=partial(hosts.enter, held, 0)
         )
         code = trainer.wait()
-        hosts.stdin.close()
+        holder.stdin.close()
     return code
 
 
@@ -196,7 +196,7 @@ class Run:
         self.bucket_bytes = options.bucket_bytes
         self.host = "127.0.0.1"
         if options.hosts:
-            held, self.host = json.loads(options.hosts), two_hosts.ADDRESSES[0]
+            held, self.host = json.loads(options.hosts), hosts.ADDRESSES[0]
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
             self.process, self.pipe = start_engine_on_host(
                 held, self.config, visible[options.engine_gpu], settings

@@ -274,7 +274,7 @@ def test_layers_that_are_alike_are_traced_by_one_of_them(variant, change, checkp
 @pytest.fixture
 def hosts():
     """Two hosts: network namespaces with a link between them."""
-    program = [sys.executable, "-m", "tests.tools.two_hosts"]
+    program = [sys.executable, "-m", "tests.tools.hosts"]
     pipes: dict = dict(
         cwd=Path(__file__).parent.parent.parent,
         stdin=subprocess.PIPE,

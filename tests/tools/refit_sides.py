@@ -20,7 +20,7 @@ from reshard.engines.live import LiveEngine
 from reshard.refit import RefitGroup, connect
 from reshard.trainers.megatron import MegatronModel
 from tests.on_cpu import megatron_on_cpu
-from tests.tools import two_hosts
+from tests.tools import hosts
 
 DEVICE = os.environ.get("RESHARD_TEST_DEVICE", "cpu")
 
@@ -150,18 +150,18 @@ def start(rank: int, sides: dict) -> tuple[bool, bool, RefitGroup]:
     """Torch's own process group for this rank's side, and the members of both; whether the rank is
     a trainer's, an engine's.
 
-    With `hosts` in `sides` the trainer's ranks run on the first of `two_hosts`, the engine's on the second;
+    With `hosts` in `sides` the trainer's ranks run on the first of `tests.tools.hosts`, the engine's on the second;
     of ranks that are both, each half on one.
     """
     host, secret = sides.get("host", "127.0.0.1"), None
     if "hosts" in sides:
         on_the_first = sides["trainer"] // (2 if sides.get("together") else 1)
-        two_hosts.enter(sides["hosts"], int(rank >= on_the_first))
+        hosts.enter(sides["hosts"], int(rank >= on_the_first))
         if sides.get("together"):
             os.environ.update(
-                MASTER_ADDR=two_hosts.ADDRESSES[0], GLOO_SOCKET_IFNAME=f"host{int(rank >= on_the_first)}"
+                MASTER_ADDR=hosts.ADDRESSES[0], GLOO_SOCKET_IFNAME=f"host{int(rank >= on_the_first)}"
             )
-        host, secret = two_hosts.ADDRESSES[0], "between the two hosts"
+        host, secret = hosts.ADDRESSES[0], "between the two hosts"
     n, m, folder, timeout = sides["trainer"], sides["engine"], sides["folder"], sides.get("timeout", 180)
     if sides.get("together"):
         assert n == m, "one world"

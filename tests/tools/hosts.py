@@ -1,8 +1,8 @@
-"""Two hosts on one machine: network namespaces with a link between them, each with a boot id of its
-own, by which hosts are told apart, for as long as standard input stays open.
+"""Hosts on one machine: network namespaces with a link each to a switch between them, and a boot id each, by which
+hosts are told apart, for as long as standard input stays open.
 
-Run as a program it prints the processes that hold the namespaces, ``{"user": bool, "hosts": [pid,
-pid]}``; `enter` moves the calling process into one. Without root a user namespace is made first,
+Run as a program, which takes how many there are (2), it prints the processes that hold the namespaces, ``{"user": bool,
+"hosts": [pid, pid]}``; `enter` moves the calling process into one. Without root a user namespace is made first,
 where the kernel allows that.
 """
 
@@ -15,37 +15,52 @@ from pathlib import Path
 
 from tests.tools.container import MS_BIND, MS_PRIVATE, MS_REC, mount
 
-ADDRESSES = ("10.199.7.1", "10.199.7.2")
+ADDRESSES = tuple(f"10.199.7.{host}" for host in range(1, 33))
 
 
 def main() -> None:
     from pyroute2 import IPRoute
 
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     user, uid = os.geteuid() != 0, os.geteuid()
     os.unshare(os.CLONE_NEWNET | os.CLONE_NEWNS | (os.CLONE_NEWUSER if user else 0))
     if user:
         Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+    network = IPRoute()
+    network.link("add", ifname="switch", kind="bridge")
+    [switch] = network.link_lookup(ifname="switch")
+    network.link("set", index=switch, state="up")
+    processes = [_host(network, switch, host) for host in range(count)]
+    print(json.dumps({"user": user, "hosts": processes}), flush=True)
+    sys.stdin.read()
+    for process in processes:
+        os.kill(process, 9)
+
+
+def _host(network, switch: int, host: int) -> int:
+    """Start a process that holds the namespaces of a host; return its id once its link is up."""
+    from pyroute2 import IPRoute
+
     ready, wait = os.pipe(), os.pipe()
-    other = os.fork()
-    if not other:
+    process = os.fork()
+    if not process:
+        os.close(wait[1])
         os.unshare(os.CLONE_NEWNET | os.CLONE_NEWNS)
         os.write(ready[1], b"-")
         os.read(wait[0], 1)
-        _bring_up(IPRoute(), 1)
+        _bring_up(IPRoute(), host)
         os.write(ready[1], b"-")
         os.read(wait[0], 1)
         os._exit(0)
+    os.close(wait[0])
     os.read(ready[0], 1)
-    network = IPRoute()
-    network.link(
-        "add", ifname="host0", kind="veth", peer={"ifname": "host1", "net_ns_fd": f"/proc/{other}/ns/net"}
-    )
-    _bring_up(network, 0)
+    peer = {"ifname": f"host{host}", "net_ns_fd": f"/proc/{process}/ns/net"}
+    network.link("add", ifname=f"port{host}", kind="veth", peer=peer)
+    [port] = network.link_lookup(ifname=f"port{host}")
+    network.link("set", index=port, master=switch, state="up")
     os.write(wait[1], b"-")
     os.read(ready[0], 1)
-    print(json.dumps({"user": user, "hosts": [os.getpid(), other]}), flush=True)
-    sys.stdin.read()
-    os.kill(other, 9)
+    return process
 
 
 def _bring_up(network, host: int) -> None:

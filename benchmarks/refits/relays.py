@@ -1,0 +1,134 @@
+"""Refits of several engines from one trainer, each on a host of its own, over throttled links.
+
+    python -m benchmarks.refits.relays [--engines 1 2 4] [--gigabits 1] [--refits 4] [--json FILE]
+
+Processes in network namespaces, as hosts, each with a link to a switch that ``tc`` limits in both directions. One
+trains SmolLM2-135M, and sends its weights in bf16 by Gloo to engines that serve the same, which pass them on to each
+other (``relays="auto"``) or do not (``never``). Needs root, or a kernel that lets users make namespaces, and ``tc``.
+
+Reported for each number of engines: the transfer of a refit, median over all but the first, with relays and without,
+and both as a ratio to the floor, the bytes of one engine at the links' rate; and the same of what changed in a step of
+Adam (``delta=True``). The engines' bits are compared with the trainer's.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.refits.delta import LENGTH, bits_of, tokens
+from reshard.refit import RefitGroup, connect
+from tests.tools import hosts
+from tests.tools.whole_model import ServedModel, TrainedModel, Training
+
+PORT = 29643
+SECRET = "between the hosts"
+
+
+def main() -> None:
+    """Start the hosts and their processes for each number of engines, and print what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--engines", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--gigabits", type=float, default=1.0)
+    parser.add_argument("--refits", type=int, default=4)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        result = measure(options, options.engines[0])
+        if options.rank == 0:
+            (options.folder / "result.json").write_text(json.dumps(result))
+        return
+    results = [on_hosts(options, engines) for engines in options.engines]
+    print(json.dumps(results, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(results) + "\n")
+
+
+def on_hosts(options: argparse.Namespace, engines: int) -> dict:
+    """Return what so many engines' refits took."""
+    from tests.tools.trained import make
+
+    program = [sys.executable, "-m", "tests.tools.hosts", str(1 + engines)]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder,
+    ):
+        assert holder.stdin and holder.stdout
+        held = json.loads(holder.stdout.readline())
+        for host, process in enumerate(held["hosts"]):
+            throttle(process, held["user"], f"host{host}", options.gigabits)
+            throttle(holder.pid, held["user"], f"port{host}", options.gigabits)
+        make(Path(folder) / "hf")
+        command = [sys.executable, "-m", "benchmarks.refits.relays", "--folder", folder]
+        command += ["--engines", str(engines), "--gigabits", str(options.gigabits), "--refits", str(options.refits)]
+        # A process moves to its host while it has one thread.
+        processes = [
+            subprocess.Popen([*command, "--rank", str(rank)], preexec_fn=partial(hosts.enter, held, rank))
+            for rank in range(1 + engines)
+        ]
+        codes = [process.wait() for process in processes]
+        holder.stdin.close()
+        if any(codes):
+            sys.exit(1)
+        return json.loads((Path(folder) / "result.json").read_text())
+
+
+def throttle(process: int, user: bool, interface: str, gigabits: float) -> None:
+    """Limit what leaves by an interface in the namespaces of a process to so many Gbit/s."""
+    inside = ["nsenter", f"--target={process}", "--net", *(["--user", "--preserve-credentials"] if user else [])]
+    limit = f"tc qdisc replace dev {interface} root tbf rate {gigabits}gbit burst 4mb latency 100ms"
+    subprocess.run([*inside, *limit.split()], check=True)
+
+
+def measure(options: argparse.Namespace, engines: int) -> dict:
+    """Run this process's side; return what was measured on the trainer's."""
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    size = 1 + engines
+    group = RefitGroup.join(f"{hosts.ADDRESSES[0]}:{PORT}", options.rank, size, timeout=300, secret=SECRET)
+    result: dict = {"engines": engines, "gigabits": options.gigabits}
+    for relays in ("auto", "never"):
+        for delta in (False, True):
+            dtype = torch.float32 if delta else torch.bfloat16
+            model = AutoModelForCausalLM.from_pretrained(options.folder / "hf", dtype=dtype)
+            text = tokens(options.folder / "hf")
+            training = Training(model, text, 1e-6, LENGTH) if delta and options.rank == 0 else None
+            sides = (None, ServedModel(model)) if options.rank else (TrainedModel(model), None)
+            link = connect(group, *sides, backend="nccl", relays=relays, delta=delta)
+            reports = []
+            for _ in range(options.refits):
+                if training is not None:
+                    training.step()
+                reports.append(link.refit())
+            link.close()
+            check_bits(group, bits_of(model, sides[1]))
+            seconds = statistics.median(report.transfer_seconds for report in reports[1:])
+            last = reports[-1]
+            size_sent = last.delta.delta_bytes if last.delta is not None else sum(p.nbytes for p in model.parameters())
+            floor = size_sent / (options.gigabits * 1e9 / 8)
+            key = f"{'changes' if delta else 'whole'}, {relays}"
+            result[key] = {"bytes": size_sent, "seconds": seconds, "floor": floor, "ratio": seconds / max(floor, 1e-9)}
+    return result
+
+
+def check_bits(group: RefitGroup, bits: bytes) -> None:
+    """Compare the bits of all members."""
+    from zlib import crc32
+
+    group.begin("the comparison of bits")
+    answers = group.gather("bits", str(crc32(bits)).encode())
+    group.commit()
+    assert len({*answers}) == 1, "an engine's bits are not the trainer's"
+
+
+if __name__ == "__main__":
+    main()
