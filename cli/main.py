@@ -29,6 +29,7 @@ COMMANDS = {
     "plan": "Plan a refit of vLLM or SGLang from Megatron, without a GPU.",
     "memory": "Estimate the GPU memory of training at a layout, or find layouts that fit.",
     "parity": "Compare the logprobs that two systems give the same prompts.",
+    "fleet": "Show the engines that a trainer refits, add one, or remove one.",
     "monitor": "Show the rollouts of a training run, step by step.",
     "demo": "Convert a small model there and back, and prove it with Megatron's own loader.",
 }
@@ -36,7 +37,7 @@ COMMANDS = {
 # These multiply no matrices, or in a worker for each core: numpy need not start a thread for each,
 # which is a third of its import.
 ONE_THREAD = {"hf-to-mcore", "mcore-to-hf", "mcore-to-mcore", "lora-to-peft", "lora-to-megatron", "lora-merge", "delta",
-              "inspect", "diff", "check", "digest", "memory", "monitor"}  # fmt: skip
+              "inspect", "diff", "check", "digest", "memory", "fleet", "monitor"}  # fmt: skip
 
 EPILOG = (
     "Exit codes: 0 done (diff: equal; check: intact; parity, monitor: within the limits); 1 a difference, a failed "

@@ -1,5 +1,6 @@
 """Hosts, and the addresses at which members meet."""
 
+import errno
 import ipaddress
 import os
 import socket
@@ -30,12 +31,26 @@ def parsed(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def free_address(host: str) -> str:
-    """Return an address of this host, given without brackets, with a port that is free now."""
-    with closing(socket.socket(family_of(host))) as probe:
-        probe.bind((host, 0))
-        port = probe.getsockname()[1]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def has_port(address: str) -> bool:
+    """Return True for an address with a port, False for that of a host."""
+    return address.startswith("[") or address.count(":") == 1
+
+
+def free_address(host: str, first: int = 0, ports: int = 1) -> str:
+    """Return an address of this host, given without brackets, with a port that is free now: any, or one of so many
+    from the `first` on. Raises ReshardError if none of these is."""
+    for port in range(first, first + ports):
+        with closing(socket.socket(family_of(host))) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+                raise
+            free = probe.getsockname()[1]
+            return f"[{host}]:{free}" if ":" in host else f"{host}:{free}"
+    raise ReshardError(f"no port from {first} to {first + ports - 1} is free on {host}: give another")
 
 
 def address_towards(host: str, port: int) -> str:

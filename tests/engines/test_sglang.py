@@ -242,10 +242,16 @@ def test_a_server_with_pipeline_stages_is_refitted_by_its_own_routes(served):
     assert "chain-not is not a chain of deltas" in engine["no chain"]
     answers, version = engine["by http"]
     assert answers == engine["loaded"][1] != engine["loaded"][0] and version == "5"
-    assert engine["versions"] == [{"default"}, {"1"}, {"2"}, {"5"}, {"5"}], "what each answer says"
+    assert engine["versions"] == [{"default"}, {"1"}, {"2"}, {"5"}, {"7"}, {"7"}], "what each answer says"
     assert "this engine is not connected: call reshard_connect first" in engine["no group"]
     assert "no call of this SGLang waits to be joined" in engine["nothing to join"]
     assert "400" in engine["options"] and "bucket_bytes" in engine["options"]
+
+
+def test_a_server_with_pipeline_stages_is_a_member_of_a_fleet(served):
+    trainer, engine = served
+    assert trainer[-1] == [(6, ["pod-3"], {}), (7, ["pod-3"], {})]
+    assert engine["by a fleet"] == (engine["loaded"][0], engine["server digests"][0])
 
 
 def test_an_sglang_server_without_the_plugin_is_named_and_never_sees_a_secret(served):

@@ -1,5 +1,6 @@
 """A fleet: real ``vllm serve``s that come and go, and a trainer that refits those that are there."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,10 @@ def test_who_is_behind_is_named_with_the_reason_and_the_others_have_their_weight
         "at most the time limit, and a margin for a loaded machine"
     )
     assert "engine two" in died["behind"]["two"] and died["described"]["engines"]["two"]["version"] == 2
-    assert died["described"]["engines"]["one"] == {"version": 3, "connected": True, "why": None}
+    one = died["described"]["engines"]["one"]
+    assert (
+        one | {"age": 0} == {"version": 3, "age": 0, "connected": True, "why": None} and 0 <= one["age"] < 60
+    )
     assert left["serve"]["one"] == outcome["on disk"][1], "it serves what it has"
     assert [*left["described"]["engines"]] == ["two"]
 
@@ -56,6 +60,25 @@ def test_a_required_engine_that_is_behind_is_an_error_once_the_others_have_their
         said["refused"].startswith("version 4 is not in two (")
         and said["serve"]["one"] == outcome["on disk"][0]
     )
+
+
+def test_engines_of_one_layout_pass_on_to_each_other_what_the_trainer_sends_once(outcome):
+    together = [["engine one, worker 0", "engine two, worker 0"]]
+    assert outcome["two joins"]["sends"] == outcome["another trainer"]["sends"]
+    assert all(line in (together[0], together[0][::-1]) for line in outcome["two joins"]["sends"])
+    assert outcome["two has died"]["sends"] == [["engine one, worker 0"]]
+    assert outcome["two is back"]["sends"] == [[engine] for engine in together[0]], (
+        "it has to show first that it works"
+    )
+
+
+def test_who_is_on_call_sees_the_engines_and_adds_and_removes_them_from_a_shell(outcome):
+    text, fields = outcome["shown"]
+    lines = text.splitlines()
+    assert lines[0] == "version 7: 2 of 2 engines have it"
+    assert re.fullmatch(r"  one  version 7, \d+ s ago", lines[1]) and len(lines) == 3
+    assert fields["version"] == 7 and [*fields["engines"]] == ["one", "two"]
+    assert outcome["nobody"] == "Error: the fleet has no engine three: it has two\n"
 
 
 def test_versions_go_on_and_a_trainer_that_comes_later_says_its_own(outcome):

@@ -3,6 +3,8 @@ ranks."""
 
 import json
 import os
+import subprocess
+import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -53,6 +55,13 @@ class Served:
         self.stack.close()
 
 
+def on_call(*arguments: str) -> str:
+    """What ``reshard fleet`` prints."""
+    command = [sys.executable, "-m", "reshard", "fleet", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    return ended.stdout + ended.stderr
+
+
 def fleet(pairs: list) -> dict:
     """What a fleet's reports say after each of its members' fates, and the digests of what they serve then."""
     trainer, outcome = Megatron(Path(pairs[0][1]), "fp32", MegatronLayout(tp=2)), {}
@@ -60,7 +69,10 @@ def fleet(pairs: list) -> dict:
     for name in [n for n in os.environ if n.startswith("TORCHELASTIC") or n in LAUNCHER]:
         del os.environ[name]
     one, two = (Served(name, pairs[0][0]) for name in ("one", "two"))
-    members = Fleet(source, "127.0.0.1", timeout=25)
+    # So little would not be passed on otherwise.
+    ports, options = [free_port(), free_port()], {"timeout": 25, "relays": "always"}
+    registry = f"127.0.0.1:{ports[1]}"
+    members = Fleet(source, f"127.0.0.1:{ports[0]}", registry=registry, **options)
 
     def send(step: str, weights: int, silent: str = "", **options) -> None:
         trainer.load(Path(pairs[weights][1]))
@@ -72,7 +84,10 @@ def fleet(pairs: list) -> dict:
             said, refused = {}, str(error)
         said |= {"seconds": time.monotonic() - began, "refused": refused, "described": members.describe()}
         every = [None] * dist.get_world_size()
-        dist.all_gather_object(every, {k: v for k, v in said.items() if k != "seconds"})
+        engines = {name: engine | {"age": None} for name, engine in said["described"]["engines"].items()}
+        dist.all_gather_object(
+            every, said | {"seconds": None, "described": said["described"] | {"engines": engines}}
+        )
         assert every[0] == every[1], every
         if first:
             served_now = {}
@@ -80,7 +95,9 @@ def fleet(pairs: list) -> dict:
                 with suppress(ReshardError):
                     if engine.name != silent:
                         served_now[engine.name] = digest(engine.url).text
-            outcome[step] = said | {"serve": served_now}
+            links = [connection.transfer.link for connection in members._connections]
+            sends = [send["to"] for link in links for send in link.describe()["sends"]]
+            outcome[step] = said | {"serve": served_now, "sends": sends}
         dist.barrier()
 
     def on_first(action) -> None:
@@ -94,7 +111,7 @@ def fleet(pairs: list) -> dict:
         on_first(lambda: members.add(one.client))
         send("one joins", 1)
         on_first(two.start)
-        on_first(lambda: members.add(two.client))
+        on_first(lambda: on_call(registry, "--join", two.url, "--name", "two"))
         with running(one.url, one.directory) if first else ExitStack():
             send("two joins", 0, pausing=True, verify=True)
         on_first(two.kill)
@@ -107,9 +124,12 @@ def fleet(pairs: list) -> dict:
         send("two hangs", 0, silent="two", pausing=True)
         on_first(lambda: [process.resume() for process in stopped])
         send("two goes on", 1)
-        on_first(lambda: members.remove("one"))
+        if first:
+            outcome["shown"] = on_call(registry), json.loads(on_call(registry, "--json"))
+        on_first(lambda: on_call(registry, "--leave", "one"))
         send("one has left", 0)
         if first:
+            outcome["nobody"] = on_call(registry, "--leave", "three")
             outcome["wrong"] = []
             for action in (lambda: members.add(two.client), lambda: members.remove("three")):
                 try:

@@ -30,6 +30,7 @@ from reshard.engines.sglang.calls import (
     refit_server,
 )
 from reshard.engines.sglang.delta_calls import apply_deltas
+from reshard.integrations import Fleet, SglangClient
 from reshard.parity import parity
 from reshard.refit import RefitGroup, connect
 from reshard.trainers.megatron import MegatronModel
@@ -141,6 +142,14 @@ def train(steps: Steps, sides: dict, flags: list[str], checkpoints: list[tuple[s
     link = connect(RefitGroup.join(f"127.0.0.1:{sides['again']}", 0, 3, timeout=60), MegatronModel(chunks))
     steps.meet("connected")
     link.refit(5, verify=True)
+    steps.meet("by http")
+    link.close()
+    load(checkpoints[0][1])
+    fleet = Fleet(MegatronModel(chunks), "127.0.0.1")
+    fleet.add(SglangClient(f"http://127.0.0.1:{sides['http']}", name="pod-3"))
+    reports = [fleet.send(6, pausing=True), fleet.send(7, verify=True, pausing=True, required=["pod-3"])]
+    said.append([(report.version, [*report.reports], report.behind) for report in reports])
+    fleet.close()
     steps.meet("end")
     return said
 
@@ -362,7 +371,9 @@ def drive_server(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) 
         refit_server(url, 5, verify=True)
         results["server digests"].append(digest(url).text)
         results["by http"] = told(), call_route(url, "model_info")["weight_version"]
+        steps.meet("by http")
         steps.meet("end")
+        results["by a fleet"] = told(), digest(url).text
         close_server(url)
         call_route(url, "update_weights_from_disk", {"model_path": checkpoints[1][0]})
         results["loaded"].append(told())

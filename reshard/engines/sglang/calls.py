@@ -140,6 +140,16 @@ def call_and_join(call: Callable[[dict[str, Any]], Any], request: dict[str, Any]
     return call(request | {field: join})
 
 
+def server_ranks(url: str) -> int:
+    """Return how many schedulers a server has, by what it says of itself. Raises ReshardError if it does not."""
+    info = call_route(url, "server_info")
+    fields = info if isinstance(info, dict) else {}
+    tp, pp = fields.get("tp_size"), fields.get("pp_size", 1)
+    if type(tp) is not int or type(pp) is not int or min(tp, pp) < 1:
+        raise ReshardError(f"{url} does not say at /server_info how many ranks it has: use another SGLang")
+    return tp * pp
+
+
 def close_server(url: str) -> None:
     """Have a server forget its trainer."""
     call_route(url, "destroy_weights_update_group", {"group_name": GROUP})

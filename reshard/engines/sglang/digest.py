@@ -12,9 +12,7 @@ from typing import Any
 
 from reshard.comm.group import RefitGroup
 from reshard.comm.hosts import free_address
-from reshard.comm.http import call_route
 from reshard.comm.secret import new_secret
-from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds
 from reshard.digests.result import Digest
 from reshard.engines.digest import digest_of_answers
@@ -38,7 +36,7 @@ def digest(engine: Any, dtype: object = None, address: str | None = None, timeou
                "secret": new_secret()}  # fmt: skip
     if isinstance(engine, str):
         calls.check_plugin(engine)
-        size = _ranks(call_route(engine, "server_info"), engine)
+        size = calls.server_ranks(engine)
         return _met(options, size, lambda: calls.ask_digest(engine, options, timeout), engine)
     arguments = engine.server_args
     size = arguments.tp_size * arguments.pp_size
@@ -64,12 +62,3 @@ def _met(options: dict[str, Any], size: int, send: Callable[[], None], where: st
     Thread(target=listen, name="reshard-digest", daemon=True).start()
     send()
     return digest_of_answers(answers.result(options["timeout"]), options["dtype"], where)
-
-
-def _ranks(info: Any, url: str) -> int:
-    """Return how many schedulers a server has, by what it says of itself."""
-    fields = info if isinstance(info, dict) else {}
-    tp, pp = fields.get("tp_size"), fields.get("pp_size", 1)
-    if type(tp) is not int or type(pp) is not int or min(tp, pp) < 1:
-        raise ReshardError(f"{url} does not say at /server_info how many ranks it has: use another SGLang")
-    return tp * pp

@@ -27,7 +27,7 @@ from reshard.core.limits import check_number, check_seconds
 from reshard.integrations.sync import Calls, Meeting
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link, RefitReport
-from reshard.refit.options import BUCKET_BYTES, ConnectOptions, check_member_name
+from reshard.refit.options import ConnectOptions, check_member_name
 from reshard.refit.trainer import Trainer
 
 DEV_MODE = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "reshard"}\''
@@ -162,10 +162,10 @@ class WeightTransfer:
     def __init__(
         self, source: Trainer | Callable[[], Trainer], clients: EngineClient | Sequence[EngineClient], address: str, *,
         engine_ranks: Sequence[int] | None = None, rank: int | None = None, ranks: int | None = None,
-        timeout: float = 60.0, secret: str | None = None, backend: str = "auto", bucket_bytes: int = BUCKET_BYTES,
-        keep_mapped: bool = False, delta: bool = False, delta_on_host: bool = False,
+        timeout: float = 60.0, secret: str | None = None, **options: Any,
     ) -> None:  # fmt: skip
         check_seconds(timeout, "timeout")
+        connecting = ConnectOptions(**options).checked()
         self.rank = rank if rank is not None else _of_group(dist.get_rank, 0)
         trainers = ranks if ranks is not None else _of_group(dist.get_world_size, 1)
         self.clients = _clients(clients)
@@ -183,15 +183,8 @@ class WeightTransfer:
 
         calls = self._call(join)
         members = meeting.join(self.rank)
-        options = ConnectOptions(
-            backend=backend,
-            bucket_bytes=bucket_bytes,
-            keep_mapped=keep_mapped,
-            delta=delta,
-            delta_on_host=delta_on_host,
-        )
         try:
-            self.link = calls.alongside(members, lambda: connect(members, source, None, options))
+            self.link = calls.alongside(members, lambda: connect(members, source, None, connecting))
         except BaseException:
             members.close()  # the address is the caller's, who may meet there again
             raise

@@ -6,6 +6,7 @@ from reshard.refit.codecs import CODECS, PLAIN
 from reshard.refit.copying.addresses import region_addresses
 from reshard.refit.copying.tables import CODEC, bytes_of
 from reshard.refit.receiver import Receiver
+from reshard.refit.sender import Sender
 
 
 def described(link: Any) -> dict[str, Any]:
@@ -19,11 +20,21 @@ def described(link: Any) -> dict[str, Any]:
         "bucket_bytes": agreed.bucket_bytes,
         **chain.described(),
         "routes": _routes(receiver) if receiver is not None else [],
+        "sends": _sends(link.sender) if link.sender is not None else [],
         "quantized": receiver.engine.quantized_layers() if receiver is not None else [],
         "parts": receiver.slab.described() if receiver is not None else {},
         "tensors": receiver.engine.tensor_accounts() if receiver is not None else [],
         "digest": link.digest.now(),
     } | of_below
+
+
+def _sends(sender: Sender) -> list[dict[str, Any]]:
+    routes, names = sender.routes(), sender.group.names
+    return [
+        {"to": [names[rank] for rank in line.ranks], "route": routes[rank]}
+        for rank, line in sender.lines().items()
+        if not line.place(rank)
+    ]
 
 
 def _routes(receiver: Receiver) -> list[dict[str, Any]]:
