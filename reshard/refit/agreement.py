@@ -1,16 +1,18 @@
 """The agreement of all members before anything is planned: who has which side, and which routes
 bytes may take."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, listed
+from reshard.refit.copying.addresses import COLUMN_COUNT, ROW_COUNT
 from reshard.refit.engine import Engine
 from reshard.refit.protocol.greeting import DeviceInfo, Greeting
-from reshard.refit.relays import AUTO, Line, by_rank, lines_of, saves
+from reshard.refit.relays import AUTO, Alike, Line, streams_of
 from reshard.refit.routes import LOCAL, Pair, Peer, Seat, distance, why_apart
 from reshard.refit.transports import RELAYED, transport_for
 from reshard.refit.transports.context import Context
@@ -66,20 +68,20 @@ class Agreement:
         transport = transport_for(pair, self.backend)
         return LOCAL if pair.same_process else transport.reach.name
 
-    def lines(
-        self, trainer: int, exported: bool, wanted: Mapping[int, bytes], elements: Mapping[int, int]
-    ) -> dict[int, Line]:
-        """Return, by inference rank, the line in which it gets its pieces of a trainer's rank, from the digest of what
-        each has `wanted` of it, and of how many `elements` that is, as far as that is known here."""
+    def streams(
+        self, trainer: int, rank: int, exported: bool, requests: np.ndarray, alike: Alike
+    ) -> dict[Line, np.ndarray]:
+        """Return the lines in which an inference rank gets what it `requests` of a trainer's rank, and which of it; the
+        same for both."""
 
-        def may_relay(rank: int) -> bool:
-            return self.route(trainer, rank, exported) in RELAYED
+        def may_relay(other: int) -> bool:
+            return self.route(trainer, other, exported) in RELAYED
 
-        lines = by_rank(lines_of(trainer, wanted, may_relay, lambda rank: self.peers[rank].host))
-        return {
-            rank: lines[rank] if saves(self.relays, count) else Line(trainer, (rank,))
-            for rank, count in elements.items()
-        }
+        def host_of(other: int) -> str:
+            return self.peers[other].host
+
+        elements = requests[:, [ROW_COUNT, COLUMN_COUNT]].prod(1)
+        return streams_of(trainer, rank, requests, elements, alike, self.relays, may_relay, host_of)
 
     def why_apart(self, trainer: int, engine: int) -> str:
         """Return why an inference rank does not map a trainer's memory on the same host; empty

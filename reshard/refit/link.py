@@ -364,10 +364,11 @@ class Link:
         ``backend``, ``keep_mapped`` and ``bucket_bytes`` are what was agreed on; what
         `reshard.refit.changes.choice.RefitChain.described` says comes after. ``routes``
         says for each trainer's rank (``from``) the ``route`` (``local``, ``cuda_ipc``, ``staged``,
-        ``nixl``, ``nccl``), ``through`` which other inference rank its bytes come, if they do, the ``bytes``
+        ``nixl``, ``nccl``), ``through`` which other inference ranks some come, the ``bytes``
         that arrive, those of them that are ``cast`` on their way (``float32 to bfloat16``), and why memory of
         the same host is not mapped (``apart``). ``sends`` says of a trainer's rank what goes ``to`` which inference
-        ranks: the first in each list gets it from here, by the ``route``, each other one from the one before.
+        ranks, in how many ``pieces``: the first in each list gets it from here, by the ``route``, each other one from
+        the one before.
         ``quantized`` is what the engine serves quantized, ``parts`` the blocks that are put
         together of several ranks' parts, and ``tensors`` what a refit does to each of the engine's
         tensors. ``digest`` is that of a verified refit, if this rank serves its part of it now, which it reads for

@@ -3,6 +3,7 @@ and the copies that follow."""
 
 from collections.abc import Mapping, Set
 from hashlib import sha256
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,7 +21,6 @@ from reshard.refit.copying.addresses import (
     UNSTAGED,
     Pieces,
     destination_table,
-    elements_of,
     region_addresses,
     staged_rounds_of,
 )
@@ -28,14 +28,15 @@ from reshard.refit.copying.flows import Incoming
 from reshard.refit.copying.tables import CODEC
 from reshard.refit.engine import Engine
 from reshard.refit.planning import build_requests, plan_pieces
+from reshard.refit.protocol.alike import alone, read_alike
 from reshard.refit.protocol.encoding import DIGEST_BYTES, digest, readable
 from reshard.refit.protocol.facts import read_facts
 from reshard.refit.protocol.held import HeldTensors, ShardSizes, names_held, unpack_held
 from reshard.refit.protocol.memory import TrainerMemory, check_regions
 from reshard.refit.protocol.requests import PieceRequest, RequestsRead
-from reshard.refit.relays import Line
+from reshard.refit.relays import NEVER, Alike, Line, length_of
 from reshard.refit.routes import LOCAL
-from reshard.refit.transports import READ, SENT, TRANSPORTS
+from reshard.refit.transports import READ, RELAYED, SENT, TRANSPORTS
 
 # What an engine has planned from what trainers published, for who connects the same two again.
 _planned: WeakKeyDictionary[Engine, tuple[str, dict[int, Pieces], dict[int, ShardSizes]]] = (
@@ -54,7 +55,7 @@ class Receiver:
         self.memory: dict[int, TrainerMemory] = {}
         # Digests of this rank's requests, and of the memory as it was last read.
         self.request_digests: dict[int, bytes] = {}
-        self.wanted: dict[int, dict[int, bytes]] = {}  # those of all inference ranks, by trainer's rank
+        self.alike: dict[int, Alike] = {}  # what others want of a trainer's rank as this one does
         self.memory_digests: dict[int, bytes] = {}
         self.maker = maker_for(engine)
         self.slab = self.maker.slab(engine, device)
@@ -79,8 +80,8 @@ class Receiver:
                 name for rank, (header, _) in messages.items() for name in names_held(header, names[rank])
             }
             self.engine.take_optional(self.engine.optional & offered)
-        position = self.agreed.engines.index(self.group.rank)
         distances = {rank: self.agreed.distance(rank) for rank in self.agreed.trainers}
+        position = self._position(distances)
         roundings = sorted({scales.rounding for scales in self.engine.scales.values()})
         key = _digest(
             [position, distances, roundings, self._may_be_sent_blocks()],
@@ -103,6 +104,19 @@ class Receiver:
             request = PieceRequest(digest(*messages[rank]), requests).encode()
             self.request_digests[rank] = digest(request)
             self.group.post(PieceRequest.key(rank), request)
+
+    def _position(self, distances: Mapping[int, int]) -> int:
+        """Return by which place among the engines' ranks this one chooses among trainers' ranks that are equally near.
+        Ranks of one place in their tensor parallel group choose alike where they can pass on what they get; else they
+        spread."""
+        position, own_rank = self.agreed.engines.index(self.group.rank), self.group.rank
+        elements = sum(prod(tensor.shape) for tensor in self.engine.placement.tensors.values())
+        if length_of(self.agreed.relays, 2, elements) < 2:
+            return position
+        least = min(distances.values())
+        nearest = [rank for rank, distance in distances.items() if distance == least]
+        routes = {self.agreed.route(rank, own_rank, how) for rank in nearest for how in (True, False)}
+        return position % self.engine.tp if routes <= RELAYED else position
 
     def _may_be_sent_blocks(self) -> bool:
         """Return True where a trainer's rank may come to send blocks to this one."""
@@ -161,9 +175,14 @@ class Receiver:
                 raise ReshardError(
                     f"{who} has heard {own_name} ask for something else than it has asked for: connect again"
                 )
-            self.wanted[rank] = dict(zip(self.agreed.engines, answer.request_digests, strict=True))
             if rank in self.pieces:
                 self._read_memory(rank, answer.memory_digest)
+                count = len(self.pieces[rank].requests)
+                self.alike[rank] = (
+                    alone(self.group.rank, count)
+                    if self.agreed.relays == NEVER
+                    else read_alike(self.group, rank, self.agreed.engines, count)
+                )
 
     def _read_memory(self, rank: int, expected_digest: bytes) -> None:
         """Read and check what a trainer's rank has posted of its memory."""
@@ -197,11 +216,11 @@ class Receiver:
             rank: self.agreed.route(rank, self.group.rank, self.memory[rank].exported) for rank in self.pieces
         }
 
-    def line(self, rank: int) -> Line:
-        """Return the line in which this rank gets its pieces of a trainer's rank."""
-        own = self.group.rank
-        elements = {own: elements_of(self.pieces[rank].requests)}
-        return self.agreed.lines(rank, self.memory[rank].exported, self.wanted[rank], elements)[own]
+    def streams(self, rank: int) -> dict[Line, np.ndarray]:
+        """Return the lines in which this rank gets its pieces of a trainer's rank."""
+        requests = build_requests(self.engine, self.pieces[rank])
+        exported = self.memory[rank].exported
+        return self.agreed.streams(rank, self.group.rank, exported, requests, self.alike[rank])
 
     def incoming(self) -> dict[str, dict[int, Incoming]]:
         """Return what this rank gets, by route and trainer's rank, from where everything is now."""
@@ -219,7 +238,7 @@ class Receiver:
                 pieces.destinations,
                 self.memory[rank],
                 places,
-                self.line(rank),
+                self.streams(rank),
             )
             if route in SENT:
                 self.maker.compile(table[:, CODEC], False, self.device)

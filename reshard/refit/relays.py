@@ -1,22 +1,26 @@
-"""Relays: inference ranks that ask a trainer's rank for the same pieces, as replicas do, pass them on.
+"""Relays: inference ranks that want the same pieces of a trainer's rank, as replicas do, pass them on.
 
     trainer's rank -> first replica -> second -> third
 
 What travels leaves the trainer's rank once, however many replicas there are, and each of them receives and sends it
 at the same time, one bucket behind the other. So a refit takes as long as for one replica, and a few buckets more.
-All members find the same lines by themselves, from the digests of what was asked for (`protocol.requests`). Pure.
+Ranks whose requests differ pass on what is the same in them: those of one mixture of experts its attention. A
+trainer's rank finds out who wants what alike (`alike_in`), and tells all; all then find the same lines. Pure.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from math import isqrt
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from reshard.core.errors import ReshardError, listed
 
 AUTO, ALWAYS, NEVER = "auto", "always", "never"
 RELAYS = (AUTO, ALWAYS, NEVER)
-# Elements below which a line saves less than its further steps cost, each of which is as slow as a message.
-LEAST_ELEMENTS = 16 << 20
+# Elements of a small bucket. A line of so many ranks that filling it takes as long as sending its bytes is too long.
+STEP_ELEMENTS = 2 << 20
 
 
 def check_relays(value: Any, name: str = "relays") -> str:
@@ -26,16 +30,16 @@ def check_relays(value: Any, name: str = "relays") -> str:
     return str(value)
 
 
-def saves(relays: str, elements: int) -> bool:
-    """Return True where pieces of so many elements are passed on, as members have chosen."""
-    return relays == ALWAYS or (relays == AUTO and elements >= LEAST_ELEMENTS)
-
-
 class Line(NamedTuple):
     """The inference ranks that get the same pieces of a trainer's rank, in the order in which these come to them."""
 
     trainer: int
     ranks: tuple[int, ...]
+
+    @property
+    def first(self) -> int:
+        """The rank that gets them from the trainer's."""
+        return self.ranks[0]
 
     def place(self, rank: int) -> int:
         """Return how many ranks pieces pass before this one."""
@@ -52,31 +56,104 @@ class Line(NamedTuple):
         return rest[0] if rest else None
 
 
-def lines_of(
+Streams = Mapping[Line, np.ndarray]  # the pieces, by number and in order, that come to a rank in each line
+
+
+class Alike(NamedTuple):
+    """What a rank wants of a trainer's rank as others do: sets of ranks, and the number of the set of each piece."""
+
+    ranks: Sequence[Sequence[int]]
+    sets: np.ndarray
+
+
+def alike_in(requests: Mapping[int, np.ndarray], digests: Mapping[int, bytes]) -> dict[int, Alike]:
+    """Return, by inference rank, which other ranks want each of its pieces; `requests` are those of all, a row for each
+    piece, and ranks with the same of `digests` have the same.
+
+    >>> rows = {1: np.array([[0, 1], [5, 5]]), 2: np.array([[5, 5], [7, 0]]), 3: np.array([[0, 1], [5, 5]])}
+    >>> alike = alike_in(rows, {1: b"a", 2: b"b", 3: b"a"})
+    >>> [[alike[rank].ranks[number] for number in alike[rank].sets] for rank in rows]
+    [[[1, 3], [1, 2, 3]], [[1, 2, 3], [2]], [[1, 3], [1, 2, 3]]]
+    """
+    groups: dict[bytes, list[int]] = defaultdict(list)
+    for rank in requests:
+        groups[digests[rank]].append(rank)
+    members = [*groups.values()]
+    widest = max((requests[ranks[0]].shape[1] for ranks in members), default=0)
+    keys = [_keys(requests[ranks[0]], widest) for ranks in members]
+    if not keys:
+        return {}
+    owners = np.repeat(np.arange(len(keys)), [*map(len, keys)])
+    _, piece = np.unique(np.concatenate(keys), return_inverse=True)
+    wanted = np.zeros((int(piece.max(initial=-1)) + 1, len(keys)), bool)
+    wanted[piece, owners] = True
+    sets, set_of_piece = np.unique(wanted, axis=0, return_inverse=True)
+    set_ranks = [sorted(rank for group in np.flatnonzero(row) for rank in members[group]) for row in sets]
+    result: dict[int, Alike] = {}
+    for group, ranks in enumerate(members):
+        numbers, own = np.unique(set_of_piece.ravel()[piece.ravel()[owners == group]], return_inverse=True)
+        alike = Alike([set_ranks[number] for number in numbers.tolist()], own.ravel())
+        result |= dict.fromkeys(ranks, alike)
+    return result
+
+
+def _keys(rows: np.ndarray, width: int) -> np.ndarray:
+    """Return what tells pieces apart, of each row as one value: the row, and how many equal ones came before it."""
+    filled = np.full((len(rows), width + 1), -1, np.int64)
+    filled[:, : rows.shape[1]] = rows
+    order = np.lexsort(rows.T[::-1])
+    is_new = np.ones(len(rows), bool)
+    is_new[1:] = (rows[order][1:] != rows[order][:-1]).any(1)
+    first = np.maximum.accumulate(np.where(is_new, np.arange(len(rows)), 0))
+    filled[order, width] = np.arange(len(rows)) - first
+    keys: np.ndarray = np.ascontiguousarray(filled).view([("", np.int64)] * (width + 1)).ravel()
+    return keys
+
+
+def streams_of(
     trainer: int,
-    wanted: Mapping[int, Hashable],
+    rank: int,
+    requests: np.ndarray,
+    elements: np.ndarray,
+    alike: Alike,
+    relays: str,
     may_relay: Callable[[int], bool],
     host_of: Callable[[int], str],
-) -> list[Line]:
-    """Return the lines in which the pieces of a trainer's rank go to inference ranks, from what each has `wanted`.
+) -> dict[Line, np.ndarray]:
+    """Return the lines in which a rank gets its pieces of a trainer's rank, and which: `requests` are those, a row for
+    each, with so many `elements`. Of those that `may_relay`, all ranks come to the same."""
+    pieces_in: dict[Line, list[np.ndarray]] = defaultdict(list)
+    for number, ranks in enumerate(alike.ranks):
+        pieces = np.flatnonzero(alike.sets == number)
+        line = Line(trainer, (rank,))
+        if may_relay(rank) and len(ranks) > 1:
+            relaying = in_order([other for other in ranks if may_relay(other)], host_of, host_of(trainer))
+            length = length_of(relays, len(relaying), int(elements[pieces].sum()))
+            start = relaying.index(rank) // length * length
+            line = Line(trainer, tuple(relaying[start : start + length]))
+        pieces_in[line].append(pieces)
+    streams = {}
+    for line, parts in pieces_in.items():
+        together = np.sort(np.concatenate(parts))
+        if len(line.ranks) > 1:  # others may ask in another order
+            together = together[np.lexsort(requests[together].T[::-1])]
+        streams[line] = together
+    return streams
 
-    Ranks that `may_relay` stand in line where they want the same; each other one by itself. A line passes through
-    one host after the other, so that nothing crosses the network to a host twice.
 
-    >>> hosts = {0: "a", 3: "b", 4: "a", 5: "b", 6: "b"}
-    >>> [line.ranks for line in lines_of(0, {3: "w", 4: "w", 5: "w", 6: "v"}, lambda rank: True, hosts.get)]
-    [(4, 3, 5), (6,)]
+def length_of(relays: str, ranks: int, elements: int) -> int:
+    """Return how many of so many ranks that want the same elements stand in one line, as members have chosen: the more
+    there are, the fewer lines a trainer's rank feeds, and the longer it takes until the last one gets anything."""
+    if relays == NEVER:
+        return 1
+    return ranks if relays == ALWAYS else max(1, min(ranks, isqrt(ranks * elements // (2 * STEP_ELEMENTS))))
+
+
+def in_order(ranks: Sequence[int], host_of: Callable[[int], str], home: str) -> list[int]:
+    """Return ranks in the order of a line: it passes through one host after the other, so that nothing crosses the
+    network to a host twice, and begins at the trainer's.
+
+    >>> in_order([3, 4, 5, 6], {3: "b", 4: "a", 5: "b", 6: "c"}.__getitem__, "a")
+    [4, 3, 5, 6]
     """
-    alike: dict[Hashable, list[int]] = defaultdict(list)
-    for rank, pieces in wanted.items():
-        alike[pieces if may_relay(rank) else (rank, "alone")].append(rank)
-    home = host_of(trainer)
-    return [
-        Line(trainer, tuple(sorted(ranks, key=lambda rank: (host_of(rank) != home, host_of(rank), rank))))
-        for ranks in alike.values()
-    ]
-
-
-def by_rank(lines: Iterable[Line]) -> dict[int, Line]:
-    """Return the line of each inference rank."""
-    return {rank: line for line in lines for rank in line.ranks}
+    return sorted(ranks, key=lambda rank: (host_of(rank) != home, host_of(rank), rank))

@@ -26,19 +26,19 @@ from reshard.refit.copying.addresses import (
     UNSTAGED,
     allocations_of,
     as_sent,
-    elements_of,
     region_addresses,
     source_table,
 )
 from reshard.refit.copying.copies import wait_for_device
 from reshard.refit.copying.flows import Outgoing
 from reshard.refit.holder import Holder
+from reshard.refit.protocol.alike import alone, post_alike
 from reshard.refit.protocol.encoding import digest
 from reshard.refit.protocol.facts import post_facts
 from reshard.refit.protocol.held import ShardSizes, pack_held
 from reshard.refit.protocol.memory import TrainerMemory
 from reshard.refit.protocol.requests import PieceRequest, RequestsRead, check_pieces
-from reshard.refit.relays import Line
+from reshard.refit.relays import NEVER, Alike, Line, alike_in
 from reshard.refit.trainer import Trainer
 from reshard.refit.transports import READ, SENT
 
@@ -54,7 +54,7 @@ class Sender:
     def __init__(self, source: Holder, group: RefitGroup, agreed: Agreement, device: torch.device) -> None:
         self.source, self.group, self.agreed, self.device = source, group, agreed, device
         self.requests: dict[int, np.ndarray] = {}  # `Pieces.requests` by inference rank
-        self.request_digests: dict[int, bytes] = {}  # of the messages with these
+        self.alike: dict[int, Alike] = {}  # in these
         self.sizes = ShardSizes.of([], [])
         self.held_digest = self.memory_digest = b""  # of what was last posted
         # Addresses and allocations of the parameters when this rank last posted them, and torch's
@@ -112,12 +112,15 @@ class Sender:
             rank: self._pieces(rank, message) for rank, message in zip(engines, messages, strict=True)
         }
         self.requests = {rank: pieces for rank, pieces in requests.items() if len(pieces)}
-        self.request_digests = {
-            rank: digest(message) for rank, message in zip(engines, messages, strict=True)
-        }
+        digests = {rank: digest(message) for rank, message in zip(engines, messages, strict=True)}
+        if self.agreed.relays == NEVER:
+            self.alike = {rank: alone(rank, len(pieces)) for rank, pieces in self.requests.items()}
+        else:
+            self.alike = alike_in(self.requests, digests)
+            post_alike(self.group, self.alike)
         self.posted = self._find_memory()
         self._post_memory()
-        answer = RequestsRead(self.memory_digest, [*self.request_digests.values()])
+        answer = RequestsRead(self.memory_digest, [*digests.values()])
         self.group.post("asked", answer.encode())
 
     @property
@@ -220,29 +223,31 @@ class Sender:
         """Return how inference ranks get their pieces from here."""
         return {rank: self.agreed.route(self.group.rank, rank, self.exported) for rank in self.requests}
 
-    def lines(self) -> dict[int, Line]:
-        """Return in which line each inference rank gets its pieces from here."""
-        wanted = {rank: self.request_digests[rank] for rank in self.requests}
-        elements = {rank: elements_of(pieces) for rank, pieces in self.requests.items()}
-        return self.agreed.lines(self.group.rank, self.exported, wanted, elements)
+    def streams(self, rank: int) -> dict[Line, np.ndarray]:
+        """Return the lines in which an inference rank gets its pieces from here."""
+        return self.agreed.streams(
+            self.group.rank, rank, self.exported, self.requests[rank], self.alike[rank]
+        )
 
     def outgoing(self) -> dict[str, dict[int, Outgoing]]:
-        """Return what this rank sends, by route and the first inference rank of each line."""
+        """Return what this rank sends, by route and inference rank."""
         outgoing: dict[str, dict[int, Outgoing]] = {route: {} for route in SENT}
         regions = self.source.memory
         memory = region_addresses(regions)
         on_host = np.array([region.tensor.device != self.device for region in regions], bool)
-        lines = self.lines()
         for rank, route in self.routes().items():
-            if route in SENT and not lines[rank].place(rank):
+            if route in SENT:
+                streams = {line: pieces for line, pieces in self.streams(rank).items() if line.first == rank}
+                if not streams:  # others pass on to it all that it gets
+                    continue
                 shards = np.unique(self.requests[rank][:, SHARD])
                 storages = {
                     regions[shard].tensor.untyped_storage().data_ptr()
                     for shard in shards[on_host[shards]].tolist()
                 }
-                sent = self.sent(memory, self.requests[rank])
                 host_memory = np.array(sorted(storages), np.int64)
-                outgoing[route][rank] = sent._replace(host_memory=host_memory, line=lines[rank])
+                sent = self.sent(memory, self.requests[rank])
+                outgoing[route][rank] = sent._replace(host_memory=host_memory, streams=streams)
         return outgoing
 
     def sent(self, memory: np.ndarray, requests: np.ndarray) -> Outgoing:

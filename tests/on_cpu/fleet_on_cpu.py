@@ -137,7 +137,7 @@ def fleet(pairs: list) -> dict:
                 except ReshardError as error:
                     outcome["wrong"].append(str(error))
         members.close()
-        members = Fleet(source, "127.0.0.1", timeout=25)
+        members = Fleet(source, "127.0.0.1", **options)
         on_first(lambda: [members.add(engine.client) for engine in (one, two)])
         send("another trainer", 1, version=40)
         members.close()

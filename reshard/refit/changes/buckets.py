@@ -43,6 +43,7 @@ from reshard.refit.copying.tables import (
     UNORDERED,
     WIDTH,
 )
+from reshard.refit.relays import Line
 
 if TYPE_CHECKING:
     from reshard.refit.changes.kernels import DeviceChanges
@@ -70,35 +71,37 @@ class SentBuckets:
     """The bytes of the buckets that this trainer's rank sent last, in its device's memory or pinned in the
     host's.
 
-    Inference ranks that get the same bytes, as replicas do, share what is kept.
+    Lines of inference ranks that get the same bytes, as replicas do, share what is kept.
     """
 
     def __init__(self, device: torch.device, on_host: bool) -> None:
         self.device, self.on_host = device, on_host and device.type != "cpu"
-        self.first: dict[int, int] = {}  # by inference rank: the first that gets the same bytes
-        self.sizes: dict[int, list[int]] = {}  # of buckets, by such a first rank
-        self.buckets: dict[tuple[int, int], torch.Tensor] = {}  # by such a first rank and the bucket's number
+        self.first: dict[Line, Line] = {}  # by line: the first that gets the same bytes
+        self.sizes: dict[Line, list[int]] = {}  # of buckets, by such a first line
+        self.buckets: dict[
+            tuple[Line, int], torch.Tensor
+        ] = {}  # by such a first line and the bucket's number
         self.whole = self._were_whole = False  # all of what was last sent is kept
         self.carries = False  # see `Changes`
         self.since: int | None = None  # the transaction on which changes build; None where all is sent
         # Of what is kept on the host: streams to there and from there, beside that which packs, so that both
         # directions of PCIe run at once; what has been fetched ahead; and when each bucket had been stored.
         self.storing, self.fetching = (torch.cuda.Stream(device) if self.on_host else None for _ in range(2))
-        self._fetched: dict[tuple[int, int], torch.Tensor] = {}
+        self._fetched: dict[tuple[Line, int], torch.Tensor] = {}
         self._stored: dict[int, torch.cuda.Event] = {}
         # Of each bucket that was compared: its words, how many of each chunk changed, and the bytes that these take.
         self._comparisons: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        # By bucket and first rank: what changed, until it is encoded.
-        self._found: dict[tuple[int, int], HostChanges | DeviceChanges] = {}
+        # By bucket and first line: what changed, until it is encoded.
+        self._found: dict[tuple[int, Line], HostChanges | DeviceChanges] = {}
         self._measured: Measured | None = None  # by these, once somebody has asked
 
-    def arrange(self, pairs: Mapping[int, PackedPair]) -> None:
-        """Take what goes out, by inference rank."""
-        by_contents: dict[bytes, int] = {}
-        self.first = {rank: by_contents.setdefault(_contents(pair), rank) for rank, pair in pairs.items()}
+    def arrange(self, pairs: Mapping[Line, PackedPair]) -> None:
+        """Take what goes out, by line."""
+        by_contents: dict[bytes, Line] = {}
+        self.first = {line: by_contents.setdefault(_contents(pair), line) for line, pair in pairs.items()}
         sizes = {
-            rank: [pairs[rank].bytes_of_round(index) for index in range(pairs[rank].rounds)]
-            for rank in by_contents.values()
+            line: [pairs[line].bytes_of_round(index) for index in range(pairs[line].rounds)]
+            for line in by_contents.values()
         }
         if sizes != self.sizes:
             self.sizes, self.buckets, self.whole = sizes, {}, False
@@ -142,54 +145,51 @@ class SentBuckets:
             self._measured = Measured(changed, words, encoded, WORD * words)
         return self._measured or Measured()
 
-    def keep(self, index: int, segments: Mapping[int, torch.Tensor]) -> None:
+    def keep(self, index: int, segments: Mapping[Line, torch.Tensor]) -> None:
         """Keep what is sent whole, and measure what changed, where that can be told; on a GPU, enqueue it."""
-        for rank, segment in segments.items():
-            if self.first[rank] != rank or not len(segment):
+        for line, segment in segments.items():
+            if self.first[line] != line or not len(segment):
                 continue
-            bucket = self.buckets.get((rank, index))
+            bucket = self.buckets.get((line, index))
             if bucket is None:
                 where = torch.device("cpu") if self.on_host else self.device
                 bucket = torch.empty(len(segment), dtype=torch.uint8, device=where, pin_memory=self.on_host)
-                self.buckets[rank, index] = bucket
+                self.buckets[line, index] = bucket
             elif self._were_whole:
-                self._compared((rank, index), segment)
+                self._compared((line, index), segment)
                 if self.keeps_by_comparing:
                     continue
-            self._store((rank, index), segment)
+            self._store((line, index), segment)
 
-    def find(self, index: int, segments: Mapping[int, torch.Tensor], ranks: Sequence[int]) -> torch.Tensor:
+    def find(self, index: int, segments: Mapping[Line, torch.Tensor]) -> dict[Line, torch.Tensor]:
         """Find what changed in a bucket since it was last kept; on a GPU, enqueue that. Return the bytes in which it
-        travels to each of these ranks, int64 ``[ranks]``."""
-        for rank, segment in segments.items():
-            if self.first[rank] == rank and len(segment):
-                self._found[index, rank] = self._compared((rank, index), segment)
-        nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
-        changes_by_rank = [
-            self._found.get((index, self.first[rank])) if rank in segments else None for rank in ranks
-        ]
-        return torch.cat([nothing if changes is None else changes.total for changes in changes_by_rank])
+        travels in each line, int64 ``[1]``."""
+        for line, segment in segments.items():
+            if self.first[line] == line and len(segment):
+                self._found[index, line] = self._compared((line, index), segment)
+        found = {line: self._found.get((index, self.first[line])) for line in segments}
+        return {line: changes.total for line, changes in found.items() if changes is not None}
 
     def changes(
-        self, index: int, segments: Mapping[int, torch.Tensor], since: int, sizes: Mapping[int, int]
-    ) -> dict[int, torch.Tensor]:
-        """Return what travels of a bucket by inference rank: what `find` found, in so many bytes by rank."""
-        made: dict[int, torch.Tensor] = {}
-        for rank, segment in segments.items():
-            changes = self._found.pop((index, rank), None)
+        self, index: int, segments: Mapping[Line, torch.Tensor], since: int, sizes: Mapping[Line, int]
+    ) -> dict[Line, torch.Tensor]:
+        """Return what travels of a bucket by line: what `find` found, in so many bytes by line."""
+        made: dict[Line, torch.Tensor] = {}
+        for line, segment in segments.items():
+            changes = self._found.pop((index, line), None)
             if changes is not None:
-                made[rank] = torch.zeros(sizes[rank], dtype=torch.uint8, device=self.device)
-                changes.encode(made[rank], since, index)
-                if sizes[rank] > header_bytes(len(segment)) and not self.keeps_by_comparing:
-                    self._store((rank, index), segment)
-        return {rank: made[self.first[rank]] for rank in segments}
+                made[line] = torch.zeros(sizes[line], dtype=torch.uint8, device=self.device)
+                changes.encode(made[line], since, index)
+                if sizes[line] > header_bytes(len(segment)) and not self.keeps_by_comparing:
+                    self._store((line, index), segment)
+        return {line: made[self.first[line]] for line in segments}
 
     @property
     def keeps_by_comparing(self) -> bool:
         """True where what is kept becomes what is sent while both are compared."""
         return self.device.type == "cuda" and not self.on_host
 
-    def _compared(self, key: tuple[int, int], segment: torch.Tensor) -> "HostChanges | DeviceChanges":
+    def _compared(self, key: tuple[Line, int], segment: torch.Tensor) -> "HostChanges | DeviceChanges":
         """Compare what is sent with what is kept, and return what changed."""
         before = self._kept(key)
         changes: HostChanges | DeviceChanges
@@ -203,26 +203,26 @@ class SentBuckets:
         self._measured = None
         return changes
 
-    def _kept(self, key: tuple[int, int]) -> torch.Tensor:
+    def _kept(self, key: tuple[Line, int]) -> torch.Tensor:
         """Return what is kept of a bucket on the device, and begin to fetch the next one's."""
         if self.fetching is None:
             return self.buckets[key]
-        rank, index = key
+        line, index = key
         current = torch.cuda.current_stream(self.device)
         if key not in self._fetched:
             self._fetch(key)
         current.wait_stream(self.fetching)
         kept = self._fetched.pop(key)
         kept.record_stream(current)
-        self._fetch((rank, index + 1))
+        self._fetch((line, index + 1))
         return kept
 
-    def _fetch(self, key: tuple[int, int]) -> None:
+    def _fetch(self, key: tuple[Line, int]) -> None:
         if self.fetching is not None and key in self.buckets:
             with torch.cuda.stream(self.fetching):
                 self._fetched[key] = self.buckets[key].to(self.device, non_blocking=True)
 
-    def _store(self, key: tuple[int, int], segment: torch.Tensor) -> None:
+    def _store(self, key: tuple[Line, int], segment: torch.Tensor) -> None:
         """Keep what is sent of a bucket; see `wait_until_stored`."""
         if self.storing is None:
             self.buckets[key].copy_(segment, non_blocking=True)

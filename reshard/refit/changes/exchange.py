@@ -24,16 +24,15 @@ from reshard.refit.changes.buckets import (
 from reshard.refit.copying.copies import event_now, wait_for_exchange, wait_for_partners
 from reshard.refit.copying.legs import Leg, Legs, splits
 from reshard.refit.copying.tables import STATUS
-
-LEAVING, ARRIVING = range(2)  # in `ChangesExchange.sizes`
+from reshard.refit.relays import Line
 
 
 class Announced(NamedTuple):
-    """A bucket of which the sizes are on their way: its number, what it holds for each inference rank, and an event
-    after which the sizes are there."""
+    """A bucket of which the sizes are on their way: its number, what it holds for each of this rank's lines, and an
+    event after which the sizes are there."""
 
     bucket: int
-    segments: Mapping[int, torch.Tensor]
+    segments: Mapping[Line, torch.Tensor]
     event: torch.cuda.Event | None
 
 
@@ -51,9 +50,8 @@ class ChangesExchange:
 
     `all_to_all` begins an exchange among all ranks, given the bytes that arrive, those that leave, and how many of each
     by rank. It belongs to the transport, which may give up its communicator: what a failure leaves of this exchange
-    must not keep that. `pack` packs a bucket, and returns what it holds for the first inference rank of each line;
-    `legs` are those of the whole buckets in so many `steps`, and `served` returns the places of a bucket of a trainer's
-    rank.
+    must not keep that. `pack` packs a bucket, and returns what it holds for each line of this rank's; `legs` are those
+    of the whole buckets in so many `steps`, and `served` returns the places of a bucket that comes in a line.
     """
 
     def __init__(
@@ -63,21 +61,27 @@ class ChangesExchange:
         ranks: Sequence[int],
         sent: SentBuckets,
         since: int,
-        pack: Callable[[int], Mapping[int, torch.Tensor]],
+        pack: Callable[[int], Mapping[Line, torch.Tensor]],
         steps: int,
         legs: Legs,
-        served: Callable[[int, int], ServedBucket],
+        served: Callable[[Line, int], ServedBucket],
     ) -> None:
         self.group, self.all_to_all, self.ranks, self.sent = group, all_to_all, ranks, sent
         self.since, self.pack, self.steps, self.legs, self.served = since, pack, steps, legs, served
         self.device, on_gpu = sent.device, sent.device.type == "cuda"
-        # Bytes that leave and arrive by bucket and rank, and what a GPU says of what arrived.
-        self.sizes = torch.empty((steps, 2, len(ranks)), dtype=torch.int64, pin_memory=on_gpu)
-        self.statuses = torch.zeros((steps, len(ranks), STATUS), dtype=torch.int64, device=self.device)
-        self.place = {rank: place for place, rank in enumerate(ranks)}
-        heads = [self.place[legs.heads.get(rank, rank)] for rank in ranks]
-        self.heads = torch.tensor(heads, device=self.device)  # by rank: whose bytes it gets, by their place
-        self.passing: dict[tuple[int, int], torch.Tensor] = {}  # what arrived, by trainer's rank and bucket
+        # Lines of which this rank is the trainer's, by the rank that is told the size of their changes, and lines in
+        # which some come here, by the rank that tells it.
+        self.told = [(rank, line) for rank in ranks for line in legs.own if rank in line.ranks]
+        lines = sorted(way.line for way in legs.ins)
+        self.heard = [(rank, line) for rank in ranks for line in lines if line.trainer == rank]
+        self.place = {line: place for place, (_, line) in enumerate(self.heard)}
+        # The sizes by bucket and of these, and what a GPU says of what arrived.
+        self.told_sizes = torch.empty((steps, len(self.told)), dtype=torch.int64, pin_memory=on_gpu)
+        self.heard_sizes = torch.empty((steps, len(self.heard)), dtype=torch.int64, pin_memory=on_gpu)
+        shape = (steps, len(self.heard), STATUS)
+        self.statuses = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        self.nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.passing: dict[tuple[Line, int], torch.Tensor] = {}  # what arrived, by line and bucket
         self.failure: ReshardError | None = None
         self.received = 0
 
@@ -101,35 +105,39 @@ class ChangesExchange:
             finally:
                 self.failure = None  # else it and its traceback keep this exchange, and its buffers
         if self.device.type == "cuda":
-            for index, of_ranks in enumerate(self.statuses.tolist()):
-                for rank, status in zip(self.ranks, of_ranks, strict=True):
+            for index, of_lines in enumerate(self.statuses.tolist()):
+                for (rank, _), status in zip(self.heard, of_lines, strict=True):
                     check_status(status, self.since, index, self.group.names[rank])
         return self.received
 
     def _announce(self, index: int) -> Announced:
-        """Find what changed in a bucket, and tell all others how many bytes each gets of it."""
+        """Find what changed in a bucket, and tell all that get some of it how many bytes that is."""
         segments = self.pack(index)
-        leaving = self.sent.find(index, segments, self.ranks)[self.heads]
-        arriving = torch.empty_like(leaving)
-        sizes_work = self.all_to_all(arriving, leaving, [], [])
+        totals = self.sent.find(index, segments)
+        leaving = torch.cat([self.nothing[:0], *(totals.get(line, self.nothing) for _, line in self.told)])
+        arriving = torch.empty(len(self.heard), dtype=torch.int64, device=self.device)
+        counts = (
+            [sum(one == rank for one, _ in those) for rank in self.ranks] for those in (self.heard, self.told)
+        )
+        sizes_work = self.all_to_all(arriving, leaving, *counts)
         wait_for_exchange(sizes_work, self.device, self.group)
-        for sizes, known in zip(self.sizes[index], (leaving, arriving), strict=True):
-            sizes.copy_(known, non_blocking=True)
+        for sizes, known in ((self.told_sizes, leaving), (self.heard_sizes, arriving)):
+            sizes[index].copy_(known, non_blocking=True)
         return Announced(index, segments, event_now(self.device))
 
     def _send(self, announced: Announced) -> Travelling:
         """Send what changed in a bucket, and pass on what changed in others."""
         step, segments, event = announced
         self._check_sizes(step, event)
-        own_sizes = dict(zip(self.ranks, self.sizes[step, LEAVING].tolist(), strict=True))
-        own = self.sent.changes(step, segments, self.since, own_sizes)
+        sizes = zip(self.told, self.told_sizes[step].tolist(), strict=True)
+        own = self.sent.changes(step, segments, self.since, {line: size for (_, line), size in sizes})
         parts = {}
         for leg in self.legs.leaving(step):
-            is_own, key = leg.trainer == self.group.rank, (leg.trainer, leg.bucket)
-            part = own.get(leg.partner) if is_own else self.passing.pop(key, None)
+            is_own, key = leg.line.trainer == self.group.rank, (leg.line, leg.bucket)
+            part = own.get(leg.line) if is_own else self.passing.pop(key, None)
             if part is not None:
                 parts[leg] = part
-        arriving_legs = [(leg, self._announced(leg)) for leg in self.legs.arriving(step)]
+        arriving_legs = [(leg, self._heard(leg)) for leg in self.legs.arriving(step)]
         arriving = torch.empty(sum(size for _, size in arriving_legs), dtype=torch.uint8, device=self.device)
         joined = [*parts.values()]
         leaving = joined[0] if len(joined) == 1 else torch.cat([arriving[:0], *joined])
@@ -139,19 +147,17 @@ class ChangesExchange:
         self.received += len(arriving)
         return Travelling(work, leaving, arriving, arriving_legs)
 
-    def _announced(self, leg: Leg) -> int:
+    def _heard(self, leg: Leg) -> int:
         """Return the bytes that its trainer's rank has said that the changes of a bucket take."""
-        if not leg.size:
-            return 0
-        return int(self.sizes[leg.bucket, ARRIVING, self.place[leg.trainer]])
+        return int(self.heard_sizes[leg.bucket, self.place[leg.line]]) if leg.size else 0
 
     def _check_sizes(self, step: int, event: torch.cuda.Event | None) -> None:
         """Wait until the sizes of a bucket's changes are known. Raises ReshardError where a rank says more than a
         bucket of its size can take."""
         wait_for_partners(self.device, self.group, event)
-        whole = {way.trainer: way.pair.bytes_of_round(step) for way in self.legs.ins}
-        for rank, size in zip(self.ranks, self.sizes[step, ARRIVING].tolist(), strict=True):
-            bucket = whole.get(rank, 0)
+        whole = {way.line: way.pair.bytes_of_round(step) for way in self.legs.ins}
+        for (rank, line), size in zip(self.heard, self.heard_sizes[step].tolist(), strict=True):
+            bucket = whole[line]
             if not 0 <= size <= most_bytes(bucket) or size % SECTION:
                 raise ReshardError(
                     f"{self.group.names[rank]} announces {size:,} bytes of changes in a bucket of {bucket:,} bytes"
@@ -162,19 +168,19 @@ class ChangesExchange:
         wait_for_exchange(travelling.work, self.device, self.group)
         parts = travelling.arriving.split([size for _, size in travelling.legs])
         for (leg, _), part in zip(travelling.legs, parts, strict=True):
-            rank, index, size = leg.trainer, leg.bucket, leg.size
+            line, index, size = leg.line, leg.bucket, leg.size
             if not size:
                 continue
-            if rank in self.legs.passed:
-                self.passing[rank, index] = part
+            if line in self.legs.passed:
+                self.passing[line, index] = part
             try:
                 if self.device.type == "cuda" and len(part) >= header_bytes(size):
-                    served = self.served(rank, index)
+                    served = self.served(line, index)
                     served.write_changes(
-                        part, size, self.since, index, self.statuses[index, self.place[rank]]
+                        part, size, self.since, index, self.statuses[index, self.place[line]]
                     )
                     continue
-                for words in read_changes(part, size, self.since, index, self.group.names[rank]):
-                    self.served(rank, index).write(*words)
+                for words in read_changes(part, size, self.since, index, self.group.names[line.trainer]):
+                    self.served(line, index).write(*words)
             except ReshardError as error:
                 self.failure = self.failure or error

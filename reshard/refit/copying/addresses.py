@@ -172,11 +172,6 @@ def fills_of(destination: Engine, device: torch.device) -> Fills:
     return Fills(table, np.array(destinations, np.int64).reshape(-1, 3), zeros)
 
 
-def elements_of(requests: np.ndarray) -> int:
-    """Return how many elements are asked for."""
-    return int(requests[:, [ROW_COUNT, COLUMN_COUNT]].prod(1).sum())
-
-
 def source_table(memory: np.ndarray, requests: np.ndarray) -> np.ndarray:
     """Return a table of another rank's requests with the source's end filled in; `memory` is
     `region_addresses` of the trainer's regions."""

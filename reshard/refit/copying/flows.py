@@ -1,13 +1,15 @@
 """The copies that go out of a trainer's rank, and that come into an inference rank, as transports take them."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from reshard.refit.copying.addresses import UNSTAGED
 from reshard.refit.protocol.memory import TrainerMemory
-from reshard.refit.relays import Line
+from reshard.refit.relays import Line, Streams
+
+EMPTY: Streams = {}
 
 
 class Placed(NamedTuple):
@@ -45,7 +47,7 @@ class Outgoing(NamedTuple):
     those that go in blocks, `destinations` says where each goes (`addresses.Pieces`), and `places` describes the
     local tensors there (`codecs.places.places_of_requests`). `host_memory` are the addresses, in order, at
     which the host's memory begins where sources are in it while the rank computes on a GPU; no copy crosses one.
-    `line` is that of this inference rank, the first in it.
+    `streams` says in which lines they travel, where they may be passed on.
     """
 
     table: np.ndarray
@@ -53,13 +55,16 @@ class Outgoing(NamedTuple):
     destinations: np.ndarray
     places: np.ndarray
     host_memory: np.ndarray = np.empty(0, np.int64)
-    line: Line | None = None
+    streams: Streams = EMPTY
 
     def of(self, number: int) -> "Outgoing":
         """Return the copies of one of the engine's rounds."""
-        mask = self.rounds == number
+        return self.at(self.rounds == number)
+
+    def at(self, chosen: np.ndarray) -> "Outgoing":
+        """Return those of an index or a mask."""
         return self._replace(
-            table=self.table[mask], rounds=self.rounds[mask], destinations=self.destinations[mask]
+            table=self.table[chosen], rounds=self.rounds[chosen], destinations=self.destinations[chosen]
         )
 
 
@@ -68,7 +73,7 @@ class Incoming(NamedTuple):
 
     `table` has the destination's end filled in, `rounds` this engine's round. `requests` and
     `destinations` are those of `addresses.Pieces`, `memory` says where the trainer's rank has its shards,
-    `places` where blocks are served from (`codecs.places.places_of`), and `line` in which line they come here.
+    `places` where blocks are served from (`codecs.places.places_of`), and `streams` in which lines they come here.
     """
 
     table: np.ndarray
@@ -77,30 +82,41 @@ class Incoming(NamedTuple):
     destinations: np.ndarray
     memory: TrainerMemory
     places: np.ndarray
-    line: Line | None = None
+    streams: Streams = EMPTY
 
     def of(self, number: int) -> "Incoming":
         """Return the copies of one of its rounds."""
-        mask = self.rounds == number
+        return self.at(self.rounds == number)
+
+    def at(self, chosen: np.ndarray) -> "Incoming":
+        """Return those of an index or a mask."""
         return self._replace(
-            table=self.table[mask],
-            rounds=self.rounds[mask],
-            requests=self.requests[mask],
-            destinations=self.destinations[mask],
+            table=self.table[chosen],
+            rounds=self.rounds[chosen],
+            requests=self.requests[chosen],
+            destinations=self.destinations[chosen],
         )
 
 
 Flow = TypeVar("Flow", bound=Outgoing | Incoming)
+Key = TypeVar("Key", bound=Hashable)
 
 
-def rounds_in(flows: Mapping[int, Any]) -> set[int]:
+def rounds_in(flows: Mapping[Any, Any]) -> set[int]:
     """Return the numbers of the engines' rounds in what goes out, or comes in, besides `UNSTAGED`."""
     return {int(number) for flow in flows.values() for number in np.unique(flow.rounds)} - {UNSTAGED}
 
 
-def by_round(flows: Mapping[int, Flow]) -> dict[int, dict[int, Flow]]:
+def by_line(flows: Mapping[int, Flow]) -> dict[Line, Flow]:
+    """Return what goes out, or comes in, by the line in which it travels."""
+    return {
+        line: cast(Flow, flow.at(pieces)) for flow in flows.values() for line, pieces in flow.streams.items()
+    }
+
+
+def by_round(flows: Mapping[Key, Flow]) -> dict[int, dict[Key, Flow]]:
     """Return what goes out, or comes in, by the engine's round and then as before; `UNSTAGED` comes first."""
     return {
-        number: {rank: cast(Flow, flow.of(number)) for rank, flow in flows.items()}
+        number: {key: cast(Flow, flow.of(number)) for key, flow in flows.items()}
         for number in (UNSTAGED, *sorted(rounds_in(flows)))
     }

@@ -15,11 +15,11 @@ LAG = 2  # as many as a pair has buckets under way at once
 
 
 class Leg(NamedTuple):
-    """A bucket on its way between this member and a partner: the trainer's rank that has packed it, its number among
-    those of that rank's line, and its bytes."""
+    """A bucket on its way between this member and a partner: the line in which it travels, its number there, and its
+    bytes."""
 
     partner: int
-    trainer: int
+    line: Line
     bucket: int
     size: int
 
@@ -28,44 +28,37 @@ class Way(NamedTuple):
     """The buckets of a line between this member and a partner, which come so many steps `behind` their packing."""
 
     partner: int
-    trainer: int
+    line: Line
     behind: int
     pair: PackedPair
 
     def leg(self, step: int) -> Leg:
         """Return what goes this way in a step."""
         bucket = step - self.behind
-        return Leg(self.partner, self.trainer, bucket, self.pair.bytes_of_round(bucket))
+        return Leg(self.partner, self.line, bucket, self.pair.bytes_of_round(bucket))
 
 
 class Legs:
     """What arrives at a member, and what leaves it, in each step; both ends of a pair order that alike.
 
-    `incoming` are the pairs by trainer's rank, with the line in which each comes here; `outgoing` those of this
-    trainer's rank, by the first inference rank of the line in which each goes.
+    `incoming` and `outgoing` are the pairs by line: those in which this member is an inference rank, and those of which
+    it is the trainer's rank.
     """
 
     def __init__(
-        self,
-        rank: int,
-        incoming: Mapping[int, PackedPair],
-        lines: Mapping[int, Line],
-        outgoing: Mapping[int, PackedPair],
-        lines_out: Mapping[int, Line],
+        self, rank: int, incoming: Mapping[Line, PackedPair], outgoing: Mapping[Line, PackedPair]
     ) -> None:
-        # By inference rank: the first of its line, which gets from here what all of that get.
-        self.heads = {rank: first for first, line in lines_out.items() for rank in line.ranks}
-        self.ins, passed = [], []
-        for trainer, pair in incoming.items():
-            line = lines[trainer]
-            behind = LAG * line.place(rank)
-            self.ins.append(Way(line.before(rank), trainer, behind, pair))
-            if (after := line.after(rank)) is not None:
-                passed.append(Way(after, trainer, behind + LAG, pair))
-        self.passed = frozenset(way.trainer for way in passed)  # trainers' ranks whose bytes are passed on
-        own = [Way(first, rank, 0, pair) for first, pair in outgoing.items()]
-        self.ins.sort(key=lambda way: way[:2])
+        ins = [Way(line.before(rank), line, LAG * line.place(rank), pair) for line, pair in incoming.items()]
+        passed = [
+            Way(after, line, LAG * (line.place(rank) + 1), pair)
+            for line, pair in incoming.items()
+            if (after := line.after(rank)) is not None
+        ]
+        own = [Way(line.first, line, 0, pair) for line, pair in outgoing.items()]
+        self.ins = sorted(ins, key=lambda way: way[:2])
         self.outs = sorted([*own, *passed], key=lambda way: way[:2])
+        self.passed = frozenset(way.line for way in passed)  # lines in which this member passes something on
+        self.own = sorted(outgoing)
 
     @property
     def steps(self) -> int:

@@ -25,20 +25,19 @@ def exchange_partner_counts(group: RefitGroup, partners: int, transport: str) ->
     return counts
 
 
-def exchange_relays(group: RefitGroup, relays: int, size: int) -> tuple[int, int]:
-    """Tell all members how many ranks what comes here passes at most, and of how many bytes that is; return the most
-    that any says of either."""
-    said = exchange_json(group, "relays", [relays, size])
+def exchange_relays(group: RefitGroup, size: int, relays: int) -> list[tuple[int, int]]:
+    """Tell all members how many bytes come here in the largest line, and how many ranks these pass before; return what
+    each says."""
+    said = exchange_json(group, "relays", [size, relays])
     for rank, pair in enumerate(said):
         if (
             not isinstance(pair, list)
             or len(pair) != 2
-            or not is_number(pair[0], 0, len(said))
-            or not is_number(pair[1], 0, MOST_ADDRESS)
+            or not is_number(pair[0], 0, MOST_ADDRESS)
+            or not is_number(pair[1], 0, len(said))
         ):
             raise ReshardError(f"{group.names[rank]} says {pair!r:.80} of its relays, which makes no sense")
-    most_relays, most_bytes = (max(column) for column in zip(*said, strict=True))
-    return most_relays, most_bytes
+    return [(size, relays) for size, relays in said]
 
 
 def exchange_bucket_counts(group: RefitGroup, counts: Mapping[int, int]) -> dict[int, int]:

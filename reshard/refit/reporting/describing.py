@@ -29,11 +29,12 @@ def described(link: Any) -> dict[str, Any]:
 
 
 def _sends(sender: Sender) -> list[dict[str, Any]]:
-    routes, names = sender.routes(), sender.group.names
+    names = sender.group.names
     return [
-        {"to": [names[rank] for rank in line.ranks], "route": routes[rank]}
-        for rank, line in sender.lines().items()
-        if not line.place(rank)
+        {"to": [names[other] for other in line.ranks], "route": route, "pieces": len(pieces)}
+        for rank, route in sender.routes().items()
+        for line, pieces in sender.streams(rank).items()
+        if line.first == rank
     ]
 
 
@@ -42,7 +43,7 @@ def _routes(receiver: Receiver) -> list[dict[str, Any]]:
     routes = []
     for rank, route in receiver.routes().items():
         table = receiver.copies(rank, memory)
-        before = receiver.line(rank).before(receiver.group.rank)
+        before = {line.before(receiver.group.rank) for line in receiver.streams(rank)}
         cast = {
             str(codec): bytes_of(table[table[:, CODEC] == number])
             for number, codec in enumerate(CODECS)
@@ -52,7 +53,7 @@ def _routes(receiver: Receiver) -> list[dict[str, Any]]:
             {
                 "from": receiver.group.names[rank],
                 "route": route,
-                "through": receiver.group.names[before] if before != rank else None,
+                "through": [receiver.group.names[other] for other in sorted(before - {rank})],
                 "bytes": bytes_of(table),
                 "cast": cast,
                 "apart": agreed.why_apart(rank, receiver.group.rank),

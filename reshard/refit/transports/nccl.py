@@ -22,7 +22,7 @@ from reshard.refit.changes.buckets import SentBuckets, ServedBucket
 from reshard.refit.changes.exchange import ChangesExchange
 from reshard.refit.copying.addresses import UNSTAGED
 from reshard.refit.copying.copies import wait_for_exchange
-from reshard.refit.copying.flows import Incoming, Outgoing, by_round
+from reshard.refit.copying.flows import Incoming, Outgoing, by_line, by_round
 from reshard.refit.copying.legs import LAG, Legs, splits, starts
 from reshard.refit.copying.packing import PackedPair, PackedRound
 from reshard.refit.copying.tables import ALIGNMENT, DST, SRC, TILE_BYTES, bytes_packed, table_of
@@ -49,7 +49,7 @@ class BucketStep(NamedTuple):
     splits_out: list[int]
     pack: PackedRound
     unpack: PackedRound
-    own: list[tuple[int, int, int]]  # (first of a line, first byte, bytes)
+    own: list[tuple[Line, int, int]]  # (line, first byte, bytes)
     is_dense: bool
 
 
@@ -79,17 +79,17 @@ class Nccl(Transport):
         self.outgoing: Mapping[int, Outgoing] = {}
         self.incoming: Mapping[int, Incoming] = {}
         # By the engines' rounds: how many buckets all members have agreed on, this member's pairs
-        # by partner, and its work in each.
+        # by line, and its work in each.
         self.buckets: dict[int, int] = {}
-        self.sends_by_round: dict[int, dict[int, PackedPair]] = {}
-        self.receives_by_round: dict[int, dict[int, PackedPair]] = {}
+        self.sends_by_round: dict[int, dict[Line, PackedPair]] = {}
+        self.receives_by_round: dict[int, dict[Line, PackedPair]] = {}
         self.legs: dict[int, Legs] = {}
         self.steps: dict[int, list[BucketStep]] = {}
         self.addresses: list[tuple[int, int]] = []
         self.changes: SentBuckets | None = (
             SentBuckets(self.device, context.keep_on_host) if context.keep_sent else None
         )
-        self.served: dict[tuple[int, int], ServedBucket] = {}  # by trainer's rank and bucket
+        self.served: dict[tuple[Line, int], ServedBucket] = {}  # by line and bucket
         self.lanes = (
             (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
             if self.device.type == "cuda"
@@ -105,10 +105,9 @@ class Nccl(Transport):
         if anew:
             self._meet(fresh=True)
             return
-        passed = {
-            rank for rank, flow in self.incoming.items() if line_in(flow).after(self.group.rank) is not None
-        }
-        own = max(len(self.incoming), len(self.outgoing) + len(passed))
+        arriving, leaving = self._lines()
+        passed = [line for line in arriving if line.after(self.group.rank) is not None]
+        own = max(len(arriving), len(leaving) + len(passed))
         partners = max(exchange_partner_counts(self.group, own, self.reach.name))
         if not partners:
             return
@@ -119,10 +118,9 @@ class Nccl(Transport):
                 f"bucket_bytes {bucket_bytes} is too little for {partners} partners: "
                 f"{2 * SLOTS * partners * TILE_BYTES} is the least"
             )
-        self._shorten_for_relays()
+        self._shorten_for_relays(arriving)
         self._meet(fresh=False)
         self.prepare(self.outgoing, self.incoming)
-        self.outgoing, self.incoming = {}, {}
         self.buckets = exchange_bucket_counts(
             self.group, {number: legs.steps for number, legs in self.legs.items()}
         )
@@ -140,18 +138,23 @@ class Nccl(Transport):
             if self.changes is not None and self.receives_by_round.get(UNSTAGED):
                 compile_writing(self.device)
 
-    def _shorten_for_relays(self) -> None:
+    def _lines(self) -> tuple[dict[Line, Incoming], dict[Line, Outgoing]]:
+        """Return what comes in, and what goes out, by line."""
+        return by_line(self.incoming), by_line(self.outgoing)
+
+    def _shorten_for_relays(self, arriving: Mapping[Line, Incoming]) -> None:
         """Agree with all members on smaller buckets where many ranks pass them on: until one has come to the last of a
         line, its trainer's rank is idle."""
         ways = [
-            (line_in(flow).place(self.group.rank), bytes_packed(flow.table))
-            for flow in self.incoming.values()
-            if len(line_in(flow).ranks) > 1
+            (bytes_packed(flow.table), line.place(self.group.rank))
+            for line, flow in arriving.items()
+            if len(line.ranks) > 1
         ]
-        longest = max((place for place, _ in ways), default=0)
-        relays, size = exchange_relays(self.group, longest, max((size for _, size in ways), default=0))
+        said = exchange_relays(self.group, *max(ways, default=(0, 0)))
+        largest = max(size for size, _ in said)
+        relays = max(place for size, place in said if 2 * size >= largest)
         if relays:
-            wanted = size // (STEPS_FOR_A_RELAY * relays) // ALIGNMENT * ALIGNMENT
+            wanted = largest // (STEPS_FOR_A_RELAY * relays) // ALIGNMENT * ALIGNMENT
             self.limit = min(self.limit, max(LEAST_BUCKET, wanted))
 
     def _numbers(self) -> set[int]:
@@ -173,26 +176,24 @@ class Nccl(Transport):
         elsewhere: Collection[Incoming] = (),
     ) -> None:
         """Cut these tables into buckets; `negotiate` has to say first how large they are."""
+        self.outgoing, self.incoming = outgoing, incoming
         if not self.limit:
-            self.outgoing, self.incoming = outgoing, incoming
             return
+        arriving, leaving = self._lines()
+        self.outgoing, self.incoming = {}, {}
         self.sends_by_round = {
-            number: {peer: PackedPair(flow, SRC, self.limit) for peer, flow in flows.items()}
-            for number, flows in by_round(outgoing).items()
+            number: {line: PackedPair(flow, SRC, self.limit) for line, flow in flows.items()}
+            for number, flows in by_round(leaving).items()
         }
         self.receives_by_round = {
-            number: {peer: PackedPair(flow, DST, self.limit) for peer, flow in flows.items()}
-            for number, flows in by_round(incoming).items()
+            number: {line: PackedPair(flow, DST, self.limit) for line, flow in flows.items()}
+            for number, flows in by_round(arriving).items()
         }
-        rank, lines = self.group.rank, {peer: line_in(flow) for peer, flow in incoming.items()}
-        lines_out = {peer: flow.line or Line(rank, (peer,)) for peer, flow in outgoing.items()}
         self.legs = {
             number: Legs(
-                rank,
+                self.group.rank,
                 self.receives_by_round.get(number, {}),
-                lines,
                 self.sends_by_round.get(number, {}),
-                lines_out,
             )
             for number in self.sends_by_round.keys() | self.receives_by_round.keys()
         }
@@ -202,7 +203,7 @@ class Nccl(Transport):
         is_blocking = self.communicator is not None
         is_sending = any(self.sends_by_round.values())
         self.relayed_bytes = sum(
-            bytes_packed(flow.table) for peer, flow in incoming.items() if lines[peer].place(rank)
+            bytes_packed(flow.table) for line, flow in arriving.items() if line.place(self.group.rank)
         )
         self.work = Work(self._received(self.whole_bytes), self._numbers(), is_sending, is_blocking)
         self.addresses, self.steps, self.served = [], {}, {}
@@ -304,12 +305,12 @@ class Nccl(Transport):
     ) -> Any:
         return self.communicator.alltoall_base(arriving, leaving, splits_in, splits_out)
 
-    def _packed(self, step: BucketStep, send: torch.Tensor, programs: int) -> dict[int, torch.Tensor]:
-        """Pack a bucket, with zeros between what is packed; return what goes from here to the first of each line."""
+    def _packed(self, step: BucketStep, send: torch.Tensor, programs: int) -> dict[Line, torch.Tensor]:
+        """Pack a bucket, with zeros between what is packed; return what goes into each line of this rank's."""
         if not step.is_dense:
             send[: sum(step.splits_out)].zero_()
         step.pack.run(programs)
-        return {rank: send[start : start + size] for rank, start, size in step.own}
+        return {line: send[start : start + size] for line, start, size in step.own}
 
     def _exchange_changes(
         self,
@@ -320,7 +321,7 @@ class Nccl(Transport):
     ) -> None:
         """Exchange what changed in each bucket since a transaction."""
 
-        def pack(index: int) -> dict[int, torch.Tensor]:
+        def pack(index: int) -> dict[Line, torch.Tensor]:
             sent.wait_until_stored(index - SLOTS)
             return self._packed(steps[index], slots[index % SLOTS][0], ALL_PROGRAMS)
 
@@ -330,12 +331,12 @@ class Nccl(Transport):
         )
         self.work.received_bytes = self._received(self.whole_bytes - self.unstaged_bytes + exchange.run())
 
-    def _served(self, rank: int, index: int) -> ServedBucket:
-        """Return the places of a bucket that comes from a trainer's rank."""
-        if (rank, index) not in self.served:
-            table = self.receives_by_round[UNSTAGED][rank].copies(index, 0)
-            self.served[rank, index] = ServedBucket(table, self.device)
-        return self.served[rank, index]
+    def _served(self, line: Line, index: int) -> ServedBucket:
+        """Return the places of a bucket that comes in a line."""
+        if (line, index) not in self.served:
+            table = self.receives_by_round[UNSTAGED][line].copies(index, 0)
+            self.served[line, index] = ServedBucket(table, self.device)
+        return self.served[line, index]
 
     def abort(self) -> None:
         """End the communicator that this connection made; torch's own is not for it to end."""
@@ -373,21 +374,21 @@ class Nccl(Transport):
 
     def _step(self, number: int, index: int, send: int, receive: int) -> BucketStep:
         """Return the work on one bucket of a round, with its buffers at these addresses."""
-        legs = self.legs.get(number) or Legs(self.group.rank, {}, {}, {}, {})
+        legs = self.legs.get(number) or Legs(self.group.rank, {}, {})
         sends, receives = self.sends_by_round.get(number, {}), self.receives_by_round.get(number, {})
         arriving, leaving = legs.arriving(index), legs.leaving(index)
         # What is passed on lies where it has arrived, in the same slot, which it will leave in this step.
         before = legs.arriving(index - LAG)
-        lies = {leg.trainer: start for leg, start in zip(before, starts(before, receive), strict=True)}
+        lies = {leg.line: start for leg, start in zip(before, starts(before, receive), strict=True)}
         packed, passed_on, own = [], [], []
         for leg, start in zip(leaving, starts(leaving, send), strict=True):
-            if leg.trainer != self.group.rank:
-                passed_on.append((lies[leg.trainer], start, 1, leg.size, 0, 0))
+            if leg.line.trainer != self.group.rank:
+                passed_on.append((lies[leg.line], start, 1, leg.size, 0, 0))
             elif leg.size:
-                packed.append((sends[leg.partner], leg.bucket, start))
-                own.append((leg.partner, start - send, leg.size))
+                packed.append((sends[leg.line], leg.bucket, start))
+                own.append((leg.line, start - send, leg.size))
         unpacked = [
-            (receives[leg.trainer], leg.bucket, start)
+            (receives[leg.line], leg.bucket, start)
             for leg, start in zip(arriving, starts(arriving, receive), strict=True)
         ]
         return BucketStep(
@@ -398,12 +399,6 @@ class Nccl(Transport):
             own,
             all(pair.is_dense[bucket] for pair, bucket, _ in packed),
         )
-
-
-def line_in(flow: Incoming) -> Line:
-    """Return the line in which what comes from a trainer's rank comes here."""
-    assert flow.line is not None
-    return flow.line
 
 
 def in_stream(stream: Any) -> AbstractContextManager:

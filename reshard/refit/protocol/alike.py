@@ -1,0 +1,43 @@
+"""What each inference rank wants of a trainer's rank as others do (``alike/RANK``, ``sets/RANK``): see
+`reshard.refit.relays.Alike`."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from reshard.comm.group import RefitGroup
+from reshard.refit.protocol.encoding import pack_array, pack_json, readable, unpack_array, unpack_json
+from reshard.refit.relays import Alike
+
+
+def post_alike(group: RefitGroup, alike: Mapping[int, Alike]) -> None:
+    """Tell each inference rank what it wants of this one as others do."""
+    for rank, of_rank in alike.items():
+        group.post(f"alike/{rank}", pack_json([*map(list, of_rank.ranks)]))
+        group.post(f"sets/{rank}", pack_array(of_rank.sets[:, None]))
+
+
+def read_alike(group: RefitGroup, trainer: int, engines: Sequence[int], pieces: int) -> Alike:
+    """Return what this rank wants of a trainer's rank, in so many `pieces`, as others do. Raises ReshardError if what
+    that one says makes no sense."""
+    own, who = group.rank, group.names[trainer]
+    what = f"what {who} says of who wants the same"
+    ranks = unpack_json(group.read(f"alike/{own}", trainer), what)
+    sets = unpack_array(group.read(f"sets/{own}", trainer), what, [1])[:, 0]
+    known = {*engines}
+    with readable(what):
+        if not isinstance(ranks, list) or len(sets) != pieces:
+            raise ValueError(f"{len(sets)} pieces")
+        for together in ranks:
+            if not isinstance(together, list) or own not in together or not known.issuperset(together):
+                raise ValueError(f"{together!r:.80}")
+            if sorted({*together}) != together:
+                raise ValueError(f"{together!r:.80}")
+        if len(sets) and not 0 <= int(sets.min()) <= int(sets.max()) < len(ranks):
+            raise ValueError("a set that there is not")
+    return Alike(ranks, sets)
+
+
+def alone(rank: int, pieces: int) -> Alike:
+    """Return that nobody wants anything of a rank's pieces as it does, where nothing is passed on."""
+    return Alike([[rank]], np.zeros(pieces, np.int64))
