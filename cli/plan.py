@@ -52,6 +52,9 @@ class _Percent(click.ParamType):
     default=None,
     help="On the same GPUs (default if both sides have as many ranks), or the engine's GPUs after the trainer's.",
 )
+@click.option(
+    "--engines", type=click.IntRange(min=1), default=1, show_default=True, help="Engines of this layout."
+)
 @click.option("--gpus-per-host", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option(
     "--link-rate",

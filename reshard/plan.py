@@ -1,15 +1,17 @@
 """Plan a refit without a GPU: the bytes that each rank would send and receive, and the time of the wires."""
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from math import lcm, prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from reshard.core.boxes import Box
 from reshard.core.errors import OptionError, ReshardError, listed
 from reshard.core.gc import gc_paused
 from reshard.core.limits import MAX_RANKS, check_number
@@ -33,6 +35,8 @@ MAX_RANK_BYTES = 1 << 40
 # Columns of a copy table, each an int64.
 COPY_BYTES = 6 * 8
 SHOWN = 16  # ranks
+# A box of a tensor, and the trainer's ranks that hold it.
+Piece = tuple[tuple[int, ...], str, Box]
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,10 @@ class Forecast(Printed):
     GPU's links within its host, and its network, need, `memory_seconds` that of the local copies, each read
     and written once. With `changed`, a share of the elements, `delta_network_seconds` is that between hosts for what
     changed, as refits with ``delta=True`` send it: those within a host send all.
+
+    There may be several `engines` of this layout; `ranks` are those of the first. `relayed_link_seconds` and
+    `relayed_network_seconds` are the times where ranks of other hosts pass on what they want alike
+    (`reshard.refit.relays`), and `most_relays` how many of them some of it passes.
     """
 
     model: str
@@ -87,6 +95,10 @@ class Forecast(Printed):
     memory_seconds: float
     changed: float | None = None
     delta_network_seconds: float | None = None
+    engines: int = 1
+    relayed_link_seconds: float = 0.0
+    relayed_network_seconds: float = 0.0
+    most_relays: int = 0
 
     @property
     def wire_seconds(self) -> float:
@@ -105,7 +117,8 @@ class Forecast(Printed):
     def lines(self) -> Iterator[str]:
         yield (
             f"{self.model}: Megatron {self.trainer} ({self.trainer_ranks} ranks) to {self.engine_name} "
-            f"{self.engine} ({self.engine_ranks} ranks) on {'the same' if self.colocated else 'other'} GPUs"
+            f"{f'{self.engines} of ' * (self.engines > 1)}{self.engine} ({self.engine_ranks} ranks) on "
+            f"{'the same' if self.colocated else 'other'} GPUs"
         )
         widths = (6, 6, 11, 11, 11, 11, 7, 9, 10)
         heads = ("rank", "GPU", "weights", "local", "host", "network", "peers", "copies", "tables")
@@ -130,6 +143,13 @@ class Forecast(Printed):
             f"{self.link_rate / 1e9:g} GB/s, between hosts {self.network_seconds * 1e3:.1f} ms at "
             f"{self.network_rate / 1e9:g} GB/s"
         )
+        if self.most_relays:
+            relayed = max(self.relayed_link_seconds, self.relayed_network_seconds)
+            yield (
+                f"with relays {relayed * 1e3:.1f} ms: within hosts {self.relayed_link_seconds * 1e3:.1f} ms, between "
+                f"hosts {self.relayed_network_seconds * 1e3:.1f} ms; what several ranks of other hosts want leaves the "
+                f"trainer once, and passes up to {self.most_relays} of them"
+            )
         if self.changed is not None and self.delta_network_seconds is not None:
             yield (
                 f"of {100 * self.changed:g} % changed, with delta=True: between hosts "
@@ -166,6 +186,7 @@ def plan_refit(
     make_vocab_size_divisible_by: int = 128,
     ranks: Iterable[int] | None = None,
     changed: float | None = None,
+    engines: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> Forecast:
     """Plan the refit of an engine from a Megatron trainer at these layouts, rank by rank, on simulated GPUs.
@@ -176,7 +197,7 @@ def plan_refit(
     With `colocated` (default: where both sides have as many ranks) inference rank i runs on the GPU of the
     trainer's rank i; otherwise the engine's GPUs follow the trainer's. `itemsize` is that of the weights, in
     bytes. `ranks` limits the planning to some inference ranks. `changed` is the share of the elements that a step
-    changes, for refits that send those alone.
+    changes, for refits that send those alone. With several `engines` of this layout each has GPUs of its own.
 
     Raises ReshardError if a size does not divide or the engine would lack a tensor, and
     PlanError where the plan cannot be proven.
@@ -186,19 +207,24 @@ def plan_refit(
     model = model if isinstance(model, Model) else read_model(model)
     ranks_per_stage = _checked_ranks_per_stage(model, trainer, engine, dp, cp)
     trainer_ranks, engine_ranks = trainer.pp * ranks_per_stage, engine.world_size
-    colocated = _check_colocated(colocated, trainer_ranks, engine_ranks)
+    check_number(engines, "the number of engines", MAX_RANKS)
+    colocated = _check_colocated(colocated if engines == 1 else False, trainer_ranks, engine_ranks)
     planned = _check_planned(ranks, engine_ranks)
     vocab = padded_vocab_size(model.symbols["V"], make_vocab_size_divisible_by, trainer.tp)
     parameters = expand(model, transformer_impl, vocab)
     shards = _TrainerShards(parameters, Ranks(model, trainer, ranks_per_stage), itemsize)
-    traffic = _Traffic(trainer_ranks if colocated else trainer_ranks + engine_ranks, gpus_per_host)
+    gpus = trainer_ranks if colocated else trainer_ranks + engines * engine_ranks
+    check_number(gpus, "the number of GPUs", MAX_RANKS)
+    traffic, relays = _Traffic(gpus, gpus_per_host), _Relays(engine.tp)
     forecasts: list[RankForecast] = []
     for rank, placement in _placements(model, engine, planned, itemsize):
         gpu = rank if colocated else trainer_ranks + rank
-        forecasts.append(_plan_rank(rank, gpu, placement, shards, traffic, engine.tp))
+        of_engines = range(gpu, gpu + engines * engine_ranks, engine_ranks)
+        forecasts.append(_plan_rank(rank, of_engines, placement, shards, traffic, relays))
         if progress is not None:
             progress(len(forecasts), len(planned))
     network_seconds = traffic.busiest_network() / network_rate
+    relayed, most_relays = relays.traffic(traffic)
     return Forecast(
         model=f"{model.family.name} ({model.num_layers} layers)",
         trainer=f"{trainer} DP{ranks_per_stage // (trainer.tp * cp)}" + f" CP{cp}" * (cp > 1),
@@ -209,6 +235,8 @@ def plan_refit(
         link_seconds=traffic.busiest_link() / link_rate, network_seconds=network_seconds,
         memory_seconds=2 * max(rank.local_bytes for rank in forecasts) / memory_rate, changed=changed,
         delta_network_seconds=None if changed is None else network_seconds * delta_share(changed, itemsize),
+        engines=engines, relayed_link_seconds=relayed.busiest_link() / link_rate,
+        relayed_network_seconds=relayed.busiest_network() / network_rate, most_relays=most_relays,
     )  # fmt: skip
 
 
@@ -254,13 +282,14 @@ def _check_planned(ranks: Iterable[int] | None, engine_ranks: int) -> list[int]:
 
 def _plan_rank(
     rank: int,
-    gpu: int,
+    gpus: Sequence[int],
     placement: Placement,
     trainer: "_TrainerShards",
     traffic: "_Traffic",
-    tp: int,
+    relays: "_Relays",
 ) -> RankForecast:
-    """Plan the copies of one inference rank, and count their bytes in `traffic`. `tp` is the engine's."""
+    """Plan the copies of one inference rank, which is on one of these GPUs in each engine, and count their bytes in
+    `traffic` and `relays`."""
     began = time.perf_counter()
     shards = trainer.needed_by(placement)
     plan = make_plan(Placement.of(placement.shapes, (shard.tensor for shard in shards.values())), placement)
@@ -269,13 +298,16 @@ def _plan_rank(
         width = trainer.widths[t.name]
         rows.append(_table_row(t, shards[t.src].tensor.shape, placement.tensors[t.dst].shape, width))
         bytes_by_holders[shards[t.src].ranks] += t.box.volume * width
-    bytes_by_distance, partners = [0, 0, 0, 0], set()
+        relays.add((shards[t.src].ranks, t.name, t.box), t.box.volume * width, rank, gpus)
+    bytes_by_distance, partners, gpu = [0, 0, 0, 0], set(), gpus[0]
     for holders, amount in bytes_by_holders.items():
-        distances = {holder: traffic.distance(gpu, holder) for holder in holders}
-        partner = holders[nearest(holders, distances.__getitem__, rank, tp)]
-        bytes_by_distance[distances[partner]] += amount
-        partners.add(partner)
-        traffic.add(partner, gpu, amount)
+        for index, of_engine in enumerate(gpus):
+            position = rank + index * (gpus[1] - gpu if len(gpus) > 1 else 0)
+            partner = traffic.partner(holders, of_engine, position, relays.tp)
+            traffic.add(partner, of_engine, amount)
+            if not index:
+                bytes_by_distance[traffic.distance(gpu, partner)] += amount
+                partners.add(partner)
     return RankForecast(
         rank=rank,
         gpu=gpu,
@@ -294,8 +326,13 @@ class _Traffic:
     """Bytes in and out of each simulated GPU, over the links of its host and over the network."""
 
     def __init__(self, gpus: int, gpus_per_host: int) -> None:
+        self.gpus_per_host = gpus_per_host
         self.seats = [Seat(gpu, gpu, gpu // gpus_per_host) for gpu in range(gpus)]
         self.links_in, self.links_out, self.network_in, self.network_out = np.zeros((4, gpus), np.int64)
+
+    def nothing(self) -> "_Traffic":
+        """Return that of the same GPUs, of no bytes."""
+        return _Traffic(len(self.seats), self.gpus_per_host)
 
     def distance(self, gpu: int, other: int) -> int:
         """Return the distance of two GPUs, see `reshard.refit.routes.distance`."""
@@ -311,6 +348,10 @@ class _Traffic:
             self.network_in[destination] += amount
             self.network_out[source] += amount
 
+    def partner(self, holders: Sequence[int], gpu: int, position: int, tp: int) -> int:
+        """Return which of these trainer's ranks an inference rank on a GPU reads from."""
+        return holders[nearest(holders, lambda holder: self.distance(gpu, holder), position, tp)]
+
     def sent(self) -> np.ndarray:
         """Return the bytes that each GPU sends to others."""
         return self.links_out + self.network_out
@@ -322,6 +363,44 @@ class _Traffic:
     def busiest_network(self) -> float:
         """Return the most bytes that a GPU sends to other hosts, or receives from there."""
         return float(max(self.network_in.max(), self.network_out.max()))
+
+
+class _Relays:
+    """What inference ranks, of engines of this tensor parallel size, want alike of the trainer's ranks of other hosts,
+    and so pass on."""
+
+    def __init__(self, tp: int) -> None:
+        self.tp = tp
+        # By piece and trainer's rank: its bytes, and the GPUs of each rank that wants it.
+        self.wanted: dict[tuple[Piece, int], tuple[int, dict[int, Sequence[int]]]] = {}
+
+    def add(self, piece: Piece, amount: int, rank: int, gpus: Sequence[int]) -> None:
+        """Count a piece of so many bytes that a rank wants on these GPUs."""
+        far = nearest(piece[0], lambda _: 3, rank % self.tp, self.tp)
+        self.wanted.setdefault((piece, far), (amount, {}))[1][rank] = gpus
+
+    def traffic(self, without: _Traffic) -> tuple[_Traffic, int]:
+        """Return the bytes of all GPUs, and how many ranks some pass at most; `without` relays they are these."""
+        together: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
+        gpus_of: dict[int, Sequence[int]] = {}
+        for ((holders, *_), _), (amount, by_rank) in self.wanted.items():
+            together[holders, tuple(by_rank)] += amount
+            gpus_of |= by_rank
+        relayed, most = without.nothing(), 0
+        for (holders, ranks), amount in together.items():
+            lines: dict[int, list[int]] = defaultdict(list)
+            for rank, gpu in [(one, gpu) for one in ranks for gpu in gpus_of[one]]:
+                source = without.partner(holders, gpu, rank % self.tp, self.tp)
+                if without.distance(gpu, source) < 3:  # it reads the trainer's memory
+                    relayed.add(source, gpu, amount)
+                else:
+                    lines[source].append(gpu)
+            for source, line in lines.items():
+                line.sort()
+                most = max(most, len(line) - 1)
+                for before, gpu in pairwise([source, *line]):
+                    relayed.add(before, gpu, amount)
+        return relayed, most
 
 
 class _TrainerShards:

@@ -105,6 +105,20 @@ def test_replicas_share_the_reading_out():
     assert max(dense.out_bytes) < 1.001 * min(dense.out_bytes)
 
 
+def test_engines_of_other_hosts_pass_on_what_they_want_alike_so_that_sixteen_take_as_long_as_one():
+    trainer, engine = MegatronLayout(tp=4, pp=2), VllmLayout(tp=4)
+    one, sixteen = (plan_refit(model("Qwen3-32B"), trainer, engine, engines=count) for count in (1, 16))
+    assert sixteen.relayed_network_seconds == one.network_seconds and not one.most_relays
+    assert sixteen.most_relays == 15 and sixteen.network_seconds == pytest.approx(
+        8 * one.network_seconds, rel=0.01
+    )
+    assert sixteen.gpus == 8 + 16 * 4 and sixteen.ranks[0].network_bytes == one.ranks[0].network_bytes
+    assert 0 < sixteen.relayed_link_seconds < sixteen.relayed_network_seconds, "two engines share a host"
+    experts = VllmLayout(tp=1, dp=8, expert_parallel=True)
+    found = plan_refit(model("Qwen3-30B-A3B"), MegatronLayout(pp=2), experts, gpus_per_host=2)
+    assert found.relayed_network_seconds < 0.85 * found.network_seconds, "all ranks want its attention"
+
+
 def test_hosts_are_told_apart():
     found = plan_refit(model("Qwen3-32B"), MegatronLayout(tp=4, pp=2), VllmLayout(tp=8), gpus_per_host=4)
     # Rank 1 has eighths of both stages to fetch: one stage from its host, the other from the next.
@@ -251,6 +265,8 @@ def test_what_changed_takes_its_share_of_the_network(qwen):
             refused.exit_code == 2
             and "is not a percentage from 0 to 100, such as 1 or 0.3%" in refused.output
         )
+    said = run(*line[:5], "tp=4", "--separate", "--engines", "3").output
+    assert "to vLLM 3 of TP4 (4 ranks) on other GPUs" in said and "\nwith relays " in said
     shown = f"of 1 % changed, with delta=True: between hosts {planned['delta_network_seconds'] * 1e3:.1f} ms"
     assert shown in run(*line).output
     with pytest.raises(ReshardError, match="is not a share of the elements"):

@@ -64,7 +64,8 @@ def test_what_replicas_want_alike_leaves_the_trainer_once_and_arrives_in_each(
             assert len({*arrived}) == 1, "each gets all"
             sent = one[2] + other[2]
             assert (
-                math.isclose(sent, copies * arrived[0], rel_tol=0.01, abs_tol=100) and sent < (copies + 0.5) * arrived[0]
+                math.isclose(sent, copies * arrived[0], rel_tol=0.01, abs_tol=100)
+                and sent < (copies + 0.5) * arrived[0]
             )
         for place, (served, described) in enumerate(engines):
             relayed = choice == "always" and place > 0
