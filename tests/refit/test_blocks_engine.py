@@ -69,6 +69,8 @@ IGNORED = ["_k_scale", "_v_scale"]
         ("served-moe-blocks", "", 1, True, {}),
         ("served-moe-blocks", f"{PP} 2 {EP} 2", 4, False, {"backend": "nixl", "bucket_bytes": 1 << 19}),
         ("served-blocks", f"{TP} 2", 2, True, {"bucket_bytes": 1 << 20}),
+        # from one replica to the other
+        ("served-blocks", f"{TP} 2", 2, False, {"engines": 2, "delta": True, "relays": "always"}),
     ],
 )
 def test_a_refit_leaves_what_vllm_loads_from_a_checkpoint_in_fp8(
@@ -76,7 +78,8 @@ def test_a_refit_leaves_what_vllm_loads_from_a_checkpoint_in_fp8(
 ):
     checkpoints = converted(variant)
     loaded, engine = published(checkpoints, tmp_path)
-    engines = ranks if together else 1
+    options = dict(options)
+    engines = options.pop("engines", ranks if together else 1)
     engine |= {"dp": engines}  # each has the whole model
     reports = refit(
         checkpoints,
@@ -93,6 +96,7 @@ def test_a_refit_leaves_what_vllm_loads_from_a_checkpoint_in_fp8(
     of_all = [report for of_rank in reports for report in of_rank]
     sent = sum(report["received_bytes_nixl"] + report["received_bytes_nccl"] for report in of_all)
     assert (sent > 0) == (not together or ranks > 1)
+    assert any(report.get("received_bytes_relay") for report in of_all) == ("relays" in options)
     assert all(report["launches"] > 0 for report in of_all), "of members that only send, too"
 
 
