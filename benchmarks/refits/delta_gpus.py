@@ -146,9 +146,7 @@ def on_two_hosts() -> int:
             "--hosts",
             json.dumps(held),
         ]
-        trainer = subprocess.Popen(
-            command, env=of_host(0) | alone, preexec_fn=partial(hosts.enter, held, 0)
-        )
+        trainer = subprocess.Popen(command, env=of_host(0) | alone, preexec_fn=partial(hosts.enter, held, 0))
         code = trainer.wait()
         holder.stdin.close()
     return code

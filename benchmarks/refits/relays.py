@@ -68,7 +68,14 @@ def on_hosts(options: argparse.Namespace, engines: int) -> dict:
             throttle(holder.pid, held["user"], f"port{host}", options.gigabits)
         make(Path(folder) / "hf")
         command = [sys.executable, "-m", "benchmarks.refits.relays", "--folder", folder]
-        command += ["--engines", str(engines), "--gigabits", str(options.gigabits), "--refits", str(options.refits)]
+        command += [
+            "--engines",
+            str(engines),
+            "--gigabits",
+            str(options.gigabits),
+            "--refits",
+            str(options.refits),
+        ]
         # A process moves to its host while it has one thread.
         processes = [
             subprocess.Popen([*command, "--rank", str(rank)], preexec_fn=partial(hosts.enter, held, rank))
@@ -83,7 +90,12 @@ def on_hosts(options: argparse.Namespace, engines: int) -> dict:
 
 def throttle(process: int, user: bool, interface: str, gigabits: float) -> None:
     """Limit what leaves by an interface in the namespaces of a process to so many Gbit/s."""
-    inside = ["nsenter", f"--target={process}", "--net", *(["--user", "--preserve-credentials"] if user else [])]
+    inside = [
+        "nsenter",
+        f"--target={process}",
+        "--net",
+        *(["--user", "--preserve-credentials"] if user else []),
+    ]
     limit = f"tc qdisc replace dev {interface} root tbf rate {gigabits}gbit burst 4mb latency 100ms"
     subprocess.run([*inside, *limit.split()], check=True)
 
@@ -113,10 +125,19 @@ def measure(options: argparse.Namespace, engines: int) -> dict:
             check_bits(group, bits_of(model, sides[1]))
             seconds = statistics.median(report.transfer_seconds for report in reports[1:])
             last = reports[-1]
-            size_sent = last.delta.delta_bytes if last.delta is not None else sum(p.nbytes for p in model.parameters())
+            size_sent = (
+                last.delta.delta_bytes
+                if last.delta is not None
+                else sum(p.nbytes for p in model.parameters())
+            )
             floor = size_sent / (options.gigabits * 1e9 / 8)
             key = f"{'changes' if delta else 'whole'}, {relays}"
-            result[key] = {"bytes": size_sent, "seconds": seconds, "floor": floor, "ratio": seconds / max(floor, 1e-9)}
+            result[key] = {
+                "bytes": size_sent,
+                "seconds": seconds,
+                "floor": floor,
+                "ratio": seconds / max(floor, 1e-9),
+            }
     return result
 
 

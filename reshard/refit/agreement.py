@@ -12,7 +12,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.refit.copying.addresses import COLUMN_COUNT, ROW_COUNT
 from reshard.refit.engine import Engine
 from reshard.refit.protocol.greeting import DeviceInfo, Greeting
-from reshard.refit.relays import AUTO, Alike, Line, streams_of
+from reshard.refit.relays import AUTO, NEVER, Alike, Line, streams_of
 from reshard.refit.routes import LOCAL, Pair, Peer, Seat, distance, why_apart
 from reshard.refit.transports import RELAYED, transport_for
 from reshard.refit.transports.context import Context
@@ -27,7 +27,7 @@ class Agreement:
     trainers' memory mapped between refits. With `delta` what changed may be sent. `relays` is the choice of a member
     whether engines pass on what several of them want, or ``auto``.
     `unmapped` says, by trainer's rank and inference rank, why the second could not map the first one's memory
-    at connect.
+    at connect. `shared`: engines have replicas, whose ranks may pass on what they get.
     """
 
     rank: int
@@ -40,6 +40,7 @@ class Agreement:
     delta: bool = False
     relays: str = AUTO
     unmapped: dict[tuple[int, int], str] = field(default_factory=dict)
+    shared: bool = False
 
     @property
     def participants(self) -> list[int]:
@@ -64,7 +65,9 @@ class Agreement:
         where the chosen backend does not reach it.
         """
         mappable = (trainer, engine) not in self.unmapped
-        pair = Pair(self.peers[trainer], self.peers[engine], trainer == engine, exported, mappable)
+        pair = Pair(
+            self.peers[trainer], self.peers[engine], trainer == engine, exported, mappable, self.shared
+        )
         transport = transport_for(pair, self.backend)
         return LOCAL if pair.same_process else transport.reach.name
 
@@ -149,7 +152,14 @@ def agreement_of(rank: int, greetings: Sequence[Greeting], devices: Sequence[Dev
         all(greeting.keep_mapped for greeting in greetings),
         any(greeting.delta for greeting in greetings),
         next((greeting.relays for greeting in greetings if greeting.relays != AUTO), AUTO),
+        shared=have_replicas(greetings, devices),
     )
+
+
+def have_replicas(greetings: Sequence[Greeting], devices: Sequence[DeviceInfo]) -> bool:
+    """Return whether engines have more ranks than one tensor parallel group, and may pass on what they get."""
+    sizes = [device.tp for device in devices if device.tp]
+    return all(greeting.relays != NEVER for greeting in greetings) and len(sizes) > max(sizes, default=0)
 
 
 def check_sides(greetings: Sequence[Greeting]) -> None:

@@ -101,7 +101,8 @@ def _connected(group: RefitGroup, source: Any, destination: Any, options: Connec
                     # The driver's calls need this thread to have the GPU's context, which a new thread lacks.
                     torch.cuda.synchronize(device)
                 compiling = _compile_ahead(trainer, engine, device)
-                devices = exchange_devices(group, _device_info(device, greetings))
+                tp = engine.tp if engine is not None else 0
+                devices = exchange_devices(group, _device_info(device, greetings, tp))
                 check_sides(greetings)
                 agreed = agreement_of(group.rank, greetings, devices)
                 sender = Sender(trainer, group, agreed, device) if trainer is not None else None
@@ -184,13 +185,13 @@ def _compile_ahead(trainer: Holder | None, engine: Engine | None, device: torch.
     return compile_ahead(device, sizes, first)
 
 
-def _device_info(device: torch.device, greetings: Sequence[Greeting]) -> DeviceInfo:
+def _device_info(device: torch.device, greetings: Sequence[Greeting], tp: int) -> DeviceInfo:
     """Return what this member tells of its device, and, where a transport between hosts may be needed, of
     its NIXL and RDMA."""
     several_hosts = len({greeting.host for greeting in greetings}) > 1
     if several_hosts or any(greeting.backend == NIXL for greeting in greetings):
-        return DeviceInfo.of(device, installed_version(), has_rdma())
-    return DeviceInfo.of(device)
+        return DeviceInfo.of(device, installed_version(), has_rdma(), tp)
+    return DeviceInfo.of(device, tp=tp)
 
 
 def _device(trainer: Holder | None, engine: Engine | None) -> torch.device:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from reshard.comm.group import RefitGroup
+from reshard.comm.group import MOST_MEMBERS, RefitGroup
 from reshard.comm.hosts import namespaces, this_host
 from reshard.core.errors import ReshardError
 from reshard.core.limits import MOST_BUCKET_BYTES
@@ -58,19 +58,21 @@ class Greeting:
 @dataclass(frozen=True)
 class DeviceInfo:
     """The device on which a member's sides compute: ``cuda`` or ``cpu``, and the GPU's UUID, empty on a
-    CPU; the version of NIXL, empty where there is none, and whether its host has RDMA."""
+    CPU; the version of NIXL, empty where there is none, and whether its host has RDMA; an inference rank's tensor
+    parallel size, else 0."""
 
     device: str
     gpu: str
     nixl: str
     rdma: bool
+    tp: int = 0
 
     @staticmethod
-    def of(device: torch.device, nixl: str = "", rdma: bool = False) -> "DeviceInfo":
+    def of(device: torch.device, nixl: str = "", rdma: bool = False, tp: int = 0) -> "DeviceInfo":
         """Return that of a torch device."""
         is_gpu = device.type == "cuda"
         gpu = str(torch.cuda.get_device_properties(device).uuid) if is_gpu else ""
-        return DeviceInfo(device.type, gpu, nixl, rdma)
+        return DeviceInfo(device.type, gpu, nixl, rdma, tp)
 
 
 def exchange_greetings(group: RefitGroup, own: Greeting) -> list[Greeting]:
@@ -107,6 +109,7 @@ def exchange_devices(group: RefitGroup, own: DeviceInfo) -> list[DeviceInfo]:
         for key in ("device", "gpu", "nixl"):
             _check_field(name, key, fields, is_word(fields.get(key)))
         _check_field(name, "rdma", fields, isinstance(fields.get("rdma"), bool))
+        _check_field(name, "tp", fields, is_number(fields.get("tp"), 0, MOST_MEMBERS))
         devices.append(DeviceInfo(**{key: fields[key] for key in DeviceInfo.__dataclass_fields__}))
     return devices
 
