@@ -137,15 +137,16 @@ def finding(link, trainer: TrainedModel) -> float:
     """Return the seconds in which what changed is found and encoded once more, where nothing has."""
     [sent] = link.chain.changes
     start = time.perf_counter()
-    for (rank, index), bucket in sent.buckets.items():
-        sent.changes(index, {rank: bucket}, 0)
+    for (line, index), bucket in sent.buckets.items():
+        sizes = sent.find(index, {line: bucket})
+        sent.changes(index, {line: bucket}, 0, {one: int(size) for one, size in sizes.items()})
     return time.perf_counter() - start
 
 
 def bits_of(model: torch.nn.Module, engine: ServedModel | None) -> bytes:
     """Return the bf16 bits of the trainer's parameters, or of the engine's."""
     tensors = engine.tensors.values() if engine is not None else model.parameters()
-    return b"".join(t.detach().to(torch.bfloat16).view(torch.int16).numpy().tobytes() for t in tensors)
+    return b"".join(t.detach().to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes() for t in tensors)
 
 
 def summary(rate: float, gigabits: float, whole: list[dict], delta: list[dict]) -> dict:

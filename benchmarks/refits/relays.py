@@ -1,10 +1,13 @@
 """Refits of several engines from one trainer, each on a host of its own, over throttled links.
 
-    python -m benchmarks.refits.relays [--engines 1 2 4] [--gigabits 1] [--refits 4] [--json FILE]
+    python -m benchmarks.refits.relays [--engines 1 2 4] [--gigabits 1] [--refits 4] [--device cuda] [--json FILE]
 
 Processes in network namespaces, as hosts, each with a link to a switch that ``tc`` limits in both directions. One
 trains SmolLM2-135M, and sends its weights in bf16 by Gloo to engines that serve the same, which pass them on to each
 other (``relays="auto"``) or do not (``never``). Needs root, or a kernel that lets users make namespaces, and ``tc``.
+
+With ``--device cuda`` by NCCL, from and to a random model of Qwen3-0.6B's shapes, whose changes are random, too. Members
+share the GPUs that there are, so that they take turns, and times mean little: the bits do.
 
 Reported for each number of engines: the transfer of a refit, median over all but the first, with relays and without,
 and both as a ratio to the floor, the bytes of one engine at the links' rate; and the same of what changed in a step of
@@ -19,6 +22,7 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,6 +41,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--gigabits", type=float, default=1.0)
     parser.add_argument("--refits", type=int, default=4)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -54,7 +59,8 @@ def main() -> None:
 
 def on_hosts(options: argparse.Namespace, engines: int) -> dict:
     """Return what so many engines' refits took."""
-    from tests.tools.trained import make
+    if options.device == "cpu":
+        from tests.tools.trained import make
 
     program = [sys.executable, "-m", "tests.tools.hosts", str(1 + engines)]
     with (
@@ -66,9 +72,12 @@ def on_hosts(options: argparse.Namespace, engines: int) -> dict:
         for host, process in enumerate(held["hosts"]):
             throttle(process, held["user"], f"host{host}", options.gigabits)
             throttle(holder.pid, held["user"], f"port{host}", options.gigabits)
-        make(Path(folder) / "hf")
+        if options.device == "cpu":
+            make(Path(folder) / "hf")
         command = [sys.executable, "-m", "benchmarks.refits.relays", "--folder", folder]
         command += [
+            "--device",
+            options.device,
             "--engines",
             str(engines),
             "--gigabits",
@@ -102,18 +111,17 @@ def throttle(process: int, user: bool, interface: str, gigabits: float) -> None:
 
 def measure(options: argparse.Namespace, engines: int) -> dict:
     """Run this process's side; return what was measured on the trainer's."""
-    from transformers import AutoModelForCausalLM
-
     torch.set_num_threads(1)
+    if options.device == "cuda":
+        torch.cuda.set_device(options.rank % torch.cuda.device_count())
     size = 1 + engines
     group = RefitGroup.join(f"{hosts.ADDRESSES[0]}:{PORT}", options.rank, size, timeout=300, secret=SECRET)
     result: dict = {"engines": engines, "gigabits": options.gigabits}
     for relays in ("auto", "never"):
         for delta in (False, True):
-            dtype = torch.float32 if delta else torch.bfloat16
-            model = AutoModelForCausalLM.from_pretrained(options.folder / "hf", dtype=dtype)
-            text = tokens(options.folder / "hf")
-            training = Training(model, text, 1e-6, LENGTH) if delta and options.rank == 0 else None
+            model, training = model_of(options, delta)
+            if options.rank or not delta:
+                training = None
             sides = (None, ServedModel(model)) if options.rank else (TrainedModel(model), None)
             link = connect(group, *sides, backend="nccl", relays=relays, delta=delta)
             reports = []
@@ -139,6 +147,35 @@ def measure(options: argparse.Namespace, engines: int) -> dict:
                 "ratio": seconds / max(floor, 1e-9),
             }
     return result
+
+
+def model_of(options: argparse.Namespace, trains: bool) -> tuple[torch.nn.Module, Any]:
+    """Return the model, and what changes it in a step."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    if options.device == "cpu":
+        dtype = torch.float32 if trains else torch.bfloat16
+        model = AutoModelForCausalLM.from_pretrained(options.folder / "hf", dtype=dtype)
+        return model, Training(model, tokens(options.folder / "hf"), 1e-6, LENGTH)
+    config = Qwen3Config(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+                         num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True)  # fmt: skip
+    config.architectures = ["Qwen3ForCausalLM"]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda")
+    return model, RandomChanges(model)
+
+
+class RandomChanges:
+    """Steps that change every hundredth element or so."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def step(self) -> None:
+        """Change the model."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(1 + (torch.rand_like(parameter) < 0.01).to(parameter.dtype))
 
 
 def check_bits(group: RefitGroup, bits: bytes) -> None:

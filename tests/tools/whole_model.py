@@ -50,7 +50,9 @@ class ServedModel(Engine):
     def __init__(self, model: torch.nn.Module) -> None:
         self.hf_config, self.guard = model.config.to_dict(), Guard("test", False, "nothing")
         parameters = model.named_parameters()
-        self.tensors = {name: torch.zeros(p.shape, dtype=torch.bfloat16) for name, p in parameters}
+        self.tensors = {
+            name: torch.zeros(p.shape, dtype=torch.bfloat16, device=p.device) for name, p in parameters
+        }
         self.regions = {name: region(tensor) for name, tensor in self.tensors.items()}
         self.placement = Placement(
             {name: tuple(tensor.shape) for name, tensor in self.tensors.items()},
