@@ -6,8 +6,8 @@ Processes in network namespaces, as hosts, each with a link to a switch that ``t
 trains SmolLM2-135M, and sends its weights in bf16 by Gloo to engines that serve the same, which pass them on to each
 other (``relays="auto"``) or do not (``never``). Needs root, or a kernel that lets users make namespaces, and ``tc``.
 
-With ``--device cuda`` by NCCL, from and to a random model of Qwen3-0.6B's shapes, whose changes are random, too. Members
-share the GPUs that there are, so that they take turns, and times mean little: the bits do.
+With ``--device cuda`` by NCCL, from and to a random model of Qwen3-0.6B's shapes, whose changes are random, too.
+Members share the GPUs that there are, so that they take turns, and times mean little: the bits do.
 
 Reported for each number of engines: the transfer of a refit, median over all but the first, with relays and without,
 and both as a ratio to the floor, the bytes of one engine at the links' rate; and the same of what changed in a step of
@@ -39,7 +39,7 @@ def main() -> None:
     """Start the hosts and their processes for each number of engines, and print what was measured."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--gigabits", type=float, default=1.0)
+    parser.add_argument("--gigabits", type=float, default=1.0, help="of each link; 0 for no limit")
     parser.add_argument("--refits", type=int, default=4)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path)
@@ -69,7 +69,7 @@ def on_hosts(options: argparse.Namespace, engines: int) -> dict:
     ):
         assert holder.stdin and holder.stdout
         held = json.loads(holder.stdout.readline())
-        for host, process in enumerate(held["hosts"]):
+        for host, process in enumerate(held["hosts"] if options.gigabits else []):
             throttle(process, held["user"], f"host{host}", options.gigabits)
             throttle(holder.pid, held["user"], f"port{host}", options.gigabits)
         if options.device == "cpu":
@@ -138,13 +138,13 @@ def measure(options: argparse.Namespace, engines: int) -> dict:
                 if last.delta is not None
                 else sum(p.nbytes for p in model.parameters())
             )
-            floor = size_sent / (options.gigabits * 1e9 / 8)
+            floor = size_sent / (options.gigabits * 1e9 / 8) if options.gigabits else 0.0
             key = f"{'changes' if delta else 'whole'}, {relays}"
             result[key] = {
                 "bytes": size_sent,
                 "seconds": seconds,
                 "floor": floor,
-                "ratio": seconds / max(floor, 1e-9),
+                "ratio": seconds / floor if floor else None,
             }
     return result
 
