@@ -71,7 +71,7 @@ class Phases:
         self._time(Nccl, "_packed", "pack")
         self._time(SentBuckets, "_compared", "compare")
         self._time(SentBuckets, "changes", "encode")
-        self._time(ChangesExchange, "_sizes", "sizes")
+        self._time(ChangesExchange, "_check_sizes", "sizes")
         self._time(ChangesExchange, "_write", "write")
 
     def _time(self, owner: Any, name: str, phase: str) -> None:

@@ -9,6 +9,9 @@ other (``relays="auto"``) or do not (``never``). Needs root, or a kernel that le
 With ``--device cuda`` by NCCL, from and to a random model of Qwen3-0.6B's shapes, whose changes are random, too.
 Members share the GPUs that there are, so that they take turns, and times mean little: the bits do.
 
+With ``--one-host`` there are no namespaces and no limits: each member has a GPU of its own, and the model has Qwen3-8B's
+shapes. By memory of the trainer that engines map (``cuda_ipc``), it sends as well.
+
 Reported for each number of engines: the transfer of a refit, median over all but the first, with relays and without,
 and both as a ratio to the floor, the bytes of one engine at the links' rate; and the same of what changed in a step of
 Adam (``delta=True``). The engines' bits are compared with the trainer's.
@@ -42,16 +45,20 @@ def main() -> None:
     parser.add_argument("--gigabits", type=float, default=1.0, help="of each link; 0 for no limit")
     parser.add_argument("--refits", type=int, default=4)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--one-host", action="store_true", help="on GPUs of this host")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.one_host:
+        options.device, options.gigabits = "cuda", 0.0
     if options.rank is not None:
         result = measure(options, options.engines[0])
         if options.rank == 0:
             (options.folder / "result.json").write_text(json.dumps(result))
         return
-    results = [on_hosts(options, engines) for engines in options.engines]
+    run = on_one_host if options.one_host else on_hosts
+    results = [run(options, engines) for engines in options.engines]
     print(json.dumps(results, indent=1))
     if options.json:
         options.json.write_text(json.dumps(results) + "\n")
@@ -97,6 +104,17 @@ def on_hosts(options: argparse.Namespace, engines: int) -> dict:
         return json.loads((Path(folder) / "result.json").read_text())
 
 
+def on_one_host(options: argparse.Namespace, engines: int) -> dict:
+    """Return what so many engines' refits took, on GPUs of this host."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.refits.relays", "--folder", folder, "--one-host"]
+        command += ["--engines", str(engines), "--refits", str(options.refits)]
+        processes = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(1 + engines)]
+        if any([process.wait() for process in processes]):
+            sys.exit(1)
+        return json.loads((Path(folder) / "result.json").read_text())
+
+
 def throttle(process: int, user: bool, interface: str, gigabits: float) -> None:
     """Limit what leaves by an interface in the namespaces of a process to so many Gbit/s."""
     inside = [
@@ -115,15 +133,19 @@ def measure(options: argparse.Namespace, engines: int) -> dict:
     if options.device == "cuda":
         torch.cuda.set_device(options.rank % torch.cuda.device_count())
     size = 1 + engines
-    group = RefitGroup.join(f"{hosts.ADDRESSES[0]}:{PORT}", options.rank, size, timeout=300, secret=SECRET)
+    address = "127.0.0.1" if options.one_host else hosts.ADDRESSES[0]
+    group = RefitGroup.join(f"{address}:{PORT}", options.rank, size, timeout=300, secret=SECRET)
     result: dict = {"engines": engines, "gigabits": options.gigabits}
-    for relays in ("auto", "never"):
-        for delta in (False, True):
+    ways = [("nccl", "auto"), ("nccl", "never"), *([("cuda_ipc", "never")] if options.one_host else [])]
+    for backend, relays in ways:
+        for delta in (False, True) if backend == "nccl" else (False,):
             model, training = model_of(options, delta)
             if options.rank or not delta:
                 training = None
             sides = (None, ServedModel(model)) if options.rank else (TrainedModel(model), None)
-            link = connect(group, *sides, backend="nccl", relays=relays, delta=delta)
+            link = connect(
+                group, *sides, backend=backend, relays=relays, delta=delta, keep_mapped=options.one_host
+            )
             reports = []
             for _ in range(options.refits):
                 if training is not None:
@@ -139,7 +161,7 @@ def measure(options: argparse.Namespace, engines: int) -> dict:
                 else sum(p.nbytes for p in model.parameters())
             )
             floor = size_sent / (options.gigabits * 1e9 / 8) if options.gigabits else 0.0
-            key = f"{'changes' if delta else 'whole'}, {relays}"
+            key = f"{'changes' if delta else 'whole'}, {backend}, {relays}"
             result[key] = {
                 "bytes": size_sent,
                 "seconds": seconds,
@@ -157,11 +179,15 @@ def model_of(options: argparse.Namespace, trains: bool) -> tuple[torch.nn.Module
         dtype = torch.float32 if trains else torch.bfloat16
         model = AutoModelForCausalLM.from_pretrained(options.folder / "hf", dtype=dtype)
         return model, Training(model, tokens(options.folder / "hf"), 1e-6, LENGTH)
-    config = Qwen3Config(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
-                         num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True)  # fmt: skip
+    shapes = (4096, 12288, 36, 32, False) if options.one_host else (1024, 3072, 28, 16, True)
+    hidden, intermediate, layers, heads, tied = shapes
+    config = Qwen3Config(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+                         num_attention_heads=heads, num_key_value_heads=8, head_dim=128, vocab_size=151936,
+                         tie_word_embeddings=tied)  # fmt: skip
     config.architectures = ["Qwen3ForCausalLM"]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda")
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return model, RandomChanges(model)
 
 

@@ -5,6 +5,7 @@ Each step of a bucket is enqueued before the next one of the bucket ahead, so th
 which it does once a bucket, for the sizes.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -75,6 +76,10 @@ class ChangesExchange:
         lines = sorted(way.line for way in legs.ins)
         self.heard = [(rank, line) for rank in ranks for line in lines if line.trainer == rank]
         self.place = {line: place for place, (_, line) in enumerate(self.heard)}
+        heard_of, told_to = (Counter(rank for rank, _ in those) for those in (self.heard, self.told))
+        self.heard_counts, self.told_counts = (
+            [counts[rank] for rank in ranks] for counts in (heard_of, told_to)
+        )
         # The sizes by bucket and of these, and what a GPU says of what arrived.
         self.told_sizes = torch.empty((steps, len(self.told)), dtype=torch.int64, pin_memory=on_gpu)
         self.heard_sizes = torch.empty((steps, len(self.heard)), dtype=torch.int64, pin_memory=on_gpu)
@@ -116,10 +121,7 @@ class ChangesExchange:
         totals = self.sent.find(index, segments)
         leaving = torch.cat([self.nothing[:0], *(totals.get(line, self.nothing) for _, line in self.told)])
         arriving = torch.empty(len(self.heard), dtype=torch.int64, device=self.device)
-        counts = (
-            [sum(one == rank for one, _ in those) for rank in self.ranks] for those in (self.heard, self.told)
-        )
-        sizes_work = self.all_to_all(arriving, leaving, *counts)
+        sizes_work = self.all_to_all(arriving, leaving, self.heard_counts, self.told_counts)
         wait_for_exchange(sizes_work, self.device, self.group)
         for sizes, known in ((self.told_sizes, leaving), (self.heard_sizes, arriving)):
             sizes[index].copy_(known, non_blocking=True)
