@@ -137,7 +137,9 @@ def measure(options: argparse.Namespace, engines: int) -> dict:
     address = "127.0.0.1" if options.one_host else hosts.ADDRESSES[0]
     group = RefitGroup.join(f"{address}:{PORT}", options.rank, size, timeout=300, secret=SECRET)
     result: dict = {"engines": engines, "gigabits": options.gigabits}
-    ways = [("nccl", "auto"), ("nccl", "never"), *([("cuda_ipc", "never")] if options.one_host else [])]
+    ways = [("nccl", "auto"), ("nccl", "never")]
+    if options.one_host:
+        ways += [("auto", "auto"), ("cuda_ipc", "never")]
     for backend, relays in ways:
         for delta in (False, True) if backend == "nccl" else (False,):
             model, training = model_of(options, delta)
@@ -153,8 +155,8 @@ def measure(options: argparse.Namespace, engines: int) -> dict:
                     training.step()
                 reports.append(link.refit())
             link.close()
+            seconds = latest(group, statistics.median(report.transfer_seconds for report in reports[1:]))
             check_bits(group, sums_of(model, sides[1]) if options.one_host else bits_of(model, sides[1]))
-            seconds = statistics.median(report.transfer_seconds for report in reports[1:])
             last = reports[-1]
             size_sent = (
                 last.delta.delta_bytes
@@ -213,6 +215,14 @@ def sums_of(model: torch.nn.Module, engine: ServedModel | None) -> bytes:
         words = tensor.detach().view(torch.int16).flatten().long()
         sums.append(int((words * (torch.arange(len(words), device=words.device) % 65521 + 1)).sum()))
     return json.dumps(sums).encode()
+
+
+def latest(group: RefitGroup, seconds: float) -> float:
+    """Return the longest time of all members."""
+    group.begin("the comparison of times")
+    answers = group.gather("seconds", str(seconds).encode())
+    group.commit()
+    return max(map(float, answers))
 
 
 def check_bits(group: RefitGroup, bits: bytes) -> None:

@@ -27,7 +27,7 @@ class Agreement:
     trainers' memory mapped between refits. With `delta` what changed may be sent. `relays` is the choice of a member
     whether engines pass on what several of them want, or ``auto``.
     `unmapped` says, by trainer's rank and inference rank, why the second could not map the first one's memory
-    at connect. `shared`: engines have replicas, whose ranks may pass on what they get.
+    at connect. `shared`: engines' ranks had better pass on what they get (`should_relay`).
     """
 
     rank: int
@@ -152,14 +152,20 @@ def agreement_of(rank: int, greetings: Sequence[Greeting], devices: Sequence[Dev
         all(greeting.keep_mapped for greeting in greetings),
         any(greeting.delta for greeting in greetings),
         next((greeting.relays for greeting in greetings if greeting.relays != AUTO), AUTO),
-        shared=have_replicas(greetings, devices),
+        shared=should_relay(greetings, devices),
     )
 
 
-def have_replicas(greetings: Sequence[Greeting], devices: Sequence[DeviceInfo]) -> bool:
-    """Return whether engines have more ranks than one tensor parallel group, and may pass on what they get."""
+def should_relay(greetings: Sequence[Greeting], devices: Sequence[DeviceInfo]) -> bool:
+    """Return whether a trainer that sends to each of its engines' ranks by itself takes longer than they would with
+    what they pass on: there are more GPUs to fill than to read from, and replicas among them. NCCL connects no two
+    members of one GPU."""
+    gpus = [device.gpu for greeting, device in zip(greetings, devices, strict=True) if greeting.roles]
+    trainers = sum("trainer" in greeting.roles for greeting in greetings)
     sizes = [device.tp for device in devices if device.tp]
-    return all(greeting.relays != NEVER for greeting in greetings) and len(sizes) > max(sizes, default=0)
+    alone = all(gpus) and len({*gpus}) == len(gpus)
+    may = all(greeting.relays != NEVER for greeting in greetings)
+    return may and alone and len(sizes) > max(trainers, *sizes, 0)
 
 
 def check_sides(greetings: Sequence[Greeting]) -> None:

@@ -41,7 +41,7 @@ class Pair(NamedTuple):
     """A trainer's rank and an inference rank that reads from it.
 
     `exported`: other processes can map the trainer's memory. `mappable` is False where this
-    inference rank has tried to, and could not. `shared`: several ranks may want the same, and could pass it on.
+    inference rank has tried to, and could not. `shared`: several ranks want the same, and had better pass it on.
     """
 
     trainer: Peer

@@ -21,10 +21,12 @@ from reshard.core.errors import ReshardError
 from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.device.memory import Region
 from reshard.refit import Link, RefitGroup, RefitReport, connect
+from reshard.refit.agreement import should_relay
 from reshard.refit.copying.copies import host_bytes
 from reshard.refit.copying.tables import TILE_BYTES
 from reshard.refit.engine import Engine
 from reshard.refit.guard import Guard
+from reshard.refit.protocol.greeting import DeviceInfo, Greeting
 from reshard.refit.reporting.report import RefitDelta
 from reshard.refit.routes import BACKENDS, Pair, Peer
 from reshard.refit.trainer import Trainer
@@ -83,6 +85,37 @@ def test_nixl_carries_what_goes_between_hosts_that_have_the_same(trainer, engine
                 transport_for(pair, backend)
         else:
             assert transport_for(pair, backend).reach.name == name
+
+
+@pytest.mark.parametrize("engine", [ENGINE, ENGINE._replace(host="another", **NIXL)], ids=["one host", "two"])
+@pytest.mark.parametrize("exported", [True, False])
+def test_what_several_want_goes_by_nccl_which_sends_it_once_unless_another_way_is_named(engine, exported):
+    trainer = TRAINER._replace(**NIXL)
+    alone = Pair(trainer, engine, False, exported)
+    assert transport_for(alone, "auto").reach.name != "nccl"
+    assert transport_for(alone._replace(shared=True), "auto").reach.name == "nccl"
+    assert (
+        transport_for(alone._replace(shared=True), "nixl" if engine.nixl else "staged").reach.name != "nccl"
+    )
+    assert transport_for(Pair(trainer, trainer, True, exported, shared=True), "auto").reach.name == "cuda_ipc"
+
+
+@pytest.mark.parametrize(("trainers", "engines", "tp", "relays", "expected"), [
+    ("A", "BC", 1, "auto", True), ("AB", "CDEF", 2, "auto", True), ("A", "BC", 1, "never", False),
+    ("A", "B", 1, "auto", False), ("AB", "CD", 1, "auto", False), ("A", "BC", 2, "auto", False),
+    ("A", "BB", 1, "auto", False), ("A", "AB", 1, "auto", False), ("A", ["", ""], 1, "auto", False),
+])  # fmt: skip
+def test_engines_pass_on_if_there_are_more_gpus_to_fill_than_to_read_from(
+    trainers, engines, tp, relays, expected
+):
+    members = [("trainer", gpu, 0) for gpu in trainers] + [("inference", gpu, tp) for gpu in engines]
+    greetings = [
+        Greeting(name=str(number), roles=[role], backend="auto", bucket_bytes=1, keep_mapped=False, ignored=[],
+                 relays=relays)
+        for number, (role, *_) in enumerate(members)
+    ]  # fmt: skip
+    devices = [DeviceInfo("cuda", gpu, "", False, size) for _, gpu, size in members]
+    assert should_relay([*greetings, replace(greetings[0], roles=[])], [*devices, devices[0]]) == expected
 
 
 def test_between_cpus_of_a_host_staging_is_used_where_it_is_asked_for():

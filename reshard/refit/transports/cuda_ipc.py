@@ -36,10 +36,15 @@ def reaches(pair: Pair) -> bool:
     return pair.same_process or mapped
 
 
+def automatic(pair: Pair) -> bool:
+    """Where no others want the same: they would all read from one GPU."""
+    return pair.same_process or not pair.shared
+
+
 class CudaIpc(Transport):
     """The reads of one inference rank; a trainer's rank does nothing."""
 
-    reach = Reach(CUDA_IPC, reaches, frozenset({LOCAL, CUDA_IPC}), sends=False)
+    reach = Reach(CUDA_IPC, reaches, frozenset({LOCAL, CUDA_IPC}), automatic, sends=False)
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

@@ -28,8 +28,7 @@ def reaches(pair: Pair) -> bool:
 
 
 def automatic(pair: Pair) -> bool:
-    """Between hosts; between their GPUs only with RDMA, and not where several ranks may want the same, which NCCL sends
-    once."""
+    """Between hosts; between their GPUs only with RDMA, and not where others want the same, which NCCL sends once."""
     has_link = not pair.on_gpus or (pair.trainer.rdma and pair.engine.rdma)
     return pair.trainer.host != pair.engine.host and has_link and not pair.shared
 

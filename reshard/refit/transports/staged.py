@@ -125,8 +125,8 @@ def reaches(pair: Pair) -> bool:
 
 
 def automatic(pair: Pair) -> bool:
-    """On GPUs; between CPUs Gloo does as well."""
-    return pair.on_gpus
+    """On GPUs where no others want the same; between CPUs Gloo does as well."""
+    return pair.on_gpus and not pair.shared
 
 
 class Staged(SlotTransport):
