@@ -157,15 +157,15 @@ def agreement_of(rank: int, greetings: Sequence[Greeting], devices: Sequence[Dev
 
 
 def should_relay(greetings: Sequence[Greeting], devices: Sequence[DeviceInfo]) -> bool:
-    """Return whether a trainer that sends to each of its engines' ranks by itself takes longer than they would with
-    what they pass on: there are more GPUs to fill than to read from, and replicas among them. NCCL connects no two
-    members of one GPU."""
+    """Return whether weights that engines' ranks pass on, by NCCL, come sooner than those that each of them fetches
+    from the trainer: there are twice as many GPUs to fill as to read from, and replicas among them. NCCL connects no
+    two members of one GPU. What an adapter has is too little for that."""
     gpus = [device.gpu for greeting, device in zip(greetings, devices, strict=True) if greeting.roles]
     trainers = sum("trainer" in greeting.roles for greeting in greetings)
     sizes = [device.tp for device in devices if device.tp]
     alone = all(gpus) and len({*gpus}) == len(gpus)
-    may = all(greeting.relays != NEVER for greeting in greetings)
-    return may and alone and len(sizes) > max(trainers, *sizes, 0)
+    may = all(greeting.relays != NEVER and not greeting.adapter for greeting in greetings)
+    return may and alone and len(sizes) >= 2 * trainers and len(sizes) > max(sizes, default=0)
 
 
 def check_sides(greetings: Sequence[Greeting]) -> None:

@@ -20,7 +20,8 @@ class ConnectOptions:
     """The options of `reshard.refit.connect`. Members tell each other all but `delta_on_host`.
 
     `backend` is ``auto`` (peers' memory within a host, staged where that cannot be mapped, NIXL
-    between hosts that have it and RDMA, NCCL between others), ``cuda_ipc``, ``staged``, ``nixl`` or
+    between hosts that have it and RDMA, NCCL between others, and where engines have twice as many GPUs as the
+    trainer, and so pass on what they get), ``cuda_ipc``, ``staged``, ``nixl`` or
     ``nccl``; one that says another than ``auto`` decides for all. `bucket_bytes` bounds the memory of
     all buckets of a rank together; the least that a member gives counts. When a refit returns, engines
     have unmapped the trainers' memory, so that a trainer may free it; mappings stay where all trainers'

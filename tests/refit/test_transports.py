@@ -102,10 +102,10 @@ def test_what_several_want_goes_by_nccl_which_sends_it_once_unless_another_way_i
 
 @pytest.mark.parametrize(("trainers", "engines", "tp", "relays", "expected"), [
     ("A", "BC", 1, "auto", True), ("AB", "CDEF", 2, "auto", True), ("A", "BC", 1, "never", False),
-    ("A", "B", 1, "auto", False), ("AB", "CD", 1, "auto", False), ("A", "BC", 2, "auto", False),
+    ("A", "B", 1, "auto", False), ("AB", "CDE", 1, "auto", False), ("A", "BC", 2, "auto", False),
     ("A", "BB", 1, "auto", False), ("A", "AB", 1, "auto", False), ("A", ["", ""], 1, "auto", False),
 ])  # fmt: skip
-def test_engines_pass_on_if_there_are_more_gpus_to_fill_than_to_read_from(
+def test_engines_pass_on_if_there_are_twice_as_many_gpus_to_fill_as_to_read_from(
     trainers, engines, tp, relays, expected
 ):
     members = [("trainer", gpu, 0) for gpu in trainers] + [("inference", gpu, tp) for gpu in engines]
