@@ -12,6 +12,8 @@ from reshard.comm.secret import HOW, secret_for
 from reshard.comm.server import Client, Server
 from reshard.core.errors import ReshardError, first_line
 
+CLOSE_SECONDS = 5.0
+
 
 class Registry(Server):
     """Serves `calls` by name at an address, in a thread of its own, until it is closed. A call gets its caller's
@@ -27,6 +29,11 @@ class Registry(Server):
         super().__init__(listener, key)
         self.calls = calls
         self.start()
+
+    def close(self) -> None:
+        """End the server, and wait until its port is free."""
+        self.stop()
+        self.closed.wait(CLOSE_SECONDS)
 
     def handle(self, client: Client, message: Message) -> None:
         """Carry out a call, and answer with what it returns, or why it does not."""

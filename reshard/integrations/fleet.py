@@ -414,7 +414,7 @@ class Fleet:
             self._members[name].why = "the fleet was closed"
         self._disconnect(self._connected())
         if self._registry is not None:
-            self._registry.stop()
+            self._registry.close()
 
 
 def _pause(client: Any) -> None:

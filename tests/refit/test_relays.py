@@ -8,8 +8,10 @@ import pytest
 
 from reshard.core.errors import ReshardError
 from reshard.refit import relays
+from reshard.refit.agreement import check_sides
 from reshard.refit.protocol.alike import read_alike
 from reshard.refit.protocol.encoding import pack_array, pack_json
+from reshard.refit.protocol.greeting import Greeting
 from reshard.refit.relays import alike_in, streams_of
 from reshard.refit.transports import nccl
 from tests.refit.test_deltas import Shards, refits, same_as, state
@@ -178,6 +180,27 @@ def test_little_is_not_passed_on_unless_all_want_it_and_lines_are_not_longer_tha
 def test_a_choice_that_is_none_is_refused():
     with pytest.raises(ReshardError, match="relays 'often' is not one of auto, always, never"):
         refits(lambda link, side: None, 2, relays="often")
+
+
+def test_members_that_choose_differently_are_told():
+    choices = ("one", "trainer", "always"), ("two", "inference", "auto"), ("three", "inference", "never")
+    said = [
+        Greeting(
+            name=name,
+            roles=[role],
+            backend="auto",
+            bucket_bytes=1,
+            keep_mapped=False,
+            ignored=[],
+            relays=relays,
+        )
+        for name, role, relays in choices
+    ]
+    check_sides(said[:2])
+    with pytest.raises(
+        ReshardError, match="one asks for relays='always', three for 'never': give all the same"
+    ):
+        check_sides(said)
 
 
 def test_what_a_trainers_rank_says_of_who_wants_the_same_is_checked():

@@ -8,15 +8,17 @@ bounds.
     key                 from, to            record
     connect
     hello               all, all            greeting.Greeting         who takes part, its version and its options
-    device              all, all            greeting.DeviceInfo       where a side computes, once made; NIXL and RDMA
+    device              all, all            greeting.DeviceInfo       where a side computes, once made; NIXL, RDMA, TP
     model               engines, all        greeting.one_config       the served model's published config
     held, parts         trainers, engines   held.HeldTensors          what each local tensor holds of the published ones
     facts               trainers, engines   facts                     what belongs to the weights beside them
     pieces/RANK         engines, trainers   requests.PieceRequest     which pieces are wanted, as what
     regions, memory     trainers, engines   memory.TrainerMemory      where the shards lie, and what can be mapped
+    alike, sets/RANK    trainers, engines   relays.Alike              who wants which pieces alike, if they may relay
     asked               trainers, engines   requests.RequestsRead     digests of what was asked for
     unmapped            all, all            memory.exchange_unmapped  which memory an engine could not map, and why
     partners/TRANSPORT  all, all            buckets                   how many partners each has
+    relays              all, all            buckets                   how far the largest pieces are passed on
     rounds              all, all            buckets                   how many buckets each round takes
     refit
     sync                trainers, trainers  nothing                   pending parameters are about to be gathered
