@@ -1,10 +1,12 @@
 """A fleet: real ``vllm serve``s that come and go, and a trainer that refits those that are there."""
 
+import multiprocessing
 import re
 from pathlib import Path
 
 import pytest
 
+from tests.campaigns.fleet import campaign
 from tests.digests.on_disk import expected
 from tests.engines.test_engine import run
 from tests.tools.vllm_server import two_checkpoints
@@ -87,3 +89,13 @@ def test_versions_go_on_and_a_trainer_that_comes_later_says_its_own(outcome):
         "the fleet has an engine two: remove it first, or give another name",
         "the fleet has no engine three: it has two",
     ]
+
+
+def test_engines_that_join_die_hang_and_leave_at_random_never_serve_a_wrong_bit():
+    """A seeded part of what ``python -m tests.campaigns.fleet`` runs for as long as one likes."""
+    multiprocessing.set_forkserver_preload(["tests.campaigns.fleet"])
+    violations, counts, _ = campaign(seed=11, sends=15, engines=4)
+    assert not violations and counts["refitted"] > 15 and counts["kill"] + counts["within"] > 0, (
+        violations,
+        counts,
+    )
