@@ -54,6 +54,7 @@ class Sender:
     def __init__(self, source: Holder, group: RefitGroup, agreed: Agreement, device: torch.device) -> None:
         self.source, self.group, self.agreed, self.device = source, group, agreed, device
         self.requests: dict[int, np.ndarray] = {}  # `Pieces.requests` by inference rank
+        self.first: dict[int, int] = {}  # by inference rank: the first that asks for the same
         self.alike: dict[int, Alike] = {}  # in these
         self.sizes = ShardSizes.of([], [])
         self.held_digest = self.memory_digest = b""  # of what was last posted
@@ -113,6 +114,8 @@ class Sender:
         }
         self.requests = {rank: pieces for rank, pieces in requests.items() if len(pieces)}
         digests = {rank: digest(message) for rank, message in zip(engines, messages, strict=True)}
+        firsts: dict[bytes, int] = {}
+        self.first = {rank: firsts.setdefault(digests[rank], rank) for rank in self.requests}
         if self.agreed.relays == NEVER:
             self.alike = {rank: alone(rank, len(pieces)) for rank, pieces in self.requests.items()}
         else:

@@ -39,12 +39,14 @@ from reshard.refit.transports import SENT
 
 
 class SentDigests:
-    """The digests that a trainer's rank takes, by inference rank: of pieces, then of blocks."""
+    """The digests that a trainer's rank takes, by inference rank: of pieces, then of blocks; once for those that ask
+    for the same and get it alike."""
 
     def __init__(self, sender: Sender) -> None:
         self.sender = sender
         # The addresses and routes that `pieces` and `blocks` are of.
         self.made_for: tuple[list[int], dict[int, str]] | None = None
+        self.same: dict[int, int] = {}  # by inference rank: the one whose digests are its own, too
         self.pieces: dict[int, Digests] = {}
         self.blocks: dict[int, BlockDigests] = {}  # that travel as such
 
@@ -54,10 +56,16 @@ class SentDigests:
         made_for = self.sender.source.addresses(), routes
         if made_for != self.made_for:
             memory = region_addresses(self.sender.source.memory)
-            self.pieces = {rank: self._of_pieces(rank, route, memory) for rank, route in routes.items()}
+            firsts: dict[tuple[int, bool], int] = {}
+            self.same = {
+                rank: firsts.setdefault((self.sender.first[rank], route in SENT), rank)
+                for rank, route in routes.items()
+            }
+            taken = {rank: routes[rank] for rank in firsts.values()}
+            self.pieces = {rank: self._of_pieces(rank, route, memory) for rank, route in taken.items()}
             self.blocks = {
                 rank: self._of_blocks(rank, route, memory)
-                for rank, route in routes.items()
+                for rank, route in taken.items()
                 if _as_blocks(self.sender.requests[rank], route).any()
             }
             self.made_for = made_for
@@ -68,11 +76,13 @@ class SentDigests:
 
     def post(self) -> None:
         """Publish the digests once they are computed."""
+        payloads: dict[int, bytes] = {}
         for rank, pieces in self.pieces.items():
-            payload = pieces.result().tobytes()
+            payloads[rank] = pieces.result().tobytes()
             if rank in self.blocks:
-                payload += self.blocks[rank].result().tobytes()
-            self.sender.group.post(f"digests/{rank}", payload)
+                payloads[rank] += self.blocks[rank].result().tobytes()
+        for rank, first in self.same.items():
+            self.sender.group.post(f"digests/{rank}", payloads[first])
 
     def _of_pieces(self, rank: int, route: str, memory: np.ndarray) -> Digests:
         request = self.sender.requests[rank]

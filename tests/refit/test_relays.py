@@ -95,12 +95,14 @@ def test_a_byte_that_changes_while_it_is_passed_on_is_found_by_a_verification(mo
         unseen, seen = caught(link.refit), caught(lambda: link.refit(verify=True))
         transport._all_to_all = plain
         healed = caught(lambda: link.refit(verify=True))
-        return unseen, seen, healed, state(side)
+        digests = link.sent_digests.pieces if link.sent_digests is not None else {}
+        return unseen, seen, healed, digests, state(side)
 
     first, second, *engines = refits(member, REPLICAS, delta=False, relays="always")
-    for unseen, seen, healed, _ in (first, second, *engines):
+    for unseen, seen, healed, *_ in (first, second, *engines):
         assert unseen == healed == "no error", (unseen, healed)
         assert "did not arrive as they are in the trainer" in seen
+    assert [*first[-2]] == [*second[-2]] == [2], "replicas have the digests of one"
     assert all(same_as((first[-1], second[-1]), served[-1]) for served in engines)
 
 
