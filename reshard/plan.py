@@ -301,11 +301,10 @@ def _plan_rank(
         relays.add((shards[t.src].ranks, t.name, t.box), t.box.volume * width, rank, gpus)
     bytes_by_distance, partners, gpu = [0, 0, 0, 0], set(), gpus[0]
     for holders, amount in bytes_by_holders.items():
-        for index, of_engine in enumerate(gpus):
-            position = rank + index * (gpus[1] - gpu if len(gpus) > 1 else 0)
-            partner = traffic.partner(holders, of_engine, position, relays.tp)
+        for of_engine in gpus:
+            partner = traffic.partner(holders, of_engine, rank + of_engine - gpu, relays.tp)
             traffic.add(partner, of_engine, amount)
-            if not index:
+            if of_engine == gpu:
                 bytes_by_distance[traffic.distance(gpu, partner)] += amount
                 partners.add(partner)
     return RankForecast(
