@@ -1,7 +1,7 @@
 """The agreement of all members before anything is planned: who has which side, and which routes
 bytes may take."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -71,20 +71,23 @@ class Agreement:
         transport = transport_for(pair, self.backend)
         return LOCAL if pair.same_process else transport.reach.name
 
+    def relaying(self, trainer: int, exported: bool, ranks: Iterable[int]) -> frozenset[int]:
+        """Return which of these inference ranks get what they want of a trainer's rank by a transport that relays."""
+        return frozenset(rank for rank in ranks if self.route(trainer, rank, exported) in RELAYED)
+
     def streams(
-        self, trainer: int, rank: int, exported: bool, requests: np.ndarray, alike: Alike
+        self, trainer: int, rank: int, relaying: frozenset[int], requests: np.ndarray, alike: Alike
     ) -> dict[Line, np.ndarray]:
         """Return the lines in which an inference rank gets what it `requests` of a trainer's rank, and which of it; the
         same for both."""
-
-        def may_relay(other: int) -> bool:
-            return self.route(trainer, other, exported) in RELAYED
 
         def host_of(other: int) -> str:
             return self.peers[other].host
 
         elements = requests[:, [ROW_COUNT, COLUMN_COUNT]].prod(1)
-        return streams_of(trainer, rank, requests, elements, alike, self.relays, may_relay, host_of)
+        return streams_of(
+            trainer, rank, requests, elements, alike, self.relays, relaying.__contains__, host_of
+        )
 
     def why_apart(self, trainer: int, engine: int) -> str:
         """Return why an inference rank does not map a trainer's memory on the same host; empty
@@ -179,19 +182,14 @@ def check_sides(greetings: Sequence[Greeting]) -> None:
         raise ReshardError(
             f"{name} connects with adapter={one!r}, {other_name} with {other!r}: give all the same, or none"
         )
-    chosen = {greeting.backend: greeting.name for greeting in greetings if greeting.backend != "auto"}
-    if len(chosen) > 1:
-        (backend, name), (other_backend, other_name), *_ = chosen.items()
-        raise ReshardError(
-            f"{name} asks for backend='{backend}', {other_name} for '{other_backend}': "
-            f"give all the same, or let one choose"
-        )
-    relays = {greeting.relays: greeting.name for greeting in greetings if greeting.relays != AUTO}
-    if len(relays) > 1:
-        (one, name), (other, other_name), *_ = relays.items()
-        raise ReshardError(
-            f"{name} asks for relays='{one}', {other_name} for '{other}': give all the same, or let one choose"
-        )
+    for option in ("backend", "relays"):
+        chosen = {vars(greeting)[option]: greeting.name for greeting in greetings}
+        chosen.pop(AUTO, None)
+        if len(chosen) > 1:
+            (one, name), (other, other_name), *_ = chosen.items()
+            raise ReshardError(
+                f"{name} asks for {option}='{one}', {other_name} for '{other}': give all the same, or let one choose"
+            )
 
 
 def names_of(group: RefitGroup, ranks: Sequence[int]) -> str:

@@ -3,6 +3,7 @@ and the copies that follow."""
 
 from collections.abc import Mapping, Set
 from hashlib import sha256
+from itertools import chain
 from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -219,8 +220,9 @@ class Receiver:
     def streams(self, rank: int) -> dict[Line, np.ndarray]:
         """Return the lines in which this rank gets its pieces of a trainer's rank."""
         requests = build_requests(self.engine, self.pieces[rank])
-        exported = self.memory[rank].exported
-        return self.agreed.streams(rank, self.group.rank, exported, requests, self.alike[rank])
+        alike = self.alike[rank]
+        relaying = self.agreed.relaying(rank, self.memory[rank].exported, {*chain.from_iterable(alike.ranks)})
+        return self.agreed.streams(rank, self.group.rank, relaying, requests, alike)
 
     def incoming(self) -> dict[str, dict[int, Incoming]]:
         """Return what this rank gets, by route and trainer's rank, from where everything is now."""

@@ -1,6 +1,7 @@
 """A member as a rank of the trainer: what it tells of its memory, what it is asked for, and the
 copies that follow."""
 
+from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -226,11 +227,14 @@ class Sender:
         """Return how inference ranks get their pieces from here."""
         return {rank: self.agreed.route(self.group.rank, rank, self.exported) for rank in self.requests}
 
-    def streams(self, rank: int) -> dict[Line, np.ndarray]:
-        """Return the lines in which an inference rank gets its pieces from here."""
-        return self.agreed.streams(
-            self.group.rank, rank, self.exported, self.requests[rank], self.alike[rank]
-        )
+    def streams(self, routes: Mapping[int, str]) -> dict[int, dict[Line, np.ndarray]]:
+        """Return the lines in which inference ranks get their pieces from here, by these routes."""
+        own = self.group.rank
+        relaying = self.agreed.relaying(own, self.exported, self.requests)
+        return {
+            rank: self.agreed.streams(own, rank, relaying, self.requests[rank], self.alike[rank])
+            for rank in routes
+        }
 
     def outgoing(self) -> dict[str, dict[int, Outgoing]]:
         """Return what this rank sends, by route and inference rank."""
@@ -238,11 +242,11 @@ class Sender:
         regions = self.source.memory
         memory = region_addresses(regions)
         on_host = np.array([region.tensor.device != self.device for region in regions], bool)
-        for rank, route in self.routes().items():
-            if route in SENT:
-                streams = {line: pieces for line, pieces in self.streams(rank).items() if line.first == rank}
-                if not streams:  # others pass on to it all that it gets
-                    continue
+        routes = {rank: route for rank, route in self.routes().items() if route in SENT}
+        for rank, of_rank in self.streams(routes).items():
+            streams = {line: pieces for line, pieces in of_rank.items() if line.first == rank}
+            if streams:  # else others pass on to it all that it gets
+                route = routes[rank]
                 shards = np.unique(self.requests[rank][:, SHARD])
                 storages = {
                     regions[shard].tensor.untyped_storage().data_ptr()

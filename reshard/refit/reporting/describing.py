@@ -29,11 +29,11 @@ def described(link: Any) -> dict[str, Any]:
 
 
 def _sends(sender: Sender) -> list[dict[str, Any]]:
-    names = sender.group.names
+    names, routes = sender.group.names, sender.routes()
     return [
-        {"to": [names[other] for other in line.ranks], "route": route, "pieces": len(pieces)}
-        for rank, route in sender.routes().items()
-        for line, pieces in sender.streams(rank).items()
+        {"to": [names[other] for other in line.ranks], "route": routes[rank], "pieces": len(pieces)}
+        for rank, streams in sender.streams(routes).items()
+        for line, pieces in streams.items()
         if line.first == rank
     ]
 
