@@ -122,16 +122,10 @@ class PackedRound(NamedTuple):
 
     @staticmethod
     def of(
-        pairs: Sequence[tuple[PackedPair, int, int]],
-        device: torch.device,
-        aside: bool = False,
-        passed_on: np.ndarray | None = None,
+        pairs: Sequence[tuple[PackedPair, int, int]], device: torch.device, aside: bool = False
     ) -> "PackedRound":
-        """Return that of rounds of pairs, given by number, in buffers at these addresses; with a table of further
-        copies of what is `passed_on`."""
+        """Return that of rounds of pairs, given by number, in buffers at these addresses."""
         tables = [empty_table(), *(pair.copies(index, start) for pair, index, start in pairs)]
-        if passed_on is not None:
-            tables.append(tiles_of(passed_on)[0])
         blocks = [table for pair, index, start in pairs for table in pair.blocks(index, start, device)]
         host_memory = np.unique(
             np.concatenate([*(pair.host_memory for pair, *_ in pairs), np.empty(0, np.int64)])

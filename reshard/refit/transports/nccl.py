@@ -21,11 +21,11 @@ from reshard.core.errors import ReshardError
 from reshard.refit.changes.buckets import SentBuckets, ServedBucket
 from reshard.refit.changes.exchange import ChangesExchange
 from reshard.refit.copying.addresses import UNSTAGED
-from reshard.refit.copying.copies import wait_for_exchange
+from reshard.refit.copying.copies import CopyTable, wait_for_exchange
 from reshard.refit.copying.flows import Incoming, Outgoing, by_line, by_round
 from reshard.refit.copying.legs import LAG, Legs, splits, starts
 from reshard.refit.copying.packing import PackedPair, PackedRound
-from reshard.refit.copying.tables import ALIGNMENT, DST, SRC, TILE_BYTES, bytes_packed, table_of
+from reshard.refit.copying.tables import ALIGNMENT, DST, SRC, TILE_BYTES, bytes_packed, table_of, tiles_of
 from reshard.refit.protocol.buckets import exchange_bucket_counts, exchange_partner_counts, exchange_relays
 from reshard.refit.relays import Line
 from reshard.refit.routes import NCCL, RELAY, Pair, Reach
@@ -42,13 +42,15 @@ ALL_PROGRAMS = 1024  # of those beside which little travels
 
 
 class BucketStep(NamedTuple):
-    """A round of buckets of one member: bytes from and to each member, and the copies before and after; where in the
-    buffer that leaves the bytes lie that it sends itself, and whether copies fill these."""
+    """A round of buckets of one member: bytes from and to each member, and the copies before and after; those of
+    what it passes on; where in the buffer that leaves the bytes lie that it sends itself, and whether copies fill
+    these."""
 
     splits_in: list[int]
     splits_out: list[int]
     pack: PackedRound
     unpack: PackedRound
+    pass_on: CopyTable
     own: list[tuple[Line, int, int]]  # (line, first byte, bytes)
     is_dense: bool
 
@@ -233,7 +235,9 @@ class Nccl(Transport):
                 self._step(number, index, *addresses[index % SLOTS]) for index in range(self.buckets[number])
             ]
         steps = [step for of_round in self.steps.values() for step in of_round]
-        self.work.launches = sum(step.pack.launches + step.unpack.launches for step in steps)
+        self.work.launches = sum(
+            step.pack.launches + step.unpack.launches + step.pass_on.launches for step in steps
+        )
         if number == UNSTAGED and self.changes is not None:
             self.work.received_bytes = self._received(self.whole_bytes)
             if self.changes.since is not None:
@@ -289,6 +293,7 @@ class Nccl(Transport):
                         kept.keep(index, self._packed(steps[index], send, PROGRAMS))
                     else:
                         pack.run(PROGRAMS)
+                    steps[index].pass_on.run(PROGRAMS)
                     if index >= SLOTS and packing is not None:
                         packing.wait_event(unpacked[index - SLOTS])
                     arriving, leaving = receive[: sum(splits_in)], send[: sum(splits_out)]
@@ -382,9 +387,11 @@ class Nccl(Transport):
         lies = {leg.line: start for leg, start in zip(before, starts(before, receive), strict=True)}
         packed, passed_on, own = [], [], []
         for leg, start in zip(leaving, starts(leaving, send), strict=True):
+            if not leg.size:
+                continue
             if leg.line.trainer != self.group.rank:
                 passed_on.append((lies[leg.line], start, 1, leg.size, 0, 0))
-            elif leg.size:
+            else:
                 packed.append((sends[leg.line], leg.bucket, start))
                 own.append((leg.line, start - send, leg.size))
         unpacked = [
@@ -394,8 +401,9 @@ class Nccl(Transport):
         return BucketStep(
             splits(arriving, self.ranks),
             splits(leaving, self.ranks),
-            PackedRound.of(packed, self.device, True, table_of([copy for copy in passed_on if copy[3]])),
+            PackedRound.of(packed, self.device, True),
             PackedRound.of(unpacked, self.device, True),
+            CopyTable(tiles_of(table_of(passed_on))[0], self.device, aside=True),
             own,
             all(pair.is_dense[bucket] for pair, bucket, _ in packed),
         )
