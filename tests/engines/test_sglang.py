@@ -321,13 +321,13 @@ def test_an_sglang_without_the_plugin_says_how_to_get_it():
 
 
 def test_a_refit_under_a_request_is_refused_and_the_request_goes_on(served):
-    [busy, _], engine = served
+    [busy, *_], engine = served
     assert "this SGLang has requests under way" in engine["busy"] and "requests under way" in busy
     assert engine["goes on"][1] == engine["served"][1]
 
 
 def test_a_sleeping_sglang_is_refused_and_a_woken_one_refitted(served):
-    [_, asleep], engine = served
+    [_, asleep, _], engine = served
     assert "this SGLang sleeps, and its weights have no memory" in engine["asleep"] and "sleeps" in asleep
     assert engine["woken"].startswith("this SGLang holds no weights since it released their memory")
     assert engine["mended"] == engine["served"][1]
