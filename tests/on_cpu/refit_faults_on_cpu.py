@@ -346,7 +346,7 @@ def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[s
     one phase after the other; what each says, how long that took, and whether the engine is ready,
     its version, and which checkpoint's weights it holds."""
     is_trainer, _, members = start(rank, sides)
-    steps, said = Steps(sides, rank, 2), {}
+    steps, said, limit = Steps(sides, rank, 2), {}, members.timeout
     source = destination = None
     if is_trainer:
         chunks, load = trainer(flags, checkpoints[0][1])
@@ -362,6 +362,7 @@ def lateness(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[s
         in the middle, by all of the others' wait."""
         steps.meet(f"before {step}")
         me = "trainer" if is_trainer else "engine"
+        members.timeout = limit if late or slow else 60  # who is not to be late may be slow on a busy machine
         if late == me:
             steps.wait(step)
         if slow == me:
