@@ -8,16 +8,17 @@
 
 All engines are refitted together, so that replicas pass on to each other what they get (`reshard.refit.relays`). One
 that dies, is late or refuses costs the others the wait for it, and a second try within the same send: it is left out,
-named, and refitted again by the first `Fleet.send` that finds it answering, by itself until that succeeds. Ports,
-ranks and sizes are the fleet's business.
+named, and refitted again by the first `Fleet.send` that finds it answering, by itself until that succeeds. Between two
+sends engines that are behind, or new, get the last version from others that serve it (`reshard.integrations.peers`).
+Ports, ranks and sizes are the fleet's business.
 """
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
@@ -30,8 +31,9 @@ from reshard.comm.ranks import error_line, on_first_rank
 from reshard.comm.registry import Registry
 from reshard.comm.secret import new_secret
 from reshard.core.errors import OptionError, ReshardError, first_line, listed
-from reshard.core.limits import check_seconds
-from reshard.core.printed import Printed
+from reshard.core.limits import check_seconds, check_switch
+from reshard.integrations.members import FleetReport, Member, go_on, pause
+from reshard.integrations.peers import Bringing, Recovery
 from reshard.integrations.sglang import SglangClient
 from reshard.integrations.vllm.transfer import EngineClient, HttpClient, WeightTransfer, count_workers
 from reshard.refit.link import RefitReport
@@ -44,48 +46,6 @@ log = logging.getLogger("reshard.fleet")
 # by the next send.
 ANSWER_SECONDS = 5.0
 PORTS = 8  # of which a connection takes the first that is free, from the one that was given on
-
-
-@dataclass(frozen=True)
-class FleetReport(Printed):
-    """The outcome of a send: the `version`, the `reports` of the engines that have it, by name, and why each other one
-    is `behind`."""
-
-    version: int
-    seconds: float
-    reports: dict[str, RefitReport] = field(default_factory=dict)
-    behind: dict[str, str] = field(default_factory=dict)
-
-    def lines(self) -> Iterator[str]:
-        """Return a line on the send, and one on each engine that is behind."""
-        count = len(self.reports) + len(self.behind)
-        yield f"version {self.version} in {len(self.reports)} of {count} engines, {self.seconds:.2f} s"
-        yield from (f"  {name} is behind: {why}" for name, why in self.behind.items())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return figures for a logger; ``transfer_seconds`` is the sum over connections: one, unless engines failed."""
-        reports = {id(report): report for report in self.reports.values()}.values()
-        return {
-            "version": self.version,
-            "seconds": self.seconds,
-            "engines": len(self.reports),
-            "engines_behind": len(self.behind),
-            "transfer_seconds": sum(report.transfer_seconds for report in reports),
-        }
-
-
-@dataclass
-class _Member:
-    """An engine: its `client`, on the first rank, and how many `workers` it has."""
-
-    name: str
-    client: Any = None
-    workers: int = 0
-    version: int | None = None  # the last that it got
-    refitted_at: float | None = None
-    why: str = "it was added after the last send"
-    asked: "Future[int] | None" = None  # how many workers it says that it has, while it is not connected
-    has_failed: bool = False  # since it was last refitted
 
 
 class _Connection(NamedTuple):
@@ -115,6 +75,9 @@ class Fleet:
 
     With `registry`, a ``host:port`` of the first rank's host, engines may be added and removed there by others, and
     looked at: ``reshard fleet host:port``. Who asks knows the `secret`, or ``RESHARD_SECRET``; see `RefitGroup.join`.
+
+    With `peers`, engines that are new or behind get the last version from others between two sends, unless the weights
+    that are sent are an adapter's.
     """
 
     def __init__(
@@ -125,6 +88,7 @@ class Fleet:
         timeout: float = 60.0,
         registry: str | None = None,
         secret: str | None = None,
+        peers: bool = True,
         **options: Any,
     ) -> None:
         check_seconds(timeout, "timeout")
@@ -134,11 +98,14 @@ class Fleet:
         self.options = options
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
         self.version: int | None = None
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, Member] = {}
         self._connections: list[_Connection] = []
         # Since the last send, on the first rank: names with a client to add, or None to remove. Another thread may add.
-        self._changes: list[tuple[str, EngineClient | None]] = []
+        self._changes: list[tuple[str, Member | None]] = []
         self._lock = Lock()
+        check_switch(peers, "peers")
+        self.peers = peers and options.get("adapter") is None
+        self._recovery: Recovery | None = None  # on the first rank, between two sends
         self._registry: Registry | None = None
         if registry is not None:
             on_first_rank(lambda: self._serve(registry, secret))
@@ -154,9 +121,11 @@ class Fleet:
     def _join(self, url: str, name: str | None = None, sglang: bool = False) -> str:
         """Add the server at an address, in place of another of this name; see `add`."""
         client = SglangClient(url, name=name) if sglang else HttpClient(url, name=name)
+        chosen = name or client.url
         with self._lock:
-            self._changes.append((name or client.url, client))
-        return name or client.url
+            self._changes.append((chosen, Member(chosen, client)))
+        self._look()
+        return chosen
 
     # Members
 
@@ -169,49 +138,58 @@ class Fleet:
         if not chosen:
             raise OptionError(f"this {type(client).__name__} has no name: give name=")
         with self._lock:
-            if chosen in self._names():
+            if chosen in self._changed():
                 raise OptionError(f"the fleet has an engine {chosen}: remove it first, or give another name")
-            self._changes.append((str(chosen), client))
+            self._changes.append((str(chosen), Member(str(chosen), client)))
+        self._look()
         return str(chosen)
 
     def remove(self, name: str) -> None:
         """Leave an engine out from the next send on, which disconnects it; it serves what it has. Raises OptionError
         for a name that the fleet does not have."""
         with self._lock:
-            if self.is_first and name not in self._names():
-                raise OptionError(f"the fleet has no engine {name}: it has {listed(self._names()) or 'none'}")
+            if self.is_first and name not in self._changed():
+                raise OptionError(
+                    f"the fleet has no engine {name}: it has {listed(self._changed()) or 'none'}"
+                )
             self._changes.append((name, None))
 
     def names(self) -> list[str]:
         """Return the names of the engines that the next send tries to reach, as this rank knows them."""
-        with self._lock:
-            return self._names()
+        return [*self._known()]
 
-    def _names(self) -> list[str]:
-        names = dict.fromkeys(self._members)
-        for name, client in self._changes:
-            if client is None:
-                names.pop(name, None)
+    def _look(self) -> None:
+        """Bring up whoever is new now."""
+        recovery = self._recovery
+        if recovery is not None:
+            recovery.look()
+
+    def _known(self) -> dict[str, Member]:
+        """Return the members that the next send tries to reach."""
+        with self._lock:
+            return self._changed()
+
+    def _changed(self) -> dict[str, Member]:
+        members = dict(self._members)
+        for name, member in self._changes:
+            if member is None:
+                members.pop(name, None)
             else:
-                names[name] = None
-        return list(names)
+                members[name] = member
+        return members
 
     def describe(self) -> dict[str, Any]:
         """Return the fleet's ``version``, and of each of its ``engines`` the ``version`` that it got last and how many
         seconds ago (``age``), whether it is ``connected``, and ``why`` it is behind, if it is."""
         engines, connected = {}, self._connected()
-        with self._lock:
-            names = self._names()
-        members = dict(self._members)  # another thread may change it
-        for member in (members.get(name) or _Member(name) for name in names):
-            current = member.name in connected and member.version == self.version
+        for member in self._known().values():
             engines[member.name] = {
                 "version": member.version,
                 "age": None
                 if member.refitted_at is None
                 else round(time.monotonic() - member.refitted_at, 1),
-                "connected": member.name in connected,
-                "why": None if current else member.why,
+                "connected": member.name in connected and not member.has_restarted,
+                "why": member.why or None,
             }
         return {"version": self.version, "engines": engines}
 
@@ -237,6 +215,7 @@ class Fleet:
         answered could be connected and refitted, which may be this trainer's fault.
         """
         began = time.monotonic()
+        self._end_recovery()
         self._follow_changes()
         if version is None:
             version = 0 if self.version is None else self.version + 1
@@ -249,6 +228,10 @@ class Fleet:
         for names in [together, *([name] for name in apart)]:
             reports |= self._bring(names, how)
         self.version = version
+        if self.is_first and self.peers:
+            self._recovery = Recovery(
+                self._known, Bringing(version, self.host, self.timeout, pausing, self.options)
+            )
         behind = {name: member.why for name, member in self._members.items() if name not in reports}
         sent = FleetReport(version, time.monotonic() - began, reports, behind)
         if self.is_first:
@@ -264,19 +247,34 @@ class Fleet:
             )
         return sent
 
+    def _end_recovery(self) -> None:
+        """Have nobody be brought up any more by others."""
+        recovery, self._recovery = self._recovery, None
+        if recovery is not None:
+            recovery.stop()
+
     def _follow_changes(self) -> None:
         """Add and remove members as the first rank was told to, on all ranks."""
         with self._lock:
             changes, self._changes = self._changes if self.is_first else [], []
-        for name, is_new in on_first_rank(lambda: [(added, client is not None) for added, client in changes]):
+        news = on_first_rank(lambda: [(name, member is not None) for name, member in changes])
+        own = (
+            changes if self.is_first else [(name, Member(name) if is_new else None) for name, is_new in news]
+        )
+        for name, member in own:
             if name in self._members:
                 self._disconnect([name])
                 del self._members[name]
-            if is_new:
-                self._members[name] = _Member(name)
-        for name, client in changes:
-            if client is not None and name in self._members:
-                self._members[name].client = client
+            if member is not None:
+                self._members[name] = member
+        # The first rank knows what has become of them since the last send.
+        states = on_first_rank(lambda: {name: member.state() for name, member in self._members.items()})
+        for name, state in states.items():
+            self._members[name].take_state(state)
+        restarted = [name for name, member in self._members.items() if member.has_restarted]
+        self._disconnect(restarted)
+        for name in restarted:
+            self._members[name].has_restarted = False
 
     def _answering(self, names: Collection[str]) -> list[str]:
         """Return which of these answer how many workers they have, which is noted, as why the others do not."""
@@ -297,7 +295,7 @@ class Fleet:
         wait(asked_now, ANSWER_SECONDS)
         return names
 
-    def _ask(self, member: _Member) -> tuple[int | None, str]:
+    def _ask(self, member: Member) -> tuple[int | None, str]:
         """Return how many workers an engine has said that it has; or None, and why not."""
         asked = member.asked
         if asked is None or not asked.done():
@@ -315,11 +313,9 @@ class Fleet:
         if failure and len(rest) == 1:
             failed |= {rest.pop(): failure}
         for name, why in failed.items():
-            member = self._members[name]
-            member.why, member.has_failed = why, True
+            self._members[name].failed(why)
         for name in reports:
-            member = self._members[name]
-            member.version, member.refitted_at, member.has_failed = how.version, time.monotonic(), False
+            self._members[name].refitted(how.version)
         if not rest:
             return reports
         answering = self._answering(rest)
@@ -337,12 +333,12 @@ class Fleet:
     def _attempt(self, names: Sequence[str], how: _How) -> tuple[dict[str, RefitReport], dict[str, str], str]:
         """Refit these engines together. Return the reports of those that have the weights, why single ones have
         failed, and why all others have; these are disconnected."""
-        failed = self._each(names, _pause) if how.pausing else {}
+        failed = self._each(names, pause) if how.pausing else {}
         report, failure = None, ""
         if not failed:
             report, failure = self._together(lambda: self._transfer(names).send(how.version, how.verify))
         if how.pausing:  # also after a failure: engines then answer those who wait that they may not serve
-            resumed = self._each(names, partial(_go_on, is_new=report is not None))
+            resumed = self._each(names, partial(go_on, is_new=report is not None))
             failed |= resumed if report is not None else {}
         if report is None or failed:
             self._disconnect(names)
@@ -410,27 +406,12 @@ class Fleet:
 
     def close(self) -> None:
         """Disconnect all engines, which serve what they have; all ranks call it."""
+        self._end_recovery()
         for name in self._connected():
             self._members[name].why = "the fleet was closed"
         self._disconnect(self._connected())
         if self._registry is not None:
             self._registry.close()
-
-
-def _pause(client: Any) -> None:
-    """Let no request of an engine run, as far as its client can."""
-    if hasattr(client, "pause"):
-        client.pause()
-
-
-def _go_on(client: Any, is_new: bool) -> None:
-    """Let requests run again; drop before what was computed from the old weights if there are new ones."""
-    try:
-        if is_new and hasattr(client, "reset_prefix_cache"):
-            client.reset_prefix_cache()
-    finally:
-        if hasattr(client, "resume"):
-            client.resume()
 
 
 def _said(pair: tuple[str, str]) -> str:

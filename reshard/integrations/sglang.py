@@ -24,6 +24,13 @@ class SglangClient(EngineServer):
         """Return how many schedulers it has."""
         return server_ranks(self.url)
 
+    def serves(self) -> int | None:
+        """Return the version of the weights as SGLang tells it; None for one that is no number, such as of weights that
+        it has loaded."""
+        answer = self._call("GET", "model_info")
+        version = answer.get("weight_version") if isinstance(answer, dict) else None
+        return int(version) if isinstance(version, str) and version.isdecimal() else None
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Join the trainer, and connect."""
         connect_server(self.url, **init_info)

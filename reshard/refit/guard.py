@@ -18,7 +18,8 @@ class Guard:
 
     An engine's serving path calls `check_ready` before each run of the model. `reason` completes
     "this `engine` holds" while the weights are not whole. `when_loaded` are methods to call when
-    the engine has loaded all weights itself; their owners may go away. `losses` counts how often
+    the engine has loaded all weights itself, `readers` those that end who reads the weights for others, before anything
+    writes into them or takes their memory away; their owners may go away. `losses` counts how often
     weights were lost, `buffer_losses` how often buffers were lost with them. `writes` counts all that may
     have changed the weights: refits that were begun, losses, and what the engine loaded itself. `since` is the
     time from which on the weights are not whole.
@@ -29,6 +30,7 @@ class Guard:
     reason: str = ""
     version: int | None = None
     when_loaded: list[WeakMethod] = field(default_factory=list)
+    readers: list[WeakMethod] = field(default_factory=list)
     losses: int = 0
     buffer_losses: int = 0
     writes: int = 0
@@ -37,6 +39,7 @@ class Guard:
 
     def invalidate(self, reason: str) -> None:
         """Refuse to serve from now on. What is there then is of no version."""
+        self.end_readers()
         if self.ready:
             self.since = time.time()
         self.ready, self.reason, self.writes, self.version = False, reason, self.writes + 1, None
@@ -54,8 +57,16 @@ class Guard:
                 method()
 
     def altered(self) -> None:
-        """Note that others have written some weights: they are of no version, and nothing may build on them."""
+        """Note that others are about to write some weights: they are of no version, and nothing may build on them."""
+        self.end_readers()
         self.version, self.writes = None, self.writes + 1
+
+    def end_readers(self) -> None:
+        """Have nobody read the weights for others from now on: they will be written, or lose their memory."""
+        readers, self.readers = self.readers, []
+        for method in [reference() for reference in readers]:
+            if method is not None:
+                method()
 
     def refitted(self, version: int) -> None:
         """Serve again: a refit has brought all weights, of this version."""

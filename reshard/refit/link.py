@@ -23,6 +23,7 @@ from reshard.refit.reporting.digest import RefitDigest
 from reshard.refit.reporting.log import RefitLog
 from reshard.refit.reporting.report import RefitReport
 from reshard.refit.sender import Sender
+from reshard.refit.trainer import Trainer
 from reshard.refit.transports import SENT
 from reshard.refit.transports.together import Transports
 from reshard.refit.verification import ReceivedDigests, SentDigests
@@ -150,6 +151,9 @@ class Link:
                 if self.group.verify:
                     self._verify()
                     self.digest.exchange()
+                    if self.sender is not None and not isinstance(self.sender.source, Trainer):
+                        # An engine serves meanwhile, and others may have written into it.
+                        self.sender.source.check_current()
                 self._release()
                 self._commit()
         except BaseException as error:

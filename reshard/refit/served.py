@@ -93,14 +93,18 @@ class ServedWeights(Holder):
 
     def publish(self, model: Model) -> list[LocalTensor]:
         """Return the placement, as the engine's own loader gave it."""
+        self.check_as_published()
+        return [
+            self.placement.tensors[identity]._replace(id=index) for index, identity in enumerate(self.regions)
+        ]
+
+    def check_as_published(self) -> None:
+        """Raise ReshardError if what this rank serves was quantized."""
         if others := self.not_as_published():
             raise ReshardError(
                 f"{self.guard.engine} serves {len(others)} tensors as something else than what was published "
                 f"({listed(others, 2)}), which no refit reads: give a trainer, or an engine without quantization"
             )
-        return [
-            self.placement.tensors[identity]._replace(id=index) for index, identity in enumerate(self.regions)
-        ]
 
     def check_model(self, model: Model) -> None:
         """Raise ReshardError if the published config that the engine serves is of another model."""

@@ -28,6 +28,7 @@ import torch
 
 from reshard.comm.http import call_route
 from reshard.core.errors import ReshardError, first_line
+from reshard.engines.workers.lending import LendingMethods
 from reshard.integrations.fleet import Fleet
 from reshard.integrations.vllm.transfer import HttpClient
 from reshard.refit import RefitGroup, connect
@@ -45,12 +46,30 @@ def crc(weight: torch.Tensor) -> int:
     return crc32(weight.view(torch.int16).numpy().tobytes())
 
 
+class Lender(LendingMethods):
+    """The worker of an engine that hands on what it has."""
+
+    def __init__(self, engine: OneTensor) -> None:
+        self.engine = engine
+
+    def _reshard_engine_side(self) -> OneTensor:
+        return self.engine
+
+    def _reshard_rank(self) -> int:
+        return 0
+
+
 def serve(port: int) -> None:
     """Serve an engine at a port, until the process is killed."""
     torch.set_num_threads(1)
     engine, links = OneTensor(ROWS), []
+    lending = Lender(engine)
 
     def init(info: dict) -> None:
+        lends = info.pop("lends", None)
+        if lends is not None:
+            lending.reshard_lend(info.pop("address"), info.pop("first_rank"), info.pop("size"), lends, **info)
+            return
         for link in links:
             with suppress(ReshardError):
                 link.close()
@@ -71,6 +90,9 @@ def serve(port: int) -> None:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if "collective_rpc" in self.path:
+                self.answer(200, {"results": [engine.guard.state()]})
+                return
             try:
                 if "init_info" in body:
                     init(body["init_info"])
@@ -202,10 +224,41 @@ def campaign(seed: int, sends: int, engines: int) -> tuple[list[str], Counter, f
             if (said := wrong(pod, version, crcs, refitted))
         ]
         counts["refitted"] += len(refitted)
+        if rng.random() < 0.5:
+            violations += between(pods, fleet, version, crcs, rng, counts)
     for pod in pods:
         pod.signal(signal.SIGKILL)
     fleet.close()
     return violations, counts, longest
+
+
+def between(
+    pods: list[Pod], fleet: Fleet, version: int, crcs: dict[int, int], rng: random.Random, counts: Counter
+) -> list[str]:
+    """Start engines that are dead, and disturb one, while those that are behind get the version from others; return the
+    violations."""
+    for pod in pods:
+        if not pod.is_alive and rng.random() < 0.7:
+            pod.start()
+            counts["start"] += 1
+    before = {pod.name for pod in pods if pod.is_alive}
+    if rng.random() < 0.3:
+        timer = threading.Timer(
+            rng.random(), rng.choice(pods).signal, [rng.choice([signal.SIGKILL, signal.SIGSTOP])]
+        )
+        timer.start()
+        counts["between"] += 1
+    deadline = time.monotonic() + rng.choice([0.5, 8.0])
+    while time.monotonic() < deadline and any(one["why"] for one in fleet.describe()["engines"].values()):
+        time.sleep(0.1)
+    engines, violations = fleet.describe()["engines"], []
+    for pod in pods:
+        engine = engines.get(pod.name, {})
+        has_it = engine.get("version") == version and engine["why"] is None and pod.name in before
+        counts["brought"] += has_it and not engine["connected"]
+        if has_it and not engine["connected"] and (said := wrong(pod, version, crcs, [pod.name])):
+            violations.append(f"version {version}, from others: {pod.name} {said}")
+    return violations
 
 
 def wrong(pod: Pod, version: int, crcs: dict[int, int], refitted: list[str]) -> str:

@@ -62,6 +62,26 @@ def on_call(*arguments: str) -> str:
     return ended.stdout + ended.stderr
 
 
+def brought_up(members: Fleet, engine: Served, anew: bool = False) -> dict:
+    """What the fleet says of an engine that was started again, or added anew, between two sends, once another one has
+    handed on what that serves; and what it serves then."""
+    if anew:
+        members.remove(engine.name)
+    engine.kill()
+    engine.start()
+    if anew:
+        members.add(engine.client)
+    deadline = time.monotonic() + 60
+    while engine.client.serves() is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+    time.sleep(1)
+    return {
+        "said": members.describe()["engines"][engine.name] | {"age": None},
+        "serves": engine.client.serves(),
+        "digest": digest(engine.url).text,
+    }
+
+
 def fleet(pairs: list) -> dict:
     """What a fleet's reports say after each of its members' fates, and the digests of what they serve then."""
     trainer, outcome = Megatron(Path(pairs[0][1]), "fp32", MegatronLayout(tp=2)), {}
@@ -126,6 +146,11 @@ def fleet(pairs: list) -> dict:
         send("two goes on", 1)
         if first:
             outcome["shown"] = on_call(registry), json.loads(on_call(registry, "--json"))
+        if first:
+            with running(one.url, one.directory):
+                outcome["from a peer"] = [brought_up(members, two, anew=True), brought_up(members, two)]
+        dist.barrier()
+        send("after a peer", 0)
         on_first(lambda: on_call(registry, "--leave", "one"))
         send("one has left", 0)
         if first:

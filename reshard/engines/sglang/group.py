@@ -29,8 +29,8 @@ JOIN_DIGEST = "join a digest"  # as a load format: the same, where they only rea
 
 
 def connect_group(connect: Callable[..., Any], updater: Any, request: Any) -> Any:
-    """Connect to a trainer for a group of ours. The backend of the request holds the options of
-    `reshard.engines.workers.refits.WorkerOptions.of_call`, as JSON."""
+    """Connect to a trainer for a group of ours, or hand on what is served, where its version comes as ``lends``. The
+    backend of the request holds the options of `reshard.engines.workers.refits.WorkerOptions.of_call`, as JSON."""
     if request.group_name != GROUP:
         return connect(updater, request)
 
@@ -38,12 +38,14 @@ def connect_group(connect: Callable[..., Any], updater: Any, request: Any) -> An
         if request.backend == JOIN:
             updater.scheduler.reshard_join()
             return
-        updater.scheduler.reshard_connect(
-            f"{request.master_address}:{request.master_port}",
-            request.rank_offset,
-            request.world_size,
-            **_options(request.backend),
-        )
+        options = _options(request.backend)
+        address = f"{request.master_address}:{request.master_port}"
+        meeting = address, request.rank_offset, request.world_size
+        lends = options.pop("lends", None)
+        if lends is None:
+            updater.scheduler.reshard_connect(*meeting, **options)
+        else:
+            updater.scheduler.reshard_lend(*meeting, lends, **options)
         _check_done(updater.scheduler)
 
     return _answer(compat.CONNECTED, connected, "connected")

@@ -51,6 +51,9 @@ def check_request(add: Callable[..., Any], scheduler: Any, request: Any, *args: 
 
 def follow_release(release: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
     """Release memory, and refuse to serve from then on if the weights were lost with it."""
+    guard = _guards.get(compat.model_of(updater))
+    if guard is not None:
+        guard.end_readers()
     result = release(updater, *args, **kwargs)
     guard = _guards.get(compat.model_of(updater))
     if (

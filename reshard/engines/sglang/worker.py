@@ -24,12 +24,13 @@ from reshard.engines.sglang.delta_methods import ChainMethods
 from reshard.engines.sglang.guard import guard_of
 from reshard.engines.sglang.live import SglangModel
 from reshard.engines.workers.digest_methods import DigestMethods, say
+from reshard.engines.workers.lending import LendingMethods
 from reshard.engines.workers.refits import LinkMethods, WorkerOptions, connect_worker, log_refits
 
 logger = logging.getLogger("sglang.srt.reshard")  # below SGLang's own, which shows it
 
 
-class SchedulerMethods(ChainMethods, DigestMethods, LinkMethods):
+class SchedulerMethods(ChainMethods, DigestMethods, LinkMethods, LendingMethods):
     """Methods of SGLang's scheduler that connect it to a trainer and take its weights, or a chain's."""
 
     _reshard_engine: SglangModel | None = None
@@ -119,6 +120,10 @@ class SchedulerMethods(ChainMethods, DigestMethods, LinkMethods):
 
     def _reshard_logger(self) -> logging.Logger | None:
         return logger if compat.rank_in_engine(self) == 0 else None
+
+    def _reshard_rank(self) -> int:
+        """Return the rank of this scheduler among those of the engine."""
+        return compat.rank_in_engine(self)
 
     def _reshard_engine_side(self) -> SglangModel:
         return self._reshard_side()

@@ -45,7 +45,8 @@ class VllmGuard(Guard):
             ("reset_weights", self._zeroed),
         ):
             if hasattr(worker, name):
-                setattr(worker, name, call_after(with_plain_weights(getattr(worker, name)), after))
+                plain = with_plain_weights(getattr(worker, name))
+                setattr(worker, name, call_after(self._unread(plain), after))
         for name, around in (("reload_weights", self._reloading), ("update_weights", self._updating)):
             if hasattr(worker, name):
                 setattr(worker, name, around(with_plain_weights(getattr(worker, name)), worker))
@@ -60,6 +61,16 @@ class VllmGuard(Guard):
             return run(*args, **kwargs)
 
         return checked
+
+    def _unread(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of the worker that takes memory away, before which nobody may read from it any more."""
+
+        @wraps(method)
+        def unread(*args: Any, **kwargs: Any) -> Any:
+            self.end_readers()
+            return method(*args, **kwargs)
+
+        return unread
 
     def _while_warming_up(self, warm_up: Callable[..., Any]) -> Callable[..., Any]:
         def warmed_up(*args: Any, **kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ from reshard.engines.vllm.guard import guard_of, state_of
 from reshard.engines.vllm.live import VllmModel
 from reshard.engines.vllm.requests.calls import Answer, answered
 from reshard.engines.workers.delta_methods import DeltaMethods, answering
+from reshard.engines.workers.lending import LendingMethods
 from reshard.engines.workers.refits import (
     LinkMethods,
     WorkerOptions,
@@ -38,7 +39,7 @@ logger = logging.getLogger("vllm.reshard")  # below vLLM's own, which shows it
 LOADING_METHODS = ("init_device", "load_model", "reload_weights")
 
 
-class RefitExtension(DeltaMethods, DigestOfEnginesMethods, LinkMethods):
+class RefitExtension(DeltaMethods, DigestOfEnginesMethods, LinkMethods, LendingMethods):
     """Methods of a vLLM worker that connect it to a trainer and take its weights; for
     ``worker_extension_cls``."""
 

@@ -66,6 +66,11 @@ class HttpClient(EngineServer):
         answer = self._call("GET", "get_world_size")
         return _workers_of(answer.get("world_size") if isinstance(answer, dict) else None, self.url)
 
+    def serves(self) -> int | None:
+        """Return the version of the weights that all of its workers serve; None if they serve no version."""
+        answer = self._call("POST", "collective_rpc", {"method": "reshard_state"})
+        return _version_of(answer.get("results") if isinstance(answer, dict) else None)
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._call("POST", "init_weight_transfer_engine", {"init_info": init_info})
 
@@ -121,6 +126,10 @@ class LlmClient:
         """Return how many workers it has."""
         return int(self.llm.llm_engine.vllm_config.parallel_config.world_size_across_dp)
 
+    def serves(self) -> int | None:
+        """Return the version of the weights that all of its workers serve; None if they serve no version."""
+        return _version_of(self.llm.collective_rpc("reshard_state"))
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.llm.init_weight_transfer_engine({"init_info": init_info})
 
@@ -137,7 +146,7 @@ class LlmClient:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """End an update. Older versions of vLLM ignore the version."""
-        _finish(self.llm, weight_version)
+        finish(self.llm, weight_version)
 
     def shutdown_weight_transfer_engine(self) -> None:
         """Disconnect it from the trainer, and free what it has mapped."""
@@ -206,7 +215,7 @@ class WeightTransfer:
 
         report = self._call(update).alongside(self.link.group, lambda: self.link.refit(version, verify))
         version_text = str(report.version)
-        calls = self._call(lambda index: _finish(self.clients[index], version_text))
+        calls = self._call(lambda index: finish(self.clients[index], version_text))
         calls.wait_all(self.link.group.timeout)
         return report
 
@@ -226,7 +235,7 @@ class WeightTransfer:
         return Calls({name: in_background(partial(call, index)) for index, name in named})
 
 
-def _finish(engine: Any, version: str | None) -> None:
+def finish(engine: Any, version: str | None) -> None:
     """End an update, with the version if this client or engine takes one."""
     if version is not None and "weight_version" in signature(engine.finish_weight_update).parameters:
         engine.finish_weight_update(weight_version=version)
@@ -301,6 +310,14 @@ def count_workers(client: Any) -> int:
             f"give engine_ranks"
         ) from error
     return _workers_of(count, type(client).__name__)
+
+
+def _version_of(states: Any) -> int | None:
+    """Return the version that all of an engine's workers serve by their states; None for any other answer."""
+    known = [state for state in states or [None] if isinstance(state, dict) and state.get("ready")]
+    versions = {state.get("version") for state in known}
+    version = versions.pop() if len(versions) == 1 and len(known) == len(states) else None
+    return version if isinstance(version, int) else None
 
 
 def _workers_of(count: Any, who: str) -> int:

@@ -28,7 +28,10 @@ with importing("vllm"):
 class ReshardInitInfo(WeightTransferInitInfo):
     """The meeting with the trainer: `address` (``host:port``), the member `first_rank` that this
     engine's first worker is, of `size` members; `timeout` is how many seconds each waits for the
-    others, `secret` is that of `RefitGroup.join`, and `name` that of the engine, for errors and logs."""
+    others, `secret` is that of `RefitGroup.join`, and `name` that of the engine, for errors and logs.
+
+    With `lends`, a version, the engine hands on the weights of that version, which it serves, to another engine that
+    comes there, once; it stays connected as it is."""
 
     address: str
     first_rank: int
@@ -36,6 +39,7 @@ class ReshardInitInfo(WeightTransferInitInfo):
     timeout: float = 60.0
     secret: str | None = field(default=None, repr=False)
     name: str | None = None
+    lends: int | None = None
 
 
 @dataclass
@@ -68,15 +72,13 @@ class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
         self.worker = worker
 
     def init_transfer_engine(self, init_info: ReshardInitInfo) -> None:
-        """Meet the trainer's ranks and connect, also if the engine was connected before."""
-        self._attached_worker().reshard_connect(
-            init_info.address,
-            init_info.first_rank,
-            init_info.size,
-            timeout=init_info.timeout,
-            secret=init_info.secret,
-            name=init_info.name,
-        )
+        """Meet the trainer's ranks and connect, also if the engine was connected before; or hand on what is served."""
+        meeting = init_info.address, init_info.first_rank, init_info.size
+        options = {"timeout": init_info.timeout, "secret": init_info.secret, "name": init_info.name}
+        if init_info.lends is None:
+            self._attached_worker().reshard_connect(*meeting, **options)
+        else:
+            self._attached_worker().reshard_lend(*meeting, init_info.lends, **options)
 
     def start_weight_update(self) -> None:
         """Do nothing: what has to be checked before the first byte, all members check together."""

@@ -1,0 +1,91 @@
+"""A fleet's engines, and what a send says of them."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from reshard.core.printed import Printed
+from reshard.refit.link import RefitReport
+
+
+@dataclass(frozen=True)
+class FleetReport(Printed):
+    """The outcome of a send: the `version`, the `reports` of the engines that have it, by name, and why each other one
+    is `behind`."""
+
+    version: int
+    seconds: float
+    reports: dict[str, RefitReport] = field(default_factory=dict)
+    behind: dict[str, str] = field(default_factory=dict)
+
+    def lines(self) -> Iterator[str]:
+        """Return a line on the send, and one on each engine that is behind."""
+        count = len(self.reports) + len(self.behind)
+        yield f"version {self.version} in {len(self.reports)} of {count} engines, {self.seconds:.2f} s"
+        yield from (f"  {name} is behind: {why}" for name, why in self.behind.items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return figures for a logger; ``transfer_seconds`` is the sum over connections: one, unless engines failed."""
+        reports = {id(report): report for report in self.reports.values()}.values()
+        return {
+            "version": self.version,
+            "seconds": self.seconds,
+            "engines": len(self.reports),
+            "engines_behind": len(self.behind),
+            "transfer_seconds": sum(report.transfer_seconds for report in reports),
+        }
+
+
+@dataclass
+class Member:
+    """An engine: its `client`, on the first rank, and how many `workers` it has."""
+
+    name: str
+    client: Any = None
+    workers: int = 0
+    version: int | None = None  # the last that it got
+    refitted_at: float | None = None
+    why: str = "it was added after the last send"  # it is behind; empty while it is not
+    asked: "Future[int] | None" = None  # how many workers it says that it has, while it is not connected
+    has_failed: bool = False  # since it was last refitted
+    has_restarted: bool = False  # since it was connected
+
+    def refitted(self, version: int) -> None:
+        """Note that it has the weights of a version now."""
+        self.version, self.refitted_at, self.why, self.has_failed = version, time.monotonic(), "", False
+
+    def restarted(self) -> None:
+        """Note that it no longer serves the version that it had."""
+        self.version, self.has_restarted = None, True
+        self.why = "it no longer serves the weights that it got: it was started again, or got others"
+
+    def state(self) -> dict[str, Any]:
+        """Return what all ranks have to know of it."""
+        return {name: getattr(self, name) for name in ("version", "why", "has_failed", "has_restarted")}
+
+    def take_state(self, state: dict[str, Any]) -> None:
+        """Take the first rank's `state`."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def failed(self, why: str) -> None:
+        """Note that it could not be refitted."""
+        self.why, self.has_failed = why, True
+
+
+def pause(client: Any) -> None:
+    """Let no request of an engine run, as far as its client can."""
+    if hasattr(client, "pause"):
+        client.pause()
+
+
+def go_on(client: Any, is_new: bool) -> None:
+    """Let requests run again; drop before what was computed from the old weights if there are new ones."""
+    try:
+        if is_new and hasattr(client, "reset_prefix_cache"):
+            client.reset_prefix_cache()
+    finally:
+        if hasattr(client, "resume"):
+            client.resume()

@@ -1,0 +1,178 @@
+"""Engines that are behind, brought up by others of their fleet, while the trainer trains.
+
+The first rank's process is member 0 of the meeting, has no weights in it, and says which version is meant; the engine
+that has it (`reshard.engines.workers.lending`) is the source, and goes on serving.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from threading import Event, Thread
+from typing import Any
+
+from reshard.comm.background import in_background
+from reshard.comm.group import RefitGroup
+from reshard.comm.hosts import free_address
+from reshard.comm.ranks import error_line
+from reshard.comm.secret import new_secret
+from reshard.core.errors import ReshardError
+from reshard.integrations.members import Member, go_on, pause
+from reshard.integrations.sync import Calls, Meeting
+from reshard.integrations.vllm.transfer import count_workers, finish
+from reshard.refit.connecting import connect
+from reshard.refit.options import ConnectOptions
+
+log = logging.getLogger("reshard.fleet")
+LOOK_SECONDS = 1.0  # between two looks at who is behind
+WATCH_SECONDS = 5.0  # between two questions what engines serve
+AGAIN_SECONDS = 10.0  # between two tries to bring up one engine
+STOP_SECONDS = 5.0  # that a send waits for the end of what it has stopped
+
+
+@dataclass(frozen=True)
+class Bringing:
+    """How engines are brought up: to which `version`, where members meet on this `host`, how many seconds they wait for
+    each other, whether requests are `pausing` meanwhile, and the options of `reshard.refit.connect`."""
+
+    version: int
+    host: str
+    timeout: float
+    pausing: bool
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Recovery:
+    """A thread of the trainer's first rank that brings up engines from others, between two sends.
+
+    `members` returns all of the fleet's engines, by name, each time anew; those whose version is that of `how` hand it
+    on. An engine that has been started again since is noticed, if its client says what it ``serves``.
+    """
+
+    def __init__(self, members: Callable[[], Mapping[str, Member]], how: Bringing) -> None:
+        self.members, self.how = members, how
+        self._wake, self._stopped = Event(), False
+        self._meeting: Meeting | None = None  # of those that are under way
+        self._again: dict[str, float] = {}  # when to try an engine next
+        self._asked: dict[str, Future[int | None]] = {}  # what engines serve, as they say
+        self._watch_at = time.monotonic() + WATCH_SECONDS
+        self._thread = Thread(target=self._run, name="reshard-recovery", daemon=True)
+        self._thread.start()
+
+    def look(self) -> None:
+        """Look at once who is behind: an engine was added."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End it, and what is under way.
+
+        An engine that was to be brought up by then refuses to serve, until the send that comes brings it along.
+        """
+        self._stopped = True
+        self._wake.set()
+        deadline = time.monotonic() + STOP_SECONDS
+        while (meeting := self._meeting) is not None and time.monotonic() < deadline:
+            RefitGroup.abort(meeting.address, "the trainer sends other weights", 1.0, meeting.secret)
+            self._thread.join(0.2)
+
+    def _run(self) -> None:
+        while not self._stopped:
+            if time.monotonic() >= self._watch_at:
+                self._watch()
+                self._watch_at = time.monotonic() + WATCH_SECONDS
+            for name, member in self.members().items():
+                if self._stopped or member.version == self.how.version:
+                    continue
+                if time.monotonic() >= self._again.get(name, 0.0):
+                    self._try(member)
+                    self._again[name] = time.monotonic() + AGAIN_SECONDS
+            self._wake.wait(LOOK_SECONDS)
+            self._wake.clear()
+
+    def _watch(self) -> None:
+        """Ask engines that have the version whether they still serve it: one may have been started again."""
+        asked = {
+            name: member
+            for name, member in self.members().items()
+            if member.version == self.how.version and hasattr(member.client, "serves")
+        }
+        for name, member in asked.items():
+            if name not in self._asked:
+                self._asked[name] = in_background(member.client.serves)
+        wait(self._asked.values(), WATCH_SECONDS)
+        for name, member in asked.items():
+            if self._stopped or not self._asked[name].done():
+                continue
+            answer = self._asked.pop(name)
+            error = answer.exception()
+            if error is not None:
+                member.why = error_line(error)
+            elif answer.result() == self.how.version:
+                member.why = ""
+            else:
+                member.restarted()
+
+    def _try(self, member: Member) -> None:
+        """Bring an engine up from the first of its peers that can do that."""
+        try:
+            member.workers = count_workers(member.client)
+        except ReshardError as error:
+            member.why = str(error)
+            return
+        for peer in [one for one in self.members().values() if one.version == self.how.version]:
+            if self._stopped:
+                return
+            began = time.monotonic()
+            try:
+                self._bring_up(member, peer)
+            except ReshardError as error:
+                member.why = f"{peer.name} could not hand on version {self.how.version} to it: {error}"
+                log.info("%s", member.why)
+                continue
+            member.refitted(self.how.version)
+            seconds = time.monotonic() - began
+            log.info("%s has version %s from %s, %.2f s", member.name, self.how.version, peer.name, seconds)
+            return
+
+    def _bring_up(self, member: Member, peer: Member) -> None:
+        """Have an engine take the weights of a peer. Raises ReshardError if it has not got them."""
+        how = self.how
+        size = 1 + peer.workers + member.workers
+        self._meeting = meeting = Meeting(free_address(how.host), size, how.timeout, new_secret())
+        try:
+            if how.pausing:
+                pause(member.client)
+            self._refit(meeting, member, peer)
+        finally:
+            self._meeting = None
+            if how.pausing:
+                with suppress(ReshardError):
+                    go_on(member.client, is_new=True)
+
+    def _refit(self, meeting: Meeting, member: Member, peer: Member) -> None:
+        version, timeout = self.how.version, meeting.timeout
+        lend = meeting.arguments(1) | {"name": peer.name, "lends": version}
+        take = meeting.arguments(1 + peer.workers) | {"name": member.name}
+        calls = [(peer, lambda: peer.client.init_weight_transfer_engine(lend))]
+        calls += [(member, lambda: member.client.init_weight_transfer_engine(take))]
+        connecting = Calls({f"engine {who.name}": in_background(call) for who, call in calls})
+        with ExitStack() as ends:
+            group = meeting.join(0)
+            ends.callback(group.close)
+            if self._stopped:
+                raise ReshardError("the trainer sends other weights")
+            link = connecting.alongside(
+                group, lambda: connect(group, None, None, ConnectOptions(**self.how.options))
+            )
+            ends.callback(link.close)
+            info = {"version": version, "verify": True, "ticket": group.ticket()}
+
+            def update() -> None:
+                member.client.start_weight_update()
+                member.client.update_weights(info)
+
+            name = f"engine {member.name}"
+            Calls({name: in_background(update)}).alongside(group, lambda: link.refit(version, verify=True))
+            Calls({name: in_background(lambda: finish(member.client, str(version)))}).wait_all(timeout)
