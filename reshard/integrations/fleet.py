@@ -188,7 +188,9 @@ class Fleet:
                 "age": None
                 if member.refitted_at is None
                 else round(time.monotonic() - member.refitted_at, 1),
-                "connected": member.name in connected and not member.has_restarted,
+                "connected": member.name in connected
+                and self._members.get(member.name) is member  # and not another one of this name
+                and not member.has_restarted,
                 "why": member.why or None,
             }
         return {"version": self.version, "engines": engines}

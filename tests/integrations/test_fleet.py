@@ -29,8 +29,9 @@ STEPS = [
     ("two is back", 1, ["one", "two"]),
     ("two hangs", 0, ["one"]),
     ("two goes on", 1, ["one", "two"]),
-    ("one has left", 0, ["two"]),
-    ("another trainer", 1, ["one", "two"]),
+    ("after a peer", 0, ["one", "two"]),
+    ("one has left", 1, ["two"]),
+    ("another trainer", 0, ["one", "two"]),
 ]
 
 
@@ -52,7 +53,7 @@ def test_who_is_behind_is_named_with_the_reason_and_the_others_have_their_weight
     assert (
         one | {"age": 0} == {"version": 3, "age": 0, "connected": True, "why": None} and 0 <= one["age"] < 60
     )
-    assert left["serve"]["one"] == outcome["on disk"][1], "it serves what it has"
+    assert left["serve"]["one"] == outcome["on disk"][0], "it serves what it has"
     assert [*left["described"]["engines"]] == ["two"]
 
 
@@ -74,6 +75,17 @@ def test_engines_of_one_layout_pass_on_to_each_other_what_the_trainer_sends_once
     )
 
 
+def test_an_engine_that_is_new_or_was_started_again_gets_the_weights_from_one_that_serves_requests(outcome):
+    for brought in outcome["from a peer"]:
+        assert brought["serves"] == 7 and brought["digest"] == outcome["on disk"][1]
+        assert brought["said"] == {"version": 7, "age": None, "connected": False, "why": None}
+    assert len(outcome["from a peer"]) == 2
+    sends = outcome["after a peer"]["sends"]
+    assert all({*line} == {"engine one, worker 0", "engine two, worker 0"} for line in sends), (
+        "it is refitted with the others at once"
+    )
+
+
 def test_who_is_on_call_sees_the_engines_and_adds_and_removes_them_from_a_shell(outcome):
     text, fields = outcome["shown"]
     lines = text.splitlines()
@@ -84,7 +96,7 @@ def test_who_is_on_call_sees_the_engines_and_adds_and_removes_them_from_a_shell(
 
 
 def test_versions_go_on_and_a_trainer_that_comes_later_says_its_own(outcome):
-    assert [outcome[step]["version"] for step, *_ in STEPS] == [0, 1, 2, 3, 5, 6, 7, 8, 40]
+    assert [outcome[step]["version"] for step, *_ in STEPS] == [0, 1, 2, 3, 5, 6, 7, 8, 9, 40]
     assert outcome["wrong"] == [
         "the fleet has an engine two: remove it first, or give another name",
         "the fleet has no engine three: it has two",

@@ -152,7 +152,7 @@ def fleet(pairs: list) -> dict:
         dist.barrier()
         send("after a peer", 0)
         on_first(lambda: on_call(registry, "--leave", "one"))
-        send("one has left", 0)
+        send("one has left", 1)
         if first:
             outcome["nobody"] = on_call(registry, "--leave", "three")
             outcome["wrong"] = []
@@ -164,6 +164,6 @@ def fleet(pairs: list) -> dict:
         members.close()
         members = Fleet(source, "127.0.0.1", **options)
         on_first(lambda: [members.add(engine.client) for engine in (one, two)])
-        send("another trainer", 1, version=40)
+        send("another trainer", 0, version=40)
         members.close()
     return outcome
