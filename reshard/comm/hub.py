@@ -80,9 +80,8 @@ class Hub(Server):
     def sweep(self, now: float) -> None:
         """Answer the requests whose time is over."""
         for transaction in list(self.transactions.values()):
-            for wait in [wait for waits in transaction.waits.values() for wait in waits]:
-                if wait.deadline <= now:
-                    self._fail_late(transaction, wait)
+            for wait in [wait for wait in transaction.all_waits() if wait.deadline <= now]:
+                self._fail_late(transaction, wait)
         self.values.sweep(now)
         for call in self.numbering.take_late(now):
             self._answer_begin(call, self.numbering.last)
@@ -221,12 +220,15 @@ class Hub(Server):
         self.last_decided = max(self.last_decided, number)
         transaction.clear()
         outcome = {} if failure is None else {"failed": failure.to_json()}
+        waits: dict[int, list[Wait]] = {}
+        for wait in transaction.all_waits():
+            waits.setdefault(wait.rank, []).append(wait)
         for rank in sorted(self.members, key=lambda rank: (rank == 0, rank)):
             client = self.members[rank]
             client.informed = max(client.informed, number)
             if failure is not None:
                 self.send(client, outcome | {"transaction": number})
-            for wait in [wait for waits in transaction.waits.values() for wait in waits if wait.rank == rank]:
+            for wait in waits.get(rank, []):
                 self._answer(wait, outcome)
         transaction.waits.clear()
         if failure is None:
@@ -264,14 +266,11 @@ class Hub(Server):
             return
         key = request.key
         transaction.post(key, client.rank, Posted(message.body, message.digest))
-        waiting = transaction.waits.get(key, [])
-        counting = [wait for wait in waiting if wait.count is not None and client.rank in wait.ranks]
-        if counting and self._fails_without_numbers(transaction, key, [client.rank]):
+        counts = transaction.counts_posts_of(key, client.rank)
+        if counts and self._fails_without_numbers(transaction, key, [client.rank]):
             return
-        for wait in waiting:
-            if client.rank not in transaction.lacking(key, [client.rank], wait.count):
-                wait.missing.discard(client.rank)
-        self._answer_complete(transaction, key)
+        for wait in sorted(transaction.take_complete(key, client.rank), key=lambda wait: wait.rank == 0):
+            self._answer_posts(transaction, wait)
 
     def _fails_without_numbers(self, transaction: Transaction, key: str, ranks: list[int]) -> bool:
         """Fail the transaction where one of these ranks has posted something other than the number
@@ -280,14 +279,6 @@ class Hub(Server):
         if wrong:
             self._decide(transaction, Failure(wrong[0], f"what is published as '{key}' is not a number"))
         return bool(wrong)
-
-    def _answer_complete(self, transaction: Transaction, key: str) -> None:
-        """Answer those who wait for no rank any more."""
-        waiting = transaction.waits.pop(key, [])
-        if incomplete := [wait for wait in waiting if wait.missing]:
-            transaction.waits[key] = incomplete
-        for wait in sorted((wait for wait in waiting if not wait.missing), key=lambda wait: wait.rank == 0):
-            self._answer_posts(transaction, wait)
 
     def _answer_posts(self, transaction: Transaction, wait: Wait) -> None:
         if wait.count is not None:
@@ -335,11 +326,8 @@ class Hub(Server):
         if count is not None and self._fails_without_numbers(transaction, key, ranks):
             self._answer_if_over(transaction, wait)
             return
-        wait.missing = transaction.lacking(key, ranks, count) | ({wait.rank} if posts_itself else set())
-        if not wait.missing:
+        if not transaction.add(wait, posts_itself):
             self._answer_posts(transaction, wait)
-            return
-        transaction.waits.setdefault(key, []).append(wait)
 
     def _prepare(self, client: Client, message: Message, request: Prepare) -> None:
         transaction, wait = self._step(client, message, request, PREPARE)
@@ -348,8 +336,7 @@ class Hub(Server):
         if (conflict := transaction.prepare(client.rank, request)) is not None:
             self._answer(wait, {"conflict": [*conflict]})
             return
-        waiting = transaction.waits.setdefault(wait.key, [])
-        waiting.append(wait)
+        waiting = transaction.add_to_step(wait)
         if len(transaction.arrived[PREPARE]) < self.size:
             return
         answer = vars(transaction.prepared())
@@ -362,7 +349,7 @@ class Hub(Server):
         if transaction is None or client.rank is None:
             return
         transaction.arrived[COMMIT].add(client.rank)
-        transaction.waits.setdefault(wait.key, []).append(wait)
+        transaction.add_to_step(wait)
         if len(transaction.arrived[COMMIT]) == self.size:
             self._decide(transaction, None)
 
@@ -410,7 +397,7 @@ class Hub(Server):
     def _unresponsive(self, transaction: Transaction, ranks: list[int]) -> list[int]:
         """Return those of these ranks, and of those that they wait for in turn, that neither wait
         nor say that they are alive."""
-        waits = {wait.rank: wait for waits in transaction.waits.values() for wait in waits}
+        waits = {wait.rank: wait for wait in transaction.all_waits()}
         asking = {wait.rank for wait in self.liveness_waits}
         unresponsive, seen, todo = [], set[int](), set(ranks)
         while todo:

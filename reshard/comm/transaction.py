@@ -5,6 +5,7 @@ all members are there, and committed once all have what they need; from either s
 instead, for good. So no member can keep what another has given up, however late it comes.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,8 +38,16 @@ class Wait:
     seconds: float
     deadline: float
     count: int | None = None
-    missing: set[int] = field(default_factory=set)
+    missing: set[int] = field(default_factory=set)  # one set for all who wait for the same
     answered: bool = False
+
+
+@dataclass(eq=False)
+class Awaited:
+    """The ranks that have yet to post, or to come, and all requests that wait for them."""
+
+    missing: set[int]
+    waits: list[Wait] = field(default_factory=list)
 
 
 class Transaction:
@@ -55,8 +64,10 @@ class Transaction:
         self.verify = self.anew = False
         self.notes: dict[int, str] = {}
         self.posts: dict[str, dict[int, Posted]] = {}
-        self.joined: dict[str, tuple[list[int], bytes, bytes]] = {}  # posts of all ranks, put together once
-        self.waits: dict[str, list[Wait]] = {}
+        # Posts of all ranks, put together once: these ranks, then as `body_of` returns it.
+        self.joined: dict[str, tuple[list[int], tuple[list[int], bytes, bytes]]] = {}
+        # By key, then by ranks and count: in a gather each member waits for each, and a post must not look at all.
+        self.waits: dict[str, dict[tuple[tuple[int, ...], int | None], Awaited]] = {}
 
     @property
     def decided(self) -> bool:
@@ -97,6 +108,49 @@ class Transaction:
         self.posts.setdefault(key, {})[rank] = posted
         self.joined.pop(key, None)
 
+    def all_waits(self) -> Iterator[Wait]:
+        """Yield the requests that wait."""
+        for of_key in self.waits.values():
+            for awaited in of_key.values():
+                yield from awaited.waits
+
+    def add(self, wait: Wait, posts_itself: bool = False) -> bool:
+        """Let a request wait for posts; one that `posts_itself` does that next. Returns False where nobody is missing,
+        and it need not wait."""
+        of_key, identity = self.waits.get(wait.key, {}), (tuple(wait.ranks), wait.count)
+        awaited = of_key.get(identity) or Awaited(self.lacking(wait.key, wait.ranks, wait.count))
+        if posts_itself:
+            awaited.missing.add(wait.rank)
+        if not awaited.missing:
+            return False
+        wait.missing = awaited.missing
+        awaited.waits.append(wait)
+        self.waits.setdefault(wait.key, of_key)[identity] = awaited
+        return True
+
+    def add_to_step(self, wait: Wait) -> list[Wait]:
+        """Let a request wait for all to come to a step; return all that do."""
+        awaited = self.waits.setdefault(wait.key, {}).setdefault(((), None), Awaited(set()))
+        awaited.waits.append(wait)
+        return awaited.waits
+
+    def counts_posts_of(self, key: str, rank: int) -> bool:
+        """Return whether somebody waits for a number that a rank posts under a key."""
+        return any(count is not None and rank in ranks for ranks, count in self.waits.get(key, {}))
+
+    def take_complete(self, key: str, rank: int) -> list[Wait]:
+        """Note that a rank has posted under a key; return the requests that wait for nobody any more, and forget
+        them."""
+        of_key, complete = self.waits.get(key, {}), list[Wait]()
+        for identity, awaited in list(of_key.items()):
+            if rank in awaited.missing and not self.lacking(key, [rank], identity[1]):
+                awaited.missing.discard(rank)
+            if not awaited.missing:
+                complete += of_key.pop(identity).waits
+        if not of_key:
+            self.waits.pop(key, None)
+        return complete
+
     def lacking(self, key: str, ranks: list[int], count: int | None) -> set[int]:
         """Return those of these ranks that have not posted under a key, or no number as large as `count`."""
         posts = self.posts.get(key, {})
@@ -121,10 +175,12 @@ class Transaction:
         payloads = [posts[rank].payload for rank in ranks]
         if len(ranks) < len(posts):
             return [*map(len, payloads)], b"".join(payloads), None
-        if key not in self.joined:
+        known, joined = self.joined.get(key, (None, None))
+        if joined is None or known != ranks:
             body = b"".join(payloads)
-            self.joined[key] = [*map(len, payloads)], body, digest_of(body)
-        return self.joined[key]
+            joined = [*map(len, payloads)], body, digest_of(body)
+            self.joined[key] = ranks, joined
+        return joined
 
     def clear(self) -> None:
         """Free what was posted: nobody reads it any more."""
