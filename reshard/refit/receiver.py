@@ -67,10 +67,9 @@ class Receiver:
     def plan(self, where: str) -> None:
         """Plan which pieces this rank needs of which trainer's rank, and post the requests; `where`
         names the served model."""
-        messages = {
-            rank: (self.group.read("held", rank), self.group.read("parts", rank))
-            for rank in self.agreed.trainers
-        }
+        trainers = self.agreed.trainers
+        of_keys = (self.group.read_all(key, trainers) for key in ("held", "parts"))
+        messages = dict(zip(trainers, zip(*of_keys, strict=True), strict=True))
         names = self.group.names
         if facts := read_facts(self.group, self.agreed.trainers):
             self._is_taken = True
@@ -168,6 +167,7 @@ class Receiver:
         Raises ReshardError where one has read another request than this rank sent."""
         answers = self.group.read_all("asked", self.agreed.trainers)
         own_position = self.agreed.engines.index(self.group.rank)
+        memory_digests: dict[int, bytes] = {}
         for rank, payload in zip(self.agreed.trainers, answers, strict=True):
             who = self.group.names[rank]
             answer = RequestsRead.decode(payload, len(self.agreed.engines), who)
@@ -177,35 +177,35 @@ class Receiver:
                     f"{who} has heard {own_name} ask for something else than it has asked for: connect again"
                 )
             if rank in self.pieces:
-                self._read_memory(rank, answer.memory_digest)
-                count = len(self.pieces[rank].requests)
-                self.alike[rank] = (
-                    alone(self.group.rank, count)
-                    if self.agreed.relays == NEVER
-                    else read_alike(self.group, rank, self.agreed.engines, count)
-                )
+                memory_digests[rank] = answer.memory_digest
+        self._read_memory(memory_digests)
+        counts = {rank: len(self.pieces[rank].requests) for rank in memory_digests}
+        if self.agreed.relays == NEVER:
+            self.alike = {rank: alone(self.group.rank, count) for rank, count in counts.items()}
+        else:
+            self.alike = read_alike(self.group, self.agreed.engines, counts)
 
-    def _read_memory(self, rank: int, expected_digest: bytes) -> None:
-        """Read and check what a trainer's rank has posted of its memory."""
-        memory = TrainerMemory.read(self.group, rank, expected_digest)
-        pieces = self.pieces[rank]
-        mapped = self.agreed.route(rank, self.group.rank, memory.exported) in READ
-        names = self.group.names
-        check_regions(memory, pieces.requests, self.sizes[rank], mapped, names[rank], pieces.names)
-        self.memory[rank], self.memory_digests[rank] = memory, expected_digest
+    def _read_memory(self, expected_digests: Mapping[int, bytes]) -> None:
+        """Read and check what trainers' ranks have posted of their memory."""
+        for rank, memory in TrainerMemory.read(self.group, expected_digests).items():
+            pieces = self.pieces[rank]
+            mapped = self.agreed.route(rank, self.group.rank, memory.exported) in READ
+            names = self.group.names
+            check_regions(memory, pieces.requests, self.sizes[rank], mapped, names[rank], pieces.names)
+            self.memory[rank], self.memory_digests[rank] = memory, expected_digests[rank]
 
     def read_moved(self, notes: Mapping[int, str]) -> list[int]:
         """Read anew the memory of the trainer's ranks whose notes have another digest; return these ranks."""
-        moved = []
+        moved: dict[int, bytes] = {}
         for rank, note in notes.items():
             with readable(f"the note of {self.group.names[rank]}"):
                 noted = bytes.fromhex(note)
                 if len(noted) != DIGEST_BYTES:
                     raise ValueError(f"a digest of {len(noted)} bytes")
             if noted != self.memory_digests[rank]:
-                self._read_memory(rank, noted)
-                moved.append(rank)
-        return moved
+                moved[rank] = noted
+        self._read_memory(moved)
+        return [*moved]
 
     def memory_of(self, routes: Set[str]) -> dict[int, TrainerMemory]:
         """Return the memory of the trainers' ranks whose bytes come by these routes."""

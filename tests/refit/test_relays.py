@@ -212,12 +212,12 @@ def test_what_a_trainers_rank_says_of_who_wants_the_same_is_checked():
     ):  # fmt: skip
         said = {"alike/2": pack_json(ranks), "sets/2": pack_array(np.array(sets, np.int64)[:, None])}
         group = SimpleNamespace(
-            rank=2, names={1: "trainer rank 1"}, read=lambda key, rank, said=said: said[key]
+            rank=2, names={1: "trainer rank 1"}, read_all=lambda key, ranks, said=said: [said[key]]
         )
         with pytest.raises(
             ReshardError, match="what trainer rank 1 says of who wants the same cannot be read"
         ):
-            read_alike(group, 1, [2, 3, 4], 2)
+            read_alike(group, [2, 3, 4], {1: 2})
     said = {"alike/2": pack_json([[2, 4]]), "sets/2": pack_array(np.zeros((2, 1), np.int64))}
-    group = SimpleNamespace(rank=2, names={1: "trainer rank 1"}, read=lambda key, rank: said[key])
-    assert read_alike(group, 1, [2, 3, 4], 2).ranks == [[2, 4]]
+    group = SimpleNamespace(rank=2, names={1: "trainer rank 1"}, read_all=lambda key, ranks: [said[key]])
+    assert read_alike(group, [2, 3, 4], {1: 2})[1].ranks == [[2, 4]]

@@ -1,7 +1,7 @@
 """What each inference rank wants of a trainer's rank as others do (``alike/RANK``, ``sets/RANK``): see
 `reshard.refit.relays.Alike`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import numpy as np
 
@@ -17,14 +17,22 @@ def post_alike(group: RefitGroup, alike: Mapping[int, Alike]) -> None:
         group.post(f"sets/{rank}", pack_array(of_rank.sets[:, None]))
 
 
-def read_alike(group: RefitGroup, trainer: int, engines: Sequence[int], pieces: int) -> Alike:
-    """Return what this rank wants of a trainer's rank, in so many `pieces`, as others do. Raises ReshardError if what
-    that one says makes no sense."""
-    own, who = group.rank, group.names[trainer]
-    what = f"what {who} says of who wants the same"
-    ranks = unpack_json(group.read(f"alike/{own}", trainer), what)
-    sets = unpack_array(group.read(f"sets/{own}", trainer), what, [1])[:, 0]
+def read_alike(group: RefitGroup, engines: Sequence[int], pieces: Mapping[int, int]) -> dict[int, Alike]:
+    """Return what this rank wants of trainers' ranks, in so many `pieces` of each, as others do. Raises ReshardError if
+    what one says makes no sense."""
+    messages = (group.read_all(f"{key}/{group.rank}", pieces) for key in ("alike", "sets"))
     known = {*engines}
+    return {
+        trainer: _decoded(ranks, sets, group.rank, known, pieces[trainer], group.names[trainer])
+        for trainer, ranks, sets in zip(pieces, *messages, strict=True)
+    }
+
+
+def _decoded(alike: bytes, of_pieces: bytes, own: int, known: Set[int], pieces: int, who: str) -> Alike:
+    """Return what rank `own` wants alike by the messages of `who`."""
+    what = f"what {who} says of who wants the same"
+    ranks = unpack_json(alike, what)
+    sets = unpack_array(of_pieces, what, [1])[:, 0]
     with readable(what):
         if not isinstance(ranks, list) or len(sets) != pieces:
             raise ValueError(f"{len(sets)} pieces")

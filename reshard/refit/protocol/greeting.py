@@ -163,10 +163,13 @@ def one_config(group: RefitGroup, engines: Sequence[int], own: bytes) -> dict[st
     ReshardError where two serve different models."""
     configs: dict[int, dict[str, Any]] = {}
     names = group.names
-    for rank in engines:
-        payload = group.read("model", rank)
+    seen: set[bytes] = set()  # nearly always one, of all ranks
+    for rank, payload in zip(engines, group.read_all("model", engines), strict=True):
         if rank == group.rank:
             check_own(group, "model", own, payload)
+        if payload in seen:
+            continue
+        seen.add(payload)
         config = unpack_json(payload, f"the config of {names[rank]}")
         if not isinstance(config, dict):
             raise ReshardError(f"the config of {names[rank]} is a {type(config).__name__}, not an object")

@@ -46,11 +46,18 @@ class TrainerMemory:
         return digest(regions, memory)
 
     @staticmethod
-    def read(group: RefitGroup, rank: int, expected_digest: bytes) -> "TrainerMemory":
-        """Read that of a trainer's rank. Raises ReshardError where it makes no sense, or has
+    def read(group: RefitGroup, expected_digests: Mapping[int, bytes]) -> dict[int, "TrainerMemory"]:
+        """Read that of trainers' ranks. Raises ReshardError where it makes no sense, or has
         another digest than that rank said."""
-        who = group.names[rank]
-        regions, memory = (group.read(key, rank) for key in ("regions", "memory"))
+        regions, memory = (group.read_all(key, expected_digests) for key in ("regions", "memory"))
+        return {
+            rank: TrainerMemory._decoded(*of_rank, expected_digests[rank], group.names[rank])
+            for rank, *of_rank in zip(expected_digests, regions, memory, strict=True)
+        }
+
+    @staticmethod
+    def _decoded(regions: bytes, memory: bytes, expected_digest: bytes, who: str) -> "TrainerMemory":
+        """Return the memory in the messages of `who`."""
         if digest(regions, memory) != expected_digest:
             raise ReshardError(f"what {who} says of its memory did not arrive as it was sent: connect again")
         what = f"what {who} says of its memory"
