@@ -300,14 +300,15 @@ class RefitGroup(HubClient):
         late.
         """
         late = f"did not come to {self.what}"
-        answer = self._wait_for(Prepare(self.timeout, late, version, self.version, note, verify, anew)).head
+        message = self._wait_for(Prepare(self.timeout, late, version, self.version, note, verify, anew))
+        answer = message.head
         if (conflict := answer.get("conflict")) is not None:
             other_version, other = conflict
             raise ReshardError(
                 f"{self.names[other]} refits to version {other_version}, {self.names[self.rank]} to version "
                 f"{version}: give all the same"
             )
-        self._notes = dict(answer["notes"])
+        self._notes = {int(rank): noted for rank, noted in json.loads(message.body or b"{}").items()}
         self.verify, self.anew = bool(answer["verify"]), bool(answer["anew"])
         self._prepared_version = int(answer["version"])
         return self._prepared_version

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from reshard.comm.channel import BrokenChannelError, Message
+from reshard.comm.channel import BrokenChannelError, Message, digest_of
 from reshard.comm.numbering import Call, Numbering
 from reshard.comm.protocol import (
     COMMIT,
@@ -339,10 +339,11 @@ class Hub(Server):
         waiting = transaction.add_to_step(wait)
         if len(transaction.arrived[PREPARE]) < self.size:
             return
-        answer = vars(transaction.prepared())
+        answer, notes = transaction.prepared()
+        digest = digest_of(notes)
         del transaction.waits[wait.key]
         for member in sorted(waiting, key=lambda member: member.rank == 0):
-            self._answer(member, answer)
+            self._answer(member, vars(answer), notes, digest)
 
     def _commit(self, client: Client, message: Message, request: Commit) -> None:
         transaction, wait = self._step(client, message, request, COMMIT)

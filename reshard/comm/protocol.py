@@ -8,7 +8,7 @@ they travel.
     Read             payloads of other ranks                {lengths}, and the payloads as body
     Gather           Post and Read of all ranks in one      {lengths}, and the payloads as body
     WaitForCount     a number that another rank posts       {}
-    Prepare          all are there                          Prepared, or {conflict}
+    Prepare          all are there                          Prepared, and the notes as body, or {conflict}
     Commit           all have what they need                {}
     Alive            from within a long call                nothing
     Liveness         who does not respond                   {unresponsive}
@@ -204,13 +204,12 @@ def _record(kind: type[Record], values: Mapping[str, Any]) -> Record:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The answer to Prepare once all members are there: the version that all agree on, and their
-    notes as [rank, note]."""
+    """The answer to Prepare once all members are there: the version that all agree on. Its body has the members'
+    notes by rank, in JSON, which the hub encodes once for all."""
 
     version: int
     verify: bool
     anew: bool
-    notes: list[list[Any]]
 
 
 @dataclass(frozen=True)

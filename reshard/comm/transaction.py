@@ -5,6 +5,7 @@ all members are there, and committed once all have what they need; from either s
 instead, for good. So no member can keep what another has given up, however late it comes.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -98,10 +99,12 @@ class Transaction:
         self.arrived[PREPARE].add(rank)
         return None
 
-    def prepared(self) -> Prepared:
-        """Return the answer to all members once they are there."""
+    def prepared(self) -> tuple[Prepared, bytes]:
+        """Return the answer to all members once they are there, and its body."""
         version = self.version[0] if self.version is not None else self.last_version + 1
-        return Prepared(version, self.verify, self.anew, [[rank, note] for rank, note in self.notes.items()])
+        return Prepared(version, self.verify, self.anew), json.dumps(
+            self.notes
+        ).encode() if self.notes else b""
 
     def post(self, key: str, rank: int, posted: Posted) -> None:
         """Keep what a member posts, in place of what it posted under this key before."""

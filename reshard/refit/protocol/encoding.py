@@ -59,14 +59,16 @@ def unpack_json(payload: bytes, what: str = "a message") -> Any:
     """Return what `pack_json` packed; tuples come back as lists. Raises ReshardError, saying `what`
     it is, where it is no JSON."""
     with readable(what):
-        return json.loads(_inflated(payload, MOST_TEXT), parse_constant=_refused)
+        return json.loads(inflated(payload, MOST_TEXT), parse_constant=_refused)
 
 
 def _refused(constant: str) -> None:
     raise ValueError(f"{constant} is no number")
 
 
-def _inflated(payload: bytes, most: int) -> bytes:
+def inflated(payload: bytes, most: int) -> bytes:
+    """Return what zlib compressed. Raises ValueError, or zlib.error, where that is not whole, or more than so many
+    bytes."""
     unpacker = zlib.decompressobj()
     data = unpacker.decompress(payload, most + 1)
     if len(data) > most:
@@ -88,7 +90,7 @@ def unpack_array(payload: bytes, what: str = "a message", widths: Collection[int
     matrix, or has a number of columns that is none of `widths`."""
     with readable(what):
         columns = int.from_bytes(payload[:8], "little", signed=True)
-        data = _inflated(payload[8:], MOST_MATRIX)
+        data = inflated(payload[8:], MOST_MATRIX)
         if not 0 < columns <= MOST_COLUMNS or len(data) % (8 * columns) or (widths and columns not in widths):
             raise ValueError(f"{len(data):,} bytes in {columns} columns")
         return np.frombuffer(data, np.int64).reshape(-1, columns)

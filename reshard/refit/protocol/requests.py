@@ -1,5 +1,6 @@
 """The pieces that inference ranks ask a trainer's rank for (``pieces/RANK``), and its answer (``asked``)."""
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from reshard.refit.copying.addresses import (
     STAGED_ROUND,
     UNSTAGED,
 )
-from reshard.refit.protocol.encoding import DIGEST_BYTES, pack_array, unpack_array
+from reshard.refit.protocol.encoding import DIGEST_BYTES, inflated, pack_array, readable, unpack_array
 from reshard.refit.protocol.held import DTYPE_NUMBERS, ShardSizes
 
 # Above all that is of use: an engine's local tensors, its rounds, and how often one member wants a
@@ -60,26 +61,28 @@ class PieceRequest(NamedTuple):
 
 class RequestsRead(NamedTuple):
     """A trainer's rank's answer: digests of its `TrainerMemory`, and of the request of every inference
-    rank."""
+    rank. Replicas ask for the same, so that nearly nothing of the digests of a large fleet travels to each of them."""
 
     memory_digest: bytes
     request_digests: Sequence[bytes]
 
     def encode(self) -> bytes:
         """Return its bytes."""
-        return self.memory_digest + b"".join(self.request_digests)
+        return self.memory_digest + zlib.compress(b"".join(self.request_digests), 1)
 
     @staticmethod
     def decode(payload: bytes, engines: int, who: str) -> "RequestsRead":
         """Return the answer of `who` to so many inference ranks. Raises ReshardError where it has
         another size."""
-        size = (1 + engines) * DIGEST_BYTES
-        if len(payload) != size:
-            raise ReshardError(
-                f"the answer of {who} has {len(payload):,} bytes, and not {size:,}: give all members the same reshard"
-            )
-        digests = [payload[start : start + DIGEST_BYTES] for start in range(0, size, DIGEST_BYTES)]
-        return RequestsRead(digests[0], digests[1:])
+        size = engines * DIGEST_BYTES
+        with readable(f"the answer of {who}"):
+            digests = inflated(payload[DIGEST_BYTES:], size)
+            if len(digests) != size:
+                raise ValueError(f"{len(digests):,} bytes of digests, and not {size:,}")
+        starts = range(0, size, DIGEST_BYTES)
+        return RequestsRead(
+            payload[:DIGEST_BYTES], [digests[start : start + DIGEST_BYTES] for start in starts]
+        )
 
 
 def check_pieces(requests: np.ndarray, held: ShardSizes, who: str, name_of: Callable[[int], str]) -> None:
