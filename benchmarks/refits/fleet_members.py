@@ -189,7 +189,7 @@ class SimulatedLink(Link):
     def _prepare(self) -> None:
         if not is_measured():
             return
-        with self.member.part("lines"):
+        with self.member.part("of these, lines"):
             if self.sender is not None:
                 self.sender.streams(self.sender.routes())
             if self.receiver is not None:

@@ -1,6 +1,6 @@
 """What connecting and refitting a fleet costs beside the bytes of weights, without GPUs.
 
-    python -m benchmarks.refits.fleet_scale [--members 64 256 1024 2048] [--model deepseek-v3] [--refits 5] [--json FILE]
+    python -m benchmarks.refits.fleet_scale [--members 64 256 1024 2048] [--model qwen3-30b-a3b] [--json FILE]
 
 One real hub, and members as threads of a few processes, each with a real connection to it over this host's loopback,
 with the real calls of a connect and of refits (`benchmarks.refits.fleet_members`). Half of them are the trainer's
@@ -244,6 +244,7 @@ def run_members(
         for step in (member.meet, member.connect, *[member.refit] * refits):
             barrier.wait()  # so that no message of a step is counted as one of another
             before = CountingHub.last.now() if loads else Load()
+            barrier.wait()
             step()
             barrier.wait()
             if rank == 0:
@@ -270,8 +271,10 @@ def run_members(
 def by_step(loads: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the hub's load by step; of refits that of the one with the median of CPU time."""
     met, connected, *refits = loads
-    median = sorted(refits, key=lambda refit: refit["hub_cpu"])[len(refits) // 2 :][:1]
-    return {"meeting": met, "connect": connected} | {"refit": refit for refit in median}
+    steps = {"meeting": met, "connect": connected}
+    if refits:
+        steps["refit"] = sorted(refits, key=lambda refit: refit["hub_cpu"])[len(refits) // 2]
+    return steps
 
 
 def table(result: dict[str, Any]) -> list[str]:
