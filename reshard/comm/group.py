@@ -14,7 +14,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -41,6 +41,7 @@ from reshard.comm.protocol import (
     Join,
     Liveness,
     Post,
+    PostAll,
     Prepare,
     Read,
     WaitForCount,
@@ -334,6 +335,12 @@ class RefitGroup(HubClient):
     def post(self, key: str, payload: bytes = b"") -> None:
         """Publish a payload under a key of this rank."""
         self._send(encode(Post(key)) | {"transaction": self.transaction_number}, payload)
+
+    def post_all(self, payloads: Mapping[str, bytes]) -> None:
+        """Publish payloads by key, in one message: each message of its own would cost the hub far more than a key."""
+        if payloads:
+            head = encode(PostAll([*payloads], [*map(len, payloads.values())]))
+            self._send(head | {"transaction": self.transaction_number}, b"".join(payloads.values()))
 
     def post_count(self, key: str, value: int) -> None:
         """Publish this rank's progress as a count, which only grows."""

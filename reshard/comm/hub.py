@@ -28,6 +28,7 @@ from reshard.comm.protocol import (
     Join,
     Liveness,
     Post,
+    PostAll,
     Prepare,
     Read,
     SetValue,
@@ -64,6 +65,7 @@ class Hub(Server):
             Join: self._join,
             Begin: self._begin,
             Post: self._post,
+            PostAll: self._post_all,
             Read: self._read,
             Gather: self._gather,
             WaitForCount: self._wait_for_count,
@@ -262,10 +264,17 @@ class Hub(Server):
 
     def _post(self, client: Client, message: Message, request: Post) -> None:
         transaction = self._transaction_of(client, message)
+        self._keep_post(client, transaction, request.key, Posted(message.body, message.digest))
+
+    def _post_all(self, client: Client, message: Message, request: PostAll) -> None:
+        transaction = self._transaction_of(client, message)
+        for key, payload in zip(request.keys, request.payloads(message.body), strict=True):
+            self._keep_post(client, transaction, key, Posted(payload, digest_of(payload)))
+
+    def _keep_post(self, client: Client, transaction: Transaction | None, key: str, posted: Posted) -> None:
         if transaction is None or transaction.decided or client.rank is None:
             return
-        key = request.key
-        transaction.post(key, client.rank, Posted(message.body, message.digest))
+        transaction.post(key, client.rank, posted)
         counts = transaction.counts_posts_of(key, client.rank)
         if counts and self._fails_without_numbers(transaction, key, [client.rank]):
             return

@@ -5,6 +5,7 @@ they travel.
     Join             once, when it connects                 {meeting}, or {size}, or {taken_by, has_left}
     Begin            a call begins                          {transaction}
     Post             a payload of this transaction          nothing
+    PostAll          payloads under several keys            nothing
     Read             payloads of other ranks                {lengths}, and the payloads as body
     Gather           Post and Read of all ranks in one      {lengths}, and the payloads as body
     WaitForCount     a number that another rank posts       {}
@@ -22,6 +23,7 @@ every member, carries a `Failure` under ``failed`` once the transaction has fail
 and authenticated is `reshard.comm.channel`'s.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -62,6 +64,22 @@ class Post(Request):
     """The body is published under this rank and `key`."""
 
     key: str
+
+
+@dataclass(frozen=True)
+class PostAll(Request):
+    """The body is as many payloads, of these lengths, as there are `keys`, each of which is published under this rank
+    and its key: one message to each of many ranks, sent as one."""
+
+    keys: list[str]
+    lengths: list[int]
+
+    def payloads(self, body: bytes) -> list[bytes]:
+        """Return the payloads in a message's body. Raises ValueError if it is not made of them."""
+        ends = [0, *itertools.accumulate(self.lengths)]
+        if len(self.keys) != len(self.lengths) or min(self.lengths, default=0) < 0 or ends[-1] != len(body):
+            raise ValueError(f"{len(body):,} bytes, which are no payloads of {len(self.keys):,} keys")
+        return [body[start:end] for start, end in itertools.pairwise(ends)]
 
 
 @dataclass(frozen=True)
@@ -163,7 +181,7 @@ class GetValues(Request):
 REQUESTS: dict[str, type[Request]] = {
     kind.__name__: kind
     for kind in (
-        Join, Begin, Post, Read, Gather, WaitForCount, Prepare, Commit, Alive, Liveness, Fail, Abort, SetValue,
+        Join, Begin, Post, PostAll, Read, Gather, WaitForCount, Prepare, Commit, Alive, Liveness, Fail, Abort, SetValue,
         GetValues,
     )
 }  # fmt: skip
@@ -174,9 +192,8 @@ _FITS: dict[Any, Callable[[Any], bool]] = {
     str: lambda value: isinstance(value, str),
     float: lambda value: type(value) in (int, float) and not math.isnan(value),
     list[str]: lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
-    list[int] | None: lambda value: (
-        value is None or (isinstance(value, list) and all(type(item) is int for item in value))
-    ),
+    list[int]: lambda value: isinstance(value, list) and all(type(item) is int for item in value),
+    list[int] | None: lambda value: value is None or _FITS[list[int]](value),
 }
 Record = TypeVar("Record")
 

@@ -96,14 +96,16 @@ class Receiver:
             self.pieces = self._needed(held, distances, position, where)
             self.sizes = {rank: ShardSizes.of(*of_rank) for rank, of_rank in held.items()}
             _planned[self.engine] = key, self.pieces, self.sizes
-        for rank in self.agreed.trainers:
+        asked: dict[str, bytes] = {}
+        for rank in trainers:
             if rank in self.pieces:
                 requests = build_requests(self.engine, self.pieces[rank])
             else:
                 requests = np.zeros((0, REQUEST_COLUMNS), np.int64)
             request = PieceRequest(digest(*messages[rank]), requests).encode()
             self.request_digests[rank] = digest(request)
-            self.group.post(PieceRequest.key(rank), request)
+            asked[PieceRequest.key(rank)] = request
+        self.group.post_all(asked)
 
     def _position(self, distances: Mapping[int, int]) -> int:
         """Return by which place among the engines' ranks this one chooses among trainers' ranks that are equally near.

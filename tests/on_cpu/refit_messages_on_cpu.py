@@ -167,7 +167,7 @@ class Spoiler:
         if self.members.rank != self.victim:
             return
         rng, post, gather = random.Random(self.seed), self.members.post, self.members.gather
-        prepare = self.members.prepare
+        prepare, post_all = self.members.prepare, self.members.post_all
 
         def changed(key: str, payload: bytes) -> bytes:
             if key.partition("/")[0] == self.kind:
@@ -184,11 +184,14 @@ class Spoiler:
             return prepare(version, note, verify, anew)
 
         self.members.post = lambda key, payload=b"": post(key, changed(key, payload))
+        self.members.post_all = lambda payloads: post_all(
+            {key: changed(key, p) for key, p in payloads.items()}
+        )
         self.members.gather = lambda key, payload: gather(key, changed(key, payload))
         self.members.prepare = note
 
     def end(self) -> None:
-        for name in ("post", "gather", "prepare"):
+        for name in ("post", "post_all", "gather", "prepare"):
             vars(self.members).pop(name, None)
 
 

@@ -12,9 +12,9 @@ from reshard.refit.relays import Alike
 
 def post_alike(group: RefitGroup, alike: Mapping[int, Alike]) -> None:
     """Tell each inference rank what it wants of this one as others do."""
-    for rank, of_rank in alike.items():
-        group.post(f"alike/{rank}", pack_json([*map(list, of_rank.ranks)]))
-        group.post(f"sets/{rank}", pack_array(of_rank.sets[:, None]))
+    ranks = {f"alike/{rank}": pack_json([*map(list, of_rank.ranks)]) for rank, of_rank in alike.items()}
+    sets = {f"sets/{rank}": pack_array(of_rank.sets[:, None]) for rank, of_rank in alike.items()}
+    group.post_all(ranks | sets)
 
 
 def read_alike(group: RefitGroup, engines: Sequence[int], pieces: Mapping[int, int]) -> dict[int, Alike]:
