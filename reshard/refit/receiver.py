@@ -173,7 +173,7 @@ class Receiver:
         for rank, payload in zip(self.agreed.trainers, answers, strict=True):
             who = self.group.names[rank]
             answer = RequestsRead.decode(payload, len(self.agreed.engines), who)
-            if answer.request_digests[own_position] != self.request_digests[rank]:
+            if answer.of(own_position) != self.request_digests[rank]:
                 own_name = self.group.names[self.group.rank]
                 raise ReshardError(
                     f"{who} has heard {own_name} ask for something else than it has asked for: connect again"

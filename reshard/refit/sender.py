@@ -124,7 +124,7 @@ class Sender:
             post_alike(self.group, self.alike)
         self.posted = self._find_memory()
         self._post_memory()
-        answer = RequestsRead(self.memory_digest, [*digests.values()])
+        answer = RequestsRead(self.memory_digest, b"".join(digests.values()))
         self.group.post("asked", answer.encode())
 
     @property

@@ -1,7 +1,7 @@
 """The pieces that inference ranks ask a trainer's rank for (``pieces/RANK``), and its answer (``asked``)."""
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -60,15 +60,19 @@ class PieceRequest(NamedTuple):
 
 
 class RequestsRead(NamedTuple):
-    """A trainer's rank's answer: digests of its `TrainerMemory`, and of the request of every inference
-    rank. Replicas ask for the same, so that nearly nothing of the digests of a large fleet travels to each of them."""
+    """A trainer's rank's answer: digests of its `TrainerMemory`, and of the requests of the inference ranks, one after
+    the other. Replicas ask for the same, so that nearly nothing of the digests of a large fleet travels to each."""
 
     memory_digest: bytes
-    request_digests: Sequence[bytes]
+    request_digests: bytes
+
+    def of(self, position: int) -> bytes:
+        """Return the digest of the request of the inference rank at this place among them."""
+        return self.request_digests[position * DIGEST_BYTES : (position + 1) * DIGEST_BYTES]
 
     def encode(self) -> bytes:
         """Return its bytes."""
-        return self.memory_digest + zlib.compress(b"".join(self.request_digests), 1)
+        return self.memory_digest + zlib.compress(self.request_digests, 1)
 
     @staticmethod
     def decode(payload: bytes, engines: int, who: str) -> "RequestsRead":
@@ -79,10 +83,7 @@ class RequestsRead(NamedTuple):
             digests = inflated(payload[DIGEST_BYTES:], size)
             if len(digests) != size:
                 raise ValueError(f"{len(digests):,} bytes of digests, and not {size:,}")
-        starts = range(0, size, DIGEST_BYTES)
-        return RequestsRead(
-            payload[:DIGEST_BYTES], [digests[start : start + DIGEST_BYTES] for start in starts]
-        )
+        return RequestsRead(payload[:DIGEST_BYTES], digests)
 
 
 def check_pieces(requests: np.ndarray, held: ShardSizes, who: str, name_of: Callable[[int], str]) -> None:
