@@ -19,11 +19,12 @@ import torch
 from benchmarks.refits.fleet_sides import Fleet, Sides
 from reshard.comm.group import RefitGroup
 from reshard.refit import receiver as receiving
+from reshard.refit import sender as sending
 from reshard.refit.agreement import Agreement, agreement_of, check_sides
 from reshard.refit.copying.addresses import UNSTAGED
 from reshard.refit.copying.flows import Incoming, Outgoing
 from reshard.refit.link import Link
-from reshard.refit.protocol import encoding, greeting, held, memory
+from reshard.refit.protocol import encoding, greeting, held, memory, requests
 from reshard.refit.protocol.buckets import exchange_bucket_counts, exchange_partner_counts, exchange_relays
 from reshard.refit.protocol.greeting import exchange_devices, exchange_greetings, one_config, post_config
 from reshard.refit.receiver import Receiver
@@ -64,6 +65,9 @@ def share_work() -> None:
     unpack_json = shared(encoding.unpack_json, lambda payload, *_: payload)
     for module in (encoding, greeting, held, memory):
         module.unpack_json = unpack_json  # type: ignore[attr-defined]
+    greeting._checked_greeting = shared(greeting._checked_greeting, id)  # of what `unpack_json` keeps
+    requests.unpack_array = shared(requests.unpack_array, lambda payload, *_: payload)
+    sending.check_pieces = shared(sending.check_pieces, lambda pieces, sizes, *_: (id(pieces), id(sizes)))
     receiving.unpack_held = shared(receiving.unpack_held, lambda header, parts, _: (header, parts))
     receiving.plan_pieces = shared(
         receiving.plan_pieces, lambda engine, held, names, distances, position, where: (id(engine), position)
