@@ -237,6 +237,8 @@ def run_members(
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     threading.stack_size(STACK_BYTES)
+    if len(ranks) > 1:
+        sys.setswitchinterval(1.0)  # each thread that waits for Python's lock would wake every 5 ms to ask for it
     grouping.Hub = CountingHub  # type: ignore[misc]
 
     def run_member(rank: int) -> None:
