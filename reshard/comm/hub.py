@@ -275,6 +275,8 @@ class Hub(Server):
         if transaction is None or transaction.decided or client.rank is None:
             return
         transaction.post(key, client.rank, posted)
+        if key not in transaction.waits:
+            return
         counts = transaction.counts_posts_of(key, client.rank)
         if counts and self._fails_without_numbers(transaction, key, [client.rank]):
             return

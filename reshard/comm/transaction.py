@@ -144,7 +144,8 @@ class Transaction:
     def take_complete(self, key: str, rank: int) -> list[Wait]:
         """Note that a rank has posted under a key; return the requests that wait for nobody any more, and forget
         them."""
-        of_key, complete = self.waits.get(key, {}), list[Wait]()
+        of_key = self.waits.get(key, {})
+        complete: list[Wait] = []
         for identity, awaited in list(of_key.items()):
             if rank in awaited.missing and not self.lacking(key, [rank], identity[1]):
                 awaited.missing.discard(rank)

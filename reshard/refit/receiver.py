@@ -68,8 +68,8 @@ class Receiver:
         """Plan which pieces this rank needs of which trainer's rank, and post the requests; `where`
         names the served model."""
         trainers = self.agreed.trainers
-        of_keys = (self.group.read_all(key, trainers) for key in ("held", "parts"))
-        messages = dict(zip(trainers, zip(*of_keys, strict=True), strict=True))
+        headers, parts = (self.group.read_all(key, trainers) for key in ("held", "parts"))
+        messages = dict(zip(trainers, zip(headers, parts, strict=True), strict=True))
         names = self.group.names
         if facts := read_facts(self.group, self.agreed.trainers):
             self._is_taken = True

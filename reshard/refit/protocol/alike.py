@@ -1,7 +1,7 @@
 """What each inference rank wants of a trainer's rank as others do (``alike/RANK``, ``sets/RANK``): see
 `reshard.refit.relays.Alike`."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -28,7 +28,7 @@ def read_alike(group: RefitGroup, engines: Sequence[int], pieces: Mapping[int, i
     }
 
 
-def _decoded(alike: bytes, of_pieces: bytes, own: int, known: Set[int], pieces: int, who: str) -> Alike:
+def _decoded(alike: bytes, of_pieces: bytes, own: int, known: set[int], pieces: int, who: str) -> Alike:
     """Return what rank `own` wants alike by the messages of `who`."""
     what = f"what {who} says of who wants the same"
     ranks = unpack_json(alike, what)

@@ -52,7 +52,7 @@ class TrainerMemory:
         regions, memory = (group.read_all(key, expected_digests) for key in ("regions", "memory"))
         return {
             rank: TrainerMemory._decoded(*of_rank, expected_digests[rank], group.names[rank])
-            for rank, *of_rank in zip(expected_digests, regions, memory, strict=True)
+            for rank, of_rank in zip(expected_digests, zip(regions, memory, strict=True), strict=True)
         }
 
     @staticmethod
