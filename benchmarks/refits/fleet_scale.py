@@ -21,6 +21,7 @@ import resource
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -36,9 +37,12 @@ from reshard.comm.channel import FrameReader, FrameWriter, Message
 from reshard.comm.hosts import free_address
 from reshard.comm.hub import Hub
 from reshard.comm.server import Client
+from reshard.refit import receiver as receiving
+from reshard.refit.protocol.held import pack_held
 
 MEMBERS_OF_A_PROCESS = 128
 STACK_BYTES = 1 << 20
+FAILED = "failed"  # what is said of a member
 CONTROL = ("Join", "Begin", "Prepare", "Commit", "Alive")  # messages without a key, or with a key each
 
 
@@ -201,7 +205,14 @@ def run(fleet: Fleet, refits: int) -> dict[str, Any]:
     ]
     for process in processes:
         process.start()
-    said = dict(results.get() for _ in range(1 + len(set(measured.values()))))
+    said: dict[str, Any] = {}
+    while len(said) <= len(measured):
+        what, value = results.get()
+        if what == FAILED:
+            for process in processes:
+                process.terminate()
+            raise RuntimeError(value)
+        said[what] = value
     for process in processes:
         process.join()
     hub = said.pop("hub")
@@ -210,9 +221,6 @@ def run(fleet: Fleet, refits: int) -> dict[str, Any]:
 
 def plan_ahead(sides: Sides) -> None:
     """Plan for the ranks of one engine; see `share_work`."""
-    from reshard.refit import receiver as receiving
-    from reshard.refit.protocol.held import pack_held
-
     names = {rank: sides.fleet.greeting(rank).name for rank in range(sides.fleet.trainers)}
     held = {}
     for rank, trainer in enumerate(sides.trainers):
@@ -238,7 +246,9 @@ def run_members(
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     threading.stack_size(STACK_BYTES)
     if len(ranks) > 1:
-        sys.setswitchinterval(1.0)  # each thread that waits for Python's lock would wake every 5 ms to ask for it
+        sys.setswitchinterval(
+            1.0
+        )  # each thread that waits for Python's lock would wake every 5 ms to ask for it
     grouping.Hub = CountingHub  # type: ignore[misc]
 
     def run_member(rank: int) -> None:
@@ -259,9 +269,15 @@ def run_members(
                 refitting = {"a refit": member.seconds.pop("refits", 0.0) / max(1, refits)}
                 results.put((side, member.seconds | refitting))
 
+    def run_or_tell(rank: int) -> None:
+        try:
+            run_member(rank)
+        except BaseException:
+            results.put((FAILED, traceback.format_exc()))
+
     names = [MEASURED if rank in measured.values() else f"member {rank}" for rank in ranks]
     threads = [
-        threading.Thread(target=run_member, args=(rank,), name=name)
+        threading.Thread(target=run_or_tell, args=(rank,), name=name)
         for rank, name in zip(ranks, names, strict=True)
     ]
     for thread in threads:
