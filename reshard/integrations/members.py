@@ -52,6 +52,12 @@ class Member:
     has_failed: bool = False  # since it was last refitted
     has_restarted: bool = False  # since it was connected
 
+    @property
+    def hands_on(self) -> bool:
+        """True if it can hand on weights to others and get them so: its client says that it may be called at any time,
+        also from another thread, and that its engine understands the call."""
+        return bool(getattr(self.client, "hands_on", False))
+
     def refitted(self, version: int) -> None:
         """Note that it has the weights of a version now."""
         self.version, self.refitted_at, self.why, self.has_failed = version, time.monotonic(), "", False

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import Event, Thread
 from typing import Any
@@ -48,7 +48,7 @@ class Recovery:
     """A thread of the trainer's first rank that brings up engines from others, between two sends.
 
     `members` returns all of the fleet's engines, by name, each time anew; those whose version is that of `how` hand it
-    on. An engine that has been started again since is noticed, if its client says what it ``serves``.
+    on. An engine that has been started again since is noticed.
     """
 
     def __init__(self, members: Callable[[], Mapping[str, Member]], how: Bringing) -> None:
@@ -83,7 +83,7 @@ class Recovery:
                 self._watch()
                 self._watch_at = time.monotonic() + WATCH_SECONDS
             for name, member in self.members().items():
-                if self._stopped or member.version == self.how.version:
+                if self._stopped or member.version == self.how.version or not member.hands_on:
                     continue
                 if time.monotonic() >= self._again.get(name, 0.0):
                     self._try(member)
@@ -96,7 +96,7 @@ class Recovery:
         asked = {
             name: member
             for name, member in self.members().items()
-            if member.version == self.how.version and hasattr(member.client, "serves")
+            if member.version == self.how.version and member.hands_on
         }
         for name, member in asked.items():
             if name not in self._asked:
@@ -124,32 +124,33 @@ class Recovery:
         for peer in [one for one in self.members().values() if one.version == self.how.version]:
             if self._stopped:
                 return
-            began = time.monotonic()
-            try:
-                self._bring_up(member, peer)
-            except ReshardError as error:
-                member.why = f"{peer.name} could not hand on version {self.how.version} to it: {error}"
-                log.info("%s", member.why)
-                continue
-            member.refitted(self.how.version)
-            seconds = time.monotonic() - began
-            log.info("%s has version %s from %s, %.2f s", member.name, self.how.version, peer.name, seconds)
-            return
+            if peer.hands_on and self._brings_up(member, peer):
+                return
 
-    def _bring_up(self, member: Member, peer: Member) -> None:
-        """Have an engine take the weights of a peer. Raises ReshardError if it has not got them."""
-        how = self.how
+    def _brings_up(self, member: Member, peer: Member) -> bool:
+        """Have an engine take the weights of a peer; return whether it has them."""
+        how, began = self.how, time.monotonic()
         size = 1 + peer.workers + member.workers
         self._meeting = meeting = Meeting(free_address(how.host), size, how.timeout, new_secret())
         try:
             if how.pausing:
                 pause(member.client)
-            self._refit(meeting, member, peer)
-        finally:
-            self._meeting = None
-            if how.pausing:
-                with suppress(ReshardError):
+            try:
+                self._refit(meeting, member, peer)
+            finally:
+                if how.pausing:
                     go_on(member.client, is_new=True)
+        except Exception as error:  # of whatever kind a client raises: others are still to be brought up
+            member.why = f"{peer.name} could not hand on version {how.version} to it: {error_line(error)}"
+            log.info("%s", member.why)
+            return False
+        else:
+            member.refitted(how.version)
+            seconds = time.monotonic() - began
+            log.info("%s has version %s from %s, %.2f s", member.name, how.version, peer.name, seconds)
+            return True
+        finally:
+            self._meeting = None  # a send that waits for this goes on
 
     def _refit(self, meeting: Meeting, member: Member, peer: Member) -> None:
         version, timeout = self.how.version, meeting.timeout

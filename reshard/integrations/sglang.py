@@ -3,6 +3,7 @@
 from typing import Any
 
 from reshard.comm.http import EngineServer
+from reshard.core.errors import ReshardError
 from reshard.core.limits import check_seconds
 from reshard.engines.sglang.calls import connect_server, refit_server, server_ranks
 from reshard.refit.options import check_member_name
@@ -13,6 +14,8 @@ START_IT = "start it with reshard installed where SGLang is"
 class SglangClient(EngineServer):
     """An SGLang server with reshard's plugin, called by its routes. `timeout` is in seconds; errors and logs call the
     engine by its `name`, such as that of its pod."""
+
+    hands_on = True
 
     def __init__(self, url: str, timeout: float = 600.0, name: str | None = None) -> None:
         check_seconds(timeout, "timeout of SglangClient")
@@ -28,7 +31,9 @@ class SglangClient(EngineServer):
         """Return the version of the weights as SGLang tells it; None for one that is no number, such as of weights that
         it has loaded."""
         answer = self._call("GET", "model_info")
-        version = answer.get("weight_version") if isinstance(answer, dict) else None
+        if not isinstance(answer, dict) or "weight_version" not in answer:
+            raise ReshardError(f"{self.url} does not say which version it serves: use a newer SGLang")
+        version = answer["weight_version"]
         return int(version) if isinstance(version, str) and version.isdecimal() else None
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:

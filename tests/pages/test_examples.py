@@ -117,6 +117,19 @@ def test_refit_separate():
     )
 
 
+def test_refit_fleet():
+    """Two servers, a third that gets its weights from one of these, and one that is killed."""
+    out = run(python_of_engine(), EXAMPLES / "refit_fleet.py", env=environment_of_engine())
+    assert "version 0 in 2 of 2 engines" in out and "version 1 in 3 of 3 engines" in out
+    assert "version 2 in 2 of 3 engines" in out and "pod-0 is behind: " in out
+    answers: dict[str, set[str]] = {}
+    for part in out.split("step ")[1:]:
+        for answer in re.findall(r"pod-\d answers (.*)", part):
+            answers.setdefault(part[0], set()).add(answer)
+    assert [len(answers[step]) for step in "0123"] == [1, 1, 1, 1], "all engines of a step answer alike"
+    assert len(set.union(*answers.values())) > 1
+
+
 @pytest.mark.parametrize("path", DOCUMENTED, ids=lambda path: path.stem)
 def test_docstrings(path):
     name = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")

@@ -55,6 +55,8 @@ class HttpClient(EngineServer):
     """A ``vllm serve`` with ``VLLM_SERVER_DEV_MODE=1``, called by its routes. `timeout` is in
     seconds; errors and logs call the engine by its `name`, such as that of its pod."""
 
+    hands_on = True
+
     def __init__(self, url: str, timeout: float = 600.0, name: str | None = None) -> None:
         check_seconds(timeout, "timeout of HttpClient")
         check_member_name(name, "name of HttpClient")
@@ -125,10 +127,6 @@ class LlmClient:
     def world_size(self) -> int:
         """Return how many workers it has."""
         return int(self.llm.llm_engine.vllm_config.parallel_config.world_size_across_dp)
-
-    def serves(self) -> int | None:
-        """Return the version of the weights that all of its workers serve; None if they serve no version."""
-        return _version_of(self.llm.collective_rpc("reshard_state"))
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.llm.init_weight_transfer_engine({"init_info": init_info})
