@@ -47,7 +47,7 @@ class Server:
         command = [
             *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder),
             *("--load-format", "dummy", "--weight-transfer-config", '{"backend": "reshard"}'),
-            *("--port", self.url.rpartition(":")[2]),
+            *("--served-model-name", "policy", "--port", self.url.rpartition(":")[2]),
         ]
         # --8<-- [end:server]
         command += [
