@@ -259,11 +259,12 @@ def opened(file: str | Path) -> str:
 
 def dies_at(owner, name: str, last, key: str = "", after: bool = False) -> None:
     """End this process, without a word, when a method of an object is called and `last` is done, or
-    when both are over; with a key as the method's first argument, where one is given."""
+    when both are over; with a key as the method's first argument, or among its payloads' keys, where one is given."""
     plain = getattr(owner, name)
 
     def dying(*args, **options):
-        if key and args[0].partition("/")[0] != key:
+        keys = [args[0]] if key and isinstance(args[0], str) else args[0] if key else []
+        if key and key not in {one.partition("/")[0] for one in keys}:
             return plain(*args, **options)
         if after:
             plain(*args, **options)
@@ -285,7 +286,9 @@ def dies_in_torch(last) -> None:
 
 # How a member dies, by the word for it: what it says and does last.
 DEATHS = {
-    "posts": lambda members, engine, key, last: dies_at(members, "post", last, key),
+    "posts": lambda members, engine, key, last: [
+        dies_at(members, name, last, key) for name in ("post", "post_all")
+    ],
     "reads": lambda members, engine, last: dies_at(members, "post", last, "packed", after=True),
     "meets": lambda members, engine, last: dies_in_torch(last),
     "comes": lambda members, engine, last: dies_at(members, "prepare", last),
