@@ -29,13 +29,14 @@ log = logging.getLogger("reshard.fleet")
 LOOK_SECONDS = 1.0  # between two looks at who is behind
 WATCH_SECONDS = 5.0  # between two questions what engines serve
 AGAIN_SECONDS = 10.0  # between two tries to bring up one engine
+OPTIONS = ("backend", "bucket_bytes", "relays")  # of a fleet's, that count for one refit
 STOP_SECONDS = 5.0  # that a send waits for the end of what it has stopped
 
 
 @dataclass(frozen=True)
 class Bringing:
-    """How engines are brought up: to which `version`, where members meet on this `host`, how many seconds they wait for
-    each other, whether requests are `pausing` meanwhile, and the options of `reshard.refit.connect`."""
+    """The way in which engines are brought up: to which `version`, where members meet on this `host`, how many seconds
+    they wait for each other, whether requests are `pausing` meanwhile, and the options of `reshard.refit.connect`."""
 
     version: int
     host: str
@@ -164,9 +165,9 @@ class Recovery:
             ends.callback(group.close)
             if self._stopped:
                 raise ReshardError("the trainer sends other weights")
-            link = connecting.alongside(
-                group, lambda: connect(group, None, None, ConnectOptions(**self.how.options))
-            )
+            # There is one refit: what is kept for the next, as with deltas, would be an engine's memory for nothing.
+            options = {name: value for name, value in self.how.options.items() if name in OPTIONS}
+            link = connecting.alongside(group, lambda: connect(group, None, None, ConnectOptions(**options)))
             ends.callback(link.close)
             info = {"version": version, "verify": True, "ticket": group.ticket()}
 
