@@ -26,27 +26,14 @@ import torch
 from benchmarks.refits.relays import sums_of
 from reshard.comm.hosts import free_address
 from reshard.core.errors import ReshardError
-from reshard.engines.workers.lending import LendingMethods
 from reshard.refit import RefitGroup, connect
+from tests.tools.lender import Lender
 from tests.tools.whole_model import ServedModel
 
 SECRET = "between the engines"
 FIRST, LENDER, NEWCOMER = range(3)
 BATCH, TOKENS = 8, 64
 VERSION = 3
-
-
-class Worker(LendingMethods):
-    """The worker of the engine that hands on."""
-
-    def __init__(self, engine: ServedModel) -> None:
-        self.engine = engine
-
-    def _reshard_engine_side(self) -> ServedModel:
-        return self.engine
-
-    def _reshard_rank(self) -> int:
-        return 0
 
 
 def main() -> None:
@@ -100,7 +87,7 @@ def measure(options: argparse.Namespace) -> None:
         for name, parameter in model.named_parameters():  # it serves what the model runs with
             parameter.data = engine.tensors[name].copy_(parameter.data)
         engine.guard.refitted(VERSION)
-        result = lend(options, group, Worker(engine), model)
+        result = lend(options, group, Lender(engine), model)
     else:
         result = bring_up(options, group, engine)
     if options.rank:
@@ -115,7 +102,7 @@ def meet(group: RefitGroup, what: str) -> None:
     group.commit()
 
 
-def lend(options: argparse.Namespace, group: RefitGroup, worker: Worker, model: torch.nn.Module) -> dict:
+def lend(options: argparse.Namespace, group: RefitGroup, worker: Lender, model: torch.nn.Module) -> dict:
     """Run the model, and hand on its weights; return the steps a second without that, and meanwhile."""
     over, ends = Event(), []
     tokens = torch.randint(1000, (BATCH, TOKENS), device=worker.engine.device)

@@ -102,9 +102,8 @@ class Transaction:
     def prepared(self) -> tuple[Prepared, bytes]:
         """Return the answer to all members once they are there, and its body."""
         version = self.version[0] if self.version is not None else self.last_version + 1
-        return Prepared(version, self.verify, self.anew), json.dumps(
-            self.notes
-        ).encode() if self.notes else b""
+        notes = json.dumps(self.notes).encode() if self.notes else b""
+        return Prepared(version, self.verify, self.anew), notes
 
     def post(self, key: str, rank: int, posted: Posted) -> None:
         """Keep what a member posts, in place of what it posted under this key before."""

@@ -15,7 +15,7 @@ class SglangClient(EngineServer):
     """An SGLang server with reshard's plugin, called by its routes. `timeout` is in seconds; errors and logs call the
     engine by its `name`, such as that of its pod."""
 
-    hands_on = True
+    hands_on = True  # see `reshard.integrations.members.Member.hands_on`
 
     def __init__(self, url: str, timeout: float = 600.0, name: str | None = None) -> None:
         check_seconds(timeout, "timeout of SglangClient")

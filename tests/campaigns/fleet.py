@@ -28,12 +28,12 @@ import torch
 
 from reshard.comm.http import call_route
 from reshard.core.errors import ReshardError, first_line
-from reshard.engines.workers.lending import LendingMethods
 from reshard.integrations.fleet import Fleet
 from reshard.integrations.vllm.transfer import HttpClient
 from reshard.refit import RefitGroup, connect
 from tests.refit.test_transports import OneShard, OneTensor
 from tests.starting.ranks import free_port
+from tests.tools.lender import Lender
 
 ROWS = 1 << 16
 TIMEOUT = 4.0  # of a fleet's members for each other
@@ -44,19 +44,6 @@ PATIENCE = 3 * TIMEOUT + 30.0
 def crc(weight: torch.Tensor) -> int:
     """Return a checksum of a tensor's bits."""
     return crc32(weight.view(torch.int16).numpy().tobytes())
-
-
-class Lender(LendingMethods):
-    """The worker of an engine that hands on what it has."""
-
-    def __init__(self, engine: OneTensor) -> None:
-        self.engine = engine
-
-    def _reshard_engine_side(self) -> OneTensor:
-        return self.engine
-
-    def _reshard_rank(self) -> int:
-        return 0
 
 
 def serve(port: int) -> None:

@@ -6,27 +6,21 @@ import pytest
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.engines.workers.lending import LendingMethods
 from reshard.refit import RefitGroup, connect
 from tests.refit.test_transports import COLUMNS, OneTensor
 from tests.starting.ranks import caught, free_port
+from tests.tools.lender import Lender
 
 ROWS = 1 << 12
 
 
-class Worker(LendingMethods):
+class Worker(Lender):
     """The worker of an engine that serves version 3, with random weights."""
 
     def __init__(self) -> None:
-        self.engine = OneTensor(ROWS)
+        super().__init__(OneTensor(ROWS))
         self.engine.weight.copy_(torch.randn(ROWS, COLUMNS))
         self.engine.guard.refitted(3)
-
-    def _reshard_engine_side(self) -> OneTensor:
-        return self.engine
-
-    def _reshard_rank(self) -> int:
-        return 0
 
 
 class Newcomer(OneTensor):
