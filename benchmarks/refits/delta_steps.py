@@ -25,7 +25,13 @@ from benchmarks.processes import device
 from reshard.delta.chunks import CHUNK, WORD, ChunkSizes, Comparison, decode_chunks, encode_chunks
 from reshard.delta.encoding import encode
 from reshard.delta.forms import Form
-from reshard.refit.changes.buckets import HostChanges, ServedBucket, header_bytes, read_changes
+from reshard.refit.changes.buckets import (
+    HostChanges,
+    ServedBucket,
+    header_bytes,
+    read_changes,
+    received_on_gpu,
+)
 from reshard.refit.codecs import codec_between
 from reshard.refit.copying.tables import CODEC, COLUMNS, DST, DST_PITCH, PRELUDE, ROWS, SRC, STATUS, WIDTH
 
@@ -70,10 +76,10 @@ def encoded(changes, size: int) -> torch.Tensor:
 def write(served: ServedBucket, payload: torch.Tensor, words: int, status: torch.Tensor) -> None:
     """Write changes where they are served from; on a GPU, enqueue that."""
     if device() == "cuda":
-        served.write_changes(payload, WORD * words, SINCE, BUCKET, status)
+        served.write(received_on_gpu(payload, WORD * words, SINCE, BUCKET, status))
         return
     for changes in read_changes(payload, WORD * words, SINCE, BUCKET, "this benchmark"):
-        served.write(*changes)
+        served.write(changes)
 
 
 def new_status() -> torch.Tensor:

@@ -108,7 +108,9 @@ def _connected(group: RefitGroup, source: Any, destination: Any, options: Connec
                 sender = Sender(trainer, group, agreed, device) if trainer is not None else None
                 receiver = Receiver(engine, group, agreed, device) if engine is not None else None
                 _exchange_requests(group, agreed, sender, receiver)
-                link = Link(group, agreed, sender, receiver, device, options.delta_on_host)
+                link = Link(
+                    group, agreed, sender, receiver, device, options.delta_on_host, options.pending_bytes
+                )
                 link.set_up()
                 if compiling is not None:
                     compiling.join()

@@ -102,6 +102,10 @@ class Engine(ServedWeights):
         """Update the tensors that the engine derives from its weights; called after the last
         byte."""
 
+    def drop_caches(self) -> None:
+        """Forget what was computed from the weights before, as far as the engine's own caller does not; called after
+        the last byte, unless the caller keeps it."""
+
     def stale_derived(self) -> list[str]:
         """Return, for a check, the names of derived tensors that are not what the weights give."""
         return []

@@ -16,6 +16,8 @@ from reshard.refit.agreement import Agreement, names_of
 from reshard.refit.changes.choice import RefitChain
 from reshard.refit.copying.addresses import UNSTAGED
 from reshard.refit.copying.copies import wait_for_all_streams, wait_for_device, wait_for_partners
+from reshard.refit.options import PENDING_BYTES
+from reshard.refit.pending.refits import Begun, PendingRefits
 from reshard.refit.protocol.memory import exchange_unmapped
 from reshard.refit.receiver import Receiver
 from reshard.refit.reporting.describing import described
@@ -53,6 +55,7 @@ class Link:
         receiver: Receiver | None,
         device: torch.device,
         keep_on_host: bool = False,
+        pending_bytes: int = PENDING_BYTES,
     ) -> None:
         self.group, self.agreed, self.device = group, agreed, device
         self.number = group.transaction_number  # of this connection, the same on all members
@@ -67,6 +70,8 @@ class Link:
         self.broken = False  # the last refit failed
         self.closed = False
         self.below: Below | None = None  # weights that this link's build on
+        self.pending_bytes = pending_bytes
+        self.begun = PendingRefits(self)
         engine = receiver.engine if receiver is not None else None
         context = agreed.context(group, device, engine, keep_on_host)
         self.transports = Transports(context)
@@ -125,6 +130,7 @@ class Link:
         begun to write then refuse to serve until a whole refit succeeded, since weights are written
         in place and nothing can be rolled back.
         """
+        self.begun.settle()
         if self.below is not None:
             version = self.below.follow(version, verify)
         with self.group.one_call("refit"):
@@ -146,7 +152,7 @@ class Link:
                 prepared_at = time.perf_counter()
                 if self.receiver is not None:
                     self.receiver.engine.begin()
-                self._bounded(self._transfer)
+                self.bounded(self._transfer)
                 transferred_at = time.perf_counter()
                 if self.group.verify:
                     self._verify()
@@ -157,8 +163,8 @@ class Link:
                 self._release()
                 self._commit()
         except BaseException as error:
-            self._clean_up()
-            self.log.failed(self.refits, time.perf_counter() - start, error)
+            self.clean_up()
+            self.log.failed(f"{self.log.what} {self.refits}", time.perf_counter() - start, error)
             raise
         if self.receiver is not None:
             self.receiver.engine.end(agreed_version)
@@ -247,6 +253,7 @@ class Link:
         if self.receiver is not None:
             self._wait_for_partners()
             self.receiver.engine.update_derived()
+            self.receiver.engine.drop_caches()
 
     def _transfer_rounds_again(self) -> None:
         """Carry out once more the copies of the rounds that engines process, for a verification of
@@ -295,7 +302,7 @@ class Link:
         if self.transports.work.is_blocking:
             wait_for_partners(self.device, self.group)
 
-    def _bounded(self, work: Callable[[], None]) -> None:
+    def bounded(self, work: Callable[[], Any]) -> None:
         """Do work to its end. Raises ReshardError, naming the ranks that do not respond, where a
         partner dies or stalls."""
         # On a GPU work is only enqueued, and waited for below, unless a transport blocks.
@@ -312,7 +319,7 @@ class Link:
         self.group.check()  # somebody may have said why meanwhile
         raise ReshardError(f"the exchange broke off ({reason}); {unresponsive or 'no member'} is silent")
 
-    def _clean_up(self) -> None:
+    def clean_up(self) -> None:
         """After a refit that failed: unmap the trainers' memory, and give everything back, since a link
         that failed may not be used again, nor be closed."""
         if self.sender is not None:
@@ -342,15 +349,56 @@ class Link:
             self.sent_digests.post()
         # Nobody begins to transfer once more with one that has failed.
         self.group.gather("moved", b"")
-        self._bounded(self._transfer_rounds_again)
+        self.bounded(self._transfer_rounds_again)
         if self.received_digests is not None:
-            self.received_digests.compare()
+            self.received_digests.compare(self.received_digests.read())
+
+    # Refits that are begun, and switched to later
+
+    def begin_refit(self, version: int | None = None, verify: bool = False) -> Begun:
+        """Begin a refit of what changed, which engines do not serve yet. Every member calls this.
+
+        On a trainer's rank it returns once the changes are packed: the weights may change from then on. The bytes
+        travel in the background, from memory of at most ``pending_bytes``, while an engine serves; `Begun.wait` says
+        what has become of it. For `version` and `verify`, which all members give alike, see `refit`; digests are taken
+        of the weights that are packed, and compared when an engine switches.
+
+        Where the changes alone cannot travel so (it is the first refit, an engine has other weights, some bytes go by
+        another backend than NCCL or Gloo, the changes take more memory), nothing is brought, `Begun.wait` says why, and
+        `refit` brings all.
+        """
+        return self.begun.begin(_checked(version), verify)
+
+    def switch(self, version: int | None = None, *, keep_caches: bool = False) -> int:
+        """Serve the version that a refit was begun with, on an engine's rank, between two steps of its model; return
+        it. What was served before is kept until the next refit, for `roll_back`.
+
+        Nothing is waited for but this GPU, so whoever calls the engines has to see that all switch, or roll back those
+        that did. With `keep_caches` the engine is not asked to drop what it has computed from the weights before, and
+        may have requests under way.
+
+        Raises ReshardError, with the engine as it was, where no such version is pending, or, after ``verify=True``, the
+        weights are not those of the trainer.
+        """
+        return self._alone("switch", lambda: self.begun.switch(_checked(version), keep_caches))
+
+    def roll_back(self, *, keep_caches: bool = False) -> int:
+        """Serve what was served before `switch`, bit for bit, on an engine's rank; return its version. Does nothing
+        where the engine has not switched."""
+        return self._alone("roll back", lambda: self.begun.roll_back(keep_caches))
+
+    def _alone(self, what: str, work: Callable[[], int]) -> int:
+        """Return what work returns that needs no other member, while no call that does goes on."""
+        self.begun.settle()
+        with self.group.one_call(what):
+            return work()
 
     # Between refits
 
     def release(self) -> None:
         """Unmap the trainers' memory, where mappings were to stay (`connect(keep_mapped=True)`).
         Every member calls this."""
+        self.begun.settle()
         if self.below is not None:
             self.below.link.release()
         with self.group.one_call("release"):
@@ -390,6 +438,7 @@ class Link:
         NCCL or Gloo, if this connection made one; it cannot be used again. The group stays, and with it the port at
         which its members have met, until it is closed, too (`RefitGroup.close`). vLLM gets the slots of an adapter
         back, which it serves until it needs them for others."""
+        self.begun.settle()
         try:
             with self.group.one_call("close"):
                 self.give_back()
@@ -400,6 +449,7 @@ class Link:
     def give_back(self) -> None:
         """Do what `close` does, within a call of the group's that goes on."""
         self.closed = True
+        self.begun.drop()
         with ExitStack() as parts:  # each is given back also if another fails
             if self.receiver is not None:
                 parts.callback(self.receiver.close)

@@ -12,12 +12,13 @@ from reshard.refit.relays import AUTO, check_relays
 from reshard.refit.routes import check_backend
 
 BUCKET_BYTES = 512 << 20
+PENDING_BYTES = 2 << 30
 Options = TypeVar("Options", bound="ConnectOptions")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectOptions:
-    """The options of `reshard.refit.connect`. Members tell each other all but `delta_on_host`.
+    """The options of `reshard.refit.connect`. Members tell each other all but `delta_on_host` and `pending_bytes`.
 
     `backend` is ``auto`` (peers' memory within a host, staged where that cannot be mapped, NIXL
     between hosts that have it and RDMA, NCCL between others, and where engines have twice as many GPUs as the
@@ -38,6 +39,9 @@ class ConnectOptions:
     gives `delta` decides for all. What goes by other backends, the adapter, and what the engine quantizes itself
     always go whole.
 
+    `pending_bytes` is the most memory that the changes of a refit that is begun (`Link.begin_refit`) may take on a rank
+    of either side, beside the weights; the least that a trainer's rank gives counts.
+
     With `relays` engines that want the same bytes of a trainer's rank by NCCL, or Gloo, pass them on to each other, so
     that it sends them once: ``auto`` (where there are enough to gain by it), ``always`` or ``never``; one that says
     another than ``auto`` decides for all.
@@ -49,6 +53,7 @@ class ConnectOptions:
     adapter: str | None = None
     delta: bool = False
     delta_on_host: bool = False
+    pending_bytes: int = PENDING_BYTES
     relays: str = AUTO
     name: str | None = None  # of this member, in errors and logs of all
 
@@ -56,6 +61,7 @@ class ConnectOptions:
         """Return these options, with the present name of a backend. Raises ReshardError for a wrong value,
         with the option's full `name`, given its short one."""
         check_number(self.bucket_bytes, name("bucket_bytes"), MOST_BUCKET_BYTES)
+        check_number(self.pending_bytes, name("pending_bytes"), MOST_BUCKET_BYTES)
         check_switch(self.keep_mapped, name("keep_mapped"))
         check_switch(self.delta_on_host, name("delta_on_host"))
         check_switch(self.delta, name("delta"))

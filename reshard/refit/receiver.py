@@ -146,10 +146,14 @@ class Receiver:
     def find_moved(self) -> bool:
         """Follow tensors that the engine has moved; return True if copies of this connection go elsewhere than
         before. Another connection may have followed them first."""
-        self.engine.refresh_regions()
-        addresses = self.engine.written_addresses()
-        moved, self._addresses = addresses != self._addresses, addresses
+        moved = self.has_moved()
+        self._addresses = self.engine.written_addresses()
         return moved
+
+    def has_moved(self) -> bool:
+        """Return True if the engine has moved tensors since `find_moved` was last called."""
+        self.engine.refresh_regions()
+        return self.engine.written_addresses() != self._addresses
 
     def check_taken(self) -> None:
         """Raise ReshardError where another connection has had the engine take other facts since."""

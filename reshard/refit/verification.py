@@ -173,9 +173,14 @@ class ReceivedDigests:
         index = {identity: index for index, identity in enumerate(receiver.engine.regions)}
         self.mismatches.extend(index[identity] for identity in receiver.engine.mismatches(number))
 
-    def compare(self) -> None:
-        """Wait for all digests and compare them. Raises ReshardError, naming the tensors, where one
-        differs."""
+    def read(self) -> dict[int, bytes]:
+        """Return the digests that trainers' ranks have posted for this one."""
+        group = self.receiver.group
+        return {rank: group.read(f"digests/{group.rank}", rank) for rank in self.receiver.pieces}
+
+    def compare(self, sent: Mapping[int, bytes]) -> None:
+        """Wait for all digests and compare them with those that were `sent`. Raises ReshardError, naming the tensors,
+        where one differs."""
         assert self.check is not None, "begin comes first"
         receiver = self.receiver
         mismatches, made_here = self.check.result()
@@ -183,7 +188,7 @@ class ReceivedDigests:
         wrong_names: set[str] = set()
         for rank, pieces in receiver.pieces.items():
             wrong = np.isin(pieces.destinations[:, 0], mismatches) | self._differing(
-                rank, made_here.get(rank)
+                rank, sent[rank], made_here.get(rank)
             )
             wrong_names.update(pieces.names[index] for index in np.flatnonzero(wrong))
         if wrong_names:
@@ -212,15 +217,15 @@ class ReceivedDigests:
             self.checked_for = checked_for
         return self.check
 
-    def _differing(self, rank: int, made_here: np.ndarray | None) -> np.ndarray:
+    def _differing(self, rank: int, payload: bytes, made_here: np.ndarray | None) -> np.ndarray:
         """Return a mask over a trainer's rank's pieces: those whose digests, or whose blocks' digests,
-        are others there and here. `made_here` are the digests of the pieces of which blocks were made here."""
+        are others there, in what it sent, and here. `made_here` are the digests of the pieces of which blocks were
+        made here."""
         receiver, pieces = self.receiver, self.receiver.pieces[rank]
         in_rounds, as_blocks = self._in_rounds(rank), self._as_blocks(rank)
-        payload = receiver.group.read(f"digests/{receiver.group.rank}", rank)
         plain_count, blocks = int((~as_blocks).sum()), self.blocks.get(rank)
         of_blocks = blocks.result() if blocks is not None else np.zeros(0, np.int64)
-        sent = decode_digests(payload, plain_count + len(of_blocks), receiver.group.names[rank])
+        posted = decode_digests(payload, plain_count + len(of_blocks), receiver.group.names[rank])
         received = np.zeros(len(as_blocks), np.int64)
         received[~self._made_here(rank) & ~as_blocks] = self.plain[rank].result()
         if made_here is not None:
@@ -228,9 +233,9 @@ class ReceivedDigests:
         if in_rounds.any():
             received[in_rounds] = self.in_rounds[rank][in_rounds]
         wrong = np.zeros(len(as_blocks), bool)
-        wrong[~as_blocks] = received[~as_blocks] != sent[:plain_count]
+        wrong[~as_blocks] = received[~as_blocks] != posted[:plain_count]
         if blocks is not None:
-            tensors = blocks.tensors[of_blocks != sent[plain_count:]]
+            tensors = blocks.tensors[of_blocks != posted[plain_count:]]
             wrong |= as_blocks & np.isin(pieces.destinations[:, 0], tensors)
         return wrong
 

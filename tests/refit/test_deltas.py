@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.delta.chunks import WORD, ChunkSizes
+from reshard.delta.chunks import WORD, ChunkSizes, Words
 from reshard.delta.forms import BLOCK
 from reshard.device.memory import Region
 from reshard.refit import RefitGroup, connect
@@ -297,7 +297,7 @@ def test_rows_of_odd_lengths_at_odd_addresses_are_written_byte_by_byte():
         cast = torch.arange(8 * r, 8 * r + 8).float().view(torch.uint8)
         expected[1024 + 128 * r : 1056 + 128 * r] = cast
     served = buckets.ServedBucket(table[::-1].copy(), torch.device("cpu"))
-    served.write(torch.arange(80), bucket.view(torch.int16))
+    served.write(Words(torch.arange(80), bucket.view(torch.int16)))
     assert torch.equal(memory, expected) and not torch.equal(memory, before)
 
 

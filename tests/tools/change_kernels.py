@@ -5,10 +5,10 @@ import numpy as np
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.delta.chunks import CHUNK
+from reshard.delta.chunks import CHUNK, Words
 from reshard.delta.encoding import encode
 from reshard.refit.changes.buckets import ServedBucket, check_status, header_bytes
-from reshard.refit.changes.kernels import DeviceChanges, write_changes
+from reshard.refit.changes.kernels import DeviceChanges, ReceivedChanges
 from reshard.refit.codecs import codec_between
 from reshard.refit.copying.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, STATUS, UNORDERED, WIDTH
 from tests.delta.test_delta_encoding import SPOILS
@@ -68,12 +68,13 @@ def served(memory: torch.Tensor, size: int, row: int) -> ServedBucket:
 def status_of(payload: torch.Tensor, words: int, places: ServedBucket) -> list[int]:
     """Write changes by the kernels, and return what becomes of them."""
     status = torch.zeros(STATUS, dtype=torch.int64)
-    write_changes(payload, 2 * words, SINCE, BUCKET, places.tiles, places.codecs, places.has_odd, status)
+    places.write(ReceivedChanges(payload, 2 * words, SINCE, BUCKET, status))
     return status.tolist()
 
 
 def written(old: torch.Tensor, new: torch.Tensor, payload: torch.Tensor, row: int) -> None:
-    """Write changes by the kernels, and by torch: what lies around the rows stays, and so does what did not change."""
+    """Write changes by the kernels, and by torch: what lies around the rows stays, and so does what did not change.
+    What is swapped is there afterward, and taken back by the same again."""
     positions, memories = (old != new).nonzero()[:, 0], []
     for by_kernels in (True, False):
         memory = torch.full((3 * len(new) + 8192,), 7, dtype=torch.uint8)
@@ -81,9 +82,22 @@ def written(old: torch.Tensor, new: torch.Tensor, payload: torch.Tensor, row: in
         if by_kernels:
             assert status_of(payload, len(new), places) == [0, SINCE, BUCKET]
         else:
-            places.write(positions, new[positions])
+            places.write(Words(positions, new[positions]))
         memories.append(memory)
     assert torch.equal(*memories) and (memories[0] != 7).any() == bool(len(positions))
+    for by_kernels in (True, False):
+        memory = (torch.arange(len(memories[0])) % 251).to(torch.uint8)
+        memory[-4096:].view(torch.float32)[:] = torch.arange(1024) % 256  # which bfloat16 has
+        places, before = served(memory, 2 * len(new), row), memory.clone()
+        changes = Words(positions, new[positions])
+        if by_kernels:
+            changes = ReceivedChanges(
+                payload.clone(), 2 * len(new), SINCE, BUCKET, torch.zeros(STATUS).long()
+            )
+        places.write(changes, swap=True)
+        assert torch.equal(memory[memories[0] != 7], memories[0][memories[0] != 7])
+        places.write(changes, swap=True)
+        assert torch.equal(memory, before)
 
 
 def refused(payload: torch.Tensor, words: int, code: int, message: str) -> None:

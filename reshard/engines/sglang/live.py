@@ -183,9 +183,12 @@ class SglangModel(LiveEngine):
         self._on_scheduler(partial(self.guard.refitted, version))
 
     def update_derived(self) -> None:
-        """Let SGLang derive matrices from the new weights, and forget what it has cached for others: while the
-        GPU still copies, so that neither adds to a refit's time."""
+        """Let SGLang derive matrices from the new weights: while the GPU still copies, so that it does not add to a
+        refit's time."""
         self.derived.update()
+
+    def drop_caches(self) -> None:
+        """Have SGLang forget keys and values of other weights, while the GPU still copies."""
         self._on_scheduler(partial(compat.flush_cache, self.scheduler))
 
     def _on_scheduler(self, action: Callable[[], None]) -> None:

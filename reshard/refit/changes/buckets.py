@@ -17,7 +17,7 @@ them, and whether all made sense at the end.
 
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Union
 
 import numpy as np
 import torch
@@ -46,7 +46,10 @@ from reshard.refit.copying.tables import (
 from reshard.refit.relays import Line
 
 if TYPE_CHECKING:
-    from reshard.refit.changes.kernels import DeviceChanges
+    from reshard.refit.changes.kernels import DeviceChanges, ReceivedChanges
+
+# Changes that have arrived: those of some chunks on a CPU, or of a whole bucket on a GPU.
+Received = Union[Words, "ReceivedChanges"]
 
 
 class HostChanges:
@@ -300,6 +303,16 @@ def check_status(status: Sequence[int], since: int, index: int, who: str) -> Non
         raise ReshardError(f"{who} sends changes of bucket {index} that make no sense: {what}")
 
 
+def received_on_gpu(
+    payload: torch.Tensor, size: int, since: int, index: int, status: torch.Tensor
+) -> "ReceivedChanges":
+    """Return the changes of a bucket of `size` bytes that have arrived on a GPU; enqueued. What `check_status` needs
+    comes into `status`, zeros in int64 ``[3]``."""
+    from reshard.refit.changes.kernels import ReceivedChanges
+
+    return ReceivedChanges(payload, size, since, index, status)
+
+
 class ServedBucket:
     """The places that the words of a bucket are served from, given the copies out of it (`PackedPair.copies`)."""
 
@@ -321,39 +334,41 @@ class ServedBucket:
         columns = (self.starts, self.sizes, self.widths, self.addresses, self.pitches, self.codec)
         self.tiles = torch.stack(columns, 1).contiguous()  # of `tables.SERVED`
 
-    def write_changes(
-        self, payload: torch.Tensor, size: int, since: int, index: int, status: torch.Tensor
-    ) -> None:
-        """Write the changes of a bucket of `size` bytes where it is served from, on a GPU: enqueue that, and what
-        `check_status` needs into `status`, zeros in int64 ``[3]``."""
-        from reshard.refit.changes.kernels import write_changes
+    def write(self, changes: Received, swap: bool = False) -> None:
+        """Write changes where they are served from; on a GPU, enqueue that. With `swap` they become what was there, so
+        that the same call again takes them back."""
+        if not isinstance(changes, Words):
+            changes.write(self.tiles, self.codecs, self.has_odd, swap)
+            return
+        for units, chosen, addresses, codec in self._written(*changes):
+            before = read_words(addresses, _converted(units[:0], codec).dtype) if swap else None
+            write_words(addresses, _converted(units[chosen], codec))
+            if before is not None:
+                units[chosen] = _restored(before, codec)
 
-        write_changes(payload, size, since, index, self.tiles, self.codecs, self.has_odd, status)
-
-    def write(self, positions: torch.Tensor, values: torch.Tensor) -> None:
-        """Write words, int16 ``[n]``, which are at these positions in the bucket, where they are served from, on a
-        CPU."""
+    def _written(
+        self, positions: torch.Tensor, values: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]]:
+        """Yield words, or their bytes where a row has an odd number of these, or begins at an odd address; and which of
+        them are written at which addresses, by which codec."""
         if not len(self.starts) or not len(positions):
             return
         where = positions * WORD
-        tile = self._tile(where)
+        tile, order = self._tile(where), torch.arange(len(where))
         if self.has_odd:
             as_bytes = self.odd[tile] != 0
-            self._write_bytes(where[as_bytes], values[as_bytes])
-            where, tile, values = where[~as_bytes], tile[~as_bytes], values[~as_bytes]
+            of_bytes = (where[as_bytes][:, None] + torch.arange(WORD)).reshape(-1)
+            bytes_order = (order[as_bytes][:, None] * WORD + torch.arange(WORD)).reshape(-1)
+            of_tile = self._tile(of_bytes)
+            inside = self._inside(of_bytes, of_tile)
+            addresses = self._addresses(of_bytes[inside], of_tile[inside], PLAIN)
+            yield values.view(torch.uint8), bytes_order[inside], addresses, PLAIN
+            where, tile, order = where[~as_bytes], tile[~as_bytes], order[~as_bytes]
         for codec in self.codecs:
             inside = self._inside(where, tile)
             if len(self.codecs) > 1:
                 inside &= self.codec[tile] == codec
-            chosen = tile[inside]
-            write_words(self._addresses(where[inside], chosen, codec), _converted(values[inside], codec))
-
-    def _write_bytes(self, where: torch.Tensor, values: torch.Tensor) -> None:
-        """Write words byte by byte, where a row has an odd number of bytes, or begins at an odd address."""
-        where = (where[:, None] + torch.arange(WORD, device=where.device)).reshape(-1)
-        tile = self._tile(where)
-        inside = self._inside(where, tile)
-        write_words(self._addresses(where[inside], tile[inside], PLAIN), values.view(torch.uint8)[inside])
+            yield values, order[inside], self._addresses(where[inside], tile[inside], codec), codec
 
     def _tile(self, where: torch.Tensor) -> torch.Tensor:
         """Return the last tile that begins at or before these bytes of the bucket, or the first one."""
@@ -376,18 +391,40 @@ def _converted(values: torch.Tensor, codec: int) -> torch.Tensor:
     """Return words as the engine has them; a codec of a bucket that arrives makes 2 bytes 4."""
     if codec == PLAIN:
         return values
-    source, destination = (
-        getattr(torch, dtype.name) for dtype in (CODECS[codec].source, CODECS[codec].destination)
-    )
+    source, destination = _dtypes(codec)
     return values.view(source).to(destination).view(torch.int32)
 
 
-def write_words(addresses: torch.Tensor, words: torch.Tensor) -> None:
-    """Write words of 1, 2 or 4 bytes at addresses of this process's memory, which are multiples of as many."""
+def _restored(words: torch.Tensor, codec: int) -> torch.Tensor:
+    """Return what `_converted` has made such words of."""
+    if codec == PLAIN:
+        return words
+    source, destination = _dtypes(codec)
+    return words.view(destination).to(source).view(torch.int16)
+
+
+def _dtypes(codec: int) -> tuple[torch.dtype, torch.dtype]:
+    return getattr(torch, CODECS[codec].source.name), getattr(torch, CODECS[codec].destination.name)
+
+
+def read_words(addresses: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the words of 1, 2 or 4 bytes at addresses of this process's memory, which are multiples of as many."""
     if not len(addresses):
-        return
-    at, size = addresses.numpy(), words.element_size()
-    first = int(at.min())
-    extent = int(at.max()) - first + size
-    memory = host_bytes(first, 1, extent, extent)[0].view(words.numpy().dtype)
-    memory[(at - first) // size] = words.numpy()
+        return torch.empty(0, dtype=dtype)
+    memory, index = _memory_around(addresses, dtype)
+    return memory[index]
+
+
+def write_words(addresses: torch.Tensor, words: torch.Tensor) -> None:
+    """Write words of 1, 2 or 4 bytes at such addresses."""
+    if len(addresses):
+        memory, index = _memory_around(addresses, words.dtype)
+        memory[index] = words
+
+
+def _memory_around(addresses: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this process's memory from the first to the last of these addresses as words, and the index of each."""
+    first = int(addresses.min())
+    extent = int(addresses.max()) - first + dtype.itemsize
+    memory = torch.from_numpy(host_bytes(first, 1, extent, extent)[0]).view(dtype)
+    return memory, (addresses - first) // dtype.itemsize

@@ -43,17 +43,21 @@ class RefitChain:
         """
         if not self.agreed.delta:
             return
-        states = exchange_states(group, self._state(broken, moved))
-        self.choice = self._decide(states, group)
+        states = exchange_states(group, self.state(broken, moved))
+        self.choice = self.decide(states, group)
         self.holds, self.why = None, "its last refit failed"
         for changes in self.changes:
             changes.begin(self.choice.since)
 
     def end(self, group: RefitGroup) -> None:
         """Note that the refit has brought all weights."""
-        if not self.agreed.delta:
-            return
-        self.version, self.holds = group.version, group.transaction_number
+        if self.agreed.delta:
+            self.hold(group.version, group.transaction_number)
+
+    def hold(self, version: int | None, transaction: int | None) -> None:
+        """Note that this member has the weights of a version, which a transaction has brought; not known which for
+        None."""
+        self.version, self.holds = version, transaction
         if self.receiver is not None:
             self.writes = self.receiver.engine.guard.writes
 
@@ -87,7 +91,8 @@ class RefitChain:
             measured = measured.plus(changes.measured)
         return measured
 
-    def _state(self, broken: bool, moved: bool) -> DeltaState:
+    def state(self, broken: bool, moved: bool) -> DeltaState:
+        """Return what this member tells of its weights; for the arguments see `begin`."""
         holds, why = self.holds, self.why
         if broken:
             holds, why = None, "its last refit failed"
@@ -99,8 +104,8 @@ class RefitChain:
                 holds, why = None, "its weights were moved, discarded, or written by others since"
         return DeltaState(holds, "" if holds is not None else why)
 
-    def _decide(self, states: Sequence[DeltaState], group: RefitGroup) -> Choice:
-        """Return what the refit does; the same on all members."""
+    def decide(self, states: Sequence[DeltaState], group: RefitGroup) -> Choice:
+        """Return what a refit does; the same on all members."""
         if not any(changes.carries for changes in self.changes):
             return Choice(None, "all is sent: no ranks exchange by NCCL or Gloo")
         held = {rank: states[rank] for rank in self.agreed.participants}

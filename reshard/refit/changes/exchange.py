@@ -6,7 +6,7 @@ which it does once a bucket, for the sizes.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +15,14 @@ from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.delta.forms import SECTION
 from reshard.refit.changes.buckets import (
+    Received,
     SentBuckets,
     ServedBucket,
     check_status,
     header_bytes,
     most_bytes,
     read_changes,
+    received_on_gpu,
 )
 from reshard.refit.copying.copies import event_now, wait_for_exchange, wait_for_partners
 from reshard.refit.copying.legs import Leg, Legs, splits
@@ -103,6 +105,11 @@ class ChangesExchange:
             travelling, behind = behind, self._send(announced) if announced is not None else None
             if travelling is not None:
                 self._write(travelling)
+        self._end()
+        return self.received
+
+    def _end(self) -> None:
+        """Wait for all that was begun, and raise what failed of it."""
         wait_for_partners(self.device, self.group)
         if self.failure is not None:
             try:
@@ -113,13 +120,10 @@ class ChangesExchange:
             for index, of_lines in enumerate(self.statuses.tolist()):
                 for (rank, _), status in zip(self.heard, of_lines, strict=True):
                     check_status(status, self.since, index, self.group.names[rank])
-        return self.received
 
     def _announce(self, index: int) -> Announced:
         """Find what changed in a bucket, and tell all that get some of it how many bytes that is."""
-        segments = self.pack(index)
-        totals = self.sent.find(index, segments)
-        leaving = torch.cat([self.nothing[:0], *(totals.get(line, self.nothing) for _, line in self.told)])
+        segments, leaving = self._find(index)
         arriving = torch.empty(len(self.heard), dtype=torch.int64, device=self.device)
         sizes_work = self.all_to_all(arriving, leaving, self.heard_counts, self.told_counts)
         wait_for_exchange(sizes_work, self.device, self.group)
@@ -127,12 +131,29 @@ class ChangesExchange:
             sizes[index].copy_(known, non_blocking=True)
         return Announced(index, segments, event_now(self.device))
 
+    def _find(self, index: int) -> tuple[Mapping[Line, torch.Tensor], torch.Tensor]:
+        """Pack a bucket, and find what changed in it. Return what it holds by line, and how many bytes the changes take
+        for each of `told`."""
+        segments = self.pack(index)
+        totals = self.sent.find(index, segments)
+        return segments, torch.cat(
+            [self.nothing[:0], *(totals.get(line, self.nothing) for _, line in self.told)]
+        )
+
     def _send(self, announced: Announced) -> Travelling:
         """Send what changed in a bucket, and pass on what changed in others."""
         step, segments, event = announced
-        self._check_sizes(step, event)
+        wait_for_partners(self.device, self.group, event)
+        self._check_sizes(step)
+        return self._exchange(step, self._encoded(step, segments))
+
+    def _encoded(self, step: int, segments: Mapping[Line, torch.Tensor]) -> dict[Line, torch.Tensor]:
+        """Return what travels of a bucket by line, once its sizes are there."""
         sizes = zip(self.told, self.told_sizes[step].tolist(), strict=True)
-        own = self.sent.changes(step, segments, self.since, {line: size for (_, line), size in sizes})
+        return self.sent.changes(step, segments, self.since, {line: size for (_, line), size in sizes})
+
+    def _exchange(self, step: int, own: Mapping[Line, torch.Tensor]) -> Travelling:
+        """Begin to send the changes of a bucket, and to pass on those of others."""
         parts = {}
         for leg in self.legs.leaving(step):
             is_own, key = leg.line.trainer == self.group.rank, (leg.line, leg.bucket)
@@ -153,10 +174,8 @@ class ChangesExchange:
         """Return the bytes that its trainer's rank has said that the changes of a bucket take."""
         return int(self.heard_sizes[leg.bucket, self.place[leg.line]]) if leg.size else 0
 
-    def _check_sizes(self, step: int, event: torch.cuda.Event | None) -> None:
-        """Wait until the sizes of a bucket's changes are known. Raises ReshardError where a rank says more than a
-        bucket of its size can take."""
-        wait_for_partners(self.device, self.group, event)
+    def _check_sizes(self, step: int) -> None:
+        """Raise ReshardError where a rank says more of a bucket's changes than a bucket of its size can take."""
         whole = {way.line: way.pair.bytes_of_round(step) for way in self.legs.ins}
         for (rank, line), size in zip(self.heard, self.heard_sizes[step].tolist(), strict=True):
             bucket = whole[line]
@@ -166,7 +185,7 @@ class ChangesExchange:
                 )
 
     def _write(self, travelling: Travelling) -> None:
-        """Write what changed in a bucket, by trainer's rank, where it is served from; on a GPU, enqueue that."""
+        """Take what has arrived of a bucket, by trainer's rank; on a GPU, enqueue that."""
         wait_for_exchange(travelling.work, self.device, self.group)
         parts = travelling.arriving.split([size for _, size in travelling.legs])
         for (leg, _), part in zip(travelling.legs, parts, strict=True):
@@ -176,13 +195,19 @@ class ChangesExchange:
             if line in self.legs.passed:
                 self.passing[line, index] = part
             try:
-                if self.device.type == "cuda" and len(part) >= header_bytes(size):
-                    served = self.served(line, index)
-                    served.write_changes(
-                        part, size, self.since, index, self.statuses[index, self.place[line]]
-                    )
-                    continue
-                for words in read_changes(part, size, self.since, index, self.group.names[line.trainer]):
-                    self.served(line, index).write(*words)
+                self._take(line, index, size, part)
             except ReshardError as error:
                 self.failure = self.failure or error
+
+    def _take(self, line: Line, index: int, size: int, part: torch.Tensor) -> None:
+        """Write what changed in a bucket of `size` bytes where it is served from."""
+        served = self.served(line, index)
+        for changes in self._read(line, index, size, part):
+            served.write(changes)
+
+    def _read(self, line: Line, index: int, size: int, part: torch.Tensor) -> Iterable[Received]:
+        """Return the changes of a bucket, as `ServedBucket.write` takes them. Raises ReshardError where they make no
+        sense; of those on a GPU `run` says so at its end."""
+        if self.device.type == "cpu" or len(part) < header_bytes(size):
+            return read_changes(part, size, self.since, index, self.group.names[line.trainer])
+        return [received_on_gpu(part, size, self.since, index, self.statuses[index, self.place[line]])]

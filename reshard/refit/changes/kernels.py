@@ -309,9 +309,11 @@ def _tile_of(tiles, where, low, span):
 @triton.jit
 def _serve(
     position, value, inside, first, last, tiles, number, COPIED: tl.constexpr, SOURCE: tl.constexpr, INTO: tl.constexpr,
-    WORD: tl.constexpr, RATIO: tl.constexpr, STEP: tl.constexpr,
+    WORD: tl.constexpr, RATIO: tl.constexpr, STEP: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
-    """Write words, all of which lie from word `first` to word `last`, in halves of 1 byte where `STEP` is 1."""
+    """Write words, all of which lie from word `first` to word `last`, in halves of 1 byte where `STEP` is 1. Return
+    what is to be kept of each: with `SWAP` what was there before, where it was written."""
+    kept = value
     low = _tile_of(tiles, first * 2, 0 * number, number)
     span = _tile_of(tiles, last * 2 + 1, low, number - low) - low + 1
     for byte in tl.static_range(0, 2, STEP):
@@ -327,19 +329,29 @@ def _serve(
         row = within // width
         column = (within - row * width) * RATIO
         address = tl.load(tile + SERVED_ADDRESS) + row * tl.load(tile + SERVED_PITCH) + column
+        place = address.to(tl.pointer_type(WORD))
+        if SWAP:
+            before = tl.load(place, mask=is_written, other=0)
+            if STEP == 1:
+                half = (before.to(tl.int32) & 0xFF) << (8 * byte)
+                before = ((kept.to(tl.int32) & (0xFF00 >> (8 * byte))) | half).to(tl.int16)
+            elif RATIO > 1:
+                before = before.to(INTO, bitcast=True).to(SOURCE).to(tl.int16, bitcast=True)
+            kept = tl.where(is_written, before, kept)
         if STEP == 1:
             word = (value >> (8 * byte)).to(tl.int8)
         elif RATIO > 1:
             word = value.to(SOURCE, bitcast=True).to(INTO).to(WORD, bitcast=True)
         else:
             word = value
-        tl.store(address.to(tl.pointer_type(WORD)), word, mask=is_written)
+        tl.store(place, word, mask=is_written)
+    return kept
 
 
 @triton.jit(do_not_specialize=["number"], do_not_specialize_on_alignment=["payload", "status"])
 def _write(
     payload, table, counts, status, tiles, number, COPIED: tl.constexpr, SOURCE: tl.constexpr, INTO: tl.constexpr,
-    WORD: tl.constexpr, RATIO: tl.constexpr, STEP: tl.constexpr,
+    WORD: tl.constexpr, RATIO: tl.constexpr, STEP: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     chunk, tile = program // TILES, program % TILES
@@ -358,9 +370,11 @@ def _write(
                 at, end = first + tl.arange(0, LISTED), tl.minimum(count, first + LISTED) - 1
                 position = begin + tl.load(offsets + before + at, mask=at < count, other=0).to(tl.int64)
                 value = tl.load(values + before + at, mask=at < count, other=0)
-                _serve(position, value, at < count, begin + tl.load(offsets + before + first).to(tl.int64),
-                       begin + tl.load(offsets + before + end).to(tl.int64), tiles, number,
-                       COPIED, SOURCE, INTO, WORD, RATIO, STEP)  # fmt: skip
+                kept = _serve(position, value, at < count, begin + tl.load(offsets + before + first).to(tl.int64),
+                              begin + tl.load(offsets + before + end).to(tl.int64), tiles, number,
+                              COPIED, SOURCE, INTO, WORD, RATIO, STEP, SWAP)  # fmt: skip
+                if SWAP:
+                    tl.store(values + before + at, kept, mask=at < count)
         if (form == BITMAP) | (form == WHOLE):
             ahead = 0
             if form == BITMAP:
@@ -377,8 +391,11 @@ def _write(
                     inside = inside & (((byte >> bit) & 1) != 0)
                     ahead += tl.sum(of_byte)
                 value = tl.load(values + order, mask=inside, other=0)
-                _serve(ahead_of_chunk + word, value, inside, ahead_of_chunk + first, ahead_of_chunk + first + DENSE - 1,
-                       tiles, number, COPIED, SOURCE, INTO, WORD, RATIO, STEP)  # fmt: skip
+                kept = _serve(ahead_of_chunk + word, value, inside, ahead_of_chunk + first,
+                              ahead_of_chunk + first + DENSE - 1, tiles, number,
+                              COPIED, SOURCE, INTO, WORD, RATIO, STEP, SWAP)  # fmt: skip
+                if SWAP:
+                    tl.store(values + order, kept, mask=inside)
 
 
 class DeviceChanges:
@@ -425,39 +442,45 @@ class DeviceChanges:
             )
 
 
-def write_changes(
-    payload: torch.Tensor,
-    size: int,
-    since: int,
-    index: int,
-    tiles: torch.Tensor,
-    codecs: list[int],
-    by_bytes: bool,
-    status: torch.Tensor,
-) -> None:
-    """Write what changed in a bucket of `size` bytes where it is served from, if all of `payload` makes sense;
+class ReceivedChanges:
+    """The changes of a bucket of `size` bytes that have arrived on a GPU as `payload`, which are read and checked;
     enqueued.
 
-    `tiles`, int64 ``[tiles, 6]`` of less than 2 GiB each, has the columns `tables.SERVED` in the order of the bucket,
-    and these `codecs`; with `by_bytes` not all plain ones are multiples of 2 bytes. `status`, zeros in int64 ``[3]``,
-    gets the columns `tables.STATUS`.
+    `status`, zeros in int64 ``[3]``, gets the columns `tables.STATUS`.
     """
-    words, device = size // 2, payload.device
-    chunks, programs = chunks_of(words), -(-words // WORDS_OF_TILE)
-    table = torch.empty((chunks, CHANGES), dtype=torch.int64, device=device)
-    counts = torch.empty(chunks * TILES_OF_CHUNK, dtype=torch.int32, device=device)
-    with expected_compilation():
-        _read[(1,)](payload, len(payload), words, chunks, since, index, table, status, num_warps=4)
-        _check[(programs,)](payload, table, counts, status, num_warps=8)
-        for codec in codecs if len(tiles) else ():
-            how: tuple = (
-                (tl.int8, tl.int8, tl.int8, 1, 1) if by_bytes else (tl.int16, tl.int16, tl.int16, 1, 2)
-            )
-            if codec != PLAIN:
-                source, destination = CODECS[codec].source, CODECS[codec].destination
-                into = WORDS[destination.size]
-                how = FLOATS[source.name], FLOATS[destination.name], into, destination.size // 2, 2
-            _write[(programs,)](payload, table, counts, status, tiles, len(tiles), codec, *how, num_warps=8)
+
+    def __init__(
+        self, payload: torch.Tensor, size: int, since: int, index: int, status: torch.Tensor
+    ) -> None:
+        self.payload, self.status, device = payload, status, payload.device
+        words = size // 2
+        chunks, self.programs = chunks_of(words), -(-words // WORDS_OF_TILE)
+        self.table = torch.empty((chunks, CHANGES), dtype=torch.int64, device=device)
+        self.counts = torch.empty(chunks * TILES_OF_CHUNK, dtype=torch.int32, device=device)
+        with expected_compilation():
+            _read[(1,)](payload, len(payload), words, chunks, since, index, self.table, status, num_warps=4)
+            _check[(self.programs,)](payload, self.table, self.counts, status, num_warps=8)
+
+    def write(self, tiles: torch.Tensor, codecs: list[int], by_bytes: bool, swap: bool = False) -> None:
+        """Write them where the bucket is served from, if all of them make sense; enqueued.
+
+        `tiles`, int64 ``[tiles, 6]`` of less than 2 GiB each, has the columns `tables.SERVED` in the order of the
+        bucket, and these `codecs`; with `by_bytes` not all plain ones are multiples of 2 bytes. With `swap` the payload
+        has afterward what was there before, so that the same call again takes the changes back.
+        """
+        with expected_compilation():
+            for codec in codecs if len(tiles) else ():
+                how: tuple = (
+                    (tl.int8, tl.int8, tl.int8, 1, 1) if by_bytes else (tl.int16, tl.int16, tl.int16, 1, 2)
+                )
+                if codec != PLAIN:
+                    source, destination = CODECS[codec].source, CODECS[codec].destination
+                    into = WORDS[destination.size]
+                    how = FLOATS[source.name], FLOATS[destination.name], into, destination.size // 2, 2
+                _write[(self.programs,)](
+                    self.payload, self.table, self.counts, self.status, tiles, len(tiles), codec, *how, swap,
+                    num_warps=8,
+                )  # fmt: skip
 
 
 @cache
@@ -471,12 +494,14 @@ def compile_finding(device: torch.device, keep: bool) -> None:
 
 @cache
 def compile_writing(device: torch.device) -> None:
-    """Compile what writes changes now, of a bucket of 16 bytes that is served nowhere."""
+    """Compile what writes changes, and what swaps them, now, of a bucket of 16 bytes that is served nowhere."""
     with torch.cuda.device(device):
         nowhere = torch.zeros((1, SERVED), dtype=torch.int64, device=device)
         nowhere[0, SERVED_WIDTH.value] = 2
         status = torch.zeros(STATUS, dtype=torch.int64, device=device)
-        write_changes(_no_changes(device), 16, 0, 0, nowhere, [PLAIN], False, status)
+        changes = ReceivedChanges(_no_changes(device), 16, 0, 0, status)
+        for swap in (False, True):
+            changes.write(nowhere, [PLAIN], False, swap)
         torch.cuda.synchronize(device)
 
 

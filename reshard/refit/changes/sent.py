@@ -1,6 +1,6 @@
 """Changes in place of all: what a transport that can send them has for that."""
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 
 class Measured(NamedTuple):
@@ -44,3 +44,7 @@ class SendsChanges(Protocol):
     """A transport that can send changes: `changes` is its part for that, in a connection with deltas."""
 
     changes: Changes | None
+
+    def exchange_of_changes(self, kind: Any, since: int) -> Any:
+        """Return an exchange, of a `kind`, of what changed since a transaction, which does not disturb others; None
+        where this transport has none."""

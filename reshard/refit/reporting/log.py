@@ -5,6 +5,7 @@ import logging
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import first_line, listed
 from reshard.refit.agreement import Agreement
+from reshard.refit.pending.report import BegunReport
 from reshard.refit.reporting.report import RefitReport
 from reshard.refit.routes import NCCL
 
@@ -55,11 +56,33 @@ class RefitLog:
                 self.what, report.version, before,
             )  # fmt: skip
 
-    def failed(self, number: int, seconds: float, error: BaseException) -> None:
-        """Log a refit that failed."""
+    def begun(self, report: BegunReport) -> None:
+        """Log what has become of a refit that was begun."""
+        if not self.is_first:
+            return
+        if not report.is_pending:
+            self.logger.info("reshard: nothing is pending, and the next refit brings all: %s", report.reason)
+            return
+        moved = (
+            f"{_size(report.received_bytes)} arrived"
+            if self.group.rank in self.agreed.engines
+            else (f"{_size(report.packed_bytes)} of this rank packed in {report.packing_seconds:.3f} s")
+        )
+        self.logger.info(
+            "reshard: version %d is pending: %s, %.3f s in all; %s", report.version, moved, report.total_seconds,
+            report.reason,
+        )  # fmt: skip
+
+    def switched(self, version: int, before: int, seconds: float) -> None:
+        """Log that an engine serves another version, which was pending."""
+        if self.is_first:
+            self.logger.info("reshard: switched from version %d to %d in %.4f s", before, version, seconds)
+
+    def failed(self, which: str, seconds: float, error: BaseException) -> None:
+        """Log a refit that failed, in words."""
         if self.is_first:
             reason = first_line(error)
-            self.logger.warning("reshard: %s %d failed after %.1f s: %s", self.what, number, seconds, reason)
+            self.logger.warning("reshard: %s failed after %.1f s: %s", which, seconds, reason)
 
 
 def _ranks(count: int, side: str) -> str:

@@ -13,7 +13,7 @@ passes through memory that keeps nothing, and always goes whole.
 
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -39,6 +39,9 @@ SLOTS = LAG  # buckets of a pair that are under way at once
 STEPS_FOR_A_RELAY, LEAST_BUCKET = 32, 4 << 20
 PROGRAMS = 64  # of copies into and out of buckets on a GPU: NCCL's own kernel must find room beside them
 ALL_PROGRAMS = 1024  # of those beside which little travels
+
+
+Exchange = TypeVar("Exchange", bound=ChangesExchange)
 
 
 class BucketStep(NamedTuple):
@@ -222,7 +225,27 @@ class Nccl(Transport):
         on."""
         if self.communicator is None or self.memory is None or not self.buckets.get(number):
             return
-        # By turns what is sent and what arrives.
+        slots = self._slots(number)
+        steps = [step for of_round in self.steps.values() for step in of_round]
+        self.work.launches = sum(
+            step.pack.launches + step.unpack.launches + step.pass_on.launches for step in steps
+        )
+        if number == UNSTAGED and self.changes is not None:
+            self.work.received_bytes = self._received(self.whole_bytes)
+            if self.changes.since is not None:
+                received = self._exchange_of_changes(ChangesExchange, self.changes.since, slots).run()
+                self.work.received_bytes = self._received(self.whole_bytes - self.unstaged_bytes + received)
+                self.changes.end()
+                return
+        kept = self.changes if number == UNSTAGED else None
+        self._run_whole(self.steps[number], slots, kept)
+        if kept is not None:
+            kept.end()
+
+    def _slots(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the memory of the buckets that are under way at once, each as what is sent and what arrives, with the
+        steps of a round made for it."""
+        assert self.memory is not None
         sizes = [self.limit * len(ways) for ways in (self.legs[UNSTAGED].outs, self.legs[UNSTAGED].ins)]
         buffers = self.memory.of(sizes * min(SLOTS, max(self.buckets.values())))
         slots = [*zip(buffers[::2], buffers[1::2], strict=True)]
@@ -234,20 +257,7 @@ class Nccl(Transport):
             self.steps[number] = [
                 self._step(number, index, *addresses[index % SLOTS]) for index in range(self.buckets[number])
             ]
-        steps = [step for of_round in self.steps.values() for step in of_round]
-        self.work.launches = sum(
-            step.pack.launches + step.unpack.launches + step.pass_on.launches for step in steps
-        )
-        if number == UNSTAGED and self.changes is not None:
-            self.work.received_bytes = self._received(self.whole_bytes)
-            if self.changes.since is not None:
-                self._exchange_changes(self.steps[number], slots, self.changes, self.changes.since)
-                self.changes.end()
-                return
-        kept = self.changes if number == UNSTAGED else None
-        self._run_whole(self.steps[number], slots, kept)
-        if kept is not None:
-            kept.end()
+        return slots
 
     def _run_whole(
         self,
@@ -317,24 +327,27 @@ class Nccl(Transport):
         step.pack.run(programs)
         return {line: send[start : start + size] for line, start, size in step.own}
 
-    def _exchange_changes(
-        self,
-        steps: list[BucketStep],
-        slots: list[tuple[torch.Tensor, torch.Tensor]],
-        sent: SentBuckets,
-        since: int,
-    ) -> None:
-        """Exchange what changed in each bucket since a transaction."""
+    def exchange_of_changes(self, kind: type[Exchange], since: int) -> Exchange | None:
+        """Return an exchange of what changed in each bucket since a transaction; None where nothing goes this way, or
+        by a communicator that others may use meanwhile."""
+        if self.communicator is None or self.store is None or not self.buckets.get(UNSTAGED):
+            return None
+        return self._exchange_of_changes(kind, since, [])
+
+    def _exchange_of_changes(
+        self, kind: type[Exchange], since: int, slots: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> Exchange:
+        """Return an exchange, in these slots, or in those that are made when it packs."""
+        sent, steps, legs = self.changes, self.buckets[UNSTAGED], self.legs[UNSTAGED]
+        assert sent is not None
 
         def pack(index: int) -> dict[Line, torch.Tensor]:
+            if not slots:
+                slots.extend(self._slots(UNSTAGED))
             sent.wait_until_stored(index - SLOTS)
-            return self._packed(steps[index], slots[index % SLOTS][0], ALL_PROGRAMS)
+            return self._packed(self.steps[UNSTAGED][index], slots[index % SLOTS][0], ALL_PROGRAMS)
 
-        all_to_all, legs = self._all_to_all, self.legs[UNSTAGED]
-        exchange = ChangesExchange(
-            self.group, all_to_all, self.ranks, sent, since, pack, len(steps), legs, self._served
-        )
-        self.work.received_bytes = self._received(self.whole_bytes - self.unstaged_bytes + exchange.run())
+        return kind(self.group, self._all_to_all, self.ranks, sent, since, pack, steps, legs, self._served)
 
     def _served(self, line: Line, index: int) -> ServedBucket:
         """Return the places of a bucket that comes in a line."""

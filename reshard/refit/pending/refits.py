@@ -1,0 +1,344 @@
+"""A member's part in refits that are begun, and switched to later.
+
+    trainer's ranks: `PendingRefits.begin` packs what changed, and returns: the weights may change from now on
+    a thread of each: the sizes, then the bytes; all have them, or nobody
+    engines' ranks, between two steps: `PendingRefits.switch`, or `PendingRefits.roll_back`
+
+A switch exchanges what changed with what is served, so that afterward the changes back are pending in the same memory.
+"""
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakMethod
+
+import torch
+
+from reshard.comm.background import in_background
+from reshard.core.errors import ReshardError
+from reshard.refit.changes.sent import SendsChanges
+from reshard.refit.copying.copies import wait_for_all_streams, wait_for_device
+from reshard.refit.pending.exchange import PendingExchange
+from reshard.refit.pending.report import BegunReport
+from reshard.refit.pending.version import Brought, PendingVersion
+from reshard.refit.protocol.deltas import DeltaState, exchange_states
+from reshard.refit.protocol.encoding import MOST_ADDRESS, exchange_json, is_number
+from reshard.refit.routes import NCCL
+from reshard.refit.trainer import Trainer
+
+if TYPE_CHECKING:
+    from reshard.refit.link import Link
+
+
+class Begun:
+    """A refit that was begun. `why` it cannot become pending, as far as this member knows at once; empty if it may."""
+
+    def __init__(self, why: str, report: "Future[BegunReport]") -> None:
+        self.why, self._report = why, report
+
+    @property
+    def is_done(self) -> bool:
+        """True once it is known what has become of it."""
+        return self._report.done()
+
+    def wait(self) -> BegunReport:
+        """Return what has become of it, once that is known: a partner that does not come costs the connection's
+        `timeout`. Raises ReshardError if it has failed."""
+        return self._report.result()
+
+
+class Packed(NamedTuple):
+    """What a member has for a refit that it begins: its state, and the exchange with what goes out, or the error with
+    which that failed."""
+
+    state: DeltaState
+    exchange: PendingExchange | None
+    verify: bool
+    error: ReshardError | RuntimeError | None = None
+
+
+class PendingRefits:
+    """The refits that a link's member begins. `pending` is what an engine's rank has beside what it serves."""
+
+    def __init__(self, link: "Link") -> None:
+        self.link = link
+        self.pending: PendingVersion | None = None
+        self._begun: Begun | None = None  # the last
+        self._stream: Any = None  # in which a GPU sends and receives
+        self._count = 0
+
+    # Beginning
+
+    def begin(self, version: int | None, verify: bool) -> Begun:
+        """Begin a refit; see `Link.begin_refit`."""
+        self.settle()
+        link, start = self.link, time.perf_counter()
+        with ExitStack() as ends:
+            ends.enter_context(link.group.one_call("begin a refit"))
+            link.check_open()
+            self.drop()
+            self._count += 1
+            packed = self._packed(verify)
+            seconds = time.perf_counter() - start
+            rest = ends.pop_all()
+
+        def brought() -> BegunReport:
+            with rest, self._in_stream():
+                return self._bring(version, packed, start, seconds)
+
+        why = str(packed.error or packed.state.why)
+        self._begun = Begun(why, in_background(brought))
+        return self._begun
+
+    def _packed(self, verify: bool) -> "Packed":
+        """Pack what changed, where this is a trainer's rank that may send that alone."""
+        state = DeltaState(None, "")
+        try:
+            state = self._state()
+            exchange, why = (
+                self._exchange(state.holds, verify) if state.holds is not None else (None, state.why)
+            )
+            state = DeltaState(None, why) if why else state
+            return Packed(state, exchange, verify)
+        except (ReshardError, RuntimeError) as error:  # which the others hear of
+            return Packed(state, None, verify, error)
+
+    def _state(self) -> DeltaState:
+        """Return whether this member has the weights on which changes build, and takes part in the exchange of these
+        alone."""
+        link, moved = self.link, False
+        if not link.agreed.delta:
+            return DeltaState(None, "the connection has no deltas (delta=True)")
+        if link.below is not None:
+            return DeltaState(None, "it is that of an adapter")
+        routes: set[str] = set()
+        if link.sender is not None:
+            routes.update(link.sender.routes().values())
+            moved = link.sender.source.addresses() != link.sender.posted[0]
+        if link.receiver is not None:
+            routes.update(link.receiver.routes().values())
+            moved = link.receiver.has_moved() or moved
+            if link.receiver.rounds:
+                return DeltaState(None, "it quantizes weights when they have arrived")
+        if others := sorted(routes - {NCCL}):
+            return DeltaState(None, f"some of its bytes go by {others[0]} (backend='nccl')")
+        state = link.chain.state(link.broken, moved)
+        if state.holds is not None and moved:
+            return DeltaState(None, "its parameters were moved")
+        return state
+
+    def _exchange(self, since: int, verify: bool) -> tuple[PendingExchange | None, str]:
+        """Return the exchange of what changed since a transaction, with all that goes out packed; or why there is none.
+        A member that has no side takes no part in it."""
+        link, sender = self.link, self.link.sender
+        if link.group.rank not in link.agreed.participants:
+            return None, ""
+        transports = [
+            one for one in link.transports if isinstance(one, SendsChanges) and one.changes is not None
+        ]
+        exchange = transports[0].exchange_of_changes(PendingExchange, since) if transports else None
+        if exchange is None:
+            return None, "it shares its communicator with others, or has none"
+        if sender is None:
+            return exchange, ""
+        sender.source.check_current()
+        if isinstance(sender.source, Trainer) and sender.source.has_pending_sync:
+            sender.source.sync_params()
+        wait_for_all_streams(link.device, None)  # the optimizer's work
+        # What is kept becomes what is packed.
+        link.chain.holds, link.chain.why = None, "a refit that was begun did not end"
+        for changes in link.chain.changes:
+            changes.begin(since)
+        if verify and link.sent_digests is not None:
+            link.sent_digests.begin()
+        is_packed = exchange.pack_all(link.pending_bytes)
+        if not link.keep_mapped:
+            link.transports.free()
+        if is_packed:
+            return exchange, ""
+        return None, f"its changes take more than pending_bytes={link.pending_bytes:,}"
+
+    def _in_stream(self) -> ExitStack:
+        """Return a context in which this thread uses the device, in a stream that others do not wait for."""
+        device, contexts = self.link.device, ExitStack()
+        if device.type == "cuda":
+            contexts.enter_context(torch.cuda.device(device))
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(device)
+            contexts.enter_context(torch.cuda.stream(self._stream))
+        return contexts
+
+    def _bring(self, version: int | None, packed: "Packed", start: float, packing: float) -> BegunReport:
+        """Bring what was packed to the engines; every member calls this."""
+        link, group, exchange, digests = self.link, self.link.group, packed.exchange, None
+        what = f"begun refit {self._count}"
+        try:
+            with group.transaction(what, f"begun refit of connection {link.number}"):
+                if packed.error is not None:
+                    raise packed.error
+                version = group.prepare(version, "", packed.verify, link.broken)
+                choice = link.chain.decide(exchange_states(group, packed.state), group)
+                why = choice.reason.removeprefix("all is sent: ") if choice.since is None else ""
+                if not why:
+                    why = self._too_large(exchange)
+                if not why and exchange is not None:
+                    if group.verify and not packed.verify:
+                        raise ReshardError("another member has given verify=True: give all the same")
+                    link.bounded(exchange.run)
+                    digests = self._digests() if group.verify else None
+                group.commit()
+        except BaseException as error:
+            link.clean_up()
+            link.log.failed(what, time.perf_counter() - start, error)
+            raise
+        brought = Brought(version, group.transaction_number)
+        if not why:
+            link.chain.choice = choice
+            self._take(brought, exchange, digests)
+        elif link.chain.holds is None:
+            link.chain.why = why
+        sent, received = (exchange.packed_bytes, exchange.received) if exchange is not None else (0, 0)
+        total, reason = time.perf_counter() - start, why or choice.reason
+        delta = link.chain.report() if link.sender is not None and not why else None
+        report = BegunReport(version, not why, reason, packing, total, sent, received, delta)
+        link.log.begun(report)
+        return report
+
+    def _take(
+        self, brought: Brought, exchange: PendingExchange | None, digests: Mapping[int, bytes] | None
+    ) -> None:
+        """Note what a transaction has brought: a trainer's rank has sent it, an engine's has it beside what it
+        serves."""
+        link = self.link
+        if link.receiver is None or exchange is None:
+            link.chain.hold(*brought)
+            link.version = brought.version
+            return
+        assert link.version is not None
+        assert link.chain.holds is not None, "else nothing is pending"
+        served = Brought(link.version, link.chain.holds)
+        self.pending = PendingVersion(served, brought, brought, exchange.arrived, exchange.received, digests)
+        link.receiver.engine.guard.readers.append(WeakMethod(self.drop))
+
+    def _too_large(self, exchange: PendingExchange | None) -> str:
+        """Return, alike on all members, whose changes take more than all trainers' ranks allow; empty if nobody's
+        do."""
+        link, group, size = self.link, self.link.group, 0
+
+        def learn() -> None:
+            nonlocal size
+            size = exchange.exchange_sizes() if exchange is not None else 0
+
+        link.bounded(learn)
+        own = {"bytes": size, "limit": link.pending_bytes}
+        told = exchange_json(group, "pending", own)
+        for rank, fields in enumerate(told):
+            if not isinstance(fields, dict) or not all(
+                is_number(fields.get(key), 0, MOST_ADDRESS) for key in own
+            ):
+                raise ReshardError(
+                    f"{group.names[rank]} says {fields!r:.80} of its changes, which makes no sense"
+                )
+        limit = min(told[rank]["limit"] for rank in link.agreed.trainers)
+        for rank in link.agreed.engines:
+            if told[rank]["bytes"] > limit:
+                size = told[rank]["bytes"]
+                return f"the changes for {group.names[rank]} take {size:,} bytes, more than pending_bytes"
+        return ""
+
+    def _digests(self) -> dict[int, bytes] | None:
+        """Post, or read, the digests of what a trainer's rank has packed; return those that were read."""
+        link = self.link
+        if link.sent_digests is not None:
+            link.sent_digests.post()
+        return link.received_digests.read() if link.received_digests is not None else None
+
+    # Switching
+
+    def switch(self, version: int | None, keep_caches: bool) -> int:
+        """Serve the pending version; see `Link.switch`."""
+        pending = self._ready_to_swap()
+        if version not in (None, pending.newer.version):
+            raise ReshardError(f"version {pending.newer.version} is pending, and not version {version}")
+        if pending.served != pending.newer:
+            self._swap(pending, keep_caches)
+            if pending.digests is not None:
+                self._compare(pending, pending.digests, keep_caches)
+        return pending.served.version
+
+    def roll_back(self, keep_caches: bool) -> int:
+        """Serve again what was served before; see `Link.roll_back`."""
+        pending = self._ready_to_swap()
+        if pending.served == pending.newer:
+            self._swap(pending, keep_caches)
+        return pending.served.version
+
+    def _ready_to_swap(self) -> PendingVersion:
+        """Return what is pending. Raises ReshardError where that is nothing, or somebody has written into the weights
+        since."""
+        link, receiver = self.link, self.link.receiver
+        link.check_open()
+        if receiver is None:
+            raise ReshardError("this member has no engine: engines' ranks switch")
+        if self._begun is not None and not (report := self._begun.wait()).is_pending:
+            raise ReshardError(f"no version is pending: {report.reason}; refit this engine")
+        pending, guard = self.pending, receiver.engine.guard
+        if pending is None or not guard.ready or guard.writes != link.chain.writes or receiver.has_moved():
+            self.drop()
+            raise ReshardError(
+                "no version is pending: none was begun, or the engine's weights were moved, discarded or written by "
+                "others since; refit this engine"
+            )
+        return pending
+
+    def _swap(self, pending: PendingVersion, keep_caches: bool) -> None:
+        """Exchange the two versions in the weights."""
+        link = self.link
+        assert link.receiver is not None
+        engine, start = link.receiver.engine, time.perf_counter()
+        if not keep_caches:
+            engine.check_idle()
+        wait_for_all_streams(link.device, None)
+        engine.guard.readers = [one for one in engine.guard.readers if one() != self.drop]
+        engine.begin()
+        pending.swap()
+        engine.update_derived()
+        if not keep_caches:
+            engine.drop_caches()
+        if not wait_for_device(link.device, link.group.timeout):
+            raise ReshardError("the GPU is not done with a switch")
+        engine.end(pending.served.version)
+        link.digest.forget()
+        link.chain.hold(*pending.served)
+        link.version = pending.served.version
+        engine.guard.readers.append(WeakMethod(self.drop))
+        link.log.switched(pending.served.version, pending.other.version, time.perf_counter() - start)
+
+    def _compare(self, pending: PendingVersion, sent: Mapping[int, bytes], keep_caches: bool) -> None:
+        """Compare the weights with the digests that the trainer's ranks have `sent`; where they differ go back, and
+        raise ReshardError."""
+        received = self.link.received_digests
+        assert received is not None
+        received.begin({})
+        try:
+            received.compare(sent)
+        except ReshardError as error:
+            self._swap(pending, keep_caches)
+            raise ReshardError(
+                f"{error}; the engine serves version {pending.served.version} again"
+            ) from error
+
+    # Ending
+
+    def drop(self) -> None:
+        """Forget what is pending, and give its memory back."""
+        self.pending = None
+
+    def settle(self) -> None:
+        """Wait until it is known what has become of the refit that was begun last, for another call of the
+        members."""
+        if self._begun is not None:
+            with suppress(ReshardError, RuntimeError):
+                self._begun.wait()

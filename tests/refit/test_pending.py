@@ -1,0 +1,234 @@
+"""Refits that are begun: the changes lie beside what an engine serves, while the trainer has other weights again; a
+switch makes them those of the trainer then, bit for bit, and a roll back what was there before."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from reshard.core.errors import ReshardError
+from reshard.device.memory import Region
+from reshard.refit import RefitGroup, connect
+from reshard.refit.changes.sent import SendsChanges
+from reshard.refit.pending.exchange import PendingExchange
+from tests.on_cpu.refit_deltas_on_cpu import PITCH, Served, Shards
+from tests.refit.test_deltas import refits, same_as, state
+from tests.starting.ranks import caught, free_port
+
+
+def is_trainer(side) -> bool:
+    return isinstance(side, Shards)
+
+
+def begun(link, side, version: int, share: float = 0.01, **options):
+    """Begin a refit of a trainer's next step, after which its weights change at once; return what was packed, and what
+    has become of it."""
+    if is_trainer(side):
+        side.step(share)
+    packed = state(side)
+    begin = link.begin_refit(version, **options)
+    if is_trainer(side):
+        side.step(0.5)
+    report = begin.wait()
+    if is_trainer(side):
+        for tensor, kept in zip(side.tensors, packed, strict=True):
+            tensor.copy_(kept)
+    return packed, report
+
+
+def same(one, other) -> bool:
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+@pytest.mark.parametrize("verify", [False, True])
+def test_an_engine_serves_the_old_weights_until_it_switches_and_again_once_it_rolls_back(engines, verify):
+    def member(link, side):
+        link.refit(0)
+        seen = []
+        for version in range(1, 9):
+            before = state(side)
+            packed, report = begun(link, side, version, verify=verify)
+            if not is_trainer(side):
+                assert same(before, state(side)) and side.guard.version == version - 1 and side.ready
+                assert link.switch(version) == link.switch() == version == side.guard.version
+                packed = state(side)
+                assert not same(before, packed)
+                if version % 3 == 0:  # there and back, twice
+                    for _ in range(2):
+                        assert link.roll_back() == link.roll_back() == version - 1 == side.guard.version
+                        assert same(before, state(side))
+                        assert link.switch(version) == version
+                        assert same(packed, state(side))
+            seen.append((packed, report))
+        return seen
+
+    first, second, *served = refits(member, engines=engines, relays="always" if engines > 1 else "auto")
+    for engine in served:
+        for (one, sent), (other, _), (into, received) in zip(first, second, engine, strict=True):
+            assert same_as((one, other), into)
+            assert sent.is_pending and sent.packed_bytes > 0 and sent.delta.changed > 0
+            assert sent.reason == received.reason == f"changes since version {sent.version - 1}"
+            both = sent.packed_bytes + second[sent.version - 1][1].packed_bytes
+            assert received.is_pending and 0 < received.received_bytes == both
+
+
+def test_a_refit_brings_all_where_nothing_could_be_begun_and_says_why():
+    def member(link, side):
+        seen = []
+
+        def tries(version: int) -> None:
+            _, report = begun(link, side, version)
+            assert not report.is_pending
+            if not is_trainer(side):
+                before = state(side)
+                with pytest.raises(ReshardError, match="no version is pending"):
+                    link.switch(version)
+                assert same(before, state(side))
+            seen.append(report.reason)
+            link.refit(version)
+            seen.append(state(side))
+
+        tries(0)
+        link.pending_bytes = 1000 if is_trainer(side) else link.pending_bytes
+        tries(1)
+        link.pending_bytes = 1 << 20
+        if not is_trainer(side):
+            side.guard.lose("no weights")
+        tries(2)
+        _, report = begun(link, side, 3)
+        assert report.is_pending
+        if not is_trainer(side):
+            assert link.switch() == 3
+            link.roll_back()
+        tries(4)
+        begun(link, side, 5)  # which nobody switches to
+        tries(6)
+        return seen
+
+    first, second, served = refits(member)
+    assert ["inference rank 2" in why or "trainer rank" in why for why in served[::2]] == [True] * 3 + [
+        False
+    ] * 2
+    reasons = [*map(str.lower, served[::2])]
+    for reason, words in zip(
+        reasons,
+        [
+            "no refit yet",
+            "more than pending_bytes=1,000",
+            "discarded",
+            "different refits",
+            "different refits",
+        ],
+        strict=True,
+    ):
+        assert words in reason
+    for one, other, into in zip(first[1::2], second[1::2], served[1::2], strict=True):
+        assert same_as((one, other), into)
+
+
+@pytest.mark.parametrize("how", ["lost", "altered", "moved"])
+def test_an_engine_that_was_written_by_others_since_does_not_switch(how):
+    def member(link, side):
+        link.refit(0)
+        begun(link, side, 1)
+        if not is_trainer(side):
+            if how == "lost":
+                side.guard.lose("no weights")
+            elif how == "altered":
+                side.guard.altered()
+            else:
+                side.wide = {name: tensor.clone() for name, tensor in side.wide.items()}
+                side.regions = {name: Region(tensor, 2, PITCH) for name, tensor in side.wide.items()}
+            before = state(side)
+            for call in (link.switch, link.roll_back):
+                with pytest.raises(ReshardError, match="no version is pending"):
+                    call()
+            assert link.begun.pending is None
+            assert same(before, state(side))
+        link.refit(2)
+        return state(side)
+
+    first, second, served = refits(member)
+    assert same_as((first, second), served)
+
+
+def test_weights_that_are_not_the_trainers_after_a_switch_are_rolled_back():
+    def member(link, side):
+        link.refit(0)
+        before = state(side)
+        _, report = begun(link, side, 1, verify=True)
+        assert report.is_pending
+        if not is_trainer(side):
+            arrived = (changes for _, received in link.begun.pending.changes for changes in received)
+            next(changes.values for changes in arrived if len(changes.values))[0] ^= 1
+            with pytest.raises(ReshardError, match="did not arrive .* serves version 0 again"):
+                link.switch(1)
+            assert same(before, state(side)) and side.ready and side.guard.version == 0
+        link.refit(1)
+        return state(side)
+
+    first, second, served = refits(member)
+    assert same_as((first, second), served)
+
+
+def test_what_a_switch_keeps_ends_with_the_next_refit_and_with_the_connection():
+    def member(link, side):
+        link.refit(0)
+        begun(link, side, 1)
+        if not is_trainer(side):
+            link.switch()
+            assert link.begun.pending is not None
+        link.refit(2)
+        if not is_trainer(side):
+            assert link.begun.pending is None
+            with pytest.raises(ReshardError, match="no version is pending"):
+                link.roll_back()
+        begun(link, side, 3)
+        link.close()
+        assert link.begun.pending is None
+        return True
+
+    assert refits(member) == [True] * 3
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_member_that_fails_while_bytes_travel_leaves_every_engine_with_what_it_serves(who, monkeypatch):
+    """And all goes on with the next refit."""
+    address, ranks = f"127.0.0.1:{free_port()}", 4
+
+    def run(rank: int):
+        group = RefitGroup.join(address, rank, ranks, timeout=20)
+        side = Shards(rank) if rank < 2 else Served()
+        link = connect(group, *((side, None) if rank < 2 else (None, side)), delta=True, bucket_bytes=2 << 20)
+        link.refit(0)
+        before = state(side)
+        fails = rank == who
+
+        class Failing(PendingExchange):
+            def _sent(self, index):
+                raise ReshardError("it fails within the test") if fails else None
+
+        if fails:
+            transport = next(one for one in link.transports if isinstance(one, SendsChanges))
+            exchange_of = transport.exchange_of_changes
+            transport.exchange_of_changes = lambda kind, since: exchange_of(Failing, since)
+        error = caught(lambda: begun(link, side, 1))
+        if fails:
+            transport.exchange_of_changes = exchange_of
+        untouched = is_trainer(side) or (same(before, state(side)) and side.ready and side.guard.version == 0)
+        link.refit(2)
+        begun(link, side, 3)
+        if not is_trainer(side):
+            link.switch()
+        result = error, untouched, state(side)
+        link.close()
+        return result
+
+    with ThreadPoolExecutor(ranks) as pool:
+        (first, _, one), (_, _, other), *engines = pool.map(run, range(ranks))
+    assert "it fails within the test" in first
+    for error, untouched, into in engines:
+        assert "it fails within the test" in error
+        assert untouched
+        assert same_as((one, other), into)
