@@ -79,7 +79,7 @@ class RefitGroup(HubClient):
         self.meeting = ""  # the hub's word for it, which no other meeting has
         self.verify = False  # some member has asked for a check of this refit
         self.anew = False  # for some member the refit before has failed
-        self._expected: int | None = None  # the transaction for which this member's next call was asked for
+        self.expected: int | None = None  # the transaction for which this member's next call was asked for
         self._notes: dict[int, str] = {}
         self._prepared_version: int | None = None
         self._call = ""  # that goes on, in words
@@ -239,11 +239,11 @@ class RefitGroup(HubClient):
                 f"{self.names[self.rank]} is called by a connection that is over: it has connected anew since, and is "
                 f"refitted by that connection alone"
             )
-        self._expected = int(number)
+        self.expected = int(number)
         try:
             yield
         finally:
-            self._expected = None
+            self.expected = None
 
     @contextmanager
     def transaction(self, what: str, kind: str = "") -> Iterator[None]:
@@ -272,7 +272,7 @@ class RefitGroup(HubClient):
         others: the hub says which is the next.
         """
         self.what, self.verify, self.anew, self._notes, self._prepared_version = what, False, False, {}, None
-        number, self._expected = self._expected, None
+        number, self.expected = self.expected, None
         begin = Begin(what, kind or what, self.timeout, number)
         answer = self._request(begin, self.timeout + GRACE_SECONDS, watches=False).head
         self.transaction_number = int(answer["transaction"])

@@ -6,6 +6,8 @@
         train(models)
         report = fleet.send(step, pausing=True)
 
+With ``delta=True`` `Fleet.begin` returns when the changes are packed, and `Fleet.switch` makes engines serve them.
+
 All engines are refitted together, so that replicas pass on to each other what they get (`reshard.refit.relays`). One
 that dies, is late or refuses costs the others the wait for it, and a second try within the same send: it is left out,
 named, and refitted again by the first `Fleet.send` that finds it answering, by itself until that succeeds. Between two
@@ -15,10 +17,10 @@ Ports, ranks and sizes are the fleet's business.
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
@@ -35,9 +37,11 @@ from reshard.core.limits import check_seconds, check_switch
 from reshard.integrations.members import FleetReport, Member, go_on, pause
 from reshard.integrations.peers import Bringing, Recovery
 from reshard.integrations.sglang import SglangClient
+from reshard.integrations.switching import GO_ON, KEEP, Switching, check_switches, switch_all
 from reshard.integrations.vllm.transfer import EngineClient, HttpClient, WeightTransfer, count_workers
 from reshard.refit.link import RefitReport
 from reshard.refit.options import ConnectOptions
+from reshard.refit.pending.report import BegunReport
 from reshard.refit.trainer import Trainer
 
 Result = TypeVar("Result")
@@ -57,11 +61,26 @@ class _Connection(NamedTuple):
 
 @dataclass(frozen=True)
 class _How:
-    """The arguments of a send."""
+    """The arguments of a send that `began` at a time."""
 
-    version: int
+    version: int | None
     verify: bool
     pausing: bool
+    required: Set[str]
+    began: float
+
+    @property
+    def known_version(self) -> int:
+        """The version, once it is chosen."""
+        assert self.version is not None
+        return self.version
+
+
+class _Begun(NamedTuple):
+    """A send that was begun."""
+
+    connection: _Connection
+    how: _How
 
 
 class Fleet:
@@ -105,6 +124,7 @@ class Fleet:
         self._lock = Lock()
         check_switch(peers, "peers")
         self.peers = peers and options.get("adapter") is None
+        self._begun: _Begun | FleetReport | None = None  # what was begun, or sent in its place
         self._recovery: Recovery | None = None  # on the first rank, between two sends
         self._registry: Registry | None = None
         if registry is not None:
@@ -216,37 +236,125 @@ class Fleet:
         Raises ReshardError, after all others have been refitted, if a required one is behind, or if none of those that
         answered could be connected and refitted, which may be this trainer's fault.
         """
-        began = time.monotonic()
+        how = _How(version, verify, pausing, {*required}, time.monotonic())
+        return self._send(*self._prepared(how))
+
+    def begin(
+        self,
+        version: int | None = None,
+        verify: bool = False,
+        *,
+        pausing: bool = False,
+        required: Collection[str] = (),
+    ) -> bool:
+        """Begin a send of what changed, which engines do not serve before `switch`; see
+        `reshard.refit.Link.begin_refit`. All ranks call it, and may change their weights when it returns.
+
+        Returns False where that could not be: for the first send, after a member has come, gone or failed, and where
+        the changes take too much memory. Then this has sent all, as `send` does, with its arguments.
+        """
+        how = _How(version, verify, pausing, {*required}, time.monotonic())
+        how, together, apart = self._prepared(how)
+        known = [one for one in self._connections if set(one.names) == {*together} and not apart]
+        why = "engines are to be connected"
+        if known and how.version is not None:
+            [connection] = known
+            begun = connection.transfer.begin(how.version, verify)
+            why = next(filter(None, _from_all(begun.why)), "")
+            self._begun = _Begun(connection, how)
+            if why:
+                self._end_begun()
+        if why:
+            log.info("version %s is sent whole: %s", how.version, why)
+            self._begun = self._send(how, together, apart)
+        return not why
+
+    def switch(self, requests: str = GO_ON, caches: str = KEEP) -> FleetReport:
+        """Make all engines serve what was begun, once all have it; or none, where one that answers cannot. All ranks
+        call it. For the arguments see `reshard.integrations.switching.Switching`. An engine that no longer answers is
+        left out, and behind. Where `begin` has sent all, this returns what came of that.
+
+        Raises ReshardError where engines serve what they did before: the next send, or begin, brings all.
+        """
+        switching, begun = Switching(requests, caches).checked(), self._begun
+        if begun is None:
+            raise ReshardError("nothing was begun: call begin first")
+        if isinstance(begun, FleetReport):
+            return begun
+        (names, transfer), how = begun
+        on_first_rank(lambda: check_switches([self._members[name].client for name in names], switching))
+        self._begun = None
+        report, failure = self._together(transfer.arrived)
+        failed = dict.fromkeys(names, failure) if report is None else {}
+        if report is not None and report.is_pending:
+            clients = {name: self._members[name].client for name in names}
+            new, old = report.version, transfer.before
+            served, failed = on_first_rank(lambda: switch_all(clients, new, old, switching, self.timeout))
+            if served != report.version:
+                failure = next(f"{name} did not switch ({why})" for name, why in failed.items())
+        elif report is not None:
+            failure = report.reason
+        for name, why in failed.items():
+            self._members[name].failed(why)
+        if failed:
+            self._disconnect(names)
+        if failure or report is None:
+            raise ReshardError(f"version {how.version} is in no engine: {failure}; the next send brings all")
+        reports = {name: report for name in names if name not in failed}
+        for name in reports:
+            self._members[name].refitted(report.version)
+        return self._sent(how, reports)
+
+    def _end_begun(self) -> None:
+        """Have engines forget what was begun, if nobody has switched to it."""
+        begun, self._begun = self._begun, None
+        if isinstance(begun, _Begun):
+            with suppress(ReshardError):
+                begun.connection.transfer.give_up()
+
+    def _prepared(self, how: "_How") -> tuple["_How", list[str], list[str]]:
+        """Return how to send with the version, which engines are refitted together, and which each by itself, of those
+        that answer."""
+        self._end_begun()
         self._end_recovery()
         self._follow_changes()
-        if version is None:
-            version = 0 if self.version is None else self.version + 1
+        if how.version is None:
+            how = replace(how, version=0 if self.version is None else self.version + 1)
         answering = self._answering([name for name in self._members if name not in self._connected()])
         tried = [*self._connected(), *answering]
         together = [name for name in tried if not self._members[name].has_failed]
-        apart = [name for name in tried if self._members[name].has_failed]
-        how = _How(version, verify, pausing)
-        reports: dict[str, RefitReport] = {}
+        return how, together, [name for name in tried if self._members[name].has_failed]
+
+    def _send(self, how: "_How", together: Sequence[str], apart: Sequence[str]) -> FleetReport:
+        """Send all to these engines; see `send`."""
+        reports: dict[str, RefitReport | BegunReport] = {}
         for names in [together, *([name] for name in apart)]:
             reports |= self._bring(names, how)
-        self.version = version
+        sent = self._sent(how, reports)
+        if (together or apart) and not reports:
+            raise ReshardError(
+                f"version {sent.version} is not in {listed(map(_said, sent.behind.items()), 3)}"
+            )
+        return sent
+
+    def _sent(self, how: "_How", reports: Mapping[str, RefitReport | BegunReport]) -> FleetReport:
+        """Note what the engines have, by the report of each that has the version; they bring up the others from now on.
+        Raises ReshardError if one that is required is behind."""
+        version = self.version = how.known_version
         if self.is_first and self.peers:
             self._recovery = Recovery(
-                self._known, Bringing(version, self.host, self.timeout, pausing, self.options)
+                self._known, Bringing(version, self.host, self.timeout, how.pausing, self.options)
             )
         behind = {name: member.why for name, member in self._members.items() if name not in reports}
-        sent = FleetReport(version, time.monotonic() - began, reports, behind)
+        sent = FleetReport(version, time.monotonic() - how.began, dict(reports), behind)
         if self.is_first:
             log.log(
                 logging.WARNING if behind else logging.INFO, "%s", "; ".join(map(str.strip, sent.lines()))
             )
-        missing = [
-            f"{name} ({behind.get(name, 'it is no member')})" for name in required if name not in reports
-        ]
-        if missing or (tried and not reports):
-            raise ReshardError(
-                f"version {version} is not in {listed(missing or map(_said, behind.items()), 3)}"
-            )
+        missing = [name for name in sorted(how.required) if name not in reports]
+        if missing:
+            said = [_said((name, behind.get(name, "it is no member"))) for name in missing]
+            raise ReshardError(f"version {version} is not in {listed(said, 3)}")
         return sent
 
     def _end_recovery(self) -> None:
@@ -317,7 +425,7 @@ class Fleet:
         for name, why in failed.items():
             self._members[name].failed(why)
         for name in reports:
-            self._members[name].refitted(how.version)
+            self._members[name].refitted(how.known_version)
         if not rest:
             return reports
         answering = self._answering(rest)
@@ -408,6 +516,7 @@ class Fleet:
 
     def close(self) -> None:
         """Disconnect all engines, which serve what they have; all ranks call it."""
+        self._end_begun()
         self._end_recovery()
         for name in self._connected():
             self._members[name].why = "the fleet was closed"

@@ -4,10 +4,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 from reshard.core.printed import Printed
 from reshard.refit.link import RefitReport
+from reshard.refit.pending.report import BegunReport
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,7 @@ class FleetReport(Printed):
 
     version: int
     seconds: float
-    reports: dict[str, RefitReport] = field(default_factory=dict)
+    reports: dict[str, RefitReport | BegunReport] = field(default_factory=dict)
     behind: dict[str, str] = field(default_factory=dict)
 
     def lines(self) -> Iterator[str]:
@@ -95,3 +97,11 @@ def go_on(client: Any, is_new: bool) -> None:
     finally:
         if hasattr(client, "resume"):
             client.resume()
+
+
+def finish(engine: Any, version: str | None) -> None:
+    """End an update, with the version if this client or engine takes one."""
+    if version is not None and "weight_version" in signature(engine.finish_weight_update).parameters:
+        engine.finish_weight_update(weight_version=version)
+    else:
+        engine.finish_weight_update()

@@ -19,9 +19,9 @@ from reshard.comm.hosts import free_address
 from reshard.comm.ranks import error_line
 from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError
-from reshard.integrations.members import Member, go_on, pause
+from reshard.integrations.members import Member, finish, go_on, pause
 from reshard.integrations.sync import Calls, Meeting
-from reshard.integrations.vllm.transfer import count_workers, finish
+from reshard.integrations.vllm.transfer import count_workers
 from reshard.refit.connecting import connect
 from reshard.refit.options import ConnectOptions
 

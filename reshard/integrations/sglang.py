@@ -3,9 +3,10 @@
 from typing import Any
 
 from reshard.comm.http import EngineServer
-from reshard.core.errors import ReshardError
+from reshard.core.errors import OptionError, ReshardError
 from reshard.core.limits import check_seconds
-from reshard.engines.sglang.calls import connect_server, refit_server, server_ranks
+from reshard.engines.sglang.calls import act_on_server, connect_server, refit_server, server_ranks
+from reshard.engines.workers.actions import BEGIN, REFIT, ROLL_BACK, SWITCH
 from reshard.refit.options import check_member_name
 
 START_IT = "start it with reshard installed where SGLang is"
@@ -22,6 +23,8 @@ class SglangClient(EngineServer):
         check_member_name(name, "name of SglangClient")
         super().__init__(url, timeout, START_IT)
         self.name = name
+        self._begun: dict[str, Any] | None = None  # that is to be switched to
+        self._is_told = self._is_paused = False  # which version it serves, and that it runs no requests
 
     def world_size(self) -> int:
         """Return how many schedulers it has."""
@@ -44,16 +47,40 @@ class SglangClient(EngineServer):
         """Nothing: SGLang takes weights in one call."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Take the weights; SGLang tells their version as its ``weight_version``."""
-        refit_server(self.url, update_info["version"], update_info["verify"], self.timeout)
+        """Take the weights, or what else `reshard.engines.workers.actions` names; SGLang tells their version as its
+        ``weight_version``."""
+        action, version = update_info.get("action", REFIT), update_info["version"]
+        self._begun, self._is_told = None, action == REFIT
+        if action == REFIT:
+            refit_server(self.url, version, update_info["verify"], self.timeout)
+        elif action == BEGIN:
+            act_on_server(self.url, BEGIN, self.timeout, version=version, verify=update_info["verify"])
+            self._begun = {"version": version}
+        elif action == ROLL_BACK:
+            act_on_server(self.url, ROLL_BACK, self.timeout, keep_caches=not self._is_paused)
 
-    def finish_weight_update(self) -> None:
-        """Nothing, as for `start_weight_update`."""
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Switch to what was begun, if it was. SGLang tells the version."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            act_on_server(self.url, SWITCH, self.timeout, **begun, keep_caches=not self._is_paused)
+        if weight_version is not None and not self._is_told:
+            self._call(
+                "POST", "update_weight_version", {"new_version": weight_version, "abort_all_requests": False}
+            )
 
-    def pause(self) -> None:
-        """Let no request run until `resume`; running requests are dropped, since SGLang takes weights only without."""
-        self._call("POST", "pause_generation", {"mode": "abort"})
+    def pause(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Let no request run until `resume`; running requests are dropped, since SGLang takes weights only without, and
+        resets its caches with them. Raises OptionError for another `mode`."""
+        if mode != "abort":
+            raise OptionError(
+                "SGLang drops its requests when it is paused: switch with requests='abort', or with requests='go on' "
+                "and caches='keep'"
+            )
+        self._call("POST", "pause_generation", {"mode": mode})
+        self._is_paused = True
 
     def resume(self) -> None:
         """Let requests run again."""
+        self._is_paused = False
         self._call("POST", "continue_generation", {})

@@ -23,7 +23,10 @@ MISSING = "has no attribute 'reshard_"
 # Calls that only begin, with pipeline stages, and that a second one joins.
 JOINED = ("reshard_connect", "reshard_refit", "reshard_release", "reshard_apply_deltas", "reshard_digest")
 # All that a user makes.
-CALLS = (*JOINED, "reshard_check_version", "reshard_close", "reshard_join")
+CALLS = (
+    *JOINED, "reshard_begin_refit", "reshard_switch", "reshard_roll_back", "reshard_check_version", "reshard_close",
+    "reshard_join",
+)  # fmt: skip
 
 
 def call(engine: Any, method: str, **options: Any) -> None:
@@ -95,6 +98,20 @@ def refit_server(url: str, version: int | None, verify: bool = False, timeout: f
     Raises ReshardError with what `SchedulerMethods.reshard_refit` raises.
     """
     post(url, "update_weights_from_distributed", refit_request(version, verify), timeout)
+
+
+def act_on_server(url: str, action: str, timeout: float = 120.0, **options: Any) -> None:
+    """Have a connected server begin a refit, switch to it, or roll back (`reshard.engines.workers.actions`), while it
+    serves. Raises ReshardError with what `SchedulerMethods` raises."""
+    request = {
+        "master_address": "127.0.0.1",
+        "master_port": 1,
+        "rank_offset": 0,
+        "world_size": 1,
+        "group_name": GROUP,
+    }
+    body = request | {"backend": json.dumps({"action": action, **options})}
+    post(url, "init_weights_update_group", body, timeout)
 
 
 def connect_request(address: str, first_rank: int, size: int, **options: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from reshard.core.errors import ReshardError
 from reshard.engines.sglang import compat
 from reshard.engines.sglang.guard import follow_update
 from reshard.engines.sglang.pipeline import UNDER_WAY, call_of
+from reshard.engines.workers.actions import BEGIN, ROLL_BACK, SWITCH
 
 GROUP = "reshard"
 ASKED, PRESENT = "reshard?", "reshard is here"  # a group that nobody has, and the answer of a plugin
@@ -29,8 +30,10 @@ JOIN_DIGEST = "join a digest"  # as a load format: the same, where they only rea
 
 
 def connect_group(connect: Callable[..., Any], updater: Any, request: Any) -> Any:
-    """Connect to a trainer for a group of ours, or hand on what is served, where its version comes as ``lends``. The
-    backend of the request holds the options of `reshard.engines.workers.refits.WorkerOptions.of_call`, as JSON."""
+    """Connect to a trainer for a group of ours, or hand on what is served, where its version comes as ``lends``; or,
+    with an ``action``, begin a refit, switch, or roll back: SGLang's route for this does not wait for requests. The
+    backend of the request holds the options of `reshard.engines.workers.refits.WorkerOptions.of_call`, or those of the
+    action, as JSON."""
     if request.group_name != GROUP:
         return connect(updater, request)
 
@@ -39,6 +42,9 @@ def connect_group(connect: Callable[..., Any], updater: Any, request: Any) -> An
             updater.scheduler.reshard_join()
             return
         options = _options(request.backend)
+        if (action := options.pop("action", None)) is not None:
+            _act(updater.scheduler, action, **options)
+            return
         address = f"{request.master_address}:{request.master_port}"
         meeting = address, request.rank_offset, request.world_size
         lends = options.pop("lends", None)
@@ -49,6 +55,17 @@ def connect_group(connect: Callable[..., Any], updater: Any, request: Any) -> An
         _check_done(updater.scheduler)
 
     return _answer(compat.CONNECTED, connected, "connected")
+
+
+def _act(scheduler: Any, action: str, **options: Any) -> None:
+    """Begin a refit, switch to it, or roll back. SGLang tells the version from then on."""
+    if action == BEGIN:
+        scheduler.reshard_begin_refit(**options)
+        return
+    acts = {SWITCH: scheduler.reshard_switch, ROLL_BACK: scheduler.reshard_roll_back}
+    if action not in acts:
+        raise ReshardError(f"action is {action!r:.80}; it is one of {BEGIN}, {SWITCH}, {ROLL_BACK}")
+    compat.record_version(scheduler, str(acts[action](**options)))
 
 
 def refit_group(update: Callable[..., Any], updater: Any, request: Any) -> Any:

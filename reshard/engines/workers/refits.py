@@ -129,6 +129,31 @@ class LinkMethods:
         check_switch(verify, "verify")
         return self._reshard_connected().refit(version, verify).to_dict()
 
+    @with_short_traceback
+    def reshard_begin_refit(self, version: int | None = None, verify: bool = False) -> None:
+        """Take part in a refit that a trainer has begun, in the background: return at once, and go on serving; see
+        `Link.begin_refit`. `reshard_begun` says what has become of it."""
+        check_switch(verify, "verify")
+        self._reshard_connected().begin_refit(version, verify)
+
+    @with_short_traceback
+    def reshard_begun(self) -> dict[str, Any]:
+        """Wait for what becomes of the refit that was begun last; return its report as a dict."""
+        return self._reshard_connected().begun.last().wait().to_dict()
+
+    @with_short_traceback
+    def reshard_switch(self, version: int | None = None, keep_caches: bool = False) -> int:
+        """Serve the version that a refit was begun with; see `Link.switch`. vLLM drops what it has computed from the
+        weights before by a call of its own."""
+        check_switch(keep_caches, "keep_caches")
+        return self._reshard_connected().switch(version, keep_caches=keep_caches)
+
+    @with_short_traceback
+    def reshard_roll_back(self, keep_caches: bool = False) -> int:
+        """Serve again what was served before the last switch; see `Link.roll_back`."""
+        check_switch(keep_caches, "keep_caches")
+        return self._reshard_connected().roll_back(keep_caches=keep_caches)
+
     def reshard_expecting(self, ticket: str | None) -> AbstractContextManager[None]:
         """Return a context in which a refit is that of a trainer's `ticket` (`RefitGroup.ticket`), where there is
         one."""

@@ -11,8 +11,8 @@ own shards. The engine's side is `reshard.integrations.vllm.worker`.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from inspect import signature
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -22,12 +22,24 @@ from reshard.comm.group import MOST_MEMBERS, check_rank
 from reshard.comm.http import EngineServer
 from reshard.comm.ranks import on_first_rank
 from reshard.comm.secret import given_secret, new_secret
-from reshard.core.errors import ReshardError, first_line
+from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.limits import check_number, check_seconds
+from reshard.integrations.members import finish
+from reshard.integrations.switching import (
+    GO_ON,
+    KEEP,
+    Switching,
+    begin,
+    check_switches,
+    drop,
+    switch_all,
+)
 from reshard.integrations.sync import Calls, Meeting
 from reshard.refit.connecting import connect
 from reshard.refit.link import Link, RefitReport
 from reshard.refit.options import ConnectOptions, check_member_name
+from reshard.refit.pending.refits import Begun
+from reshard.refit.pending.report import BegunReport
 from reshard.refit.trainer import Trainer
 
 DEV_MODE = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "reshard"}\''
@@ -93,10 +105,11 @@ class HttpClient(EngineServer):
         """Disconnect it from the trainer, and free what it has mapped; from vLLM 0.32 on."""
         self._call("POST", "shutdown_weight_transfer_engine", {})
 
-    def pause(self, mode: str = "keep") -> None:
+    def pause(self, mode: str = "keep", clear_cache: bool = True) -> None:
         """Let no request run until `resume`: running requests wait (``keep``), end first (``wait``)
-        or are dropped (``abort``)."""
-        self._call("POST", f"pause?mode={mode}", {})
+        or are dropped (``abort``). With `clear_cache` vLLM drops its prefix cache, where no requests have parts of
+        it."""
+        self._call("POST", f"pause?mode={mode}&clear_cache={str(clear_cache).lower()}", {})
 
     def resume(self) -> None:
         """Let requests run again."""
@@ -188,6 +201,8 @@ class WeightTransfer:
             name = getattr(self.clients[index], "name", None)
             self.clients[index].init_weight_transfer_engine(meeting.arguments(firsts[index]) | {"name": name})
 
+        self._beginning = Calls()  # of the refit that was begun last
+        self.before: int | None = None  # the version before it
         calls = self._call(join)
         members = meeting.join(self.rank)
         try:
@@ -217,6 +232,56 @@ class WeightTransfer:
         calls.wait_all(self.link.group.timeout)
         return report
 
+    def begin(self, version: int | None = None, verify: bool = False) -> Begun:
+        """Begin a refit of all engines, which go on serving; see `Link.begin_refit`: this rank's weights may change
+        when it returns. `switch` makes the engines serve it."""
+        if isinstance(self.link, Link):
+            self.link.check_open()
+        info = {"version": version, "verify": verify, "ticket": self.link.group.ticket()}
+        self.before = self.link.version
+        self._beginning = self._call(lambda index: begin(self.clients[index], info))
+        return self.link.begun.begin(version, verify, self._beginning.first_failure)
+
+    def arrived(self) -> BegunReport:
+        """Wait until all engines have what was begun, or nobody has, and they are told to forget it; see
+        `Begun.wait`."""
+        try:
+            report = self.link.begun.last().wait()
+            self._beginning.wait_all(self.link.group.timeout)
+        except BaseException:
+            self.give_up()
+            raise
+        if not report.is_pending:
+            self.give_up()
+        return report
+
+    def give_up(self) -> None:
+        """Have engines forget what was begun, which they will not switch to."""
+        self.link.begun.settle()
+        with suppress(ReshardError):
+            self._call(lambda index: drop(self.clients[index])).wait_all(self.link.group.timeout)
+
+    def switch(self, requests: str = GO_ON, caches: str = KEEP) -> int:
+        """Make all engines serve what was begun, once all have it; return its version. For the arguments see
+        `reshard.integrations.switching.Switching`. All ranks may call it, and the first one's engines switch.
+
+        Raises ReshardError if nothing is pending, or one cannot switch: then those that could are rolled back.
+        """
+        how, report = Switching(requests, caches).checked(), self.arrived()
+        if not report.is_pending:
+            raise ReshardError(f"no version is pending: {report.reason}; send all")
+        clients = {_name(client, index): client for index, client in enumerate(self.clients)}
+        if self.rank or not clients:
+            return report.version
+        check_switches(clients.values(), how)
+        served, failed = switch_all(clients, report.version, self.before, how, self.link.group.timeout)
+        if failed:
+            said = listed([f"{name} ({why})" for name, why in failed.items()], 3)
+            raise ReshardError(
+                f"{said} did not switch to version {report.version}; others serve version {served}"
+            )
+        return report.version
+
     def close(self) -> None:
         """Unmap the peers' memory, free what was staged, and leave the meeting: another may be held at the
         address."""
@@ -231,14 +296,6 @@ class WeightTransfer:
             return Calls({})
         named = ((index, _name(client, index)) for index, client in enumerate(self.clients))
         return Calls({name: in_background(partial(call, index)) for index, name in named})
-
-
-def finish(engine: Any, version: str | None) -> None:
-    """End an update, with the version if this client or engine takes one."""
-    if version is not None and "weight_version" in signature(engine.finish_weight_update).parameters:
-        engine.finish_weight_update(weight_version=version)
-    else:
-        engine.finish_weight_update()
 
 
 def _clients(value: Any) -> list[EngineClient]:

@@ -15,6 +15,7 @@ from typing import Any
 from reshard.core.errors import ReshardError
 from reshard.core.extras import importing
 from reshard.engines.vllm.plugin import EXTENSION
+from reshard.engines.workers.actions import ACTIONS, BEGIN, DROP, REFIT, ROLL_BACK
 
 with importing("vllm"):
     from vllm.distributed.weight_transfer.base import (
@@ -45,18 +46,24 @@ class ReshardInitInfo(WeightTransferInitInfo):
 @dataclass
 class ReshardUpdateInfo(WeightTransferUpdateInfo):
     """The `version` of the weights, and whether to compare digests of both sides (`verify`). `ticket` is the
-    trainer's `RefitGroup.ticket`: a call that comes late, or of an earlier connection, is refused by it."""
+    trainer's `RefitGroup.ticket`: a call that comes late, or of an earlier connection, is refused by it.
+
+    `action` is what is done: ``refit``; ``begin``, after which the changes come in the background, and
+    ``finish_weight_update`` switches to them; ``drop``, after which it does not; or ``roll back``, to what was served
+    before a switch."""
 
     version: int | None = None
     verify: bool = False
     ticket: str | None = None
+    action: str = REFIT
 
 
 class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
     """One worker's end of the transfer.
 
     Weights are written in place, so nothing is to be prepared or finished: an update is one
-    ``update_weights``, after which the engine is ready, or refuses to serve.
+    ``update_weights``, after which the engine is ready, or refuses to serve. One that was begun is finished by a
+    switch.
     """
 
     init_info_cls = ReshardInitInfo
@@ -66,6 +73,7 @@ class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.worker: Any = None
+        self.begun: ReshardUpdateInfo | None = None  # that is to be switched to
 
     def attach_reshard_worker(self, worker: Any) -> None:
         """Use this worker, a `RefitExtension`, which calls this once its model is loaded."""
@@ -96,12 +104,24 @@ class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
                 "vLLM has moved its weights to the meta device, to load others layer by layer: call "
                 "start_weight_update(is_checkpoint_format=False)"
             )
-        worker = self._attached_worker()
-        with worker.reshard_expecting(update_info.ticket):
-            worker.reshard_refit(update_info.version, update_info.verify)
+        worker, action, self.begun = self._attached_worker(), update_info.action, None
+        if action == REFIT:
+            with worker.reshard_expecting(update_info.ticket):
+                worker.reshard_refit(update_info.version, update_info.verify)
+        elif action == BEGIN:
+            with worker.reshard_expecting(update_info.ticket):
+                worker.reshard_begin_refit(update_info.version, update_info.verify)
+            self.begun = update_info
+        elif action == ROLL_BACK:
+            worker.reshard_roll_back()
+        elif action != DROP:
+            raise ReshardError(f"action is {action!r:.80}; it is one of {', '.join(ACTIONS)}")
 
     def finish_weight_update(self) -> None:
-        """Do nothing: a refit that succeeded is complete."""
+        """Switch to the version that was begun, if one was; a refit that succeeded is complete."""
+        begun, self.begun = self.begun, None
+        if begun is not None:
+            self._attached_worker().reshard_switch(begun.version)
 
     def shutdown(self) -> None:
         """Disconnect from the trainer, on request and when vLLM ends."""

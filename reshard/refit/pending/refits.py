@@ -8,7 +8,7 @@ A switch exchanges what changed with what is served, so that afterward the chang
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -71,10 +71,11 @@ class PendingRefits:
 
     # Beginning
 
-    def begin(self, version: int | None, verify: bool) -> Begun:
-        """Begin a refit; see `Link.begin_refit`."""
+    def begin(self, version: int | None, verify: bool, called: Callable[[], str] = lambda: "") -> Begun:
+        """Begin a refit; see `Link.begin_refit`. `called` returns why a call of an engine has failed, empty while none
+        has; see `RefitGroup.watching`."""
         self.settle()
-        link, start = self.link, time.perf_counter()
+        link, start, expected = self.link, time.perf_counter(), self.link.group.expected
         with ExitStack() as ends:
             ends.enter_context(link.group.one_call("begin a refit"))
             link.check_open()
@@ -85,7 +86,8 @@ class PendingRefits:
             rest = ends.pop_all()
 
         def brought() -> BegunReport:
-            with rest, self._in_stream():
+            link.group.expected = expected  # which counts for the call that goes on here
+            with rest, self._in_stream(), link.group.watching(called):
                 return self._bring(version, packed, start, seconds)
 
         why = str(packed.error or packed.state.why)
@@ -178,7 +180,7 @@ class PendingRefits:
             with group.transaction(what, f"begun refit of connection {link.number}"):
                 if packed.error is not None:
                     raise packed.error
-                version = group.prepare(version, "", packed.verify, link.broken)
+                agreed = group.prepare(version, "", packed.verify, link.broken)
                 choice = link.chain.decide(exchange_states(group, packed.state), group)
                 why = choice.reason.removeprefix("all is sent: ") if choice.since is None else ""
                 if not why:
@@ -193,7 +195,7 @@ class PendingRefits:
             link.clean_up()
             link.log.failed(what, time.perf_counter() - start, error)
             raise
-        brought = Brought(version, group.transaction_number)
+        brought = Brought(agreed, group.transaction_number)
         if not why:
             link.chain.choice = choice
             self._take(brought, exchange, digests)
@@ -202,7 +204,7 @@ class PendingRefits:
         sent, received = (exchange.packed_bytes, exchange.received) if exchange is not None else (0, 0)
         total, reason = time.perf_counter() - start, why or choice.reason
         delta = link.chain.report() if link.sender is not None and not why else None
-        report = BegunReport(version, not why, reason, packing, total, sent, received, delta)
+        report = BegunReport(agreed, not why, reason, packing, total, sent, received, delta)
         link.log.begun(report)
         return report
 
@@ -254,6 +256,12 @@ class PendingRefits:
         if link.sent_digests is not None:
             link.sent_digests.post()
         return link.received_digests.read() if link.received_digests is not None else None
+
+    def last(self) -> Begun:
+        """Return the refit that was begun last. Raises ReshardError where none was."""
+        if self._begun is None:
+            raise ReshardError("no refit was begun: call begin_refit first")
+        return self._begun
 
     # Switching
 

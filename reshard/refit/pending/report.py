@@ -16,7 +16,7 @@ class BegunReport:
     until they are sent; `received_bytes` have arrived here, and are kept. `delta` is what the packing found.
     """
 
-    version: int | None
+    version: int
     is_pending: bool
     reason: str
     packing_seconds: float
@@ -24,6 +24,11 @@ class BegunReport:
     packed_bytes: int = 0
     received_bytes: int = 0
     delta: RefitDelta | None = None
+
+    @property
+    def transfer_seconds(self) -> float:
+        """The seconds in which the changes travelled, while both sides went on."""
+        return self.total_seconds - self.packing_seconds
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for logs and metrics, without nesting; see `RefitReport.to_dict`."""

@@ -1,0 +1,131 @@
+"""The switch of an engine to a version that was begun, by its client; what becomes of its requests, and of what it has
+computed from the weights before.
+
+In vLLM's protocol an update that was begun is finished by the switch: one call, after which vLLM tells the version.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import wait
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from reshard.comm.background import in_background
+from reshard.comm.ranks import error_line
+from reshard.core.errors import OptionError, ReshardError
+from reshard.engines.workers.actions import BEGIN, DROP, ROLL_BACK
+from reshard.integrations.members import finish
+
+GO_ON, FINISH, ABORT = REQUESTS = ("go on", "finish", "abort")
+KEEP, RESET = CACHES = ("keep", "reset")
+ANSWER_SECONDS = 5.0  # that an engine which has not switched may take to say what it serves
+PAUSES = {GO_ON: "keep", FINISH: "wait", ABORT: "abort"}  # of vLLM
+
+
+@dataclass(frozen=True)
+class Switching:
+    """What becomes of running `requests`: they ``go on`` with the new weights, ``finish`` with the old ones first, or
+    are dropped (``abort``); and whether `caches` are kept or reset, after which requests that go on are computed anew
+    as far as they have come."""
+
+    requests: str = GO_ON
+    caches: str = KEEP
+
+    def checked(self) -> "Switching":
+        """Return this. Raises OptionError for a value that is none of those above."""
+        for name, value, known in (("requests", self.requests, REQUESTS), ("caches", self.caches, CACHES)):
+            if value not in known:
+                raise OptionError(f"{name} is {value!r:.80}; it is one of {', '.join(known)}")
+        return self
+
+    @property
+    def pauses(self) -> bool:
+        """True if an engine is paused for it."""
+        return (self.requests, self.caches) != (GO_ON, KEEP)
+
+
+def begin(client: Any, info: dict[str, Any]) -> None:
+    """Have an engine take part in a refit that is begun; `info` are the fields of
+    `reshard.integrations.vllm.worker.ReshardUpdateInfo`."""
+    client.start_weight_update()
+    client.update_weights(info | {"action": BEGIN})
+
+
+def switch(client: Any, version: int, how: Switching) -> None:
+    """Have an engine switch to the version that was begun. Raises ReshardError, with the engine as it was, if it
+    cannot."""
+    try:
+        if how.pauses:
+            client.pause(PAUSES[how.requests], clear_cache=False)
+        try:
+            finish(client, str(version))
+            if how.caches == RESET and hasattr(client, "reset_prefix_cache"):
+                client.reset_prefix_cache()
+        finally:
+            if how.pauses:
+                client.resume()
+    except Exception:
+        with suppress(Exception):
+            finish(client, None)  # vLLM's update goes on else
+        raise
+
+
+def drop(client: Any) -> None:
+    """Have an engine forget that it was to switch."""
+    client.update_weights(_info(DROP))
+    finish(client, None)
+
+
+def roll_back(client: Any, version: int | None) -> None:
+    """Have an engine serve the version again that it served before a switch."""
+    client.start_weight_update()
+    client.update_weights(_info(ROLL_BACK))
+    finish(client, None if version is None else str(version))
+
+
+def switch_all(
+    clients: Mapping[str, Any], version: int, before: int | None, how: Switching, seconds: float
+) -> tuple[int | None, dict[str, str]]:
+    """Have all engines, by name, switch to a version, or none: where one stays with the version `before`, those that
+    have switched go back. Return the version that the fleet has then, and why single engines have failed; who does not
+    answer any more keeps nobody back. Each call may take so many seconds."""
+    failed = _called(
+        {name: partial(switch, client, version, how) for name, client in clients.items()}, seconds
+    )
+    switched = {name: client for name, client in clients.items() if name not in failed}
+    asked = {name: clients[name].serves for name in failed if hasattr(clients[name], "serves")}
+    answers = {name: in_background(call) for name, call in asked.items()}
+    wait(answers.values(), min(seconds, ANSWER_SECONDS))
+    for name in failed:
+        answer = answers.get(name)
+        is_gone = answer is not None and (not answer.done() or answer.exception() is not None)
+        if not is_gone and (answer is None or answer.result() != version):
+            failed |= _called(
+                {one: partial(roll_back, client, before) for one, client in switched.items()}, seconds
+            )
+            return before, failed
+    return version, failed
+
+
+def _called(calls: Mapping[str, Callable[[], None]], seconds: float) -> dict[str, str]:
+    """Make calls side by side; return why some have failed, or were late, by name."""
+    made = {name: in_background(call) for name, call in calls.items()}
+    wait(made.values(), seconds)
+    late = f"it did not answer within {seconds:g} s"
+    errors = {name: one.exception() if one.done() else ReshardError(late) for name, one in made.items()}
+    return {name: error_line(error) for name, error in errors.items() if error is not None}
+
+
+def _info(action: str) -> dict[str, Any]:
+    return {"version": None, "verify": False, "ticket": None, "action": action}
+
+
+def check_switches(clients: Iterable[Any], how: Switching) -> None:
+    """Raise ReshardError if a client cannot pause its engine so."""
+    for client in clients:
+        if how.pauses and not hasattr(client, "pause"):
+            raise ReshardError(
+                f"{type(client).__name__} cannot pause its engine: switch with requests='{GO_ON}' and "
+                f"caches='{KEEP}'"
+            )
