@@ -1,0 +1,73 @@
+"""Refits that are begun in a fleet of real ``vllm serve``s: they go on serving, and switch together or not at all."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.digests.on_disk import expected
+from tests.engines.test_engine import run
+from tests.on_cpu.switching_on_cpu import PROMPTS
+from tests.tools.vllm_server import two_checkpoints
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("switching")
+    pairs = two_checkpoints(folder)
+    results = run(folder, 2, "switching_on_cpu.switching", pairs)
+    return results | {"on disk": [expected(Path(hf))[0] for hf, _ in pairs]}
+
+
+def both(outcome: dict, weights: int, version: int) -> dict:
+    return {name: [outcome["on disk"][weights], version] for name in ("one", "two")}
+
+
+BEGUN = ["begun", "finish 0", "finish 1", "finish 2", "finish 3", "again", "go on", "go on anew", "abort"]
+
+
+def test_engines_serve_the_old_weights_until_they_switch_while_the_trainer_has_others(outcome):
+    assert outcome["whole"]["begun"] is False
+    assert outcome["whole"]["serve"] == outcome["whole"]["pending"] == both(outcome, 0, 0)
+    for version, step in enumerate(BEGUN, 1):
+        said, weights = outcome[step], version % 2
+        assert said["begun"] and said["refused"] == "" and said["version"] == version, (step, said)
+        assert said["pending"] == both(outcome, 1 - weights, version - 1), step
+        assert said["serve"] == both(outcome, weights, version), step
+        assert said["has"] == ["one", "two"] and not said["behind"]
+
+
+def test_answers_that_end_before_a_switch_are_of_one_version(outcome):
+    known: dict = {prompt: set() for prompt in PROMPTS}
+    for references in outcome["references"].values():
+        for of_version in references:
+            for prompt, text in zip(PROMPTS, of_version, strict=True):
+                known[prompt].add(text)
+    assert all(len(texts) == 2 for texts in known.values()), (
+        "each version has an answer of its own, always the same"
+    )
+    seen = {(prompt, text) for prompt, text in outcome["answers"]}
+    assert all(text in known[prompt] for prompt, text in seen)
+    assert len(seen) > len({prompt for prompt, _ in seen}), "both versions have answered"
+
+
+def test_where_an_engine_does_not_switch_nobody_does(outcome):
+    said = outcome["reloaded"]
+    assert "two did not switch (" in said["refused"] and "no version is pending" in said["refused"], said
+    assert said["serve"] == {"one": [outcome["on disk"][1], 9], "two": [outcome["on disk"][0], None]}
+    after = outcome["after that"]
+    assert not after["begun"] and after["serve"] == both(outcome, 1, after["version"])
+
+
+def test_what_nobody_switched_to_is_given_up_for_the_next_send(outcome):
+    assert outcome["sent"]["serve"]["one"][0] == outcome["on disk"][1] == outcome["sent"]["serve"]["two"][0]
+    after = outcome["after a send"]
+    assert after["begun"] and after["serve"] == both(outcome, 0, after["version"])
+
+
+def test_an_engine_that_dies_before_the_switch_keeps_nobody_from_it(outcome):
+    said = outcome["died"]
+    assert said["begun"] and said["has"] == ["one"] and [*said["behind"]] == ["two"], said
+    assert said["serve"] == {"one": [outcome["on disk"][1], said["version"]]}
+    left, on = outcome["one is left"], outcome["one goes on"]
+    assert not left["begun"] and left["serve"]["one"] == [outcome["on disk"][0], left["version"]]
+    assert on["begun"] and on["serve"]["one"] == [outcome["on disk"][1], on["version"]]

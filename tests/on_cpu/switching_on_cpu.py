@@ -1,0 +1,157 @@
+"""A fleet of real ``vllm serve``s under requests, whose trainer begins refits, trains on, and lets them switch."""
+
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from threading import Event
+from urllib.request import Request, urlopen
+
+import torch.distributed as dist
+
+from reshard import MegatronLayout, digest
+from reshard.core.errors import ReshardError
+from reshard.integrations import Fleet
+from reshard.parity.systems.megatron import Megatron
+from reshard.trainers import MegatronModel
+from tests.on_cpu.fleet_on_cpu import LAUNCHER, Served
+from tests.starting.ranks import free_port
+
+PROMPTS = [f"w{first} w{first + 7} w{first * 3}" for first in range(1, 9)]
+
+
+def answer(url: str, model: str, prompt: str) -> str:
+    body = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    request = Request(
+        url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urlopen(request, timeout=120) as response:
+        return json.loads(response.read())["choices"][0]["text"]
+
+
+@contextmanager
+def load(urls: list[str], model: str):
+    """Within it requests run without a pause on all servers; what was answered to each prompt comes in the list."""
+    over, answers = Event(), []
+
+    def ask(number: int) -> None:
+        while not over.is_set():
+            prompt = PROMPTS[number % len(PROMPTS)]
+            answers.append((prompt, answer(urls[number % len(urls)], model, prompt)))
+
+    with ThreadPoolExecutor(8) as threads:
+        asking = [threads.submit(ask, number) for number in range(8)]
+        time.sleep(0.5)
+        try:
+            yield answers
+        finally:
+            over.set()
+    for one in asking:
+        one.result()
+
+
+def switching(pairs: list) -> dict:
+    """What reports say, the digests of what engines serve, and what they answered, around each switch."""
+    trainer, outcome = Megatron(Path(pairs[0][1]), "fp32", MegatronLayout(tp=2)), {}
+    first, source = dist.get_rank() == 0, MegatronModel(trainer.models)
+    for name in [n for n in os.environ if n.startswith("TORCHELASTIC") or n in LAUNCHER]:
+        del os.environ[name]
+    one, two = (Served(name, pairs[0][0]) for name in ("one", "two"))
+    engines = (one, two)
+    members = Fleet(
+        source,
+        f"127.0.0.1:{free_port()}",
+        timeout=25,
+        backend="nccl",
+        delta=True,
+        keep_mapped=True,
+        peers=False,
+    )
+
+    def serve() -> dict:
+        served = {}
+        for engine in engines:
+            with suppress(ReshardError):
+                served[engine.name] = digest(engine.url).text, engine.client.serves()
+        return served
+
+    def tried(call) -> str:
+        try:
+            call()
+            return ""
+        except ReshardError as error:
+            return str(error)
+
+    def step(name: str, weights: int, between=None, begin=None, **options) -> None:
+        trainer.load(Path(pairs[weights][1]))
+        begun = members.begin(**(begin or {}))
+        trainer.load(Path(pairs[1 - weights][1]))  # it trains on
+        said = {"begun": begun}
+        if begun:
+            deadline = time.monotonic() + 60
+            while not members._begun.connection.transfer.link.begun.last().is_done:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        if first:
+            said["pending"] = serve()
+            if between is not None:
+                between()
+        dist.barrier()
+        report = []
+        said["refused"] = tried(lambda: report.append(members.switch(**options)))
+        for sent in report:
+            said |= {"version": sent.version, "behind": sent.behind, "has": [*sent.reports]}
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, {name: said[name] for name in said if name != "pending"})
+        assert every[0] == every[1], every
+        if first:
+            outcome[name] = said | {"serve": serve()}
+        dist.barrier()
+
+    def reload(engine: Served) -> None:
+        engine.client._call("POST", "collective_rpc", {"method": "reload_weights"})
+
+    with one.stack, two.stack:
+        if first:
+            for engine in engines:
+                engine.start()
+                members.add(engine.client)
+        dist.barrier()
+        step("whole", 0)
+        references = {}
+        if first:
+            references["0"] = [
+                [answer(one.url, one.directory, prompt) for prompt in PROMPTS] for _ in range(2)
+            ]
+        step("begun", 1)
+        if first:
+            references["1"] = [
+                [answer(two.url, one.directory, prompt) for prompt in PROMPTS] for _ in range(2)
+            ]
+        answers: list = []
+        with load([one.url, two.url], one.directory) if first else ExitStack() as seen:
+            for number, weights in enumerate((0, 1, 0, 1)):
+                step(f"finish {number}", weights, requests="finish", caches="reset", begin={"verify": True})
+            answers = list(seen) if first else []
+        step("again", 0)
+        with load([one.url, two.url], one.directory) if first else ExitStack():
+            step("go on", 1)
+            step("go on anew", 0, caches="reset")
+            step("abort", 1, requests="abort")
+        step("reloaded", 0, between=lambda: reload(two))
+        step("after that", 1)
+        step("nobody switched", 0)
+        trainer.load(Path(pairs[1][1]))
+        members.begin()
+        members.send()  # instead of a switch
+        if first:
+            outcome["sent"] = {"serve": serve()}
+        dist.barrier()
+        step("after a send", 0)
+        step("died", 1, between=two.kill)
+        step("one is left", 0)
+        step("one goes on", 1)
+        members.close()
+    return outcome | {"references": references, "answers": answers}
