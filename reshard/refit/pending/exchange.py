@@ -72,11 +72,12 @@ class PendingExchange(ChangesExchange):
             if travelling is not None:
                 self._write(travelling)
         self._end()
+        # Not before: another stream has made them, and would write into their memory while they are sent.
+        self.packed = []
         return self.received
 
     def _sent(self, index: int) -> Travelling:
-        own, self.packed[index] = self.packed[index], {}
-        return self._exchange(index, own)
+        return self._exchange(index, self.packed[index])
 
     def _take(self, line: Line, index: int, size: int, part: torch.Tensor) -> None:
         """Keep what changed in a bucket of `size` bytes."""
