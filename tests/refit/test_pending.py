@@ -160,7 +160,7 @@ def test_weights_that_are_not_the_trainers_after_a_switch_are_rolled_back():
         _, report = begun(link, side, 1, verify=True)
         assert report.is_pending
         if not is_trainer(side):
-            arrived = (changes for _, received in link.begun.pending.changes for changes in received)
+            arrived = (changes for _, received in link.begun.pending.changes.buckets for changes in received)
             next(changes.values for changes in arrived if len(changes.values))[0] ^= 1
             with pytest.raises(ReshardError, match="did not arrive .* serves version 0 again"):
                 link.switch(1)

@@ -7,10 +7,23 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.delta.chunks import CHUNK, Words
 from reshard.delta.encoding import encode
+from reshard.delta.forms import Form
 from reshard.refit.changes.buckets import ServedBucket, check_status, header_bytes
 from reshard.refit.changes.kernels import DeviceChanges, ReceivedChanges
 from reshard.refit.codecs import codec_between
-from reshard.refit.copying.tables import CODEC, COLUMNS, DST, DST_PITCH, ROWS, SRC, STATUS, UNORDERED, WIDTH
+from reshard.refit.copying.tables import (
+    CHANGES_FORM,
+    CODEC,
+    COLUMNS,
+    DST,
+    DST_PITCH,
+    ROWS,
+    SRC,
+    STATUS,
+    UNORDERED,
+    WIDTH,
+)
+from reshard.refit.pending.kernels import Swap, place
 from tests.delta.test_delta_encoding import SPOILS
 
 SINCE, BUCKET = 7, 3
@@ -46,9 +59,9 @@ def encoded(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return payload
 
 
-def served(memory: torch.Tensor, size: int, row: int) -> ServedBucket:
+def served(memory: torch.Tensor, size: int, row: int, widened: bool = True) -> ServedBucket:
     """Return rows of `row` bytes in `memory` that a bucket of `size` bytes is served from, behind padding, in tiles of
-    three rows and padding between; the last 1,600 bytes are served as fp32."""
+    three rows and padding between; the last 1,600 bytes are served as fp32, or not at all."""
     pitch, (three, gap) = row + 13 * (row % 2) + 6, (3 * row, -3 * row % 16)
     starts = np.arange(16, size - 1600 - three, three + gap)
     table = np.zeros((len(starts) + 1, COLUMNS), np.int64)
@@ -62,7 +75,7 @@ def served(memory: torch.Tensor, size: int, row: int) -> ServedBucket:
         1000,
     )
     table[-1, CODEC] = codec_between("bfloat16", "float32")
-    return ServedBucket(table, torch.device("cpu"))
+    return ServedBucket(table if widened else table[:-1], torch.device("cpu"))
 
 
 def status_of(payload: torch.Tensor, words: int, places: ServedBucket) -> list[int]:
@@ -98,6 +111,25 @@ def written(old: torch.Tensor, new: torch.Tensor, payload: torch.Tensor, row: in
         assert torch.equal(memory[memories[0] != 7], memories[0][memories[0] != 7])
         places.write(changes, swap=True)
         assert torch.equal(memory, before)
+        if by_kernels and row % 2 == 0:
+            swapped_at_once(changes, memory, 2 * len(new), row)
+
+
+def swapped_at_once(changes: ReceivedChanges, memory: torch.Tensor, size: int, row: int) -> None:
+    """The kernel that knows the places swaps what the other one swaps, where changes are listed."""
+    listed = set(changes.table[:, CHANGES_FORM].tolist()) <= {Form.NOTHING, Form.OFFSETS}
+    places, before = served(memory, size, row, widened=False), memory.clone()
+    swap = Swap([place(changes, places)])
+    assert swap.is_listed == [listed] and bool(len(swap.items)) == (
+        listed and bool(changes.table[:, 1].any())
+    )
+    if listed:
+        swap.run()
+        at_once = memory.clone()
+        swap.run()
+        assert torch.equal(memory, before)
+        places.write(changes, swap=True)
+        assert torch.equal(memory, at_once)
 
 
 def refused(payload: torch.Tensor, words: int, code: int, message: str) -> None:
@@ -129,7 +161,7 @@ def changes_by_the_kernels() -> None:
         refused(payload, 1000, UNORDERED, "positions outside of it, or not in order")
     payload = encoded(*versions([40], 1000))
     numbers = payload.view(torch.int64)
-    for place, number, code, message in (
+    for at, number, code, message in (
         (0, SINCE - 1, 1, f"since transaction {SINCE - 1}, where"),
         (1, BUCKET + 1, 1, f"changes of bucket {BUCKET + 1} since"),
         (2, 2, 1, "are due"),
@@ -139,9 +171,9 @@ def changes_by_the_kernels() -> None:
         (4, -1, 2, "make no sense"),
         (4, 1001, 2, "make no sense"),
     ):
-        before, numbers[place] = int(numbers[place]), number
+        before, numbers[at] = int(numbers[at]), number
         refused(payload, 1000, code, message)
-        numbers[place] = before
+        numbers[at] = before
     for size in (len(payload) - 8, len(payload) + 8):
         refused(torch.cat([payload, payload])[:size], 1000, 2, "make no sense")
     refused(torch.tensor([SINCE, BUCKET, 1, 9, 0]).view(torch.uint8), 1000, 2, "make no sense")

@@ -331,6 +331,10 @@ class ServedBucket:
         self.starts, self.sizes, self.widths = map(on_device, (table[:, SRC], table[:, ROWS] * width, width))
         self.addresses, self.pitches = on_device(table[:, DST]), on_device(table[:, DST_PITCH])
         self.odd, self.codec = on_device(odd), on_device(table[:, CODEC])
+        # The first address, and the bytes from there to the last.
+        self.base = int(table[:, DST].min()) if len(table) else 0
+        ends = table[:, DST] + (table[:, ROWS] - 1) * table[:, DST_PITCH] + table[:, WIDTH]
+        self.reach = int(ends.max()) - self.base if len(table) else 0
         columns = (self.starts, self.sizes, self.widths, self.addresses, self.pitches, self.codec)
         self.tiles = torch.stack(columns, 1).contiguous()  # of `tables.SERVED`
 

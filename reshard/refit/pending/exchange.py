@@ -1,24 +1,31 @@
 """The exchange of a pending version's changes: all are packed before the first travels, so that the trainer may change
 its weights meanwhile, and what arrives is kept."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from reshard.delta.chunks import Words
 from reshard.refit.changes.buckets import Received, ServedBucket
 from reshard.refit.changes.exchange import Announced, ChangesExchange, Travelling
 from reshard.refit.copying.copies import event_now, wait_for_device, wait_for_exchange, wait_for_partners
+from reshard.refit.pending.version import Arrived
 from reshard.refit.relays import Line
+
+if TYPE_CHECKING:
+    from reshard.refit.pending.kernels import PlacedChanges
 
 
 class PendingExchange(ChangesExchange):
-    """One exchange of the changes since a transaction; `arrived` are those of each bucket, and where it is served."""
+    """One exchange of the changes since a transaction. `buckets` are those that have arrived, with where each is
+    served."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.packed: list[dict[Line, torch.Tensor]] = [{} for _ in range(self.steps)]
         self.packed_bytes = 0
-        self.arrived: list[tuple[ServedBucket, list[Received]]] = []
+        self.buckets: list[tuple[ServedBucket, list[Received]]] = []
+        self.placed: list[PlacedChanges | None] = []  # on a GPU, of each of these
 
     def pack_all(self, limit: int) -> bool:
         """Pack what changed in all buckets of this trainer's rank. Returns False, and has given up, where that takes
@@ -81,4 +88,21 @@ class PendingExchange(ChangesExchange):
 
     def _take(self, line: Line, index: int, size: int, part: torch.Tensor) -> None:
         """Keep what changed in a bucket of `size` bytes."""
-        self.arrived.append((self.served(line, index), [*self._read(line, index, size, part)]))
+        served, received = self.served(line, index), [*self._read(line, index, size, part)]
+        self.buckets.append((served, received))
+        if self.device.type == "cuda":
+            from reshard.refit.pending.kernels import place
+
+            self.placed.extend(place(one, served) for one in received if not isinstance(one, Words))
+
+    def arrived(self) -> Arrived:
+        """Return what has arrived, once `run` is through."""
+        if self.device.type == "cpu":
+            return Arrived(self.buckets)
+        from reshard.refit.pending.kernels import Swap
+
+        swap = Swap([placed for placed in self.placed if placed is not None])
+        is_listed = iter(swap.is_listed)
+        left = [placed is None or not next(is_listed) for placed in self.placed]
+        wait_for_partners(self.device, self.group)
+        return Arrived([bucket for bucket, is_left in zip(self.buckets, left, strict=True) if is_left], swap)

@@ -221,7 +221,9 @@ class PendingRefits:
         assert link.version is not None
         assert link.chain.holds is not None, "else nothing is pending"
         served = Brought(link.version, link.chain.holds)
-        self.pending = PendingVersion(served, brought, brought, exchange.arrived, exchange.received, digests)
+        self.pending = PendingVersion(
+            served, brought, brought, exchange.arrived(), exchange.received, digests
+        )
         link.receiver.engine.guard.readers.append(WeakMethod(self.drop))
 
     def _too_large(self, exchange: PendingExchange | None) -> str:

@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.refit.changes.buckets import Received, ServedBucket
+
+if TYPE_CHECKING:
+    from reshard.refit.pending.kernels import Swap
 
 
 class Brought(NamedTuple):
@@ -12,6 +15,24 @@ class Brought(NamedTuple):
 
     version: int
     transaction: int
+
+
+class Arrived:
+    """The changes that have arrived: those of each bucket, with where it is served, but for the lists on a GPU, which
+    `listed` swaps all at once."""
+
+    def __init__(
+        self, buckets: Sequence[tuple[ServedBucket, Sequence[Received]]], listed: "Swap | None" = None
+    ) -> None:
+        self.buckets, self.listed = buckets, listed
+
+    def swap(self) -> None:
+        """Exchange them with what is served; on a GPU, enqueue that."""
+        if self.listed is not None:
+            self.listed.run()
+        for served, received in self.buckets:
+            for changes in received:
+                served.write(changes, swap=True)
 
 
 @dataclass
@@ -22,13 +43,11 @@ class PendingVersion:
     served: Brought
     other: Brought
     newer: Brought
-    changes: Sequence[tuple[ServedBucket, Sequence[Received]]]
+    changes: "Arrived"
     size: int
     digests: Mapping[int, bytes] | None
 
     def swap(self) -> None:
         """Write the other version into the weights, and keep what was there; on a GPU, enqueue that."""
-        for served, received in self.changes:
-            for changes in received:
-                served.write(changes, swap=True)
+        self.changes.swap()
         self.served, self.other = self.other, self.served
