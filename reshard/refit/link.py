@@ -71,7 +71,7 @@ class Link:
         self.closed = False
         self.below: Below | None = None  # weights that this link's build on
         self.pending_bytes = pending_bytes
-        self.begun = PendingRefits(self)
+        self.begun = PendingRefits()
         engine = receiver.engine if receiver is not None else None
         context = agreed.context(group, device, engine, keep_on_host)
         self.transports = Transports(context)
@@ -355,19 +355,22 @@ class Link:
 
     # Refits that are begun, and switched to later
 
-    def begin_refit(self, version: int | None = None, verify: bool = False) -> Begun:
+    def begin_refit(
+        self, version: int | None = None, verify: bool = False, *, called: Callable[[], str] = lambda: ""
+    ) -> Begun:
         """Begin a refit of what changed, which engines do not serve yet. Every member calls this.
 
         On a trainer's rank it returns once the changes are packed: the weights may change from then on. The bytes
         travel in the background, from memory of at most ``pending_bytes``, while an engine serves; `Begun.wait` says
         what has become of it. For `version` and `verify`, which all members give alike, see `refit`; digests are taken
-        of the weights that are packed, and compared when an engine switches.
+        of the weights that are packed, and compared when an engine switches. `called` returns a sentence once a call
+        of an engine has failed, which then does not come.
 
         Where the changes alone cannot travel so (it is the first refit, an engine has other weights, some bytes go by
         another backend than NCCL or Gloo, the changes take more memory), nothing is brought, `Begun.wait` says why, and
         `refit` brings all.
         """
-        return self.begun.begin(_checked(version), verify)
+        return self.begun.begin(self, _checked(version), verify, called)
 
     def switch(self, version: int | None = None, *, keep_caches: bool = False) -> int:
         """Serve the version that a refit was begun with, on an engine's rank, between two steps of its model; return
@@ -380,12 +383,12 @@ class Link:
         Raises ReshardError, with the engine as it was, where no such version is pending, or, after ``verify=True``, the
         weights are not those of the trainer.
         """
-        return self._alone("switch", lambda: self.begun.switch(_checked(version), keep_caches))
+        return self._alone("switch", lambda: self.begun.switch(self, _checked(version), keep_caches))
 
     def roll_back(self, *, keep_caches: bool = False) -> int:
         """Serve what was served before `switch`, bit for bit, on an engine's rank; return its version. Does nothing
         where the engine has not switched."""
-        return self._alone("roll back", lambda: self.begun.roll_back(keep_caches))
+        return self._alone("roll back", lambda: self.begun.roll_back(self, keep_caches))
 
     def _alone(self, what: str, work: Callable[[], int]) -> int:
         """Return what work returns that needs no other member, while no call that does goes on."""

@@ -240,7 +240,7 @@ class WeightTransfer:
         info = {"version": version, "verify": verify, "ticket": self.link.group.ticket()}
         self.before = self.link.version
         self._beginning = self._call(lambda index: begin(self.clients[index], info))
-        return self.link.begun.begin(version, verify, self._beginning.first_failure)
+        return self.link.begin_refit(version, verify, called=self._beginning.first_failure)
 
     def arrived(self) -> BegunReport:
         """Wait until all engines have what was begun, or nobody has, and they are told to forget it; see

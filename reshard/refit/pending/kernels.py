@@ -1,8 +1,8 @@
 """The Triton kernels that swap the changes of a pending version with what an engine serves, in one launch.
 
 Where each change goes is found beforehand, while the engine serves: as its distance from the first byte of its bucket,
-in words, of 4 bytes each. Of changes in another form than a list, and of what is not served as it travels, the kernel
-of `reshard.refit.changes.kernels` finds that when it writes.
+in words, of 4 bytes each, or of 8 where the bucket is served far apart. Of changes in another form than a list, and of
+what is not served as it travels, the kernel of `reshard.refit.changes.kernels` finds that when it writes.
 """
 
 from collections.abc import Sequence
@@ -79,25 +79,24 @@ def _place(payload, table, status, tiles, number, base, places):
             width = tl.load(served + SERVED_WIDTH).to(tl.int32)
             line = within // width
             address = tl.load(served + SERVED_ADDRESS) + line * tl.load(served + SERVED_PITCH)
-            distance = (address + (within - line * width) - base) // 2
-            tl.store(
-                places + start // 4 + before + at,
-                tl.where(is_served, distance, NOWHERE).to(tl.int32),
-                mask=inside,
-            )
+            distance = tl.where(is_served, (address + (within - line * width) - base) // 2, NOWHERE)
+            tl.store(places + start // 4 + before + at, distance.to(places.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _swap(items):
-    item = items + tl.program_id(0).to(tl.int64) * 4
+    item = items + tl.program_id(0).to(tl.int64) * 5
     values = tl.load(item).to(tl.pointer_type(tl.int16))
-    places = tl.load(item + 1).to(tl.pointer_type(tl.int32))
+    places, bytes_of_place = tl.load(item + 1), tl.load(item + 4)
     base, count = tl.load(item + 2), tl.load(item + 3)
     at = tl.arange(0, AT_ONCE)
     inside = at < count
-    place = tl.load(places + at, mask=inside, other=NOWHERE)
+    if bytes_of_place == 8:
+        place = tl.load(places.to(tl.pointer_type(tl.int64)) + at, mask=inside, other=NOWHERE)
+    else:
+        place = tl.load(places.to(tl.pointer_type(tl.int32)) + at, mask=inside, other=NOWHERE).to(tl.int64)
     is_served = inside & (place != NOWHERE)
-    served = (base + place.to(tl.int64) * 2).to(tl.pointer_type(tl.int16))
+    served = (base + place * 2).to(tl.pointer_type(tl.int16))
     new = tl.load(values + at, mask=is_served, other=0)
     old = tl.load(served, mask=is_served, other=0)
     tl.store(served, new, mask=is_served)
@@ -105,8 +104,8 @@ def _swap(items):
 
 
 class PlacedChanges(NamedTuple):
-    """The changes of a bucket, whose values go to `places`, int32 ``[payload / 4]``: words from the address `base` on,
-    in the order in which they lie in the payload; -1 for those that go nowhere."""
+    """The changes of a bucket, whose values go to `places`, int32 or int64 ``[payload / 4]``: words from the address
+    `base` on, in the order in which they lie in the payload; -1 for those that go nowhere."""
 
     received: ReceivedChanges
     places: torch.Tensor
@@ -114,11 +113,11 @@ class PlacedChanges(NamedTuple):
 
 
 def place(received: ReceivedChanges, served: ServedBucket) -> PlacedChanges | None:
-    """Find where the listed changes of a bucket go; enqueued. None where the bucket is not served as it travels, or too
-    far apart."""
-    if served.codecs != [PLAIN] or served.has_odd or served.reach >= REACH:
+    """Find where the listed changes of a bucket go; enqueued. None where the bucket is not served as it travels."""
+    if served.codecs != [PLAIN] or served.has_odd:
         return None
-    places = torch.empty(len(received.payload) // 4, dtype=torch.int32, device=received.payload.device)
+    dtype = torch.int32 if served.reach < REACH else torch.int64
+    places = torch.empty(len(received.payload) // 4, dtype=dtype, device=received.payload.device)
     with expected_compilation():
         _place[(received.programs,)](
             received.payload, received.table, received.status, served.tiles, len(served.tiles), served.base, places,
@@ -146,7 +145,7 @@ class Swap:
         ]
         # The memory that the kernel reads and writes, which nobody else keeps.
         self.held = [(one.received.payload, one.places) for one, _ in listed]
-        items = np.concatenate([np.zeros((0, 4), np.int64), *(_items(*one) for one in listed)])
+        items = np.concatenate([np.zeros((0, 5), np.int64), *(_items(*one) for one in listed)])
         device = placed[0].places.device if placed else torch.device("cpu")
         self.items = torch.from_numpy(items).to(device)
         if device.type == "cuda":
@@ -165,7 +164,8 @@ class Swap:
 
 
 def _items(placed: PlacedChanges, rows: np.ndarray) -> np.ndarray:
-    """Return the work on a bucket, by the rows of its chunks: values, places, base, and how many, of each program."""
+    """Return the work on a bucket, by the rows of its chunks: values, places, base, how many, and the bytes of a place,
+    of each program."""
     rows = rows[rows[:, CHANGES_CHANGED] > 0]
     changed = rows[:, CHANGES_CHANGED]
     programs = -(-changed // SWAPPED_AT_ONCE)
@@ -173,14 +173,15 @@ def _items(placed: PlacedChanges, rows: np.ndarray) -> np.ndarray:
     first = SWAPPED_AT_ONCE * (np.arange(len(chunk)) - np.repeat(programs.cumsum() - programs, programs))
     start = rows[chunk, CHANGES_START]
     values = placed.received.payload.data_ptr() + start + 2 * first
-    places = placed.places.data_ptr() + start + 4 * first
-    base = np.full(len(chunk), placed.base)
-    return np.stack([values, places, base, np.minimum(changed[chunk] - first, SWAPPED_AT_ONCE)], 1)
+    itemsize = placed.places.element_size()
+    places = placed.places.data_ptr() + (start // 4 + first) * itemsize
+    base, sizes = np.full(len(chunk), placed.base), np.full(len(chunk), itemsize)
+    return np.stack([values, places, base, np.minimum(changed[chunk] - first, SWAPPED_AT_ONCE), sizes], 1)
 
 
 @cache
 def compile_swap(device: torch.device) -> None:
     """Compile the kernel now, with nothing to swap."""
     with torch.cuda.device(device):
-        _swap[(1,)](torch.zeros((1, 4), dtype=torch.int64, device=device), num_warps=4)
+        _swap[(1,)](torch.zeros((1, 5), dtype=torch.int64, device=device), num_warps=4)
         torch.cuda.synchronize(device)

@@ -9,15 +9,18 @@ A switch exchanges what changed with what is served, so that afterward the chang
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakMethod
 
 import torch
 
 from reshard.comm.background import in_background
+from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
+from reshard.refit.agreement import Agreement
+from reshard.refit.changes.choice import RefitChain
 from reshard.refit.changes.sent import SendsChanges
 from reshard.refit.copying.copies import wait_for_all_streams, wait_for_device
 from reshard.refit.pending.exchange import PendingExchange
@@ -25,28 +28,69 @@ from reshard.refit.pending.report import BegunReport
 from reshard.refit.pending.version import Brought, PendingVersion
 from reshard.refit.protocol.deltas import DeltaState, exchange_states
 from reshard.refit.protocol.encoding import MOST_ADDRESS, exchange_json, is_number
+from reshard.refit.receiver import Receiver
+from reshard.refit.reporting.digest import RefitDigest
+from reshard.refit.reporting.log import RefitLog
 from reshard.refit.routes import NCCL
+from reshard.refit.sender import Sender
 from reshard.refit.trainer import Trainer
+from reshard.refit.transports.together import Transports
+from reshard.refit.verification import ReceivedDigests, SentDigests
 
-if TYPE_CHECKING:
-    from reshard.refit.link import Link
+
+class Linked(Protocol):
+    """A link (`reshard.refit.link.Link`), as far as its refits that are begun need it."""
+
+    group: RefitGroup
+    agreed: Agreement
+    device: torch.device
+    number: int
+    sender: Sender | None
+    receiver: Receiver | None
+    sent_digests: SentDigests | None
+    received_digests: ReceivedDigests | None
+    transports: Transports
+    chain: RefitChain
+    digest: RefitDigest
+    log: RefitLog
+    below: Any
+    keep_mapped: bool
+    pending_bytes: int
+    version: int | None
+    broken: bool
+
+    def check_open(self) -> None:
+        """Raise ReshardError once it is closed."""
+
+    def bounded(self, work: Callable[[], Any]) -> None:
+        """Do work in which a partner may die or stall."""
+
+    def clean_up(self) -> None:
+        """End and give back what a refit that has failed leaves."""
 
 
 class Begun:
     """A refit that was begun. `why` it cannot become pending, as far as this member knows at once; empty if it may."""
 
-    def __init__(self, why: str, report: "Future[BegunReport]") -> None:
-        self.why, self._report = why, report
+    def __init__(self, why: str, outcome: "Future[BegunReport | str]") -> None:
+        self.why, self._outcome = why, outcome
 
     @property
     def is_done(self) -> bool:
         """True once it is known what has become of it."""
-        return self._report.done()
+        return self._outcome.done()
+
+    def settle(self) -> None:
+        """Wait until it is known what has become of it."""
+        wait([self._outcome])
 
     def wait(self) -> BegunReport:
         """Return what has become of it, once that is known: a partner that does not come costs the connection's
         `timeout`. Raises ReshardError if it has failed."""
-        return self._report.result()
+        outcome = self._outcome.result()
+        if isinstance(outcome, str):
+            raise ReshardError(outcome)
+        return outcome
 
 
 class Packed(NamedTuple):
@@ -62,8 +106,7 @@ class Packed(NamedTuple):
 class PendingRefits:
     """The refits that a link's member begins. `pending` is what an engine's rank has beside what it serves."""
 
-    def __init__(self, link: "Link") -> None:
-        self.link = link
+    def __init__(self) -> None:
         self.pending: PendingVersion | None = None
         self._begun: Begun | None = None  # the last
         self._stream: Any = None  # in which a GPU sends and receives
@@ -71,46 +114,51 @@ class PendingRefits:
 
     # Beginning
 
-    def begin(self, version: int | None, verify: bool, called: Callable[[], str] = lambda: "") -> Begun:
+    def begin(
+        self, link: Linked, version: int | None, verify: bool, called: Callable[[], str] = lambda: ""
+    ) -> Begun:
         """Begin a refit; see `Link.begin_refit`. `called` returns why a call of an engine has failed, empty while none
         has; see `RefitGroup.watching`."""
         self.settle()
-        link, start, expected = self.link, time.perf_counter(), self.link.group.expected
+        start, expected = time.perf_counter(), link.group.expected
         with ExitStack() as ends:
             ends.enter_context(link.group.one_call("begin a refit"))
             link.check_open()
             self.drop()
             self._count += 1
-            packed = self._packed(verify)
+            packed = self._packed(link, verify)
             seconds = time.perf_counter() - start
             rest = ends.pop_all()
 
-        def brought() -> BegunReport:
+        def brought() -> BegunReport | str:
             link.group.expected = expected  # which counts for the call that goes on here
-            with rest, self._in_stream(), link.group.watching(called):
-                return self._bring(version, packed, start, seconds)
+            try:
+                with rest, self._in_stream(link), link.group.watching(called):
+                    return self._bring(link, version, packed, start, seconds)
+            except (ReshardError, RuntimeError) as error:
+                return str(error)  # and not what its traceback keeps
 
         why = str(packed.error or packed.state.why)
         self._begun = Begun(why, in_background(brought))
         return self._begun
 
-    def _packed(self, verify: bool) -> "Packed":
+    def _packed(self, link: Linked, verify: bool) -> "Packed":
         """Pack what changed, where this is a trainer's rank that may send that alone."""
         state = DeltaState(None, "")
         try:
-            state = self._state()
+            state = self._state(link)
             exchange, why = (
-                self._exchange(state.holds, verify) if state.holds is not None else (None, state.why)
+                self._exchange(link, state.holds, verify) if state.holds is not None else (None, state.why)
             )
             state = DeltaState(None, why) if why else state
             return Packed(state, exchange, verify)
         except (ReshardError, RuntimeError) as error:  # which the others hear of
             return Packed(state, None, verify, error)
 
-    def _state(self) -> DeltaState:
+    def _state(self, link: Linked) -> DeltaState:
         """Return whether this member has the weights on which changes build, and takes part in the exchange of these
         alone."""
-        link, moved = self.link, False
+        moved = False
         if not link.agreed.delta:
             return DeltaState(None, "the connection has no deltas (delta=True)")
         if link.below is not None:
@@ -131,10 +179,10 @@ class PendingRefits:
             return DeltaState(None, "its parameters were moved")
         return state
 
-    def _exchange(self, since: int, verify: bool) -> tuple[PendingExchange | None, str]:
+    def _exchange(self, link: Linked, since: int, verify: bool) -> tuple[PendingExchange | None, str]:
         """Return the exchange of what changed since a transaction, with all that goes out packed; or why there is none.
         A member that has no side takes no part in it."""
-        link, sender = self.link, self.link.sender
+        sender = link.sender
         if link.group.rank not in link.agreed.participants:
             return None, ""
         transports = [
@@ -162,9 +210,9 @@ class PendingRefits:
             return exchange, ""
         return None, f"its changes take more than pending_bytes={link.pending_bytes:,}"
 
-    def _in_stream(self) -> ExitStack:
+    def _in_stream(self, link: Linked) -> ExitStack:
         """Return a context in which this thread uses the device, in a stream that others do not wait for."""
-        device, contexts = self.link.device, ExitStack()
+        device, contexts = link.device, ExitStack()
         if device.type == "cuda":
             contexts.enter_context(torch.cuda.device(device))
             if self._stream is None:
@@ -172,9 +220,11 @@ class PendingRefits:
             contexts.enter_context(torch.cuda.stream(self._stream))
         return contexts
 
-    def _bring(self, version: int | None, packed: "Packed", start: float, packing: float) -> BegunReport:
+    def _bring(
+        self, link: Linked, version: int | None, packed: "Packed", start: float, packing: float
+    ) -> BegunReport:
         """Bring what was packed to the engines; every member calls this."""
-        link, group, exchange, digests = self.link, self.link.group, packed.exchange, None
+        group, exchange, digests = link.group, packed.exchange, None
         what = f"begun refit {self._count}"
         try:
             with group.transaction(what, f"begun refit of connection {link.number}"):
@@ -184,12 +234,12 @@ class PendingRefits:
                 choice = link.chain.decide(exchange_states(group, packed.state), group)
                 why = choice.reason.removeprefix("all is sent: ") if choice.since is None else ""
                 if not why:
-                    why = self._too_large(exchange)
+                    why = self._too_large(link, exchange)
                 if not why and exchange is not None:
                     if group.verify and not packed.verify:
                         raise ReshardError("another member has given verify=True: give all the same")
                     link.bounded(exchange.run)
-                    digests = self._digests() if group.verify else None
+                    digests = self._digests(link) if group.verify else None
                 group.commit()
         except BaseException as error:
             link.clean_up()
@@ -198,7 +248,7 @@ class PendingRefits:
         brought = Brought(agreed, group.transaction_number)
         if not why:
             link.chain.choice = choice
-            self._take(brought, exchange, digests)
+            self._take(link, brought, exchange, digests)
         elif link.chain.holds is None:
             link.chain.why = why
         sent, received = (exchange.packed_bytes, exchange.received) if exchange is not None else (0, 0)
@@ -209,11 +259,14 @@ class PendingRefits:
         return report
 
     def _take(
-        self, brought: Brought, exchange: PendingExchange | None, digests: Mapping[int, bytes] | None
+        self,
+        link: Linked,
+        brought: Brought,
+        exchange: PendingExchange | None,
+        digests: Mapping[int, bytes] | None,
     ) -> None:
         """Note what a transaction has brought: a trainer's rank has sent it, an engine's has it beside what it
         serves."""
-        link = self.link
         if link.receiver is None or exchange is None:
             link.chain.hold(*brought)
             link.version = brought.version
@@ -226,10 +279,10 @@ class PendingRefits:
         )
         link.receiver.engine.guard.readers.append(WeakMethod(self.drop))
 
-    def _too_large(self, exchange: PendingExchange | None) -> str:
+    def _too_large(self, link: Linked, exchange: PendingExchange | None) -> str:
         """Return, alike on all members, whose changes take more than all trainers' ranks allow; empty if nobody's
         do."""
-        link, group, size = self.link, self.link.group, 0
+        group, size = link.group, 0
 
         def learn() -> None:
             nonlocal size
@@ -252,9 +305,8 @@ class PendingRefits:
                 return f"the changes for {group.names[rank]} take {size:,} bytes, more than pending_bytes"
         return ""
 
-    def _digests(self) -> dict[int, bytes] | None:
+    def _digests(self, link: Linked) -> dict[int, bytes] | None:
         """Post, or read, the digests of what a trainer's rank has packed; return those that were read."""
-        link = self.link
         if link.sent_digests is not None:
             link.sent_digests.post()
         return link.received_digests.read() if link.received_digests is not None else None
@@ -267,28 +319,28 @@ class PendingRefits:
 
     # Switching
 
-    def switch(self, version: int | None, keep_caches: bool) -> int:
+    def switch(self, link: Linked, version: int | None, keep_caches: bool) -> int:
         """Serve the pending version; see `Link.switch`."""
-        pending = self._ready_to_swap()
+        pending = self._ready_to_swap(link)
         if version not in (None, pending.newer.version):
             raise ReshardError(f"version {pending.newer.version} is pending, and not version {version}")
         if pending.served != pending.newer:
-            self._swap(pending, keep_caches)
+            self._swap(link, pending, keep_caches)
             if pending.digests is not None:
-                self._compare(pending, pending.digests, keep_caches)
+                self._compare(link, pending, pending.digests, keep_caches)
         return pending.served.version
 
-    def roll_back(self, keep_caches: bool) -> int:
+    def roll_back(self, link: Linked, keep_caches: bool) -> int:
         """Serve again what was served before; see `Link.roll_back`."""
-        pending = self._ready_to_swap()
+        pending = self._ready_to_swap(link)
         if pending.served == pending.newer:
-            self._swap(pending, keep_caches)
+            self._swap(link, pending, keep_caches)
         return pending.served.version
 
-    def _ready_to_swap(self) -> PendingVersion:
+    def _ready_to_swap(self, link: Linked) -> PendingVersion:
         """Return what is pending. Raises ReshardError where that is nothing, or somebody has written into the weights
         since."""
-        link, receiver = self.link, self.link.receiver
+        receiver = link.receiver
         link.check_open()
         if receiver is None:
             raise ReshardError("this member has no engine: engines' ranks switch")
@@ -303,9 +355,8 @@ class PendingRefits:
             )
         return pending
 
-    def _swap(self, pending: PendingVersion, keep_caches: bool) -> None:
+    def _swap(self, link: Linked, pending: PendingVersion, keep_caches: bool) -> None:
         """Exchange the two versions in the weights."""
-        link = self.link
         assert link.receiver is not None
         engine, start = link.receiver.engine, time.perf_counter()
         if not keep_caches:
@@ -326,16 +377,18 @@ class PendingRefits:
         engine.guard.readers.append(WeakMethod(self.drop))
         link.log.switched(pending.served.version, pending.other.version, time.perf_counter() - start)
 
-    def _compare(self, pending: PendingVersion, sent: Mapping[int, bytes], keep_caches: bool) -> None:
+    def _compare(
+        self, link: Linked, pending: PendingVersion, sent: Mapping[int, bytes], keep_caches: bool
+    ) -> None:
         """Compare the weights with the digests that the trainer's ranks have `sent`; where they differ go back, and
         raise ReshardError."""
-        received = self.link.received_digests
+        received = link.received_digests
         assert received is not None
         received.begin({})
         try:
             received.compare(sent)
         except ReshardError as error:
-            self._swap(pending, keep_caches)
+            self._swap(link, pending, keep_caches)
             raise ReshardError(
                 f"{error}; the engine serves version {pending.served.version} again"
             ) from error
@@ -350,5 +403,4 @@ class PendingRefits:
         """Wait until it is known what has become of the refit that was begun last, for another call of the
         members."""
         if self._begun is not None:
-            with suppress(ReshardError, RuntimeError):
-                self._begun.wait()
+            self._begun.settle()

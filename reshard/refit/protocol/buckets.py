@@ -18,7 +18,7 @@ def exchange_partner_counts(group: RefitGroup, partners: int, transport: str) ->
     sends and those from which it gets some; return what each says."""
     counts = exchange_json(group, f"partners/{transport}", partners)
     for rank, count in enumerate(counts):
-        if not is_number(count, 0, 2 * len(counts)):
+        if not is_number(count, 0, 4 * len(counts)):
             raise ReshardError(
                 f"{group.names[rank]} says that it has {count!r:.40} partners among {len(counts)} members"
             )

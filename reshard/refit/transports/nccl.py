@@ -112,16 +112,16 @@ class Nccl(Transport):
             return
         arriving, leaving = self._lines()
         passed = [line for line in arriving if line.after(self.group.rank) is not None]
-        own = max(len(arriving), len(leaving) + len(passed))
-        partners = max(exchange_partner_counts(self.group, own, self.reach.name))
-        if not partners:
+        own = len(arriving) + len(leaving) + len(passed)
+        lines = max(exchange_partner_counts(self.group, own, self.reach.name))
+        if not lines:
             return
         bucket_bytes = self.context.bucket_bytes
-        self.limit = bucket_bytes // (2 * SLOTS * partners) // ALIGNMENT * ALIGNMENT
+        self.limit = bucket_bytes // (SLOTS * lines) // ALIGNMENT * ALIGNMENT
         if self.limit < TILE_BYTES:
             raise ReshardError(
-                f"bucket_bytes {bucket_bytes} is too little for {partners} partners: "
-                f"{2 * SLOTS * partners * TILE_BYTES} is the least"
+                f"bucket_bytes {bucket_bytes} is too little for buckets from and to {lines} partners: "
+                f"{SLOTS * lines * TILE_BYTES} is the least"
             )
         self._shorten_for_relays(arriving)
         self._meet(fresh=False)
