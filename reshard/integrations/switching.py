@@ -67,7 +67,7 @@ def switch(client: Any, version: int, how: Switching) -> None:
                 client.resume()
     except Exception:
         with suppress(Exception):
-            finish(client, None)  # vLLM's update goes on else
+            drop(client)  # else vLLM's update goes on, and whoever finishes it switches
         raise
 
 

@@ -51,9 +51,15 @@ def test_answers_that_end_before_a_switch_are_of_one_version(outcome):
 
 
 def test_where_an_engine_does_not_switch_nobody_does(outcome):
+    said = outcome["cannot pause"]
+    assert "two did not switch (it does not pause)" in said["refused"], said
+    assert said["serve"] == both(outcome, 1, 9), "the other one has gone back"
+    assert not outcome["can pause"]["begun"]
+    assert outcome["can pause"]["serve"] == both(outcome, 1, outcome["can pause"]["version"])
     said = outcome["reloaded"]
     assert "two did not switch (" in said["refused"] and "no version is pending" in said["refused"], said
-    assert said["serve"] == {"one": [outcome["on disk"][1], 9], "two": [outcome["on disk"][0], None]}
+    before = outcome["can pause"]["version"]
+    assert said["serve"] == {"one": [outcome["on disk"][1], before], "two": [outcome["on disk"][0], None]}
     after = outcome["after that"]
     assert not after["begun"] and after["serve"] == both(outcome, 1, after["version"])
 

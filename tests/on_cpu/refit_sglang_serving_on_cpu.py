@@ -230,12 +230,12 @@ def follow(served, chain: str) -> tuple:
 
 
 @contextmanager
-def server(directory: str, port: int, without_plugin: Path | None = None):
-    """SGLang's own server of a Megatron checkpoint, with two pipeline stages; its address. Or of a Hugging Face
+def server(directory: str, port: int, without_plugin: Path | None = None, stages: int = 2):
+    """SGLang's own server of a Megatron checkpoint, with pipeline stages; its address. Or of a Hugging Face
     directory, with one, without the plugin, and with its log in a file."""
     if without_plugin is None:
         options = {"model-path": f"{directory}/hf", "model-loader-extra-config": json.dumps({"megatron": directory}),
-                   "pp-size": 2, "log-level": "error"}  # fmt: skip
+                   "pp-size": stages, "log-level": "error"}  # fmt: skip
     else:
         options = {"model-path": directory, "log-level": "info"}
     options |= {"device": "cpu", "dtype": "float32", "attention-backend": "torch_native", "sampling-backend": "pytorch",

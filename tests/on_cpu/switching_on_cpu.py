@@ -110,6 +110,9 @@ def switching(pairs: list) -> dict:
             outcome[name] = said | {"serve": serve()}
         dist.barrier()
 
+    def cannot(*_, **__) -> None:
+        raise ReshardError("it does not pause")
+
     def reload(engine: Served) -> None:
         engine.client._call("POST", "collective_rpc", {"method": "reload_weights"})
 
@@ -140,6 +143,8 @@ def switching(pairs: list) -> dict:
             step("go on", 1)
             step("go on anew", 0, caches="reset")
             step("abort", 1, requests="abort")
+        step("cannot pause", 0, between=lambda: setattr(two.client, "pause", cannot), requests="finish")
+        step("can pause", 1, between=lambda: delattr(two.client, "pause"))
         step("reloaded", 0, between=lambda: reload(two))
         step("after that", 1)
         step("nobody switched", 0)

@@ -1,0 +1,34 @@
+"""A real SGLang server that has the changes of a refit beside what it serves, and switches to them."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import install_sglang_cpu
+from tests.digests.on_disk import expected
+from tests.megatron.test_logits import flags_at
+from tests.starting import warm
+from tests.starting.ranks import run_on_ranks
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_server_serves_the_old_weights_until_it_switches(stages, converted):
+    checkpoints = converted("qwen3")
+    old, new = (expected(Path(hf), dtype="fp32")[0] for hf, _ in checkpoints)
+    [said] = run_on_ranks(
+        1, "switching", flags_at(Path(checkpoints[0][1]), ""), checkpoints, stages,
+        module="switching_sglang_on_cpu", python=warm.python_of_sglang(),
+        environment=install_sglang_cpu.environment_of_engine(),
+    )  # fmt: skip
+    assert said["whole"] == [[False, old, "0"], 0]
+    assert said["pending"] == [True, old, "0"] and said["while pending"] == said["loaded"]
+    assert said["abort"] == [1, new, "1"] and said["after"] != said["loaded"], "without what it had cached"
+    assert "SGLang drops its requests when it is paused" in said["finish"] and said["still"] == [new, "1"]
+    assert said["begun again"][1:] == [old, "2"]
+    (sentence, _, ran_on, tokens), *held = said["under requests"]
+    assert tokens == 100, "no request is lost"
+    if stages == 1:
+        assert sentence == "no error" and ran_on and held == [new, "3"]
+    else:
+        assert "with pipeline stages a request may have passed some before a switch" in sentence
+        assert held == [old, "2"]
