@@ -37,7 +37,14 @@ from reshard.core.limits import check_seconds, check_switch
 from reshard.integrations.members import FleetReport, Member, go_on, pause
 from reshard.integrations.peers import Bringing, Recovery
 from reshard.integrations.sglang import SglangClient
-from reshard.integrations.switching import GO_ON, KEEP, Switching, check_switches, switch_all
+from reshard.integrations.switching import (
+    GO_ON,
+    KEEP,
+    Switching,
+    check_switches,
+    roll_back,
+    switch_all,
+)
 from reshard.integrations.vllm.transfer import EngineClient, HttpClient, WeightTransfer, count_workers
 from reshard.refit.link import RefitReport
 from reshard.refit.options import ConnectOptions
@@ -125,6 +132,7 @@ class Fleet:
         check_switch(peers, "peers")
         self.peers = peers and options.get("adapter") is None
         self._begun: _Begun | FleetReport | None = None  # what was begun, or sent in its place
+        self._switched: _Connection | None = None  # of the engines that have switched since the last send
         self._recovery: Recovery | None = None  # on the first rank, between two sends
         self._registry: Registry | None = None
         if registry is not None:
@@ -300,10 +308,39 @@ class Fleet:
             self._disconnect(names)
         if failure or report is None:
             raise ReshardError(f"version {how.version} is in no engine: {failure}; the next send brings all")
+        self._switched = begun.connection._replace(names=tuple(name for name in names if name not in failed))
         reports = {name: report for name in names if name not in failed}
         for name in reports:
             self._members[name].refitted(report.version)
         return self._sent(how, reports)
+
+    def roll_back(self) -> int:
+        """Have all engines that have switched last serve again what they served before, bit for bit; return its
+        version. All ranks call it, and the next send, or begin, brings all.
+
+        Raises ReshardError where nobody has switched since the last send, or one cannot go back: it is behind then, and
+        the others have gone back.
+        """
+        switched, self._switched = self._switched, None
+        if switched is None:
+            raise ReshardError("no engine has switched since the last send: there is nothing to go back to")
+        (names, transfer), version = switched, switched.transfer.before
+        self._end_begun()
+        self._end_recovery()
+        failed = self._each(names, partial(roll_back, version=version))
+        transfer.link.roll_back()
+        assert version is not None, "what is switched from has a version"
+        self.version = version
+        for name in names:
+            if name in failed:
+                self._members[name].failed(failed[name])
+            else:
+                self._members[name].refitted(version)
+        if failed:
+            raise ReshardError(
+                f"version {version} is not in {listed(map(_said, failed.items()), 3)}: the next send brings all"
+            )
+        return version
 
     def _end_begun(self) -> None:
         """Have engines forget what was begun, if nobody has switched to it."""
@@ -316,6 +353,7 @@ class Fleet:
         """Return how to send with the version, which engines are refitted together, and which each by itself, of those
         that answer."""
         self._end_begun()
+        self._switched = None
         self._end_recovery()
         self._follow_changes()
         if how.version is None:

@@ -387,7 +387,8 @@ class Link:
 
     def roll_back(self, *, keep_caches: bool = False) -> int:
         """Serve what was served before `switch`, bit for bit, on an engine's rank; return its version. Does nothing
-        where the engine has not switched."""
+        where the engine has not switched. On a trainer's rank it says that engines do that: the next refit brings all,
+        and nothing can be begun before."""
         return self._alone("roll back", lambda: self.begun.roll_back(self, keep_caches))
 
     def _alone(self, what: str, work: Callable[[], int]) -> int:

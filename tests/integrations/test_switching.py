@@ -50,6 +50,14 @@ def test_answers_that_end_before_a_switch_are_of_one_version(outcome):
     assert len(seen) > len({prompt for prompt, _ in seen}), "both versions have answered"
 
 
+def test_a_fleet_goes_back_to_what_it_served_before_the_last_switch(outcome):
+    said = outcome["rolled back"]
+    assert said["version"] == 8 and said["serve"] == both(outcome, 0, 8)
+    assert "no engine has switched since the last send" in said["again"]
+    after = outcome["after a way back"]
+    assert not after["begun"] and after["version"] == 9 and after["serve"] == both(outcome, 1, 9)
+
+
 def test_where_an_engine_does_not_switch_nobody_does(outcome):
     said = outcome["cannot pause"]
     assert "two did not switch (it does not pause)" in said["refused"], said
@@ -58,7 +66,8 @@ def test_where_an_engine_does_not_switch_nobody_does(outcome):
     assert outcome["can pause"]["serve"] == both(outcome, 1, outcome["can pause"]["version"])
     said = outcome["reloaded"]
     assert "two did not switch (" in said["refused"] and "no version is pending" in said["refused"], said
-    before = outcome["can pause"]["version"]
+    before = outcome["and again"]["version"]
+    assert outcome["and again"]["begun"]
     assert said["serve"] == {"one": [outcome["on disk"][1], before], "two": [outcome["on disk"][0], None]}
     after = outcome["after that"]
     assert not after["begun"] and after["serve"] == both(outcome, 1, after["version"])

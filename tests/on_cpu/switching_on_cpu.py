@@ -143,8 +143,17 @@ def switching(pairs: list) -> dict:
             step("go on", 1)
             step("go on anew", 0, caches="reset")
             step("abort", 1, requests="abort")
+        back = members.roll_back()
+        if first:
+            outcome["rolled back"] = {"version": back, "serve": serve(), "again": tried(members.roll_back)}
+        else:
+            tried(members.roll_back)
+        dist.barrier()
+        step("after a way back", 1)
         step("cannot pause", 0, between=lambda: setattr(two.client, "pause", cannot), requests="finish")
         step("can pause", 1, between=lambda: delattr(two.client, "pause"))
+        step("together", 0)
+        step("and again", 1)
         step("reloaded", 0, between=lambda: reload(two))
         step("after that", 1)
         step("nobody switched", 0)

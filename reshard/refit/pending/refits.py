@@ -332,6 +332,9 @@ class PendingRefits:
 
     def roll_back(self, link: Linked, keep_caches: bool) -> int:
         """Serve again what was served before; see `Link.roll_back`."""
+        if link.receiver is None:
+            link.chain.holds, link.chain.why = None, "engines were rolled back"
+            return link.version or 0
         pending = self._ready_to_swap(link)
         if pending.served == pending.newer:
             self._swap(link, pending, keep_caches)
