@@ -40,6 +40,8 @@ class Engine(ServedWeights):
     # Published names that a trainer may lack: `take_optional` tells the engine, before anything
     # is planned, which of them it has.
     optional: frozenset[str] = frozenset()
+    # Why it cannot switch to a pending version between two steps; empty if it can.
+    cannot_switch: str = ""
     # Seconds that ranks wait for each other when they process a round together.
     timeout: float = 60.0
 

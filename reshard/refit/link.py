@@ -5,7 +5,7 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -31,6 +31,7 @@ from reshard.refit.transports.together import Transports
 from reshard.refit.verification import ReceivedDigests, SentDigests
 
 log = logging.getLogger("reshard")
+Result = TypeVar("Result")
 SETTLE_SECONDS = 1.0  # for what a GPU was given before copies failed
 
 
@@ -372,6 +373,11 @@ class Link:
         """
         return self.begun.begin(self, _checked(version), verify, called)
 
+    def check_switch(self, version: int | None = None) -> None:
+        """Raise ReshardError unless this engine's rank can switch to the version that a refit was begun with, or back:
+        for engines of several ranks, which ask all before the first switches."""
+        self._alone("check a switch", lambda: self.begun.check(self, _checked(version)))
+
     def switch(self, version: int | None = None, *, keep_caches: bool = False) -> int:
         """Serve the version that a refit was begun with, on an engine's rank, between two steps of its model; return
         it. What was served before is kept until the next refit, for `roll_back`.
@@ -391,7 +397,7 @@ class Link:
         and nothing can be begun before."""
         return self._alone("roll back", lambda: self.begun.roll_back(self, keep_caches))
 
-    def _alone(self, what: str, work: Callable[[], int]) -> int:
+    def _alone(self, what: str, work: Callable[[], Result]) -> Result:
         """Return what work returns that needs no other member, while no call that does goes on."""
         self.begun.settle()
         with self.group.one_call(what):

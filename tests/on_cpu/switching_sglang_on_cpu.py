@@ -38,6 +38,10 @@ def switching(rank: int, flags: list[str], checkpoints: list[tuple[str, str]], s
         said["whole"] = [begun(0), fleet.switch().version]
         said["pending"] = begun(1)
         said["while pending"] = told()
+        if stages > 1:
+            said["stages"] = said_by(fleet.switch)
+            fleet.close()
+            return said
         said["abort"] = [fleet.switch("abort", "reset").version, *held()]
         said["after"] = told()
         begun(0)

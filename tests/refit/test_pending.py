@@ -2,12 +2,14 @@
 switch makes them those of the trainer then, bit for bit, and a roll back what was there before."""
 
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
 
 from reshard.core.errors import ReshardError
 from reshard.device.memory import Region
+from reshard.engines.workers.refits import LinkMethods
 from reshard.refit import RefitGroup, connect
 from reshard.refit.changes.sent import SendsChanges
 from reshard.refit.pending.exchange import PendingExchange
@@ -232,3 +234,54 @@ def test_a_member_that_fails_while_bytes_travel_leaves_every_engine_with_what_it
         assert "it fails within the test" in error
         assert untouched
         assert same_as((one, other), into)
+
+
+class Worker(LinkMethods):
+    """A worker of an engine of two, which agree as those of vLLM do: all of them, or nobody."""
+
+    def __init__(self, link, barrier: Barrier, said: list) -> None:
+        self._reshard_link, self.barrier, self.said = link, barrier, said
+
+    def _reshard_agree(self, is_done: bool) -> bool:
+        self.said.append(is_done)
+        self.barrier.wait(30)
+        agreed = all(self.said[-2:])
+        self.barrier.wait(30)
+        return agreed
+
+
+@pytest.mark.parametrize("how", ["written", "spoilt", "not connected"])
+def test_an_engine_of_which_one_rank_cannot_switch_serves_one_version_on_all(how):
+    barrier, said, workers = Barrier(2), [], []
+
+    def member(link, side):
+        link.refit(0)
+        before = state(side)
+        _, report = begun(link, side, 1, verify=True)
+        assert report.is_pending
+        error = ""
+        if not is_trainer(side):
+            worker = Worker(link, barrier, said)
+            workers.append(worker)
+            barrier.wait(30)
+            if worker is workers[1]:
+                if how == "written":
+                    side.guard.altered()
+                elif how == "not connected":
+                    worker._reshard_link = None
+                else:
+                    arrived = (changes for _, of in link.begun.pending.changes.buckets for changes in of)
+                    next(changes.values for changes in arrived if len(changes.values))[0] ^= 1
+            error = caught(lambda: worker.reshard_switch(1))
+            assert same(before, state(side)) and side.ready
+        link.refit(1)
+        return error, state(side)
+
+    (_, first), (_, second), *engines = refits(member, engines=2)
+    errors = sorted(error for error, _ in engines)
+    assert errors[0].startswith("another rank of this engine") != errors[1].startswith("another rank of"), (
+        errors
+    )
+    assert len(said) == (4 if how == "spoilt" else 2)
+    for _, into in engines:
+        assert same_as((first, second), into)

@@ -293,6 +293,17 @@ def has_stages(scheduler: Any) -> bool:
     return bool(resolved(scheduler.server_args).pp_size > 1)
 
 
+def agree(scheduler: Any, is_done: bool) -> bool:
+    """Return True if all schedulers of an engine without pipeline stages, who all call this, say so."""
+    import torch.distributed as dist
+
+    with known("has other groups of schedulers"):
+        group, said = scheduler.tp_cpu_group, torch.tensor([int(is_done)])
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(said, dist.ReduceOp.MIN, group)
+    return bool(said.item())
+
+
 def is_asleep(scheduler: Any) -> bool:
     """Tell whether the memory of the weights has been released."""
     if scheduler is None:

@@ -86,6 +86,9 @@ class SglangModel(LiveEngine):
         self.derived = DerivedTensors(model)
         self.scales = find_scales(placed, self.blocks, self.tensors)
         self.accounts = self._account()
+        if scheduler is not None and compat.has_stages(scheduler):
+            # Requests are between two stages at any time, and these are called one after the other.
+            self.cannot_switch = "it has pipeline stages"
         self._addresses = self.tensor_addresses()
 
     @staticmethod

@@ -88,26 +88,6 @@ class SchedulerMethods(ChainMethods, DigestMethods, LinkMethods, LendingMethods)
         self._reshard_connected()
         self._reshard_run(partial(LinkMethods.reshard_release, self))  # type: ignore[arg-type]
 
-    def reshard_switch(  # type: ignore[override]
-        self, version: int | None = None, keep_caches: bool = False
-    ) -> int:
-        """Serve the version that a refit was begun with; see `Link.switch`."""
-        self._reshard_check_stages(keep_caches)
-        return LinkMethods.reshard_switch(self, version, keep_caches)  # type: ignore[arg-type]
-
-    def reshard_roll_back(self, keep_caches: bool = False) -> int:
-        """Serve again what was served before the last switch; see `Link.roll_back`."""
-        self._reshard_check_stages(keep_caches)
-        return LinkMethods.reshard_roll_back(self, keep_caches)  # type: ignore[arg-type]
-
-    def _reshard_check_stages(self, keep_caches: bool) -> None:
-        """Raise ReshardError where requests may be between two stages, which do not switch at once."""
-        if keep_caches and compat.has_stages(self):
-            raise ReshardError(
-                "with pipeline stages a request may have passed some before a switch, and others after it: pause this "
-                "SGLang, and give keep_caches=False"
-            )
-
     def reshard_join(self) -> dict[str, Any] | None:
         """With pipeline stages: wait for the last of the calls above, and return or raise what it does
         without stages."""
@@ -140,6 +120,9 @@ class SchedulerMethods(ChainMethods, DigestMethods, LinkMethods, LendingMethods)
 
     def _reshard_logger(self) -> logging.Logger | None:
         return logger if compat.rank_in_engine(self) == 0 else None
+
+    def _reshard_agree(self, is_done: bool) -> bool:
+        return compat.agree(self, is_done)
 
     def _reshard_rank(self) -> int:
         """Return the rank of this scheduler among those of the engine."""

@@ -74,6 +74,22 @@ def tensor_parallel_group() -> Any:
         return parallel_state.get_tp_group().device_group
 
 
+def agree(is_done: bool) -> bool:
+    """Return True if all workers of this engine, who all call this, say so."""
+    import torch
+    import torch.distributed as dist
+
+    with known("has other groups of workers"):
+        from vllm.distributed import parallel_state
+
+        groups = [parallel_state.get_tp_group(), parallel_state.get_pp_group()]
+        said = torch.tensor([int(is_done)])
+        for group in groups:
+            if group.world_size > 1:
+                dist.all_reduce(said, dist.ReduceOp.MIN, group.cpu_group)
+    return bool(said.item())
+
+
 def end_groups() -> None:
     """End vLLM's groups in this process, once it holds no engine; torch's own group stays."""
     with known("keeps its process groups elsewhere"):

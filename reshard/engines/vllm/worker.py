@@ -18,7 +18,7 @@ from reshard.comm.hosts import free_address
 from reshard.core.errors import ReshardError
 from reshard.core.limits import check_number
 from reshard.engines.vllm.adapters.live import VllmAdapter
-from reshard.engines.vllm.compat import with_plain_weights
+from reshard.engines.vllm.compat import agree, with_plain_weights
 from reshard.engines.vllm.digest_methods import DigestOfEnginesMethods
 from reshard.engines.vllm.guard import guard_of, state_of
 from reshard.engines.vllm.live import VllmModel
@@ -85,6 +85,9 @@ class RefitExtension(DeltaMethods, DigestOfEnginesMethods, LinkMethods, LendingM
 
     def _reshard_logger(self) -> logging.Logger | None:
         return logger if self.rank == 0 else None  # type: ignore[attr-defined]
+
+    def _reshard_agree(self, is_done: bool) -> bool:
+        return agree(is_done)
 
     def _reshard_rank(self) -> int:
         """Return the rank of this worker among those of all engines of its model."""

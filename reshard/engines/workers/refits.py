@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from inspect import Parameter, Signature
 from typing import Any
 
 from reshard.comm.group import RefitGroup, check_rank
 from reshard.comm.hosts import parsed
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import check_seconds, check_switch
 from reshard.models.config_fields import ignore_hint_for
 from reshard.refit.connecting import connect
@@ -118,6 +118,15 @@ def with_short_traceback(method: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+def _error_of(work: Callable[[], Any]) -> ReshardError | None:
+    """Return the error of work, if it raises one."""
+    try:
+        work()
+    except (ReshardError, RuntimeError) as error:
+        return error if isinstance(error, ReshardError) else ReshardError(first_line(error))
+    return None
+
+
 class LinkMethods:
     """Methods of a worker that has connected, on its `_reshard_link`."""
 
@@ -143,16 +152,41 @@ class LinkMethods:
 
     @with_short_traceback
     def reshard_switch(self, version: int | None = None, keep_caches: bool = False) -> int:
-        """Serve the version that a refit was begun with; see `Link.switch`. vLLM drops what it has computed from the
-        weights before by a call of its own."""
+        """Serve the version that a refit was begun with, if all ranks of this engine can; see `Link.switch`. vLLM drops
+        what it has computed from the weights before by a call of its own."""
         check_switch(keep_caches, "keep_caches")
-        return self._reshard_connected().switch(version, keep_caches=keep_caches)
+        switch = partial(Link.switch, keep_caches=keep_caches)
+        return self._reshard_all(version, switch, partial(Link.roll_back, keep_caches=keep_caches))
 
     @with_short_traceback
     def reshard_roll_back(self, keep_caches: bool = False) -> int:
-        """Serve again what was served before the last switch; see `Link.roll_back`."""
+        """Serve again what was served before the last switch, if all ranks of this engine can; see
+        `Link.roll_back`."""
         check_switch(keep_caches, "keep_caches")
-        return self._reshard_connected().roll_back(keep_caches=keep_caches)
+        switch = partial(Link.switch, keep_caches=keep_caches)
+        return self._reshard_all(None, partial(Link.roll_back, keep_caches=keep_caches), switch)
+
+    def _reshard_all(
+        self, version: int | None, act: Callable[[Link], int], undo: Callable[[Link], int]
+    ) -> int:
+        """Return what `act` returns of this worker's link, if all ranks of this engine can do it, and do; else it is
+        undone where it was done, so that they serve one version. Whatever a rank lacks, it takes part."""
+        error = _error_of(lambda: self._reshard_connected().check_switch(version))
+        if not self._reshard_agree(error is None):
+            raise error or ReshardError("another rank of this engine has nothing to switch to: refit it")
+        link, results = self._reshard_connected(), list[int]()
+        error = _error_of(lambda: results.append(act(link)))
+        if self._reshard_agree(error is None):
+            return results[0]
+        if error is None:
+            undo(link)
+        raise error or ReshardError(
+            f"another rank of this engine did not do it: it serves version {link.version} as before"
+        )
+
+    def _reshard_agree(self, is_done: bool) -> bool:
+        """Return True if all ranks of this engine, who all call this at the same time, say so."""
+        return is_done
 
     def reshard_expecting(self, ticket: str | None) -> AbstractContextManager[None]:
         """Return a context in which a refit is that of a trainer's `ticket` (`RefitGroup.ticket`), where there is

@@ -109,9 +109,10 @@ class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
             with worker.reshard_expecting(update_info.ticket):
                 worker.reshard_refit(update_info.version, update_info.verify)
         elif action == BEGIN:
+            # Also where this worker fails: what all workers have to agree on, all are asked.
+            self.begun = update_info
             with worker.reshard_expecting(update_info.ticket):
                 worker.reshard_begin_refit(update_info.version, update_info.verify)
-            self.begun = update_info
         elif action == ROLL_BACK:
             worker.reshard_roll_back()
         elif action != DROP:

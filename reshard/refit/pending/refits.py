@@ -170,6 +170,8 @@ class PendingRefits:
         if link.receiver is not None:
             routes.update(link.receiver.routes().values())
             moved = link.receiver.has_moved() or moved
+            if link.receiver.engine.cannot_switch:
+                return DeltaState(None, link.receiver.engine.cannot_switch)
             if link.receiver.rounds:
                 return DeltaState(None, "it quantizes weights when they have arrived")
         if others := sorted(routes - {NCCL}):
@@ -319,11 +321,16 @@ class PendingRefits:
 
     # Switching
 
-    def switch(self, link: Linked, version: int | None, keep_caches: bool) -> int:
-        """Serve the pending version; see `Link.switch`."""
+    def check(self, link: Linked, version: int | None) -> PendingVersion:
+        """Return what an engine's rank can switch to, or back from; see `Link.check_switch`."""
         pending = self._ready_to_swap(link)
         if version not in (None, pending.newer.version):
             raise ReshardError(f"version {pending.newer.version} is pending, and not version {version}")
+        return pending
+
+    def switch(self, link: Linked, version: int | None, keep_caches: bool) -> int:
+        """Serve the pending version; see `Link.switch`."""
+        pending = self.check(link, version)
         if pending.served != pending.newer:
             self._swap(link, pending, keep_caches)
             if pending.digests is not None:
