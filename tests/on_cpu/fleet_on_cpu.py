@@ -27,16 +27,16 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 class Served:
     """A ``vllm serve`` with our weight transfer, always at the same port."""
 
-    def __init__(self, name: str, directory: str) -> None:
+    def __init__(self, name: str, directory: str, *options: str) -> None:
+        self.options = (*options, "--weight-transfer-config", json.dumps({"backend": "reshard"}))
         self.name, self.directory, self.port, self.stack = name, directory, free_port(), ExitStack()
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = HttpClient(self.url, name=name)
 
     def start(self) -> None:
         log = Path(self.directory).parent / f"{self.name}.log"
-        options = ("--weight-transfer-config", json.dumps({"backend": "reshard"}))
         self.stack.enter_context(
-            served(self.directory, *options, log=log, port=self.port, VLLM_SERVER_DEV_MODE="1")
+            served(self.directory, *self.options, log=log, port=self.port, VLLM_SERVER_DEV_MODE="1")
         )
 
     def family(self) -> list[psutil.Process]:

@@ -58,7 +58,7 @@ def switching(pairs: list) -> dict:
     first, source = dist.get_rank() == 0, MegatronModel(trainer.models)
     for name in [n for n in os.environ if n.startswith("TORCHELASTIC") or n in LAUNCHER]:
         del os.environ[name]
-    one, two = (Served(name, pairs[0][0]) for name in ("one", "two"))
+    one, two = Served("one", pairs[0][0]), Served("two", pairs[0][0], "--tensor-parallel-size", "2")
     engines = (one, two)
     members = Fleet(
         source,
