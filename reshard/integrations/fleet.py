@@ -124,6 +124,7 @@ class Fleet:
         self.options = options
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
         self.version: int | None = None
+        self._last = -1  # the highest version that was sent or begun: no other weights get its number
         self._members: dict[str, Member] = {}
         self._connections: list[_Connection] = []
         # Since the last send, on the first rank: names with a client to add, or None to remove. Another thread may add.
@@ -304,6 +305,9 @@ class Fleet:
             failure = report.reason
         for name, why in failed.items():
             self._members[name].failed(why)
+        if report is None:
+            with suppress(ReshardError):
+                transfer.give_up()
         if failed:
             self._disconnect(names)
         if failure or report is None:
@@ -325,17 +329,21 @@ class Fleet:
         if switched is None:
             raise ReshardError("no engine has switched since the last send: there is nothing to go back to")
         (names, transfer), version = switched, switched.transfer.before
+        gone_back_from = self.version
         self._end_begun()
         self._end_recovery()
         failed = self._each(names, partial(roll_back, version=version))
         transfer.link.roll_back()
         assert version is not None, "what is switched from has a version"
         self.version = version
-        for name in names:
+        for name, member in self._members.items():
             if name in failed:
-                self._members[name].failed(failed[name])
-            else:
-                self._members[name].refitted(version)
+                member.failed(failed[name])
+            elif name in names:
+                member.refitted(version)
+            elif member.version == gone_back_from:  # which it got from another engine
+                member.failed(f"it serves version {gone_back_from}, from which the others have gone back")
+        self._recover(version, pausing=False)
         if failed:
             raise ReshardError(
                 f"version {version} is not in {listed(map(_said, failed.items()), 3)}: the next send brings all"
@@ -357,7 +365,8 @@ class Fleet:
         self._end_recovery()
         self._follow_changes()
         if how.version is None:
-            how = replace(how, version=0 if self.version is None else self.version + 1)
+            how = replace(how, version=self._last + 1)
+        self._last = max(self._last, how.known_version)
         answering = self._answering([name for name in self._members if name not in self._connected()])
         tried = [*self._connected(), *answering]
         together = [name for name in tried if not self._members[name].has_failed]
@@ -379,10 +388,7 @@ class Fleet:
         """Note what the engines have, by the report of each that has the version; they bring up the others from now on.
         Raises ReshardError if one that is required is behind."""
         version = self.version = how.known_version
-        if self.is_first and self.peers:
-            self._recovery = Recovery(
-                self._known, Bringing(version, self.host, self.timeout, how.pausing, self.options)
-            )
+        self._recover(version, how.pausing)
         behind = {name: member.why for name, member in self._members.items() if name not in reports}
         sent = FleetReport(version, time.monotonic() - how.began, dict(reports), behind)
         if self.is_first:
@@ -394,6 +400,12 @@ class Fleet:
             said = [_said((name, behind.get(name, "it is no member"))) for name in missing]
             raise ReshardError(f"version {version} is not in {listed(said, 3)}")
         return sent
+
+    def _recover(self, version: int, pausing: bool) -> None:
+        """Have engines that have a version bring up the others, from now on."""
+        if self.is_first and self.peers:
+            how = Bringing(version, self.host, self.timeout, pausing, self.options)
+            self._recovery = Recovery(self._known, how)
 
     def _end_recovery(self) -> None:
         """Have nobody be brought up any more by others."""

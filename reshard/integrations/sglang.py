@@ -23,8 +23,8 @@ class SglangClient(EngineServer):
         check_member_name(name, "name of SglangClient")
         super().__init__(url, timeout, START_IT)
         self.name = name
-        self._begun: dict[str, Any] | None = None  # that is to be switched to
-        self._is_told = self._is_paused = False  # which version it serves, and that it runs no requests
+        self._last: tuple[str, int | None] | None = None  # action that is not finished, and its version
+        self._is_paused = False  # it runs no requests, or may not
 
     def world_size(self) -> int:
         """Return how many schedulers it has."""
@@ -50,24 +50,26 @@ class SglangClient(EngineServer):
         """Take the weights, or what else `reshard.engines.workers.actions` names; SGLang tells their version as its
         ``weight_version``."""
         action, version = update_info.get("action", REFIT), update_info["version"]
-        self._begun, self._is_told = None, action == REFIT
+        self._last = None
         if action == REFIT:
             refit_server(self.url, version, update_info["verify"], self.timeout)
         elif action == BEGIN:
             act_on_server(self.url, BEGIN, self.timeout, version=version, verify=update_info["verify"])
-            self._begun = {"version": version}
         elif action == ROLL_BACK:
             act_on_server(self.url, ROLL_BACK, self.timeout, keep_caches=not self._is_paused)
+        self._last = action, version
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Switch to what was begun, if it was. SGLang tells the version."""
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            act_on_server(self.url, SWITCH, self.timeout, **begun, keep_caches=not self._is_paused)
-        if weight_version is not None and not self._is_told:
-            self._call(
-                "POST", "update_weight_version", {"new_version": weight_version, "abort_all_requests": False}
-            )
+        """Switch to what was begun, if it was, and have SGLang tell the version. Raises ReshardError where there is
+        nothing to finish that has brought one."""
+        (action, version), self._last = self._last or (None, None), None
+        if action == BEGIN:
+            act_on_server(self.url, SWITCH, self.timeout, version=version, keep_caches=not self._is_paused)
+        elif action not in (REFIT, ROLL_BACK) and weight_version is not None:
+            raise ReshardError(f"{self.url} has nothing to switch to: begin a refit first")
+        if action in (BEGIN, ROLL_BACK) and weight_version is not None:
+            told = {"new_version": weight_version, "abort_all_requests": False}
+            self._call("POST", "update_weight_version", told)
 
     def pause(self, mode: str = "abort", clear_cache: bool = True) -> None:
         """Let no request run until `resume`; running requests are dropped, since SGLang takes weights only without, and
@@ -77,10 +79,10 @@ class SglangClient(EngineServer):
                 "SGLang drops its requests when it is paused: switch with requests='abort', or with requests='go on' "
                 "and caches='keep'"
             )
+        self._is_paused = True  # also where the answer is lost
         self._call("POST", "pause_generation", {"mode": mode})
-        self._is_paused = True
 
     def resume(self) -> None:
         """Let requests run again."""
-        self._is_paused = False
         self._call("POST", "continue_generation", {})
+        self._is_paused = False

@@ -9,6 +9,7 @@ from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from threading import Event
 from typing import Any
 
 from reshard.comm.background import in_background
@@ -52,13 +53,16 @@ def begin(client: Any, info: dict[str, Any]) -> None:
     client.update_weights(info | {"action": BEGIN})
 
 
-def switch(client: Any, version: int, how: Switching) -> None:
-    """Have an engine switch to the version that was begun. Raises ReshardError, with the engine as it was, if it
-    cannot."""
+def switch(client: Any, version: int, how: Switching, is_over: Callable[[], bool] = lambda: False) -> None:
+    """Have an engine switch to the version that was begun, unless it `is_over` once it is paused: others have gone back
+    meanwhile. Raises ReshardError if it cannot, or has not done all of it: then `roll_back` makes sure of what it
+    serves."""
     try:
-        if how.pauses:
-            client.pause(PAUSES[how.requests], clear_cache=False)
         try:
+            if how.pauses:
+                client.pause(PAUSES[how.requests], clear_cache=False)
+            if is_over():
+                raise ReshardError("it was paused too late to switch with the others")
             finish(client, str(version))
             if how.caches == RESET and hasattr(client, "reset_prefix_cache"):
                 client.reset_prefix_cache()
@@ -87,25 +91,28 @@ def roll_back(client: Any, version: int | None) -> None:
 def switch_all(
     clients: Mapping[str, Any], version: int, before: int | None, how: Switching, seconds: float
 ) -> tuple[int | None, dict[str, str]]:
-    """Have all engines, by name, switch to a version, or none: where one stays with the version `before`, those that
-    have switched go back. Return the version that the fleet has then, and why single engines have failed; who does not
-    answer any more keeps nobody back. Each call may take so many seconds."""
-    failed = _called(
-        {name: partial(switch, client, version, how) for name, client in clients.items()}, seconds
-    )
-    switched = {name: client for name, client in clients.items() if name not in failed}
-    asked = {name: clients[name].serves for name in failed if hasattr(clients[name], "serves")}
-    answers = {name: in_background(call) for name, call in asked.items()}
-    wait(answers.values(), min(seconds, ANSWER_SECONDS))
-    for name in failed:
-        answer = answers.get(name)
-        is_gone = answer is not None and (not answer.done() or answer.exception() is not None)
-        if not is_gone and (answer is None or answer.result() != version):
-            failed |= _called(
-                {one: partial(roll_back, client, before) for one, client in switched.items()}, seconds
-            )
-            return before, failed
-    return version, failed
+    """Have all engines, by name, switch to a version, or none: where one that answers has not, or not all the way, all
+    go back to the version `before`. Return the version that the fleet has then, and why single engines have failed; who
+    does not answer any more keeps nobody back. Each call may take so many seconds."""
+    over = Event()
+    calls = {name: partial(switch, client, version, how, over.is_set) for name, client in clients.items()}
+    failed = _called(calls, seconds)
+    over.set()
+    answering = [name for name in clients if name not in failed or _answers(clients[name], seconds)]
+    if not any(name in failed for name in answering):
+        return version, failed
+    # Also those that have failed: how far they had come is not known.
+    back = {name: partial(roll_back, clients[name], before) for name in answering}
+    return before, _called(back, seconds) | failed
+
+
+def _answers(client: Any, seconds: float) -> bool:
+    """Return False if an engine does not say what it serves; True too if its client cannot ask."""
+    if not hasattr(client, "serves"):
+        return True
+    answer = in_background(client.serves)
+    wait([answer], min(seconds, ANSWER_SECONDS))
+    return answer.done() and answer.exception() is None
 
 
 def _called(calls: Mapping[str, Callable[[], None]], seconds: float) -> dict[str, str]:

@@ -397,6 +397,11 @@ class Link:
         and nothing can be begun before."""
         return self._alone("roll back", lambda: self.begun.roll_back(self, keep_caches))
 
+    def refuse_to_serve(self, what: str) -> None:
+        """Have this engine's rank refuse to serve `what` it holds, until the next refit."""
+        if self.receiver is not None:
+            self.receiver.engine.guard.invalidate(what)
+
     def _alone(self, what: str, work: Callable[[], Result]) -> Result:
         """Return what work returns that needs no other member, while no call that does goes on."""
         self.begun.settle()

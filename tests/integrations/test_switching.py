@@ -55,13 +55,14 @@ def test_a_fleet_goes_back_to_what_it_served_before_the_last_switch(outcome):
     assert said["version"] == 8 and said["serve"] == both(outcome, 0, 8)
     assert "no engine has switched since the last send" in said["again"]
     after = outcome["after a way back"]
-    assert not after["begun"] and after["version"] == 9 and after["serve"] == both(outcome, 1, 9)
+    assert not after["begun"] and after["version"] == 10, "the version that it went back from is used up"
+    assert after["serve"] == both(outcome, 1, 10)
 
 
 def test_where_an_engine_does_not_switch_nobody_does(outcome):
     said = outcome["cannot pause"]
     assert "two did not switch (it does not pause)" in said["refused"], said
-    assert said["serve"] == both(outcome, 1, 9), "the other one has gone back"
+    assert said["serve"] == both(outcome, 1, 10), "the other one has gone back"
     assert not outcome["can pause"]["begun"]
     assert outcome["can pause"]["serve"] == both(outcome, 1, outcome["can pause"]["version"])
     said = outcome["reloaded"]

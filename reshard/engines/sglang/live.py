@@ -86,9 +86,12 @@ class SglangModel(LiveEngine):
         self.derived = DerivedTensors(model)
         self.scales = find_scales(placed, self.blocks, self.tensors)
         self.accounts = self._account()
+        # Requests are between two stages at any time, and these are called one after the other; so are ranks of data
+        # parallel attention.
         if scheduler is not None and compat.has_stages(scheduler):
-            # Requests are between two stages at any time, and these are called one after the other.
             self.cannot_switch = "it has pipeline stages"
+        elif compat.has_dp_attention(arguments):
+            self.cannot_switch = "it has data parallel attention"
         self._addresses = self.tensor_addresses()
 
     @staticmethod

@@ -74,6 +74,12 @@ def tensor_parallel_group() -> Any:
         return parallel_state.get_tp_group().device_group
 
 
+def end_update(worker: Any) -> None:
+    """End an update of vLLM's weight transfer that a worker has under way, as far as its vLLM counts them."""
+    if getattr(worker, "_weight_update_active", False):
+        worker._weight_update_active = False
+
+
 def agree(is_done: bool) -> bool:
     """Return True if all workers of this engine, who all call this, say so."""
     import torch

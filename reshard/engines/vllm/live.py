@@ -86,6 +86,9 @@ class VllmModel(LiveEngine):
         self.decays: dict[str, Decay] = {}
         self._find_tensors(with_drafter=drafts_by_mtp)
         self.guard.when_loaded.append(WeakMethod(self._loaded_again))
+        if config.parallel_config.data_parallel_size > 1:
+            # Its engines take a call at steps of their own, and experts of one answer the other.
+            self.cannot_switch = "it has data parallel engines"
 
     def _announce_mtp(self) -> None:
         """Take the MTP layer that a drafter is made of for one of the model's, where the config does not announce it:

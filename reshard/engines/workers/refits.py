@@ -119,10 +119,10 @@ def with_short_traceback(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _error_of(work: Callable[[], Any]) -> ReshardError | None:
-    """Return the error of work, if it raises one."""
+    """Return the error of work, if it raises one, of whatever kind: other ranks wait to hear of it."""
     try:
         work()
-    except (ReshardError, RuntimeError) as error:
+    except Exception as error:
         return error if isinstance(error, ReshardError) else ReshardError(first_line(error))
     return None
 
@@ -175,11 +175,12 @@ class LinkMethods:
         if not self._reshard_agree(error is None):
             raise error or ReshardError("another rank of this engine has nothing to switch to: refit it")
         link, results = self._reshard_connected(), list[int]()
+        before = link.version
         error = _error_of(lambda: results.append(act(link)))
         if self._reshard_agree(error is None):
             return results[0]
-        if error is None:
-            undo(link)
+        if link.version != before and (undone := _error_of(lambda: undo(link))) is not None:
+            link.refuse_to_serve(f"a version that other ranks of its engine do not have, since {undone}")
         raise error or ReshardError(
             f"another rank of this engine did not do it: it serves version {link.version} as before"
         )

@@ -203,6 +203,7 @@ class WeightTransfer:
 
         self._beginning = Calls()  # of the refit that was begun last
         self.before: int | None = None  # the version before it
+        self._is_begun = False  # and neither switched to nor given up
         calls = self._call(join)
         members = meeting.join(self.rank)
         try:
@@ -220,6 +221,8 @@ class WeightTransfer:
         """
         if isinstance(self.link, Link):
             self.link.check_open()  # before an engine hears of it
+        if self._is_begun:
+            self.give_up()
         info = {"version": version, "verify": verify, "ticket": self.link.group.ticket()}
 
         def update(index: int) -> None:
@@ -239,12 +242,17 @@ class WeightTransfer:
             self.link.check_open()
         info = {"version": version, "verify": verify, "ticket": self.link.group.ticket()}
         self.before = self.link.version
+        self._is_begun = True
         self._beginning = self._call(lambda index: begin(self.clients[index], info))
         return self.link.begin_refit(version, verify, called=self._beginning.first_failure)
 
     def arrived(self) -> BegunReport:
         """Wait until all engines have what was begun, or nobody has, and they are told to forget it; see
         `Begun.wait`."""
+        if not self._is_begun:
+            raise ReshardError(
+                "nothing is begun, or it was given up, switched to, or sent since: begin first"
+            )
         try:
             report = self.link.begun.last().wait()
             self._beginning.wait_all(self.link.group.timeout)
@@ -257,6 +265,7 @@ class WeightTransfer:
 
     def give_up(self) -> None:
         """Have engines forget what was begun, which they will not switch to."""
+        self._is_begun = False
         self.link.begun.settle()
         with suppress(ReshardError):
             self._call(lambda index: drop(self.clients[index])).wait_all(self.link.group.timeout)

@@ -14,6 +14,7 @@ from typing import Any
 
 from reshard.core.errors import ReshardError
 from reshard.core.extras import importing
+from reshard.engines.vllm.compat import end_update
 from reshard.engines.vllm.plugin import EXTENSION
 from reshard.engines.workers.actions import ACTIONS, BEGIN, DROP, REFIT, ROLL_BACK
 
@@ -81,6 +82,10 @@ class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
 
     def init_transfer_engine(self, init_info: ReshardInitInfo) -> None:
         """Meet the trainer's ranks and connect, also if the engine was connected before; or hand on what is served."""
+        if init_info.lends is None:
+            # Of a trainer that is gone, which can neither finish it nor let others begin.
+            self.begun = None
+            end_update(self.worker)
         meeting = init_info.address, init_info.first_rank, init_info.size
         options = {"timeout": init_info.timeout, "secret": init_info.secret, "name": init_info.name}
         if init_info.lends is None:

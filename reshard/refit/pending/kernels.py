@@ -117,7 +117,8 @@ def place(received: ReceivedChanges, served: ServedBucket) -> PlacedChanges | No
     if served.codecs != [PLAIN] or served.has_odd:
         return None
     dtype = torch.int32 if served.reach < REACH else torch.int64
-    places = torch.empty(len(received.payload) // 4, dtype=dtype, device=received.payload.device)
+    nowhere = int(NOWHERE.value)
+    places = torch.full((len(received.payload) // 4,), nowhere, dtype=dtype, device=received.payload.device)
     with expected_compilation():
         _place[(received.programs,)](
             received.payload, received.table, received.status, served.tiles, len(served.tiles), served.base, places,

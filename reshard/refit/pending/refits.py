@@ -22,10 +22,10 @@ from reshard.core.errors import ReshardError
 from reshard.refit.agreement import Agreement
 from reshard.refit.changes.choice import RefitChain
 from reshard.refit.changes.sent import SendsChanges
-from reshard.refit.copying.copies import wait_for_all_streams, wait_for_device
+from reshard.refit.copying.copies import event_now, wait_for_all_streams, wait_for_device
 from reshard.refit.pending.exchange import PendingExchange
 from reshard.refit.pending.report import BegunReport
-from reshard.refit.pending.version import Brought, PendingVersion
+from reshard.refit.pending.version import Arrived, Brought, PendingVersion
 from reshard.refit.protocol.deltas import DeltaState, exchange_states
 from reshard.refit.protocol.encoding import MOST_ADDRESS, exchange_json, is_number
 from reshard.refit.receiver import Receiver
@@ -127,13 +127,14 @@ class PendingRefits:
             self.drop()
             self._count += 1
             packed = self._packed(link, verify)
+            event = event_now(link.device)
             seconds = time.perf_counter() - start
             rest = ends.pop_all()
 
         def brought() -> BegunReport | str:
             link.group.expected = expected  # which counts for the call that goes on here
             try:
-                with rest, self._in_stream(link), link.group.watching(called):
+                with rest, self._in_stream(link, event), link.group.watching(called):
                     return self._bring(link, version, packed, start, seconds)
             except (ReshardError, RuntimeError) as error:
                 return str(error)  # and not what its traceback keeps
@@ -212,13 +213,16 @@ class PendingRefits:
             return exchange, ""
         return None, f"its changes take more than pending_bytes={link.pending_bytes:,}"
 
-    def _in_stream(self, link: Linked) -> ExitStack:
-        """Return a context in which this thread uses the device, in a stream that others do not wait for."""
+    def _in_stream(self, link: Linked, packed: torch.cuda.Event | None) -> ExitStack:
+        """Return a context in which this thread uses the device, in a stream that others do not wait for, from the
+        event on with which all is packed."""
         device, contexts = link.device, ExitStack()
         if device.type == "cuda":
             contexts.enter_context(torch.cuda.device(device))
             if self._stream is None:
                 self._stream = torch.cuda.Stream(device)
+            if packed is not None:
+                self._stream.wait_event(packed)
             contexts.enter_context(torch.cuda.stream(self._stream))
         return contexts
 
@@ -226,7 +230,7 @@ class PendingRefits:
         self, link: Linked, version: int | None, packed: "Packed", start: float, packing: float
     ) -> BegunReport:
         """Bring what was packed to the engines; every member calls this."""
-        group, exchange, digests = link.group, packed.exchange, None
+        group, exchange, digests, arrived = link.group, packed.exchange, None, Arrived([])
         what = f"begun refit {self._count}"
         try:
             with group.transaction(what, f"begun refit of connection {link.number}"):
@@ -241,6 +245,7 @@ class PendingRefits:
                     if group.verify and not packed.verify:
                         raise ReshardError("another member has given verify=True: give all the same")
                     link.bounded(exchange.run)
+                    arrived = exchange.arrived()  # here, since others hear of it where that fails
                     digests = self._digests(link) if group.verify else None
                 group.commit()
         except BaseException as error:
@@ -250,7 +255,7 @@ class PendingRefits:
         brought = Brought(agreed, group.transaction_number)
         if not why:
             link.chain.choice = choice
-            self._take(link, brought, exchange, digests)
+            self._take(link, brought, exchange, arrived, digests)
         elif link.chain.holds is None:
             link.chain.why = why
         sent, received = (exchange.packed_bytes, exchange.received) if exchange is not None else (0, 0)
@@ -265,6 +270,7 @@ class PendingRefits:
         link: Linked,
         brought: Brought,
         exchange: PendingExchange | None,
+        arrived: Arrived,
         digests: Mapping[int, bytes] | None,
     ) -> None:
         """Note what a transaction has brought: a trainer's rank has sent it, an engine's has it beside what it
@@ -276,9 +282,7 @@ class PendingRefits:
         assert link.version is not None
         assert link.chain.holds is not None, "else nothing is pending"
         served = Brought(link.version, link.chain.holds)
-        self.pending = PendingVersion(
-            served, brought, brought, exchange.arrived(), exchange.received, digests
-        )
+        self.pending = PendingVersion(served, brought, brought, arrived, exchange.received, digests)
         link.receiver.engine.guard.readers.append(WeakMethod(self.drop))
 
     def _too_large(self, link: Linked, exchange: PendingExchange | None) -> str:
@@ -332,9 +336,11 @@ class PendingRefits:
         """Serve the pending version; see `Link.switch`."""
         pending = self.check(link, version)
         if pending.served != pending.newer:
+            start = time.perf_counter()
             self._swap(link, pending, keep_caches)
             if pending.digests is not None:
                 self._compare(link, pending, pending.digests, keep_caches)
+            self._serve(link, pending, start)
         return pending.served.version
 
     def roll_back(self, link: Linked, keep_caches: bool) -> int:
@@ -344,7 +350,9 @@ class PendingRefits:
             return link.version or 0
         pending = self._ready_to_swap(link)
         if pending.served == pending.newer:
+            start = time.perf_counter()
             self._swap(link, pending, keep_caches)
+            self._serve(link, pending, start)
         return pending.served.version
 
     def _ready_to_swap(self, link: Linked) -> PendingVersion:
@@ -366,9 +374,9 @@ class PendingRefits:
         return pending
 
     def _swap(self, link: Linked, pending: PendingVersion, keep_caches: bool) -> None:
-        """Exchange the two versions in the weights."""
+        """Exchange the two versions in the weights, which are not served before `_serve`."""
         assert link.receiver is not None
-        engine, start = link.receiver.engine, time.perf_counter()
+        engine = link.receiver.engine
         if not keep_caches:
             engine.check_idle()
         wait_for_all_streams(link.device, None)
@@ -380,6 +388,11 @@ class PendingRefits:
             engine.drop_caches()
         if not wait_for_device(link.device, link.group.timeout):
             raise ReshardError("the GPU is not done with a switch")
+
+    def _serve(self, link: Linked, pending: PendingVersion, start: float) -> None:
+        """Serve what is in the weights now."""
+        assert link.receiver is not None
+        engine = link.receiver.engine
         engine.end(pending.served.version)
         link.digest.forget()
         link.chain.hold(*pending.served)
@@ -390,15 +403,16 @@ class PendingRefits:
     def _compare(
         self, link: Linked, pending: PendingVersion, sent: Mapping[int, bytes], keep_caches: bool
     ) -> None:
-        """Compare the weights with the digests that the trainer's ranks have `sent`; where they differ go back, and
-        raise ReshardError."""
-        received = link.received_digests
+        """Compare the weights with the digests that the trainer's ranks have `sent`; where they differ serve again what
+        was served before, and raise ReshardError."""
+        received, start = link.received_digests, time.perf_counter()
         assert received is not None
         received.begin({})
         try:
             received.compare(sent)
         except ReshardError as error:
             self._swap(link, pending, keep_caches)
+            self._serve(link, pending, start)
             raise ReshardError(
                 f"{error}; the engine serves version {pending.served.version} again"
             ) from error

@@ -1,0 +1,144 @@
+"""What becomes of a fleet whose engines fail at each step of a switch, by clients that do as SGLang's and vLLM's."""
+
+import time
+
+import pytest
+
+from reshard.core.errors import ReshardError
+from reshard.engines.workers.actions import BEGIN, DROP, REFIT, ROLL_BACK, SWITCH
+from reshard.integrations import sglang
+from reshard.integrations.sglang import SglangClient
+from reshard.integrations.switching import ABORT, GO_ON, RESET, Switching, begin, switch, switch_all
+
+PLAIN = Switching()
+
+
+class Engine:
+    """A vLLM with an update session, which serves version 6 and has another beside it."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.weights = self.label = 6
+        self.beside, self.open, self.begun, self.fails, self.paused = 7, True, True, fails, False
+
+    def serves(self) -> int:
+        if self.fails == "gone":
+            raise ReshardError("it does not answer")
+        return self.label
+
+    def start_weight_update(self) -> None:
+        assert not self.open, "an update is already active"
+        self.open = True
+
+    def update_weights(self, info: dict) -> None:
+        assert self.open, "start comes first"
+        self.begun = False
+        if info["action"] == ROLL_BACK and self.weights == 7:
+            self.weights, self.beside = self.beside, self.weights
+        assert info["action"] in (ROLL_BACK, DROP)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        assert self.open, "start comes first"
+        if self.begun:
+            if self.fails in ("finish", "gone"):
+                raise ReshardError("it cannot switch")
+            self.weights, self.beside, self.begun = self.beside, self.weights, False
+        self.open = False
+        if weight_version is not None:
+            self.label = int(weight_version)
+
+    def pause(self, mode: str, clear_cache: bool) -> None:
+        self.paused = True
+        if self.fails == "late":
+            time.sleep(1.5)
+        if self.fails == "pause":
+            raise ReshardError("it does not pause")
+
+    def resume(self) -> None:
+        self.paused = False
+        if self.fails == "resume" and self.label == 7:
+            raise ReshardError("it does not go on")
+
+    def reset_prefix_cache(self) -> None:
+        if self.fails == "reset":
+            raise ReshardError("it keeps its caches")
+
+
+@pytest.mark.parametrize("fails", ["finish", "pause", "resume", "reset", "late"])
+def test_where_one_fails_all_serve_what_they_served_whichever_step_it_fails_at(fails):
+    engines = {"one": Engine(), "two": Engine(fails), "three": Engine("gone")}
+    version, failed = switch_all(engines, 7, 6, Switching(GO_ON, RESET), seconds=1.0)
+    if fails == "late":
+        time.sleep(1.5)
+    assert version == 6 and "two" in failed and "three" in failed and "one" not in failed, failed
+    for name in ("one", "two"):
+        assert (engines[name].weights, engines[name].label) == (6, 6), name
+        assert not engines[name].begun and not engines[name].paused
+        if fails != "late":
+            assert not engines[name].open
+
+
+def test_one_that_no_longer_answers_keeps_nobody_back():
+    engines = {"one": Engine(), "two": Engine("gone")}
+    version, failed = switch_all(engines, 7, 6, PLAIN, seconds=1.0)
+    assert version == 7 and [*failed] == ["two"] and (engines["one"].weights, engines["one"].label) == (7, 7)
+
+
+class Server:
+    """What an SGLang server is asked, and what it holds."""
+
+    def __init__(self, monkeypatch, deaf: str = "") -> None:
+        self.weights, self.beside, self.told, self.deaf = 6, 7, "6", deaf
+        monkeypatch.setattr(sglang, "act_on_server", self.act)
+        monkeypatch.setattr(sglang, "refit_server", lambda url, version, *_: self.refit(version))
+
+    def act(self, url, action, timeout, **options) -> None:
+        if action == SWITCH or (action == ROLL_BACK and self.weights == 7):
+            self.weights, self.beside = self.beside, self.weights
+
+    def refit(self, version) -> None:
+        self.weights, self.told = version, str(version)
+
+    def client(self) -> SglangClient:
+        client = SglangClient("http://127.0.0.1:1", name="pod")
+        client._call = self.call  # type: ignore[method-assign]
+        return client
+
+    def call(self, method, route, body=None):
+        if route == self.deaf:
+            raise ReshardError(f"it does not answer /{route}")
+        if route == "update_weight_version":
+            self.told = body["new_version"]
+        return {"weight_version": self.told}
+
+
+def test_an_sglang_is_never_told_a_version_that_it_was_not_switched_to(monkeypatch):
+    server = Server(monkeypatch)
+    client = server.client()
+    begin(client, {"version": 7, "verify": False, "ticket": None})
+    switch(client, 7, PLAIN)
+    assert (server.weights, server.told) == (7, "7")
+    with pytest.raises(ReshardError, match="nothing to switch to"):
+        switch(client, 8, PLAIN)
+    client.update_weights({"version": 9, "verify": False, "action": REFIT})
+    client.finish_weight_update("9")
+    with pytest.raises(ReshardError, match="nothing to switch to"):
+        client.finish_weight_update("10")
+    assert (server.weights, server.told) == (9, "9")
+
+
+def test_an_sglang_that_switched_and_was_not_told_goes_back(monkeypatch):
+    server = Server(monkeypatch, deaf="update_weight_version")
+    client = server.client()
+    client.update_weights({"version": 7, "verify": False, "action": BEGIN})
+    version, failed = switch_all({"pod": client}, 7, 6, PLAIN, seconds=5.0)
+    assert version == 6 and "does not answer /update_weight_version" in failed["pod"]
+    assert (server.weights, server.told) == (6, "6")
+
+
+def test_an_sglang_whose_pause_was_not_answered_counts_as_paused(monkeypatch):
+    client = Server(monkeypatch, deaf="pause_generation").client()
+    with pytest.raises(ReshardError):
+        client.pause(ABORT)
+    assert client._is_paused
+    client.resume()
+    assert not client._is_paused
