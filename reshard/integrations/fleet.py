@@ -266,9 +266,9 @@ class Fleet:
         how, together, apart = self._prepared(how)
         known = [one for one in self._connections if set(one.names) == {*together} and not apart]
         why = "engines are to be connected"
-        if known and how.version is not None:
+        if known:
             [connection] = known
-            begun = connection.transfer.begin(how.version, verify)
+            begun = connection.transfer.begin(how.known_version, verify)
             why = next(filter(None, _from_all(begun.why)), "")
             self._begun = _Begun(connection, how)
             if why:
@@ -299,7 +299,7 @@ class Fleet:
             clients = {name: self._members[name].client for name in names}
             new, old = report.version, transfer.before
             served, failed = on_first_rank(lambda: switch_all(clients, new, old, switching, self.timeout))
-            if served != report.version:
+            if served != report.version or len(failed) == len(names):
                 failure = next(f"{name} did not switch ({why})" for name, why in failed.items())
         elif report is not None:
             failure = report.reason
