@@ -182,7 +182,7 @@ def refusals(rank: int, folder: str, directories: dict[str, str], in_blocks: dic
 def derived(rank: int, folder: str, pairs: list[tuple[str, str]]) -> list[dict]:
     """The tensors that an engine of the first of two directories derives, which of them a check names before and
     after a weight that they are made of is changed, after they are derived anew, and after SGLang's own loader has
-    loaded the second; and what is said of a cache of keys and values that is not flushed when they are derived,
+    loaded the second; and what is said of a cache of keys and values that is not flushed behind them,
     and whether the engine serves all the same."""
     alone(folder)
     results = []
@@ -199,7 +199,7 @@ def derived(rank: int, folder: str, pairs: list[tuple[str, str]]) -> list[dict]:
         result["loaded"] = engine.stale_derived()
         engine.begin()
         engine.scheduler = SimpleNamespace(flush_cache=lambda empty_cache: False)
-        result["not flushed"] = caught(engine.update_derived), engine.guard.ready
+        result["not flushed"] = caught(engine.drop_caches), engine.guard.ready
         results.append(result)
     return results
 

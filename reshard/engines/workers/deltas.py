@@ -169,6 +169,7 @@ class EngineDeltas:
                     for stored in self._records(files):
                         self._write(stored.record, self._decode(files, stored))
             self.engine.update_derived()
+            self.engine.drop_caches()
             self.engine.end(version)
             self.prepared, self.due = [], None
         else:
