@@ -9,6 +9,7 @@ from reshard.engines.workers.actions import BEGIN, DROP, REFIT, ROLL_BACK, SWITC
 from reshard.integrations import sglang
 from reshard.integrations.sglang import SglangClient
 from reshard.integrations.switching import ABORT, GO_ON, RESET, Switching, begin, switch, switch_all
+from reshard.integrations.vllm.transfer import WeightTransfer
 
 PLAIN = Switching()
 
@@ -142,3 +143,11 @@ def test_an_sglang_whose_pause_was_not_answered_counts_as_paused(monkeypatch):
     assert client._is_paused
     client.resume()
     assert not client._is_paused
+
+
+def test_what_was_begun_stays_begun_where_a_client_cannot_pause_for_the_switch():
+    transfer = WeightTransfer.__new__(WeightTransfer)
+    transfer.clients, transfer.rank, transfer._is_begun = [object()], 0, True
+    with pytest.raises(ReshardError, match="object cannot pause its engine: switch with requests='go on'"):
+        transfer.switch(ABORT, RESET)
+    assert transfer._is_begun

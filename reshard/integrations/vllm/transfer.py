@@ -219,11 +219,7 @@ class WeightTransfer:
         their prefix cache. A call of an engine that comes late, when all have given up, is refused there, and so
         is one of a connection after which the engine has made another.
         """
-        if isinstance(self.link, Link):
-            self.link.check_open()  # before an engine hears of it
-        if self._is_begun:
-            self.give_up()
-        info = {"version": version, "verify": verify, "ticket": self.link.group.ticket()}
+        info = self._info(version, verify)
 
         def update(index: int) -> None:
             self.clients[index].start_weight_update()
@@ -238,13 +234,19 @@ class WeightTransfer:
     def begin(self, version: int | None = None, verify: bool = False) -> Begun:
         """Begin a refit of all engines, which go on serving; see `Link.begin_refit`: this rank's weights may change
         when it returns. `switch` makes the engines serve it."""
-        if isinstance(self.link, Link):
-            self.link.check_open()
-        info = {"version": version, "verify": verify, "ticket": self.link.group.ticket()}
+        info = self._info(version, verify)
         self.before = self.link.version
         self._is_begun = True
         self._beginning = self._call(lambda index: begin(self.clients[index], info))
         return self.link.begin_refit(version, verify, called=self._beginning.first_failure)
+
+    def _info(self, version: int | None, verify: bool) -> dict[str, Any]:
+        """Return what engines are called with for the next refit, once nothing else is begun."""
+        if isinstance(self.link, Link):
+            self.link.check_open()  # before an engine hears of it
+        if self._is_begun:
+            self.give_up()
+        return {"version": version, "verify": verify, "ticket": self.link.group.ticket()}
 
     def arrived(self) -> BegunReport:
         """Wait until all engines have what was begun, or nobody has, and they are told to forget it; see
@@ -276,13 +278,14 @@ class WeightTransfer:
 
         Raises ReshardError if nothing is pending, or one cannot switch: then those that could are rolled back.
         """
-        how, report = Switching(requests, caches).checked(), self.arrived()
+        how = Switching(requests, caches).checked()
+        check_switches(self.clients, how)  # while what was begun can still be switched to in another way
+        report = self.arrived()
         if not report.is_pending:
             raise ReshardError(f"no version is pending: {report.reason}; send all")
         clients = {_name(client, index): client for index, client in enumerate(self.clients)}
         if self.rank or not clients:
             return report.version
-        check_switches(clients.values(), how)
         served, failed = switch_all(clients, report.version, self.before, how, self.link.group.timeout)
         if failed:
             said = listed([f"{name} ({why})" for name, why in failed.items()], 3)
