@@ -16,8 +16,9 @@ Many loaders skip names that they do not know. So that no tensor is passed over,
 
 The rest has defaults. An engine overrides them as far as it moves its tensors (`refresh_regions`),
 quantizes plain weights when they have arrived (`scales`, `staged_rounds`, `process_round`,
-`mismatches`), derives tensors from the weights (`update_derived`, `stale_derived`), or can do
-without some of them (`optional`, `take_optional`).
+`mismatches`), derives tensors from the weights (`update_derived`, `stale_derived`), caches what it
+computes from them (`drop_caches`), has no moment between two steps at which all of it can switch
+(`cannot_switch`), or can do without some of them (`optional`, `take_optional`).
 """
 
 from collections.abc import Mapping, Set

@@ -103,14 +103,7 @@ def refit_server(url: str, version: int | None, verify: bool = False, timeout: f
 def act_on_server(url: str, action: str, timeout: float = 120.0, **options: Any) -> None:
     """Have a connected server begin a refit, switch to it, or roll back (`reshard.engines.workers.actions`), while it
     serves. Raises ReshardError with what `SchedulerMethods` raises."""
-    request = {
-        "master_address": "127.0.0.1",
-        "master_port": 1,
-        "rank_offset": 0,
-        "world_size": 1,
-        "group_name": GROUP,
-    }
-    body = request | {"backend": json.dumps({"action": action, **options})}
+    body = connect_request("127.0.0.1:1", 0, 1, action=action, **options)  # nobody meets there
     post(url, "init_weights_update_group", body, timeout)
 
 

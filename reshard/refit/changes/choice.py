@@ -27,9 +27,10 @@ class RefitChain:
 
     def __init__(self, agreed: Agreement, transports: Sequence[Any], receiver: Receiver | None) -> None:
         self.agreed, self.receiver = agreed, receiver
-        self.changes: list[Changes] = [
-            one.changes for one in transports if isinstance(one, SendsChanges) and one.changes is not None
+        self.senders = [
+            one for one in transports if isinstance(one, SendsChanges) and one.changes is not None
         ]
+        self.changes: list[Changes] = [one.changes for one in self.senders if one.changes is not None]
         self.holds: int | None = None  # the transaction whose weights this member has
         self.why = "it has had no refit yet"
         self.version: int | None = None  # of these weights
@@ -44,7 +45,8 @@ class RefitChain:
         if not self.agreed.delta:
             return
         states = exchange_states(group, self.state(broken, moved))
-        self.choice = self.decide(states, group)
+        choice = self.decide(states, group)
+        self.choice = Choice(None, f"all is sent: {choice.reason}") if choice.since is None else choice
         self.holds, self.why = None, "its last refit failed"
         for changes in self.changes:
             changes.begin(self.choice.since)
@@ -105,14 +107,14 @@ class RefitChain:
         return DeltaState(holds, "" if holds is not None else why)
 
     def decide(self, states: Sequence[DeltaState], group: RefitGroup) -> Choice:
-        """Return what a refit does; the same on all members."""
+        """Return what a refit does, and why all has to be sent, where it has; the same on all members."""
         if not any(changes.carries for changes in self.changes):
-            return Choice(None, "all is sent: no ranks exchange by NCCL or Gloo")
+            return Choice(None, "no ranks exchange by NCCL or Gloo")
         held = {rank: states[rank] for rank in self.agreed.participants}
         for rank, state in held.items():
             if state.holds is None:
-                return Choice(None, f"all is sent: {group.names[rank]}: {state.why}")
+                return Choice(None, f"{group.names[rank]}: {state.why}")
         since = {state.holds for state in held.values()}
         if len(since) > 1:
-            return Choice(None, "all is sent: members have weights of different refits")
+            return Choice(None, "members have weights of different refits")
         return Choice(since.pop(), f"changes since version {self.version}")

@@ -21,7 +21,6 @@ from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.refit.agreement import Agreement
 from reshard.refit.changes.choice import RefitChain
-from reshard.refit.changes.sent import SendsChanges
 from reshard.refit.copying.copies import event_now, wait_for_all_streams, wait_for_device
 from reshard.refit.pending.exchange import PendingExchange
 from reshard.refit.pending.report import BegunReport
@@ -188,10 +187,8 @@ class PendingRefits:
         sender = link.sender
         if link.group.rank not in link.agreed.participants:
             return None, ""
-        transports = [
-            one for one in link.transports if isinstance(one, SendsChanges) and one.changes is not None
-        ]
-        exchange = transports[0].exchange_of_changes(PendingExchange, since) if transports else None
+        senders = link.chain.senders
+        exchange = senders[0].exchange_of_changes(PendingExchange, since) if senders else None
         if exchange is None:
             return None, "it shares its communicator with others, or has none"
         if sender is None:
@@ -238,7 +235,7 @@ class PendingRefits:
                     raise packed.error
                 agreed = group.prepare(version, "", packed.verify, link.broken)
                 choice = link.chain.decide(exchange_states(group, packed.state), group)
-                why = choice.reason.removeprefix("all is sent: ") if choice.since is None else ""
+                why = choice.reason if choice.since is None else ""
                 if not why:
                     why = self._too_large(link, exchange)
                 if not why and exchange is not None:
