@@ -24,6 +24,10 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# What engines of tests that are started from here are given by their own modules.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "SGLANG_"))}
+
+
 # Test files whose tests are slow, those that take longest first: a worker takes one file at a time.
 # A name also stands for files whose names go on after it (`refit` for test_refit_faults.py), so
 # that a file that is split keeps its place.
@@ -65,6 +69,14 @@ def pytest_collection_modifyitems(items):
         if places[item.path] <= len(SLOWEST_FIRST):
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: places[item.path])
+
+
+def pytest_collection_finish(session):
+    """Refuse tests that set variables of an engine as they are imported: every engine of every other test would
+    be started with them."""
+    now = {name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "SGLANG_"))}
+    if now != ENVIRONMENT:
+        raise pytest.UsageError(f"importing the tests has set {', '.join(sorted(now.keys() - ENVIRONMENT))}")
 
 
 @pytest.hookimpl(optionalhook=True)

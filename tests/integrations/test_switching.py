@@ -6,7 +6,6 @@ import pytest
 
 from tests.digests.on_disk import expected
 from tests.engines.test_engine import run
-from tests.on_cpu.switching_on_cpu import PROMPTS
 from tests.tools.vllm_server import two_checkpoints
 
 
@@ -37,10 +36,11 @@ def test_engines_serve_the_old_weights_until_they_switch_while_the_trainer_has_o
 
 
 def test_answers_that_end_before_a_switch_are_of_one_version(outcome):
-    known: dict = {prompt: set() for prompt in PROMPTS}
+    prompts = outcome["prompts"]
+    known: dict = {prompt: set() for prompt in prompts}
     for references in outcome["references"].values():
         for of_version in references:
-            for prompt, text in zip(PROMPTS, of_version, strict=True):
+            for prompt, text in zip(prompts, of_version, strict=True):
                 known[prompt].add(text)
     assert all(len(texts) == 2 for texts in known.values()), (
         "each version has an answer of its own, always the same"

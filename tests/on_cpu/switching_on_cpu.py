@@ -168,4 +168,4 @@ def switching(pairs: list) -> dict:
         step("one is left", 0)
         step("one goes on", 1)
         members.close()
-    return outcome | {"references": references, "answers": answers}
+    return outcome | {"prompts": PROMPTS, "references": references, "answers": answers}
