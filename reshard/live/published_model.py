@@ -16,6 +16,7 @@ from reshard.megatron.hybrid import stages_of_pattern
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import Model
+from reshard.models.without_table import any_model
 from reshard.storage.manifest import read_manifest
 from reshard.storage.sources.base import ignored_as_recorded, read_config
 from reshard.storage.sources.beside import beside
@@ -49,7 +50,7 @@ class PublishedModel:
                 f"hf_config is a {type(config).__name__}, which is neither a path, a hub id nor a transformers config"
             )
         name = f"the {type(config).__name__}"
-        return PublishedModel(None, Model.from_hf(config.to_dict(), name), {}, frozenset())
+        return PublishedModel(None, any_model(config.to_dict(), name), {}, frozenset())
 
     @staticmethod
     def read(config: "str | Path | PublishedModel | Any") -> "PublishedModel":
@@ -62,7 +63,7 @@ class PublishedModel:
             return PublishedModel.from_transformers(config)
         root = config_path(config)
         if root.is_file():
-            model = Model.from_hf(read_config(root), str(root))
+            model = any_model(read_config(root), str(root))
             check_ignored(model)
             return PublishedModel(root, model, {"config.json": root}, frozenset())
         checkpoint = locate(root)
@@ -70,7 +71,7 @@ class PublishedModel:
             root = checkpoint.root  # of the last iteration
         path = root / HF_FILES if (root / HF_FILES / "config.json").is_file() else root
         with ignored_as_recorded(root):
-            model = Model.from_hf(read_config(path / "config.json"), str(path / "config.json"))
+            model = any_model(read_config(path / "config.json"), str(path / "config.json"))
         check_ignored(model)
         files = beside(path).files
         stored = (read_manifest(root) or {}).get("tensors") or _stored(path)

@@ -20,7 +20,14 @@ from difflib import get_close_matches
 from typing import Any
 
 from reshard.core.errors import OptionError, ReshardError, listed
-from reshard.models.field_tables import DECIDES_ELSEWHERE, ROPE_FIELDS
+from reshard.models.field_tables import (
+    DECIDES_ELSEWHERE,
+    NO_EFFECT,
+    NO_EFFECT_ENDS,
+    OF_TRAINING,
+    OF_TRAINING_ENDS,
+    ROPE_FIELDS,
+)
 
 MAX_NAMED = 100  # fields in one sentence
 ENVIRONMENT = "RESHARD_IGNORE_CONFIG_FIELDS"
@@ -70,6 +77,12 @@ def ignored_config_fields(*names: str, recorded: bool = False) -> Iterator[None]
         yield
     finally:
         variable.reset(token)
+
+
+def has_no_effect(name: str) -> bool:
+    """Return True for a field of any config that changes nothing of what the weights compute."""
+    known = name in NO_EFFECT or name in OF_TRAINING
+    return known or name.startswith("_") or name.endswith((*NO_EFFECT_ENDS, *OF_TRAINING_ENDS))
 
 
 def ignored_fields(config: dict[str, Any]) -> dict[str, Any]:

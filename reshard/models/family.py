@@ -433,14 +433,24 @@ def _is_architecture(family: Family, names: list[str]) -> bool:
     return any(name.lower() in known for name in names)  # LLaMAForCausalLM, in the first conversions
 
 
+def has_table(config: dict) -> bool:
+    """Return True if a mapping table covers a Hugging Face config, or it says of no model which it is."""
+    names, kind = architectures(config), config.get("model_type")
+    return not (names or kind) or any(_covers(family, config, names, kind) for family in families().values())
+
+
+def _covers(family: Family, config: dict, names: list[str], kind: Any) -> bool:
+    known = not names and kind in (family.name, *family.model_types)
+    return is_wrapped(family, config) or _is_architecture(family, names) or known
+
+
 def family_of(config: dict, where: str) -> Family:
     """Return the family of a Hugging Face config. Raises ReshardError, naming those that there are,
     where no table covers it."""
     names, kind = architectures(config), config.get("model_type")
     for family in families().values():
-        wrapped = is_wrapped(family, config)
-        kinds = (family.name, *family.model_types)
-        if wrapped or _is_architecture(family, names) or (not names and kind in kinds):
+        if _covers(family, config, names, kind):
+            wrapped, kinds = is_wrapped(family, config), (family.name, *family.model_types)
             if kind not in (None, "", *kinds, *(family.wrapped_in[1:] if wrapped else ())):
                 # An empty one is of a config that an engine has made of another format.
                 raise ReshardError(

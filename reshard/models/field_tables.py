@@ -27,6 +27,9 @@ suppress_tokens begin_suppress_tokens
 ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 # Ends of names without effect: ids of tokens, versions of the program that wrote a config.
 NO_EFFECT_ENDS = ("_token_id", "_token_ids", "_version")
+# The same of any model: of training, and of how weights are stored.
+OF_TRAINING = ("initializer_range", "quantization_config", "compression_config", "architectures")
+OF_TRAINING_ENDS = ("dropout", "dropout_prob", "loss_coef", "jitter_noise")
 
 # Fields that not all of transformers' classes for the families here have, and that decide what is
 # computed in another family, in vLLM or in Megatron, with the values at which they decide nothing.

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from reshard.models.family import family_of
+from reshard.models.family import family_of, has_table
 
 
 def published(config: dict[str, Any], where: str) -> dict[str, Any]:
@@ -14,7 +14,7 @@ def published(config: dict[str, Any], where: str) -> dict[str, Any]:
         for key, value in config.items()
         if not key.startswith("_") and key != "transformers_version"
     }
-    return family_of(config, where).as_published(config)
+    return family_of(config, where).as_published(config) if has_table(config) else config
 
 
 def _in_json(value: Any) -> Any:

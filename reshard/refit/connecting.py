@@ -17,7 +17,7 @@ from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
 from reshard.models.config_fields import ignored, ignored_config_fields
-from reshard.models.model import Model
+from reshard.models.without_table import any_model
 from reshard.refit.agreement import Agreement, agreement_of, check_sides
 from reshard.refit.codecs.makers import maker_for
 from reshard.refit.engine import Engine
@@ -151,7 +151,7 @@ def _exchange_requests(
         config = post_config(group, receiver.engine.hf_config)
     where = f"the config of {group.names[agreed.engines[0]]}"
     with readable(where):
-        model = Model.from_hf(one_config(group, agreed.engines, config), where)
+        model = any_model(one_config(group, agreed.engines, config), where)
     if sender is not None:
         sender.publish(model)
     if receiver is not None:

@@ -9,18 +9,23 @@ for those of `Family.in_memory`, and for experts: transformers 5 keeps those of 
 
 from collections.abc import Mapping
 from copy import copy
+from typing import Any
 
 import torch
+import transformers
 
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Part, as_matrix
 from reshard.core.views import tensor_shapes, view_parts, views_by_tensor
 from reshard.megatron.parameters import expand
-from reshard.models.model import Model, different_fields
+from reshard.models.family import architectures, has_table
+from reshard.models.model import Model
 from reshard.models.published import published
+from reshard.models.without_table import ClassFamily, any_model, differing_fields
 from reshard.refit.trainer import Trainer
 from reshard.trainers.fsdp_lora import FsdpAdapter
+from reshard.trainers.fsdp_saved import SavedPieces, check_saved
 from reshard.trainers.fsdp_shards import FUSED, FsdpShards, LocalParameter
 from reshard.trainers.lora_scales import without_adapter_error
 
@@ -36,6 +41,7 @@ class FsdpModel(FsdpShards):
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        self._saved = _saved_pieces(model)
         super().__init__(model)
         self._is_split = False  # the adapter is another source's
         self._weights: FsdpModel | None = None  # without it
@@ -47,10 +53,13 @@ class FsdpModel(FsdpShards):
             self._weights._is_split = True
         return self._weights, FsdpAdapter(self.model)
 
+    def _is_of_experts(self, held: LocalParameter) -> bool:
+        return super()._is_of_experts(held) if self._saved is None else self._saved.is_stack(held.name)
+
     def check_model(self, model: Model) -> None:
         """Compare transformers' config of this rank's model with `model`."""
-        own = Model.from_hf(published(self.config.to_dict(), "the trainer's config"), "the trainer's config")
-        for name, (ours, theirs) in different_fields(own, model).items():
+        own = any_model(_config_of(self.model), "the trainer's config")
+        for name, (ours, theirs) in differing_fields(own, model).items():
             raise ReshardError(
                 f"the trainer's {name} is {ours}, but the served model's is {theirs} ({model.where})"
             )
@@ -58,6 +67,10 @@ class FsdpModel(FsdpShards):
     def publish(self, model: Model) -> list[LocalTensor]:
         if self.adapter_names and not self._is_split:
             raise without_adapter_error("the trainer's model", self.adapter_names)
+        if self._saved is not None:
+            check_saved(self._saved, self.held, expand(model).shapes, model.where)
+            saved = [local for held in self.held for local in self._saved.local_tensors(held)]
+            return [local._replace(id=index) for index, local in enumerate(saved)]
         if not model.family.experts_apart:
             raise ReshardError(
                 f"{model.where}: transformers holds the experts of a {model.family.architecture} "
@@ -74,6 +87,26 @@ class FsdpModel(FsdpShards):
                 f"have: {listed(unknown)}"
             )
         return [local._replace(id=index) for index, local in enumerate(tensors) if local is not None]
+
+
+def _config_of(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the config of a transformers model as it would be published, with the name of its class."""
+    inner: Any = next((module for module in model.modules() if hasattr(module, "config_class")), model)
+    own = [
+        kind.__name__ for kind in type(inner).__mro__ if getattr(transformers, kind.__name__, None) is kind
+    ]
+    config = inner.config.to_dict()
+    named = config | {"architectures": own[:1] or architectures(config)}
+    return published(config if has_table(config) else named, "the trainer's config")
+
+
+def _saved_pieces(model: torch.nn.Module) -> SavedPieces | None:
+    """Return what transformers saves of a model that no mapping table covers; None for one with a table."""
+    if not hasattr(getattr(model, "config", None), "to_dict") or has_table(config := _config_of(model)):
+        return None
+    family = any_model(config, "the trainer's config").family
+    assert isinstance(family, ClassFamily)
+    return SavedPieces(family.saved)
 
 
 def _locals(

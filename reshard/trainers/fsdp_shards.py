@@ -30,11 +30,7 @@ class LocalParameter(NamedTuple):
     key: str
     shape: tuple[int, ...]
     box: Box
-
-    @property
-    def of_experts(self) -> bool:
-        """True for experts in one tensor."""
-        return len(self.shape) == 3 and self.name.rpartition(".")[2] in FUSED
+    of_experts: bool = False  # of which each is published on its own
 
     @property
     def matrices(self) -> int:
@@ -71,6 +67,7 @@ class FsdpShards(Trainer):
         self._reshard()
         self.model = model
         named = [held._replace(name=without_peft(held.name)) for held in _local_parameters(model)]
+        named = [held._replace(of_experts=self._is_of_experts(held)) for held in named]
         self.adapter_names = {held.name for held in named if is_of_adapter(held.name)}
         self.held = [held for held in named if all(held.box.lengths) and self._publishes(held.name)]
         self._names = [held.name for held in self.held for _ in range(held.matrices)]
@@ -78,6 +75,10 @@ class FsdpShards(Trainer):
     def _publishes(self, name: str) -> bool:
         """Return True for a parameter that this source publishes: any but an adapter's."""
         return name not in self.adapter_names
+
+    def _is_of_experts(self, held: LocalParameter) -> bool:
+        """Return True for experts of a layer in one tensor, of which each is published on its own."""
+        return len(held.shape) == 3 and held.name.rpartition(".")[2] in FUSED
 
     def _reshard(self) -> None:
         """Shard all parameters: some modules, by default the outermost, keep them whole after a forward."""

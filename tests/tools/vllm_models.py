@@ -8,10 +8,10 @@ Every rank of every test would start one, and there is no CUDA here.
 from reshard.models.family import families
 
 
-def register() -> None:
-    """Tell vLLM's registry the classes themselves."""
+def register(*others: str) -> None:
+    """Tell vLLM's registry the classes themselves: those of our families, and `others`."""
     from vllm.model_executor.models import ModelRegistry
 
     ours = {name for family in families().values() for name in (family.architecture, family.wrapped_in[0])}
-    for architecture in ours & ModelRegistry.models.keys():
+    for architecture in {*ours, *others} & ModelRegistry.models.keys():
         ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())

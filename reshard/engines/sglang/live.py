@@ -9,11 +9,10 @@ from reshard.core.extras import importing
 with importing("sglang"):
     import torch
 
-from reshard.core.errors import ReshardError, listed
+from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
-from reshard.core.views import tensor_of
 from reshard.device.cuda import is_mapped
-from reshard.engines.layout import WITHOUT_PARAMETER, EngineRank
+from reshard.engines.layout import EngineRank
 from reshard.engines.live import LiveEngine, check_towers_loaded, owners_of
 from reshard.engines.placing.accounts import (
     DERIVED,
@@ -25,6 +24,7 @@ from reshard.engines.placing.accounts import (
 )
 from reshard.engines.placing.blocks import counted, find_scales, served_in_blocks
 from reshard.engines.placing.places import Placer
+from reshard.engines.placing.taken import check_all_taken
 from reshard.engines.sglang import compat, pipeline
 from reshard.engines.sglang.guard import guard_of
 from reshard.engines.sglang.weights.blocks import layers_in_blocks
@@ -34,12 +34,12 @@ from reshard.engines.sglang.weights.names import SGLANG
 from reshard.engines.sglang.weights.rank import rank_of
 from reshard.engines.sglang.weights.supported import check_supported
 from reshard.engines.sglang.weights.traced import trace_model
-from reshard.engines.tracing.canonical import canonical_tensors, expert_layers, stored_tensors, stored_views
+from reshard.engines.tracing.canonical import expert_layers, stored_tensors
 from reshard.engines.tracing.deduplicated import ExpertLayer, trace_deduplicated
 from reshard.engines.tracing.stand_ins import layer_fingerprint
 from reshard.engines.tracing.trace import Canonical, Trace
-from reshard.models.model import Model
 from reshard.models.published import published
+from reshard.models.without_table import any_model
 
 NOT_SAVED = Account(LEFT_ALONE, "SGLang computes it from the config, and saves it nowhere")
 OF_THE_ROUTER = Account(DERIVED, "a copy of the router's weights in fp32")
@@ -64,7 +64,7 @@ class SglangModel(LiveEngine):
         # either.
         self.guard = guard_of(model, str(arguments.load_format))
         self.hf_config = published(compat.published_config(arguments), "SGLang's config")
-        self.model = Model.from_hf(self.hf_config, f"SGLang's config of {arguments.model_path}")
+        self.model = any_model(self.hf_config, f"SGLang's config of {arguments.model_path}")
         check_family(self.model)
         check_supported(model, arguments)
         self._towers = SGLANG.tower_prefixes(self.model)
@@ -78,7 +78,9 @@ class SglangModel(LiveEngine):
         self.tp = self.rank.tp
         with gc_paused():
             trace = self._trace()
-            self._check_all_taken(trace)
+            added_once = SGLANG.family(self.model).added_once if self.rank.moe_tp_rank else ()
+            stages = compat.parallel().pp.ranks
+            check_all_taken(self.engine, model, self.model, self.rank, trace, stages, added_once)
             placer = Placer(SGLANG, self.model, self.rank, self.tensors, (), self.dtype)
             placed = placer.main(trace)
         self.placement, self.regions = placed
@@ -103,9 +105,8 @@ class SglangModel(LiveEngine):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that the model serves in."""
-        return next(
-            tensor.dtype for name, tensor in self.tensors.items() if name.endswith("layernorm.weight")
-        )
+        norms = [tensor.dtype for name, tensor in self.tensors.items() if name.endswith("norm.weight")]
+        return norms[0] if norms else next(iter(self.tensors.values())).dtype
 
     # Finding tensors
 
@@ -118,26 +119,6 @@ class SglangModel(LiveEngine):
 
         stored, layers = stored_tensors(self.model, self.dtype), expert_layers(SGLANG, self.model)
         return trace_deduplicated(trace, stored, layers, fingerprint, self.rank.experts)
-
-    def _check_all_taken(self, trace: Trace) -> None:
-        """Raise ReshardError for published tensors of this rank's layers that SGLang's class does not
-        take: its loaders pass over names that they do not know, and would serve another model."""
-        taken = {copy.name for copy in trace.copies}
-        views = stored_views(self.model, canonical_tensors(self.model, self.dtype))
-        missed = []
-        added_once = SGLANG.family(self.model).added_once if self.rank.moe_tp_rank else ()
-        for block in self.model.blocks():
-            if block.mtp or block.layer is None or block.layer not in self.rank.layers:
-                continue
-            for row in block.rows:
-                if row.arrangement not in WITHOUT_PARAMETER and row.hf not in added_once:
-                    names = [name for _, name in row.names(block.published, self.rank.experts)]
-                    missed += [name for name in names if tensor_of(views.places[name]) not in taken]
-        if missed:
-            raise ReshardError(
-                f"SGLang's {type(self.module).__name__} does not take {listed(missed, 3)}, and would serve "
-                f"another model: serve this checkpoint with another engine"
-            )
 
     def _account(self) -> dict[str, Account]:
         """Return what a refit does to each tensor. Raises ReshardError for tensors that have no

@@ -61,6 +61,9 @@ def _with_all_dims(copy: TracedCopy, shape: tuple[int, ...]) -> tuple[Box, tuple
     if len(copy.box.lengths) == len(shape):
         pitch = copy.pitch or copy.box.lengths[-1]
         return copy.box, (pitch, 1)[-len(shape) :]
+    within = _within_one(copy, shape)
+    if within is not None:
+        return within, (0, copy.pitch or within.lengths[2], 1)
     rows, row = _rows(copy, shape), shape[1:]
     inner = tuple(prod(row[dim + 1 :]) for dim in range(len(row)))
     if rows.lengths[1] == prod(row):
@@ -71,6 +74,17 @@ def _with_all_dims(copy: TracedCopy, shape: tuple[int, ...]) -> tuple[Box, tuple
             (rows.offsets[0], *(0 for _ in ones), rows.offsets[1]), (rows.lengths[0], *ones, rows.lengths[1])
         )
     return box, (copy.pitch or rows.lengths[1], *inner)
+
+
+def _within_one(copy: TracedCopy, shape: tuple[int, ...]) -> Box | None:
+    """Return the box of a copy that was traced as rows of a stored tensor's last dim, within one index of the first of
+    its three; None for another copy."""
+    if len(shape) != 3 or len(copy.box.lengths) != 2:
+        return None
+    (row, column), (rows, columns) = copy.box
+    index, first = divmod(row, shape[1])
+    inside = first + rows <= shape[1] and column + columns <= shape[2]
+    return Box((index, first, column), (1, rows, columns)) if inside else None
 
 
 def _rows(copy: TracedCopy, shape: tuple[int, ...]) -> Box:

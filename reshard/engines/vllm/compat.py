@@ -26,6 +26,14 @@ _TESTED = TestedEngine("vLLM", "vllm", f"{OLDEST} to {NEWEST}: use one of those"
 unknown, known = _TESTED.unknown, _TESTED.known
 
 
+def in_config(config: Any) -> AbstractContextManager[Any]:
+    """Return a context in which this is vLLM's current ``VllmConfig``."""
+    with known("sets its config in another way"):
+        from vllm.config import set_current_vllm_config
+    context: AbstractContextManager[Any] = set_current_vllm_config(config)
+    return context
+
+
 def driver_worker(llm: Any) -> Any:
     """Return the worker of an ``LLM``, or of its ``LLMEngine``. Raises ReshardError if it runs in
     another process."""

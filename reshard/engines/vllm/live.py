@@ -17,11 +17,12 @@ from reshard.engines.placing.accounts import LEFT_ALONE, Account, account_for
 from reshard.engines.placing.blocks import counted, served_in_blocks
 from reshard.engines.placing.places import Placer
 from reshard.engines.placing.rules import PlacedTensors
+from reshard.engines.placing.taken import check_all_taken
 from reshard.engines.tracing.canonical import expert_layers, mtp_names, stored_tensors
 from reshard.engines.tracing.deduplicated import ExpertLayer, trace_deduplicated
 from reshard.engines.tracing.trace import Canonical, Trace
 from reshard.engines.vllm.adapters.live import VllmAdapter
-from reshard.engines.vllm.compat import draft_load_format, draft_model, driver_worker
+from reshard.engines.vllm.compat import draft_load_format, draft_model, driver_worker, in_config
 from reshard.engines.vllm.guard import VllmGuard, guard_of
 from reshard.engines.vllm.layout import drafter_placement
 from reshard.engines.vllm.names import VLLM
@@ -41,6 +42,7 @@ from reshard.engines.vllm.weights.stand_ins import layer_fingerprint, trace_mode
 from reshard.engines.vllm.weights.supported import check_supported
 from reshard.models.model import Model
 from reshard.models.published import published
+from reshard.models.without_table import ClassFamily, any_model
 
 
 class VllmModel(LiveEngine):
@@ -73,7 +75,8 @@ class VllmModel(LiveEngine):
         self.guard.watch(model, worker)
         put_before(front)
         self.hf_config = published(config.model_config.hf_config.to_dict(), "vLLM's config")
-        self.model = Model.from_hf(self.hf_config, f"vLLM's config of {config.model_config.model}")
+        with in_config(config):  # vLLM may have changed transformers' class
+            self.model = any_model(self.hf_config, f"vLLM's config of {config.model_config.model}")
         self.draft = draft_model(worker)
         self._announce_mtp()
         drafts_by_mtp = is_mtp(self.draft, self.model)
@@ -185,6 +188,9 @@ class VllmModel(LiveEngine):
         placer = Placer(VLLM, self.model, self.rank, self.loaded, padded_layers, dtype)
         if self._main_trace is None:
             self._main_trace = self._trace_main(dtype)
+            if isinstance(self.model.family, ClassFamily):  # of others our rules say what vLLM takes
+                stages = self.vllm_config.parallel_config.pipeline_parallel_size
+                check_all_taken(self.engine, self.module, self.model, self.rank, self._main_trace, stages)
         placed = placer.main(self._main_trace)
         if self.served.draft is None:
             return placed

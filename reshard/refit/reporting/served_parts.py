@@ -12,7 +12,7 @@ from reshard.device.memory import Region
 from reshard.digests.numbers import seed_of
 from reshard.digests.result import counted_dtype
 from reshard.megatron.parameters import expand
-from reshard.models.model import Model
+from reshard.models.without_table import any_model
 from reshard.refit.codecs.served_blocks import not_in, scales_of
 from reshard.refit.engine import Engine
 from reshard.storage.io.boxes import Rows
@@ -62,7 +62,7 @@ def served_parts(engine: Engine, target: Dtype | None = None) -> ServedParts:
             f"this {engine.guard.engine} quantizes {listed(names, 2)} into a form of its own, which no checkpoint "
             "has: its digest is not known; compare what it serves with a refit's verify=True"
         )
-    model = Model.from_hf(engine.hf_config, f"{engine.guard.engine}'s config")
+    model = any_model(engine.hf_config, f"{engine.guard.engine}'s config")
     mapping = expand(model)
     tensors: dict[str, TensorInfo] = {}
     boxes: list[LiveBox] = []

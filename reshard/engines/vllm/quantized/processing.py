@@ -6,7 +6,7 @@ None of this is part of vLLM's interface; it is for vLLM 0.24 to 0.33, as is `re
 from typing import Any
 
 from reshard.core.extras import importing
-from reshard.engines.vllm.compat import known
+from reshard.engines.vllm.compat import in_config, known
 
 with importing("vllm"):
     import torch
@@ -80,12 +80,10 @@ def process(module: torch.nn.Module, config: Any) -> None:
     The processing starts anew, as in vLLM's own ``reload/layerwise.py``.
     """
     vars(module).pop(PROCESSED, None)
-    with known("processes weights in another way"):
-        from vllm.config import set_current_vllm_config
     before = torch.get_default_dtype()
     torch.set_default_dtype(config.model_config.dtype)
     try:
-        with torch.no_grad(), set_current_vllm_config(config):
+        with torch.no_grad(), in_config(config):
             module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
     finally:
         torch.set_default_dtype(before)

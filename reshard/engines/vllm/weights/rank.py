@@ -27,13 +27,13 @@ def rank_of(module: torch.nn.Module, model: Model, tensors: Collection[str], con
         experts = experts_of(layer)
         if experts is None:
             continue
-        if experts.redundant or experts.total != model.num_experts:
+        if experts.redundant or (model.num_experts and experts.total != model.num_experts):
             raise ReshardError(
                 f"{name} has redundant experts (EPLB), which a refit does not support: set enable_eplb=False"
             )
         moe_tp, moe_tp_rank = experts.tp, experts.tp_rank
         if experts.placed is not None:
-            local_experts = tuple(expert for expert in experts.placed if expert < model.num_experts)
+            local_experts = tuple(expert for expert in experts.placed if expert < experts.total)
         break  # all layers have the same
     # Some of vLLM's models have the output layer on every pipeline stage.
     layers, outer = layers_of(VLLM, model, tensors), outer_of(VLLM, model, tensors)

@@ -1,0 +1,151 @@
+"""Models that no mapping table covers, as tables see them: for what leads from a transformers model to an engine,
+where nobody has to know how a model lies in Megatron.
+
+Transformers says which tensors a checkpoint has (`reshard.models.saved_tensors`), and an engine's own loader where
+each of them goes.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from reshard.core.errors import ReshardError
+from reshard.core.extras import require
+from reshard.models.config_fields import has_no_effect
+from reshard.models.family import Family, architectures, has_table
+from reshard.models.model import Model, different_fields
+from reshard.models.numerics_args import same_value
+
+_NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.+)")
+_OF_EXPERT = re.compile(r"(.*\bexperts\.|.*\[)(\d+)(\..+|\])")
+_Rows = dict[str, str]  # the shapes, as expressions, by the names of rows
+
+
+def any_model(config: dict[str, Any], where: str = "config.json") -> Model:
+    """Return the model of a config: by the table that covers it, or without one by transformers' class.
+
+    Raises ReshardError if a table refuses the config; without one, if the installed transformers has no such class,
+    or computes something as it saves.
+    """
+    if has_table(config):
+        return Model.from_hf(config, where)
+    require("parity", "torch", "transformers")
+    family = ClassFamily(config, where)
+    return Model(family, config, family.kinds, where=where)
+
+
+class ClassFamily(Family):
+    """The models of one transformers class with one config: a table without Megatron's names, made of the tensors that
+    transformers saves (`saved`)."""
+
+    symbols: dict[str, str] = {}
+    config = ()
+    mtp = ()
+    identifies: dict[str, Any] = {}
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        from reshard.models.saved_tensors import saved_tensors
+
+        names = architectures(dict(config))
+        if not names:
+            raise ReshardError(f"{where} names no architectures, by which to tell which model it is")
+        self.name, self.architecture = str(config.get("model_type")), names[0]
+        self.saved = saved_tensors(self.architecture, config, where)
+        self.layers = _prefix_of_layers({name: prod(tensor.shape) for name, tensor in self.saved.items()})
+        outer: _Rows = {}
+        layers: dict[int, dict[str, tuple[int, ...]]] = {}
+        for name, tensor in self.saved.items():
+            inside = _NUMBERED.fullmatch(name)
+            if inside is not None and inside[1] == self.layers:
+                layers.setdefault(int(inside[2]), {})[inside[3]] = tensor.shape
+            else:
+                outer[name] = _expression(tensor.shape)
+        experts = max(map(_experts, layers.values()), default=0)
+        by_layer = [_rows(layers.get(layer, {}), experts) for layer in range(max(layers, default=-1) + 1)]
+        words: dict[tuple[tuple[str, str], ...], str] = {}
+        self.kinds = tuple(
+            f"{'moe' if any('{expert}' in name for name in rows) else 'dense'} "
+            f"{words.setdefault(tuple(rows.items()), f'kind{len(words)}')}"
+            for rows in by_layer
+        )
+        self.kind_words = tuple({word: None for kind in self.kinds for word in kind.split()})
+        self.derived = {"E": str(experts)} if experts else {}
+        self.model = _table(outer, "always")
+        self.layer = tuple(row for rows, word in words.items() for row in _table(dict(rows), word))
+        super().__init__()
+
+    def layer_kinds(self, config: dict[str, Any], where: str) -> tuple[str, ...]:
+        return self.kinds
+
+
+def differing_fields(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
+    """Return the fields by which two configs make two models of the same weights, with both values; without a table
+    all fields of transformers' class are compared."""
+    if not isinstance(a.family, ClassFamily) or a.family.architecture != b.family.architecture:
+        return different_fields(a, b)
+    from reshard.models.saved_tensors import full_config
+
+    ours, theirs = (full_config(model.family.architecture, model.config, model.where) for model in (a, b))
+    return _differing(ours, theirs)
+
+
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any], inside: str = "") -> dict[str, tuple[Any, Any]]:
+    different: dict[str, tuple[Any, Any]] = {}
+    for name in sorted(a.keys() | b.keys()):
+        ours, theirs = a.get(name), b.get(name)
+        if has_no_effect(name) or same_value(ours, theirs):
+            continue
+        if {ours, theirs} == {None, 1.0} if name == "partial_rotary_factor" else False:
+            continue  # vLLM writes what its absence means
+        if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+            different |= _differing(ours, theirs, f"{inside}{name}.")
+        else:
+            different[inside + name] = ours, theirs
+    return different
+
+
+def _prefix_of_layers(elements: Mapping[str, int]) -> str:
+    """Return what the names of the decoder layers' tensors begin with: of all that a number follows, the beginning of
+    those with the most elements."""
+    sizes: Counter[str] = Counter()
+    for name, size in elements.items():
+        inside = _NUMBERED.fullmatch(name)
+        if inside is not None:
+            sizes[inside[1]] += size
+    return sizes.most_common(1)[0][0] if sizes else ""
+
+
+def _experts(layer: Mapping[str, tuple[int, ...]]) -> int:
+    """Return how many experts a layer has, each in tensors of its own."""
+    numbers = [int(of_expert[2]) for name in layer if (of_expert := _OF_EXPERT.fullmatch(name))]
+    return max(numbers) + 1 if numbers else 0
+
+
+def _rows(layer: Mapping[str, tuple[int, ...]], experts: int) -> _Rows:
+    """Return the rows of a layer; tensors that each of so many experts has are one."""
+    rows: _Rows = {}
+    of_experts: dict[str, dict[int, tuple[int, ...]]] = {}
+    for name, shape in layer.items():
+        of_expert = _OF_EXPERT.fullmatch(name)
+        if of_expert is None:
+            rows[name] = _expression(shape)
+        else:
+            of_experts.setdefault(f"{of_expert[1]}{{expert}}{of_expert[3]}", {})[int(of_expert[2])] = shape
+    for name, shapes in of_experts.items():
+        if shapes.keys() == set(range(experts)) and len({*shapes.values()}) == 1:
+            rows[name] = _expression(shapes[0])
+        else:
+            rows |= {
+                name.replace("{expert}", str(number)): _expression(shape) for number, shape in shapes.items()
+            }
+    return rows
+
+
+def _expression(shape: tuple[int, ...]) -> str:
+    return " ".join(map(str, shape))
+
+
+def _table(rows: _Rows, when: str) -> tuple[tuple[str, ...], ...]:
+    return tuple((name, shape, name, "plain", "-", when) for name, shape in rows.items())

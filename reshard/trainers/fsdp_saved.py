@@ -1,0 +1,95 @@
+"""What a rank of a transformers model under FSDP2 holds of the tensors that transformers saves, where no mapping table
+says their names."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from reshard.core.boxes import Box
+from reshard.core.errors import ReshardError, listed
+from reshard.core.placement import LocalTensor, Part, as_matrix
+from reshard.models.saved_tensors import SavedTensor
+from reshard.trainers.fsdp_shards import LocalParameter
+
+
+class _Piece(NamedTuple):
+    """A tensor of a checkpoint in a parameter: its name and shape, and the box of the parameter that it is."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+
+
+class SavedPieces:
+    """The tensors of checkpoints that each parameter of a model is made of; `saved` are theirs by name."""
+
+    def __init__(self, saved: Mapping[str, SavedTensor]) -> None:
+        self.pieces: dict[str, list[_Piece]] = defaultdict(list)
+        for name, (shape, parameter, _, box) in saved.items():
+            self.pieces[parameter].append(_Piece(name, shape, box))
+
+    def is_stack(self, parameter: str) -> bool:
+        """Return True for a parameter of three dims, each of whose indices along the first is in tensors of its own:
+        experts of a layer."""
+        pieces = self.pieces.get(parameter, [])
+        return bool(pieces) and all(
+            len(piece.box.lengths) == 3 and len(piece.shape) == 2 and piece.box.lengths[0] == 1
+            for piece in pieces
+        )
+
+    def local_tensors(self, held: LocalParameter) -> list[LocalTensor]:
+        """Return the local tensors of a parameter, one for each of its regions. Raises ReshardError if it is split in
+        the middle of what a refit copies as one row."""
+        pieces = self.pieces[held.name]
+        if not held.of_experts:
+            return [_local_tensor(held, pieces, held.box)]
+        first, *rest = zip(*held.box, strict=True)
+        tensors = []
+        for index in range(first[0], first[0] + first[1]):
+            own = [
+                piece._replace(box=Box(piece.box.offsets[1:], piece.box.lengths[1:]))
+                for piece in pieces
+                if piece.box.offsets[0] == index
+            ]
+            inside = Box(*(tuple(side) for side in zip(*rest, strict=True)))
+            tensors.append(_local_tensor(held, own, inside))
+        return tensors
+
+
+def _local_tensor(held: LocalParameter, pieces: list[_Piece], box: Box) -> LocalTensor:
+    """Return the matrix or vector that this rank has as `box` of these pieces' coordinates."""
+    parts = []
+    for piece in pieces:
+        common = piece.box.intersect(box)
+        if common is None:
+            continue
+        if len(box.lengths) > 2 and any(each.lengths[1:] != box.lengths[1:] for each in (piece.box, common)):
+            raise ReshardError(f"the trainer's {held.name} is split along another dim than the first")
+        inside, at = common.relative_to(piece.box.offsets), common.relative_to(box.offsets)
+        if len(box.lengths) > 2:
+            parts.append(Part(piece.name, Box((inside[0], 0), as_matrix(common.lengths)), (at[0], 0)))
+        else:
+            parts.append(Part(piece.name, Box(inside, common.lengths), at))
+    return LocalTensor(0, as_matrix(box.lengths), tuple(parts))
+
+
+def check_saved(
+    pieces: SavedPieces, held: list[LocalParameter], shapes: Mapping[str, tuple[int, ...]], where: str
+) -> None:
+    """Raise ReshardError if the trainer's class has other tensors than the served model, which has these `shapes`."""
+    own = {piece.name: piece.shape for of_one in pieces.pieces.values() for piece in of_one}
+    unknown = sorted({one.name for one in held} - pieces.pieces.keys())
+    if unknown:
+        raise ReshardError(
+            f"the trainer's model holds {len(unknown)} parameters that transformers' class of it does not have: "
+            f"{listed(unknown)}"
+        )
+    other = sorted(name for name in own.keys() | shapes.keys() if own.get(name) != shapes.get(name))
+    if other:
+        has = [
+            f"has shape {list(of[other[0]])}" if other[0] in of else "is not there" for of in (own, shapes)
+        ]
+        raise ReshardError(
+            f"the trainer's model and the served one ({where}) differ in {len(other)} tensors: {other[0]} {has[0]} in "
+            f"the trainer, and {has[1]} in the other"
+        )

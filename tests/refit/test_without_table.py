@@ -1,0 +1,171 @@
+"""Refits of transformers models that no mapping table covers: what a class saves is read from the class, and where each
+tensor goes from the engine's own loader. Bit for bit what that loader makes of the saved model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers.core_model_loading import revert_weight_conversion
+
+from reshard import ReshardError
+from reshard.core.views import View
+from reshard.models.saved_tensors import saved_tensors
+from reshard.models.without_table import any_model, differing_fields
+from tests import install_sglang_cpu
+from tests.on_cpu.refit_without_table_on_cpu import SGLANG_FILES
+from tests.starting import warm
+from tests.starting.ranks import free_port, run_on_ranks
+from tests.tools.model_classes import CLASSES, config_of, make
+
+# Of three dims, which the engine's loader turns.
+TURNED = ("Llama4ForCausalLM",)
+EP = {"tp": 2, "enable_expert_parallel": True}
+# By the ranks of the trainer, those of the engine, and whether they are the same processes.
+RUNS = {
+    (2, 2, True): {name: {"tp": 2} for name in CLASSES},
+    (3, 2, False): {
+        "Qwen2MoeForCausalLM": EP, "PhimoeForCausalLM": EP, "GraniteMoeForCausalLM": EP, "Gemma3ForCausalLM": {"tp": 2},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Return a function from a class to two checkpoints of a model of it."""
+    made: dict[str, list[str]] = {}
+
+    def get(name: str) -> list[str]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            made[name] = [str(make(folder / str(seed), name, seed)) for seed in (0, 1)]
+        return made[name]
+
+    return get
+
+
+def sides(folder: Path, trainers: int, engines: int, together: bool) -> dict:
+    port = free_port()
+    return {"trainer": trainers, "engine": engines, "together": together, "folder": str(folder), "port": port}
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=str)
+def run(request, checkpoints, tmp_path_factory):
+    """What each rank says of each class, and how many of them are an engine's."""
+    trainers, engines, together = request.param
+    cases = {name: (checkpoints(name), options) for name, options in RUNS[request.param].items()}
+    places = sides(tmp_path_factory.mktemp("run"), trainers, engines, together)
+    ranks = trainers if together else trainers + engines
+    return engines, run_on_ranks(ranks, "refit_each", places, cases, module="refit_without_table_on_cpu")
+
+
+def check(results: list[dict], name: str, engines: int) -> None:
+    """Every engine's rank holds what its loader makes of the second checkpoint, and nothing of the first."""
+    assert not any(isinstance(of[name], str) for of in results), results[0][name]
+    held = [of[name] for of in results if of[name] is not None]
+    assert len(held) == engines
+    for now, (before, expected), left in held:
+        assert now.keys() == expected.keys()
+        assert {key for key in expected if now[key] != expected[key]} == set(), name
+        assert sum(before[key] != expected[key] for key in expected) >= 0.5 * len(expected), "other weights"
+        assert not [how for how in left if "tower" in how or "another part" in how], (
+            "the whole model is brought"
+        )
+
+
+def test_every_class_holds_what_its_engines_loader_makes_of_the_saved_model(run):
+    engines, results = run
+    names = [name for name in results[0] if name not in TURNED]
+    assert len(names) > 3
+    for name in names:
+        check(results, name, engines)
+
+
+def test_what_an_engine_turns_as_it_loads_is_refused(run):
+    for of in run[1]:
+        for name in TURNED:
+            assert name not in of or "vLLM's own loader refuses the model's tensors" in of[name], of[name]
+
+
+def test_what_would_be_another_model_is_refused_everywhere(checkpoints, tmp_path):
+    places = sides(tmp_path, 2, 2, True)
+    checkpoint = checkpoints("Gemma2ForCausalLM")[0]
+    for said in run_on_ranks(2, "refusals", places, checkpoint, module="refit_without_table_on_cpu"):
+        assert said.pop("fits") == "no error"
+        for what, sentence in {
+            "a name that the loader skips": "does not take model.layers.1.mlp.down_proj.weight, and would",
+            "a buffer that nobody brings": "of_nobody",
+            "another config": "query_pre_attn_scalar is 7, but the served model's is 256",
+            "a parameter that the class does not have": "parameters that transformers' class of it does not have: "
+            "model.adapter",
+            "stages": "no mapping table covers Gemma2ForCausalLM, and which of its tensors a pipeline stage",
+        }.items():
+            assert sentence in said[what], said[what]
+
+
+if install_sglang_cpu.installed():
+
+    def test_an_sglang_holds_what_its_loader_makes_of_the_saved_model(checkpoints, tmp_path):
+        cases = {name: (checkpoints(name), {"tp": 2}) for name in SGLANG_FILES}
+        results = run_on_ranks(
+            2,
+            "refit_each",
+            sides(tmp_path, 2, 2, True),
+            cases,
+            module="refit_without_table_on_cpu",
+            python=warm.python_of_sglang(),
+            environment=install_sglang_cpu.environment_of_engine(),
+        )
+        for name in cases:
+            check(results, name, 2)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_each_saved_tensor_is_the_box_that_is_said_of_a_parameter(name, tmp_path):
+    """Against what transformers writes; of a model in which no two elements in a row are alike."""
+    model = any_model(config_of(name).to_dict(), name)
+    saved = saved_tensors(name, model.config, name)
+    made = getattr(transformers, name).from_pretrained(make(tmp_path / "made", name))
+    state = made.state_dict()
+    files = {}
+    for path in (tmp_path / "made").glob("*.safetensors"):
+        files |= load_file(path)
+    assert {View.parse(each).tensor for each in saved} == files.keys()
+    for each, (shape, parameter, parameter_shape, box) in saved.items():
+        assert tuple(state[parameter].shape) == parameter_shape
+        part = state[parameter][tuple(map(slice, box.offsets, box.ends))].reshape(shape)
+        view = View.parse(each)
+        whole = files[view.tensor]
+        expected = whole[int(each.partition("[")[2].rstrip("]"))] if view.tensor != each else whole
+        assert torch.equal(part, expected), each
+
+
+def test_what_transformers_computes_as_it_saves_is_refused(monkeypatch):
+    from reshard.models import saved_tensors as module
+
+    def doubled(model, state):
+        return {name: tensor * 2 for name, tensor in revert_weight_conversion(model, state).items()}
+
+    monkeypatch.setattr(module, "revert_weight_conversion", doubled)
+    with pytest.raises(
+        ReshardError, match="transformers computes model.embed_tokens.weight as it saves a Gemma2"
+    ):
+        saved_tensors("Gemma2ForCausalLM", config_of("Gemma2ForCausalLM").to_dict(), "config.json")
+
+
+def test_a_class_that_transformers_does_not_have_is_named():
+    config = {"architectures": ["NeverMadeForCausalLM"], "model_type": "never_made"}
+    with pytest.raises(
+        ReshardError, match="no mapping table covers NeverMadeForCausalLM, and transformers 5"
+    ):
+        any_model(config)
+
+
+def test_fields_that_decide_what_is_computed_are_compared_wherever_they_are():
+    name = "Gemma3ForConditionalGeneration"
+    one, other = config_of(name).to_dict(), config_of(name).to_dict()
+    other["dtype"], other["text_config"]["attention_dropout"] = "float16", 0.5
+    assert differing_fields(any_model(one), any_model(other)) == {}
+    other["text_config"]["rms_norm_eps"] = 0.5
+    assert differing_fields(any_model(one), any_model(other)) == {"text_config.rms_norm_eps": (1e-6, 0.5)}

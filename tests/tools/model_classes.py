@@ -1,0 +1,76 @@
+"""Small models of transformers' classes that no mapping table covers, as published checkpoints of them are."""
+
+from pathlib import Path
+
+import torch
+import transformers
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+SIZES = dict(
+    vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
+)  # fmt: skip
+MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16)
+CLASSES: dict[str, dict] = {
+    "Gemma2ForCausalLM": SIZES | dict(sliding_window=32),
+    "Gemma3ForCausalLM": SIZES | dict(sliding_window=32, layer_types=["sliding_attention", "full_attention"]),
+    "Gemma3ForConditionalGeneration": dict(
+        text_config=SIZES | dict(sliding_window=32, model_type="gemma3_text"),
+        vision_config=dict(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=56,
+            patch_size=14, model_type="siglip_vision_model", vision_use_head=False,
+        ),
+        mm_tokens_per_image=4, image_token_index=400, boi_token_index=401, eoi_token_index=402,
+    ),
+    "Phi3ForCausalLM": SIZES | dict(pad_token_id=0, bos_token_id=1, eos_token_id=2),
+    "PhimoeForCausalLM": SIZES | dict(num_local_experts=4),
+    "Qwen2MoeForCausalLM": SIZES
+    | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64),
+    "Qwen2_5_VLForConditionalGeneration": dict(
+        text_config=SIZES | dict(rope_parameters=MROPE),
+        vision_config=dict(
+            depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64, patch_size=14,
+            fullatt_block_indexes=[1],
+        ),
+        image_token_id=400, video_token_id=401, vision_start_token_id=402, vision_end_token_id=403,
+    ),
+    "SeedOssForCausalLM": SIZES,
+    "GraniteForCausalLM": SIZES | dict(embedding_multiplier=12.0, logits_scaling=8.0),
+    "GraniteMoeForCausalLM": SIZES | dict(num_local_experts=4),
+    "GraniteMoeHybridForCausalLM": SIZES
+    | MAMBA
+    | dict(num_local_experts=4, layer_types=["mamba", "attention"], shared_intermediate_size=64),
+    "FalconH1ForCausalLM": SIZES
+    | MAMBA
+    | dict(mamba_d_ssm=64, mamba_n_heads=4, mamba_n_groups=1),
+    "Glm4ForCausalLM": SIZES | dict(pad_token_id=0),
+    "Starcoder2ForCausalLM": SIZES,
+    "StableLmForCausalLM": SIZES,
+    "SmolLM3ForCausalLM": SIZES | dict(pad_token_id=0),
+    "Cohere2ForCausalLM": SIZES | dict(sliding_window=32),
+    "Olmo2ForCausalLM": SIZES,
+    "Olmo3ForCausalLM": SIZES,
+    "Exaone4ForCausalLM": SIZES,
+    "Llama4ForCausalLM": SIZES | dict(num_local_experts=4, interleave_moe_layer_step=1, intermediate_size_mlp=128),
+}  # fmt: skip
+
+
+def config_of(name: str, **changes):
+    """The config of a small model of a class, with its class named in it."""
+    config = getattr(transformers, name).config_class(**CLASSES[name] | changes)
+    config.architectures = [name]
+    return config
+
+
+def make(directory: Path, name: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **changes) -> Path:
+    """Save a model of a class with random weights, under the names that published checkpoints of it have."""
+    torch.manual_seed(seed)
+    model = getattr(transformers, name)._from_config(config_of(name, **changes), dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05 + (parameter.ndim == 1))
+    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
+    model.save_pretrained(directory)
+    return directory
