@@ -20,7 +20,7 @@ from reshard.megatron.hybrid import (
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.config_fields import ignore_hint, ignored
 from reshard.models.config_reading import MAX_LAYERS
-from reshard.models.family import Family, families
+from reshard.models.family import Family, families, no_table
 from reshard.models.model import Model, has_experts
 from reshard.models.numerics_args import (
     DERIVED,
@@ -45,6 +45,8 @@ ADVICE = "pass --hf-config with the model's config.json"
 def megatron_args(model: Model) -> dict[str, Any]:
     """Return Megatron-LM's arguments for a model, without parallel sizes."""
     family = model.family
+    if not family.has_megatron_names:
+        raise no_table(family.architecture)
     args = dict(family.megatron)
     for row in family.config_rows:
         arg, value = row.argument, model.config[row.field]

@@ -19,6 +19,7 @@ from reshard.megatron.stages import (
     stages_of_sizes,
     stages_of_string,
 )
+from reshard.models.family import no_table
 from reshard.models.model import Model
 
 MAX_SIZE = 1 << 16  # of a parallel axis, and of all pipeline stages together: nobody has as many GPUs
@@ -133,6 +134,8 @@ class MegatronLayout:
 
     def check(self, model: Model) -> None:
         """Raise ReshardError if a size does not divide the model, naming all sizes that would."""
+        if not model.family.has_megatron_names:
+            raise no_table(model.family.architecture)
         if not model.num_experts and (self.ep > 1 or (self.etp or 1) > 1):
             raise ReshardError(
                 f"--ep {self.ep} --etp {self.expert_tp}: a {model.family.name} model without "

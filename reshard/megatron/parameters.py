@@ -1,13 +1,15 @@
 """Megatron's parameters, derived from a table and a model: each whole, made of canonical pieces."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from reshard.core.boxes import Box, whole
 from reshard.core.placement import Part
 from reshard.core.views import tensor_shapes
 from reshard.megatron import hybrid
+from reshard.models.family import no_table
 from reshard.models.model import Block, Model
 from reshard.models.tables import HEADS, Row
 
@@ -51,7 +53,7 @@ class ModelParameters:
     """
 
     shapes: dict[str, tuple[int, ...]]
-    parameters: list[Parameter]
+    parameters: Sequence[Parameter]
     copies: dict[str, str]
     ignored: frozenset[str]
     optional: frozenset[str]
@@ -93,10 +95,13 @@ def expand(
     expansion = _Expansion(model, transformer_impl, padded_vocab, model_class, kept_padding)
     for block in model.blocks():
         expansion.block(block)
+    parameters: Sequence[Parameter] = expansion.parameters
+    if not model.family.has_megatron_names:
+        parameters = _NotKnown(model.family.architecture)
     copies = {name: expansion.primary[megatron] for name, megatron in expansion.copies.items()}
     return ModelParameters(
         expansion.shapes,
-        expansion.parameters,
+        parameters,
         copies,
         frozenset(expansion.ignored),
         frozenset(expansion.optional),
@@ -107,6 +112,22 @@ def expand(
         expansion.packed_codes,
         expansion.packed_otherwise,
     )
+
+
+class _NotKnown(Sequence[Parameter]):
+    """The parameters in Megatron of a model without a mapping table. Whoever looks at them raises ReshardError."""
+
+    def __init__(self, architecture: str) -> None:
+        self.error = no_table(architecture)
+
+    def __iter__(self) -> Iterator[Parameter]:
+        raise self.error
+
+    def __len__(self) -> int:
+        raise self.error
+
+    def __getitem__(self, index: Any) -> Any:
+        raise self.error
 
 
 class _Expansion:

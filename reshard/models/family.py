@@ -162,6 +162,7 @@ class Family:
     packed_otherwise: tuple[tuple[str, str], ...] = ()
     packed_codes: tuple[tuple[str, str], ...] = ()
     experts_apart = True
+    has_megatron_names = True  # False for one that is no table, and knows of Megatron nothing
     wrapped_in = ("", "")
     wrapped_class = ""
     wrapped_names = ("model.", "model.language_model.")
@@ -365,6 +366,11 @@ class Family:
         the model."""
         return pattern_fields(args) if self.layer_letters else {}
 
+    def different_fields(self, a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Return the fields by which two configs make two models, with both values, where no Megatron argument says
+        which fields decide: of a family with Megatron's names `reshard.models.model.different_fields` does."""
+        raise NotImplementedError
+
     def caveats(self, config: dict[str, Any], transformer_impl: str) -> list[str]:
         """Return a sentence for each thing that Megatron computes differently for this family alone."""
         if not self.latent:
@@ -431,6 +437,14 @@ def _is_architecture(family: Family, names: list[str]) -> bool:
     base = "TextModel" if family.name.endswith("_text") else "Model"
     known = {family.architecture.lower(), family.architecture.replace("ForCausalLM", base).lower()}
     return any(name.lower() in known for name in names)  # LLaMAForCausalLM, in the first conversions
+
+
+def no_table(architecture: str) -> ReshardError:
+    """Return the error where a model without a mapping table would have to be Megatron's."""
+    return ReshardError(
+        f"no mapping table covers {architecture}, so where its weights lie in a Megatron model is not known: train it "
+        f"with FSDP2, or add a table ('Add a family' in CONTRIBUTING.md says how)"
+    )
 
 
 def has_table(config: dict) -> bool:

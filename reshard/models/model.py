@@ -337,8 +337,10 @@ def has_experts(kind: str) -> bool:
 def different_fields(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
     """Return the fields by which two configs make two models of the same weights, with both values;
     rotary settings as ``rope_parameters``."""
-    if a.family.name != b.family.name:
+    if (a.family.name, a.family.has_megatron_names) != (b.family.name, b.family.has_megatron_names):
         return {"architectures": (a.family.architecture, b.family.architecture)}
+    if not a.family.has_megatron_names:
+        return a.family.different_fields(a.config, b.config)
     different = {}
     for row in a.family.config_rows:
         values = a.config[row.field], b.config[row.field]

@@ -15,7 +15,7 @@ from reshard.core.errors import ReshardError
 from reshard.core.extras import require
 from reshard.models.config_fields import has_no_effect
 from reshard.models.family import Family, architectures, has_table
-from reshard.models.model import Model, different_fields
+from reshard.models.model import Model
 from reshard.models.numerics_args import same_value
 
 _NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.+)")
@@ -40,6 +40,7 @@ class ClassFamily(Family):
     """The models of one transformers class with one config: a table without Megatron's names, made of the tensors that
     transformers saves (`saved`)."""
 
+    has_megatron_names = False
     symbols: dict[str, str] = {}
     config = ()
     mtp = ()
@@ -76,19 +77,18 @@ class ClassFamily(Family):
         self.layer = tuple(row for rows, word in words.items() for row in _table(dict(rows), word))
         super().__init__()
 
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return {}
+
+    def different_fields(self, a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        from reshard.models.saved_tensors import full_config
+
+        ours, theirs = (full_config(self.architecture, config, "the config") for config in (a, b))
+        return _differing(ours, theirs)
+
     def layer_kinds(self, config: dict[str, Any], where: str) -> tuple[str, ...]:
         return self.kinds
-
-
-def differing_fields(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
-    """Return the fields by which two configs make two models of the same weights, with both values; without a table
-    all fields of transformers' class are compared."""
-    if not isinstance(a.family, ClassFamily) or a.family.architecture != b.family.architecture:
-        return different_fields(a, b)
-    from reshard.models.saved_tensors import full_config
-
-    ours, theirs = (full_config(model.family.architecture, model.config, model.where) for model in (a, b))
-    return _differing(ours, theirs)
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any], inside: str = "") -> dict[str, tuple[Any, Any]]:

@@ -20,9 +20,9 @@ from reshard.core.placement import LocalTensor, Part, as_matrix
 from reshard.core.views import tensor_shapes, view_parts, views_by_tensor
 from reshard.megatron.parameters import expand
 from reshard.models.family import architectures, has_table
-from reshard.models.model import Model
+from reshard.models.model import Model, different_fields
 from reshard.models.published import published
-from reshard.models.without_table import ClassFamily, any_model, differing_fields
+from reshard.models.without_table import ClassFamily, any_model
 from reshard.refit.trainer import Trainer
 from reshard.trainers.fsdp_lora import FsdpAdapter
 from reshard.trainers.fsdp_saved import SavedPieces, check_saved
@@ -59,7 +59,7 @@ class FsdpModel(FsdpShards):
     def check_model(self, model: Model) -> None:
         """Compare transformers' config of this rank's model with `model`."""
         own = any_model(_config_of(self.model), "the trainer's config")
-        for name, (ours, theirs) in differing_fields(own, model).items():
+        for name, (ours, theirs) in different_fields(own, model).items():
             raise ReshardError(
                 f"the trainer's {name} is {ours}, but the served model's is {theirs} ({model.where})"
             )

@@ -9,10 +9,14 @@ import transformers
 from safetensors.torch import load_file
 from transformers.core_model_loading import revert_weight_conversion
 
-from reshard import ReshardError
+from reshard import ReshardError, diff, digest, hf_to_mcore
 from reshard.core.views import View
+from reshard.delta import apply
+from reshard.megatron.arguments import megatron_args
+from reshard.megatron.parameters import expand
+from reshard.models.model import different_fields
 from reshard.models.saved_tensors import saved_tensors
-from reshard.models.without_table import any_model, differing_fields
+from reshard.models.without_table import any_model
 from tests import install_sglang_cpu
 from tests.on_cpu.refit_without_table_on_cpu import SGLANG_FILES
 from tests.starting import warm
@@ -141,6 +145,28 @@ def test_each_saved_tensor_is_the_box_that_is_said_of_a_parameter(name, tmp_path
         assert torch.equal(part, expected), each
 
 
+@pytest.mark.parametrize("name", ["GraniteMoeForCausalLM", "Gemma3ForCausalLM"])
+def test_a_chain_leads_its_checkpoint_to_the_versions_of_the_trainer(name, checkpoints, tmp_path):
+    first, second = checkpoints(name)
+    run_on_ranks(3, "write_chain", {"shard": 3}, [first, second], f"{tmp_path}/chain", module="delta_on_cpu")
+    apply(first, tmp_path / "chain", tmp_path / "out", version=1)
+    assert diff(second, tmp_path / "out").equal and not diff(first, tmp_path / "out").equal
+    assert digest(tmp_path / "out") == digest(second) != digest(first)
+
+
+def test_what_has_to_be_megatrons_is_refused_by_name(checkpoints, tmp_path):
+    directory = checkpoints("GraniteMoeForCausalLM")[0]
+    with pytest.raises(
+        ReshardError, match="no mapping table covers GraniteMoeForCausalLM, so where its weights lie"
+    ):
+        hf_to_mcore(directory, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    model = any_model(config_of("GraniteMoeForCausalLM").to_dict())
+    for look in (lambda: megatron_args(model), lambda: list(expand(model).parameters)):
+        with pytest.raises(ReshardError, match="add a table"):
+            look()
+
+
 def test_what_transformers_computes_as_it_saves_is_refused(monkeypatch):
     from reshard.models import saved_tensors as module
 
@@ -166,6 +192,6 @@ def test_fields_that_decide_what_is_computed_are_compared_wherever_they_are():
     name = "Gemma3ForConditionalGeneration"
     one, other = config_of(name).to_dict(), config_of(name).to_dict()
     other["dtype"], other["text_config"]["attention_dropout"] = "float16", 0.5
-    assert differing_fields(any_model(one), any_model(other)) == {}
+    assert different_fields(any_model(one), any_model(other)) == {}
     other["text_config"]["rms_norm_eps"] = 0.5
-    assert differing_fields(any_model(one), any_model(other)) == {"text_config.rms_norm_eps": (1e-6, 0.5)}
+    assert different_fields(any_model(one), any_model(other)) == {"text_config.rms_norm_eps": (1e-6, 0.5)}

@@ -17,7 +17,7 @@ from reshard.core.views import tensor_of, tensor_shapes
 from reshard.formats import safetensors
 from reshard.formats.small_files import read_json
 from reshard.megatron.parameters import expand
-from reshard.models.model import Model
+from reshard.models.without_table import any_model
 from reshard.quantization import channels, compressed_tensors, fp8_blocks, fp8_scales, modelopt, mxfp4
 from reshard.quantization.scheme import StoredWeight
 from reshard.storage.io.files import OpenFiles
@@ -46,7 +46,7 @@ class HuggingFaceSource(Source):
         check_config(path)
         self.config = read_config(path / "config.json")
         with ignored_as_recorded(path):
-            self.model = Model.from_hf(self.config, str(path / "config.json"))
+            self.model = any_model(self.config, str(path / "config.json"))
         self.notices += self.model.notices
         self.stored = self._as_published(safetensors.read_directory(path, self.notices))
         self.files, self.scratch = OpenFiles(), Scratch()

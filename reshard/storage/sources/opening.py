@@ -6,6 +6,7 @@ from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
 from reshard.formats import torch_dist
 from reshard.models.model import Model
+from reshard.models.without_table import any_model
 from reshard.storage.run.partial import unfinished
 from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
 from reshard.storage.sources.hf_hub import local_directory
@@ -81,11 +82,11 @@ def read_model(path: str | Path) -> Model:
     """Return the model that a config describes: a ``config.json``, a directory of either format, or
     a hub id, of which only the config is fetched. Raises ReshardError if it cannot be read."""
     if Path(path).is_file():
-        return Model.from_hf(read_config(Path(path)), str(path))
+        return any_model(read_config(Path(path)), str(path))
     directory = local_directory(str(path), ["config.json"])
     if (directory / "config.json").is_file():
         with ignored_as_recorded(directory):
-            return Model.from_hf(read_config(directory / "config.json"), str(directory / "config.json"))
+            return any_model(read_config(directory / "config.json"), str(directory / "config.json"))
     source = open_source(directory)
     try:
         return source.model
