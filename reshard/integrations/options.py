@@ -28,19 +28,35 @@ class SyncOptions(ConnectOptions):
     """Options of a weight sync; a user may give those in `NAMES`.
 
     With `verify` digests of both sides are compared after each refit. `timeout` is how many seconds
-    members wait for one another.
+    members wait for one another. With `begin`, for engines on other GPUs, what a step changed travels while both
+    sides work, and the sync only switches (`reshard.integrations.begun`): by NCCL, with `delta`, both of which it
+    brings along.
     """
 
-    NAMES: ClassVar = ("verify", "timeout", "backend", "delta", "keep_mapped", "delta_on_host")
+    NAMES: ClassVar = ("verify", "timeout", "backend", "delta", "keep_mapped", "delta_on_host", "begin")
 
     verify: bool = False
     timeout: float = TIMEOUT
+    begin: bool = False
 
     def checked(self, name: Callable[[str], str] = str) -> "SyncOptions":
         """Return these options; see `ConnectOptions.checked`."""
         check_switch(self.verify, name("verify"))
         check_seconds(self.timeout, name("timeout"))
-        return replace(super().checked(name), timeout=float(self.timeout))
+        check_switch(self.begin, name("begin"))
+        options = replace(super().checked(name), timeout=float(self.timeout))
+        if not options.begin:
+            return options
+        if options.backend not in ("auto", "nccl"):
+            raise ReshardError(
+                f"{name('begin')} goes by nccl, not by {options.backend}: leave one of them out"
+            )
+        return replace(options, backend="nccl", delta=True)
+
+    def check_not_begun(self, where: str, why: str) -> None:
+        """Raise ReshardError with the option's name `where` it was given, if these say `begin`, which cannot be."""
+        if self.begin:
+            raise ReshardError(f"{where}: {why}; leave it out")
 
     def to_config(self) -> dict[str, Any]:
         """Return the options as `of_config` takes them."""
@@ -64,8 +80,8 @@ class SyncOptions(ConnectOptions):
     @staticmethod
     def of_environment(where: str) -> "SyncOptions":
         """Return the options in the environment variables ``RESHARD_VERIFY``, ``RESHARD_TIMEOUT``,
-        ``RESHARD_BACKEND``, ``RESHARD_DELTA``, ``RESHARD_DELTA_ON_HOST`` and ``RESHARD_KEEP_MAPPED``;
-        `where` says where a user sets them.
+        ``RESHARD_BACKEND``, ``RESHARD_DELTA``, ``RESHARD_DELTA_ON_HOST``, ``RESHARD_KEEP_MAPPED`` and
+        ``RESHARD_BEGIN``; `where` says where a user sets them.
 
         Raises ReshardError for others than 0 or 1, seconds and backends, and for a variable that is spelled
         nearly as one of these.
@@ -88,6 +104,7 @@ class SyncOptions(ConnectOptions):
             delta=switch("RESHARD_DELTA"),
             keep_mapped=switch("RESHARD_KEEP_MAPPED"),
             delta_on_host=switch("RESHARD_DELTA_ON_HOST"),
+            begin=switch("RESHARD_BEGIN"),
         ).checked(lambda name: f"RESHARD_{name.upper()} in {where}")
 
 

@@ -4,6 +4,9 @@
 
 slime calls that function in every rank of the actor, before it makes what updates the rollout's weights.
 SGLang's schedulers load reshard's plugin by themselves.
+
+With ``RESHARD_BEGIN=1`` an update begins at the end of a training step, where slime asks for metrics (`pop_metrics`),
+and `update_weights`, which slime calls once it has awaited the rollout, only switches.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,10 +26,19 @@ with importing_beside("slime", "ray", "slime"):
 from reshard.comm.background import in_background
 from reshard.comm.ranks import on_first_rank
 from reshard.core.errors import ReshardError
-from reshard.engines.sglang.calls import NO_PLUGIN, call_and_join, connect_request, refit_request, says_plugin
+from reshard.engines.sglang.calls import (
+    NO_PLUGIN,
+    action_request,
+    call_and_join,
+    connect_request,
+    refit_request,
+    says_plugin,
+    swap_request,
+)
 from reshard.engines.sglang.group import ASKED
+from reshard.engines.workers.actions import BEGIN, ROLL_BACK, SWITCH
+from reshard.integrations.begun import BegunSync
 from reshard.integrations.options import SyncOptions
-from reshard.integrations.sync import WeightSync
 from reshard.trainers.megatron import MegatronModel
 
 ACTOR = "slime.backends.megatron_utils.actor"
@@ -49,6 +61,17 @@ def use_refits(arguments: Any) -> None:
         raise ReshardError(f"this slime's {ACTOR} has no {missing[0]}: tested with slime at 624b824a8")
     for name in REPLACED:
         setattr(actor, name, RefitWeights)
+
+
+def cannot_begin(args: Any) -> str:
+    """Return why an update cannot be begun with these arguments of slime's; empty if it can."""
+    if getattr(args, "colocate", False):
+        return "the rollout is on the actor's GPUs (--colocate)"
+    if getattr(args, "offload_train", False):
+        return "the actor gives its GPU's memory away after each step (--offload-train)"
+    if getattr(args, "update_weights_interval", 1) != 1:
+        return "not every training step is followed by an update (--update-weights-interval)"
+    return ""
 
 
 class BackedUpModel(MegatronModel):
@@ -93,7 +116,22 @@ class RolloutEngine:
 
     def refit(self, version: int | None, verify: bool) -> Future[Any]:
         """Have SGLang take the weights."""
-        request = refit_request(version, verify)
+        return self._update(refit_request(version, verify))
+
+    def begin(self, version: int | None, verify: bool) -> Future[Any]:
+        """Have SGLang take part in a refit that is begun."""
+        request = action_request(BEGIN, version=version, verify=verify)
+        return in_background(partial(_answer, self.actor, "init_weights_update_group", request))
+
+    def switch(self, version: int | None) -> Future[Any]:
+        """Have SGLang, which is paused, serve what was begun."""
+        return self._update(swap_request(SWITCH, version))
+
+    def roll_back(self, version: int | None) -> Future[Any]:
+        """Have SGLang, which is paused, serve again what it did before a switch."""
+        return self._update(swap_request(ROLL_BACK, version))
+
+    def _update(self, request: dict[str, Any]) -> Future[Any]:
         return in_background(partial(self._join, "update_weights_from_distributed", request))
 
     def _join(self, method: str, request: dict[str, Any]) -> Any:
@@ -111,7 +149,10 @@ class RefitWeights:
         self.weight_version = 0
         self.rollout_engines: list[RolloutEngine] = []
         self._source: MegatronModel | None = None
-        self._sync = WeightSync(SyncOptions.of_environment("--train-env-vars"))
+        options = SyncOptions.of_environment("--train-env-vars")
+        if why := cannot_begin(args):
+            options.check_not_begun("RESHARD_BEGIN in --train-env-vars", why)
+        self._sync = BegunSync(options)
 
     def connect_rollout_engines(
         self, rollout_engines: Any, rollout_engine_lock: Any, engine_gpu_counts: Any = None, **_: Any
@@ -129,18 +170,23 @@ class RefitWeights:
         self._sync.close()
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return nothing: a refit has no metrics of slime's."""
+        """Return nothing: a refit has no metrics of slime's. But slime calls this on every rank when a training step
+        has ended, and so the next update is begun here, with ``RESHARD_BEGIN=1``."""
+        if self._sync.options.begin:
+            self._sync.begin(self.rollout_engines, self.weight_version + 1, get_gloo_group())
         return {}
 
     def update_weights(self) -> None:
-        """Pause the engines, refit them and resume them, as slime does.
+        """Pause the engines, have them switch to what was begun, or refit them, and resume them, as slime does.
 
         Raises ReshardError, on all ranks, if it fails; the next update connects again.
         """
         self.weight_version += 1
         # Pausing aborts the requests: none has keys of earlier weights.
         self._ask("pause_generation", "flush_cache")
-        self._sync.run(self.rollout_engines, self.source, self.weight_version, group=get_gloo_group())
+        version, group = self.weight_version, get_gloo_group()
+        if self._sync.switch(self.rollout_engines, version, group) is None:
+            self._sync.run(self.rollout_engines, self.source, version, group=group)
         self._ask("continue_generation")
 
     def source(self) -> MegatronModel:

@@ -13,10 +13,10 @@ from threading import Event
 from typing import Any
 
 from reshard.comm.background import in_background
-from reshard.comm.ranks import error_line
 from reshard.core.errors import OptionError, ReshardError
 from reshard.engines.workers.actions import BEGIN, DROP, ROLL_BACK
 from reshard.integrations.members import finish
+from reshard.integrations.sync import Calls
 
 GO_ON, FINISH, ABORT = REQUESTS = ("go on", "finish", "abort")
 KEEP, RESET = CACHES = ("keep", "reset")
@@ -117,11 +117,7 @@ def _answers(client: Any, seconds: float) -> bool:
 
 def _called(calls: Mapping[str, Callable[[], None]], seconds: float) -> dict[str, str]:
     """Make calls side by side; return why some have failed, or were late, by name."""
-    made = {name: in_background(call) for name, call in calls.items()}
-    wait(made.values(), seconds)
-    late = f"it did not answer within {seconds:g} s"
-    errors = {name: one.exception() if one.done() else ReshardError(late) for name, one in made.items()}
-    return {name: error_line(error) for name, error in errors.items() if error is not None}
+    return Calls({name: in_background(call) for name, call in calls.items()}).errors(seconds)
 
 
 def _info(action: str) -> dict[str, Any]:

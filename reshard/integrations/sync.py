@@ -221,6 +221,14 @@ class Calls:
         if late := [name for name, call in self.calls.items() if not call.done()]:
             raise late_error(late, seconds)
 
+    def errors(self, seconds: float) -> dict[str, str]:
+        """Wait until all calls have ended, for so many seconds at most; return why some have failed, or are late, by
+        name."""
+        wait(self.calls.values(), seconds)
+        late = ReshardError(f"it did not answer within {seconds:g} s")
+        errors = {name: call.exception() if call.done() else late for name, call in self.calls.items()}
+        return {name: error_line(error) for name, error in errors.items() if error is not None}
+
     def _failures(self) -> Iterator[str]:
         for name, call in self.calls.items():
             error = call.exception() if call.done() and not call.cancelled() else None

@@ -122,6 +122,8 @@ def test_options_that_are_none_are_refused(outcome):
         "RESHARD_BACKEND in actor_train.system_envs 'ring' is not one of auto, cuda_ipc, staged, nixl, nccl",
         "RESHARD_DELTA is 'yes': set it to 0 or 1 in actor_train.system_envs",
         "RESHARD_KEEP_MAPPED is 'yes': set it to 0 or 1 in actor_train.system_envs",
+        "RESHARD_BEGIN in actor_train.system_envs: ROLL moves the trainer's weights between step and update; "
+        "leave it out",
         "RESHARD_VERIFI in actor_train.system_envs is not an option: RESHARD_VERIFY is",
         "",
     ]

@@ -69,13 +69,16 @@ def test_the_lines_of_config_put_ours_in_the_place_of_verls(outcome):
         "delta": False,
         "keep_mapped": False,
         "delta_on_host": False,
+        "begin": False,
     }
     assert outcome["wrong options"] == [
         "checkpoint_engine.engine_kwargs.reshard has ['verfy']: it takes verify, timeout, backend, delta, "
-        "keep_mapped, delta_on_host",
+        "keep_mapped, delta_on_host, begin",
         "checkpoint_engine.engine_kwargs.reshard.verify is 1; it is true or false",
         "checkpoint_engine.engine_kwargs.reshard.timeout is 0; it is a number of seconds above 0",
         "checkpoint_engine.engine_kwargs.reshard.backend 'bucket' is not one of auto, cuda_ipc, staged, nixl, nccl",
+        "checkpoint_engine.engine_kwargs.reshard.begin: verl stops the rollouts before it tells the actor of a sync; "
+        "leave it out",
     ]
 
 
@@ -210,6 +213,31 @@ def test_slimes_updater_reads_the_copies_of_an_offloaded_model(sglang):
     assert missing.startswith(
         "slime keeps no copy of decoder.final_layernorm.weight while the model is offloaded"
     )
+
+
+def test_slimes_updater_begins_an_update_at_the_end_of_a_step_and_then_only_switches(sglang):
+    first, second = sglang["loaded"][:2]
+    said = sglang["begun"]
+    *_, version, is_pending = said["first"]
+    assert version == 41 and is_pending
+    assert said["pending"] == [*first, "41"], "the trainer has other weights, and the server serves these"
+    assert said["switch"] == ["", ["switch"]] and said["switched"] == [*second, "42"]
+
+
+def test_where_sglang_does_not_switch_it_says_what_it_serves_and_slimes_next_update_sends_all(sglang):
+    said = sglang["begun"]
+    [raised, asked] = said["refused"]
+    assert said["begun"] and asked == ["switch", "roll back"]
+    assert "the rollout's engine 0 (it refuses) did not switch to version 43: all serve version 42" in raised
+    assert said["stays"] == said["switched"]
+    assert said["again"] == ["", [None]] and said["mended"] == [*sglang["loaded"][0], "44"]
+
+
+def test_slimes_update_is_not_begun_where_it_cannot_be(sglang):
+    where = "RESHARD_BEGIN in --train-env-vars: "
+    reasons = ("(--colocate)", "(--offload-train)", "(--update-weights-interval)")
+    for said, reason in zip(sglang["begun"]["first"], reasons):
+        assert said.startswith(where) and reason in said
 
 
 if "SLIME_CLONE" in os.environ:

@@ -349,6 +349,7 @@ def wrong_options() -> list[str]:
         ("RESHARD_BACKEND", "ring"),
         ("RESHARD_DELTA", "yes"),
         ("RESHARD_KEEP_MAPPED", "yes"),
+        ("RESHARD_BEGIN", "1"),
         ("RESHARD_VERIFI", "1"),
         ("RESHARD_TEST_VERIFIED", "1"),
     ):

@@ -174,6 +174,59 @@ class Actor:
             without_plugin,
         ]
 
+    def begin_by_slime(self, engine, flags: list[str], directories: list[str]) -> list:
+        """Give an engine weights by slime's updater, and begin an update to others at the end of a step."""
+        from slime.backends.megatron_utils import actor
+
+        args = SimpleNamespace(rollout_num_gpus_per_engine=1, colocate=False, update_weights_interval=1)
+        for name in ("RESHARD_DELTA", "RESHARD_DELTA_ON_HOST"):
+            os.environ.pop(name, None)
+        os.environ["RESHARD_BEGIN"] = "1"
+        make = lambda: actor.UpdateWeightFromDistributed(  # noqa: E731
+            args, self.shards.source.models, dict, model_name="qwen3", quantization_config=None
+        )
+        args.colocate = True
+        refused = [caught(make)]
+        args.colocate, args.offload_train = False, True
+        refused.append(caught(make))
+        args.offload_train, args.update_weights_interval = False, 2
+        refused.append(caught(make))
+        args.update_weights_interval = 1
+        self.updater = make()
+        self.updater.weight_version = 40
+        self.updater.connect_rollout_engines([engine], None, engine_gpu_counts=[1], engine_gpu_offsets=[0])
+        self.load(flags, directories[0])
+        self.updater.pop_metrics()
+        self.updater.update_weights()
+        return [*refused, self.updater.weight_version, self.begun(flags, directories[::-1])]
+
+    def begun(self, flags: list[str], directories: list[str]) -> bool:
+        """Take a step, after which slime asks for metrics, and go on training; return whether an update is pending."""
+        self.load(flags, directories[0])
+        self.updater.pop_metrics()
+        pending: bool = self.updater._sync.link.begun.last().wait().is_pending
+        self.load(flags, directories[1])
+        return pending
+
+    def update_begun(self, refused: str = "") -> list:
+        """What slime's update raises; the engine refuses requests of this load format."""
+        from reshard.integrations import slime
+
+        plain, asked = slime._answer, []
+
+        def answer(engine, method, request):
+            if "load_format" in request:
+                asked.append(request["load_format"])
+                if refused and request["load_format"] == refused:
+                    raise RuntimeError("it refuses")
+            return plain(engine, method, request)
+
+        slime._answer = answer
+        try:
+            return [caught(self.updater.update_weights), asked]
+        finally:
+            slime._answer = plain
+
     async def sync(self, steps: int, adapter: str | None = None) -> list:
         """verl's call; what it raises."""
         options = {"global_steps": steps, "peft_config": None, "base_sync_done": True}
@@ -190,6 +243,27 @@ class Actor:
     async def receive(self, address: str) -> list:
         """As verl's worker beside an engine elsewhere does."""
         return await ended(self.adapter.update_weights(invited(address), global_steps=9))
+
+
+def begun_by_slime(actor, engine, flags: list[str], directories: list[str], served, url: str) -> dict:
+    """What the server answers and says while an update is begun, after it, and after one that it refuses."""
+    import ray
+
+    from reshard.comm.http import call_route
+
+    says = lambda: [*served(), call_route(url, "model_info")["weight_version"]]  # noqa: E731
+    said = {"first": ray.get(actor.begin_by_slime.remote(engine, flags, directories)), "pending": says()}
+    ray.get(engine.flush_cache.remote())
+    said["switch"], said["switched"] = ray.get(actor.update_begun.remote()), says()
+    ray.get(engine.flush_cache.remote())
+    said["begun"] = ray.get(actor.begun.remote(flags, directories))
+    said["refused"] = ray.get(actor.update_begun.remote("switch"))
+    ray.get(engine.continue_generation.remote())
+    said["stays"] = says()
+    ray.get(engine.flush_cache.remote())
+    ray.get(actor.load.remote(flags, directories[0]))
+    said["again"], said["mended"] = ray.get(actor.update_begun.remote()), says()
+    return said
 
 
 def main() -> None:
@@ -240,6 +314,7 @@ def main() -> None:
     outcome["slime"] = ray.get(actor.update_by_slime.remote(engine, "decoder.final_layernorm.weight"))
     outcome["served"].append([*served(), ray.get(server.steps.remote())])
     outcome["version of slime"] = call_route(url, "model_info")["weight_version"]
+    outcome["begun"] = begun_by_slime(actor, engine, flags, [mcore for _, mcore in checkpoints], served, url)
     for hf, _ in (*checkpoints, *checkpoints):
         ray.get(engine.flush_cache.remote())  # with traces of requests it would end
         call_route(url, "update_weights_from_disk", {"model_path": hf, "load_format": "safetensors"})

@@ -70,7 +70,7 @@ def main() -> None:
     outcome["adapters"] = adapters(verl, model)
     outcome["options"] = verl.options_of(rollout).to_config()
     outcome["wrong options"] = []
-    for given in ({"verfy": True}, {"verify": 1}, {"timeout": 0}, {"backend": "bucket"}):
+    for given in ({"verfy": True}, {"verify": 1}, {"timeout": 0}, {"backend": "bucket"}, {"begin": True}):
         rollout.checkpoint_engine.engine_kwargs["reshard"] = given
         outcome["wrong options"].append(caught(lambda: verl.options_of(rollout)))
 

@@ -103,8 +103,12 @@ def refit_server(url: str, version: int | None, verify: bool = False, timeout: f
 def act_on_server(url: str, action: str, timeout: float = 120.0, **options: Any) -> None:
     """Have a connected server begin a refit, switch to it, or roll back (`reshard.engines.workers.actions`), while it
     serves. Raises ReshardError with what `SchedulerMethods` raises."""
-    body = connect_request("127.0.0.1:1", 0, 1, action=action, **options)  # nobody meets there
-    post(url, "init_weights_update_group", body, timeout)
+    post(url, "init_weights_update_group", action_request(action, **options), timeout)
+
+
+def action_request(action: str, **options: Any) -> dict[str, Any]:
+    """Return what SGLang's ``init_weights_update_group`` gets for an action; see `act_on_server`."""
+    return connect_request("127.0.0.1:1", 0, 1, action=action, **options)  # nobody meets there
 
 
 def connect_request(address: str, first_rank: int, size: int, **options: Any) -> dict[str, Any]:
@@ -130,6 +134,13 @@ def refit_request(version: int | None, verify: bool) -> dict[str, Any]:
         "weight_version": None if version is None else str(version),
         "load_format": VERIFIED if verify else None,
     }
+
+
+def swap_request(action: str, version: int | None) -> dict[str, Any]:
+    """Return what SGLang's ``update_weights_from_distributed`` gets to switch to a version that was begun, or to roll
+    back to one (`reshard.engines.workers.actions`), once no request runs; SGLang tells it as its
+    ``weight_version``."""
+    return refit_request(version, False) | {"load_format": action}
 
 
 def ask_digest(url: str, options: dict[str, Any], timeout: float) -> None:

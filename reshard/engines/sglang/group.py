@@ -1,7 +1,7 @@
 """The way into a running server by HTTP: SGLang's own routes for weights, with a group that is reshard's.
 
     POST /init_weights_update_group        connect, as ``Scheduler.reshard_connect``
-    POST /update_weights_from_distributed  take the weights, as ``Scheduler.reshard_refit``
+    POST /update_weights_from_distributed  take the weights, as ``Scheduler.reshard_refit``; or switch, or roll back
     POST /destroy_weights_update_group     forget the trainer; for a group `ASKED`, say that the plugin is here
 
 The plugin puts the functions below around SGLang's own, which get what is of other groups. A server without
@@ -68,10 +68,22 @@ def _act(scheduler: Any, action: str, **options: Any) -> None:
     compat.record_version(scheduler, str(acts[action](**options)))
 
 
+def _swap(scheduler: Any, action: str, version: str | None) -> None:
+    """Switch to this version, or roll back to it, between two requests, for a caller by whose route the server tells
+    the version too."""
+    served = (
+        scheduler.reshard_roll_back()
+        if action == ROLL_BACK
+        else scheduler.reshard_switch(None if version is None else int(version))
+    )
+    if version is not None and served != int(version):
+        raise ReshardError(f"this SGLang serves version {served}, and cannot go back to {version}")
+
+
 def refit_group(update: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Take the trainer's weights for a group of ours, or with options as JSON for a load format those of a
-    chain (`reshard.engines.sglang.worker.SchedulerMethods.reshard_apply_deltas`), or only say what it serves. The
-    version is the request's."""
+    chain (`reshard.engines.sglang.worker.SchedulerMethods.reshard_apply_deltas`), or only say what it serves; or
+    switch to what was begun, or roll back, where the load format says so. The version is the request's."""
     if request.group_name != GROUP:
         return follow_update(update, updater, request)
 
@@ -84,6 +96,8 @@ def refit_group(update: Callable[..., Any], updater: Any, request: Any) -> Any:
         elif request.load_format == JOIN_DIGEST:
             updater.scheduler.reshard_join()
             return  # it serves the version that it did before
+        elif request.load_format in (SWITCH, ROLL_BACK):
+            _swap(updater.scheduler, request.load_format, version)
         elif (request.load_format or "").startswith("{"):
             options = _options(request.load_format)
             if options.pop("digest", False):
@@ -108,7 +122,7 @@ async def check_idle(
 
     Deltas, for which no trainer waits, wait for the requests as SGLang's own updates do.
     """
-    is_refit = request.group_name == GROUP and request.load_format in (None, VERIFIED)
+    is_refit = request.group_name == GROUP and request.load_format in (None, VERIFIED, SWITCH, ROLL_BACK)
     if is_refit and not request.abort_all_requests and await compat.is_busy(manager):
         return False, compat.BUSY
     return await update(manager, request, *args, **kwargs)

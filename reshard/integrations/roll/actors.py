@@ -169,7 +169,12 @@ class Refit:
 
 def options() -> SyncOptions:
     """Return the options in ``actor_train.system_envs``; see `SyncOptions.of_environment`."""
-    return SyncOptions.of_environment("actor_train.system_envs")
+    where = "actor_train.system_envs"
+    given = SyncOptions.of_environment(where)
+    given.check_not_begun(
+        f"RESHARD_BEGIN in {where}", "ROLL moves the trainer's weights between step and update"
+    )
+    return given
 
 
 class InferWorker(base_worker.InferWorker):

@@ -113,7 +113,9 @@ def options_of(config: Any) -> SyncOptions:
 def checked_options(given: Mapping[str, Any]) -> SyncOptions:
     """Return the options `given` in that section of the config. Raises ReshardError for wrong ones."""
     where = f"checkpoint_engine.engine_kwargs.{BACKEND}"
-    return SyncOptions.of_config(given, where, lambda name: f"{where}.{name}")
+    options = SyncOptions.of_config(given, where, lambda name: f"{where}.{name}")
+    options.check_not_begun(f"{where}.begin", "verl stops the rollouts before it tells the actor of a sync")
+    return options
 
 
 @CheckpointEngineRegistry.register(BACKEND)
