@@ -6,7 +6,7 @@ only switches.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
@@ -124,19 +124,13 @@ class BegunSync(WeightSync):
         return report, "", ""
 
     def _switch_all(self, engines: Sequence[SwitchedEngine], version: int, before: int | None) -> None:
-        """Have all switch, or go back where one has failed, since how far that had come is not known."""
-        failed = Calls({engine.name: engine.switch(version) for engine in engines}).errors(
-            self.options.timeout
-        )
-        if not failed:
-            return
-        back = Calls({engine.name: engine.roll_back(before) for engine in engines}).errors(
-            self.options.timeout
-        )
-        said = listed([f"{name} ({why})" for name, why in failed.items()], 3)
-        stays = f", but for {listed([*back], 3)}, which did not go back" if back else ""
-        raise ReshardError(
-            f"{said} did not switch to version {version}: all serve version {before} again{stays}"
+        """Have all switch, or none; see `all_or_none`."""
+        all_or_none(
+            lambda: {engine.name: engine.switch(version) for engine in engines},
+            lambda: {engine.name: engine.roll_back(before) for engine in engines},
+            version,
+            before,
+            self.options.timeout,
         )
 
     def _log(self, what: str) -> None:
@@ -147,6 +141,28 @@ class BegunSync(WeightSync):
         """Unmap the engines' memory, and forget them and what was begun."""
         self._started = None
         super().close()
+
+
+def all_or_none(
+    switch: Callable[[], Mapping[str, Future[Any]]],
+    roll_back: Callable[[], Mapping[str, Future[Any]]],
+    version: int,
+    before: int | None,
+    seconds: float,
+) -> None:
+    """Have all engines switch to a version, or none: `switch` and `roll_back` call all of them, and return the calls by
+    their names, which may take so many seconds. Where one has failed all go back to the version `before`, since how far
+    that one had come is not known.
+
+    Raises ReshardError naming those that have failed.
+    """
+    failed = Calls(switch()).errors(seconds)
+    if not failed:
+        return
+    back = Calls(roll_back()).errors(seconds)
+    said = listed([f"{name} ({why})" for name, why in failed.items()], 3)
+    stays = f", but for {listed([*back], 3)}, which did not go back" if back else ""
+    raise ReshardError(f"{said} did not switch to version {version}: all serve version {before} again{stays}")
 
 
 def _first(why: str, group: Any) -> str:

@@ -101,6 +101,30 @@ def test_policy_and_vllm_take_turns_on_their_gpus_as_under_nemo_rl(outcome):
     assert [sync["phases"] for sync in outcome["separate"]["syncs"]] == [[]] * 3, "there NeMo-RL does"
 
 
+def test_a_sync_that_was_begun_after_a_training_step_is_a_switch(outcome):
+    begun, [one, other] = outcome["begun"], outcome["loaded"]
+    assert begun["kind"] == "BegunSynchronizer"
+    first, second, back = begun["first"], begun["second"], begun["back"]
+    assert not first["begun"] and first["serves"] == [one, [[True, 1]] * 2], "the first sync connects"
+    for version, step, before, weights in ((2, second, one, other), (3, back, other, one)):
+        assert step["begun"] and step["error"] == "" and not step["stale"]
+        assert step["meanwhile"] == [before, [[True, version - 1]] * 2], "they go on serving"
+        assert step["serves"] == [weights, [[True, version]] * 2], (
+            "what the step left, not what came after it"
+        )
+
+
+def test_where_an_engine_does_not_switch_all_serve_what_they_did_and_the_next_sync_connects(outcome):
+    begun, [one, other] = outcome["begun"], outcome["loaded"]
+    refused = begun["refused"]
+    assert "it refuses" in refused["error"] and "engine 0" not in refused["error"]
+    assert "did not switch to version 4: all serve version 3 again" in refused["error"]
+    assert refused["stale"] and refused["serves"] == [one, [[True, 3]] * 2]
+    assert begun["mended"]["error"] == "" and begun["mended"]["serves"][0] == other
+    assert not begun["evaluated"], "an evaluation changes no weights"
+    assert begun["again"]["begun"] and begun["again"]["serves"][0] == one
+
+
 def test_a_setup_ends_with_our_synchronizer(outcome):
     assert outcome["setup"]["plain"] == [{"worker_cls": KIND}, "ColocatedSynchronizer", "more", False, 600.0]
     assert outcome["setup"]["options"][3:] == [True, 5.0]
@@ -113,10 +137,18 @@ def test_a_rollout_that_drafts_tokens_is_refitted(outcome):
 
 @pytest.mark.parametrize(("config", "sentence"), [
     ("a wrong option", f"policy.generation.refit_cfg['{BACKEND}'] has ['verfy']: it takes verify, timeout, backend, "
-                       "delta, keep_mapped, delta_on_host, release_after_refit, update_weights_bucket_memory_ratio"),
+                       "delta, keep_mapped, delta_on_host, begin, release_after_refit, "
+                       "update_weights_bucket_memory_ratio"),
     ("a wrong time", f"timeout of policy.generation.refit_cfg['{BACKEND}'] is 0; it is a number of seconds above 0"),
     ("separate", "policy and vLLM do not share GPUs: run NeMo-RL's own script, "
                  f"with policy.generation.refit_transport={BACKEND}"),
+    ("begun on one GPU", f"begin of policy.generation.refit_cfg['{BACKEND}']: policy and vLLM share GPUs; "
+                         "leave it out"),
+    ("begun and released", f"begin of policy.generation.refit_cfg['{BACKEND}']: release_after_refit connects anew at "
+                           "every sync; leave it out"),
+    ("begun by another way", f"begin of policy.generation.refit_cfg['{BACKEND}'] goes by nccl, not by staged"),
+    ("begun by nobody", f"begin of policy.generation.refit_cfg['{BACKEND}'] is true, and NeMo-RL's own script begins "
+                        "no sync: start it with python -m reshard.integrations.nemo_rl"),
     ("another backend", "policy.generation.backend is sglang: reshard refits vllm"),
     ("no Megatron", "reshard refits from Megatron here: set policy.megatron_cfg.enabled=true"),
     ("another worker", f"vllm_kwargs.worker_cls is a.B: make that {KIND}, or unset it"),

@@ -24,6 +24,7 @@ from nemo_rl.models.policy.workers.checkpoint_engine import (
     PolicyCheckpointEngineMixin,
 )
 
+from reshard.integrations.nemo_rl.checkpoint_engine import ReshardCheckpointEngine
 from reshard.integrations.nemo_rl.colocated import BACKEND, ColocatedSynchronizer
 from reshard.integrations.nemo_rl.script import with_refits
 from reshard.integrations.nemo_rl.worker import ReshardWorker
@@ -35,10 +36,30 @@ POLICIES, ENGINES = 2, 2
 EXTENSION = "nemo_rl.models.generation.vllm.vllm_backend.VllmInternalWorkerExtensionWithCheckpointEngine"
 
 
-class Probe(Probed, ReshardWorker):
+class Engines:
+    """Mixed into whoever has a checkpoint engine of NeMo-RL's."""
+
+    def put_engine_aside(self) -> None:
+        """As before NeMo-RL has made one."""
+        self.aside = self.checkpoint_engine
+        del self.checkpoint_engine
+
+    def take_engine_back(self) -> None:
+        self.checkpoint_engine = self.aside
+
+
+class Probe(Probed, Engines, ReshardWorker):
     """Our worker, and what the checks ask of it."""
 
-    dies = False
+    dies = refuses = False
+
+    def refuse_to_switch(self, refuses: bool) -> None:
+        self.refuses = refuses
+
+    def reshard_switch(self, *arguments):
+        if self.refuses:
+            raise RuntimeError("it refuses")
+        return super().reshard_switch(*arguments)
 
     def die_when_asked_to_meet(self) -> None:
         self.dies = True
@@ -75,7 +96,7 @@ class Engine(VllmCheckpointEngineRpcMixin):
         )  # fmt: skip
 
 
-class Policy(MegatronCheckpointEngineSendMixin, PolicyCheckpointEngineMixin):
+class Policy(Engines, MegatronCheckpointEngineSendMixin, PolicyCheckpointEngineMixin):
     """A rank of NeMo-RL's policy: its mixins, with a Megatron for the CPU."""
 
     def __init__(self, rank: int) -> None:
@@ -216,6 +237,7 @@ def main() -> None:
         again = caught(synchronizer.sync_weights)
         synced["after a shutdown"] = [again, ask("digests") == synced["mended"][1]]
         synchronizer.shutdown()
+    outcome["begun"] = begun(policy, generation, ask, train, folders)
     ray.get([one.lose_seat.remote() for one in policies])
     outcome["colocated"]["died"] = died(synchronizer, policies, engines)
     engines[1] = (
@@ -228,6 +250,65 @@ def main() -> None:
     outcome["separate"]["died"] = died(separate, policies, engines)
     ray.shutdown()
     print("SAID " + json.dumps(outcome))
+
+
+def begun(policy, generation, ask, train, folders: list[str]) -> dict:
+    """Syncs that are begun at the end of each training step, of which an engine refuses one."""
+    from nemo_rl.weight_sync.checkpoint_engine_config import checkpoint_engine_refit_config
+    from nemo_rl.weight_sync.checkpoint_engine_weight_synchronizer import CheckpointEngineWeightSynchronizer
+
+    ray.get([one.put_engine_aside.remote() for one in policy.worker_group.workers])
+    ask("put_engine_aside")
+    options = {"timeout": 120, "begin": True}
+    settings = {"megatron_cfg": {"enabled": True}, "generation": generation.cfg | {
+        "backend": "vllm", "refit_cfg": {BACKEND: options}}}  # fmt: skip
+    plain = generation.cfg
+
+    def setup(config):
+        """As NeMo-RL's."""
+        generation.cfg = config.policy["generation"]
+        theirs = CheckpointEngineWeightSynchronizer(
+            policy, generation, checkpoint_engine_refit_config(generation.cfg)
+        )
+        theirs._bucket_size_bytes = 1 << 20
+        theirs.init_communicator()
+        policy.train = lambda folder, loss_fn, eval_mode=False: train(folder)
+        generation.weight_synchronizer = theirs
+        return policy, generation
+
+    with_refits(setup)(SimpleNamespace(policy=settings))
+    synchronizer = generation.weight_synchronizer
+
+    def synced() -> dict:
+        error = caught(synchronizer.sync_weights)
+        return {"error": error, "stale": synchronizer.is_stale, "serves": [ask("digests"), ask("ready")]}
+
+    def step(folder: str, other: str) -> dict:
+        """Train, which ends with other weights, and sync."""
+        policy.train(folder, None)
+        is_begun = synchronizer._begun is not None
+        said = {"begun": is_begun, "meanwhile": [ask("digests"), ask("ready")]}
+        ray.get([one.checkpoint_engine_rpc.remote("settle") for one in policy.worker_group.workers])
+        train(other)
+        return said | synced()
+
+    first, second = folders
+    said = {"kind": type(synchronizer).__name__, "first": step(first, first), "second": step(second, first)}
+    said["back"] = step(first, second)
+    refusing = generation.worker_group.workers[1].checkpoint_engine_rpc
+    ray.get(refusing.remote("refuse_to_switch", (True,)))
+    said["refused"] = step(second, second)
+    ray.get(refusing.remote("refuse_to_switch", (False,)))
+    said["mended"] = synced()
+    policy.train(first, None, eval_mode=True)
+    said["evaluated"] = synchronizer._begun is not None
+    train(second)
+    said["again"] = step(first, second)
+    synchronizer.shutdown()
+    generation.cfg = plain
+    ray.get([one.take_engine_back.remote() for one in policy.worker_group.workers])
+    ask("take_engine_back")
+    return said
 
 
 def died(synchronizer, policies, engines) -> list:
@@ -299,6 +380,10 @@ def setups(policy, generation) -> dict:
         "a wrong option": made(refit_cfg={BACKEND: {"verfy": True}}),
         "a wrong time": made(refit_cfg={BACKEND: {"timeout": 0}}),
         "separate": made(colocated={"enabled": False}),
+        "begun on one GPU": made(refit_cfg={BACKEND: {"begin": True}}),
+        "begun and released": made(refit_cfg={BACKEND: {"begin": True, "release_after_refit": True}}),
+        "begun by another way": made(refit_cfg={BACKEND: {"begin": True, "backend": "staged"}}),
+        "begun by nobody": [caught(lambda: ReshardCheckpointEngine(begin=True)), 0],
         "another backend": made(backend="sglang"),
         "no Megatron": made(megatron_cfg={"enabled": False}),
         "another worker": made(vllm_kwargs={"worker_cls": "a.B"}),

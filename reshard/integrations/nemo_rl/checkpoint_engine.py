@@ -6,7 +6,8 @@ On the same GPUs
 
     python -m reshard.integrations.nemo_rl examples/run_grpo.py --config ...
 
-runs NeMo-RL's script with `colocated.ColocatedSynchronizer` in the place of its synchronizer of weights.
+runs NeMo-RL's script with `colocated.ColocatedSynchronizer` in the place of its synchronizer of weights; on GPUs of
+their own, with ``begin: true``, with `begun.BegunSynchronizer` before it.
 vLLM's workers are `reshard.integrations.nemo_rl.ReshardWorker` in either. What a refit does
 not cover is refused before a byte moves.
 """
@@ -27,9 +28,11 @@ from reshard.core.errors import ReshardError
 from reshard.integrations.nemo_rl.colocated import BACKEND
 from reshard.integrations.options import SyncOptions
 from reshard.integrations.sync import Meeting, WeightSync, ray_address
+from reshard.refit.pending.refits import Begun
 from reshard.trainers.megatron import MegatronModel
 
 # What NeMo-RL itself takes beside our options.
+WHERE = f"policy.generation.refit_cfg[{BACKEND!r}]"
 NEMO_RL_OPTIONS = ("release_after_refit", "update_weights_bucket_memory_ratio")
 
 
@@ -38,16 +41,26 @@ class ReshardCheckpointEngine(CheckpointEngine):
     Made in every rank of the policy and in every worker of vLLM.
 
     The `options` are those of `reshard.integrations.options.SyncOptions`. All members meet at the
-    first sync, and anew after one that failed, or with `release_after_refit`.
+    first sync, and anew after one that failed, or with `release_after_refit`. `is_driven` says that a
+    `begun.BegunSynchronizer` begins syncs.
     """
 
     def __init__(
         self,
         bucket_size: int = 0,
         release_after_refit: bool = False,
+        is_driven: bool = False,
         **options: Any,
     ) -> None:
         self.sync = WeightSync(checked_options(options))
+        if self.sync.options.begin and not is_driven:
+            raise ReshardError(
+                f"begin of {WHERE} is true, and NeMo-RL's own script begins no sync: start it with "
+                "python -m reshard.integrations.nemo_rl"
+            )
+        self.begun: tuple[int | None, Begun] | None = (
+            None  # that is to be switched to, and the version before
+        )
         self.rank, self.size, self.secret = 0, 0, ""
         # A group of all members that lasts as long as they live, by which each hears of another's
         # death: NeMo-RL tells them nothing.
@@ -101,6 +114,30 @@ class ReshardCheckpointEngine(CheckpointEngine):
     def meet(self, address: str, size: int, secret: str) -> None:
         """Connect there at the next sync, as `ColocatedSynchronizer` says."""
         self.next_address, self.size, self.secret, self.connects = address, size, secret, True
+
+    def settle(self) -> None:
+        """Wait, on a rank of the policy, until it is known what has become of what was begun last."""
+        if self.sync.link is not None:
+            self.sync.link.begun.settle()
+
+    def begin(self) -> str:
+        """Begin a refit, on every rank of the policy, whose weights may change when this returns; return why nothing
+        was begun, as far as this rank knows."""
+        link = self.sync.link
+        if link is None:
+            raise ReshardError(f"rank {self.rank} of the policy is not connected")
+        before = link.version
+        begun = link.begin_refit(verify=self.sync.options.verify, called=self._lobby_failure)
+        self.begun = before, begun
+        return begun.why
+
+    def arrived(self) -> dict[str, Any]:
+        """Return, on every rank of the policy, what has become of what was begun: the fields of a `BegunReport`, and
+        the version ``before`` it."""
+        begun, self.begun = self.begun, None
+        if begun is None:
+            raise ReshardError(f"rank {self.rank} of the policy has begun nothing")
+        return begun[1].wait().to_dict() | {"before": begun[0]}
 
     async def send_weights(self, weights: Any) -> None:
         """Refit, on every rank of the policy; connect first if that is new."""
@@ -211,5 +248,7 @@ def not_covered(config: Mapping[str, Any]) -> str:
 def checked_options(given: Mapping[str, Any]) -> SyncOptions:
     """Return the options `given` in ``policy.generation.refit_cfg``. Raises ReshardError for wrong
     ones, and for others."""
-    where = f"policy.generation.refit_cfg[{BACKEND!r}]"
-    return SyncOptions.of_config(given, where, lambda name: f"{name} of {where}", NEMO_RL_OPTIONS)
+    options = SyncOptions.of_config(given, WHERE, lambda name: f"{name} of {WHERE}", NEMO_RL_OPTIONS)
+    if given.get("release_after_refit", False):
+        options.check_not_begun(f"begin of {WHERE}", "release_after_refit connects anew at every sync")
+    return options

@@ -12,16 +12,15 @@ with importing_beside("NeMo-RL", "nemo_rl", "ray"):
 from reshard.comm.group import RefitGroup
 from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError
+from reshard.integrations.nemo_rl.calls import Workers, futures_of, late_ranks
 from reshard.integrations.options import SyncOptions
 from reshard.integrations.sync import ANSWER_SECONDS, WAITS, Calls, late_error
 
 # What every rank of the policy makes, by NeMo-RL's name of it.
 BACKEND = "reshard.integrations.nemo_rl:ReshardCheckpointEngine"
-# The axes of vLLM's workers of which the first of each data parallel group talks to its engine.
-ONE_OF_EACH_ENGINE = ["tensor_parallel", "pipeline_parallel"]
 
 
-class ColocatedSynchronizer(WeightSynchronizer):
+class ColocatedSynchronizer(Workers, WeightSynchronizer):
     """In the place of NeMo-RL's synchronizer for GPUs that policy and vLLM share: its order, with a
     refit in the middle."""
 
@@ -31,7 +30,7 @@ class ColocatedSynchronizer(WeightSynchronizer):
         generation: Any,
         options: SyncOptions,
     ) -> None:
-        self._policy, self._generation, self._options = policy, generation, options
+        super().__init__(policy, generation, options)
         self._stale, self._connects = True, True
         self._address, self._secret = "", ""  # where all have met last, and with which secret
 
@@ -111,46 +110,12 @@ class ColocatedSynchronizer(WeightSynchronizer):
         except ray.exceptions.RayError as error:
             # An engine that has died, or refuses before it has joined, cannot tell the policy,
             # which waits for it.
-            calls = Calls(
-                {f"engine {index} of the rollout": call.future() for index, call in enumerate(engine_calls)}
-            )
+            calls = Calls(futures_of(engine_calls))
             if failure := calls.first_failure(ANSWER_SECONDS):
                 RefitGroup.abort(self._address, failure, secret=self._secret)
                 raise ReshardError(failure) from error
             if isinstance(error, ray.exceptions.GetTimeoutError):
-                late = _late_ranks(policy_calls)
+                late = late_ranks(policy_calls)
                 late += [name for name, call in calls.calls.items() if not call.done()]
                 raise late_error(late, seconds) from error
             raise
-
-    def _get(self, calls: list[Any]) -> list[Any]:
-        """Return what the policy's ranks answer. Raises ReshardError if one does not within the
-        time limit."""
-        try:
-            answers: list[Any] = ray.get(calls, timeout=self._options.timeout)
-            return answers
-        except ray.exceptions.GetTimeoutError as error:
-            raise late_error(_late_ranks(calls), self._options.timeout) from error
-
-    def _on_policy(self, method: str, **arguments: Any) -> list[Any]:
-        return self._policy.worker_group.run_all_workers_single_data(
-            "checkpoint_engine_rpc", checkpoint_method=method, method_kwargs=arguments
-        )
-
-    def _on_engines(self, method: str, arguments: list[tuple]) -> list[Any]:
-        is_async = self._generation.cfg["vllm_cfg"]["async_engine"]
-        return self._generation.worker_group.run_all_workers_multiple_data(
-            "checkpoint_engine_rpc_async" if is_async else "checkpoint_engine_rpc",
-            method_args=arguments,
-            run_rank_0_only_axes=ONE_OF_EACH_ENGINE,
-            common_kwargs={"checkpoint_method": method},
-        )
-
-
-def _late_ranks(calls: list[Any]) -> list[str]:
-    """Return the policy's ranks whose calls have not returned."""
-    return [
-        f"rank {index} of the policy"
-        for index, call in enumerate(calls)
-        if not ray.wait([call], timeout=0)[0]
-    ]

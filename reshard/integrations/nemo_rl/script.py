@@ -1,5 +1,5 @@
-"""NeMo-RL on GPUs that policy and vLLM share, with refits: its script, which runs with another synchronizer of
-weights.
+"""NeMo-RL on GPUs that policy and vLLM share, with refits, or on others, with refits that are begun: its script, which
+runs with another synchronizer of weights.
 
     python -m reshard.integrations.nemo_rl examples/run_grpo.py --config ...
 
@@ -14,7 +14,8 @@ from typing import Any
 
 from reshard.core.errors import ReshardError
 from reshard.integrations.monitoring import monitor
-from reshard.integrations.nemo_rl.checkpoint_engine import checked_options, not_covered
+from reshard.integrations.nemo_rl.begun import BegunSynchronizer, begins_after_training
+from reshard.integrations.nemo_rl.checkpoint_engine import WHERE, checked_options, not_covered
 from reshard.integrations.nemo_rl.colocated import BACKEND, ColocatedSynchronizer
 from reshard.integrations.nemo_rl.monitored import watch
 
@@ -37,7 +38,11 @@ def with_refits(setup: Callable[..., Any]) -> Callable[..., Any]:
             )
         if not (policy_config.get("megatron_cfg") or {}).get("enabled"):
             raise ReshardError("reshard refits from Megatron here: set policy.megatron_cfg.enabled=true")
-        if not generation["colocated"]["enabled"] or generation.get("refit_transport") is not None:
+        given = (generation.get("refit_cfg") or {}).get(BACKEND) or {}
+        is_separate = not generation["colocated"]["enabled"]
+        options = checked_options(given)
+        begins = is_separate and generation.get("refit_transport") == BACKEND and options.begin
+        if not begins and (is_separate or generation.get("refit_transport") is not None):
             raise ReshardError(
                 "policy and vLLM do not share GPUs: run NeMo-RL's own script, with policy.generation."
                 f"refit_transport={BACKEND}"
@@ -45,14 +50,22 @@ def with_refits(setup: Callable[..., Any]) -> Callable[..., Any]:
         why = not_covered(policy_config)
         if why:
             raise ReshardError(f"{why}, which reshard does not refit: run NeMo-RL's own script")
-        options = checked_options((generation.get("refit_cfg") or {}).get(BACKEND) or {})
+        if not is_separate:
+            options.check_not_begun(f"begin of {WHERE}", "policy and vLLM share GPUs")
         engine = generation.setdefault("vllm_kwargs", {})
         if engine.setdefault("worker_cls", WORKER) != WORKER:
             raise ReshardError(
                 f"vllm_kwargs.worker_cls is {engine['worker_cls']}: make that {WORKER}, or unset it"
             )
+        if begins:
+            generation["refit_cfg"][BACKEND] = {**given, "is_driven": True}
         started = setup(master_config, *args, **kwargs)
         policy, rollout = started[:2]
+        if begins:
+            begun = BegunSynchronizer(policy, rollout, options, rollout.weight_synchronizer)
+            rollout.weight_synchronizer = begun
+            policy.train = begins_after_training(policy.train, begun.begin)
+            return started
         rollout.weight_synchronizer = ColocatedSynchronizer(policy, rollout, options)
         rollout.weight_synchronizer.init_communicator()
         return started
