@@ -69,6 +69,8 @@ def cannot_begin(args: Any) -> str:
         return "the rollout is on the actor's GPUs (--colocate)"
     if getattr(args, "offload_train", False):
         return "the actor gives its GPU's memory away after each step (--offload-train)"
+    if getattr(args, "offload_rollout", False):
+        return "the rollout gives the weights away that changes build on (--offload-rollout)"
     if getattr(args, "update_weights_interval", 1) != 1:
         return "not every training step is followed by an update (--update-weights-interval)"
     return ""

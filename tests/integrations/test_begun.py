@@ -1,9 +1,13 @@
 """A sync that is begun when a step ends: what changed travels while both sides work, and the sync only switches. Where
 it cannot be begun all is sent, and where an engine does not switch nobody does."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from reshard.core.errors import ReshardError
+from reshard.engines.sglang import group
+from reshard.engines.workers.actions import ROLL_BACK, SWITCH
 from reshard.integrations.options import SyncOptions
 from tests.refit.test_deltas import same_as
 from tests.refit.test_pending import same
@@ -107,6 +111,14 @@ def test_what_is_sent_whole_is_said_at_once_where_that_is_known(told):
     assert "more than pending_bytes=10" in told["too large"]["why"]
     assert told["one rank is not connected"]["why"] == "engines are to be connected"
     assert told["then too large"]["switched"].is_pending
+
+
+def test_an_sglang_tells_no_version_that_its_schedulers_do_not_hold():
+    scheduler = SimpleNamespace(reshard_switch=lambda version: version, reshard_roll_back=lambda: 5)
+    group._swap(scheduler, SWITCH, "6")
+    group._swap(scheduler, ROLL_BACK, "5")
+    with pytest.raises(ReshardError, match="serves version 5, and cannot go back to 4"):
+        group._swap(scheduler, ROLL_BACK, "4")
 
 
 def test_nothing_is_begun_without_the_option(told):

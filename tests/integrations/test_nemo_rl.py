@@ -2,6 +2,7 @@
 NeMo-RL itself: stand-ins for what ours call of it are in ``tests/standins``, and
 ``NEMO_RL_CLONE=DIRECTORY`` runs all of this with the real one as well, and compares the two."""
 
+import ast
 import json
 import os
 import re
@@ -194,8 +195,29 @@ if CLONE is not None:
         wrong, compared = differing(
             "nemo_rl", CLONE, (f"{kind}.__init__", f"{kind}._policy", f"{kind}._engines")
         )
-        assert not wrong and compared == 29
+        assert not wrong and compared == 30
 
     def test_nemo_rls_scripts_take_setup_from_where_ours_is_put():
         text = (CLONE / "examples" / "run_grpo.py").read_text()
         assert "from nemo_rl.algorithms.grpo import (" in text and "    setup,\n" in text
+
+    def test_nemo_rl_trains_and_syncs_by_the_calls_that_ours_are_put_before():
+        """And counts the version when the sync has returned."""
+        tree = ast.parse((CLONE / "nemo_rl/algorithms/grpo.py").read_text())
+        functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert "synchronizer.sync_weights(" in ast.unparse(functions["refit_policy_generation"])
+        step = ast.unparse(functions["async_grpo_train"])
+        order = [
+            "policy.train(",
+            "prepare_for_refit.remote()",
+            "= refit_policy_generation(",
+            "weight_version += 1",
+        ]
+        places = [step.rindex(order[0])]
+        for call in order[1:]:
+            places.append(step.index(call, places[-1]))
+        assert step.count("policy.train(") == 1
+        between = step[places[0] : places[2]]
+        assert not any(
+            word in between for word in ("prepare_for_training", "get_logprobs", "load_checkpoint")
+        )

@@ -2,6 +2,7 @@
 their own, with this one's torch, megatron-core, vLLM and SGLang. No package index has slime: stand-ins for what ours
 call of it are in ``tests/standins``, and ``SLIME_CLONE=DIRECTORY`` compares them with the real one."""
 
+import ast
 import json
 import os
 from pathlib import Path
@@ -235,7 +236,7 @@ def test_where_sglang_does_not_switch_it_says_what_it_serves_and_slimes_next_upd
 
 def test_slimes_update_is_not_begun_where_it_cannot_be(sglang):
     where = "RESHARD_BEGIN in --train-env-vars: "
-    reasons = ("(--colocate)", "(--offload-train)", "(--update-weights-interval)")
+    reasons = ("(--colocate)", "(--offload-train)", "(--offload-rollout)", "(--update-weights-interval)")
     for said, reason in zip(sglang["begun"]["first"], reasons):
         assert said.startswith(where) and reason in said
 
@@ -245,3 +246,28 @@ if "SLIME_CLONE" in os.environ:
     def test_the_stand_ins_are_called_as_slimes_own_are():
         wrong, compared = differing("slime", Path(os.environ["SLIME_CLONE"]), ("SGLangEngine.__init__",))
         assert not wrong and compared == 18
+
+    def test_slime_asks_for_metrics_once_a_step_after_the_weights_are_new():
+        """That is where an update begins."""
+        clone = Path(os.environ["SLIME_CLONE"]) / "slime/backends/megatron_utils/actor.py"
+        tree = ast.parse(clone.read_text())
+        methods = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        called = {method.name: [ast.unparse(call.func) for call in ast.walk(method) if isinstance(call, ast.Call)]
+                  for method in methods}  # fmt: skip
+        asks = "self.weight_updater.pop_metrics"
+        assert [name for name, calls in called.items() if asks in calls] == ["train_actor"]
+        [method] = [one for one in methods if one.name == "train_actor"]
+        lines = {
+            ast.unparse(call.func): call.lineno for call in ast.walk(method) if isinstance(call, ast.Call)
+        }
+        assert called["train_actor"].count("train") == called["train_actor"].count(asks) == 1
+        assert lines["train"] < lines["self.weights_backuper.backup"] < lines[asks], (
+            "nothing changes them after that"
+        )
+        changing = (
+            "train",
+            "self._switch_model",
+            "self.load_other_checkpoint",
+            "self.weights_backuper.restore",
+        )
+        assert all(lines[asks] > lines[name] for name in changing if name in lines)

@@ -189,7 +189,9 @@ class Actor:
         refused = [caught(make)]
         args.colocate, args.offload_train = False, True
         refused.append(caught(make))
-        args.offload_train, args.update_weights_interval = False, 2
+        args.offload_train, args.offload_rollout = False, True
+        refused.append(caught(make))
+        args.offload_rollout, args.update_weights_interval = False, 2
         refused.append(caught(make))
         args.update_weights_interval = 1
         self.updater = make()
