@@ -1,4 +1,4 @@
-"""Calls in a daemon thread."""
+"""Calls in a thread of their own."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -8,9 +8,9 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def in_background(call: Callable[[], Result]) -> "Future[Result]":
+def in_background(call: Callable[[], Result], outlasts: bool = False) -> "Future[Result]":
     """Return a future of a call. Nobody has to wait for it: unlike an executor's thread, it does
-    not keep Python from ending."""
+    not keep Python from ending, unless it `outlasts` the program."""
     future: Future[Result] = Future()
     future.set_running_or_notify_cancel()  # nobody can take it back, as `asyncio.wait_for` would at its end
 
@@ -20,5 +20,5 @@ def in_background(call: Callable[[], Result]) -> "Future[Result]":
         except BaseException as error:
             future.set_exception(error)
 
-    Thread(target=run, daemon=True).start()
+    Thread(target=run, daemon=not outlasts).start()
     return future

@@ -145,8 +145,7 @@ def _write_changes(
             for watch, rows in zip(watches, (old, new), strict=True):
                 if watch is not None:
                     watch.rows(rows, start, stop)
-            added = writer.compare(name, info, row_box(info, start, stop), old, new)
-            change += added.digest if added is not None else 0
+            change += writer.compare(name, info, row_box(info, start, stop), old, new)
         for watch in filter(None, watches):
             watch.end()
         return whole, change

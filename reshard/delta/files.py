@@ -23,15 +23,6 @@ from reshard.storage.io.streams import TensorInfo
 _COPY_BYTES = 4 << 20
 
 
-class Added(NamedTuple):
-    """A change that was added to a file: rows and columns within its box, the bits of the new values, and by how
-    much it changes the `digest`."""
-
-    positions: tuple[np.ndarray, np.ndarray]
-    values: np.ndarray
-    digest: int
-
-
 class RecordWriter:
     """Writes one file of a delta. Records come in any order, from several threads; their bytes wait in a file
     beside it, since the header, which comes first, lists them all."""
@@ -53,20 +44,18 @@ class RecordWriter:
             self.changed += record.changed
         self.files.write(self.waiting, offset, memoryview(payload))
 
-    def compare(
-        self, name: str, info: TensorInfo, box: Box, old: np.ndarray, new: np.ndarray
-    ) -> Added | None:
-        """Add the record of what changed in a box, given as arrays ``[rows, columns]`` of one dtype; return it,
-        None if nothing did."""
+    def compare(self, name: str, info: TensorInfo, box: Box, old: np.ndarray, new: np.ndarray) -> int:
+        """Add the record of what changed in a box, given as arrays ``[rows, columns]`` of one dtype, if anything did;
+        return by how much that changes the digest."""
         encoded = encode_box(name, box, old, new)
-        if encoded is None:
-            return None
-        record, payload = encoded
+        return 0 if encoded is None else self.add_change(*encoded, info, old)
+
+    def add_change(self, record: Record, payload: np.ndarray, info: TensorInfo, old: np.ndarray) -> int:
+        """Add the record of what changes in a box that is now `old`; return by how much that changes the digest."""
         self.add(record, payload)
         rows, columns, values = decode_box(record, info, payload)
-        positions = rows - record.rows.start, columns - record.rows.column
-        seed = seed_of(name, info)
-        return Added(positions, values, sum_change(seed, old[positions], values, rows, columns))
+        at = rows - record.rows.start, columns - record.rows.column
+        return sum_change(seed_of(record.name, info), old[at], values, rows, columns)
 
     def finish(self, version: int, follows: int) -> File:
         """Write the file, with its records by name, and return what it is."""

@@ -1,10 +1,10 @@
 """Deltas of a live model, Megatron-Core's or one under FSDP2: after each step, what changed is added to a chain."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,12 +17,13 @@ from reshard.delta.chain import Chain, check_tensors, next_version
 from reshard.delta.disk import DeltaReport
 from reshard.delta.files import RecordWriter
 from reshard.delta.manifests import Base, Delta, File, delta_name
-from reshard.delta.records import RECORD_BYTES
+from reshard.delta.records import RECORD_BYTES, encode_box
 from reshard.delta.source import own_tensors
 from reshard.device.live_boxes import LiveBox, Slab, slabs_of
 from reshard.device.staging import numpy_view
 from reshard.device.stored import published
 from reshard.digests.numbers import bits_of, seed_of, start_of, start_total, sum_rows, text_of, total_of
+from reshard.live.begun_save import BegunSave, Kept, Packed
 from reshard.live.collective import check_same_options, keyword_style_errors, open_team, run_on_first
 from reshard.live.inventory import take_inventory
 from reshard.live.local_boxes import LocalBoxes
@@ -37,21 +38,6 @@ from reshard.trainers.fsdp import FsdpModel
 
 if TYPE_CHECKING:
     from reshard.live.local_model import Models
-
-
-class _Kept(NamedTuple):
-    """Rows of a box as they were in the newest version: the bits of the published numbers, on the host."""
-
-    slab: Slab
-    bits: np.ndarray
-
-
-class _Pending(NamedTuple):
-    """Elements of what is kept that get these values once a version is there."""
-
-    kept: _Kept
-    positions: tuple[np.ndarray, np.ndarray]
-    values: np.ndarray
 
 
 class DeltaWriter:
@@ -88,8 +74,9 @@ class DeltaWriter:
         name = None if target is None else target.name
         self.chain = Chain(chain)
         self.digest = ""
-        self.kept: list[_Kept] = []
+        self.kept: list[Kept] = []
         self.is_closed = False
+        self._begun: BegunSave | None = None  # the last
         with keyword_style_errors(), gc_paused(), open_team("deltas") as team:
             described: list[tuple[PublishedModel, LocalBoxes]] = []
 
@@ -114,7 +101,7 @@ class DeltaWriter:
     def _begin(self, team: Team, name: str, directory: Path | None) -> None:
         """Keep the weights as they are, and begin the chain with them, or see that it ends with them. The base is known
         by its name, and by the directory of its weights where these are on this host."""
-        self.kept = [_Kept(slab, bits) for slab, bits in self._numbers()]
+        self.kept = [Kept(slab, bits) for slab, bits in self._numbers()]
         parts = team.together(lambda: sum(self._digest_of(kept) for kept in self.kept))
         self.digest = text_of(total_of([start_total(self.tensors), *parts]))
 
@@ -186,19 +173,64 @@ class DeltaWriter:
 
         Raises ReshardError on every rank, and adds nothing, where one of them fails.
         """
-        with keyword_style_errors(), gc_paused(), open_team("a delta") as team, ExitStack() as stack:
-            check_same_options(team, "deltas", {"version": version})
+        with keyword_style_errors(), gc_paused():
+            add, _ = self._pack(version)
+            return add()
+
+    def begin_save(self, version: int | None = None) -> BegunSave:
+        """Begin what `save` does, and return once what changed is packed in host memory: the weights may change from
+        then on. Files are written, checked and published in the background; `BegunSave.wait` says what has become of
+        them. All ranks call it, while no rank trains.
+
+        The next save, and `close`, wait for that, and raise its error where nobody has waited.
+        """
+        with keyword_style_errors(), gc_paused():
+            add, packed = self._pack(version)
+        self._begun = BegunSave(add, packed)
+        return self._begun
+
+    def _pack(self, version: int | None) -> tuple[Callable[[], DeltaReport], list[Packed]]:
+        """Pack what changed on this rank since the last version; return it with the call, by any thread, that adds it
+        to the chain."""
+        begun, self._begun = self._begun, None
+        with ExitStack() as ends:
+            team = ends.enter_context(open_team("a delta"))
+            team.together(lambda: begun.tell() if begun is not None else None)
+            last = {"version": version, "the digest of the last version": self.digest}
+            check_same_options(team, "deltas", last)
             self._follow(team)
+            packed: list[Packed] = []
+            team.together(lambda: packed.extend(self._changes()))
+            rest = ends.pop_all()
 
-            def start() -> tuple[int, int]:
-                deltas = self.chain.deltas()
-                self._check_newest(deltas)
-                return next_version(deltas, version, self.chain.where)
+        def add() -> DeltaReport:
+            with (
+                keyword_style_errors(),
+                rest,
+            ):  # the team has connections of its own, and uses none of torch's groups
+                return self._add(team, version, packed)
 
+        return add, packed
+
+    def _changes(self) -> Iterator[Packed]:
+        """Yield what changed on this rank since the last version."""
+        for kept, (slab, new) in zip(self.kept, self._numbers(), strict=True):
+            encoded = encode_box(slab.live_box.name, _box_of(slab), kept.bits, new)
+            if encoded is not None:
+                yield Packed(kept, *encoded)
+
+    def _add(self, team: Team, version: int | None, packed: list[Packed]) -> DeltaReport:
+        """Add what the ranks have packed to the chain."""
+
+        def start() -> tuple[int, int]:
+            deltas = self.chain.deltas()
+            self._check_newest(deltas)
+            return next_version(deltas, version, self.chain.where)
+
+        with ExitStack() as stack:
             number, follows = run_on_first(team, start)
             scratch = self._scratch(team, stack)
-            pending: list[_Pending] = []
-            written = team.together(lambda: self._write(team, scratch, number, follows, pending))
+            written = team.together(lambda: self._write(team, scratch, number, follows, packed))
             run_on_first(team, lambda: self.chain.check_end(follows))
             own, _, _ = written[team.process]
             after = text_of(int(self.digest, 16) + total_of(change for _, _, change in written))
@@ -207,10 +239,15 @@ class DeltaWriter:
             with self.chain.adding(delta) if team.process == 0 else nullcontext():
                 team.together(lambda: self.chain.store.put(scratch / own[0], own[0]) if own else None)
                 run_on_first(team, lambda: self.chain.append(delta, scratch))
-            self.digest = after
-            for kept, positions, values in pending:
-                kept.bits[positions] = values
+            self._keep(packed, after)
             return DeltaReport.of(self.chain, delta)
+
+    def _keep(self, packed: list[Packed], digest: str) -> None:
+        """Keep the weights of a version that is there now. A rank that fails here has another digest than the others,
+        with which it adds nothing more."""
+        for one in packed:
+            one.keep()
+        self.digest = digest
 
     def _follow(self, team: Team) -> None:
         """Let the trainer finish what it has put off, and find the boxes that this rank writes where they lie."""
@@ -237,23 +274,21 @@ class DeltaWriter:
         return entered[0]
 
     def _write(
-        self, team: Team, scratch: Path, number: int, follows: int, pending: list[_Pending]
+        self, team: Team, scratch: Path, number: int, follows: int, packed: list[Packed]
     ) -> tuple[list[Any] | None, int, int]:
         """Write this rank's file into `scratch`; return what it is, how many elements changed, and by how
         much the digest."""
+        if not packed:
+            return None, 0, 0
         rank = f"-rank-{team.process:05d}" if team.size > 1 else ""
-        writer, change = RecordWriter(scratch, f"{delta_name(number)}{rank}.safetensors"), 0
+        writer = RecordWriter(scratch, f"{delta_name(number)}{rank}.safetensors")
         try:
-            for kept, (slab, new) in zip(self.kept, self._numbers(), strict=True):
-                name = slab.live_box.name
-                added = writer.compare(name, self.tensors[name], _box_of(slab), kept.bits, new)
-                if added is not None:
-                    change += added.digest
-                    pending.append(_Pending(kept, added.positions, added.values))
-            if not writer.places:
-                return None, 0, 0
+            change = total_of(
+                writer.add_change(record, payload, self.tensors[record.name], kept.bits)
+                for kept, record, payload in packed
+            )
             file = writer.finish(number, follows)
-            return [file.name, file.bytes, file.xxh3_128], writer.changed, total_of([change])
+            return [file.name, file.bytes, file.xxh3_128], writer.changed, change
         finally:
             writer.close()
 
@@ -263,14 +298,22 @@ class DeltaWriter:
             for slab in slabs_of(box, box.dtype.size, RECORD_BYTES):
                 yield slab, _published_bits(slab, box)
 
-    def _digest_of(self, kept: _Kept) -> int:
+    def _digest_of(self, kept: Kept) -> int:
         name, rows = kept.slab.live_box.name, kept.slab.rows
         return sum_rows(seed_of(name, self.tensors[name]), kept.bits, rows.start, rows.column)
 
     def close(self) -> None:
-        """Free what is kept. No version can be saved afterward."""
-        self.is_closed, self.kept = True, []
-        self.chain.close()
+        """Free what is kept, once a save that was begun has ended. No version can be saved afterward.
+
+        Raises ReshardError if that save has failed, and nobody has waited for it.
+        """
+        begun, self._begun = self._begun, None
+        try:
+            if begun is not None:
+                begun.tell()
+        finally:
+            self.is_closed, self.kept = True, []
+            self.chain.close()
 
 
 def _base_of(

@@ -113,3 +113,53 @@ def test_an_engine_follows_a_live_trainer_through_a_chain(variant, parallel, ran
     assert written.equal or all(
         each.values_equal for each in written.differences
     )  # router biases, which stay in fp32
+
+
+def check_versions(base: str, chain: Path, expected: dict[int, str], others: list[str], to: Path) -> None:
+    """The versions of a chain are these checkpoints, and none is another one."""
+    for version, checkpoint in expected.items():
+        apply(base, chain, to / f"of {version}", version=version)
+        for other in others:
+            assert diff(other, to / f"of {version}").equal == (other == checkpoint), (
+                f"version {version}: {other}"
+            )
+
+
+@pytest.mark.parametrize("parallel", [None, f"{TP} 2"], ids=["fsdp", "megatron"])
+def test_a_trainer_goes_on_while_its_versions_are_saved(parallel, tmp_path):
+    steps = steps_of("llama-rope-tied", tmp_path)
+    chain, flags = tmp_path / "chain", None if parallel is None else flags_at(Path(steps[0][1]), parallel)
+    for outcome in run_on_ranks(2, "save_behind", steps, flags, str(chain), module="delta_on_cpu"):
+        assert outcome["ranks"] == 2 and not outcome["early"] and outcome["files"] == ["base.json"]
+        assert outcome["report"]["version"] == 10 and outcome["again"]
+        assert outcome["first is there"] and outcome["at once"] == [20, 21]
+        for key in ("full", "not waited for"):
+            assert "the disk is full: " in outcome[key] and "resume" not in outcome[key], outcome[key]
+        assert "was begun, and failed" in outcome["not waited for"]
+        assert outcome["after full"] and outcome["after that"], "a version that fails leaves nothing"
+        assert outcome["lower"].endswith("has version 21, so the next cannot be 20: give a higher one")
+        assert outcome["then"] == 30
+        assert outcome["closed"] == (40, "this DeltaWriter is closed: make another one")
+    expected = {10: 1, 20: 2, 21: 3, 30: 2, 40: 1}
+    held = [hf for hf, _ in steps]
+    check_versions(held[0], chain, {v: held[step] for v, step in expected.items()}, held, tmp_path)
+
+
+def test_a_version_whose_rank_dies_meanwhile_is_in_no_chain(tmp_path):
+    steps = steps_of("llama-rope-tied", tmp_path, 2)
+    arguments = steps, str(tmp_path / "chain")
+    first, died = run_on_ranks(2, "save_behind_and_die", *arguments, module="delta_on_cpu", may_die=True)
+    said, files = first
+    assert died is None and "process 1 of 2 was ended" in said and files == ["base.json"]
+
+
+def test_a_rank_that_has_lost_what_a_version_holds_adds_no_other(tmp_path):
+    steps = steps_of("llama-rope-tied", tmp_path, 3)
+    chain = tmp_path / "chain"
+    first, second = run_on_ranks(2, "save_unheard", steps, str(chain), module="delta_on_cpu")
+    assert first[0] == "no error" and second[0] == "no memory", "the version is there"
+    for said in (first, second):
+        assert "no memory" not in said[1] and "no error" not in said[1:]
+        assert "the digest of the last version" in said[2]
+    held = [hf for hf, _ in steps]
+    check_versions(held[0], chain, {1: held[1], 2: held[2]}, held, tmp_path)

@@ -1,12 +1,18 @@
 """Deltas of live Megatron models, written by all ranks, into vLLM's real model classes on the same ranks."""
 
+import errno
+import os
 import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from reshard.delta import Chain, apply_deltas
+from reshard.core.errors import ReshardError
+from reshard.delta import Chain, apply_deltas, stores
 from reshard.engines.vllm.live import VllmModel
 from reshard.engines.workers.delta_methods import DeltaMethods
 from reshard.engines.workers.deltas import EngineDeltas
@@ -80,16 +86,16 @@ def calls_that_lead_nowhere(workers: Workers, chain: str) -> tuple[str, str, int
 def overtake(rank: int, writer: DeltaWriter, folder: Path) -> tuple[str, bool]:
     """Save while another process adds a version to a chain that cannot be locked; what is said, and whether all
     of its files are as that one left them."""
-    before, numbers = contents(folder), writer._numbers
+    before, write = contents(folder), writer._write
 
-    def meanwhile():
+    def meanwhile(*arguments):
         if not rank:
             (folder / "delta-000035.json").touch()
-        return numbers()
+        return write(*arguments)
 
-    writer._numbers = meanwhile
+    writer._write = meanwhile
     said = caught(lambda: writer.save(40))
-    writer._numbers = numbers
+    writer._write = write
     dist.barrier()
     if not rank:
         (folder / "delta-000035.json").unlink()
@@ -116,6 +122,127 @@ def write_chain(
         densities.append(writer.save().density)
     assert writer.kept_bytes * dist.get_world_size() < 1.1 * 2 * sum(p.numel() for p in model.parameters())
     return wrong, densities
+
+
+def model_of(steps: list[tuple[str, str]], flags: list[str] | None) -> tuple:
+    """A model that holds the first of some checkpoints, under FSDP2 or, with flags, Megatron's; and a function that
+    loads another of them into the same memory."""
+    if flags is not None:
+        chunks, load = trainer(flags, steps[0][1])
+        return chunks, lambda step: load(steps[step][1])
+    mesh = {"shard": dist.get_world_size()}
+    model = sharded(steps[0][0], mesh)
+    return FsdpModel(model), lambda step: copy_shards(sharded(steps[step][0], mesh), model)
+
+
+@contextmanager
+def publishing(act: Callable[[str], None]) -> Iterator[None]:
+    """Have this rank act, by its name, before each file that gets its name in a chain."""
+    plain = stores.LocalStore.put
+
+    def put(store: stores.LocalStore, path: Path, name: str) -> None:
+        act(name)
+        plain(store, path, name)
+
+    stores.LocalStore.put = put  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        stores.LocalStore.put = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def full_disk(is_full: bool) -> Iterator[None]:
+    """Have this rank's disk say that it is full when a file of a chain is to be on it."""
+    plain = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if is_full and threading.current_thread() is not threading.main_thread():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        plain(descriptor)
+
+    os.fsync = fsync
+    try:
+        yield
+    finally:
+        os.fsync = plain
+
+
+def save_behind(rank: int, steps: list[tuple[str, str]], flags: list[str] | None, chain: str) -> dict:
+    """Save versions while the trainer goes on: one whose weights are others before its first file is there, two at
+    once, and some that fail on the last rank alone; what is said, and what the chain holds then."""
+    model, load = model_of(steps, flags)
+    writer, folder, last = DeltaWriter(model, steps[0][0], chain), Path(chain), dist.get_world_size() - 1
+    go_on = threading.Event()
+    load(1)
+    with publishing(lambda _: go_on.wait()):
+        begun = writer.begin_save(10)
+        load(2)
+        ranks = torch.ones(1)
+        dist.all_reduce(ranks)  # the trainer's own, while the version waits to be written
+        outcome = {"ranks": int(ranks), "early": begun.is_done, "files": sorted(contents(folder))}
+        go_on.set()
+        outcome["report"] = begun.wait().to_dict()
+    outcome["again"] = begun.wait().to_dict() == outcome["report"] and begun.is_done
+    first, second = writer.begin_save(20), None
+    load(3)
+    second = writer.begin_save()
+    load(0)
+    outcome["first is there"] = first.is_done
+    outcome["at once"] = [one.wait().version for one in (first, second)]
+    before = contents(folder)
+    with full_disk(rank == last):
+        begun = writer.begin_save(30)
+        load(2)
+        outcome["full"] = caught(begun.wait)
+        outcome["after full"] = contents(folder) == before
+        begun = writer.begin_save(30)
+        if not rank:
+            caught(begun.wait)
+        outcome["not waited for"] = caught(lambda: writer.save(30))
+    outcome["after that"] = contents(folder) == before
+    outcome["lower"] = caught(writer.begin_save(20).wait)
+    outcome["then"] = writer.save(30).version
+    load(1)
+    unheard = writer.begin_save(40)
+    writer.close()
+    outcome["closed"] = unheard.is_done and unheard.wait().version, caught(writer.begin_save)
+    return outcome
+
+
+def save_behind_and_die(rank: int, steps: list[tuple[str, str]], chain: str) -> tuple[str, str] | None:
+    """Save a version whose last rank dies before its file is there; what the first says of it, and what is there."""
+    model, load = model_of(steps, None)
+    writer = DeltaWriter(model, steps[0][0], chain)
+    load(1)
+
+    def die(_: str) -> None:
+        if rank:
+            os._exit(0)
+
+    dist.barrier = lambda *_: None  # one is gone
+    with publishing(die):
+        begun = writer.begin_save()
+        return caught(begun.wait), sorted(contents(Path(chain)))
+
+
+def save_unheard(rank: int, steps: list[tuple[str, str]], chain: str) -> list[str]:
+    """Save a version of which the last rank cannot keep what it has written, though it is there; what all say of that,
+    and of the next one."""
+    model, load = model_of(steps, None)
+    writer = DeltaWriter(model, steps[0][0], chain)
+    load(1)
+    begun, said = writer.begin_save(), []
+    begun.settle()
+    load(2)
+
+    def fail(*_: object) -> None:
+        raise ReshardError("no memory")
+
+    plain, writer._keep = writer._keep, fail if rank else writer._keep
+    said.append(caught(writer.begin_save().wait))
+    writer._keep = plain
+    return [*said, caught(writer.save), caught(writer.save)]
 
 
 def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: dict, chain: str):
