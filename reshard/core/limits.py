@@ -11,6 +11,7 @@ MAX_ITERATION = 10**15
 # Of a trainer or an engine, in a plan: every rank is looked at.
 MAX_RANKS = 1 << 17
 MOST_BUCKET_BYTES = 1 << 40
+PENDING_BYTES = 2 << 30  # by default, of changes beside the weights of an engine
 
 
 def check_number(value: Any, name: str, most: int, least: int = 1) -> None:

@@ -12,11 +12,11 @@ import torch
 from reshard.comm.client import TransactionFailedError
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, first_line
+from reshard.core.limits import PENDING_BYTES
 from reshard.refit.agreement import Agreement, names_of
 from reshard.refit.changes.choice import RefitChain
 from reshard.refit.copying.addresses import UNSTAGED
 from reshard.refit.copying.copies import wait_for_all_streams, wait_for_device, wait_for_partners
-from reshard.refit.options import PENDING_BYTES
 from reshard.refit.pending.refits import Begun, PendingRefits
 from reshard.refit.protocol.memory import exchange_unmapped
 from reshard.refit.receiver import Receiver

@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from reshard.core.errors import OptionError
-from reshard.core.limits import MOST_BUCKET_BYTES, check_number, check_switch
+from reshard.core.limits import MOST_BUCKET_BYTES, PENDING_BYTES, check_number, check_switch
 from reshard.refit.protocol.encoding import is_word
 from reshard.refit.relays import AUTO, check_relays
 from reshard.refit.routes import check_backend
 
 BUCKET_BYTES = 512 << 20
-PENDING_BYTES = 2 << 30
 Options = TypeVar("Options", bound="ConnectOptions")
 
 

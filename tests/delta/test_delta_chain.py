@@ -22,7 +22,7 @@ from reshard.cli.places import check_command
 from reshard.comm.group import RefitGroup
 from reshard.comm.hosts import free_address
 from reshard.core.dtypes import DTYPES
-from reshard.delta import Chain, apply, apply_deltas, apply_deltas_async, save, show
+from reshard.delta import Chain, apply, apply_deltas, apply_deltas_async, roll_back, save, show
 from reshard.delta.manifests import _checksum
 from reshard.delta.serving import apply_deltas_in_group
 from reshard.digests import numbers
@@ -454,6 +454,41 @@ def test_no_engine_serves_half_a_delta_or_goes_back(trained, chain, caplog):
     ):
         apply_deltas(newer, chain, version=3)
     assert newer.calls == ["reshard_delta_workers", "reshard_delta_digests"]
+
+
+NO_WAY = {"error": "this vLLM keeps no version to go back to", "untouched": True}
+
+
+@pytest.mark.parametrize(
+    ("can", "done", "said", "calls"),
+    [
+        ([0, 0], [None, None], "", ["reset_prefix_cache", "roll_back", "reset_prefix_cache"]),
+        ([4, NO_WAY], [], "keeps no version to go back to", []),
+        ([4, 3], [], r"would go back to different versions \(3, 4\)", []),
+        ([4], [], "1 of the engine's 2 workers have answered", []),
+        ([4, 4], [NO_WAY, NO_WAY], "keeps no version", ["reset_prefix_cache", "roll_back"]),
+        ([4, 4], [None, NO_WAY], "keeps no version", ["reset_prefix_cache", "roll_back", "invalidate"]),
+        ([4, 4], [None], "1 of the engine's 2", ["reset_prefix_cache", "roll_back", "invalidate"]),
+    ],
+)
+def test_all_workers_go_back_or_none_serves_what_others_do_not(can, done, said, calls):
+    engine = TwoWorkers()
+    engine.answers |= {"reshard_delta_check_roll_back": can, "reshard_delta_roll_back": done}
+    if said:
+        with pytest.raises(ReshardError, match=said):
+            roll_back(engine)
+    else:
+        assert roll_back(engine) == 0
+    plain = [call.removeprefix("reshard_delta_") for call in engine.calls]
+    assert plain == ["workers", "check_roll_back", *calls]
+
+
+def test_an_engine_with_requests_under_way_does_not_go_back():
+    engine = TwoWorkers()
+    engine.answers["reshard_delta_check_roll_back"], engine.empties = [4, 4], False
+    with pytest.raises(ReshardError, match="this LLM has requests under way"):
+        roll_back(engine, 4)
+    assert "reshard_delta_roll_back" not in engine.calls
 
 
 @pytest.mark.parametrize("call", ["digests", "prepare", "write"])

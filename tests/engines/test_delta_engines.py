@@ -44,7 +44,7 @@ def test_two_engines_of_one_model_follow_a_chain_under_load_and_say_what_others_
         assert second == pytest.approx(anew_there, abs=1e-4) and first == pytest.approx(second, abs=1e-4)
         return first[0]
 
-    said = [said_alike(outcome[key]) for key in ("base", "under load", "resumed", "after both")]
+    said = [said_alike(outcome[key]) for key in ("base", "under load", "resumed", "after both", "gone back")]
     assert all(abs(one - next_one) > 1e-2 for one, next_one in pairwise(said)), "the control"
     assert outcome["first"] == "reached 1" and outcome["was running"] == [True, True]
     assert outcome["counts"] == [180, 180] and not outcome["paused"], "requests went on"
@@ -53,10 +53,13 @@ def test_two_engines_of_one_model_follow_a_chain_under_load_and_say_what_others_
     assert outcome["while paused"] == ["reached 2", True], "it stays paused"
     assert outcome["at once"] == ["reached 3", "reached 4"] and outcome["version"] == [4]
     applied = [line for line in outcome["lines"] if line.startswith("reshard: the engine serves version ")]
-    assert [line.split()[5] for line in applied] == ["1", "2", "3", "4", "4", "4"], (
+    assert outcome["back"] == ["reached 3", [3]] and outcome["forward"][0] == "reached 4"
+    assert said_alike(outcome["forward"][1]) == pytest.approx(said[3], abs=1e-4)
+    assert "since it went back already" in outcome["back twice"][0] and not outcome["back twice"][1]
+    assert [line.split()[5] for line in applied] == ["1", "2", "3", "4", "3", "4", "4", "4"], (
         "a line for each call that succeeded"
     )
-    assert sum("failed after" in line for line in outcome["lines"]) == 4, "and for each that did not"
+    assert sum("failed after" in line for line in outcome["lines"]) == 5, "and for each that did not"
     assert outcome["version then"] == [None]
     assert outcome["digest"] == expected(steps[4])[0] != outcome["digest then"], "of both engines"
     assert "are awaited: await reshard.engines.digest.digest_of_engine_async" in outcome["not awaited"]

@@ -268,7 +268,8 @@ def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_pa
     engine, trainer = outcome["failed"]
     assert "the trainer's digests are gone" in engine and "the trainer's digests are gone" in trainer
     assert outcome["version then"] == [None] and outcome["waited"] and outcome["version at last"] == [4]
-    assert outcome["deltas"] == [[6, 7], outcome["first"][1], [7]], "equal to the last bit"
+    assert outcome["deltas"] == [[6, 7, 6, 7], outcome["first"][1], [7]], "equal to the last bit"
+    assert outcome["deltas back"], "to the last bit, and forward again"
 
     dummy, half = (
         "dummy weights (load_format='dummy')",

@@ -238,11 +238,15 @@ def test_a_server_with_pipeline_stages_is_refitted_by_its_own_routes(served):
     _, engine = served
     [of_one, of_two] = engine["deltas"]
     assert of_one == (1, engine["loaded"][1], "1") and of_two == (2, engine["loaded"][0], "2")
+    one, two = (each[1] for each in engine["deltas"])
+    *back, twice, reached, again = engine["back"]
+    assert back == [1, one, "1"] and (reached, again) == (2, two), "bit for bit, and forward again"
+    assert "400" in twice and "since it went back already" in twice
     assert engine["at once"] == ["no error"] * 10, "a request that has been answered is in nobody's way"
     assert "chain-not is not a chain of deltas" in engine["no chain"]
     answers, version = engine["by http"]
     assert answers == engine["loaded"][1] != engine["loaded"][0] and version == "5"
-    assert engine["versions"] == [{"default"}, {"1"}, {"2"}, {"5"}, {"7"}, {"7"}], "what each answer says"
+    assert engine["versions"] == [{"default"}, *({v} for v in "12125"), {"7"}, {"7"}], "what each answer says"
     assert "this engine is not connected: call reshard_connect first" in engine["no group"]
     assert "no call of this SGLang waits to be joined" in engine["nothing to join"]
     assert "400" in engine["options"] and "bucket_bytes" in engine["options"]
@@ -272,8 +276,12 @@ def test_an_sglang_server_refuses_a_refit_while_requests_run(served):
 
 def test_a_running_sglang_follows_a_chain_until_something_else_writes_into_it(served):
     _, engine = served
-    version, answers, written_by_others = engine["deltas of an engine"]
-    assert (version, answers) == (2, engine["served"][0])
+    version, answers, back, again, at_the_end, lost, written_by_others = engine["deltas of an engine"]
+    assert (version, answers) == (again, at_the_end) == (2, engine["served"][0])
+    another, reached, gone_back = back
+    assert "this SGLang goes back to version 1, and not to version 0" in another
+    assert (reached, gone_back) == (1, engine["served"][1])
+    assert "since others have written, moved or discarded weights since" in lost
     assert "neither the base of" in written_by_others and "load the base into it first" in written_by_others
 
 
@@ -303,8 +311,8 @@ def test_sglangs_log_of_calls_does_not_show_their_secrets(served):
     _, engine = served
     calls = [line for line in engine["log"].splitlines() if "handle_rpc_request: reshard_" in line]
     with_secret = [line for line in calls if "'secret'" in line]
-    assert len(calls) > len(with_secret) == 7, (
-        "a connect, three calls with a secret that apply_deltas makes, and three of a digest"
+    assert len(calls) > len(with_secret) == 11, (
+        "a connect, seven calls with a secret that apply_deltas and roll_back make, and three of a digest"
     )
     assert all("'secret': <hidden>" in line for line in with_secret) and SECRET not in engine["log"]
 

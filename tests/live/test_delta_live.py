@@ -73,6 +73,29 @@ def test_a_writer_says_what_keeps_it_from_going_on(checkpoint, tmp_path, monkeyp
         writer.save()
 
 
+def check_back(outcome: dict, expected: dict[int, dict]) -> None:
+    """An engine has gone back from version 30, and says why it does not."""
+    assert outcome["nothing yet"] == (
+        "no deltas were written into this engine, so it keeps no version to go back to"
+    )
+    versions = [20, 30, 20, 0]
+    assert outcome["served"] == [(v, expected[v], v, True) for v in versions] and outcome["emptied"] == 1
+    refusals = {
+        "another": "this vLLM goes back to version 20, and not to version 10",
+        "twice": "this vLLM keeps no version to go back to, since it went back already",
+        "too large": "since what it replaced takes more than pending_bytes=64",
+        "of one rank": "since others have written, moved or discarded weights since",
+        "in place": "others have written into weights of this vLLM in place, so it cannot go back to version 0",
+    }
+    for key, sentence in refusals.items():
+        said, serves_on = outcome[key]
+        assert sentence in said and said.endswith("write that one with reshard delta apply, and load it"), (
+            said
+        )
+        assert serves_on, key
+    assert outcome["half"] == ("a GPU is gone", False)
+
+
 @pytest.mark.parametrize("variant, parallel, ranks, engine", CASES, ids=[case[0] for case in CASES])
 def test_an_engine_follows_a_live_trainer_through_a_chain(variant, parallel, ranks, engine, tmp_path):
     steps = steps_of(variant, tmp_path)
@@ -84,6 +107,7 @@ def test_an_engine_follows_a_live_trainer_through_a_chain(variant, parallel, ran
         for version, emptied in ((20, 1), (30, 2)):
             assert outcome["held"][version] == (outcome["expected"][version], version, emptied, True)
         assert outcome["expected"][20] != outcome["expected"][30], "the control"
+        check_back(outcome["back"], outcome["expected"])
         if variant == "qwen3-moe":
             said, as_it_was = outcome["overtaken"]
             assert "has version 35 since this process read it: one process at a time" in said and as_it_was

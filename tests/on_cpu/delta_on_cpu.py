@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.core.errors import ReshardError
-from reshard.delta import Chain, apply_deltas, stores
+from reshard.delta import Chain, apply_deltas, roll_back, stores
 from reshard.engines.vllm.live import VllmModel
 from reshard.engines.workers.delta_methods import DeltaMethods
 from reshard.engines.workers.deltas import EngineDeltas
@@ -45,6 +45,67 @@ class Workers(DeltaMethods):
 
     def reshard_delta_workers(self) -> list:
         return [dist.get_world_size(), ""]
+
+
+def go_back(rank: int, workers: Workers, chain: str) -> dict:
+    """Have an engine that serves version 30, and came there from 20, go back and forward again, and meet what keeps it
+    from that; what is said, and what it serves then."""
+    side, emptied, served = workers.side, workers.emptied, []
+    first, last = workers.first, {name: tensor.clone() for name, tensor in side.module.state_dict().items()}
+
+    def load(weights: dict[str, torch.Tensor]) -> None:
+        """Load weights behind the engine's back, as trainers do."""
+        side.guard.altered()
+        with torch.no_grad():
+            for name, tensor in side.module.state_dict().items():
+                tensor.copy_(weights[name])
+
+    def serving() -> tuple:
+        return fingerprint(side.module), side.version, side.ready
+
+    def said(version: int | None = None) -> tuple[str, bool]:
+        """What is said of a way back, and whether it serves on as before."""
+        before = serving()
+        return caught(lambda: roll_back(workers, version)), serving() == before
+
+    outcome = {"another": said(10)}
+    served.append((roll_back(workers), *serving()))
+    outcome["emptied"] = workers.emptied - emptied
+    outcome["twice"] = said()
+    served.append((apply_deltas(workers, chain, verify=True), *serving()))
+    served.append((roll_back(workers, 20), *serving()))
+    apply_deltas(workers, chain, pending_bytes=64)
+    outcome["too large"] = said()
+    load(first)
+    apply_deltas(workers, chain)  # three versions at once, which share elements
+    assert "is not a chain" in caught(lambda: apply_deltas(workers, f"{chain}-not"))
+    served.append((roll_back(workers), *serving()))
+    apply_deltas(workers, chain)
+    if rank == 0:
+        side.guard.altered()
+    outcome["of one rank"] = said()
+    load(first)
+    apply_deltas(workers, chain)
+    parameter = next(iter(side.regions.values())).tensor.data
+    parameter += 1
+    outcome["in place"] = said()
+    load(last)
+    assert apply_deltas(workers, chain, 30) == 30 and "keeps no version" in said()[0], "nothing was written"
+    load(first)
+    apply_deltas(workers, chain)
+    plain = side.update_derived
+    if rank == dist.get_world_size() - 1:
+        side.update_derived = fail
+    outcome["half"] = caught(lambda: roll_back(workers)), side.ready
+    side.update_derived = plain
+    load(last)
+    side.guard.refitted(30)
+    workers.emptied = emptied
+    return outcome | {"served": served}
+
+
+def fail() -> None:
+    raise ReshardError("a GPU is gone")
 
 
 def move(rank: int, path: Path, to: Path) -> None:
@@ -253,6 +314,8 @@ def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: di
     module, config = engine_of(steps[0][0], **engine)
     side = VllmModel(module, config)
     workers, reports, held = Workers(side), [], {}
+    workers.first = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    nothing_yet = caught(lambda: roll_back(workers))
     for number, (_, mcore) in enumerate(steps[1:], 1):
         load(mcore)
         reports.append(writer.save(number * 10).to_dict())
@@ -260,6 +323,7 @@ def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: di
             reached = apply_deltas(workers, chain, verify=True)
             held[reached] = fingerprint(module), side.version, workers.emptied, side.ready
     same = apply_deltas(workers, chain)
+    back = go_back(rank, workers, chain) | {"nothing yet": nothing_yet}
     folder = Path(chain.removeprefix("file://"))
     begun_anew = []
     if engine == {"tp": 2}:
@@ -294,8 +358,8 @@ def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: di
     )
     load(steps[1][1])
     writer.save(50)
-    plain, left = EngineDeltas._write, [True]
-    EngineDeltas._write = lambda *of: None if left and left.pop() else plain(*of)
+    plain, left = EngineDeltas._placed, [True]
+    EngineDeltas._placed = lambda *of: [] if left and left.pop() else plain(*of)
     withheld = caught(lambda: apply_deltas(workers, chain, verify=True)), side.ready
     refused = []
     for options in ({"quantization": "fp8_per_channel"}, {"dtype": "float16"}) if engine == {"tp": 2} else ():
@@ -308,6 +372,7 @@ def follow(rank: int, flags: list[str], steps: list[tuple[str, str]], engine: di
         "reports": reports,
         "kept_bytes": writer.kept_bytes,
         "same": same,
+        "back": back,
         "overtaken": overtaken,
         "begun_anew": not begun_anew or begun_anew == [(v - 10, expected[v]) for v in (20, 30)],
         "again": again,

@@ -75,7 +75,7 @@ async def _follow(llm: Any, chain: str, broken: Path) -> dict:
     from vllm import SamplingParams
 
     from reshard import ReshardError
-    from reshard.delta import apply_deltas_async
+    from reshard.delta import apply_deltas_async, roll_back_async
     from reshard.engines.digest import digest_of_engine, digest_of_engine_async
 
     numbers = iter(range(1000))
@@ -146,6 +146,10 @@ async def _follow(llm: Any, chain: str, broken: Path) -> dict:
     both = (apply_deltas_async(llm, chain, version, verify=True) for version in (3, 4))
     outcome["at once"] = await asyncio.gather(*map(said, both))
     outcome["after both"] = await answers()
+    outcome["back"] = [await said(roll_back_async(llm, 3)), await llm.collective_rpc("reshard_version")]
+    outcome["gone back"] = await answers()
+    outcome["back twice"] = [await said(roll_back_async(llm)), await llm.is_paused()]
+    outcome["forward"] = await said(apply_deltas_async(llm, chain, 4)), await answers()
 
     async def digest() -> str:
         return (await digest_of_engine_async(llm)).text

@@ -26,7 +26,7 @@ async def _engine_of_its_own(pairs: list, port: int, other_port: int, chain: str
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from reshard import MegatronLayout, ReshardError, ignored_config_fields
-    from reshard.delta import apply_deltas_async
+    from reshard.delta import apply_deltas_async, roll_back_async
     from reshard.parity.systems.base import ScoringOptions
     from reshard.parity.systems.megatron import Megatron
     from reshard.refit import RefitGroup, connect
@@ -130,7 +130,16 @@ async def _engine_of_its_own(pairs: list, port: int, other_port: int, chain: str
     outcome["version at last"] = await llm.collective_rpc("reshard_version")
 
     # Deltas from a directory: the prompt is one whose prefix is cached.
-    reached = [await apply_deltas_async(llm, chain, version, verify=True) for version in (6, None)]
+    reached, said = [], []
+    for call in (
+        apply_deltas_async(llm, chain, 6, verify=True),
+        apply_deltas_async(llm, chain, verify=True),
+        roll_back_async(llm),
+        apply_deltas_async(llm, chain),
+    ):
+        reached.append(await call)
+        said.append((await request(1, prompt_logprobs=0))[0])
+    outcome["deltas back"] = said[2] == said[0] != said[1] == said[3]
     versions = await llm.collective_rpc("reshard_version")
     outcome["deltas"] = [reached, (await request(1, prompt_logprobs=0))[0], versions]
 

@@ -29,7 +29,7 @@ from reshard.engines.sglang.calls import (
     refit_request,
     refit_server,
 )
-from reshard.engines.sglang.delta_calls import apply_deltas
+from reshard.engines.sglang.delta_calls import apply_deltas, roll_back
 from reshard.integrations import Fleet, SglangClient
 from reshard.parity import parity
 from reshard.refit import RefitGroup, connect
@@ -214,9 +214,13 @@ def drive(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) -> dict
 
 
 def follow(served, chain: str) -> tuple:
-    """What an engine answers at the end of a chain, one of whose versions it holds; and what is said of another call
-    after something else has written a tensor."""
+    """What an engine answers at the end of a chain, one of whose versions it holds, when it has gone back to that, and
+    at the end again; and what is said of other calls after something else has written a tensor."""
     reached = apply_deltas(served, chain), answers(served)
+    settle(served)
+    back = said_by(lambda: roll_back(served, 0)), roll_back(served, 1), answers(served)
+    settle(served)
+    reached = *reached, back, apply_deltas(served, chain), answers(served)
     settle(served)
     has_sessions = hasattr(
         served, "begin_weight_update"
@@ -226,7 +230,7 @@ def follow(served, chain: str) -> tuple:
     served.update_weights_from_tensor([("model.norm.weight", torch.full((64,), 2.0))])
     if has_sessions:
         served.end_weight_update()
-    return *reached, said_by(lambda: apply_deltas(served, chain))
+    return *reached, said_by(lambda: roll_back(served, 1)), said_by(lambda: apply_deltas(served, chain))
 
 
 @contextmanager
@@ -337,6 +341,14 @@ def drive_server(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) 
             )
             for version in (1, None)
         ]
+        results["back"] = (
+            roll_back(url, 1),
+            told(),
+            call_route(url, "model_info")["weight_version"],
+            said_by(lambda: roll_back(url, 1)),
+            apply_deltas(url, chain, verify=True),
+            told(),
+        )
         results["at once"] = [applied_after_an_answer(url, chain) for _ in range(10)]
         results["no chain"] = said_by(lambda: apply_deltas(url, f"{chain}-not"))
         results["no group"] = said_by(lambda: refit_server(url, 5))

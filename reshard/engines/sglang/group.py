@@ -82,8 +82,8 @@ def _swap(scheduler: Any, action: str, version: str | None) -> None:
 
 def refit_group(update: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Take the trainer's weights for a group of ours, or with options as JSON for a load format those of a
-    chain (`reshard.engines.sglang.worker.SchedulerMethods.reshard_apply_deltas`), or only say what it serves; or
-    switch to what was begun, or roll back, where the load format says so. The version is the request's."""
+    chain (`reshard.engines.sglang.worker.SchedulerMethods.reshard_apply_deltas`), go back from these, or only say what
+    it serves; or switch to what was begun, or roll back, where the load format says so. The version is the request's."""
     if request.group_name != GROUP:
         return follow_update(update, updater, request)
 
@@ -104,7 +104,10 @@ def refit_group(update: Callable[..., Any], updater: Any, request: Any) -> Any:
                 updater.scheduler.reshard_digest(**options)
                 _check_done(updater.scheduler)
                 return
-            updater.scheduler.reshard_apply_deltas(version=int(version or 0), **options)
+            is_back = options.pop("action", None) == ROLL_BACK
+            scheduler = updater.scheduler
+            act = scheduler.reshard_roll_back_deltas if is_back else scheduler.reshard_apply_deltas
+            act(version=int(version or 0), **options)
         else:
             verify = request.load_format == VERIFIED
             updater.scheduler.reshard_refit(None if version is None else int(version), verify)

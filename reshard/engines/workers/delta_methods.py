@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, first_line
+from reshard.core.limits import PENDING_BYTES
 
 if TYPE_CHECKING:
     from reshard.engines.workers.deltas import EngineDeltas
@@ -71,10 +72,12 @@ class DeltaMethods:
         return self._reshard_deltas.digests()
 
     @answering
-    def reshard_delta_prepare(self, session: str, held: str, version: int, digest: str) -> None:
+    def reshard_delta_prepare(
+        self, session: str, held: str, version: int, digest: str, pending_bytes: int = PENDING_BYTES
+    ) -> None:
         """Fetch and check the deltas from weights with digest `held` to a version, whose weights have this
-        `digest`."""
-        self._reshard_opened(session).prepare(held, version, digest)
+        `digest`; see `reshard.delta.apply_deltas`."""
+        self._reshard_opened(session).prepare(held, version, digest, pending_bytes)
 
     @answering
     def reshard_delta_write(self, session: str, version: int, digest: str) -> None:
@@ -84,43 +87,63 @@ class DeltaMethods:
         deltas.write(version, digest)
         logger = self._reshard_logger()
         if logger is not None:
+            way_back = (
+                f"{deltas.back[0].size / 1e6:.1f} MB lead back"
+                if deltas.back
+                else f"no way back: {deltas.why}"
+            )
             logger.info(
-                "reshard: deltas to version %d: %d of %.1f MB in all, written in %.3f s",
-                version, len(sizes), sum(sizes) / 1e6, time.perf_counter() - start,
+                "reshard: deltas to version %d: %d of %.1f MB in all, written in %.3f s; %s",
+                version, len(sizes), sum(sizes) / 1e6, time.perf_counter() - start, way_back,
             )  # fmt: skip
 
     @answering
+    def reshard_delta_check_roll_back(self, version: int | None = None) -> int:
+        """Return the version to which `reshard_delta_roll_back` leads, which is the one that is asked for, if one
+        is."""
+        return self._reshard_written().check_roll_back(version)
+
+    @answering
+    def reshard_delta_roll_back(self, version: int) -> None:
+        """Serve again what was there before the last deltas, as this version; see `reshard.delta.roll_back`, which sees
+        to it that all workers do."""
+        start = time.perf_counter()
+        self._reshard_written().roll_back(version)
+        logger = self._reshard_logger()
+        if logger is not None:
+            logger.info("reshard: back to version %d in %.3f s", version, time.perf_counter() - start)
+
+    @answering
     def reshard_delta_follow(
-        self,
-        address: str,
-        size: int,
-        chain: str,
-        version: int,
-        verify: bool,
-        timeout: float,
-        secret: str | None,
+        self, address: str, size: int, timeout: float, secret: str | None, *options: Any
     ) -> bool:
         """Bring this worker to a version of a chain, together with those of all engines of its model, which meet at
-        `address`; return whether anything was written. See `reshard.delta.apply_deltas`."""
-        return self._reshard_follow(
-            address, self._reshard_rank(), size, chain, version, verify, timeout, secret
-        )
+        `address`; return whether anything was written. The `options` are those of `apply_deltas`, from the chain on."""
+        return self._reshard_follow(address, self._reshard_rank(), size, timeout, secret, *options)
+
+    @answering
+    def reshard_delta_follow_back(
+        self, address: str, size: int, timeout: float, secret: str | None, version: int | None
+    ) -> int:
+        """Have this worker go back, together with those of all engines of its model, which meet at `address`; return
+        the version. See `reshard.delta.roll_back`."""
+        return self._reshard_follow_back(address, self._reshard_rank(), size, timeout, secret, version)
 
     def _reshard_follow(
-        self,
-        address: str,
-        rank: int,
-        size: int,
-        chain: str,
-        version: int,
-        verify: bool,
-        timeout: float,
-        secret: str | None,
+        self, address: str, rank: int, size: int, timeout: float, secret: str | None, *options: Any
     ) -> bool:
         from reshard.delta.serving import apply_deltas_in_group  # which needs more packages than a refit
 
         members = RefitGroup.join(address, rank, size, timeout, secret)
-        return apply_deltas_in_group(members, self, chain, version, verify)
+        return apply_deltas_in_group(members, self, *options)
+
+    def _reshard_follow_back(
+        self, address: str, rank: int, size: int, timeout: float, secret: str | None, version: int | None
+    ) -> int:
+        from reshard.delta.serving import roll_back_in_group  # which needs more packages than a refit
+
+        members = RefitGroup.join(address, rank, size, timeout, secret)
+        return roll_back_in_group(members, self, version)
 
     def _reshard_written_side(self) -> "Engine | None":
         return None if self._reshard_deltas is None else self._reshard_deltas.engine
@@ -139,3 +162,10 @@ class DeltaMethods:
                 "another call of apply_deltas has begun on this engine: call again when that one has returned"
             )
         return deltas
+
+    def _reshard_written(self) -> "EngineDeltas":
+        if self._reshard_deltas is None:
+            raise ReshardError(
+                "no deltas were written into this engine, so it keeps no version to go back to"
+            )
+        return self._reshard_deltas

@@ -1,8 +1,10 @@
 """Deltas of a chain, written in place into one rank of a running engine."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 from reshard.core.extras import importing
 
@@ -12,21 +14,24 @@ with importing("vllm"):
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
 from reshard.delta.chain import Chain
-from reshard.delta.encoding import BITS, Decoded
+from reshard.delta.encoding import Decoded
 from reshard.delta.files import DeltaFiles, StoredRecord
 from reshard.delta.manifests import Delta
 from reshard.delta.records import Record, decode_record
-from reshard.device.digests import sums_of
+from reshard.device.digests import Sums
 from reshard.device.live_boxes import LiveBox
 from reshard.device.memory import Region, same_bits
 from reshard.device.staging import row_view
 from reshard.digests.numbers import seed_of
+from reshard.engines.workers.placed import Placed, PlacedDeltas, State, state_of
+from reshard.refit.copying.copies import wait_for_device
 from reshard.refit.engine import Engine
 from reshard.storage.io.boxes import Rows
 from reshard.storage.io.casts import EXACT
 from reshard.storage.io.files import OpenFiles
 from reshard.storage.io.streams import TensorInfo
 
+TO_GO_BACK = "write that one with reshard delta apply, and load it"
 _CHUNK_ELEMENTS = 4 << 20  # that are 8 bytes each on the device
 
 
@@ -58,11 +63,17 @@ class EngineDeltas:
         self.chain: Chain | None = None
         self.session = ""
         self.prepared: list[DeltaFiles] = []
-        self.due: tuple[int, str] | None = (
-            None  # the version that was prepared, and the digest of its weights
-        )
+        # The version that was prepared, and the digest of its weights; whether the session has to prepare one.
+        self.due: tuple[int, str] | None = None
+        self.has_changes = False
         self.files = OpenFiles()
         self.boxes: dict[str, list[HeldBox]] = {}
+        # Of the weights as the session has found them.
+        self.found: State | None = None
+        self.sums, self.values = Sums((), ()), list[int]()
+        self.coming: PlacedDeltas | None = None
+        self.back: tuple[PlacedDeltas, State] | None = None  # with the weights from which it leads back
+        self.why = "nothing was written into it yet"  # there is no way back
 
     def open(self, place: str | Path, session: str) -> Chain:
         """Return the chain at a place, of whose tensors the boxes that this rank holds are found; any other session
@@ -76,8 +87,7 @@ class EngineDeltas:
         base = self.chain.base
         if self.engine.optional:
             self.engine.take_optional(self.engine.optional & base.tensors.keys())
-        self.engine.refresh_regions()
-        self.boxes = {}
+        self.found, self.boxes = state_of(self.engine), {}
         for identity, tensor in self.engine.placement.tensors.items():
             region = self.engine.regions[identity]
             for part in tensor.parts:
@@ -109,21 +119,30 @@ class EngineDeltas:
                 _check_exact(box, name, info)
                 live.append(LiveBox(name, box.box, box.region, box.local, info.dtype))
                 seeds.append(seed_of(name, info))
-        sums = sums_of(live, seeds)
-        return [[box.name, list(Rows.of(box.box)), value] for box, value in zip(live, sums, strict=True)]
+        self.sums = Sums(live, seeds)
+        self.values = self.sums.take()
+        return [
+            [box.name, list(Rows.of(box.box)), value] for box, value in zip(live, self.values, strict=True)
+        ]
 
-    def prepare(self, held: str, version: int, digest: str) -> None:
+    def prepare(self, held: str, version: int, digest: str, pending_bytes: int) -> None:
         """Fetch and check all that is to be written from weights with digest `held` to a version, whose weights
-        have this `digest`: checksums, and that each change lies in its box."""
+        have this `digest`: checksums, and that each change lies in its box. All of it is kept on the engine's device
+        if it takes at most `pending_bytes` there. What led back is dropped."""
         assert self.chain is not None
-        self.prepared, self.due = [], None
+        self.prepared, self.due, self.has_changes = [], None, True
+        self._lose("another version was begun")
         with self.chain.unchanged():
-            for delta in self._between(held, version, digest):
+            deltas = self._between(held, version, digest)
+            coming = PlacedDeltas(deltas[0].follows, version, self.sums, self.values, pending_bytes)
+            for delta in deltas:
                 files = DeltaFiles(self.chain, delta, self.files)
                 for stored in self._records(files):
-                    self._decode(files, stored)
+                    decoded = self._decode(files, stored)
+                    coming.add(partial(self._placed, stored.record, decoded))
                 self.prepared.append(files)
-        self.due = version, digest
+        self.due, self.coming = (version, digest), coming
+        self.engine.guard.readers.append(WeakMethod(self._written_by_others))
 
     def _between(self, held: str, version: int, digest: str) -> list[Delta]:
         """Return the deltas that lead from weights with digest `held` to a version with this `digest`. Raises
@@ -154,31 +173,56 @@ class EngineDeltas:
 
     def write(self, version: int, digest: str) -> None:
         """Write what was prepared, and serve as this version, whose weights have this digest. Raises ReshardError,
-        before the first byte, if files of the chain are no longer those that were checked; if they change after that,
-        the engine does not serve."""
+        before the first byte, if others have written or moved the weights, or, where changes are read again, files of
+        the chain are no longer those that were checked; if they change after that, the engine does not serve."""
         assert self.chain is not None
-        if self.prepared:
-            if self.due != (version, digest):
-                raise ReshardError(
-                    f"version {version} of {self.chain.where} was not prepared: call apply_deltas"
-                )
-            self.chain.check_unchanged()
-            self.engine.begin()
-            with torch.no_grad(), self.chain.unchanged():
-                for files in self.prepared:
-                    for stored in self._records(files):
-                        self._write(stored.record, self._decode(files, stored))
-            self.engine.update_derived()
-            self.engine.drop_caches()
-            self.engine.end(version)
-            self.prepared, self.due = [], None
+        guard = self.engine.guard
+        if not self.has_changes:
+            if guard.version != version:
+                self._lose("it serves the same weights as another version")
+            guard.refitted(version)  # a version that changes nothing
+            return
+        if self.due != (version, digest) or self.coming is None:
+            raise ReshardError(f"version {version} of {self.chain.where} was not prepared: call apply_deltas")
+        if state_of(self.engine) != self.found:
+            raise ReshardError(
+                f"others have written or moved weights of this {guard.engine} since they were compared: call "
+                "apply_deltas again"
+            )
+        coming, self.coming = self.coming, None
+        if not coming.why:
+            self._rewrite(partial(_then, coming.write, version))
+            self.back = coming, state_of(self.engine)
+            guard.readers.append(WeakMethod(self._written_by_others))
         else:
-            self.engine.guard.refitted(version)  # a version that changes nothing
+            self.chain.check_unchanged()
+            with self.chain.unchanged():
+                self._rewrite(partial(_then, self._read_and_write, version))
+            self.why = coming.why
+        self.prepared, self.due, self.has_changes = [], None, False
 
-    def _write(self, record: Record, decoded: Decoded) -> None:
-        """Write a record's changes into each of the boxes that hold them."""
+    def _read_and_write(self) -> None:
+        for files in self.prepared:
+            for stored in self._records(files):
+                for placed in self._placed(stored.record, self._decode(files, stored)):
+                    placed.write()
+
+    def _rewrite(self, write: Callable[[], int]) -> int:
+        """Write weights, and serve them as the version that `write` returns; return it."""
+        self.engine.begin()
+        with torch.no_grad():
+            version = write()
+        self.engine.update_derived()
+        self.engine.drop_caches()
+        if not wait_for_device(self.engine.device, self.engine.timeout):
+            raise ReshardError("the GPU is not done with what it writes")
+        self.engine.end(version)
+        return version
+
+    def _placed(self, record: Record, decoded: Decoded) -> list[Placed]:
+        """Return where a record's changes go in each of the boxes that hold them."""
         assert self.chain is not None
-        changed, dtype = record.rows, _torch_dtype(self.chain.base.tensors[record.name])
+        changed, dtype, found = record.rows, _torch_dtype(self.chain.base.tensors[record.name]), []
         width = max(1, changed.columns)
         rows = torch.div(decoded.positions, width, rounding_mode="floor")
         columns = decoded.positions - rows * width + changed.column
@@ -193,15 +237,61 @@ class EngineDeltas:
             places = local_rows * box.region.pitch + local_columns + box.region.offset
             memory = _memory(box.region)
             values = decoded.values[inside].view(dtype).to(memory.dtype)  # an engine holds some wider
-            bits = BITS[memory.element_size()]
-            memory.view(bits).index_copy_(0, places, values.view(bits))
+            found.append(Placed.of(memory, places, values))
+        return found
+
+    def check_roll_back(self, version: int | None) -> int:
+        """Return the version to which `roll_back` leads. Raises ReshardError, with the engine as it is, where there is
+        none, or it is another one than the `version` that is asked for."""
+        guard = self.engine.guard
+        self.engine.check_idle()
+        if self.back is not None and state_of(self.engine) != self.back[1]:
+            self._written_by_others()
+        if self.back is None:
+            raise ReshardError(
+                f"this {guard.engine} keeps no version to go back to, since {self.why}: {TO_GO_BACK}"
+            )
+        guard.check_ready()
+        before = self.back[0].before
+        if version not in (None, before):
+            raise ReshardError(
+                f"this {guard.engine} goes back to version {before}, and not to version {version}: {TO_GO_BACK}"
+            )
+        return before
+
+    def roll_back(self, version: int) -> None:
+        """Serve again, as this version, what was there before the last deltas, bit for bit."""
+        self.check_roll_back(version)
+        assert self.back is not None
+        [back, _], self.back = self.back, None
+        served = self._rewrite(lambda: version if back.take_back() else back.after)
+        if served != version:
+            raise ReshardError(
+                f"others have written into weights of this {self.engine.guard.engine} in place, so it cannot go back "
+                f"to version {version}, and serves what it did: {TO_GO_BACK}"
+            )
+        self.why = "it went back already"
+
+    def _written_by_others(self) -> None:
+        self._lose("others have written, moved or discarded weights since")
+        self.due = None
+
+    def _lose(self, why: str) -> None:
+        """Drop what leads to another version, and back."""
+        self.coming, self.back, self.why = None, None, why
 
     def close(self) -> None:
         """Close the files of the chain, and forget it."""
         self.files.close()
         if self.chain is not None:
             self.chain.close()
-        self.chain, self.prepared, self.due, self.session = None, [], None, ""
+        self.chain, self.prepared, self.session = None, [], ""
+        self.coming, self.due, self.has_changes = None, None, False
+
+
+def _then(write: Callable[[], None], version: int) -> int:
+    write()
+    return version
 
 
 def _memory(region: Region) -> torch.Tensor:
