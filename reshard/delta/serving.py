@@ -21,6 +21,7 @@ from reshard.core.limits import MOST_BUCKET_BYTES, PENDING_BYTES, check_number, 
 from reshard.delta.chain import MOST_VERSION, Chain
 from reshard.delta.worker_calls import (
     ROLL_BACK,
+    WAIT,
     WORKERS,
     WRITE,
     applied,
@@ -50,7 +51,8 @@ def apply_deltas(
     `llm` is a vLLM ``LLM``, or the address of a ``vllm serve`` with ``VLLM_SERVER_DEV_MODE=1``, whose workers
     have `reshard.engines.vllm.worker.RefitExtension`, and which reach the chain by the same path or URL. It holds the
     chain's base or one of its versions: which one is found by the digest of its weights. Every worker fetches and
-    checks the deltas, and keeps the changes beside its weights, as long as they take at most `pending_bytes` there.
+    checks the deltas, and keeps the changes beside its weights, as long as they take at most `pending_bytes` there; an
+    engine goes on serving meanwhile, unless it is one of several with data parallelism.
     Then changed elements are written in place, by the placement of a refit, while a server is
     paused; the engine refuses to serve until each worker has written its part. Keys and values of other weights are
     forgotten, so a request that was running goes on with those of the new ones. `verify` compares the digest of all
@@ -105,6 +107,9 @@ def _sent(llm: Any, front: Front, calls: Calls, what: str) -> int:
     with lock, _logged(what) as done, naming_the_extension(front):
         sent = Sent(calls)
         while call := sent.following():
+            if call[0] == WAIT:
+                time.sleep(*call[1])
+                continue
             try:
                 sent.answers = front.send(call)
             except Exception as error:
@@ -118,6 +123,9 @@ async def _sent_async(llm: Any, front: Front, calls: Calls, what: str) -> int:
         with _logged(what) as done, naming_the_extension(front):
             sent = Sent(calls)
             while call := sent.following():
+                if call[0] == WAIT:
+                    await asyncio.sleep(*call[1])
+                    continue
                 try:
                     sent.answers = await front.send(call)
                 except Exception as error:

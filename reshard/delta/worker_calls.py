@@ -11,6 +11,8 @@ from reshard.digests.numbers import text_of, total_of
 from reshard.digests.parts import numbers_of
 
 WORKERS, WRITE, ROLL_BACK = "reshard_delta_workers", "reshard_delta_write", "reshard_delta_roll_back"
+# A call of nobody: the seconds for which the caller waits.
+WAIT, LOOK_SECONDS = "wait", 0.05
 
 
 class UntouchedError(ReshardError):
@@ -62,8 +64,12 @@ def applied(
     serves = _digest(chain.base, checked((yield "reshard_delta_digests", (place, session)), workers))
     if serves != after:
         _check_forward(chain, chain.deltas(target), serves, target)
-        prepared = yield "reshard_delta_prepare", (session, serves, target, after, pending_bytes)
-        checked(prepared, workers)
+        begun = yield "reshard_delta_prepare", (session, serves, target, after, pending_bytes)
+        checked(begun, workers)
+        # An engine that serves meanwhile stands still while a call lasts.
+        serves_on = front is not None and front.pauses
+        while False in checked((yield "reshard_delta_prepared", (session, not serves_on)), workers):
+            yield WAIT, (LOOK_SECONDS,)
     writing = _written(chain, target, after, session, verify, workers)
     if front is None or serves == after:
         yield from writing

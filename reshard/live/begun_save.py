@@ -1,5 +1,6 @@
 """A version of a live model that was begun: what changed on this rank, packed in host memory, on its way to a chain."""
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import NamedTuple
@@ -8,11 +9,13 @@ import numpy as np
 import torch
 
 from reshard.comm.background import in_background
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, first_line
 from reshard.delta.disk import DeltaReport
 from reshard.delta.encoding import Encoded, apply
 from reshard.delta.records import Record
 from reshard.device.live_boxes import Slab
+
+log = logging.getLogger("reshard")
 
 
 class Kept(NamedTuple):
@@ -46,7 +49,10 @@ class BegunSave:
         def added() -> DeltaReport | str:
             try:
                 return add()
-            except ReshardError as error:
+            except Exception as error:
+                log.error("the version that was begun failed: %s", first_line(error))
+                if not isinstance(error, ReshardError):
+                    raise
                 return str(error)  # and not what its traceback keeps
 
         # A program that ends waits for its last version.

@@ -506,7 +506,7 @@ def test_an_engine_that_has_requests_under_way_is_left_as_it_is(trained, chain):
     engine.empties = False
     with pytest.raises(ReshardError, match="this LLM has requests under way, whose keys and values"):
         apply_deltas(engine, chain)
-    assert engine.calls[-2:] == ["reshard_delta_prepare", "reset_prefix_cache"], "nothing is written"
+    assert engine.calls[-2:] == ["reshard_delta_prepared", "reset_prefix_cache"], "nothing is written"
 
 
 def test_workers_that_find_different_chains_at_one_place_write_nothing(trained, tmp_path):

@@ -270,6 +270,8 @@ def test_a_vllm_in_processes_of_its_own_is_refitted_under_load(converted, tmp_pa
     assert outcome["version then"] == [None] and outcome["waited"] and outcome["version at last"] == [4]
     assert outcome["deltas"] == [[6, 7, 6, 7], outcome["first"][1], [7]], "equal to the last bit"
     assert outcome["deltas back"], "to the last bit, and forward again"
+    at = outcome["while read"]
+    assert at["after reshard_delta_prepare"] + 3 < at["before the pause"] < 240 == at["all"], at
 
     dummy, half = (
         "dummy weights (load_format='dummy')",

@@ -134,13 +134,24 @@ def calls_that_lead_nowhere(workers: Workers, chain: str) -> tuple[str, str, int
     boxes = workers.reshard_delta_digests(chain, "b")
     with Chain(chain) as opened:
         held, after = opened.deltas()[-1].before, opened.deltas()[-1].after
-    replaced = workers.reshard_delta_prepare("b", held, 40, "0" * 16)["error"]
+    assert workers.reshard_delta_prepare("b", held, 40, "0" * 16) is None
+    replaced = workers.reshard_delta_prepared("b", True)["error"]
     assert (
         "another call of apply_deltas has begun"
         in workers.reshard_delta_prepare("a", held, 40, after)["error"]
     )
-    assert workers.reshard_delta_prepare("b", held, 40, after) is None and workers._reshard_deltas.prepared
-    assert workers.reshard_delta_digests(chain, "c") == boxes
+    assert workers.reshard_delta_prepare("b", held, 40, after) is None
+    assert workers.reshard_delta_prepared("b", True) is True and workers._reshard_deltas.prepared
+    workers.side.guard.altered()
+    written = workers.reshard_delta_write("b", 40, after)
+    assert (
+        "others have written or moved weights of this vLLM since" in written["error"] and written["untouched"]
+    )
+    assert workers.reshard_delta_digests(chain, "d") == boxes
+    assert workers.reshard_delta_prepare("d", held, 40, after) is None
+    early = workers.reshard_delta_write("d", 40, after)["error"]
+    assert workers.reshard_delta_digests(chain, "c") == boxes, "though that was not read yet"
+    assert "version 40 of" in early and "was not prepared: call apply_deltas" in early
     return absent, replaced, len(workers._reshard_deltas.prepared)
 
 

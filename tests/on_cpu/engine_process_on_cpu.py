@@ -3,9 +3,29 @@ says."""
 
 import logging
 import os
+import time
 from pathlib import Path
+from typing import Any
 
+from reshard.engines.vllm.worker import RefitExtension
 from tests.on_cpu.engine_on_cpu import PROMPTS
+
+
+class Extension(RefitExtension):
+    """A worker that reads the files of chains slowly."""
+
+    def read_slowly(self, seconds: float) -> None:
+        """Take so long for the records that are read first."""
+        from reshard.delta.files import DeltaFiles
+
+        plain = DeltaFiles.read
+
+        def read(files: DeltaFiles, stored: Any) -> Any:
+            DeltaFiles.read = plain  # type: ignore[method-assign]
+            time.sleep(seconds)
+            return plain(files, stored)
+
+        DeltaFiles.read = read  # type: ignore[method-assign]
 
 
 def engine_of_its_own(pairs: list, port: int, other_port: int, chain: str) -> dict:
@@ -43,7 +63,7 @@ async def _engine_of_its_own(pairs: list, port: int, other_port: int, chain: str
             seed=0,
             kv_cache_memory_bytes=1 << 24,
             disable_log_stats=True,
-            worker_extension_cls="reshard.engines.vllm.worker.RefitExtension",
+            worker_extension_cls="tests.on_cpu.engine_process_on_cpu.Extension",
         )
     )
     trainer = Megatron(Path(pairs[0][1]), "fp32", MegatronLayout())
@@ -140,6 +160,37 @@ async def _engine_of_its_own(pairs: list, port: int, other_port: int, chain: str
         reached.append(await call)
         said.append((await request(1, prompt_logprobs=0))[0])
     outcome["deltas back"] = said[2] == said[0] != said[1] == said[3]
+
+    # A request goes on while the changes of a version are read, which takes long.
+    async def tokens_while_read() -> dict[str, int]:
+        """How many tokens of 240 a request has before and after each call of the workers, and of the pause."""
+        assert await roll_back_async(llm) == 6
+        await llm.collective_rpc("read_slowly", args=(1.0,))
+        seen: list = []
+        at: dict[str, int] = {}
+        rpc, pause = llm.collective_rpc, llm.pause_generation
+
+        async def noted_rpc(method: str, **options: Any) -> Any:
+            answers = await rpc(method, **options)
+            at.setdefault(f"after {method}", seen[-1])
+            return answers
+
+        async def noted_pause(**options: Any) -> Any:
+            at.setdefault("before the pause", seen[-1])
+            return await pause(**options)
+
+        running = asyncio.create_task(request(240, seen))
+        while not seen and not running.done():
+            await asyncio.sleep(0.001)
+        llm.collective_rpc, llm.pause_generation = noted_rpc, noted_pause
+        assert await apply_deltas_async(llm, chain) == 7
+        llm.collective_rpc, llm.pause_generation = rpc, pause
+        return at | {"all": len((await running)[1])}
+
+    for _ in range(5):  # as above
+        outcome["while read"] = await tokens_while_read()
+        if outcome["while read"]["before the pause"] < 240:
+            break
     versions = await llm.collective_rpc("reshard_version")
     outcome["deltas"] = [reached, (await request(1, prompt_logprobs=0))[0], versions]
 

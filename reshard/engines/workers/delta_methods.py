@@ -75,9 +75,14 @@ class DeltaMethods:
     def reshard_delta_prepare(
         self, session: str, held: str, version: int, digest: str, pending_bytes: int = PENDING_BYTES
     ) -> None:
-        """Fetch and check the deltas from weights with digest `held` to a version, whose weights have this
-        `digest`; see `reshard.delta.apply_deltas`."""
-        self._reshard_opened(session).prepare(held, version, digest, pending_bytes)
+        """Begin to fetch and check the deltas from weights with digest `held` to a version, whose weights have this
+        `digest`, and return; see `reshard.delta.apply_deltas`."""
+        self._reshard_opened(session).begin(held, version, digest, pending_bytes)
+
+    @answering
+    def reshard_delta_prepared(self, session: str, waits: bool = False) -> bool:
+        """Return True once the deltas are there and checked; wait for that if it `waits`."""
+        return self._reshard_opened(session).is_prepared(waits)
 
     @answering
     def reshard_delta_write(self, session: str, version: int, digest: str) -> None:

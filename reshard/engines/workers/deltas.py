@@ -1,6 +1,8 @@
 """Deltas of a chain, written in place into one rank of a running engine."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +13,7 @@ from reshard.core.extras import importing
 with importing("vllm"):
     import torch
 
+from reshard.comm.background import in_background
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError
 from reshard.delta.chain import Chain
@@ -63,9 +66,11 @@ class EngineDeltas:
         self.chain: Chain | None = None
         self.session = ""
         self.prepared: list[DeltaFiles] = []
-        # The version that was prepared, and the digest of its weights; whether the session has to prepare one.
+        # The version that was begun, and the digest of its weights; None where it serves these already.
         self.due: tuple[int, str] | None = None
-        self.has_changes = False
+        self._reading: Future[tuple[list[DeltaFiles], PlacedDeltas]] | None = None
+        self._stream: Any = None  # in which a GPU prepares changes
+        self.has_lost = False  # others have written or moved the weights since
         self.files = OpenFiles()
         self.boxes: dict[str, list[HeldBox]] = {}
         # Of the weights as the session has found them.
@@ -125,24 +130,58 @@ class EngineDeltas:
             [box.name, list(Rows.of(box.box)), value] for box, value in zip(live, self.values, strict=True)
         ]
 
-    def prepare(self, held: str, version: int, digest: str, pending_bytes: int) -> None:
+    def begin(self, held: str, version: int, digest: str, pending_bytes: int) -> None:
         """Fetch and check all that is to be written from weights with digest `held` to a version, whose weights
         have this `digest`: checksums, and that each change lies in its box. All of it is kept on the engine's device
-        if it takes at most `pending_bytes` there. What led back is dropped."""
-        assert self.chain is not None
-        self.prepared, self.due, self.has_changes = [], None, True
+        if it takes at most `pending_bytes` there. That goes on in the background, while the engine serves; what led
+        back is dropped."""
         self._lose("another version was begun")
-        with self.chain.unchanged():
+        self.due, self.has_lost = (version, digest), False
+        self.engine.guard.readers.append(WeakMethod(self._written_by_others))
+        self._reading = in_background(partial(self._read, self.session, held, version, digest, pending_bytes))
+
+    def is_prepared(self, waits: bool) -> bool:
+        """Return True once what was begun is there, for which this `waits` if it is told to. Raises its error."""
+        if self._reading is not None:
+            if not (waits or self._reading.done()):
+                return False
+            reading, self._reading = self._reading, None
+            self.prepared, self.coming = reading.result()
+        return True
+
+    def _read(
+        self, session: str, held: str, version: int, digest: str, pending_bytes: int
+    ) -> tuple[list[DeltaFiles], PlacedDeltas]:
+        """Return the files of the deltas between two versions, and their changes; on a thread, which reads nothing of
+        the weights."""
+        assert self.chain is not None
+        prepared: list[DeltaFiles] = []
+        with self._in_stream(), self.chain.unchanged():
             deltas = self._between(held, version, digest)
             coming = PlacedDeltas(deltas[0].follows, version, self.sums, self.values, pending_bytes)
             for delta in deltas:
                 files = DeltaFiles(self.chain, delta, self.files)
                 for stored in self._records(files):
+                    if self.session != session:
+                        raise ReshardError("another call of apply_deltas has begun on this engine")
                     decoded = self._decode(files, stored)
                     coming.add(partial(self._placed, stored.record, decoded))
-                self.prepared.append(files)
-        self.due, self.coming = (version, digest), coming
-        self.engine.guard.readers.append(WeakMethod(self._written_by_others))
+                prepared.append(files)
+        return prepared, coming
+
+    @contextmanager
+    def _in_stream(self) -> Iterator[None]:
+        """Use a GPU inside in a stream that the engine does not wait for; at the end all of it is done."""
+        device = self.engine.device
+        if device.type != "cuda":
+            yield
+            return
+        with torch.cuda.device(device):
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(device)
+            with torch.cuda.stream(self._stream):
+                yield
+                self._stream.synchronize()
 
     def _between(self, held: str, version: int, digest: str) -> list[Delta]:
         """Return the deltas that lead from weights with digest `held` to a version with this `digest`. Raises
@@ -177,14 +216,14 @@ class EngineDeltas:
         the chain are no longer those that were checked; if they change after that, the engine does not serve."""
         assert self.chain is not None
         guard = self.engine.guard
-        if not self.has_changes:
+        if self.due is None:
             if guard.version != version:
                 self._lose("it serves the same weights as another version")
             guard.refitted(version)  # a version that changes nothing
             return
-        if self.due != (version, digest) or self.coming is None:
+        if self.due != (version, digest) or self._reading is not None:
             raise ReshardError(f"version {version} of {self.chain.where} was not prepared: call apply_deltas")
-        if state_of(self.engine) != self.found:
+        if self.has_lost or self.coming is None or state_of(self.engine) != self.found:
             raise ReshardError(
                 f"others have written or moved weights of this {guard.engine} since they were compared: call "
                 "apply_deltas again"
@@ -199,7 +238,7 @@ class EngineDeltas:
             with self.chain.unchanged():
                 self._rewrite(partial(_then, self._read_and_write, version))
             self.why = coming.why
-        self.prepared, self.due, self.has_changes = [], None, False
+        self.prepared, self.due = [], None
 
     def _read_and_write(self) -> None:
         for files in self.prepared:
@@ -274,7 +313,7 @@ class EngineDeltas:
 
     def _written_by_others(self) -> None:
         self._lose("others have written, moved or discarded weights since")
-        self.due = None
+        self.has_lost = True
 
     def _lose(self, why: str) -> None:
         """Drop what leads to another version, and back."""
@@ -282,11 +321,13 @@ class EngineDeltas:
 
     def close(self) -> None:
         """Close the files of the chain, and forget it."""
+        self.session = ""  # of which a thread that still reads takes notice
+        if self._reading is not None:
+            wait([self._reading])
         self.files.close()
         if self.chain is not None:
             self.chain.close()
-        self.chain, self.prepared, self.session = None, [], ""
-        self.coming, self.due, self.has_changes = None, None, False
+        self.chain, self.prepared, self._reading, self.coming, self.due = None, [], None, None, None
 
 
 def _then(write: Callable[[], None], version: int) -> int:
