@@ -22,13 +22,14 @@ class UntouchedError(ReshardError):
 def followed(options: tuple[Any, ...], workers: int) -> Calls:
     """Yield the call of workers that meet, and bring themselves to a version; return whether they wrote anything."""
     answers = yield "reshard_delta_follow", options
-    return any(checked(answers, workers))
+    return any(wrote for [wrote] in checked(answers, workers))
 
 
 def followed_back(options: tuple[Any, ...], workers: int) -> Calls:
     """Yield the call of workers that meet, and go back; return the version that they serve then."""
     answers = yield "reshard_delta_follow_back", options
-    return checked(answers, workers)[0]
+    [version] = checked(answers, workers)[0]
+    return version
 
 
 def checked(answers: Any, workers: int | None = None) -> list[Any]:
@@ -68,7 +69,7 @@ def applied(
         checked(begun, workers)
         # An engine that serves meanwhile stands still while a call lasts.
         serves_on = front is not None and front.pauses
-        while False in checked((yield "reshard_delta_prepared", (session, not serves_on)), workers):
+        while [False] in checked((yield "reshard_delta_prepared", (session, not serves_on)), workers):
             yield WAIT, (LOOK_SECONDS,)
     writing = _written(chain, target, after, session, verify, workers)
     if front is None or serves == after:
@@ -125,7 +126,8 @@ def _all_or_none(answers: Any, workers: int, session: str | None) -> Calls:
 def rolled_back(version: int | None, workers: int, front: Front | None = None) -> Calls:
     """Yield the calls of workers that go back to what they served before, and those of the `front`, where there is one,
     around what is written; return its version."""
-    versions = checked((yield "reshard_delta_check_roll_back", (version,)), workers)
+    answers = checked((yield "reshard_delta_check_roll_back", (version,)), workers)
+    versions = [reached for [reached] in answers]
     if len(set(versions)) > 1:
         raise UntouchedError(
             f"the engine's workers would go back to different versions ({listed(sorted(set(versions)))}): apply a "

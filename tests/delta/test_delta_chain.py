@@ -462,13 +462,13 @@ NO_WAY = {"error": "this vLLM keeps no version to go back to", "untouched": True
 @pytest.mark.parametrize(
     ("can", "done", "said", "calls"),
     [
-        ([0, 0], [None, None], "", ["reset_prefix_cache", "roll_back", "reset_prefix_cache"]),
-        ([4, NO_WAY], [], "keeps no version to go back to", []),
-        ([4, 3], [], r"would go back to different versions \(3, 4\)", []),
-        ([4], [], "1 of the engine's 2 workers have answered", []),
-        ([4, 4], [NO_WAY, NO_WAY], "keeps no version", ["reset_prefix_cache", "roll_back"]),
-        ([4, 4], [None, NO_WAY], "keeps no version", ["reset_prefix_cache", "roll_back", "invalidate"]),
-        ([4, 4], [None], "1 of the engine's 2", ["reset_prefix_cache", "roll_back", "invalidate"]),
+        ([[0], [0]], [None, None], "", ["reset_prefix_cache", "roll_back", "reset_prefix_cache"]),
+        ([[4], NO_WAY], [], "keeps no version to go back to", []),
+        ([[4], [3]], [], r"would go back to different versions \(3, 4\)", []),
+        ([[4]], [], "1 of the engine's 2 workers have answered", []),
+        ([[4], [4]], [NO_WAY, NO_WAY], "keeps no version", ["reset_prefix_cache", "roll_back"]),
+        ([[4], [4]], [None, NO_WAY], "keeps no version", ["reset_prefix_cache", "roll_back", "invalidate"]),
+        ([[4], [4]], [None], "1 of the engine's 2", ["reset_prefix_cache", "roll_back", "invalidate"]),
     ],
 )
 def test_all_workers_go_back_or_none_serves_what_others_do_not(can, done, said, calls):
@@ -485,7 +485,7 @@ def test_all_workers_go_back_or_none_serves_what_others_do_not(can, done, said, 
 
 def test_an_engine_with_requests_under_way_does_not_go_back():
     engine = TwoWorkers()
-    engine.answers["reshard_delta_check_roll_back"], engine.empties = [4, 4], False
+    engine.answers["reshard_delta_check_roll_back"], engine.empties = [[4], [4]], False
     with pytest.raises(ReshardError, match="this LLM has requests under way"):
         roll_back(engine, 4)
     assert "reshard_delta_roll_back" not in engine.calls

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from reshard import MegatronLayout, hf_to_mcore, mcore_to_hf
-from reshard.delta import apply_deltas, save
+from reshard.delta import apply_deltas, roll_back, save
 from tests.starting.ranks import run_on_ranks
 from tests.storage.test_wrapped import published
 from tests.tools.checkpoints import make
@@ -278,6 +278,8 @@ def test_a_training_run_is_served_over_http_while_it_writes(tmp_path):
         for version in (1, 2):
             assert apply_deltas(url, tmp_path / "chain", version, verify=True) == version
             assert tokens_of() == expected[version % 2], "by deltas, in place"
+        assert roll_back(url) == 1 and tokens_of() == expected[1]
+        assert apply_deltas(url, tmp_path / "chain") == 2 and tokens_of() == expected[0]
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(run / "iter_0000014")}}
         shutil.copytree(tmp_path / "later-mcore" / "iter_0000014", run / "iter_0000014", dirs_exist_ok=True)
         post(url + "/collective_rpc", reload)

@@ -141,7 +141,7 @@ def calls_that_lead_nowhere(workers: Workers, chain: str) -> tuple[str, str, int
         in workers.reshard_delta_prepare("a", held, 40, after)["error"]
     )
     assert workers.reshard_delta_prepare("b", held, 40, after) is None
-    assert workers.reshard_delta_prepared("b", True) is True and workers._reshard_deltas.prepared
+    assert workers.reshard_delta_prepared("b", True) == [True] and workers._reshard_deltas.prepared
     workers.side.guard.altered()
     written = workers.reshard_delta_write("b", 40, after)
     assert (

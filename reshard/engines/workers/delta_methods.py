@@ -38,7 +38,7 @@ def answering(method: Callable[..., Any]) -> Callable[..., Any]:
 
 class DeltaMethods:
     """Methods of an engine's worker by which `reshard.delta.apply_deltas` writes deltas into it. They answer
-    with ``{"error": sentence}`` where they cannot.
+    with ``{"error": sentence}`` where they cannot, and else with lists: a server hands on others as text.
 
     A `session` is one call of `apply_deltas`. The next one ends it.
     """
@@ -80,9 +80,9 @@ class DeltaMethods:
         self._reshard_opened(session).begin(held, version, digest, pending_bytes)
 
     @answering
-    def reshard_delta_prepared(self, session: str, waits: bool = False) -> bool:
-        """Return True once the deltas are there and checked; wait for that if it `waits`."""
-        return self._reshard_opened(session).is_prepared(waits)
+    def reshard_delta_prepared(self, session: str, waits: bool = False) -> list[bool]:
+        """Return whether the deltas are there and checked; wait for that if it `waits`."""
+        return [self._reshard_opened(session).is_prepared(waits)]
 
     @answering
     def reshard_delta_write(self, session: str, version: int, digest: str) -> None:
@@ -103,10 +103,10 @@ class DeltaMethods:
             )  # fmt: skip
 
     @answering
-    def reshard_delta_check_roll_back(self, version: int | None = None) -> int:
+    def reshard_delta_check_roll_back(self, version: int | None = None) -> list[int]:
         """Return the version to which `reshard_delta_roll_back` leads, which is the one that is asked for, if one
         is."""
-        return self._reshard_written().check_roll_back(version)
+        return [self._reshard_written().check_roll_back(version)]
 
     @answering
     def reshard_delta_roll_back(self, version: int) -> None:
@@ -121,18 +121,18 @@ class DeltaMethods:
     @answering
     def reshard_delta_follow(
         self, address: str, size: int, timeout: float, secret: str | None, *options: Any
-    ) -> bool:
+    ) -> list[bool]:
         """Bring this worker to a version of a chain, together with those of all engines of its model, which meet at
         `address`; return whether anything was written. The `options` are those of `apply_deltas`, from the chain on."""
-        return self._reshard_follow(address, self._reshard_rank(), size, timeout, secret, *options)
+        return [self._reshard_follow(address, self._reshard_rank(), size, timeout, secret, *options)]
 
     @answering
     def reshard_delta_follow_back(
         self, address: str, size: int, timeout: float, secret: str | None, version: int | None
-    ) -> int:
+    ) -> list[int]:
         """Have this worker go back, together with those of all engines of its model, which meet at `address`; return
         the version. See `reshard.delta.roll_back`."""
-        return self._reshard_follow_back(address, self._reshard_rank(), size, timeout, secret, version)
+        return [self._reshard_follow_back(address, self._reshard_rank(), size, timeout, secret, version)]
 
     def _reshard_follow(
         self, address: str, rank: int, size: int, timeout: float, secret: str | None, *options: Any
