@@ -83,7 +83,8 @@ def _swap(scheduler: Any, action: str, version: str | None) -> None:
 def refit_group(update: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Take the trainer's weights for a group of ours, or with options as JSON for a load format those of a
     chain (`reshard.engines.sglang.worker.SchedulerMethods.reshard_apply_deltas`), go back from these, or only say what
-    it serves; or switch to what was begun, or roll back, where the load format says so. The version is the request's."""
+    it serves; or switch to what was begun, or roll back, where the load format says so. The version is the request's.
+    """
     if request.group_name != GROUP:
         return follow_update(update, updater, request)
 
