@@ -253,6 +253,7 @@ def save_behind(rank: int, steps: list[tuple[str, str]], flags: list[str] | None
         ranks = torch.ones(1)
         dist.all_reduce(ranks)  # the trainer's own, while the version waits to be written
         outcome = {"ranks": int(ranks), "early": begun.is_done, "files": sorted(contents(folder))}
+        dist.barrier()  # all have looked
         go_on.set()
         outcome["report"] = begun.wait().to_dict()
     outcome["again"] = begun.wait().to_dict() == outcome["report"] and begun.is_done
@@ -267,12 +268,16 @@ def save_behind(rank: int, steps: list[tuple[str, str]], flags: list[str] | None
         begun = writer.begin_save(30)
         load(2)
         outcome["full"] = caught(begun.wait)
+        dist.barrier()  # all have removed what they wrote
         outcome["after full"] = contents(folder) == before
+        dist.barrier()
         begun = writer.begin_save(30)
         if not rank:
             caught(begun.wait)
         outcome["not waited for"] = caught(lambda: writer.save(30))
+    dist.barrier()
     outcome["after that"] = contents(folder) == before
+    dist.barrier()
     outcome["lower"] = caught(writer.begin_save(20).wait)
     outcome["then"] = writer.save(30).version
     load(1)

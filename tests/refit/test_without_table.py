@@ -148,10 +148,10 @@ def test_each_saved_tensor_is_the_box_that_is_said_of_a_parameter(name, tmp_path
 @pytest.mark.parametrize("name", ["GraniteMoeForCausalLM", "Gemma3ForCausalLM"])
 def test_a_chain_leads_its_checkpoint_to_the_versions_of_the_trainer(name, checkpoints, tmp_path):
     first, second = checkpoints(name)
-    run_on_ranks(3, "write_chain", {"shard": 3}, [first, second], f"{tmp_path}/chain", module="delta_on_cpu")
+    run_on_ranks(2, "write_chain", {"shard": 2}, [first, second], f"{tmp_path}/chain", module="delta_on_cpu")
     apply(first, tmp_path / "chain", tmp_path / "out", version=1)
     assert diff(second, tmp_path / "out").equal and not diff(first, tmp_path / "out").equal
-    assert digest(tmp_path / "out") == digest(second) != digest(first)
+    assert digest(tmp_path / "out").text == digest(second).text != digest(first).text
 
 
 def test_what_has_to_be_megatrons_is_refused_by_name(checkpoints, tmp_path):
