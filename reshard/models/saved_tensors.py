@@ -56,17 +56,22 @@ def saved_tensors(architecture: str, config: Mapping[str, Any], where: str) -> d
     return _tensors_of(model, where)
 
 
+def has_class(architecture: str) -> bool:
+    """Return True if the installed transformers has a model class of this name."""
+    return getattr(getattr(transformers, architecture, None), "config_class", None) is not None
+
+
 def full_config(architecture: str, config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a config with all fields that transformers' class has, as this class reads it. Raises ReshardError if the
     installed transformers has no such class, or the class cannot read it."""
-    kind = getattr(transformers, architecture, None)
-    if getattr(kind, "config_class", None) is None:
+    kind: Any = getattr(transformers, architecture, None)
+    if not has_class(architecture):
         raise ReshardError(
             f"{where}: no mapping table covers {architecture}, and transformers {transformers.__version__} has no "
             f"model class of this name, by which a refit could do without one"
         )
     try:
-        full: dict[str, Any] = kind.config_class.from_dict(_with_infinities(config)).to_dict()  # type: ignore[union-attr]
+        full: dict[str, Any] = kind.config_class.from_dict(_with_infinities(config)).to_dict()
     except Exception as error:  # a config class checks what it likes
         raise ReshardError(
             f"{where} is no config of {architecture} ({type(error).__name__}: {error})"

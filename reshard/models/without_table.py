@@ -7,7 +7,7 @@ each of them goes.
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
@@ -36,6 +36,25 @@ def any_model(config: dict[str, Any], where: str = "config.json") -> Model:
     return Model(family, config, family.kinds, where=where)
 
 
+# In an engine's config: that the engine takes the tower of a larger model from a trainer that has it.
+TAKES_TOWER = "_takes_tower"
+
+
+def tower_of(model: Model, config: dict[str, Any]) -> Model | None:
+    """Return the parts of a larger model beside the language model, which a table covers, as a model of their own; None
+    if it is in no larger one, or the installed transformers has no class of that. `config` is that of the larger one.
+
+    Raises ReshardError if transformers computes something as it saves.
+    """
+    from reshard.models.saved_tensors import has_class
+
+    names = architectures(config)
+    if not model.wrapped or not names or not has_class(names[0]):
+        return None
+    family = ClassFamily(config, model.where, model.is_of_tower)
+    return Model(family, config, family.kinds, where=model.where) if family.saved else None
+
+
 class ClassFamily(Family):
     """The models of one transformers class with one config: a table without Megatron's names, made of the tensors that
     transformers saves (`saved`)."""
@@ -46,14 +65,17 @@ class ClassFamily(Family):
     mtp = ()
     identifies: dict[str, Any] = {}
 
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], where: str, only: Callable[[str], bool] = lambda name: True
+    ) -> None:
         from reshard.models.saved_tensors import saved_tensors
 
         names = architectures(dict(config))
         if not names:
             raise ReshardError(f"{where} names no architectures, by which to tell which model it is")
         self.name, self.architecture = str(config.get("model_type")), names[0]
-        self.saved = saved_tensors(self.architecture, config, where)
+        saved = saved_tensors(self.architecture, config, where)
+        self.saved = {name: tensor for name, tensor in saved.items() if only(name)}
         self.layers = _prefix_of_layers({name: prod(tensor.shape) for name, tensor in self.saved.items()})
         outer: _Rows = {}
         layers: dict[int, dict[str, tuple[int, ...]]] = {}

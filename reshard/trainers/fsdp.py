@@ -22,7 +22,7 @@ from reshard.megatron.parameters import expand
 from reshard.models.family import architectures, has_table
 from reshard.models.model import Model, different_fields
 from reshard.models.published import published
-from reshard.models.without_table import ClassFamily, any_model
+from reshard.models.without_table import TAKES_TOWER, ClassFamily, any_model, tower_of
 from reshard.refit.trainer import Trainer
 from reshard.trainers.fsdp_lora import FsdpAdapter
 from reshard.trainers.fsdp_saved import SavedPieces, check_saved
@@ -80,6 +80,8 @@ class FsdpModel(FsdpShards):
         shapes, published_names = expand(model).shapes, model.names_in_memory()
         views = views_by_tensor(shapes)
         tensors = [local for held in self.held for local in _locals(held, shapes, views, published_names)]
+        if model.config.get(TAKES_TOWER):
+            tensors = self._with_tower(model, tensors)
         unknown = sorted({self._names[index] for index, local in enumerate(tensors) if local is None})
         if unknown:
             raise ReshardError(
@@ -87,6 +89,21 @@ class FsdpModel(FsdpShards):
                 f"have: {listed(unknown)}"
             )
         return [local._replace(id=index) for index, local in enumerate(tensors) if local is not None]
+
+    def _with_tower(self, model: Model, tensors: list[LocalTensor | None]) -> list[LocalTensor | None]:
+        """Return the local tensors with those of the parts beside the language model."""
+        tower = tower_of(model, _config_of(self.model))
+        if tower is None or not isinstance(tower.family, ClassFamily):
+            return tensors
+        pieces = SavedPieces(tower.family.saved)
+        of_tower = [
+            local
+            for held in self.held
+            for local in (
+                pieces.local_tensors(held) if held.name in pieces.pieces else [None] * held.matrices
+            )
+        ]
+        return [local or tensor for tensor, local in zip(tensors, of_tower, strict=True)]
 
 
 def _config_of(model: torch.nn.Module) -> dict[str, Any]:

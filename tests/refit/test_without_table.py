@@ -21,14 +21,14 @@ from tests import install_sglang_cpu
 from tests.on_cpu.refit_without_table_on_cpu import SGLANG_FILES
 from tests.starting import warm
 from tests.starting.ranks import free_port, run_on_ranks
-from tests.tools.model_classes import CLASSES, config_of, make
+from tests.tools.model_classes import CLASSES, WITH_TOWER, config_of, make
 
 # Of three dims, which the engine's loader turns.
 TURNED = ("Llama4ForCausalLM",)
 EP = {"tp": 2, "enable_expert_parallel": True}
 # By the ranks of the trainer, those of the engine, and whether they are the same processes.
 RUNS = {
-    (2, 2, True): {name: {"tp": 2} for name in CLASSES},
+    (2, 2, True): {name: {"tp": 2} for name in (*CLASSES, *WITH_TOWER)},
     (3, 2, False): {
         "Qwen2MoeForCausalLM": EP, "PhimoeForCausalLM": EP, "GraniteMoeForCausalLM": EP, "Gemma3ForCausalLM": {"tp": 2},
     },

@@ -55,10 +55,38 @@ CLASSES: dict[str, dict] = {
     "Llama4ForCausalLM": SIZES | dict(num_local_experts=4, interleave_moe_layer_step=1, intermediate_size_mlp=128),
 }  # fmt: skip
 
+VISION = dict(
+    depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64, patch_size=14,
+    num_position_embeddings=16,
+)  # fmt: skip
+LINEAR = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+    layer_types=["linear_attention", "full_attention"],
+)  # fmt: skip
+TOKENS = dict(image_token_id=400, video_token_id=401, vision_start_token_id=402, vision_end_token_id=403)
+# With a vision tower, beside a language model that a table covers.
+WITH_TOWER: dict[str, dict] = {
+    "Qwen3VLForConditionalGeneration": TOKENS
+    | dict(
+        text_config=SIZES | dict(rope_parameters=MROPE | dict(mrope_interleaved=True)),
+        vision_config=VISION | dict(deepstack_visual_indexes=[0, 1]),
+    ),
+    "Qwen3_5ForConditionalGeneration": TOKENS | dict(text_config=SIZES | LINEAR, vision_config=VISION),
+    "Qwen3_5MoeForConditionalGeneration": TOKENS
+    | dict(
+        text_config=SIZES
+        | LINEAR
+        | dict(
+            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
+        ),
+        vision_config=VISION,
+    ),
+}
+
 
 def config_of(name: str, **changes):
     """The config of a small model of a class, with its class named in it."""
-    config = getattr(transformers, name).config_class(**CLASSES[name] | changes)
+    config = getattr(transformers, name).config_class(**(CLASSES | WITH_TOWER)[name] | changes)
     config.architectures = [name]
     return config
 

@@ -74,11 +74,11 @@ class EngineNames:
 
     def is_known(self, model: Model) -> bool:
         """Tell whether the names here were checked with the model's family."""
-        return model.family.name in self.families
+        return model.family.has_megatron_names and model.family.name in self.families
 
     def family(self, model: Model) -> EngineFamily:
         """Return the names of the model's family; those of no special one where it is not known."""
-        return self.families.get(model.family.name, EngineFamily())
+        return self.families[model.family.name] if self.is_known(model) else EngineFamily()
 
     def prefixed(self, model: Model, published: str) -> str:
         """Return a published name, or what several begin with, under the prefix that it has in the

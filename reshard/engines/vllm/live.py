@@ -9,7 +9,7 @@ from reshard.core.extras import importing
 with importing("vllm"):
     import torch
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, listed
 from reshard.core.gc import gc_paused
 from reshard.device.cuda import is_mapped
 from reshard.engines.live import LiveEngine, check_towers_loaded, owners_of
@@ -40,9 +40,10 @@ from reshard.engines.vllm.weights.rank import rank_of
 from reshard.engines.vllm.weights.served import DRAFT, Served
 from reshard.engines.vllm.weights.stand_ins import layer_fingerprint, trace_model
 from reshard.engines.vllm.weights.supported import check_supported
+from reshard.engines.vllm.weights.tower import Tower, find_tower
 from reshard.models.model import Model
 from reshard.models.published import published
-from reshard.models.without_table import ClassFamily, any_model
+from reshard.models.without_table import TAKES_TOWER, ClassFamily, any_model
 
 
 class VllmModel(LiveEngine):
@@ -82,12 +83,16 @@ class VllmModel(LiveEngine):
         drafts_by_mtp = is_mtp(self.draft, self.model)
         if not drafts_by_mtp:
             check_drafter(self.draft, config, "no trainer has the weights of a drafter of this kind")
-        self.optional = frozenset(mtp_names(self.model)) if drafts_by_mtp else frozenset()
+        self._of_drafter = frozenset(mtp_names(self.model)) if drafts_by_mtp else frozenset()
+        self._tower = self._find_tower()
+        if self._tower is not None:
+            self.hf_config = self.hf_config | {TAKES_TOWER: True}
+        self.optional = self._of_drafter | (self._tower.names if self._tower is not None else frozenset())
         self._main_trace: Trace | None = None
         self._adapters: dict[str, VllmAdapter] = {}
         self._kept = KeptTensors(self.guard)
         self.decays: dict[str, Decay] = {}
-        self._find_tensors(with_drafter=drafts_by_mtp)
+        self._find_tensors(with_drafter=drafts_by_mtp, with_tower=False)
         self.guard.when_loaded.append(WeakMethod(self._loaded_again))
         if config.parallel_config.data_parallel_size > 1:
             # Its engines take a call at steps of their own, and experts of one answer the other.
@@ -125,9 +130,16 @@ class VllmModel(LiveEngine):
 
     # Finding tensors
 
-    def _find_tensors(self, with_drafter: bool) -> None:
-        """Find what this rank holds and where; `with_drafter` if a refit is to bring the drafter
-        too."""
+    def _find_tower(self) -> Tower | None:
+        """Return the parts beside the language model that a refit may bring; None if there are none, or vLLM serves
+        them otherwise than its loader copies them."""
+        prefixes = VLLM.tower_prefixes(self.model)
+        with in_config(self.vllm_config):
+            return find_tower(self.module, prefixes, self.model, self.hf_config, self.vllm_config)
+
+    def _find_tensors(self, with_drafter: bool, with_tower: bool) -> None:
+        """Find what this rank holds and where; `with_drafter` and `with_tower` if a refit is to bring the drafter,
+        and the parts beside the language model, too."""
         self.served = Served(self.module, self.draft if with_drafter else None)
         check_supported(self.served, self.vllm_config)
         self._towers = VLLM.tower_prefixes(self.model)
@@ -135,12 +147,9 @@ class VllmModel(LiveEngine):
         self.blocks = layers_in_blocks(language_model)
         device = next(self.module.parameters()).device
         begin_compiling(self.blocks, device)
-        parameters = (name for name, _ in self.module.named_parameters())
-        check_towers_loaded(
-            [name for name in parameters if name.startswith(self._towers)],
-            self.vllm_config.load_config.load_format,
-            ", or serve text alone, where vLLM builds the model so (language_model_only=True)",
-        )
+        self._with_tower = with_tower
+        if self._tower is None:
+            self._check_tower_loaded()
         self.reloads = Reloads(language_model, self.vllm_config, self.guard.ready)
         if not self.model.family.experts_apart and (self.blocks or self.reloads.round_of):
             layer = min({*self.blocks, *self.reloads.round_of})
@@ -192,6 +201,9 @@ class VllmModel(LiveEngine):
                 stages = self.vllm_config.parallel_config.pipeline_parallel_size
                 check_all_taken(self.engine, self.module, self.model, self.rank, self._main_trace, stages)
         placed = placer.main(self._main_trace)
+        if self._with_tower and self._tower is not None:
+            of_tower = Placer(VLLM, self._tower.model, self.rank, self.loaded, (), dtype)
+            placed = placed.joined(of_tower.main(self._tower.trace))
         if self.served.draft is None:
             return placed
         drafter_trace = trace_drafter(self.served.draft, self.model, dtype, self.tensors)
@@ -229,7 +241,12 @@ class VllmModel(LiveEngine):
         written = self.written()
         brought = {name: tensor for name, tensor in self.tensors.items() if id(tensor) in written}
         others = other_accounts(
-            self._modules, self.tensors, self.reloads.round_of, self.attentions, self.decays, self._towers
+            self._modules,
+            self.tensors,
+            self.reloads.round_of,
+            self.attentions,
+            self.decays,
+            () if self._with_tower else self._towers,
         )
         # Of layers that vLLM processes after loading, a refit fills what they are loaded into.
         unfilled = [name for name, tensor in self.reloads.loaded.items() if id(tensor) not in written]
@@ -241,12 +258,29 @@ class VllmModel(LiveEngine):
         return accounts | {f"{name} (LoRA)": ADAPTERS for name in self.served.adapters}
 
     def take_optional(self, available: Set[str]) -> None:
-        """Leave the drafter alone if the trainer has no MTP layers; see
-        `Engine.take_optional`."""
-        if not available:
+        """Leave the drafter alone if the trainer has no MTP layers, and the parts beside the language model if it does
+        not have these; see `Engine.take_optional`."""
+        of_drafter, of_tower = available & self._of_drafter, available - self._of_drafter
+        if self._of_drafter and not of_drafter:
             check_drafter(self.draft, self.vllm_config, "the trainer's model has no MTP layers")
-        if bool(available) != (self.served.draft is not None):
-            self._find_tensors(with_drafter=bool(available))
+        if self._tower is not None and not of_tower:
+            self._check_tower_loaded()
+        if self._tower is not None and of_tower and of_tower != self._tower.names:
+            missing = sorted(self._tower.names - of_tower)
+            raise ReshardError(
+                f"the trainer has a part of what is beside the language model, and not {listed(missing, 3)}"
+            )
+        if (bool(of_drafter), bool(of_tower)) != (self.served.draft is not None, self._with_tower):
+            self._find_tensors(bool(of_drafter), bool(of_tower))
+
+    def _check_tower_loaded(self) -> None:
+        """Raise ReshardError if the parts beside the language model are dummy weights, which no refit brings."""
+        parameters = (name for name, _ in self.module.named_parameters())
+        check_towers_loaded(
+            [name for name in parameters if name.startswith(VLLM.tower_prefixes(self.model))],
+            self.vllm_config.load_config.load_format,
+            ", or serve text alone, where vLLM builds the model so (language_model_only=True)",
+        )
 
     # Sleep
 

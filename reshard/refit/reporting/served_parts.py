@@ -12,7 +12,7 @@ from reshard.device.memory import Region
 from reshard.digests.numbers import seed_of
 from reshard.digests.result import counted_dtype
 from reshard.megatron.parameters import expand
-from reshard.models.without_table import any_model
+from reshard.models.without_table import TAKES_TOWER, any_model, tower_of
 from reshard.refit.codecs.served_blocks import not_in, scales_of
 from reshard.refit.engine import Engine
 from reshard.storage.io.boxes import Rows
@@ -64,6 +64,8 @@ def served_parts(engine: Engine, target: Dtype | None = None) -> ServedParts:
         )
     model = any_model(engine.hf_config, f"{engine.guard.engine}'s config")
     mapping = expand(model)
+    tower = tower_of(model, engine.hf_config) if TAKES_TOWER in engine.hf_config else None
+    shapes = mapping.shapes | (expand(tower).shapes if tower is not None else {})
     tensors: dict[str, TensorInfo] = {}
     boxes: list[LiveBox] = []
 
@@ -81,9 +83,9 @@ def served_parts(engine: Engine, target: Dtype | None = None) -> ServedParts:
         held = dtype_named(region.tensor.dtype)
         for part in tensor.parts:
             name, local = mapping.copies.get(part.name, part.name), Rows.of(part.local_box)
-            if name not in mapping.shapes:
+            if name not in shapes:
                 raise ReshardError(f"this {engine.guard.engine} serves {name}, which its model does not have")
-            shape = tuple(mapping.shapes[name])
+            shape = tuple(shapes[name])
             if scales is None:
                 add(name, shape, part.box, region, local, counted_dtype(name, held, target, mapping.fp32))
                 continue
