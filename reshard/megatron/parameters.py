@@ -159,6 +159,10 @@ class _Expansion:
         experts = range(self.model.num_experts)
         for row in block.rows:
             name = block.published + row.hf
+            if not self.model.family.has_megatron_names:
+                shape = self.model.shape(row.shape)
+                self.shapes |= {name: shape for _, name in row.names(block.published, experts)}
+                continue
             if row.arrangement == "ignored":
                 self.ignored.add(name)
             elif row.arrangement == "copy":

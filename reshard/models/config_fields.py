@@ -22,10 +22,7 @@ from typing import Any
 from reshard.core.errors import OptionError, ReshardError, listed
 from reshard.models.field_tables import (
     DECIDES_ELSEWHERE,
-    NO_EFFECT,
-    NO_EFFECT_ENDS,
-    OF_TRAINING,
-    OF_TRAINING_ENDS,
+    NO_EFFECT_ANYWHERE,
     ROPE_FIELDS,
 )
 
@@ -81,8 +78,7 @@ def ignored_config_fields(*names: str, recorded: bool = False) -> Iterator[None]
 
 def has_no_effect(name: str) -> bool:
     """Return True for a field of any config that changes nothing of what the weights compute."""
-    known = name in NO_EFFECT or name in OF_TRAINING
-    return known or name.startswith("_") or name.endswith((*NO_EFFECT_ENDS, *OF_TRAINING_ENDS))
+    return name in NO_EFFECT_ANYWHERE or name.startswith("_")
 
 
 def ignored_fields(config: dict[str, Any]) -> dict[str, Any]:

@@ -27,9 +27,18 @@ suppress_tokens begin_suppress_tokens
 ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 # Ends of names without effect: ids of tokens, versions of the program that wrote a config.
 NO_EFFECT_ENDS = ("_token_id", "_token_ids", "_version")
-# The same of any model: of training, and of how weights are stored.
-OF_TRAINING = ("initializer_range", "quantization_config", "compression_config", "architectures")
-OF_TRAINING_ENDS = ("dropout", "dropout_prob", "loss_coef", "jitter_noise")
+# Fields that change nothing of what the weights of any model compute: tokens that begin and end, names, what a call
+# returns, what training alone reads, and how weights are stored.
+NO_EFFECT_ANYWHERE = """
+bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id dtype torch_dtype transformers_version
+architectures auto_map use_cache output_hidden_states output_attentions output_router_logits return_dict
+attn_implementation attention_implementation gradient_checkpointing initializer_range initializer_factor
+quantization_config compression_config id2label label2id num_labels problem_type tokenizer_class task_specific_params
+finetuning_task chunk_size_feed_forward torchscript license language tags name_or_path attention_dropout
+hidden_dropout hidden_dropout_prob attention_probs_dropout_prob resid_pdrop embd_pdrop attn_pdrop resid_dropout
+embedding_dropout residual_dropout classifier_dropout dropout activation_dropout router_aux_loss_coef aux_loss_alpha
+router_z_loss_coef
+""".split()
 
 # Fields that not all of transformers' classes for the families here have, and that decide what is
 # computed in another family, in vLLM or in Megatron, with the values at which they decide nothing.

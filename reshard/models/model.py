@@ -96,6 +96,7 @@ class Model:
             *family.fields,
             *family.always,
             *family.defaults,
+            *(() if family.has_megatron_names else self.config),
             *DECIDES_ELSEWHERE,
             *NUMERICS_ARGS,
         }
@@ -337,7 +338,10 @@ def has_experts(kind: str) -> bool:
 def different_fields(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
     """Return the fields by which two configs make two models of the same weights, with both values;
     rotary settings as ``rope_parameters``."""
-    if (a.family.name, a.family.has_megatron_names) != (b.family.name, b.family.has_megatron_names):
+    same_class = a.family.has_megatron_names or a.family.architecture == b.family.architecture
+    if (
+        (a.family.name, a.family.has_megatron_names) != (b.family.name, b.family.has_megatron_names)
+    ) or not same_class:
         return {"architectures": (a.family.architecture, b.family.architecture)}
     if not a.family.has_megatron_names:
         return a.family.different_fields(a.config, b.config)

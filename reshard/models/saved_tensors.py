@@ -16,16 +16,25 @@ from typing import Any, NamedTuple
 from reshard.core.boxes import Box, whole
 from reshard.core.errors import ReshardError
 from reshard.core.extras import importing
+from reshard.core.placement import as_matrix
 
 with importing("parity"):
     import torch
     import transformers
     from torch.utils._python_dispatch import TorchDispatchMode
+try:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
+except ImportError as error:
+    raise ReshardError(
+        f"a model without a mapping table needs transformers 5, which says how its class saves it, and this is "
+        f"{transformers.__version__}: pip install -U transformers"
+    ) from error
 
 from reshard.models.config_fields import has_no_effect
 
+# Fields by which a head gets its size.
+LABELS = ("id2label", "label2id", "num_labels")
 _OF_EXPERTS = re.compile(r"experts\b|_moe\b")
 
 
@@ -80,12 +89,15 @@ def full_config(architecture: str, config: Mapping[str, Any], where: str) -> dic
 
 
 def _decisive(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without the fields that have no effect on what the weights compute; with those that a model
-    class may check, ids of tokens for one."""
-    return {
+    """Return a config without the fields that have no effect on what the weights compute, but for those by which a
+    model class makes or checks its parameters."""
+    kept = {
+        name: value for name, value in config.items() if name in LABELS or str(name).endswith("_token_id")
+    }
+    return kept | {
         name: _decisive(value) if isinstance(value, Mapping) else value
         for name, value in config.items()
-        if not has_no_effect(name) or name.endswith("_token_id")
+        if not has_no_effect(str(name))
     }
 
 
@@ -121,8 +133,14 @@ def _tensors_of(model: Any, where: str) -> dict[str, SavedTensor]:
         if _storage(tensor) not in parameters:  # of a tied embedding the first name is saved
             parameters[_storage(tensor)] = name, tuple(tensor.shape)
             state[name] = tensor
-    with _ClonesAreViews():
-        saved = revert_weight_conversion(model, state)
+    try:
+        with _ClonesAreViews():
+            saved = revert_weight_conversion(model, state)
+    except Exception as error:  # such as a view that cannot be one
+        raise ReshardError(
+            f"{where}: transformers computes tensors as it saves a {type(model).__name__}, and a refit copies rows: "
+            f"publish it with save_pretrained ({type(error).__name__}: {error})"
+        ) from error
     tensors: dict[str, SavedTensor] = {}
     for name, tensor in saved.items():
         parameter, shape = parameters.get(_storage(tensor), ("", ()))
@@ -131,6 +149,10 @@ def _tensors_of(model: Any, where: str) -> dict[str, SavedTensor]:
             raise ReshardError(
                 f"{where}: transformers computes {name} as it saves a {type(model).__name__}, and a refit copies rows: "
                 f"publish it with save_pretrained"
+            )
+        if not tensor.ndim:
+            raise ReshardError(
+                f"{where}: {name} is a single number, which no refit moves: publish it with save_pretrained"
             )
         tensors |= _apart(name, SavedTensor(tuple(tensor.shape), parameter, shape, box))
     return tensors
@@ -162,6 +184,8 @@ class _ClonesAreViews(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func._schema.is_mutable:
+            raise TypeError(f"{func} changes a tensor in place")
         if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
             func, kwargs, args = torch.ops.aten.alias.default, {}, args[:1]
         return func(*args, **(kwargs or {}))
@@ -171,7 +195,7 @@ def _box(shape: tuple[int, ...], view: torch.Tensor) -> Box | None:
     """Return the box of a contiguous tensor of this shape that a view is, in the order of its elements; None if it is
     none."""
     if view.is_contiguous() and view.numel() == prod(shape):
-        return whole(shape)
+        return whole(shape) if as_matrix(tuple(view.shape)) == as_matrix(shape) else None
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     offsets, rest = [], int(view.storage_offset())
     for stride in strides:

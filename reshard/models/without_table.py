@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.core.errors import ReshardError
 from reshard.core.extras import require
-from reshard.models.config_fields import has_no_effect
+from reshard.models.config_fields import has_no_effect, ignored
 from reshard.models.family import Family, architectures, has_table
 from reshard.models.model import Model
 from reshard.models.numerics_args import same_value
@@ -46,13 +46,15 @@ def tower_of(model: Model, config: dict[str, Any]) -> Model | None:
 
     Raises ReshardError if transformers computes something as it saves.
     """
-    from reshard.models.saved_tensors import has_class
+    from reshard.models.saved_tensors import has_class, saved_tensors
 
     names = architectures(config)
     if not model.wrapped or not names or not has_class(names[0]):
         return None
+    if not any(map(model.is_of_tower, saved_tensors(names[0], config, model.where))):
+        return None
     family = ClassFamily(config, model.where, model.is_of_tower)
-    return Model(family, config, family.kinds, where=model.where) if family.saved else None
+    return Model(family, config, family.kinds, where=model.where)
 
 
 class ClassFamily(Family):
@@ -76,6 +78,10 @@ class ClassFamily(Family):
         self.name, self.architecture = str(config.get("model_type")), names[0]
         saved = saved_tensors(self.architecture, config, where)
         self.saved = {name: tensor for name, tensor in saved.items() if only(name)}
+        if not self.saved:
+            raise ReshardError(
+                f"{where}: transformers' {self.architecture} has no weights: name the class of a model"
+            )
         self.layers = _prefix_of_layers({name: prod(tensor.shape) for name, tensor in self.saved.items()})
         outer: _Rows = {}
         layers: dict[int, dict[str, tuple[int, ...]]] = {}
@@ -117,7 +123,7 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any], inside: str = "") -> 
     different: dict[str, tuple[Any, Any]] = {}
     for name in sorted(a.keys() | b.keys()):
         ours, theirs = a.get(name), b.get(name)
-        if has_no_effect(name) or same_value(ours, theirs):
+        if has_no_effect(name) or name in ignored() or same_value(ours, theirs):
             continue
         if {ours, theirs} == {None, 1.0} if name == "partial_rotary_factor" else False:
             continue  # vLLM writes what its absence means

@@ -12,7 +12,6 @@ from copy import copy
 from typing import Any
 
 import torch
-import transformers
 
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError, listed
@@ -108,12 +107,18 @@ class FsdpModel(FsdpShards):
 
 def _config_of(model: torch.nn.Module) -> dict[str, Any]:
     """Return the config of a transformers model as it would be published, with the name of its class."""
-    inner: Any = next((module for module in model.modules() if hasattr(module, "config_class")), model)
-    own = [
-        kind.__name__ for kind in type(inner).__mro__ if getattr(transformers, kind.__name__, None) is kind
+    import transformers
+
+    known = [
+        (module, kind.__name__)
+        for module in model.modules()
+        for kind in type(module).__mro__
+        if hasattr(kind, "config_class") and getattr(transformers, kind.__name__, None) is kind
     ]
+    inner: Any = known[0][0] if known else model
+    own = [name for _, name in known[:1]]
     config = inner.config.to_dict()
-    named = config | {"architectures": own[:1] or architectures(config)}
+    named = config | {"architectures": own or architectures(config)}
     return published(config if has_table(config) else named, "the trainer's config")
 
 

@@ -3,13 +3,16 @@ says their names."""
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import NamedTuple
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.core.boxes import Box
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Part, as_matrix
-from reshard.models.saved_tensors import SavedTensor
 from reshard.trainers.fsdp_shards import LocalParameter
+
+if TYPE_CHECKING:
+    from reshard.models.saved_tensors import SavedTensor
 
 
 class _Piece(NamedTuple):
@@ -23,10 +26,17 @@ class _Piece(NamedTuple):
 class SavedPieces:
     """The tensors of checkpoints that each parameter of a model is made of; `saved` are theirs by name."""
 
-    def __init__(self, saved: Mapping[str, SavedTensor]) -> None:
+    def __init__(self, saved: "Mapping[str, SavedTensor]") -> None:
         self.pieces: dict[str, list[_Piece]] = defaultdict(list)
-        for name, (shape, parameter, _, box) in saved.items():
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of the parameters
+        for name, (shape, parameter, parameter_shape, box) in saved.items():
             self.pieces[parameter].append(_Piece(name, shape, box))
+            self.shapes[parameter] = parameter_shape
+        for parameter, pieces in self.pieces.items():
+            if sum(piece.box.volume for piece in pieces) != prod(self.shapes[parameter]):
+                raise ReshardError(
+                    f"transformers saves a part of {parameter} alone, and a refit brings all of it"
+                )
 
     def is_stack(self, parameter: str) -> bool:
         """Return True for a parameter of three dims, each of whose indices along the first is in tensors of its own:
@@ -37,9 +47,18 @@ class SavedPieces:
             for piece in pieces
         )
 
+    def check_shape(self, held: LocalParameter) -> None:
+        """Raise ReshardError if the trainer's parameter has another shape than that of the class and its config."""
+        expected = self.shapes[held.name]
+        if held.shape != expected:
+            raise ReshardError(
+                f"the trainer's {held.name} has shape {list(held.shape)}, and {list(expected)} by its config"
+            )
+
     def local_tensors(self, held: LocalParameter) -> list[LocalTensor]:
         """Return the local tensors of a parameter, one for each of its regions. Raises ReshardError if it is split in
         the middle of what a refit copies as one row."""
+        self.check_shape(held)
         pieces = self.pieces[held.name]
         if not held.of_experts:
             return [_local_tensor(held, pieces, held.box)]

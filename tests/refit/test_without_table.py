@@ -6,22 +6,25 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers.core_model_loading import revert_weight_conversion
 
-from reshard import ReshardError, diff, digest, hf_to_mcore
+from reshard import ReshardError, diff, digest, hf_to_mcore, ignored_config_fields
 from reshard.core.views import View
 from reshard.delta import apply
 from reshard.megatron.arguments import megatron_args
 from reshard.megatron.parameters import expand
+from reshard.models.config_fields import check_ignored
 from reshard.models.model import different_fields
 from reshard.models.saved_tensors import saved_tensors
 from reshard.models.without_table import any_model
+from reshard.trainers import FsdpModel
 from tests import install_sglang_cpu
 from tests.on_cpu.refit_without_table_on_cpu import SGLANG_FILES
 from tests.starting import warm
 from tests.starting.ranks import free_port, run_on_ranks
-from tests.tools.model_classes import CLASSES, WITH_TOWER, config_of, make
+from tests.tools.model_classes import CLASSES, SIZES, WITH_TOWER, config_of, make
 
 # Of three dims, which the engine's loader turns.
 TURNED = ("Llama4ForCausalLM",)
@@ -195,3 +198,75 @@ def test_fields_that_decide_what_is_computed_are_compared_wherever_they_are():
     assert different_fields(any_model(one), any_model(other)) == {}
     other["text_config"]["rms_norm_eps"] = 0.5
     assert different_fields(any_model(one), any_model(other)) == {"text_config.rms_norm_eps": (1e-6, 0.5)}
+
+
+def test_what_only_training_reads_makes_no_other_model_and_what_a_router_reads_does():
+    name = "PhimoeForCausalLM"
+    one, trained, other = (any_model(config_of(name, **fields).to_dict()) for fields in (
+        {}, {"attention_dropout": 0.5, "initializer_range": 0.5}, {"router_jitter_noise": 0.5}
+    ))  # fmt: skip
+    assert different_fields(one, trained) == {}
+    assert different_fields(one, other) == {"router_jitter_noise": (0.01, 0.5)}
+    with ignored_config_fields("router_jitter_noise"):
+        check_ignored(one)
+        assert different_fields(one, other) == {}
+
+
+def test_two_classes_of_one_type_are_two_models():
+    name = "Gemma2ForCausalLM"
+    base = config_of(name).to_dict() | {"architectures": ["Gemma2Model"]}
+    assert "architectures" in different_fields(any_model(config_of(name).to_dict()), any_model(base))
+
+
+def built(name: str, **fields) -> torch.nn.Module:
+    return getattr(transformers, name)(config_of(name, **fields))
+
+
+@pytest.mark.parametrize("what", ["an embedding", "a stack of experts"])
+def test_a_trainer_whose_weights_are_not_of_its_config_is_refused(what):
+    model = built("PhimoeForCausalLM")
+    served = any_model(model.config.to_dict())
+    assert FsdpModel(model).publish(served)
+    if what == "an embedding":
+        model.model.embed_tokens.weight = torch.nn.Parameter(torch.zeros(600, 64))
+        said = r"model.embed_tokens.weight has shape \[600, 64\], and \[500, 64\] by its config"
+    else:
+        experts = model.model.layers[0].mlp.experts
+        experts.down_proj = torch.nn.Parameter(torch.zeros(6, *experts.down_proj.shape[1:]))
+        said = r"experts.down_proj has shape \[6, 64, 128\], and \[4, 64, 128\] by its config"
+    with pytest.raises(ReshardError, match=said):
+        FsdpModel(model).publish(served)
+
+
+def test_the_class_is_that_of_the_model_below_an_adapter():
+    model = built("Gemma2ForCausalLM")
+    served = any_model(model.config.to_dict())
+    model.config.architectures = None  # as of one made from a config
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
+    below, adapter = FsdpModel(adapted).split_adapter()
+    below.check_model(served)
+    assert len(below.publish(served)) == len(FsdpModel(built("Gemma2ForCausalLM")).publish(served))
+    assert len(adapter.publish(served)) == 4, "A and B of two layers"
+
+
+def test_heads_of_other_sizes_than_the_default_are_those_of_the_config():
+    name = "Qwen3ForSequenceClassification"
+    config = transformers.Qwen3Config(**SIZES, num_labels=5).to_dict() | {"architectures": [name]}
+    assert saved_tensors(name, config, name)["score.weight"].shape == (5, 64)
+
+
+def test_a_class_with_numbers_among_its_weights_is_refused():
+    config = transformers.ApertusConfig(**SIZES).to_dict() | {"architectures": ["ApertusForCausalLM"]}
+    with pytest.raises(ReshardError, match="is a single number, which no refit moves"):
+        any_model(config)
+
+
+def test_a_change_in_place_is_no_view(monkeypatch):
+    from reshard.models import saved_tensors as module
+
+    def changed(model, state):
+        return {name: tensor.clone().add_(1) for name, tensor in state.items()}
+
+    monkeypatch.setattr(module, "revert_weight_conversion", changed)
+    with pytest.raises(ReshardError, match="transformers computes tensors as it saves a Gemma2"):
+        saved_tensors("Gemma2ForCausalLM", config_of("Gemma2ForCausalLM").to_dict(), "config.json")

@@ -160,6 +160,12 @@ class _Recorder(TorchDispatchMode):
                         f"{self.engine}'s loader computes {name} by {func}, which is not a plain copy: refit does "
                         f"not support it"
                     )
+                source = self.sources.get(storage_id(written))
+                if source is not None:
+                    raise ReshardError(
+                        f"{self.engine}'s loader computes with {source[0]} by {func}, which is not a plain copy: refit "
+                        f"does not support it"
+                    )
 
     def _clone(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor with the same elements of a published one. They lie as they do there, since that
