@@ -17,6 +17,10 @@ class ReshardError(Exception):
         self.resumable = resumable
 
 
+class UntouchedError(ReshardError):
+    """A refusal by an engine that serves on, as before."""
+
+
 class OptionError(ReshardError):
     """An option has a value that it cannot have with any checkpoint, or contradicts another option: a mistake in the
     call alone. The command line exits with status 2."""

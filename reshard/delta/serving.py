@@ -16,7 +16,7 @@ from reshard.comm.fronts import EMPTY_CACHES, Call, Calls, Front, Sent, front_of
 from reshard.comm.group import RefitGroup
 from reshard.comm.hosts import is_loopback, parsed
 from reshard.comm.secret import new_secret
-from reshard.core.errors import ReshardError, first_line
+from reshard.core.errors import ReshardError, UntouchedError, first_line
 from reshard.core.limits import MOST_BUCKET_BYTES, PENDING_BYTES, check_number, check_switch
 from reshard.delta.chain import MOST_VERSION, Chain
 from reshard.delta.worker_calls import (
@@ -176,6 +176,8 @@ def _made_in_group(group: RefitGroup, worker: Any, calls: Calls, session: str | 
             sent.answers = [json.loads(each) for each in group.gather(f"answers/{number}", answer)]
             number += 1
         group.commit()
+    except UntouchedError:
+        raise
     except BaseException:
         if wrote:  # others may not have
             worker.reshard_delta_invalidate(session)

@@ -4,7 +4,7 @@ engine around these."""
 from typing import Any
 
 from reshard.comm.fronts import EMPTY_CACHES, IS_PAUSED, PAUSE, RESUME, Calls, Front
-from reshard.core.errors import ReshardError, listed
+from reshard.core.errors import ReshardError, UntouchedError, listed
 from reshard.delta.chain import Chain
 from reshard.delta.manifests import Base, Delta
 from reshard.digests.numbers import text_of, total_of
@@ -13,10 +13,6 @@ from reshard.digests.parts import numbers_of
 WORKERS, WRITE, ROLL_BACK = "reshard_delta_workers", "reshard_delta_write", "reshard_delta_roll_back"
 # A call of nobody: the seconds for which the caller waits.
 WAIT, LOOK_SECONDS = "wait", 0.05
-
-
-class UntouchedError(ReshardError):
-    """A refusal of workers that all serve on, as before."""
 
 
 def followed(options: tuple[Any, ...], workers: int) -> Calls:
@@ -99,11 +95,15 @@ def _written(chain: Chain, target: int, after: str, session: str, verify: bool, 
     """Yield the calls that write what was prepared, and compare the digest if asked to `verify`; return True."""
     yield from _all_or_none((yield WRITE, (session, target, after)), workers, session)
     if verify:
-        anew = checked((yield "reshard_delta_digests", (chain.where, session, True)), workers)
-        if _digest(chain.base, anew) != after:
-            yield "reshard_delta_invalidate", (session,)
+        answers = yield "reshard_delta_digests", (chain.where, session, True)
+        try:
+            is_same, why = _digest(chain.base, checked(answers, workers)) == after, ""
+        except ReshardError as error:  # it is written, so nobody is as before
+            is_same, why = False, f" ({error})"
+        if not is_same:
+            yield "reshard_delta_invalidate", (None,)
             raise ReshardError(
-                f"the engine does not hold version {target} of {chain.where}: load the base anew"
+                f"the engine does not hold version {target} of {chain.where}{why}: load the base anew"
             )
     return True
 

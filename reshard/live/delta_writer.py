@@ -192,10 +192,17 @@ class DeltaWriter:
     def _pack(self, version: int | None) -> tuple[Callable[[], DeltaReport], list[Packed]]:
         """Pack what changed on this rank since the last version; return it with the call, by any thread, that adds it
         to the chain."""
-        begun, self._begun = self._begun, None
+        begun = self._begun
         with ExitStack() as ends:
             team = ends.enter_context(open_team("a delta"))
-            team.together(lambda: begun.tell() if begun is not None else None)
+            try:
+                team.together(lambda: begun.tell() if begun is not None else None)
+            finally:
+                if (
+                    begun is not None and begun.is_done
+                ):  # one that goes on, where this was interrupted, is not forgotten
+                    self._begun = None
+            digest = self.digest
             last = {"version": version, "the digest of the last version": self.digest}
             check_same_options(team, "deltas", last)
             self._follow(team)
@@ -208,7 +215,7 @@ class DeltaWriter:
                 keyword_style_errors(),
                 rest,
             ):  # the team has connections of its own, and uses none of torch's groups
-                return self._add(team, version, packed)
+                return self._add(team, version, packed, digest)
 
         return add, packed
 
@@ -219,10 +226,12 @@ class DeltaWriter:
             if encoded is not None:
                 yield Packed(kept, *encoded)
 
-    def _add(self, team: Team, version: int | None, packed: list[Packed]) -> DeltaReport:
-        """Add what the ranks have packed to the chain."""
+    def _add(self, team: Team, version: int | None, packed: list[Packed], digest: str) -> DeltaReport:
+        """Add to the chain what the ranks have packed of what changed since weights with this digest."""
 
         def start() -> tuple[int, int]:
+            if self.digest != digest:
+                raise ReshardError("another version was added while this one was packed: save again")
             deltas = self.chain.deltas()
             self._check_newest(deltas)
             return next_version(deltas, version, self.chain.where)
@@ -307,13 +316,16 @@ class DeltaWriter:
 
         Raises ReshardError if that save has failed, and nobody has waited for it.
         """
-        begun, self._begun = self._begun, None
+        begun = self._begun
         try:
             if begun is not None:
                 begun.tell()
         finally:
-            self.is_closed, self.kept = True, []
-            self.chain.close()
+            if (
+                begun is None or begun.is_done
+            ):  # what one that goes on reads stays, where this was interrupted
+                self._begun, self.is_closed, self.kept = None, True, []
+                self.chain.close()
 
 
 def _base_of(

@@ -115,6 +115,11 @@ def test_a_sync_that_was_begun_after_a_training_step_is_a_switch(outcome):
         )
 
 
+def test_what_a_step_that_failed_has_left_is_synced_and_not_what_was_begun_before(outcome):
+    said, [_, other] = outcome["begun"]["failed"], outcome["loaded"]
+    assert not said["begun"] and said["error"] == "" and said["serves"][0] == other
+
+
 def test_where_an_engine_does_not_switch_all_serve_what_they_did_and_the_next_sync_connects(outcome):
     begun, [one, other] = outcome["begun"], outcome["loaded"]
     refused = begun["refused"]

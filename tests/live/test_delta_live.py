@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from threading import Event, Timer
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from reshard import DeltaWriter, ReshardError, diff, hf_to_mcore
 from reshard.delta import apply, show
+from reshard.delta.stores import LocalStore
+from reshard.live.begun_save import BegunSave
 from reshard.trainers import FsdpModel
 from tests.megatron.test_logits import EP, ETP, PP, TP, flags_at
 from tests.starting.ranks import run_on_ranks
@@ -187,3 +190,29 @@ def test_a_rank_that_has_lost_what_a_version_holds_adds_no_other(tmp_path):
         assert "the digest of the last version" in said[2]
     held = [hf for hf, _ in steps]
     check_versions(held[0], chain, {1: held[1], 2: held[2]}, held, tmp_path)
+
+
+def test_a_save_that_is_interrupted_forgets_no_version_that_is_on_its_way(tmp_path, monkeypatch):
+    """Elements that go back to what they were meanwhile would be missing from the next version."""
+    source = make(tmp_path / "source", "llama", torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    writer = DeltaWriter(FsdpModel(model), source, tmp_path / "chain")
+    norm, go_on, put = model.model.norm.weight.data, Event(), LocalStore.put
+    before = norm.clone()
+    monkeypatch.setattr(LocalStore, "put", lambda *of: (go_on.wait(), put(*of))[1])
+    norm[0:4] += 1
+    begun = writer.begin_save()
+    norm[0:4], norm[4:8] = before[0:4], norm[4:8] + 1
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BegunSave, "tell", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            writer.save()
+    Timer(0.5, go_on.set).start()
+    assert writer.save().version == 2 and begun.is_done and begun.wait().version == 1
+    apply(source, tmp_path / "chain", tmp_path / "out")
+    [file] = (tmp_path / "out").glob("*.safetensors")
+    assert torch.equal(load_file(file)["model.norm.weight"], norm)

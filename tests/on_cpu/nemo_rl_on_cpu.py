@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -264,6 +265,12 @@ def begun(policy, generation, ask, train, folders: list[str]) -> dict:
         "backend": "vllm", "refit_cfg": {BACKEND: options}}}  # fmt: skip
     plain = generation.cfg
 
+    def stepped(folder: str, loss_fn: str | None, eval_mode: bool = False) -> None:
+        """A training step, which fails where the loss says so."""
+        train(folder)
+        if loss_fn is not None:
+            raise ValueError(loss_fn)
+
     def setup(config):
         """As NeMo-RL's."""
         generation.cfg = config.policy["generation"]
@@ -272,7 +279,7 @@ def begun(policy, generation, ask, train, folders: list[str]) -> dict:
         )
         theirs._bucket_size_bytes = 1 << 20
         theirs.init_communicator()
-        policy.train = lambda folder, loss_fn, eval_mode=False: train(folder)
+        policy.train = stepped
         generation.weight_synchronizer = theirs
         return policy, generation
 
@@ -304,6 +311,10 @@ def begun(policy, generation, ask, train, folders: list[str]) -> dict:
     said["evaluated"] = synchronizer._begun is not None
     train(second)
     said["again"] = step(first, second)
+    policy.train(first, None)
+    with suppress(ValueError):
+        policy.train(second, "is not a number")
+    said["failed"] = {"begun": synchronizer._begun is not None} | synced()
     synchronizer.shutdown()
     generation.cfg = plain
     ray.get([one.take_engine_back.remote() for one in policy.worker_group.workers])

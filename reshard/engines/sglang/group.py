@@ -77,6 +77,7 @@ def _swap(scheduler: Any, action: str, version: str | None) -> None:
         else scheduler.reshard_switch(None if version is None else int(version))
     )
     if version is not None and served != int(version):
+        compat.record_version(scheduler, str(served))
         raise ReshardError(f"this SGLang serves version {served}, and cannot go back to {version}")
 
 

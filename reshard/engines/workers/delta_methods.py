@@ -7,7 +7,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from reshard.comm.group import RefitGroup
-from reshard.core.errors import ReshardError, first_line
+from reshard.core.errors import ReshardError, UntouchedError, first_line
 from reshard.core.limits import PENDING_BYTES
 
 if TYPE_CHECKING:
@@ -19,21 +19,28 @@ log = logging.getLogger("reshard")
 
 def answering(method: Callable[..., Any]) -> Callable[..., Any]:
     """Have a method answer ``{"error": sentence}`` instead of raising: an engine that waits for several workers would
-    leave what the others answer to the next call. ``untouched`` says whether the worker serves whole weights then."""
+    leave what the others answer to the next call. ``untouched`` says whether the worker serves what it did then."""
 
     @wraps(method)
     def answered(self: "DeltaMethods", *args: Any, **kwargs: Any) -> Any:
+        before, is_back = _writes(self), False
         try:
             return method(self, *args, **kwargs)
         except ReshardError as error:
-            sentence = str(error)
+            sentence, is_back = str(error), isinstance(error, UntouchedError)
         except Exception as error:
             log.exception("a delta failed")
             sentence = f"{type(error).__name__}: {first_line(error)}"
         deltas = self._reshard_deltas
-        return {"error": sentence, "untouched": deltas is None or deltas.engine.guard.ready}
+        is_ready = deltas is None or deltas.engine.guard.ready
+        return {"error": sentence, "untouched": is_ready and (is_back or before in (None, _writes(self)))}
 
     return answered
+
+
+def _writes(worker: "DeltaMethods") -> int | None:
+    """Return how often something was written into a worker's weights; None where it has followed no chain."""
+    return None if worker._reshard_deltas is None else worker._reshard_deltas.engine.guard.writes
 
 
 class DeltaMethods:

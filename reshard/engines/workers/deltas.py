@@ -11,11 +11,12 @@ from weakref import WeakMethod
 from reshard.core.extras import importing
 
 with importing("vllm"):
+    import numpy as np
     import torch
 
 from reshard.comm.background import in_background
 from reshard.core.boxes import Box
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, UntouchedError
 from reshard.delta.chain import Chain
 from reshard.delta.encoding import Decoded
 from reshard.delta.files import DeltaFiles, StoredRecord
@@ -70,6 +71,7 @@ class EngineDeltas:
         self.due: tuple[int, str] | None = None
         self._reading: Future[tuple[list[DeltaFiles], PlacedDeltas]] | None = None
         self._stream: Any = None  # in which a GPU prepares changes
+        self.is_written = False  # by this session
         self.has_lost = False  # others have written or moved the weights since
         self.files = OpenFiles()
         self.boxes: dict[str, list[HeldBox]] = {}
@@ -88,7 +90,7 @@ class EngineDeltas:
         """
         self.engine.check_idle()
         self.close()
-        self.chain, self.session = Chain(place), session
+        self.chain, self.session, self.is_written = Chain(place), session, False
         base = self.chain.base
         if self.engine.optional:
             self.engine.take_optional(self.engine.optional & base.tensors.keys())
@@ -147,6 +149,8 @@ class EngineDeltas:
                 return False
             reading, self._reading = self._reading, None
             self.prepared, self.coming = reading.result()
+            if self.has_lost:
+                self._lose(self.why)
         return True
 
     def _read(
@@ -164,8 +168,11 @@ class EngineDeltas:
                 for stored in self._records(files):
                     if self.session != session:
                         raise ReshardError("another call of apply_deltas has begun on this engine")
-                    decoded = self._decode(files, stored)
-                    coming.add(partial(self._placed, stored.record, decoded))
+                    with files.errors_of(stored):
+                        payload = files.read(stored)
+                    coming.add(partial(self._found, files, stored, payload))
+                    if coming.why:  # checked all the same, where there is memory for it
+                        self._decode(files, stored, payload, torch.device("cpu"))
                 prepared.append(files)
         return prepared, coming
 
@@ -203,12 +210,17 @@ class EngineDeltas:
                 if any(stored.record.rows.intersect(box.rows) for box in boxes):
                     yield stored
 
-    def _decode(self, files: DeltaFiles, stored: StoredRecord) -> Decoded:
-        """Return a record's changes on the engine's device."""
+    def _decode(
+        self, files: DeltaFiles, stored: StoredRecord, payload: np.ndarray, device: torch.device
+    ) -> Decoded:
+        """Return a record's changes on a device."""
         record, dtype = stored.record, _torch_dtype(files.tensors[stored.record.name])
         with files.errors_of(stored):
-            payload = torch.from_numpy(files.read(stored)).to(self.engine.device)
-            return decode_record(record, dtype, payload)
+            return decode_record(record, dtype, torch.from_numpy(payload).to(device))
+
+    def _found(self, files: DeltaFiles, stored: StoredRecord, payload: np.ndarray) -> list[Placed]:
+        """Return where a record's changes go, and what they are."""
+        return self._placed(stored.record, self._decode(files, stored, payload, self.engine.device))
 
     def write(self, version: int, digest: str) -> None:
         """Write what was prepared, and serve as this version, whose weights have this digest. Raises ReshardError,
@@ -216,19 +228,21 @@ class EngineDeltas:
         the chain are no longer those that were checked; if they change after that, the engine does not serve."""
         assert self.chain is not None
         guard = self.engine.guard
-        if self.due is None:
+        if self.due is None and not self.is_written:
+            if not guard.ready or state_of(self.engine) != self.found:
+                raise self._others_wrote()
             if guard.version != version:
                 self._lose("it serves the same weights as another version")
             guard.refitted(version)  # a version that changes nothing
+            self.is_written = True
             return
         if self.due != (version, digest) or self._reading is not None:
             raise ReshardError(f"version {version} of {self.chain.where} was not prepared: call apply_deltas")
-        if self.has_lost or self.coming is None or state_of(self.engine) != self.found:
-            raise ReshardError(
-                f"others have written or moved weights of this {guard.engine} since they were compared: call "
-                "apply_deltas again"
-            )
-        coming, self.coming = self.coming, None
+        # An engine that served meanwhile may have been written into without a word.
+        is_as_found = not self.has_lost and guard.ready and state_of(self.engine) == self.found
+        if self.coming is None or not is_as_found or self.sums.take() != self.values:
+            raise self._others_wrote()
+        coming, self.coming, self.is_written = self.coming, None, True
         if not coming.why:
             self._rewrite(partial(_then, coming.write, version))
             self.back = coming, state_of(self.engine)
@@ -240,10 +254,20 @@ class EngineDeltas:
             self.why = coming.why
         self.prepared, self.due = [], None
 
+    def _others_wrote(self) -> ReshardError:
+        """Drop what was prepared; return the error."""
+        self._lose("others have written or moved its weights")
+        return ReshardError(
+            f"others have written or moved weights of this {self.engine.guard.engine} since they were compared: call "
+            "apply_deltas again"
+        )
+
     def _read_and_write(self) -> None:
         for files in self.prepared:
             for stored in self._records(files):
-                for placed in self._placed(stored.record, self._decode(files, stored)):
+                with files.errors_of(stored):
+                    payload = files.read(stored)
+                for placed in self._found(files, stored, payload):
                     placed.write()
 
     def _rewrite(self, write: Callable[[], int]) -> int:
@@ -305,7 +329,7 @@ class EngineDeltas:
         [back, _], self.back = self.back, None
         served = self._rewrite(lambda: version if back.take_back() else back.after)
         if served != version:
-            raise ReshardError(
+            raise UntouchedError(
                 f"others have written into weights of this {self.engine.guard.engine} in place, so it cannot go back "
                 f"to version {version}, and serves what it did: {TO_GO_BACK}"
             )

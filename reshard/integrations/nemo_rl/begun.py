@@ -75,7 +75,9 @@ class BegunSynchronizer(Workers, WeightSynchronizer):
         self._stale = True
         label = "prepare_for_generation/transfer_and_update_weights"
         with timer.time(label) if timer is not None else nullcontext():
-            is_switched = kv_scales is None and self._switch()
+            if kv_scales is not None:
+                self.forget()
+            is_switched = self._switch()
         metrics = None
         if not is_switched:
             self._is_connected = False
@@ -87,6 +89,11 @@ class BegunSynchronizer(Workers, WeightSynchronizer):
         """Forget what was begun, and unmap the others' memory."""
         self._begun, self._is_connected = None, False
         self._theirs.shutdown()
+
+    def forget(self) -> None:
+        """Forget what was begun, whose weights are no longer those of the policy: the next sync brings all."""
+        if self._begun is not None:
+            self._connect_anew("the policy's weights are others than those that were begun")
 
     def _switch(self) -> bool:
         """Return True if all engines have switched to what was begun; False where there is nothing to switch to."""
@@ -134,13 +141,22 @@ class BegunSynchronizer(Workers, WeightSynchronizer):
         return self._on_engines(method, [arguments for _ in engines])
 
 
-def begins_after_training(train: Callable[..., Any], begin: Callable[[], None]) -> Callable[..., Any]:
-    """Return NeMo-RL's ``policy.train``, which begins a sync when a step has changed the weights."""
+def begins_after_training(
+    train: Callable[..., Any], begin: Callable[[], None], forget: Callable[[], None]
+) -> Callable[..., Any]:
+    """Return NeMo-RL's ``policy.train``, which begins a sync when a step has changed the weights, and forgets what was
+    begun before where a step fails, after which they may be any."""
 
     @wraps(train)
     def training(*args: Any, **kwargs: Any) -> Any:
-        results = train(*args, **kwargs)
-        if not signature(train).bind(*args, **kwargs).arguments.get("eval_mode"):
+        changes = not signature(train).bind(*args, **kwargs).arguments.get("eval_mode")
+        try:
+            results = train(*args, **kwargs)
+        except BaseException:
+            if changes:
+                forget()
+            raise
+        if changes:
             begin()
         return results
 

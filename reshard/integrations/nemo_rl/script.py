@@ -64,7 +64,7 @@ def with_refits(setup: Callable[..., Any]) -> Callable[..., Any]:
         if begins:
             begun = BegunSynchronizer(policy, rollout, options, rollout.weight_synchronizer)
             rollout.weight_synchronizer = begun
-            policy.train = begins_after_training(policy.train, begun.begin)
+            policy.train = begins_after_training(policy.train, begun.begin, begun.forget)
             return started
         rollout.weight_synchronizer = ColocatedSynchronizer(policy, rollout, options)
         rollout.weight_synchronizer.init_communicator()

@@ -1,0 +1,194 @@
+"""A worker that deltas are written into, whose engine others write into, lose or move at the worst time: it serves the
+version that it tells, or nothing."""
+
+import json
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from reshard import ReshardError
+from reshard.comm.group import RefitGroup
+from reshard.comm.hosts import free_address
+from reshard.core.boxes import whole
+from reshard.core.placement import LocalTensor, Part, Placement
+from reshard.delta import apply_deltas, roll_back, save, worker_calls
+from reshard.delta.serving import roll_back_in_group
+from reshard.device.memory import Region
+from reshard.engines.workers.delta_methods import DeltaMethods
+from reshard.refit.engine import Engine
+from reshard.refit.guard import Guard
+from tests.starting.ranks import caught
+from tests.tools.checkpoints import make
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory) -> list[Path]:
+    """Three checkpoints, of which each differs from the one before in one element."""
+    folder = tmp_path_factory.mktemp("steps")
+    found = [make(folder / "0", "llama", torch.bfloat16)]
+    for number in (1, 2):
+        weights = load_file(found[-1] / "model.safetensors")
+        weights["model.norm.weight"][number] += 1
+        found.append(Path(shutil.copytree(found[0], folder / str(number))))
+        save_file(weights, found[-1] / "model.safetensors", {"format": "pt"})
+    return found
+
+
+@pytest.fixture(scope="module")
+def chain(steps, tmp_path_factory) -> str:
+    place = str(tmp_path_factory.mktemp("chain") / "chain")
+    for before, after in pairwise(steps):
+        save(before, after, place)
+    return place
+
+
+class Held(Engine):
+    """An engine that holds a checkpoint's tensors as they are."""
+
+    hf_config: dict = {}
+    tp = 1
+
+    def __init__(self, directory: Path) -> None:
+        self.weights = load_file(directory / "model.safetensors")
+        self.guard = Guard("vLLM", True)
+        self.regions = {
+            name: Region(tensor, 0, tensor.shape[-1] if tensor.ndim > 1 else 1)
+            for name, tensor in self.weights.items()
+        }
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
+        tensors = [
+            LocalTensor(name, shape, (Part(name, whole(shape), (0,) * len(shape)),))
+            for name, shape in shapes.items()
+        ]
+        self.placement = Placement.of(shapes, tensors)
+
+    def holds(self, directory: Path) -> bool:
+        expected = load_file(directory / "model.safetensors")
+        return all(torch.equal(tensor, expected[name]) for name, tensor in self.weights.items())
+
+    def spoil(self) -> None:
+        """Write in place, as nobody tells."""
+        self.weights["model.norm.weight"][7] += 3
+
+
+class Worker(DeltaMethods):
+    """An engine of one worker, and what happens `after` a call of it."""
+
+    def __init__(self, engine: Held) -> None:
+        self.engine, self.after, self.calls = engine, dict[str, Callable[[], None]](), list[str]()
+
+    def _reshard_engine_side(self) -> Held:
+        return self.engine
+
+    def _reshard_rank(self) -> int:
+        return 0
+
+    def collective_rpc(self, method: str, args: tuple = ()) -> list:
+        self.calls.append(method)
+        answer = json.loads(json.dumps(getattr(self, method)(*args)))
+        self.after.pop(method, lambda: None)()
+        return [answer]
+
+    def reset_prefix_cache(self, *_: bool) -> bool:
+        self.calls.append("reset")
+        return True
+
+    def reshard_delta_workers(self) -> list:
+        return [1, "127.0.0.1:1"]
+
+
+def test_an_engine_is_brought_to_a_version_and_back(steps, chain):
+    engine = Held(steps[0])
+    assert apply_deltas(Worker(engine), chain, verify=True) == 2 and engine.holds(steps[2])
+    worker = Worker(engine)
+    assert apply_deltas(worker, chain, version=2) == 2 and engine.version == 2, "nothing is to be written"
+
+
+@pytest.mark.parametrize("version", [0, 2])
+@pytest.mark.parametrize("verify", [False, True])
+def test_what_others_write_in_place_while_files_are_read_is_served_as_no_version(
+    version, verify, steps, chain
+):
+    engine = Held(steps[version])
+    worker = Worker(engine)
+    spoils = "reshard_delta_prepare" if version == 0 else "reshard_delta_digests"
+    worker.after[spoils] = lambda: (engine.spoil(), engine.guard.altered() if version else None)[0]
+    with pytest.raises(ReshardError, match="others have written or moved weights of this vLLM since"):
+        apply_deltas(worker, chain, verify=verify)
+    assert engine.version != 2 or not engine.ready
+
+
+def test_weights_that_are_lost_after_they_were_compared_are_not_ready(steps, chain):
+    engine = Held(steps[2])
+    worker = Worker(engine)
+    worker.after["reshard_delta_digests"] = lambda: engine.guard.lose("slept at level 2")
+    with pytest.raises(ReshardError, match="others have written or moved weights"):
+        apply_deltas(worker, chain)
+    assert not engine.ready
+
+
+def test_a_session_writes_once(steps, chain):
+    engine = Held(steps[2])
+    worker = Worker(engine)
+    apply_deltas(worker, chain)
+    session = worker._reshard_deltas.session
+    answer = worker.reshard_delta_write(session, 77, "x")
+    assert "was not prepared" in answer["error"] and engine.version == 2
+
+
+@pytest.mark.parametrize("how", ["another caller", "replicas that differ"])
+def test_an_engine_whose_digest_cannot_be_compared_does_not_serve(how, steps, chain, monkeypatch):
+    engine = Held(steps[0])
+    worker = Worker(engine)
+    if how == "another caller":
+        worker.after["reshard_delta_write"] = lambda: worker.reshard_delta_digests(chain, "another")
+    else:
+        plain = worker_calls.numbers_of
+
+        def differ(*of: object) -> object:
+            if "reshard_delta_write" in worker.calls:
+                raise ReshardError("replicas differ")
+            return plain(*of)
+
+        monkeypatch.setattr(worker_calls, "numbers_of", differ)
+    with pytest.raises(
+        ReshardError, match=r"the engine does not hold version 2 of .* \(.*\): load the base anew"
+    ):
+        apply_deltas(worker, chain, verify=True)
+    assert not engine.ready and engine.holds(steps[2]), "it is written, with caches of other weights"
+
+
+def test_a_refusal_among_several_engines_leaves_each_as_it_is(steps, chain):
+    engine, address = Held(steps[0]), free_address("127.0.0.1")
+    worker = Worker(engine)
+    apply_deltas(worker, chain)
+    engine.guard.altered()  # since when there is no way back
+
+    def alone() -> str:
+        group = RefitGroup.join(address, 0, 1)
+        try:
+            return caught(lambda: roll_back_in_group(group, worker, 1))
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        assert "keeps no version to go back to" in pool.submit(alone).result()
+    assert engine.ready and engine.holds(steps[2])
+
+
+def test_engines_go_back_bit_for_bit_unless_others_have_written(steps, chain):
+    engine = Held(steps[0])
+    worker = Worker(engine)
+    apply_deltas(worker, chain)
+    assert roll_back(worker) == 0 and engine.holds(steps[0])
+    apply_deltas(worker, chain)
+    engine.spoil()
+    with pytest.raises(ReshardError, match="others have written into weights of this vLLM in place"):
+        roll_back(worker)
+    assert engine.ready and engine.version == 2 and "reshard_delta_invalidate" not in worker.calls
