@@ -36,7 +36,7 @@ def any_model(config: dict[str, Any], where: str = "config.json") -> Model:
     return Model(family, config, family.kinds, where=where)
 
 
-# In an engine's config: that the engine takes the tower of a larger model from a trainer that has it.
+# In the config of an engine that takes the tower of a larger model from a trainer that has it: the larger one's config.
 TAKES_TOWER = "_takes_tower"
 
 
@@ -55,6 +55,20 @@ def tower_of(model: Model, config: dict[str, Any]) -> Model | None:
         return None
     family = ClassFamily(config, model.where, model.is_of_tower)
     return Model(family, config, family.kinds, where=model.where)
+
+
+def check_tower(config: dict[str, Any], model: Model, where: str) -> None:
+    """Raise ReshardError if the larger model of a `config` computes something else beside its language model than that
+    of an engine, which takes that part too."""
+    theirs = model.config.get(TAKES_TOWER)
+    tower = tower_of(model, config) if theirs else None
+    if tower is None or theirs is None:
+        return
+    for name, values in tower.family.different_fields(config, theirs).items():
+        if not name.startswith("text_config"):
+            raise ReshardError(
+                f"{where} has {name} {values[0]}, but the served model's is {values[1]} ({model.where})"
+            )
 
 
 class ClassFamily(Family):
@@ -125,7 +139,7 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any], inside: str = "") -> 
         ours, theirs = a.get(name), b.get(name)
         if has_no_effect(name) or name in ignored() or same_value(ours, theirs):
             continue
-        if {ours, theirs} == {None, 1.0} if name == "partial_rotary_factor" else False:
+        if name == "partial_rotary_factor" and ours in (None, 1.0) and theirs in (None, 1.0):
             continue  # vLLM writes what its absence means
         if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
             different |= _differing(ours, theirs, f"{inside}{name}.")

@@ -10,7 +10,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Placement
 from reshard.device.memory import Region
 from reshard.models.model import Model, different_fields
-from reshard.models.without_table import any_model
+from reshard.models.without_table import any_model, check_tower
 from reshard.refit.guard import Guard
 from reshard.refit.holder import Holder
 
@@ -110,6 +110,7 @@ class ServedWeights(Holder):
     def check_model(self, model: Model) -> None:
         """Raise ReshardError if the published config that the engine serves is of another model."""
         own = any_model(self.hf_config, f"{self.guard.engine}'s config")
+        check_tower(self.hf_config, model, own.where)
         for name, (ours, theirs) in different_fields(own, model).items():
             raise ReshardError(
                 f"{own.where} has {name} {ours}, but the served model's is {theirs} ({model.where})"

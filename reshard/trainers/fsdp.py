@@ -21,7 +21,7 @@ from reshard.megatron.parameters import expand
 from reshard.models.family import architectures, has_table
 from reshard.models.model import Model, different_fields
 from reshard.models.published import published
-from reshard.models.without_table import TAKES_TOWER, ClassFamily, any_model, tower_of
+from reshard.models.without_table import TAKES_TOWER, ClassFamily, any_model, check_tower, tower_of
 from reshard.refit.trainer import Trainer
 from reshard.trainers.fsdp_lora import FsdpAdapter
 from reshard.trainers.fsdp_saved import SavedPieces, check_saved
@@ -57,7 +57,9 @@ class FsdpModel(FsdpShards):
 
     def check_model(self, model: Model) -> None:
         """Compare transformers' config of this rank's model with `model`."""
-        own = any_model(_config_of(self.model), "the trainer's config")
+        config = _config_of(self.model)
+        own = any_model(config, "the trainer's config")
+        check_tower(config, model, own.where)
         for name, (ours, theirs) in different_fields(own, model).items():
             raise ReshardError(
                 f"the trainer's {name} is {ours}, but the served model's is {theirs} ({model.where})"
@@ -109,16 +111,16 @@ def _config_of(model: torch.nn.Module) -> dict[str, Any]:
     """Return the config of a transformers model as it would be published, with the name of its class."""
     import transformers
 
-    known = [
+    known = (
         (module, kind.__name__)
         for module in model.modules()
         for kind in type(module).__mro__
         if hasattr(kind, "config_class") and getattr(transformers, kind.__name__, None) is kind
-    ]
-    inner: Any = known[0][0] if known else model
-    own = [name for _, name in known[:1]]
+    )
+    inner: Any
+    inner, name = next(known, (model, ""))
     config = inner.config.to_dict()
-    named = config | {"architectures": own or architectures(config)}
+    named = config | {"architectures": [name] if name else architectures(config)}
     return published(config if has_table(config) else named, "the trainer's config")
 
 

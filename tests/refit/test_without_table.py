@@ -18,7 +18,7 @@ from reshard.megatron.parameters import expand
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import different_fields
 from reshard.models.saved_tensors import saved_tensors
-from reshard.models.without_table import any_model
+from reshard.models.without_table import TAKES_TOWER, any_model
 from reshard.trainers import FsdpModel
 from tests import install_sglang_cpu
 from tests.on_cpu.refit_without_table_on_cpu import SGLANG_FILES
@@ -270,3 +270,17 @@ def test_a_change_in_place_is_no_view(monkeypatch):
     monkeypatch.setattr(module, "revert_weight_conversion", changed)
     with pytest.raises(ReshardError, match="transformers computes tensors as it saves a Gemma2"):
         saved_tensors("Gemma2ForCausalLM", config_of("Gemma2ForCausalLM").to_dict(), "config.json")
+
+
+def test_a_tower_that_computes_something_else_is_refused_where_an_engine_takes_it():
+    name = "Qwen3VLForConditionalGeneration"
+    config = config_of(name).to_dict()
+    engine = any_model(config | {TAKES_TOWER: config})
+    FsdpModel(built(name)).check_model(engine)
+    changed = built(name)
+    changed.config.vision_config.deepstack_visual_indexes = [1, 0]
+    with pytest.raises(
+        ReshardError, match=r"has vision_config.deepstack_visual_indexes \[1, 0\], but the served"
+    ):
+        FsdpModel(changed).check_model(engine)
+    FsdpModel(changed).check_model(any_model(config))  # its own tower stays in the engine

@@ -86,7 +86,7 @@ class VllmModel(LiveEngine):
         self._of_drafter = frozenset(mtp_names(self.model)) if drafts_by_mtp else frozenset()
         self._tower = self._find_tower()
         if self._tower is not None:
-            self.hf_config = self.hf_config | {TAKES_TOWER: True}
+            self.hf_config = self.hf_config | {TAKES_TOWER: self.hf_config}
         self.optional = self._of_drafter | (self._tower.names if self._tower is not None else frozenset())
         self._main_trace: Trace | None = None
         self._adapters: dict[str, VllmAdapter] = {}
