@@ -1,7 +1,7 @@
 """A Hugging Face directory of safetensors files, read as canonical tensors: weights that are stored
 as codes are what those stand for."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
@@ -17,7 +17,7 @@ from reshard.core.views import tensor_of, tensor_shapes
 from reshard.formats import safetensors
 from reshard.formats.small_files import read_json
 from reshard.megatron.parameters import expand
-from reshard.models.without_table import any_model
+from reshard.models.model import Model
 from reshard.quantization import channels, compressed_tensors, fp8_blocks, fp8_scales, modelopt, mxfp4
 from reshard.quantization.scheme import StoredWeight
 from reshard.storage.io.files import OpenFiles
@@ -37,16 +37,22 @@ READERS = 16  # of small tensors, which wait for a disk or a network, not for a 
 class HuggingFaceSource(Source):
     """A Hugging Face directory. Weights that are stored as codes with scales read as
     `dequantize_to`; without it fp8 with 128x128 block scales as bf16, and what compressed-tensors,
-    modelopt or mxfp4 has quantized in the config's dtype."""
+    modelopt or mxfp4 has quantized in the config's dtype. `read` makes the model of a config, by default one that a
+    mapping table covers."""
 
     kind = "huggingface"
 
-    def __init__(self, path: Path, dequantize_to: Dtype | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        dequantize_to: Dtype | None = None,
+        read: Callable[[dict[str, Any], str], Model] = Model.from_hf,
+    ) -> None:
         self.path, self.notices, self.versions = path, [], FileVersions(path)
         check_config(path)
         self.config = read_config(path / "config.json")
         with ignored_as_recorded(path):
-            self.model = any_model(self.config, str(path / "config.json"))
+            self.model = read(self.config, str(path / "config.json"))
         self.notices += self.model.notices
         self.stored = self._as_published(safetensors.read_directory(path, self.notices))
         self.files, self.scratch = OpenFiles(), Scratch()

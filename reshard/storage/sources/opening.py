@@ -30,7 +30,7 @@ def open_source(
     if locate(path) is not None:
         return MegatronSource(path, hf_config, family, states=states)
     check_huggingface(path)
-    return HuggingFaceSource(path, dequantize_to)
+    return HuggingFaceSource(path, dequantize_to, any_model)
 
 
 def check_directory(path: Path) -> None:
