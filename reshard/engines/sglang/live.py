@@ -105,8 +105,11 @@ class SglangModel(LiveEngine):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that the model serves in."""
-        norms = [tensor.dtype for name, tensor in self.tensors.items() if name.endswith("norm.weight")]
-        return norms[0] if norms else next(iter(self.tensors.values())).dtype
+        for end in ("layernorm.weight", "norm.weight", ""):  # a norm inside of linear attention may be wider
+            for name, tensor in self.tensors.items():
+                if name.endswith(end):
+                    return tensor.dtype
+        raise ReshardError("this SGLang's model has no tensors")
 
     # Finding tensors
 
