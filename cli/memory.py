@@ -25,7 +25,7 @@ RANKING = (
 )
 # Options that say something about what another one asks for, and nothing without it.
 NEEDING = {
-    "engine": ("utilization", "colocated", "trainer_offload", "delta", "from_host"),
+    "engine": ("utilization", "colocated", "trainer_offload", "delta", "changed", "from_host"),
     "fit": ("at_most_tp", "at_most_pp", "at_most_ep", "count"),
 }
 
@@ -57,10 +57,7 @@ def command(
     options["recompute"] = _recompute(options)
     sizes = pop_layout(options, ("dp", "cp"))
     fitting = {name: options.pop(name) for name in ("fit", "at_most_tp", "at_most_pp", "at_most_ep", "count")}
-    engine = {
-        name: options.pop(name)
-        for name in ("engine", "utilization", "colocated", "trainer_offload", "delta", "from_host")
-    }
+    engine = {name: options.pop(name) for name in (*NEEDING["engine"], "engine")}
     text = options.pop("gpu_memory")
     gpu_bytes = None if text is None else bytes_of_gpu(text)
     training, engine_setup = Training(**options), _engine(engine)
@@ -142,7 +139,7 @@ def _engine(options: dict[str, Any]) -> Any:
     return EngineSetup(
         engine_layout(options["engine"], "--engine"), options["utilization"], options["colocated"],
         () if names == ["none"] else tuple(names), delta=options["delta"],
-        from_host=options["from_host"],
+        from_host=options["from_host"], changed=options["changed"],
     )  # fmt: skip
 
 

@@ -194,6 +194,12 @@ _ENGINE = (
         "--delta", among="gpu host", help="Refits send what changed. Where the trainer keeps what it sent."
     ),
     click.option(
+        "--changed",
+        type=float,
+        metavar="SHARE",
+        help="Syncs that nobody waits for: of the elements, the share that a step changes, such as 0.01.",
+    ),
+    click.option(
         "--refit-from-host", "from_host", is_flag=True, help="Refits read offloaded weights from host memory."
     ),
 )

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from math import prod
 
 from reshard.core.errors import OptionError, listed
+from reshard.core.limits import PENDING_BYTES
 from reshard.engines.layout import EngineLayout, EngineRank, Split
 from reshard.memory.activations import Sizes, layer_tensors
 from reshard.memory.options import GIB, TrainingSetup
 from reshard.memory.outside import CONTEXT, Band
-from reshard.memory.report import KEPT, MemoryReport, Phase, StageMemory
+from reshard.memory.report import KEPT, PENDING, MemoryReport, Phase, StageMemory
 from reshard.models.model import Model
 
 MOVABLE = ("weights", "grads", "optimizer")
@@ -40,8 +41,9 @@ class EngineSetup:
     while the engine generates, and for gradients and optimizer whenever nothing is trained.
     `kv_width` is the bytes of an element of its cache, `batched_tokens` the most that it runs at
     once: ``max_num_batched_tokens``, ``chunked_prefill_size``. `delta` says where the trainer keeps
-    what it sent, for refits that send what changed: on the ``gpu`` or on the ``host``. With `from_host`
-    refits read weights that are offloaded from host memory.
+    what it sent, for refits that send what changed: on the ``gpu`` or on the ``host``. `changed` is the
+    share of the elements that a step changes, for syncs that are begun and switched to: what then waits on
+    each side is counted. With `from_host` refits read weights that are offloaded from host memory.
     """
 
     layout: EngineLayout
@@ -52,6 +54,7 @@ class EngineSetup:
     batched_tokens: int = 8192
     delta: str | None = None
     from_host: bool = False
+    changed: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.utilization <= 1:
@@ -63,6 +66,10 @@ class EngineSetup:
             raise OptionError(f"--trainer-offload: {unknown[0]!r} is not one of {listed(MOVABLE)}")
         if self.delta is not None and self.delta not in DELTA_PLACES:
             raise OptionError(f"--delta: {self.delta!r} is not one of {listed(DELTA_PLACES)}")
+        if self.changed is not None and not 0 < self.changed <= 1:
+            raise OptionError(f"--changed: {self.changed} is not above 0 and at most 1")
+        if self.changed is not None and self.delta is None:
+            raise OptionError("--changed is of syncs that send what changed, which --delta asks for")
         if self.from_host and "weights" not in self.offload:
             raise OptionError("--refit-from-host: the weights are not offloaded, see --trainer-offload")
 
@@ -86,6 +93,15 @@ def phases_of(setup: TrainingSetup, report: MemoryReport, engine: EngineSetup) -
     always = {"Transformer Engine's buffers": stage.engine_buffers} if stage.engine_buffers else {}
     kept_copy = kept_on("gpu", engine, stage)
     copy = {KEPT: kept_copy} if kept_copy else {}
+    if engine.changed is not None:
+        if colocated:
+            raise OptionError(
+                "--changed is of syncs that are begun, which need engines on GPUs of their own: --separate"
+            )
+        copy |= {PENDING: _changes(stage.weights, engine.changed)}
+        arrived = _changes(weights, engine.changed)
+        serving |= {PENDING: arrived, "where pending changes go": arrived}
+        beyond += Band(0, arrived)  # where tensors of a bucket lie over 4 GiB apart
     always |= copy
     kept = _not_offloaded(stage, engine)
     # For a forward the weights are on the GPU, the rest stays offloaded.
@@ -122,6 +138,11 @@ def kept_on(place: str, engine: EngineSetup, stage: StageMemory) -> int:
     once, as engines get them, where deltas are kept in this place. Replicas of an engine share what is kept; with data
     parallelism each copy of the trainer sends a part."""
     return stage.weights if engine.delta == place else 0
+
+
+def _changes(weights: int, share: float) -> int:
+    """Return the bytes of the packed changes of weights in bf16: a value and its position for each element."""
+    return min(round(share * weights) * 2, PENDING_BYTES)
 
 
 def _phase(name: str, gpus: str, parts: dict[str, int], more: Band, kv_tokens: Band | None = None) -> Phase:

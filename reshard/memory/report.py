@@ -9,7 +9,8 @@ from reshard.memory.outside import Band
 from reshard.memory.text import band_text, gib, table
 
 SHOWN = 16
-KEPT = "kept for deltas"  # the part of a phase that has a line of its own
+KEPT = "kept for deltas"  # the parts of a phase that have a line of their own
+PENDING = "pending changes"
 HEADS = (
     "stage", "layers", "weights", "grads", "main", "moments", "TE", "activations", "transient", "allocated", "outside",
     "in all",
@@ -183,3 +184,6 @@ def _phase_lines(phases: Sequence[Phase]) -> Iterator[str]:
     yield from table(("phase", "GPUs", "holds", "in all", "tokens of keys and values"), rows)
     if kept := max(p.parts.get(KEPT, 0) for p in phases):
         yield f"of which kept for deltas: {gib(kept)} GiB of a trainer's GPU, at most"
+    for gpus in ("trainer's", "engine's"):
+        if pending := max((p.parts.get(PENDING, 0) for p in phases if p.gpus == gpus), default=0):
+            yield f"of which pending changes: {gib(pending)} GiB of {'a' if gpus[0] == 't' else 'an'} {gpus} GPU"

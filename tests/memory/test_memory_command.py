@@ -88,6 +88,7 @@ def test_the_command_the_call_and_megatrons_names_say_the_same(configs):
         (["--fit", "--gpus", "8", "--gpu-memory", "H100", "--tensors"], 2, "--tensors shows one layout"),
         (["--recompute", ""], 2, "--recompute : '' is not one of none, full"),
         (["--delta", "gpu"], 2, "--delta needs --engine"),
+        (["--changed", "0.01"], 2, "--changed needs --engine"),
         (["--refit-from-host"], 2, "--refit-from-host needs --engine"),
         (["--trainer-offload", "weights"], 2, "--trainer-offload needs --engine"),
         (["--separate"], 2, "--colocated/--separate needs --engine"),
@@ -233,6 +234,37 @@ def test_what_is_kept_for_deltas_is_a_row_of_the_trainers_phases_or_of_the_host(
         "GiB kept for deltas for the GPUs of a host"
         in run(configs("Qwen3-30B-A3B"), *line, "--delta", "host").stdout
     )
+
+
+def test_changes_that_wait_for_a_switch_are_counted_on_both_sides(configs):
+    line = "--tp 2 --ep 8 --etp 1 --gpus 16 --gpu-memory H200 --engine tp=2 --separate --delta gpu".split()
+    config = configs("Qwen3-30B-A3B")
+    plain, begun, all_change = (
+        json.loads(run(config, *line, *more, "--json").stdout)
+        for more in ((), ("--changed", "0.01"), ("--changed", "1"))
+    )
+    [weights, *_] = (stage["weights"] for stage in plain["stages"])
+    for before, after, most in zip(
+        *(map(as_dict, report["phases"]) for report in (plain, begun, all_change)), strict=True
+    ):
+        pending = after["parts"].pop("pending changes")
+        assert most["parts"]["pending changes"] == 2 << 30, "at most pending_bytes"
+        if after["gpus"] == "engine's":
+            assert after["parts"].pop("where pending changes go") == pending
+            low, high = (b - a for a, b in zip(before["total_band"], after["total_band"], strict=True))
+            assert (low, high) == (2 * pending, 3 * pending)
+        else:
+            assert pending == round(0.01 * weights) * 2, "two bytes of value and two of position of each"
+        assert after["parts"] == before["parts"]
+    shown = run(config, *line, "--changed", "0.01").stdout
+    assert "GiB of a trainer's GPU" in shown and "GiB of an engine's GPU" in shown
+    for wrong, why in (
+        ("--separate --changed 0.01", "which --delta asks for"),
+        ("--delta gpu --changed 0.01 --colocated", "--separate"),
+        ("--separate --delta gpu --changed 1.5", "above 0 and at most 1"),
+    ):
+        refused = run(config, *line[:-3], *wrong.split())
+        assert refused.exit_code == 1 and why in str(refused.exception)
 
 
 def test_a_refit_from_host_memory_needs_a_slab_in_the_place_of_the_weights(configs):
