@@ -124,6 +124,14 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def train(model: torch.nn.Module, share: float) -> None:
+    """Flip a bit in this share of a model's elements, as a step that changes so many."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            words = parameter.view(torch.int16)
+            words ^= (torch.rand_like(parameter, dtype=torch.float32) < share).to(torch.int16)
+
+
 class Side:
     """One of both processes: its model, and its link."""
 
@@ -172,10 +180,7 @@ class Trainer(Side):
         self.model = model
 
     def prepare(self, share: float) -> None:
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                words = parameter.view(torch.int16)
-                words ^= (torch.rand_like(parameter, dtype=torch.float32) < share).to(torch.int16)
+        train(self.model, share)
 
     def bits(self) -> bytes:
         return sums_of(self.model, None)
