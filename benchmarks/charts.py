@@ -3,6 +3,7 @@
 Every figure names its record, and a test finds it there (tests/pages/test_site.py).
 """
 
+import re
 from math import log10
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +12,7 @@ ASSETS = Path(__file__).resolve().parent.parent / "docs" / "assets"
 RESULTS = Path(__file__).resolve().parent / "results"
 OURS, RIVAL, FLOOR = "#0a7d55", "#b9bec6", "#7da7d9"
 LEFT, WIDTH, ROW = 250, 760, 26
+BINS_BEFORE = 10  # of 20 ms, before a sync
 
 
 class Bar(NamedTuple):
@@ -30,6 +32,22 @@ class Chart(NamedTuple):
     record: str
     logarithmic: bool
     groups: dict[str, tuple[Bar, ...]]
+
+
+class Strips(NamedTuple):
+    """A chart of numbers over time, a strip for each row of a record's block of text: file name, title, record, and
+    each row's name in the record, its label and color."""
+
+    name: str
+    title: str
+    record: str
+    rows: tuple[tuple[str, str, str], ...]
+
+    def numbers(self, row: str) -> list[int]:
+        """Return the numbers that the record has after a row's name."""
+        record = (RESULTS / self.record).read_text(encoding="utf-8")
+        [line] = re.findall(rf"^{row} +([\d ]+)$", record, re.MULTILINE)
+        return [int(number) for number in line.split()]
 
 
 CHARTS = (
@@ -70,6 +88,57 @@ CHARTS = (
     ),
 )
 
+STRIPS = (
+    Strips(
+        "switching",
+        "Tokens in each 20 ms around a sync that begins at 0; Qwen3-8B, 2 H200, 64 requests, 1 % changed",
+        "2026-11-28-switching-served.md",
+        (
+            ("begun", "begun, and switched to", OURS),
+            ("refit", "a refit in place, vLLM paused", FLOOR),
+            ("vllm sparse", "vLLM's own, of changes", RIVAL),
+            ("vllm", "vLLM's own, of all", RIVAL),
+        ),
+    ),
+)
+
+
+def draw_strips(chart: Strips) -> str:
+    """Return the chart as SVG: each strip's full height is the mean before the sync."""
+    body, height, bar, high = [], 40, 9.5, 56
+    for row, label, color in chart.rows:
+        numbers = chart.numbers(row)
+        usual = sum(numbers[:BINS_BEFORE]) / BINS_BEFORE
+        body.append(f'<text x="{LEFT - 10}" y="{height + high}" text-anchor="end">{label}</text>')
+        for place, number in enumerate(numbers):
+            tall = min(number / usual, 1.3) * high / 1.3
+            body.append(
+                f'<rect x="{LEFT + place * bar:.1f}" y="{height + high - tall:.1f}" width="{bar - 1.5}" '
+                f'height="{tall:.1f}" fill="{color}"/>'
+            )
+        height += high + 14
+    for place in range(0, len(numbers) + 1, BINS_BEFORE):
+        x = LEFT + place * bar
+        body.append(
+            f'<text class="n" x="{x:.1f}" y="{height + 4}" text-anchor="middle">{20 * (place - BINS_BEFORE)} ms</text>'
+        )
+        body.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="36" y2="{height - 8}" stroke="#ddd"/>')
+    return _page(chart.title, WIDTH, height + 16, body)
+
+
+def _page(title: str, width: int, height: int, body: list[str]) -> str:
+    """Return a drawing with its title as SVG."""
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{title}">',
+        "<style>text{font:13px system-ui,sans-serif;fill:#222}.n{fill:#555}</style>",
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
+        f'<text x="16" y="24" font-weight="600">{title}</text>',
+        *body,
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
 
 def draw(chart: Chart) -> str:
     """Return the chart as SVG."""
@@ -94,19 +163,13 @@ def draw(chart: Chart) -> str:
             f'<text class="n" x="{end + 6:.1f}" y="{height + 16}">{bar.figure} {chart.unit}</text>',
         ]
         height += ROW
-    size = f'viewBox="0 0 {WIDTH} {height + 12}" width="{WIDTH}" height="{height + 12}"'
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{chart.title}">',
-        "<style>text{font:13px system-ui,sans-serif;fill:#222}.n{fill:#555}</style>",
-        f'<rect width="{WIDTH}" height="{height + 12}" fill="#fff"/>',
-        f'<text x="16" y="24" font-weight="600">{chart.title}</text>',
-        *body,
-        "</svg>",
-    ]
-    return "\n".join(lines) + "\n"
+    return _page(chart.title, WIDTH, height + 12, body)
 
 
 if __name__ == "__main__":
     for chart in CHARTS:
         (ASSETS / f"{chart.name}.svg").write_text(draw(chart), encoding="utf-8")
         print(chart.name)
+    for strips in STRIPS:
+        (ASSETS / f"{strips.name}.svg").write_text(draw_strips(strips), encoding="utf-8")
+        print(strips.name)

@@ -98,6 +98,10 @@ def test_charts_are_drawn_from_figures_of_the_records():
             figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", record)
         ] == []
         assert (charts.ASSETS / f"{chart.name}.svg").read_text(encoding="utf-8") == charts.draw(chart)
+    for strips in charts.STRIPS:  # drawn from what the record has
+        assert (charts.ASSETS / f"{strips.name}.svg").read_text(encoding="utf-8") == charts.draw_strips(
+            strips
+        )
 
 
 def browser() -> str:
