@@ -22,27 +22,40 @@ from tests.starting.ranks import free_port
 PROMPTS = [f"w{first} w{first + 7} w{first * 3}" for first in range(1, 9)]
 
 
-def answer(url: str, model: str, prompt: str) -> str:
-    body = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+def choice(url: str, model: str, prompt: str, **more) -> dict:
+    body = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True, **more}
     request = Request(
         url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urlopen(request, timeout=120) as response:
-        return json.loads(response.read())["choices"][0]["text"]
+        return json.loads(response.read())["choices"][0]
+
+
+def answer(url: str, model: str, prompt: str) -> str:
+    return choice(url, model, prompt)["text"]
+
+
+def tokens(url: str, model: str, prompt: str) -> list:
+    """The tokens of a long answer, each with its logprob."""
+    said = choice(url, model, prompt, max_tokens=48, logprobs=1)
+    words = [int(word.removeprefix("w")) for word in said["text"].split()]
+    logprobs = said["logprobs"]["token_logprobs"]
+    assert len(words) == len(logprobs) == 48, said
+    return [*zip(words, logprobs, strict=True)]
 
 
 @contextmanager
-def load(urls: list[str], model: str):
+def load(urls: list[str], model: str, ask=answer):
     """Within it requests run without a pause on all servers; what was answered to each prompt comes in the list."""
     over, answers = Event(), []
 
-    def ask(number: int) -> None:
+    def asks(number: int) -> None:
         while not over.is_set():
             prompt = PROMPTS[number % len(PROMPTS)]
-            answers.append((prompt, answer(urls[number % len(urls)], model, prompt)))
+            answers.append((prompt, ask(urls[number % len(urls)], model, prompt)))
 
     with ThreadPoolExecutor(8) as threads:
-        asking = [threads.submit(ask, number) for number in range(8)]
+        asking = [threads.submit(asks, number) for number in range(8)]
         time.sleep(0.5)
         try:
             yield answers
@@ -55,6 +68,7 @@ def load(urls: list[str], model: str):
 def switching(pairs: list) -> dict:
     """What reports say, the digests of what engines serve, and what they answered, around each switch."""
     trainer, outcome = Megatron(Path(pairs[0][1]), "fp32", MegatronLayout(tp=2)), {}
+    going: dict[str, list] = {}
     first, source = dist.get_rank() == 0, MegatronModel(trainer.models)
     for name in [n for n in os.environ if n.startswith("TORCHELASTIC") or n in LAUNCHER]:
         del os.environ[name]
@@ -139,9 +153,11 @@ def switching(pairs: list) -> dict:
                 step(f"finish {number}", weights, requests="finish", caches="reset", begin={"verify": True})
             answers = list(seen) if first else []
         step("again", 0)
+        for name, options in (("go on", {}), ("go on anew", {"caches": "reset"})):
+            with load([one.url, two.url], one.directory, tokens) if first else ExitStack() as seen:
+                step(name, len(going) % 2 ^ 1, **options)
+            going[name] = list(seen) if first else []
         with load([one.url, two.url], one.directory) if first else ExitStack():
-            step("go on", 1)
-            step("go on anew", 0, caches="reset")
             step("abort", 1, requests="abort")
         back = members.roll_back()
         if first:
@@ -168,4 +184,4 @@ def switching(pairs: list) -> dict:
         step("one is left", 0)
         step("one goes on", 1)
         members.close()
-    return outcome | {"prompts": PROMPTS, "references": references, "answers": answers}
+    return outcome | {"prompts": PROMPTS, "references": references, "answers": answers, "going": going}
