@@ -273,11 +273,11 @@ def server(directory: str, port: int, without_plugin: Path | None = None, stages
             kill_process_tree(process.pid)
 
 
-def under_requests(url: str, action) -> list:
+def under_requests(url: str, action, prompt: list[int] = PROMPTS[0]) -> list:
     """What is said of an action while a request runs, after how many seconds, whether the request still ran then, and
-    how many tokens it had in the end."""
+    the tokens that it had in the end, each with its logprob."""
     sampling = {"max_new_tokens": 100, "temperature": 0, "ignore_eos": True}
-    body = {"input_ids": PROMPTS[0], "sampling_params": sampling, "stream": True}
+    body = {"input_ids": prompt, "sampling_params": sampling, "stream": True, "return_logprob": True}
     request = Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urlopen(request, timeout=120) as stream, ThreadPoolExecutor(1) as thread:
         stream.readline()  # it runs
@@ -294,7 +294,8 @@ def under_requests(url: str, action) -> list:
             if line.startswith(b"data: {"):
                 last, ran = line, ran or bool(ended)  # tokens came after it
         said = acted.result()
-        return [said, ended[0], ran, len(json.loads(last.removeprefix(b"data: "))["output_ids"])]
+        about = json.loads(last.removeprefix(b"data: "))["meta_info"]
+        return [said, ended[0], ran, [(one[1], one[0]) for one in about["output_token_logprobs"]]]
 
 
 def applied_after_an_answer(url: str, chain: str) -> str:

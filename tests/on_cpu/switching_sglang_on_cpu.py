@@ -9,6 +9,8 @@ from tests.on_cpu.refit_sglang_serving_on_cpu import ASKED, PROMPTS, answered, s
 from tests.starting.ranks import free_port
 from tests.tools.refit_sides import trainer
 
+FRESH = [700 + 5 * place for place in range(12)]  # of which nothing is cached
+
 
 def switching(rank: int, flags: list[str], checkpoints: list[tuple[str, str]], stages: int) -> dict:
     """What is said of each switch, and what the server has then."""
@@ -49,6 +51,6 @@ def switching(rank: int, flags: list[str], checkpoints: list[tuple[str, str]], s
         said["still"] = held()
         begun(0)
         said["begun again"] = begun(1)
-        said["under requests"] = [under_requests(url, fleet.switch), *held()]
+        said["under requests"] = [under_requests(url, fleet.switch, FRESH), *held()]
         fleet.close()
-    return said
+    return said | {"fresh": FRESH}
