@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.comm.http import call_route, is_address
-from reshard.core.errors import OptionError, ReshardError
+from reshard.comm.http import is_address
+from reshard.core.errors import OptionError
 from reshard.digests.result import Digest
+from reshard.engines.kinds import is_sglang
 
 
 def digest(
@@ -57,21 +58,10 @@ def digest(
 
 
 def _of_engine(engine: Any, dtype: object) -> Digest:
-    if _is_sglang(engine):
+    if is_sglang(engine):
         from reshard.engines.sglang.digest import digest as digest_of_sglang
 
         return digest_of_sglang(engine, dtype)
     from reshard.engines.digest import digest_of_engine
 
     return digest_of_engine(engine, dtype)
-
-
-def _is_sglang(engine: Any) -> bool:
-    """Return True for an ``sglang.Engine``, or a server that describes itself as SGLang's do."""
-    if not isinstance(engine, str):
-        return hasattr(engine, "server_args")
-    try:
-        info = call_route(engine, "server_info")
-    except ReshardError:
-        return False  # whose refusal says how to start it
-    return isinstance(info, dict) and "tp_size" in info and "vllm_config" not in info

@@ -322,3 +322,9 @@ def show(chain: str | Path) -> dict[str, Any]:
                 for delta in deltas
             ],
         }
+
+
+def target_of(chain: Chain, version: int | None) -> tuple[int, str]:
+    """Return the version that is asked for, by default the newest, 0 for the base, and the digest of its weights."""
+    deltas = chain.deltas(version)
+    return (deltas[-1].version, deltas[-1].after) if deltas else (0, chain.base.digest)

@@ -1,7 +1,6 @@
 """The deltas of a chain into a running engine, through the methods of its workers."""
 
 import asyncio
-import json
 import logging
 import threading
 import time
@@ -12,15 +11,23 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from reshard.comm.fronts import EMPTY_CACHES, Call, Calls, Front, Sent, front_of, naming_the_extension
-from reshard.comm.group import RefitGroup
+from reshard.comm.fronts import (
+    EMPTY_CACHES,
+    IS_PAUSED,
+    Call,
+    Calls,
+    Front,
+    Sent,
+    Server,
+    front_of,
+    naming_the_extension,
+)
 from reshard.comm.hosts import is_loopback, parsed
 from reshard.comm.secret import new_secret
-from reshard.core.errors import ReshardError, UntouchedError, first_line
+from reshard.core.errors import first_line
 from reshard.core.limits import MOST_BUCKET_BYTES, PENDING_BYTES, check_number, check_switch
-from reshard.delta.chain import MOST_VERSION, Chain
+from reshard.delta.chain import MOST_VERSION, Chain, target_of
 from reshard.delta.worker_calls import (
-    ROLL_BACK,
     WAIT,
     WORKERS,
     WRITE,
@@ -52,7 +59,7 @@ def apply_deltas(
     have `reshard.engines.vllm.worker.RefitExtension`, and which reach the chain by the same path or URL. It holds the
     chain's base or one of its versions: which one is found by the digest of its weights. Every worker fetches and
     checks the deltas, and keeps the changes beside its weights, as long as they take at most `pending_bytes` there; an
-    engine goes on serving meanwhile, unless it is one of several with data parallelism.
+    engine goes on serving meanwhile.
     Then changed elements are written in place, by the placement of a refit, while a server is
     paused; the engine refuses to serve until each worker has written its part. Keys and values of other weights are
     forgotten, so a request that was running goes on with those of the new ones. `verify` compares the digest of all
@@ -107,14 +114,44 @@ def _sent(llm: Any, front: Front, calls: Calls, what: str) -> int:
     with lock, _logged(what) as done, naming_the_extension(front):
         sent = Sent(calls)
         while call := sent.following():
-            if call[0] == WAIT:
-                time.sleep(*call[1])
-                continue
-            try:
-                sent.answers = front.send(call)
-            except Exception as error:
-                sent.answers = _not_emptied(call, error)
+            sent.answers = _made(front, call)
         return done(sent.result)
+
+
+def _made(front: Front, call: Call) -> Any:
+    """Return what is answered to a call that is not awaited."""
+    if call[0] == WAIT:
+        time.sleep(*call[1])
+        return None
+    try:
+        return front.send(call)
+    except Exception as error:
+        return _not_emptied(call, error)
+
+
+class ServerDeltas:
+    """A version of a chain on its way into a ``vllm serve``, in two halves; see `apply_deltas`."""
+
+    def __init__(self, url: str, chain: str | Path, version: int, verify: bool, pending_bytes: int) -> None:
+        self._front = Server(url)
+        self._sent = Sent(_calls(self._front, chain, version, verify, pending_bytes))
+        self._next: Call | None = None
+        self._what = f"deltas of {chain}"
+
+    def prepare(self) -> None:
+        """Have its workers read and check what leads to the version, while it serves."""
+        with naming_the_extension(self._front):
+            while (call := self._sent.following()) and call[0] not in (IS_PAUSED, WRITE):
+                self._sent.answers = _made(self._front, call)
+            self._next = call
+
+    def write(self) -> None:
+        """Write it, in a pause, and serve it."""
+        with _logged(self._what) as done, naming_the_extension(self._front):
+            while self._next:
+                self._sent.answers = _made(self._front, self._next)
+                self._next = self._sent.following()
+            done(self._sent.result)
 
 
 async def _sent_async(llm: Any, front: Front, calls: Calls, what: str) -> int:
@@ -131,58 +168,6 @@ async def _sent_async(llm: Any, front: Front, calls: Calls, what: str) -> int:
                 except Exception as error:
                     sent.answers = _not_emptied(call, error)
             return done(sent.result)
-
-
-def apply_deltas_in_group(
-    group: RefitGroup,
-    worker: Any,
-    chain: str | Path,
-    version: int | None = None,
-    verify: bool = False,
-    pending_bytes: int = PENDING_BYTES,
-) -> bool:
-    """Do what `apply_deltas` does, called by each of the workers of an engine, or of several of one model: they are the
-    members of `group`, each gives itself (`reshard.engines.workers.delta_methods.DeltaMethods`), and all the
-    same version. Return whether anything was written: then the caller empties the prefix cache."""
-    check_switch(verify, "verify")
-    with group.transaction("deltas"), Chain(chain) as opened:
-        session = uuid.uuid4().hex
-        target, after = _target(opened, version)
-        if len(set(group.gather("target", f"{target} {after}".encode()))) > 1:
-            raise ReshardError(
-                f"workers of this engine find different chains at {chain}: give a place that is the same for all"
-            )
-        calls = applied(opened, target, after, session, verify, pending_bytes, group.size)
-        changed: bool = _made_in_group(group, worker, calls, session)
-    return changed
-
-
-def roll_back_in_group(group: RefitGroup, worker: Any, version: int | None = None) -> int:
-    """Do what `roll_back` does, called as `apply_deltas_in_group`; return the version. The caller empties the prefix
-    cache."""
-    with group.transaction("a way back"):
-        reached: int = _made_in_group(group, worker, rolled_back(version, group.size), None)
-    return reached
-
-
-def _made_in_group(group: RefitGroup, worker: Any, calls: Calls, session: str | None) -> Any:
-    """Return what calls come to that each member of a group makes of its own worker, and answers all."""
-    sent, number, wrote = Sent(calls), 0, False
-    try:
-        while call := sent.following():
-            method, arguments = call
-            wrote |= method in (WRITE, ROLL_BACK)
-            answer = json.dumps(getattr(worker, method)(*arguments)).encode()
-            sent.answers = [json.loads(each) for each in group.gather(f"answers/{number}", answer)]
-            number += 1
-        group.commit()
-    except UntouchedError:
-        raise
-    except BaseException:
-        if wrote:  # others may not have
-            worker.reshard_delta_invalidate(session)
-        raise
-    return sent.result
 
 
 @contextmanager
@@ -215,7 +200,7 @@ def _not_emptied(call: Call, error: Exception) -> bool:
 def _calls(front: Front, chain: str | Path, version: int | None, verify: bool, pending_bytes: int) -> Calls:
     """Yield the calls that bring an engine to a version of a chain; return the version."""
     with Chain(chain) as opened:
-        target, after = _target(opened, version)
+        target, after = target_of(opened, version)
         [workers, address] = checked((yield WORKERS, ()))[0]
         if front.engines == 1:
             session = uuid.uuid4().hex
@@ -223,7 +208,7 @@ def _calls(front: Front, chain: str | Path, version: int | None, verify: bool, p
         else:
             # Only the first engine's workers are heard: all meet, and succeed or fail together.
             meeting = _meeting(front, workers, address)
-            yield from held(front, followed((*meeting, str(chain), target, verify, pending_bytes), workers))
+            yield from followed((*meeting, str(chain), target, verify, pending_bytes), workers, front)
     return target
 
 
@@ -242,9 +227,3 @@ def _meeting(front: Front, workers: int, address: str) -> tuple[Any, ...]:
     """Return the arguments by which the workers of several engines meet."""
     secret = None if is_loopback(parsed(address)[0]) else new_secret()
     return address, front.engines * workers, GROUP_SECONDS, secret
-
-
-def _target(chain: Chain, version: int | None) -> tuple[int, str]:
-    """Return the version that is asked for, 0 for the base, and the digest of its weights."""
-    deltas = chain.deltas(version)
-    return (deltas[-1].version, deltas[-1].after) if deltas else (0, chain.base.digest)

@@ -15,9 +15,18 @@ WORKERS, WRITE, ROLL_BACK = "reshard_delta_workers", "reshard_delta_write", "res
 WAIT, LOOK_SECONDS = "wait", 0.05
 
 
-def followed(options: tuple[Any, ...], workers: int) -> Calls:
-    """Yield the call of workers that meet, and bring themselves to a version; return whether they wrote anything."""
-    answers = yield "reshard_delta_follow", options
+def followed(options: tuple[Any, ...], workers: int, front: Front) -> Calls:
+    """Yield the calls of workers that meet, and bring themselves to a version, and those of the `front` around what
+    they write."""
+    checked((yield "reshard_delta_follow_begin", options), workers)
+    while [False] in checked((yield "reshard_delta_follow_ready", ()), workers):
+        yield WAIT, (LOOK_SECONDS,)
+    yield from held(front, _follow(workers))
+
+
+def _follow(workers: int) -> Calls:
+    """Yield the call that writes what workers that meet have ready; return whether they wrote anything."""
+    answers = yield "reshard_delta_follow", ()
     return any(wrote for [wrote] in checked(answers, workers))
 
 
@@ -53,26 +62,35 @@ def applied(
     verify: bool,
     pending_bytes: int,
     workers: int,
-    front: Front | None = None,
+    front: Front,
 ) -> Calls:
-    """Yield the calls of workers that bring them to a version whose weights have a digest, and those of the `front`,
-    where there is one, around what is written; return whether anything was."""
-    place = chain.where
-    serves = _digest(chain.base, checked((yield "reshard_delta_digests", (place, session)), workers))
-    if serves != after:
-        _check_forward(chain, chain.deltas(target), serves, target)
-        begun = yield "reshard_delta_prepare", (session, serves, target, after, pending_bytes)
-        checked(begun, workers)
-        # An engine that serves meanwhile stands still while a call lasts.
-        serves_on = front is not None and front.pauses
-        while [False] in checked((yield "reshard_delta_prepared", (session, not serves_on)), workers):
-            yield WAIT, (LOOK_SECONDS,)
-    writing = _written(chain, target, after, session, verify, workers)
-    if front is None or serves == after:
-        yield from writing
-    else:
-        yield from held(front, writing)
-    return serves != after
+    """Yield the calls of workers that bring them to a version whose weights have a digest, and those of the `front`
+    around what is written."""
+    # An engine that serves meanwhile stands still while a call lasts.
+    is_new = yield from prepared(chain, target, after, session, pending_bytes, workers, not front.pauses)
+    writing = written(chain, target, after, session, verify, workers)
+    yield from held(front, writing) if is_new else writing
+
+
+def prepared(
+    chain: Chain,
+    target: int,
+    after: str,
+    session: str,
+    pending_bytes: int,
+    workers: int,
+    waits: bool = True,
+) -> Calls:
+    """Yield the calls after which workers have all that leads to a version whose weights have a digest, the last of
+    which `waits` for that or comes again; return whether they serve other weights yet."""
+    serves = _digest(chain.base, checked((yield "reshard_delta_digests", (chain.where, session)), workers))
+    if serves == after:
+        return False
+    _check_forward(chain, chain.deltas(target), serves, target)
+    checked((yield "reshard_delta_prepare", (session, serves, target, after, pending_bytes)), workers)
+    while [False] in checked((yield "reshard_delta_prepared", (session, waits)), workers):
+        yield WAIT, (LOOK_SECONDS,)
+    return True
 
 
 def _check_forward(chain: Chain, deltas: list[Delta], held: str, target: int) -> None:
@@ -91,7 +109,7 @@ def _check_forward(chain: Chain, deltas: list[Delta], held: str, target: int) ->
     )
 
 
-def _written(chain: Chain, target: int, after: str, session: str, verify: bool, workers: int) -> Calls:
+def written(chain: Chain, target: int, after: str, session: str, verify: bool, workers: int) -> Calls:
     """Yield the calls that write what was prepared, and compare the digest if asked to `verify`; return True."""
     yield from _all_or_none((yield WRITE, (session, target, after)), workers, session)
     if verify:

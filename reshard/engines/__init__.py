@@ -14,8 +14,9 @@ Read in this order:
 6. `workers/`: the methods that an engine's workers get, for refits and for chains.
 7. `loading/`: a checkpoint of any format, opened for an engine's own loader.
 8. `vllm/` and `sglang/`: all of this for one engine.
+9. `together`: several servers, of any kind, that take a version of a chain or none.
 
-None of these but the last knows an engine by name, except that `workers/` has an option of vLLM's. `tested`
+None of these but the last two knows an engine by name, except that `workers/` has an option of vLLM's. `tested`
 holds the versions that such a package was tested with. Another engine is a package beside them: its names, its
 layout, a subclass of `LiveEngine`, and its way into the engine's processes.
 """
@@ -25,14 +26,19 @@ from typing import TYPE_CHECKING
 from reshard.core.lazy import lazy
 
 if TYPE_CHECKING:
+    from reshard.engines.together import apply_deltas_together
     from reshard.engines.vllm.live import VllmModel
     from reshard.engines.vllm.worker import RefitExtension
 
-__all__ = ["RefitExtension", "VllmModel"]
+__all__ = ["RefitExtension", "VllmModel", "apply_deltas_together"]
 if not TYPE_CHECKING:  # a type checker knows the names above, and that there are no others
     __getattr__, __dir__ = lazy(
         __name__,
-        {"RefitExtension": "reshard.engines.vllm.worker", "VllmModel": "reshard.engines.vllm.live"},
+        {
+            "RefitExtension": "reshard.engines.vllm.worker",
+            "VllmModel": "reshard.engines.vllm.live",
+            "apply_deltas_together": "reshard.engines.together",
+        },
         extra="vllm",
-        needs={"torch": __all__},
+        needs={"torch": ["RefitExtension", "VllmModel"]},
     )

@@ -23,8 +23,8 @@ from reshard.comm.group import RefitGroup
 from reshard.comm.hosts import free_address
 from reshard.core.dtypes import DTYPES
 from reshard.delta import Chain, apply, apply_deltas, apply_deltas_async, roll_back, save, show
+from reshard.delta.grouped import GroupDeltas
 from reshard.delta.manifests import _checksum
-from reshard.delta.serving import apply_deltas_in_group
 from reshard.digests import numbers
 from reshard.engines.sglang.calls import connect_server
 from reshard.engines.sglang.delta_calls import apply_deltas as apply_to_sglang
@@ -516,7 +516,7 @@ def test_workers_that_find_different_chains_at_one_place_write_nothing(trained, 
 
     def follow(rank: int) -> str:
         group = RefitGroup.join(address, rank, 2)
-        return caught(lambda: apply_deltas_in_group(group, None, chains[rank]))
+        return caught(lambda: GroupDeltas(lambda: group, None, chains[rank]).is_prepared(waits=True))
 
     with ThreadPoolExecutor(2) as pool:
         for said in pool.map(follow, (0, 1)):

@@ -18,7 +18,7 @@ from reshard.comm.hosts import free_address
 from reshard.core.boxes import whole
 from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.delta import apply_deltas, roll_back, save, worker_calls
-from reshard.delta.serving import roll_back_in_group
+from reshard.delta.grouped import roll_back_in_group
 from reshard.device.memory import Region
 from reshard.engines.workers.delta_methods import DeltaMethods
 from reshard.refit.engine import Engine

@@ -287,6 +287,8 @@ def test_a_running_sglang_follows_a_chain_until_something_else_writes_into_it(se
 
 def test_deltas_wait_for_the_requests_of_a_server_and_an_engine_refuses_them(served):
     _, engine = served
+    said, _, ran_on, tokens = engine["read under requests"]
+    assert said == "no error" and ran_on and len(tokens) == 100, "it serves while it reads them"
     said, _, ran_on, tokens = engine["deltas under requests"]
     assert said == "no error" and not ran_on and len(tokens) == 100
     assert "this SGLang has requests under way" in engine["deltas while busy"]

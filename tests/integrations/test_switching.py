@@ -95,6 +95,20 @@ def test_what_nobody_switched_to_is_given_up_for_the_next_send(outcome):
     assert after["begun"] and after["serve"] == both(outcome, 0, after["version"])
 
 
+def test_servers_take_a_version_of_a_chain_together_or_not_at_all(outcome):
+    said, [base, newer] = outcome["chain"], outcome["on disk"]
+    sentence, served = said["spoiled"]
+    assert "version 1 is not served by all: " in sentence and "others have written or moved" in sentence
+    assert sentence.endswith(" went back"), "the one that had written it"
+    assert served == {"one": [base, 0], "two": [base, None]}
+    sentence, served = said["unread"]
+    assert "no server was written: http://127.0.0.1:9: " in sentence and served["one"] == [base, 0]
+    for name in ("written", "again"):
+        assert said[name] == [1, {"one": [newer, 1], "two": [newer, 1]}]
+    assert "written by others since; the next send brings all" in outcome["after a chain"]["refused"]
+    assert not outcome["all again"]["begun"], "so all is sent"
+
+
 def test_an_engine_that_dies_before_the_switch_keeps_nobody_from_it(outcome):
     said = outcome["died"]
     assert said["begun"] and said["has"] == ["one"] and [*said["behind"]] == ["two"], said

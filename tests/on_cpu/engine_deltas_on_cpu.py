@@ -56,7 +56,8 @@ async def _serve(directory: str, chain: str, broken: Path) -> dict:
             skip_tokenizer_init=True,
             enforce_eager=True,
             dtype="float32",
-            max_model_len=256,
+            max_model_len=512,
+            hf_overrides={"max_position_embeddings": 512},
             block_size=16,
             seed=0,
             kv_cache_memory_bytes=1 << 24,
@@ -119,10 +120,22 @@ async def _follow(llm: Any, chain: str, broken: Path) -> dict:
 
     # Under load, in both engines: the cache holds the prompt, as the base has it.
     seen: list[list[int]] = [[], []]
-    running = [asyncio.create_task(ask(engine, 180, seen=seen[engine])) for engine in (0, 1)]
+    running = [asyncio.create_task(ask(engine, 400, seen=seen[engine])) for engine in (0, 1)]
     while not all(seen):
         await asyncio.sleep(0.001)
+    call = llm.collective_rpc
+
+    async def while_read(method: str, *arguments: Any, **options: Any) -> Any:
+        if method == "reshard_delta_follow_ready" and "while read" not in outcome:
+            ahead = [len(tokens) + 1 for tokens in seen]
+            while any(len(tokens) < count for tokens, count in zip(seen, ahead, strict=True)):
+                await asyncio.sleep(0.001)
+            outcome["while read"] = await llm.is_paused()
+        return await call(method, *arguments, **options)
+
+    llm.collective_rpc = while_read
     outcome["first"] = await said(apply_deltas_async(llm, chain, 1, verify=True))
+    llm.collective_rpc = call
     outcome["was running"] = [not task.done() for task in running]
     outcome["under load"] = await answers()
     went_on = await asyncio.gather(*running)
@@ -170,7 +183,6 @@ async def _follow(llm: Any, chain: str, broken: Path) -> dict:
     await llm.collective_rpc("load_norm_back")
 
     # An owner, or another caller, who ends the pause too early.
-    call = llm.collective_rpc
 
     async def resumed_before(method: str, *arguments: Any, **options: Any) -> Any:
         if method == "reshard_delta_follow":

@@ -20,6 +20,7 @@ import torch
 
 from reshard import digest
 from reshard.comm.http import call_route
+from reshard.core.limits import PENDING_BYTES
 from reshard.delta import save
 from reshard.engines.sglang.calls import (
     call,
@@ -29,7 +30,8 @@ from reshard.engines.sglang.calls import (
     refit_request,
     refit_server,
 )
-from reshard.engines.sglang.delta_calls import apply_deltas, roll_back
+from reshard.engines.sglang.delta_calls import apply_deltas, read_deltas, roll_back
+from reshard.engines.workers.actions import WRITE
 from reshard.integrations import Fleet, SglangClient
 from reshard.parity import parity
 from reshard.refit import RefitGroup, connect
@@ -301,13 +303,8 @@ def under_requests(url: str, action, prompt: list[int] = PROMPTS[0]) -> list:
 def applied_after_an_answer(url: str, chain: str) -> str:
     """What a server says of deltas that come right after a request's last token, when its stages may still hold it:
     by the route alone, since to ask for the plugin before takes their loop's next turn."""
-    options = {
-        "chain": chain,
-        "address": f"127.0.0.1:{free_port()}",
-        "timeout": 60,
-        "secret": "of this one call alone",
-    }
-    body = refit_request(2, False) | {"load_format": json.dumps(options)}
+    read_deltas(url, chain, 2, False, None, 60, PENDING_BYTES)
+    body = refit_request(2, False) | {"load_format": json.dumps({"action": WRITE})}
     call_route(
         url, "generate", {"input_ids": PROMPTS[0], "sampling_params": {"max_new_tokens": 3, "temperature": 0}}
     )
@@ -333,6 +330,9 @@ def drive_server(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) 
         results["server digests"] = [digest(url).text]
         results |= {"loaded": [told()], "parity": [parity(served, checkpoints[1][0], PROMPTS).ok]}
         chain = f"{sides['folder']}/chain"
+        results["read under requests"] = under_requests(
+            url, lambda: read_deltas(url, chain, 1, False, None, 60, PENDING_BYTES)
+        )
         results["deltas under requests"] = under_requests(url, lambda: apply_deltas(url, chain, 1))
         results["deltas"] = [
             (

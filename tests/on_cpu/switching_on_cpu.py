@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from reshard import MegatronLayout, digest
 from reshard.core.errors import ReshardError
+from reshard.delta import save
+from reshard.engines.together import _Vllm, apply_deltas_together
 from reshard.integrations import Fleet
 from reshard.parity.systems.megatron import Megatron
 from reshard.trainers import MegatronModel
@@ -130,6 +132,26 @@ def switching(pairs: list) -> dict:
     def reload(engine: Served) -> None:
         engine.client._call("POST", "collective_rpc", {"method": "reload_weights"})
 
+    def of_a_chain() -> dict:
+        """What comes of a version of a chain for both servers, which serve its base: where something is written into
+        the second one at the worst time, and where nothing is."""
+        chain, urls, said = Path(pairs[0][0]).parent / "chain", [one.url, two.url], {}
+        save(pairs[0][0], pairs[1][0], chain)
+        write = _Vllm.write
+
+        def spoiled(server: _Vllm) -> None:
+            if server._url == two.url:
+                reload(two)
+            write(server)
+
+        _Vllm.write = spoiled
+        said["spoiled"] = tried(lambda: apply_deltas_together(urls, chain)), serve()
+        _Vllm.write = write
+        said["unread"] = tried(lambda: apply_deltas_together([*urls, "http://127.0.0.1:9"], chain)), serve()
+        said["written"] = apply_deltas_together(urls, chain, verify=True), serve()
+        said["again"] = apply_deltas_together(urls, chain), serve()
+        return said
+
     with one.stack, two.stack:
         if first:
             for engine in engines:
@@ -180,6 +202,11 @@ def switching(pairs: list) -> dict:
             outcome["sent"] = {"serve": serve()}
         dist.barrier()
         step("after a send", 0)
+        if first:
+            outcome["chain"] = of_a_chain()
+        dist.barrier()
+        step("after a chain", 0)
+        step("all again", 0)
         step("died", 1, between=two.kill)
         step("one is left", 0)
         step("one goes on", 1)

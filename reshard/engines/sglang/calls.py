@@ -22,13 +22,13 @@ NO_PLUGIN = (
 MISSING = "has no attribute 'reshard_"
 # Calls that only begin, with pipeline stages, and that a second one joins.
 JOINED = (
-    "reshard_connect", "reshard_refit", "reshard_release", "reshard_apply_deltas", "reshard_roll_back_deltas",
+    "reshard_connect", "reshard_refit", "reshard_release", "reshard_write_deltas", "reshard_roll_back_deltas",
     "reshard_digest",
 )  # fmt: skip
 # All that a user makes.
 CALLS = (
     *JOINED, "reshard_begin_refit", "reshard_switch", "reshard_roll_back", "reshard_check_version", "reshard_close",
-    "reshard_join",
+    "reshard_join", "reshard_read_deltas", "reshard_check_deltas",
 )  # fmt: skip
 
 

@@ -1,14 +1,26 @@
 """The calls that bring a running SGLang to a version of a chain of deltas, and back."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 from reshard.comm.hosts import free_address
 from reshard.comm.secret import new_secret
+from reshard.core.errors import ReshardError
 from reshard.core.limits import PENDING_BYTES, check_number, check_seconds
-from reshard.engines.sglang.calls import call, check_plugin, post, refit_request
-from reshard.engines.workers.actions import ROLL_BACK
+from reshard.engines.sglang.calls import (
+    act_on_server,
+    call,
+    check_plugin,
+    connect_request,
+    post,
+    refit_request,
+)
+from reshard.engines.sglang.delta_methods import READING
+from reshard.engines.workers.actions import IS_READ, READ, ROLL_BACK, WRITE
+
+LOOK_SECONDS = 0.2
 
 
 def apply_deltas(
@@ -27,14 +39,56 @@ def apply_deltas(
     ``weight_version``. Its ranks meet at `address`, a ``host:port`` of the host of the first, by default a free
     port of this host. `timeout` is in seconds.
     """
-    from reshard.delta.chain import Chain  # which needs more packages than a refit
+    reached = read_deltas(engine, chain, version, verify, address, timeout, pending_bytes)
+    write_deltas(engine, reached, timeout)
+    return reached
+
+
+def read_deltas(
+    engine: Any,
+    chain: str | Path,
+    version: int | None,
+    verify: bool,
+    address: str | None,
+    timeout: float,
+    pending_bytes: int,
+) -> int:
+    """Have an SGLang read what leads to a version, while it serves; return that version. The first half of
+    `apply_deltas`."""
+    from reshard.delta.chain import Chain, target_of  # which need more packages than a refit
 
     with Chain(chain) as opened:
-        deltas = opened.deltas(version)
-    reached = deltas[-1].version if deltas else 0
-    given = {"chain": str(chain), "verify": verify, "pending_bytes": pending_bytes}
-    _call(engine, "reshard_apply_deltas", _meeting(address, timeout) | given, {}, reached)
+        reached, _ = target_of(opened, version)
+    options = _meeting(address, timeout)
+    options |= {"chain": str(chain), "version": reached, "verify": verify, "pending_bytes": pending_bytes}
+    if isinstance(engine, str):
+        check_plugin(engine)
+        body = connect_request(options.pop("address"), 0, 1, action=READ, **options)
+        post(engine, "init_weights_update_group", body, timeout)
+    else:
+        call(engine, "reshard_read_deltas", **options)
+    while not _is_read(engine):
+        time.sleep(LOOK_SECONDS)
     return reached
+
+
+def _is_read(engine: Any) -> bool:
+    """Return whether an SGLang has read what it was told to. Raises ReshardError if it could not."""
+    try:
+        if isinstance(engine, str):
+            act_on_server(engine, IS_READ)
+        else:
+            call(engine, "reshard_check_deltas")
+    except ReshardError as error:
+        if READING in str(error):
+            return False
+        raise
+    return True
+
+
+def write_deltas(engine: Any, version: int, timeout: float) -> None:
+    """Have an SGLang write what it has read, and serve this version. The second half of `apply_deltas`."""
+    _call(engine, "reshard_write_deltas", {}, WRITE, version, timeout)
 
 
 def roll_back(engine: Any, version: int, address: str | None = None, timeout: float = 600.0) -> int:
@@ -43,7 +97,7 @@ def roll_back(engine: Any, version: int, address: str | None = None, timeout: fl
     from reshard.delta.chain import MOST_VERSION  # which needs more packages than a refit
 
     check_number(version, "version", MOST_VERSION, 0)
-    _call(engine, "reshard_roll_back_deltas", _meeting(address, timeout), {"action": ROLL_BACK}, version)
+    _call(engine, "reshard_roll_back_deltas", _meeting(address, timeout), ROLL_BACK, version, timeout)
     return version
 
 
@@ -53,12 +107,14 @@ def _meeting(address: str | None, timeout: float) -> dict[str, Any]:
     return {"timeout": timeout, "secret": new_secret(), "address": address or free_address("127.0.0.1")}
 
 
-def _call(engine: Any, method: str, options: dict[str, Any], action: dict[str, Any], version: int) -> None:
+def _call(
+    engine: Any, method: str, options: dict[str, Any], action: str, version: int, timeout: float
+) -> None:
     """Call a method of an engine's schedulers; or have a server do that, which is told the `action` beside the options,
     and tells this version from then on."""
     if not isinstance(engine, str):
         call(engine, method, version=version, **options)
         return
     check_plugin(engine)
-    body = refit_request(version, False) | {"load_format": json.dumps(action | options)}
-    post(engine, "update_weights_from_distributed", body, options["timeout"])
+    body = refit_request(version, False) | {"load_format": json.dumps({"action": action, **options})}
+    post(engine, "update_weights_from_distributed", body, timeout)

@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+from reshard.core.errors import ReshardError
 from reshard.core.limits import MOST_BUCKET_BYTES, PENDING_BYTES, check_number, check_seconds, check_switch
 from reshard.engines.sglang import compat
 from reshard.engines.workers.delta_methods import DeltaMethods
+
+READING = "reshard: deltas are being read"  # the answer to who asks meanwhile
 
 
 class ChainMethods(DeltaMethods):
@@ -17,7 +20,7 @@ class ChainMethods(DeltaMethods):
     def _reshard_run(self, work: Callable[[], Any]) -> Any:
         raise NotImplementedError
 
-    def reshard_apply_deltas(
+    def reshard_read_deltas(
         self,
         address: str,
         chain: str,
@@ -27,21 +30,32 @@ class ChainMethods(DeltaMethods):
         secret: str | None = None,
         pending_bytes: int = PENDING_BYTES,
     ) -> None:
-        """Bring an engine to a version of a chain; see `reshard.delta.apply_deltas`. For a call that all of its
-        schedulers get, which meet at `address`, a ``host:port`` where the first of them runs."""
+        """Begin to fetch and check what leads to a version of a chain, beside what is served, and return; see
+        `reshard.delta.apply_deltas`. For a call that all of an engine's schedulers get, which meet at `address`, a
+        ``host:port`` where the first of them runs."""
         check_switch(verify, "verify")
         check_seconds(timeout, "timeout")
         check_number(pending_bytes, "pending_bytes", MOST_BUCKET_BYTES, 0)
         meeting = address, compat.rank_in_engine(self), compat.ranks_of_engine(), timeout, secret
         self._reshard_guard()
+        self._reshard_follow_begin(*meeting, chain, version, verify, pending_bytes)
 
-        self._reshard_run(lambda: self._reshard_follow(*meeting, chain, version, verify, pending_bytes))
+    def reshard_check_deltas(self) -> None:
+        """Return if all schedulers have everything. Raises ReshardError, with `READING` while they have not, and with
+        why they could not."""
+        if not self._reshard_begun_following().is_prepared():
+            raise ReshardError(READING)
+
+    def reshard_write_deltas(self, version: int) -> None:
+        """Write the `version` that was read, and serve it. For a call that all of an engine's schedulers get."""
+        self._reshard_begun_following().check(version)
+        self._reshard_run(self._reshard_follow)
 
     def reshard_roll_back_deltas(
         self, address: str, version: int, timeout: float = 600.0, secret: str | None = None
     ) -> None:
         """Have an engine serve again the version that it served before the last deltas; see `reshard.delta.roll_back`.
-        For a call that all of its schedulers get, as `reshard_apply_deltas`."""
+        For a call that all of its schedulers get, as `reshard_read_deltas`."""
         check_seconds(timeout, "timeout")
         meeting = address, compat.rank_in_engine(self), compat.ranks_of_engine(), timeout, secret
         self._reshard_guard()

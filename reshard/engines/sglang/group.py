@@ -14,13 +14,14 @@ yet; the same call with ``join`` as the backend or load format has the outcome.
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, listed
 from reshard.engines.sglang import compat
 from reshard.engines.sglang.guard import follow_update
 from reshard.engines.sglang.pipeline import UNDER_WAY, call_of
-from reshard.engines.workers.actions import BEGIN, ROLL_BACK, SWITCH
+from reshard.engines.workers.actions import BEGIN, IS_READ, READ, ROLL_BACK, SWITCH, WRITE
 
 GROUP = "reshard"
 ASKED, PRESENT = "reshard?", "reshard is here"  # a group that nobody has, and the answer of a plugin
@@ -31,7 +32,7 @@ JOIN_DIGEST = "join a digest"  # as a load format: the same, where they only rea
 
 def connect_group(connect: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Connect to a trainer for a group of ours, or hand on what is served, where its version comes as ``lends``; or,
-    with an ``action``, begin a refit, switch, or roll back: SGLang's route for this does not wait for requests. The
+    with an ``action`` that needs no idle engine, do that: SGLang's route for this does not wait for requests. The
     backend of the request holds the options of `reshard.engines.workers.refits.WorkerOptions.of_call`, or those of the
     action, as JSON."""
     if request.group_name != GROUP:
@@ -41,11 +42,10 @@ def connect_group(connect: Callable[..., Any], updater: Any, request: Any) -> An
         if request.backend == JOIN:
             updater.scheduler.reshard_join()
             return
-        options = _options(request.backend)
+        options, address = _options(request.backend), f"{request.master_address}:{request.master_port}"
         if (action := options.pop("action", None)) is not None:
-            _act(updater.scheduler, action, **options)
+            _act(updater.scheduler, action, address, **options)
             return
-        address = f"{request.master_address}:{request.master_port}"
         meeting = address, request.rank_offset, request.world_size
         lends = options.pop("lends", None)
         if lends is None:
@@ -57,14 +57,20 @@ def connect_group(connect: Callable[..., Any], updater: Any, request: Any) -> An
     return _answer(compat.CONNECTED, connected, "connected")
 
 
-def _act(scheduler: Any, action: str, **options: Any) -> None:
-    """Begin a refit, switch to it, or roll back. SGLang tells the version from then on."""
-    if action == BEGIN:
-        scheduler.reshard_begin_refit(**options)
+def _act(scheduler: Any, action: str, address: str, **options: Any) -> None:
+    """Begin a refit, switch to it, or roll back, whereupon SGLang tells the version; or have deltas read beside what is
+    served."""
+    begins = {
+        BEGIN: scheduler.reshard_begin_refit,
+        READ: partial(scheduler.reshard_read_deltas, address),
+        IS_READ: scheduler.reshard_check_deltas,
+    }
+    if action in begins:
+        begins[action](**options)
         return
     acts = {SWITCH: scheduler.reshard_switch, ROLL_BACK: scheduler.reshard_roll_back}
     if action not in acts:
-        raise ReshardError(f"action is {action!r:.80}; it is one of {BEGIN}, {SWITCH}, {ROLL_BACK}")
+        raise ReshardError(f"action is {action!r:.80}; it is one of {listed([*begins, *acts])}")
     compat.record_version(scheduler, str(acts[action](**options)))
 
 
@@ -82,8 +88,8 @@ def _swap(scheduler: Any, action: str, version: str | None) -> None:
 
 
 def refit_group(update: Callable[..., Any], updater: Any, request: Any) -> Any:
-    """Take the trainer's weights for a group of ours, or with options as JSON for a load format those of a
-    chain (`reshard.engines.sglang.worker.SchedulerMethods.reshard_apply_deltas`), go back from these, or only say what
+    """Take the trainer's weights for a group of ours, or with options as JSON for a load format those that
+    `reshard.engines.sglang.worker.SchedulerMethods.reshard_read_deltas` has read, go back from these, or only say what
     it serves; or switch to what was begun, or roll back, where the load format says so. The version is the request's.
     """
     if request.group_name != GROUP:
@@ -106,10 +112,14 @@ def refit_group(update: Callable[..., Any], updater: Any, request: Any) -> Any:
                 updater.scheduler.reshard_digest(**options)
                 _check_done(updater.scheduler)
                 return
-            is_back = options.pop("action", None) == ROLL_BACK
-            scheduler = updater.scheduler
-            act = scheduler.reshard_roll_back_deltas if is_back else scheduler.reshard_apply_deltas
-            act(version=int(version or 0), **options)
+            acts = {
+                WRITE: updater.scheduler.reshard_write_deltas,
+                ROLL_BACK: updater.scheduler.reshard_roll_back_deltas,
+            }
+            action = options.pop("action", None)
+            if action not in acts:
+                raise ReshardError(f"action is {action!r:.80}; it is one of {listed([*acts])}")
+            acts[action](version=int(version or 0), **options)
         else:
             verify = request.load_format == VERIFIED
             updater.scheduler.reshard_refit(None if version is None else int(version), verify)

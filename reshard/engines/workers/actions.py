@@ -1,3 +1,5 @@
 """The words for what a call that updates an engine's weights does."""
 
 REFIT, BEGIN, SWITCH, DROP, ROLL_BACK = ACTIONS = ("refit", "begin", "switch", "drop", "roll back")
+# Of deltas of a chain.
+READ, IS_READ, WRITE = "read deltas", "deltas are read", "write deltas"

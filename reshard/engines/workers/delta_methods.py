@@ -3,7 +3,8 @@
 import logging
 import time
 from collections.abc import Callable
-from functools import wraps
+from contextlib import suppress
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from reshard.comm.group import RefitGroup
@@ -11,6 +12,7 @@ from reshard.core.errors import ReshardError, UntouchedError, first_line
 from reshard.core.limits import PENDING_BYTES
 
 if TYPE_CHECKING:
+    from reshard.delta.grouped import GroupDeltas
     from reshard.engines.workers.deltas import EngineDeltas
     from reshard.refit.engine import Engine
 
@@ -51,6 +53,7 @@ class DeltaMethods:
     """
 
     _reshard_deltas: "EngineDeltas | None" = None
+    _reshard_following: "GroupDeltas | None" = None  # with the workers of other engines
 
     def _reshard_engine_side(self) -> "Engine":
         raise NotImplementedError
@@ -126,12 +129,23 @@ class DeltaMethods:
             logger.info("reshard: back to version %d in %.3f s", version, time.perf_counter() - start)
 
     @answering
-    def reshard_delta_follow(
+    def reshard_delta_follow_begin(
         self, address: str, size: int, timeout: float, secret: str | None, *options: Any
-    ) -> list[bool]:
-        """Bring this worker to a version of a chain, together with those of all engines of its model, which meet at
-        `address`; return whether anything was written. The `options` are those of `apply_deltas`, from the chain on."""
-        return [self._reshard_follow(address, self._reshard_rank(), size, timeout, secret, *options)]
+    ) -> None:
+        """Begin to fetch and check the deltas to a version of a chain, together with the workers of all engines of its
+        model, which meet at `address`, and return. The `options` are those of `apply_deltas`, from the chain on."""
+        self._reshard_follow_begin(address, self._reshard_rank(), size, timeout, secret, *options)
+
+    @answering
+    def reshard_delta_follow_ready(self) -> list[bool]:
+        """Return whether the workers that met have everything."""
+        return [self._reshard_begun_following().is_prepared()]
+
+    @answering
+    def reshard_delta_follow(self) -> list[bool]:
+        """Write it, together with the workers that met, and serve as that version; return whether anything was
+        written."""
+        return [self._reshard_follow()]
 
     @answering
     def reshard_delta_follow_back(
@@ -141,18 +155,29 @@ class DeltaMethods:
         the version. See `reshard.delta.roll_back`."""
         return [self._reshard_follow_back(address, self._reshard_rank(), size, timeout, secret, version)]
 
-    def _reshard_follow(
+    def _reshard_follow_begin(
         self, address: str, rank: int, size: int, timeout: float, secret: str | None, *options: Any
-    ) -> bool:
-        from reshard.delta.serving import apply_deltas_in_group  # which needs more packages than a refit
+    ) -> None:
+        from reshard.delta.grouped import GroupDeltas  # which needs more packages than a refit
 
-        members = RefitGroup.join(address, rank, size, timeout, secret)
-        return apply_deltas_in_group(members, self, *options)
+        with suppress(Exception):  # which a call of the group raises, for all
+            self._reshard_engine_side()  # made here: it may look at the model in another form
+        join = partial(RefitGroup.join, address, rank, size, timeout, secret)
+        self._reshard_following = GroupDeltas(join, self, *options)
+
+    def _reshard_begun_following(self) -> "GroupDeltas":
+        if self._reshard_following is None:
+            raise ReshardError("no deltas were begun on this engine: call apply_deltas")
+        return self._reshard_following
+
+    def _reshard_follow(self) -> bool:
+        following, self._reshard_following = self._reshard_begun_following(), None
+        return following.write()
 
     def _reshard_follow_back(
         self, address: str, rank: int, size: int, timeout: float, secret: str | None, version: int | None
     ) -> int:
-        from reshard.delta.serving import roll_back_in_group  # which needs more packages than a refit
+        from reshard.delta.grouped import roll_back_in_group  # which needs more packages than a refit
 
         members = RefitGroup.join(address, rank, size, timeout, secret)
         return roll_back_in_group(members, self, version)

@@ -88,7 +88,6 @@ class EngineDeltas:
 
         It is read anew at each call: another chain may have been begun in the place of the last one.
         """
-        self.engine.check_idle()
         self.close()
         self.chain, self.session, self.is_written = Chain(place), session, False
         base = self.chain.base
@@ -228,6 +227,10 @@ class EngineDeltas:
         the chain are no longer those that were checked; if they change after that, the engine does not serve."""
         assert self.chain is not None
         guard = self.engine.guard
+        try:
+            self.engine.check_idle()
+        except ReshardError as error:
+            raise UntouchedError(str(error)) from error
         if self.due is None and not self.is_written:
             if not guard.ready or state_of(self.engine) != self.found:
                 raise self._others_wrote()
