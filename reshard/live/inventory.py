@@ -13,7 +13,8 @@ from reshard.core.views import View
 from reshard.live.collective import run_on_first
 from reshard.live.local_boxes import HeldBoxes, LocalBoxes, box_of, uncovered_tensors
 from reshard.live.published_model import PublishedModel
-from reshard.megatron.parameters import expand
+from reshard.megatron.parameters import ModelParameters, expand
+from reshard.megatron.towers import with_tower_shapes
 from reshard.models.model import Model
 from reshard.storage.io.streams import TensorInfo
 
@@ -31,13 +32,15 @@ class WriteAssignment(NamedTuple):
 class Inventory:
     """The published tensors of a live model.
 
-    `model` has no MTP layers where no rank has them. `tensors` are in the order of the family's
+    `model` has no MTP layers where no rank has them, and `with_tower` says whether the tensors are also those of the
+    tower around a language model. `tensors` are in the order of the family's
     table. `copies` maps tensors that repeat another to that one, and `packed` those that a file has
     as parts of others to the parts. `assignments` says, in the first process only, which ranks
     write each tensor that is no copy.
     """
 
     model: Model
+    with_tower: bool
     tensors: dict[str, TensorInfo]
     copies: dict[str, str]
     fp32: frozenset[str]
@@ -64,22 +67,28 @@ def take_inventory(team: Team, local: LocalBoxes, published: PublishedModel) -> 
         dtypes = _dtype_of_names([names for _, names in gathered])
         model = published.model
         mtp = any(name.startswith(model.mtp_prefixes(0)[1]) for name in dtypes)
-        shapes = _shapes(_with_mtp(published, mtp))
+        tower = published.model.wrapped and any(map(published.model.is_of_tower, dtypes))
+        mapping = _mapping(published, mtp, tower)
+        shapes = {name: shape for name, shape in mapping.shapes.items() if name not in mapping.copies}
         lacking = uncovered_tensors(boxes_of_ranks, shapes)
         if lacking:
             raise ReshardError(
                 f"all ranks' models together lack elements of {len(lacking)} tensors of {model.where}: "
                 f"{listed(lacking, 3)}"
             )
-        packed = expand(_with_mtp(published, mtp)).packed
-        assignments.update(_assign_writers(boxes_of_ranks, shapes, _matrices(packed)))
+        assignments.update(_assign_writers(boxes_of_ranks, shapes, _matrices(mapping.packed)))
         values = list(dtypes.values())
         usual = max(sorted(set(values)), key=values.count)
-        return {"mtp": mtp, "dtype": usual, "others": {n: d for n, d in dtypes.items() if d != usual}}
+        return {
+            "mtp": mtp,
+            "tower": tower,
+            "dtype": usual,
+            "others": {n: d for n, d in dtypes.items() if d != usual},
+        }
 
     decided = run_on_first(team, decide)
     model = _with_mtp(published, decided["mtp"])
-    mapping = expand(model)
+    mapping = _mapping(published, decided["mtp"], decided["tower"])
     # As in the files that this model was started from, or else as in published ones.
     copies = {
         n: p
@@ -94,17 +103,16 @@ def take_inventory(team: Team, local: LocalBoxes, published: PublishedModel) -> 
     # As in the files that this model was started from.
     each_alone = any(name in published.stored for name in mapping.packed)
     packed = {} if each_alone else mapping.packed
-    return Inventory(model, tensors, copies, mapping.fp32, packed, assignments)
+    return Inventory(model, decided["tower"], tensors, copies, mapping.fp32, packed, assignments)
 
 
 def _with_mtp(published: PublishedModel, mtp: bool) -> Model:
     return published.model if mtp else replace(published.model, mtp_layers=0)
 
 
-def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the canonical tensors that are not copies."""
-    mapping = expand(model)
-    return {name: shape for name, shape in mapping.shapes.items() if name not in mapping.copies}
+def _mapping(published: PublishedModel, mtp: bool, tower: bool) -> ModelParameters:
+    model = _with_mtp(published, mtp)
+    return with_tower_shapes(expand(model), model) if tower else expand(model)
 
 
 def _dtype_of_names(names_by_dtype: list[dict[str, list[str]]]) -> dict[str, str]:

@@ -22,6 +22,7 @@ from reshard.live.local_boxes import uncovered_tensors
 from reshard.live.local_model import LocalModel, Models
 from reshard.live.offload import check_main_parameters
 from reshard.live.published_model import digest_of
+from reshard.megatron.towers import takes_tower
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import Model
 from reshard.storage.io.boxes import Rows
@@ -174,7 +175,8 @@ class _Load:
         if self.team.process == 0:
             SourceChecks(source)
         self.local = LocalModel(self.models, self.metadata)
-        self.local.find_boxes(source.model, self.make_vocab_size_divisible_by)
+        config = source.config_fields if isinstance(source, MegatronSource) else getattr(source, "config", {})
+        self.local.find_boxes(takes_tower(source.model, config), self.make_vocab_size_divisible_by)
         check_main_parameters(self.optimizer)
         missing = sorted({box.name for box in self.local.boxes} - source.tensors.keys())
         if missing:
@@ -210,7 +212,10 @@ class _Load:
             )
 
     def _check_all_source_identity(self, source: Source, boxes_of_ranks: list[dict]) -> None:
+        towers = source.model.family.towers
         apart = {name for name in source.tensors if name in source.copies or source.model.is_of_tower(name)}
+        if any(name.startswith(towers) for boxes in boxes_of_ranks for name in boxes):  # they have one, too
+            apart = {name for name in apart if not name.startswith(towers)}
         shapes = {name: info.shape for name, info in source.tensors.items() if name not in apart}
         if self.skip_mtp:
             shapes = {name: shape for name, shape in shapes.items() if not of_mtp(name, source.model)}

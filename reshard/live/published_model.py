@@ -14,6 +14,7 @@ from reshard.formats import safetensors
 from reshard.formats.small_files import MAX_INDEX_BYTES, read_json
 from reshard.megatron.hybrid import stages_of_pattern
 from reshard.megatron.layout import MegatronLayout
+from reshard.megatron.towers import takes_tower
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import Model
 from reshard.models.without_table import any_model
@@ -49,8 +50,7 @@ class PublishedModel:
             raise ReshardError(
                 f"hf_config is a {type(config).__name__}, which is neither a path, a hub id nor a transformers config"
             )
-        name = f"the {type(config).__name__}"
-        return PublishedModel(None, any_model(config.to_dict(), name), {}, frozenset())
+        return PublishedModel(None, _whole(config.to_dict(), f"the {type(config).__name__}"), {}, frozenset())
 
     @staticmethod
     def read(config: "str | Path | PublishedModel | Any") -> "PublishedModel":
@@ -63,7 +63,7 @@ class PublishedModel:
             return PublishedModel.from_transformers(config)
         root = config_path(config)
         if root.is_file():
-            model = any_model(read_config(root), str(root))
+            model = _whole(read_config(root), str(root))
             check_ignored(model)
             return PublishedModel(root, model, {"config.json": root}, frozenset())
         checkpoint = locate(root)
@@ -71,11 +71,16 @@ class PublishedModel:
             root = checkpoint.root  # of the last iteration
         path = root / HF_FILES if (root / HF_FILES / "config.json").is_file() else root
         with ignored_as_recorded(root):
-            model = any_model(read_config(path / "config.json"), str(path / "config.json"))
+            model = _whole(read_config(path / "config.json"), str(path / "config.json"))
         check_ignored(model)
         files = beside(path).files
         stored = (read_manifest(root) or {}).get("tensors") or _stored(path)
         return PublishedModel(path, model, files, frozenset(stored))
+
+
+def _whole(config: dict[str, Any], where: str) -> Model:
+    """Return the model of a config, with the tower around it."""
+    return takes_tower(any_model(config, where), config)
 
 
 def digest_of(model: Model) -> str:

@@ -289,14 +289,8 @@ class _Save:
         self.published = PublishedModel.read(self.hf_config)
         self.local = LocalModel(self.models, self.metadata)
         self.local.find_boxes(self.published.model, self.make_vocab_size_divisible_by)
-        if self.published.model.wrapped:
-            raise ReshardError(
-                f"{self.published.path} is the config of a {self.published.model.family.wrapped_in[0]}, of "
-                "which the trainer has the language model only: let the trainer save, and pass --hf-config "
-                "to reshard mcore-to-hf"
-            )
         self.laid_out = self.layout or layout_of(
-            self.local.trainer.config, pattern_of(self.local.trainer.models[0])
+            self.local.trainer.config, pattern_of(self.local.trainer.texts[0])
         )
 
     def _agree_on_options(self) -> None:
@@ -318,7 +312,7 @@ class _Save:
         }
         check_same_options(self.team, "saves", options)
         # A stage without layers cannot tell.
-        implementations = self.team.together(lambda: implementation_of(self.local.trainer.models))
+        implementations = self.team.together(lambda: implementation_of(self.local.trainer.texts))
         self.implementation = self.transformer_impl or max(implementations)
 
     def _checked_destination(self) -> str:
@@ -335,6 +329,12 @@ class _Save:
     def _lay_out(self, place: Path) -> None:
         """Lay out the files in the destination, or in an iteration's directory in it."""
         inventory, beside, added = self.inventory, self.published.beside, self.iteration is not None
+        if inventory.model.wrapped and not inventory.with_tower:
+            raise ReshardError(
+                f"{self.published.path} is the config of a {inventory.model.family.wrapped_in[0]}, of which the "
+                "trainer has the language model only: give the whole model, or let the trainer save, and pass "
+                "--hf-config to reshard mcore-to-hf"
+            )
         self.new: Destination
         if self.format == "hf":
             plain = Quantized()
@@ -358,7 +358,7 @@ class _Save:
                 make_vocab_size_divisible_by=self.make_vocab_size_divisible_by,
                 iteration=self.iteration,
                 megatron_lm=self.megatron_lm,
-                model_class=class_of_models(self.local.trainer.models),
+                model_class=class_of_models(self.local.trainer.texts),
                 alone=added,
             )
             place = place / self.new.directory if added else place

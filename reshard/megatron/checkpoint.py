@@ -335,8 +335,9 @@ def possible_keys(p: Parameter, model: Model, keys: Mapping[str, Key]) -> Iterat
     """
     experts = [] if p.expert is None else [(p.expert, model.num_experts)]
     for name in dict.fromkeys((p.name, p.local_name)):
-        if p.prefix == "decoder.layers.":
-            yield p.prefix + name, [(p.layer or 0, model.num_layers), *experts], whole(p.shape)
+        layers = model.num_layers if p.prefix == "decoder.layers." else p.layers
+        if layers is not None:
+            yield p.prefix + name, [(p.layer or 0, layers), *experts], whole(p.shape)
             prefix = f"{p.prefix}{p.layer}."
         else:
             prefix = p.prefix

@@ -23,7 +23,7 @@ class Parameter:
     """One Megatron parameter of one layer (and one expert), whole, as if nothing were split.
 
     `parts` place canonical boxes in it, `halves` is 2 where gate and up are split apart, `padded` is the
-    number of last rows that are zero.
+    number of last rows that are zero. `layers` is how many blocks of a tower may be stacked under one key.
     """
 
     prefix: str
@@ -38,6 +38,7 @@ class Parameter:
     halves: int = 1
     padded: int = 0
     fp32: bool = False
+    layers: int | None = None
 
 
 @dataclass(frozen=True)

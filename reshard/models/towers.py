@@ -1,51 +1,208 @@
-"""The tensors of the towers that lie around a language model, as published, and which of them files lack.
+"""The towers that lie around a language model: their tensors as published, as tables, and which of them files lack.
 
-A tower is a tuple of rows: the module's name, the field of ``vision_config`` that counts modules of this kind
-(a number, or a list of which each entry is one), and the module's tensors. ``{}`` in a name is the count.
+A tower is a list of blocks. A block's rows have these columns, as those of `reshard.models.tables` do:
+
+| column             | meaning                                                                                   |
+|--------------------|-------------------------------------------------------------------------------------------|
+| HF parameter       | its published name, without what those of the block begin with                            |
+| shape              | of that tensor, in the tower's sizes                                                      |
+| Megatron parameter | its name where the tower is made of Megatron's layers; left out where none is             |
+| arrangement        | ``plain``; or ``qkv``: published are all queries, all keys, all values, and in Megatron   |
+|                    | each head has its query, key and value                                                    |
+| split              | ``tp 0``: axis tp splits dim 0; ``-``: every rank has all of it                           |
+
+A trainer that has transformers' own module has the published names, each tensor whole on every rank.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
 
-TowerModule = tuple[str, str, str]
+from reshard.core.errors import ReshardError
+from reshard.models.config_fields import whole_number
+from reshard.models.tables import shape_of
 
-VISUAL: tuple[TowerModule, ...] = (
-    ("model.visual.patch_embed.proj",     "",      "weight bias"),
-    ("model.visual.pos_embed",            "",      "weight"),
-    ("model.visual.blocks.{}.norm1",      "depth", "weight bias"),
-    ("model.visual.blocks.{}.norm2",      "depth", "weight bias"),
-    ("model.visual.blocks.{}.attn.qkv",   "depth", "weight bias"),
-    ("model.visual.blocks.{}.attn.proj",  "depth", "weight bias"),
-    ("model.visual.blocks.{}.mlp.linear_fc1", "depth", "weight bias"),
-    ("model.visual.blocks.{}.mlp.linear_fc2", "depth", "weight bias"),
-    ("model.visual.merger.norm",          "",      "weight bias"),
-    ("model.visual.merger.linear_fc1",    "",      "weight bias"),
-    ("model.visual.merger.linear_fc2",    "",      "weight bias"),
-)  # fmt: skip
-DEEPSTACK: tuple[TowerModule, ...] = (
-    *VISUAL,
-    ("model.visual.deepstack_merger_list.{}.norm",       "deepstack_visual_indexes", "weight bias"),
-    ("model.visual.deepstack_merger_list.{}.linear_fc1", "deepstack_visual_indexes", "weight bias"),
-    ("model.visual.deepstack_merger_list.{}.linear_fc2", "deepstack_visual_indexes", "weight bias"),
-)  # fmt: skip
-MOONVIT: tuple[TowerModule, ...] = (
-    ("vision_tower.patch_embed.proj",           "",                     "weight bias"),
-    ("vision_tower.patch_embed.pos_emb",        "",                     "weight"),
-    ("vision_tower.encoder.blocks.{}.norm0",    "vt_num_hidden_layers", "weight bias"),
-    ("vision_tower.encoder.blocks.{}.norm1",    "vt_num_hidden_layers", "weight bias"),
-    ("vision_tower.encoder.blocks.{}.wqkv",     "vt_num_hidden_layers", "weight bias"),
-    ("vision_tower.encoder.blocks.{}.wo",       "vt_num_hidden_layers", "weight bias"),
-    ("vision_tower.encoder.blocks.{}.mlp.fc0",  "vt_num_hidden_layers", "weight bias"),
-    ("vision_tower.encoder.blocks.{}.mlp.fc1",  "vt_num_hidden_layers", "weight bias"),
-    ("vision_tower.encoder.final_layernorm",    "",                     "weight bias"),
-    ("mm_projector.pre_norm",                   "",                     "weight bias"),
-    ("mm_projector.proj.0",                     "",                     "weight bias"),
-    ("mm_projector.proj.2",                     "",                     "weight bias"),
-)  # fmt: skip
+# In a model's config: that of the larger model around it, where its tower belongs to what is read, saved or refitted.
+TAKES_TOWER = "_takes_tower"
 
+
+class TowerRow(NamedTuple):
+    """One line of a tower's table; the module docstring explains the fields."""
+
+    name: str
+    shape: str
+    megatron: str = ""
+    arrangement: str = "plain"
+    split: str = "-"
+
+
+class TowerBlock(NamedTuple):
+    """Rows whose names begin alike: with `published`, or with `megatron` where the tower is made of Megatron's layers.
+
+    `counted_by` is the field of ``vision_config`` that says how many there are (a number, or a list of which each entry
+    is one); ``{}`` in `published` is the count. It is empty for what is there once.
+    """
+
+    published: str
+    megatron: str
+    counted_by: str
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A tower: its blocks, and its `sizes` by the letters of their shapes, each a field of ``vision_config`` and what
+    that is where it is absent (None: it is needed). Of a list of numbers the size is the product.
+
+    `heads` is the letter of the number of attention heads. `megatron` has the fields of ``vision_config`` by those of
+    the config of Megatron's layers, `always` what others there are for every tower of this kind.
+    """
+
+    sizes: Mapping[str, tuple[str, int | None]]
+    heads: str
+    blocks: tuple[TowerBlock, ...]
+    megatron: Mapping[str, str]
+    always: Mapping[str, Any]
+
+    def sizes_of(self, config: Mapping[str, Any], where: str) -> dict[str, int]:
+        """Return the letters of the tower's shapes with the sizes of a whole ``config.json``. Raises ReshardError for
+        one that it lacks."""
+        vision, sizes = vision_of(config), {}
+        for letter, (name, default) in self.sizes.items():
+            value = vision.get(name, default)
+            numbers = value if isinstance(value, list) else [value]
+            if not numbers or not all(whole_number(number, 1) for number in numbers):
+                raise ReshardError(
+                    f"{where}: vision_config.{name} is {value!r:.80}, not the size of a tower's tensors"
+                )
+            sizes[letter] = prod(numbers)
+        return sizes
+
+    def shapes(self, config: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tower's tensors by a whole ``config.json``, by their published names, in the order
+        of these, as files have them."""
+        sizes = self.sizes_of(config, where)
+        shapes = {
+            prefix + row.name: shape_of(row.shape, sizes)
+            for block in self.blocks
+            for prefix, row in named(block, config)
+        }
+        return dict(sorted(shapes.items()))
+
+
+def vision_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a whole ``config.json`` says of the tower."""
+    vision = config.get("vision_config")
+    return vision if isinstance(vision, Mapping) else {}
+
+
+def count_of(block: TowerBlock, config: Mapping[str, Any]) -> int:
+    """Return how many blocks of this kind a whole ``config.json`` announces."""
+    if not block.counted_by:
+        return 1
+    value = vision_of(config).get(block.counted_by)
+    return len(value) if isinstance(value, list) else value if isinstance(value, int) else 0
+
+
+def named(block: TowerBlock, config: Mapping[str, Any]) -> Iterator[tuple[str, TowerRow]]:
+    """Yield the rows of all blocks of this kind, each with what its published name begins with."""
+    for index in range(count_of(block, config)):
+        for row in block.rows:
+            yield block.published.format(index), TowerRow(*row)
+
+
+_MERGER = (
+    ("linear_fc1.weight", "M*M*H M*M*H", "linear_fc1.weight", "plain", "tp 0"),
+    ("linear_fc1.bias",   "M*M*H",       "linear_fc1.bias",   "plain", "tp 0"),
+    ("linear_fc2.weight", "O M*M*H",     "linear_fc2.weight", "plain", "tp 1"),
+    ("linear_fc2.bias",   "O",           "linear_fc2.bias",   "plain", "-"),
+)  # fmt: skip
+_VISUAL = (
+    TowerBlock("model.visual.", "vision_model.", "", (
+        ("patch_embed.proj.weight", "H C T P P", "patch_embed.proj.weight"),
+        ("patch_embed.proj.bias",   "H",         "patch_embed.proj.bias"),
+        ("pos_embed.weight",        "N H",       "pos_embed.weight"),
+    )),
+    TowerBlock("model.visual.blocks.{}.", "vision_model.decoder.layers.", "depth", (
+        ("norm1.weight",          "H",     "self_attention.linear_qkv.layer_norm_weight"),
+        ("norm1.bias",            "H",     "self_attention.linear_qkv.layer_norm_bias"),
+        ("norm2.weight",          "H",     "mlp.linear_fc1.layer_norm_weight"),
+        ("norm2.bias",            "H",     "mlp.linear_fc1.layer_norm_bias"),
+        ("attn.qkv.weight",       "3*H H", "self_attention.linear_qkv.weight",  "qkv",   "tp 0"),
+        ("attn.qkv.bias",         "3*H",   "self_attention.linear_qkv.bias",    "qkv",   "tp 0"),
+        ("attn.proj.weight",      "H H",   "self_attention.linear_proj.weight", "plain", "tp 1"),
+        ("attn.proj.bias",        "H",     "self_attention.linear_proj.bias"),
+        ("mlp.linear_fc1.weight", "F H",   "mlp.linear_fc1.weight",             "plain", "tp 0"),
+        ("mlp.linear_fc1.bias",   "F",     "mlp.linear_fc1.bias",               "plain", "tp 0"),
+        ("mlp.linear_fc2.weight", "H F",   "mlp.linear_fc2.weight",             "plain", "tp 1"),
+        ("mlp.linear_fc2.bias",   "H",     "mlp.linear_fc2.bias"),
+    )),
+    TowerBlock("model.visual.merger.", "vision_model.merger.", "", (
+        ("norm.weight", "H", "patch_norm.weight"),
+        ("norm.bias",   "H", "patch_norm.bias"),
+        *_MERGER,
+    )),
+)  # fmt: skip
+_MERGERS = TowerBlock(
+    "model.visual.deepstack_merger_list.{}.",
+    "vision_model.decoder.deepstack_merger_list.",
+    "deepstack_visual_indexes",
+    (("norm.weight", "M*M*H", "patch_norm.weight"), ("norm.bias", "M*M*H", "patch_norm.bias"), *_MERGER),
+)
+_SIZES = {
+    "H": ("hidden_size", None), "F": ("intermediate_size", None), "NQ": ("num_heads", None), "C": ("in_channels", 3),
+    "T": ("temporal_patch_size", 2), "P": ("patch_size", None), "N": ("num_position_embeddings", None),
+    "M": ("spatial_merge_size", 2), "O": ("out_hidden_size", None),
+}  # fmt: skip
+_OF_LAYERS = {
+    "num_layers": "depth", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_heads", "num_query_groups": "num_heads", "patch_size": "patch_size",
+    "temporal_patch_size": "temporal_patch_size", "in_channels": "in_channels",
+    "spatial_merge_size": "spatial_merge_size", "num_position_embeddings": "num_position_embeddings",
+    "out_hidden_size": "out_hidden_size",
+}  # fmt: skip
+_ALWAYS = {
+    "normalization": "LayerNorm", "layernorm_epsilon": 1e-6, "layernorm_zero_centered_gamma": False,
+    "add_bias_linear": True, "gated_linear_unit": False, "qk_layernorm": False, "num_moe_experts": None,
+}  # fmt: skip
+VISUAL = Tower(_SIZES, "NQ", _VISUAL, _OF_LAYERS, _ALWAYS)
+DEEPSTACK = Tower(
+    _SIZES,
+    "NQ",
+    (*_VISUAL, _MERGERS),
+    _OF_LAYERS | {"deepstack_visual_indexes": "deepstack_visual_indexes"},
+    _ALWAYS,
+)
+MOONVIT = Tower(
+    {
+        "H": ("vt_hidden_size", None), "F": ("vt_intermediate_size", None), "P": ("patch_size", 14),
+        "Y": ("init_pos_emb_height", 64), "X": ("init_pos_emb_width", 64), "M": ("merge_kernel_size", 4),
+        "MH": ("mm_hidden_size", None), "O": ("text_hidden_size", None),
+    },
+    "",
+    (
+        TowerBlock("vision_tower.", "", "", (
+            ("patch_embed.proj.weight", "H 3 P P"), ("patch_embed.proj.bias", "H"),
+            ("patch_embed.pos_emb.weight", "Y X H"),
+            ("encoder.final_layernorm.weight", "H"), ("encoder.final_layernorm.bias", "H"),
+        )),
+        TowerBlock("vision_tower.encoder.blocks.{}.", "", "vt_num_hidden_layers", (
+            ("norm0.weight", "H"), ("norm0.bias", "H"), ("norm1.weight", "H"), ("norm1.bias", "H"),
+            ("wqkv.weight", "3*H H"), ("wqkv.bias", "3*H"), ("wo.weight", "H H"), ("wo.bias", "H"),
+            ("mlp.fc0.weight", "F H"), ("mlp.fc0.bias", "F"), ("mlp.fc1.weight", "H F"), ("mlp.fc1.bias", "H"),
+        )),
+        TowerBlock("mm_projector.", "", "", (
+            ("pre_norm.weight", "MH"), ("pre_norm.bias", "MH"),
+            ("proj.0.weight", "M*MH M*MH"), ("proj.0.bias", "M*MH"), ("proj.2.weight", "O M*MH"), ("proj.2.bias", "O"),
+        )),
+    ),
+    {},
+    {},
+)  # fmt: skip
 
 # By the name that families have for them.
-TOWERS = {"": (), "visual": VISUAL, "deepstack": DEEPSTACK, "moonvit": MOONVIT}
+TOWERS = {"visual": VISUAL, "deepstack": DEEPSTACK, "moonvit": MOONVIT}
 
 
 def lacking_of_tower(tower: str, config: Mapping[str, Any], names: Collection[str]) -> list[str]:
@@ -53,17 +210,7 @@ def lacking_of_tower(tower: str, config: Mapping[str, Any], names: Collection[st
 
     None are known to be missing where all have other names than published ones, as some programs write them.
     """
-    vision = config.get("vision_config")
-    expected = list(_tensors(TOWERS[tower], vision if isinstance(vision, Mapping) else {}))
+    blocks = TOWERS[tower].blocks if tower else ()
+    expected = [prefix + row.name for block in blocks for prefix, row in named(block, config)]
     lacking = [name for name in expected if name not in names]
     return [] if names and len(lacking) == len(expected) else lacking
-
-
-def _tensors(modules: Collection[TowerModule], vision: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of the tensors that these modules have by a ``vision_config``."""
-    for module, counted_by, tensors in modules:
-        value = vision.get(counted_by)
-        count = len(value) if isinstance(value, list) else value if isinstance(value, int) else 0
-        for index in range(count) if counted_by else (0,):
-            for tensor in tensors.split():
-                yield f"{module.format(index)}.{tensor}"

@@ -17,6 +17,7 @@ from reshard.models.config_fields import has_no_effect, ignored
 from reshard.models.family import Family, architectures, has_table
 from reshard.models.model import Model
 from reshard.models.numerics_args import same_value
+from reshard.models.towers import TAKES_TOWER
 
 _NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.+)")
 _OF_EXPERT = re.compile(r"(.*\bexperts\.|.*\[)(\d+)(\..+|\])")
@@ -34,10 +35,6 @@ def any_model(config: dict[str, Any], where: str = "config.json") -> Model:
     require("parity", "torch", "transformers")
     family = ClassFamily(config, where)
     return Model(family, config, family.kinds, where=where)
-
-
-# In the config of an engine that takes the tower of a larger model from a trainer that has it: the larger one's config.
-TAKES_TOWER = "_takes_tower"
 
 
 def tower_of(model: Model, config: dict[str, Any]) -> Model | None:
@@ -69,6 +66,23 @@ def check_tower(config: dict[str, Any], model: Model, where: str) -> None:
             raise ReshardError(
                 f"{where} has {name} {values[0]}, but the served model's is {values[1]} ({model.where})"
             )
+
+
+def different_towers(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the fields by which two configs of larger models, of one class, make two beside their language models,
+    with both values: with transformers' defaults, or, where the installed transformers has no such class, those that
+    both have."""
+    [name, *_] = architectures(dict(b)) or [""]
+    try:
+        from reshard.models.saved_tensors import full_config, has_class
+
+        known = has_class(name)
+    except ReshardError:  # there is no transformers here
+        known = False
+    if known:
+        a, b = (full_config(name, config, "the config") for config in (a, b))
+    different = {field: values for field, values in _differing(a, b).items() if field[:11] != "text_config"}
+    return {field: values for field, values in different.items() if known or None not in values}
 
 
 class ClassFamily(Family):

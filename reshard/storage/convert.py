@@ -286,7 +286,8 @@ def check_both_ends(
 def check_towers(source: MegatronSource) -> None:
     """Raise ReshardError if a larger model is to be written, and only its language model is there: not
     where it was converted from a directory that had no more, as its manifest shows."""
-    if source.model.wrapped and not source.towers and manifest_of(source) is None:
+    has_tower = source.towers or any(name.startswith(source.model.family.towers) for name in source.tensors)
+    if source.model.wrapped and not has_tower and manifest_of(source) is None:
         raise ReshardError(
             f"{source.path} has the language model of {source.model.family.wrapped_in[0]} only: pass "
             "--hf-config with the Hugging Face directory that it comes from, whose other tensors are "

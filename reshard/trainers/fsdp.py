@@ -21,7 +21,8 @@ from reshard.megatron.parameters import expand
 from reshard.models.family import architectures, has_table
 from reshard.models.model import Model, different_fields
 from reshard.models.published import published
-from reshard.models.without_table import TAKES_TOWER, ClassFamily, any_model, check_tower, tower_of
+from reshard.models.towers import TAKES_TOWER
+from reshard.models.without_table import ClassFamily, any_model, check_tower, tower_of
 from reshard.refit.trainer import Trainer
 from reshard.trainers.fsdp_lora import FsdpAdapter
 from reshard.trainers.fsdp_saved import SavedPieces, check_saved

@@ -76,7 +76,9 @@ class SavedPieces:
 
 
 def _local_tensor(held: LocalParameter, pieces: list[_Piece], box: Box) -> LocalTensor:
-    """Return the matrix or vector that this rank has as `box` of these pieces' coordinates."""
+    """Return what this rank has as `box` of these pieces' coordinates, in the dims of the published tensors where it
+    has these, else as a matrix."""
+    as_saved = all(len(piece.shape) == len(box.lengths) for piece in pieces)
     parts = []
     for piece in pieces:
         common = piece.box.intersect(box)
@@ -85,11 +87,11 @@ def _local_tensor(held: LocalParameter, pieces: list[_Piece], box: Box) -> Local
         if len(box.lengths) > 2 and any(each.lengths[1:] != box.lengths[1:] for each in (piece.box, common)):
             raise ReshardError(f"the trainer's {held.name} is split along another dim than the first")
         inside, at = common.relative_to(piece.box.offsets), common.relative_to(box.offsets)
-        if len(box.lengths) > 2:
+        if len(box.lengths) > 2 and not as_saved:
             parts.append(Part(piece.name, Box((inside[0], 0), as_matrix(common.lengths)), (at[0], 0)))
         else:
             parts.append(Part(piece.name, Box(inside, common.lengths), at))
-    return LocalTensor(0, as_matrix(box.lengths), tuple(parts))
+    return LocalTensor(0, box.lengths if as_saved else as_matrix(box.lengths), tuple(parts))
 
 
 def check_saved(

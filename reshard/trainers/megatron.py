@@ -14,15 +14,18 @@ from reshard.megatron.arguments import megatron_args
 from reshard.megatron.checkpoint import EMBEDDING, OUTPUT
 from reshard.megatron.hybrid import as_gpt_args, class_of_models, pattern_of
 from reshard.megatron.parameters import expand
+from reshard.megatron.towers import as_text_args, of_towers, with_tower
 from reshard.models.config_fields import ignored
 from reshard.models.field_tables import ROPE_FIELDS
 from reshard.models.model import Model
 from reshard.models.numerics_args import NUMERICS_ARGS, disagreements
 from reshard.models.rope import inverse_frequencies
+from reshard.models.towers import TAKES_TOWER
 from reshard.refit.trainer import Trainer
 from reshard.trainers.adapter_names import is_of_adapter, without_wrappers
 from reshard.trainers.lora_scales import without_adapter_error
 from reshard.trainers.megatron_lora import MegatronAdapter
+from reshard.trainers.megatron_tower import check_towers
 from reshard.trainers.plus_one import PlusOne
 from reshard.trainers.shards import ShardedModel
 
@@ -86,7 +89,14 @@ class MegatronModel(ShardedModel):
             )
         if model.mtp_layers and not any(key.startswith("mtp.") for key in keys):
             model = replace(model, mtp_layers=0)
-        mapping = expand(model, padded_vocab=vocabulary, model_class=class_of_models(self.models))
+        mapping = expand(model, padded_vocab=vocabulary, model_class=class_of_models(self.texts))
+        of_tower = of_towers(keys)
+        if of_tower and TAKES_TOWER not in model.config:
+            raise ReshardError(
+                f"{where} has a tower beside its language model ({listed(of_tower, 1)}), which is not taken there: to "
+                f"leave that as it was loaded, give the language model alone (model.language_model of each chunk)"
+            )
+        mapping = with_tower(mapping, model, keys, where)
         held: dict[int, LocalTensor] = {}
         for index, before, tensor in self._placed(model, mapping, where):
             if before or index in held:
@@ -110,11 +120,12 @@ class MegatronModel(ShardedModel):
         """Raise ReshardError, with both values, if Megatron's model does not compute what the served one
         does. This compares every setting of its config and of the model itself that decides what it computes,
         except those in `without`, and the frequencies of its rotary embeddings."""
-        wanted = megatron_args(model)
+        wanted, where = megatron_args(model), "the trainer's model"
         for chunk in self.models:
-            for name, theirs, ours in disagreements(
-                as_gpt_args(_settings(chunk), "the trainer's model"), wanted
-            ):
+            check_towers(chunk, model)
+        for chunk in self.texts:
+            args = as_text_args(as_gpt_args(_settings(chunk), where), model, where)
+            for name, theirs, ours in disagreements(args, wanted):
                 if name not in ignored() | without:
                     raise ReshardError(
                         f"the trainer's {name} is {theirs}, but the served model's is {ours} ({model.where})"

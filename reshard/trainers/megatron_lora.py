@@ -134,7 +134,7 @@ class MegatronAdapter(ShardedModel):
         keys = self._keys()
         if not keys:
             return Published(model, [], [], {})
-        base = expand(model, model_class=class_of_models(self.models))
+        base = expand(model, model_class=class_of_models(self.texts))
         config: Any = self.config
         adapters, form = find_adapters(keys, WHERE, model, base, config.tensor_model_parallel_size)
         parameters = adapter_parameters(adapters, form)
@@ -149,7 +149,7 @@ class MegatronAdapter(ShardedModel):
                 held.append(same._replace(id=len(held)))
                 matrices.append(matrix)
         names = {part.name for tensor in held for part in tensor.parts}
-        alphas = _alphas(self.models)
+        alphas = _alphas(self.texts)
         scales = {
             weight: _scale(alphas, adapter, rank)
             for adapter in adapters

@@ -17,6 +17,7 @@ from reshard.device.memory import Finder, Region, check_memory, is_readable
 from reshard.formats.torch_dist import Key, Stored
 from reshard.megatron.checkpoint import placement_of_keys
 from reshard.megatron.parameters import ModelParameters
+from reshard.megatron.towers import text_key
 from reshard.models.model import Model
 from reshard.refit.trainer import Trainer
 
@@ -55,6 +56,7 @@ class ShardedModel(Trainer):
 
         self.chunks, self.metadata = chunks_of(models), metadata
         self.models = [unwrapped(chunk) for chunk in self.chunks]
+        self.texts = [language_model_of(model) for model in self.models]
         self.gathering = [
             layer for chunk in self.chunks for layer in layers_of(chunk) if _overlaps_param_gather(layer)
         ]
@@ -66,7 +68,7 @@ class ShardedModel(Trainer):
         if not isinstance(metadata, Mapping | None):
             raise ReshardError(f"metadata is {metadata!r:.80}, not a dictionary for sharded_state_dict")
         check_memory(self.models)
-        self.config = self.models[0].config
+        self.config = self.texts[0].config
         if getattr(self.config, "moe_mlp_glu_interleave_size", None):
             raise ReshardError(
                 "moe_mlp_glu_interleave_size mixes gate and up rows, which is not supported: unset it"
@@ -111,7 +113,7 @@ class ShardedModel(Trainer):
             for entry in nested_values(state):
                 if not isinstance(entry, ShardedObject | ShardedTensor):
                     continue
-                key = self._published_key(entry.key)
+                key = self._published_key(text_key(entry.key))
                 if key is None:
                     continue
                 if isinstance(entry, ShardedObject):
@@ -133,7 +135,7 @@ class ShardedModel(Trainer):
             name
             for model in self.models
             for name, parameter in model.named_parameters()
-            if self._published_key(name) is not None and elements[id(parameter)] < parameter.numel()
+            if self._published_key(text_key(name)) is not None and elements[id(parameter)] < parameter.numel()
         ]
 
     def _published_key(self, key: str) -> str | None:
@@ -317,3 +319,9 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
             )
         model = inner
     return model
+
+
+def language_model_of(model: torch.nn.Module) -> Any:
+    """Return the language model in a larger one; the same model if it is one itself."""
+    inner = getattr(model, "language_model", None)
+    return inner if isinstance(inner, torch.nn.Module) else model

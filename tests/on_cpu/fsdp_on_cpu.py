@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from reshard.engines import VllmModel
 from reshard.refit import connect
@@ -27,7 +27,9 @@ def sharded(
 ) -> torch.nn.Module:
     """The model of a directory on a mesh of ``replicate``, ``shard`` and ``tp``: tensor parallel
     linear layers, then FSDP around each layer. Modules with a name that is `narrow` are in bf16."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    whole = type(AutoConfig.from_pretrained(directory)) not in AutoModelForCausalLM._model_mapping
+    kind = AutoModelForImageTextToText if whole else AutoModelForCausalLM
+    model = kind.from_pretrained(directory, dtype=dtype)
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in narrow:
             module.to(torch.bfloat16)
@@ -42,7 +44,7 @@ def sharded(
                     )
             parallelize_module(layer, devices["tp"], plan)
     data = devices[tuple(name for name in mesh if name != "tp")]
-    for layer in model.model.layers:
+    for layer in model.model.language_model.layers if whole else model.model.layers:
         fully_shard(layer, mesh=data)
     fully_shard(model, mesh=data)
     return model

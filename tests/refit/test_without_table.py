@@ -18,7 +18,8 @@ from reshard.megatron.parameters import expand
 from reshard.models.config_fields import check_ignored
 from reshard.models.model import different_fields
 from reshard.models.saved_tensors import saved_tensors
-from reshard.models.without_table import TAKES_TOWER, any_model
+from reshard.models.towers import TAKES_TOWER
+from reshard.models.without_table import any_model
 from reshard.trainers import FsdpModel
 from tests import install_sglang_cpu
 from tests.on_cpu.refit_without_table_on_cpu import SGLANG_FILES
@@ -148,7 +149,9 @@ def test_each_saved_tensor_is_the_box_that_is_said_of_a_parameter(name, tmp_path
         assert torch.equal(part, expected), each
 
 
-@pytest.mark.parametrize("name", ["GraniteMoeForCausalLM", "Gemma3ForCausalLM"])
+@pytest.mark.parametrize(
+    "name", ["GraniteMoeForCausalLM", "Gemma3ForCausalLM", "Qwen3VLForConditionalGeneration"]
+)
 def test_a_chain_leads_its_checkpoint_to_the_versions_of_the_trainer(name, checkpoints, tmp_path):
     first, second = checkpoints(name)
     run_on_ranks(2, "write_chain", {"shard": 2}, [first, second], f"{tmp_path}/chain", module="delta_on_cpu")

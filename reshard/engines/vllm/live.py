@@ -43,7 +43,8 @@ from reshard.engines.vllm.weights.supported import check_supported
 from reshard.engines.vllm.weights.tower import Tower, find_tower
 from reshard.models.model import Model
 from reshard.models.published import published
-from reshard.models.without_table import TAKES_TOWER, ClassFamily, any_model
+from reshard.models.towers import TAKES_TOWER
+from reshard.models.without_table import ClassFamily, any_model
 
 
 class VllmModel(LiveEngine):

@@ -12,7 +12,8 @@ from reshard.device.memory import Region
 from reshard.digests.numbers import seed_of
 from reshard.digests.result import counted_dtype
 from reshard.megatron.parameters import expand
-from reshard.models.without_table import TAKES_TOWER, any_model, tower_of
+from reshard.models.towers import TAKES_TOWER
+from reshard.models.without_table import any_model, tower_of
 from reshard.refit.codecs.served_blocks import not_in, scales_of
 from reshard.refit.engine import Engine
 from reshard.storage.io.boxes import Rows

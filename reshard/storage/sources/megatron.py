@@ -25,6 +25,7 @@ from reshard.megatron.checkpoint import (
 )
 from reshard.megatron.hybrid import class_of_keys, notices
 from reshard.megatron.parameters import PADDING, ModelParameters, expand, padded_vocab_size
+from reshard.megatron.towers import as_text_args, of_towers, takes_tower, text_key, with_tower
 from reshard.megatron.training.progress import TrainingState
 from reshard.megatron.training.states import (
     STATE,
@@ -120,7 +121,8 @@ class MegatronSource(Source):
         # what this tool wrote holds weights and empty states only
         self.notices = taken + (placed.notices if manifest is None else [])
         self.notices += self.model.notices + notices(self.model, self.model_class) + self._state_notices()
-        self.notices += self.model.tower_notices(self.config_fields, self.towers)
+        if not of_towers(self.keys):
+            self.notices += self.model.tower_notices(self.config_fields, self.towers)
         self._take_beside(self.config_fields)
         self.paths: dict[str, Path] = {}
         self.known_frames: dict[int, list[tuple[bytes, bytes, torch_zip.ContainedTensor]]] = defaultdict(list)
@@ -156,7 +158,12 @@ class MegatronSource(Source):
     def _chosen_keys(self, without_adapters: bool) -> dict[str, torch_dist.Key]:
         """Return the keys of the checkpoint that are read. Raises ReshardError if they are not
         those of a language model."""
-        keys = base_keys(self.checkpoint.keys, self.checkpoint.directory, without_adapters)
+        own = {text_key(key): entry for key, entry in self.checkpoint.keys.items()}
+        if len(own) != len(self.checkpoint.keys):
+            raise ReshardError(
+                f"{self.checkpoint.directory} has tensors of a language model both by itself and in a larger model"
+            )
+        keys = base_keys(own, self.checkpoint.directory, without_adapters)
         check_language_model(keys, self.checkpoint.directory)
         return keys
 
@@ -209,7 +216,9 @@ class MegatronSource(Source):
                 else own
             )
             kept, self.cuts_padding = min(own, limit), limit < own
-        return expand(self.model, padded_vocab=vocab, model_class=self.model_class, kept_padding=kept)
+        text = expand(self.model, padded_vocab=vocab, model_class=self.model_class, kept_padding=kept)
+        larger = takes_tower(self.model, self.config_fields)
+        return with_tower(text, larger, self.keys, self.checkpoint.directory)
 
     def _placed_with(self, states: States) -> KeyPlacement:
         """Place the weights, and the optimizer states that are read: without states that have no place, where those
@@ -283,7 +292,7 @@ class MegatronSource(Source):
             raise ReshardError(
                 f"--family {family} contradicts {where}, which is of a {model.family.name}: leave it out"
             )
-        args = self.checkpoint.common().get("args") or {}
+        args = as_text_args(self.checkpoint.common().get("args") or {}, model, "the checkpoint's args")
         check_args(
             model,
             args,
@@ -326,7 +335,7 @@ class MegatronSource(Source):
         checkpoint's ``hf/``, or the directory of the config that was given. None of a model that is
         only a language model."""
         directory = self.config_directory or self.root / HF_FILES
-        if not self.model.towers:
+        if not self.model.towers or of_towers(self.keys):  # it is in the checkpoint
             return directory, {}
         if (directory / TOWERS).is_file():
             return directory, safetensors.read_header(directory / TOWERS)

@@ -1,0 +1,172 @@
+"""Towers of larger models that are trained under Megatron, as mcore-bridge and Megatron-Bridge hold them: refitted
+into vLLM, loaded, saved, exported and converted, bit for bit what vLLM's loader, Megatron's and transformers make of
+them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from reshard import MegatronLayout, check, diff, digest, hf_to_mcore, inspect, mcore_to_hf, mcore_to_mcore
+from reshard.models.model import Model
+from reshard.models.saved_tensors import saved_tensors
+from reshard.models.towers import TOWERS
+from tests.megatron.test_logits import PP, TP, flags_at
+from tests.starting.ranks import free_port, run_on_ranks
+from tests.storage.test_wrapped import kimi_k25, published, qwen3_vl
+from tests.tools.environments import UV, run
+from tests.tools.larger_models import KINDS, WHEELS
+from tests.tools.model_classes import WITH_TOWER, config_of, make
+from tests.tools.oracle import bits, hf_tensors
+
+MADE = {
+    "qwen3-vl": lambda folder, seed: make(folder, "Qwen3VLForConditionalGeneration", seed),
+    "qwen3-vl-moe": lambda folder, seed: qwen3_vl(folder, True, seed),
+    "qwen3.5": lambda folder, seed: published(folder, False, seed=seed, mtp=False),
+}
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    """The folders of the trainers' packages, which are not installed: without their dependencies, they are files."""
+    folders = {}
+    for name, version in WHEELS.items():
+        folders[name] = str(tmp_path_factory.mktemp(name))
+        run([*UV, "pip", "install", "--quiet", "--no-deps", "--target", folders[name], f"{name}=={version}"])
+    return folders
+
+
+@pytest.fixture(scope="module")
+def pair_of(tmp_path_factory):
+    """Return a function from a name to two directories of a model, each with its Megatron checkpoint."""
+    made: dict[str, list[tuple[str, str]]] = {}
+
+    def get(name: str) -> list[tuple[str, str]]:
+        if name not in made:
+            made[name] = []
+            for seed in (0, 1):
+                folder = tmp_path_factory.mktemp("pair")
+                MADE[name](folder / "hf", seed)
+                hf_to_mcore(folder / "hf", folder / "mcore", transformer_impl="local")
+                made[name].append((str(folder / "hf"), str(folder / "mcore")))
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize(("name", "kinds", "parallel", "trainers", "engine", "engines", "together"), [
+    ("qwen3-vl", KINDS, f"{TP} 2", 2, {"tp": 2}, 2, True),
+    ("qwen3-vl-moe", ["layers", "mcore-bridge"], f"{PP} 2", 2, {}, 1, False),
+    ("qwen3.5", ["layers", "mcore-bridge"], f"{TP} 2", 2, {}, 1, False),
+], ids=str)  # fmt: skip
+def test_a_refit_brings_what_vllms_own_loader_makes_of_the_tower(
+    name, kinds, parallel, trainers, engine, engines, together, wheels, pair_of, tmp_path
+):
+    pairs = pair_of(name)
+    sides = {
+        "trainer": trainers, "engine": engines, "together": together, "folder": str(tmp_path), "port": free_port()
+    }  # fmt: skip
+    arguments = (sides, flags_at(Path(pairs[0][1]), parallel), wheels, list(kinds), pairs, engine)
+    ranks = trainers if together else trainers + engines
+    results = [of for of in run_on_ranks(ranks, "refits", *arguments, module="refit_towers_on_cpu") if of]
+    assert len(results) == engines
+    for of_rank in results:
+        assert set(of_rank) == set(kinds)
+        for kind, (held, left, (before, expected), control) in of_rank.items():
+            assert {key for key in expected if held[key] != expected[key]} == set(), kind
+            assert held.keys() == expected.keys()
+            of_tower = [key for key in expected if key.startswith("visual.")]
+            changed = [key for key in of_tower if before[key] != expected[key]]
+            assert len(changed) > 0.9 * len(of_tower) > 9, "another tower, the control"
+            assert not [how for how in left if "another part" in how]
+            if kind == "layers":  # taken as if they were in the published order, the control
+                wrong = {key for key in expected if control[key] != expected[key]}
+                assert wrong and all(".attn.qkv." in key for key in wrong), wrong
+
+
+@pytest.fixture(scope="module")
+def lives(wheels, pair_of, tmp_path_factory):
+    """What each rank says of a live model of each kind, and the folder of what they save."""
+    pairs, folder = pair_of("qwen3-vl"), tmp_path_factory.mktemp("saved")
+    arguments = flags_at(Path(pairs[0][1]), f"{TP} 2"), wheels, list(KINDS), pairs, str(folder)
+    return run_on_ranks(2, "lives", *arguments, module="towers_on_cpu"), pairs, folder
+
+
+def test_a_live_model_is_loaded_saved_exported_and_digested_with_its_tower(lives, tmp_path):
+    results, [(hf, _), (other, _)], folder = lives
+    converted = tmp_path / "mcore"
+    hf_to_mcore(hf, converted, MegatronLayout(tp=2), transformer_impl="local", make_vocab_size_divisible_by=8)
+    expected = {name: bits(tensor) for name, tensor in hf_tensors(Path(hf)).items()}
+    for of_rank in results:
+        for kind, (differ, exported, text, control, count) in of_rank.items():
+            assert differ == [[], [], [], []], kind
+            wrong = {n for n in exported.keys() | expected if exported.get(n) != expected.get(n)}
+            assert wrong == set(), kind
+            assert text == digest(hf).text != digest(other).text
+            assert control > 0.9 * count
+    for kind in KINDS:
+        assert diff(hf, folder / f"{kind}-hf").equal and not diff(other, folder / f"{kind}-hf").equal
+        for name in ("hf/towers.safetensors", "hf/config.json", "release/.metadata"):
+            ours = folder / f"{kind}-torch_dist" / name
+            same = ours.read_bytes() == (converted / name).read_bytes()
+            assert same, f"{name} of {kind} is what hf-to-mcore writes"
+        assert check(folder / f"{kind}-torch_dist").ok and check(folder / f"{kind}-hf").ok
+
+
+def test_what_megatron_saves_of_it_is_converted_with_the_tower_in_it(lives, tmp_path):
+    _, [(hf, _), (other, _)], folder = lives
+    config = Path(hf) / "config.json"
+    for kind in KINDS:
+        theirs = folder / f"{kind}-theirs"
+        mcore_to_hf(theirs, tmp_path / kind, hf_config=config)
+        assert diff(hf, tmp_path / kind).equal and not diff(other, tmp_path / kind).equal
+        assert digest(theirs, hf_config=config).text == digest(hf).text
+        # That in the checkpoint is meant, not one beside a config.
+        mcore_to_hf(theirs, tmp_path / f"{kind}-beside-other", hf_config=other)
+        assert diff(hf, tmp_path / f"{kind}-beside-other").equal
+        assert not any("of the tower" in said for said in inspect(tmp_path / kind).notices)
+        mcore_to_mcore(theirs, tmp_path / f"{kind}-moved", hf_config=config)
+        mcore_to_hf(tmp_path / f"{kind}-moved", tmp_path / f"{kind}-moved-back")
+        assert diff(hf, tmp_path / f"{kind}-moved-back").equal
+
+
+def test_a_tower_that_computes_something_else_is_refused(wheels, pair_of):
+    [(hf, mcore), _] = pair_of("qwen3-vl")
+    text = Path(hf).parent / "text"
+    config = json.loads((Path(hf) / "config.json").read_text())
+    text.mkdir(exist_ok=True)
+    inner = config["text_config"] | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    inner["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
+    (text / "config.json").write_text(json.dumps(inner))
+    tensors = load_file(Path(hf) / "model.safetensors")
+    named = {
+        n.replace("model.language_model.", "model."): t for n, t in tensors.items() if ".visual." not in n
+    }
+    save_file(named, text / "model.safetensors", metadata={"format": "pt"})
+    arguments = flags_at(Path(mcore), ""), wheels, list(KINDS), (hf, mcore)
+    [said] = run_on_ranks(1, "refusals", *arguments, module="towers_on_cpu")
+    for kind, of_kind in said.items():
+        assert of_kind.pop("fits") == "no error"
+        assert "one_more" in of_kind.pop("one more")
+        assert "has a tower beside its language model" in of_kind.pop("a text model")
+        for field, sentence in of_kind.items():
+            assert field in sentence and "it would be another tower" in sentence, (kind, sentence)
+
+
+@pytest.mark.parametrize("name", WITH_TOWER)
+def test_a_towers_table_has_the_tensors_that_transformers_saves(name):
+    config = config_of(name).to_dict()
+    model = Model.from_hf(config)
+    saved = {
+        n: tensor.shape for n, tensor in saved_tensors(name, config, name).items() if model.is_of_tower(n)
+    }
+    assert TOWERS[model.family.tower].shapes(config, name) == saved
+
+
+def test_the_table_of_kimis_tower_has_the_tensors_that_vllm_reads(tmp_path):
+    directory = kimi_k25(tmp_path / "hf")
+    config = json.loads((directory / "config.json").read_text())
+    shapes = TOWERS[Model.from_hf(config).family.tower].shapes(config, "config.json")
+    stored = {name: tuple(t.shape) for name, t in load_file(directory / "model.safetensors").items()}
+    assert shapes == {name: shape for name, shape in stored.items() if not name.startswith("language_model.")}
