@@ -106,7 +106,8 @@ class Family:
       such as transformers' class for it; `wrapped_names`: what names begin with, and what
       instead in that model; `towers`: what the names of its other tensors begin with, or of a model
       that is in no larger one, which are carried from disk to disk unchanged; `tower`: the
-      table of `reshard.models.towers` with what these have to be by the config.
+      table of `reshard.models.towers` with what these have to be by the config, and where they
+      lie in a Megatron model that has them.
     - `mtp_prefixes`: what the names of an MTP layer's own tensors, and of those of the decoder
       layer in it, begin with; ``{layers}`` stands for `layers`, ``{layer}`` counts on from the
       decoder layers, ``{index}`` from 0, and ``{part}`` the decoder layers in one MTP layer.

@@ -82,7 +82,13 @@ def different_towers(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tu
     if known:
         a, b = (full_config(name, config, "the config") for config in (a, b))
     different = {field: values for field, values in _differing(a, b).items() if field[:11] != "text_config"}
-    return {field: values for field, values in different.items() if known or None not in values}
+    if not known:  # a class of code beside the model may call itself otherwise
+        different = {
+            field: values
+            for field, values in different.items()
+            if None not in values and not field.endswith("model_type")
+        }
+    return different
 
 
 class ClassFamily(Family):

@@ -66,7 +66,12 @@ def _configs_of(
         if whole is not None:
             yield whole
             break
-    for config in (getattr(tower, "config", None), getattr(chunk, "vision_transformer_config", None)):
+    of_chunk = getattr(getattr(chunk, "config", None), "vision_config", None)
+    for config in (
+        getattr(tower, "config", None),
+        getattr(chunk, "vision_transformer_config", None),
+        of_chunk,
+    ):
         vision = _fields(config)
         if vision is not None and needed <= vision.keys():
             yield {**theirs, "vision_config": vision}

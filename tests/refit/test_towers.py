@@ -154,6 +154,20 @@ def test_a_tower_that_computes_something_else_is_refused(wheels, pair_of):
             assert field in sentence and "it would be another tower" in sentence, (kind, sentence)
 
 
+def test_kimis_tower_and_projector_are_exported_saved_and_loaded(tmp_path):
+    hf, mcore, saved = kimi_k25(tmp_path / "hf"), tmp_path / "mcore", tmp_path / "saved"
+    hf_to_mcore(hf, mcore, transformer_impl="local")
+    arguments = flags_at(mcore, f"{PP} 2"), (str(hf), str(mcore)), str(saved)
+    tower = {
+        n: bits(t) for n, t in hf_tensors(hf).items() if n.startswith(("vision_tower.", "mm_projector."))
+    }
+    for exported, differ, said in run_on_ranks(2, "kimi", *arguments, module="towers_on_cpu"):
+        assert exported == tower and differ == []
+        assert "vt_num_attention_heads is 2, but that of" in said
+    assert (saved / "hf" / "towers.safetensors").stat().st_size > 4096
+    assert {n: bits(t) for n, t in load_file(saved / "hf" / "towers.safetensors").items()} == tower
+
+
 @pytest.mark.parametrize("name", WITH_TOWER)
 def test_a_towers_table_has_the_tensors_that_transformers_saves(name):
     config = config_of(name).to_dict()

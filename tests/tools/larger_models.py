@@ -5,6 +5,7 @@ Their packages are not initialized, which would import what needs a GPU; of the 
 what they take for training alone is left out. Where they ask for Transformer Engine's layers, these are Megatron's.
 """
 
+import json
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -132,6 +133,37 @@ def vision_model(folder: str, settings, vision) -> torch.nn.Module:
 
 def _of_layers(folder: str, chunk: torch.nn.Module, config) -> MegatronModule:
     return WithLayers(folder, chunk, config)
+
+
+class OfNames(torch.nn.Module):
+    """A module with parameters of these names and shapes, as that of code which lies beside a published model."""
+
+    def __init__(self, shapes: dict[str, torch.Size]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            module: torch.nn.Module = self
+            *path, last = name.split(".")
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, torch.nn.Module())
+                module = module.get_submodule(part)
+            module.register_parameter(last, torch.nn.Parameter(torch.zeros(shape)))
+
+
+class KimiWithModules(MegatronModule):
+    """As Megatron-Bridge has Kimi-K2.5 (``KimiK25VLModel``), whose modules are those of the published code."""
+
+    def __init__(self, chunk: torch.nn.Module, directory: str) -> None:
+        super().__init__(config=chunk.config)
+        if chunk.pre_process:
+            tensors = load_file(Path(directory) / "model.safetensors")
+            for name in ("vision_tower", "mm_projector"):
+                own = {n.removeprefix(f"{name}."): t for n, t in tensors.items() if n.startswith(f"{name}.")}
+                self.add_module(name, OfNames({n: t.shape for n, t in own.items()}))
+                getattr(self, name).load_state_dict(own)
+            vision = json.loads((Path(directory) / "config.json").read_text())["vision_config"]
+            self.config.vision_config = transformers.PretrainedConfig(**vision)
+        self.language_model = chunk
 
 
 def config_of(directory: str):
