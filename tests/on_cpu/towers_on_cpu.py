@@ -133,11 +133,17 @@ def refusals(rank: int, flags: list[str], wheels: dict[str, str], kinds: list[st
             setattr(settings, field, value)
             of_kind[field] = caught(partial(export, trainer.chunks))
             setattr(settings, field, plain)
+        text = chunk.language_model
+        text.position_embedding_type, text.config.mrope_section = "mrope", [2, 3, 3]
+        of_kind["fits with sections"] = caught(partial(export, trainer.chunks))
+        text.config.mrope_section = [3, 3, 2]
+        of_kind["sections"] = caught(partial(export, trainer.chunks))
+        text.position_embedding_type, text.config.mrope_section = "rope", None
         one_more = torch.nn.Parameter(torch.zeros(4))
         module.register_parameter("one_more", one_more)
         of_kind["one more"] = caught(partial(export, trainer.chunks))
         del module.one_more
-        text = Path(hf).parent / "text"
-        of_kind["a text model"] = caught(partial(reshard.load, trainer.chunks, text, **OPTIONS))
+        without = Path(hf).parent / "text"
+        of_kind["a text model"] = caught(partial(reshard.load, trainer.chunks, without, **OPTIONS))
         said[kind] = of_kind
     return said

@@ -147,7 +147,8 @@ def test_a_tower_that_computes_something_else_is_refused(wheels, pair_of):
     arguments = flags_at(Path(mcore), ""), wheels, list(KINDS), (hf, mcore)
     [said] = run_on_ranks(1, "refusals", *arguments, module="towers_on_cpu")
     for kind, of_kind in said.items():
-        assert of_kind.pop("fits") == "no error"
+        assert of_kind.pop("fits") == of_kind.pop("fits with sections") == "no error"
+        assert "has mrope_section [3, 3, 2], but that of" in of_kind.pop("sections")
         assert "one_more" in of_kind.pop("one more")
         assert "has a tower beside its language model" in of_kind.pop("a text model")
         for field, sentence in of_kind.items():
