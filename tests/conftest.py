@@ -34,7 +34,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name.startsw
 SLOWEST_FIRST = (
     "install", "lora", "engine", "verl", "site", "refit", "parity", "nvfp4_engine", "nemo_rl", "wrapped", "processes",
     "hybrid", "sglang", "swift", "roll", "logits", "live_save", "live_load", "fsdp", "compressed", "serving",
-    "without_table",
+    "without_table", "towers",
     "megatron_saves", "weight_transfer", "blocks", "kernels", "storage_faults", "cli", "optimizer", "members",
     "published", "bitwise", "resume", "reloads", "build", "compat", "surface", "config_rules", "megatron_args",
     "megatron_parser", "trainer_settings", "sleeping", "examples", "families", "offload", "input_faults",

@@ -55,6 +55,7 @@ def pair_of(tmp_path_factory):
     return get
 
 
+@pytest.mark.install
 @pytest.mark.parametrize(("name", "kinds", "parallel", "trainers", "engine", "engines", "together"), [
     ("qwen3-vl", KINDS, f"{TP} 2", 2, {"tp": 2}, 2, True),
     ("qwen3-vl-moe", ["layers", "mcore-bridge"], f"{PP} 2", 2, {}, 1, False),
@@ -93,6 +94,7 @@ def lives(wheels, pair_of, tmp_path_factory):
     return run_on_ranks(2, "lives", *arguments, module="towers_on_cpu"), pairs, folder
 
 
+@pytest.mark.install
 def test_a_live_model_is_loaded_saved_exported_and_digested_with_its_tower(lives, tmp_path):
     results, [(hf, _), (other, _)], folder = lives
     converted = tmp_path / "mcore"
@@ -114,6 +116,7 @@ def test_a_live_model_is_loaded_saved_exported_and_digested_with_its_tower(lives
         assert check(folder / f"{kind}-torch_dist").ok and check(folder / f"{kind}-hf").ok
 
 
+@pytest.mark.install
 def test_what_megatron_saves_of_it_is_converted_with_the_tower_in_it(lives, tmp_path):
     _, [(hf, _), (other, _)], folder = lives
     config = Path(hf) / "config.json"
@@ -131,6 +134,7 @@ def test_what_megatron_saves_of_it_is_converted_with_the_tower_in_it(lives, tmp_
         assert diff(hf, tmp_path / f"{kind}-moved-back").equal
 
 
+@pytest.mark.install
 def test_a_tower_that_computes_something_else_is_refused(wheels, pair_of):
     [(hf, mcore), _] = pair_of("qwen3-vl")
     text = Path(hf).parent / "text"
