@@ -22,6 +22,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"is_encoder_decoder": False, "sliding_window": None},
     "olmoe": {"is_encoder_decoder": False},
     "qwen2": {"is_encoder_decoder": False},
+    "qwen2_moe": {"is_encoder_decoder": False},
     "qwen3": {"is_encoder_decoder": False},
     "qwen3_5_moe_text": {"is_encoder_decoder": False},
     "qwen3_5_text": {"is_encoder_decoder": False},

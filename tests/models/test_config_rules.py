@@ -32,7 +32,7 @@ REFUSED = [
     ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func = softmax"),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]},
      "LlamaForSequenceClassification is not supported; the architectures that are: .*LlamaForCausalLM"),
-    ("qwen3", {"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM is not supported"),
+    ("qwen3", {"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM is not supported"),
     # fields that nothing maps
     ("deepseek-v3", {"rope_interleave": False}, "rope_interleave = False may make another model"),
     ("qwen3-moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size = 64 may make another"),
@@ -47,6 +47,8 @@ REFUSED = [
     ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 4}, "attend to a window"),
     ("dots1", {"sliding_window": 16, "max_window_layers": 2, "layer_types": None}, "attend to a window"),
     ("dots1", {"norm_topk_prob": None}, "norm_topk_prob = False cannot be held"),
+    ("qwen2-moe", {"qkv_bias": False}, "qkv_bias = False cannot be held"),
+    ("qwen2-moe", {"use_sliding_window": True, "sliding_window": 16, "layer_types": None}, "attend to a window"),
     ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention"] * 4},
      "attend to a window"),
     # null, where transformers does not take it as absent

@@ -24,7 +24,7 @@ PUBLISHED = [
     json.loads(line) for line in (Path(__file__).parent / "published_configs.jsonl").read_text().splitlines()
 ]
 NOT_SUPPORTED = {
-    "Qwen/Qwen1.5-MoE-A2.7B-Chat": "Qwen2MoeForCausalLM",
+    "google/gemma-2-2b": "Gemma2ForCausalLM",
     "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2": "LlamaForSequenceClassification",
 }
 CONFIGS = {entry["name"]: entry["config"] for entry in PUBLISHED if entry["name"] not in NOT_SUPPORTED}
@@ -87,6 +87,8 @@ OF_FAMILY = {
     "mistral": {"use_qk_norm": True, "qkv_bias": True, "mlp_bias": True, "num_experts": 8},
     "qwen2": {"qkv_bias": False, "use_qk_norm": True, "mlp_bias": True, "n_routed_experts": 64},
     "qwen3": {"qkv_bias": True, "use_qk_norm": False, "mlp_bias": True},
+    "qwen2_moe": {"use_qk_norm": True, "mlp_bias": True, "scoring_func": "sigmoid", "n_shared_experts": 2,
+                  "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
     "qwen3_moe": {"qkv_bias": True, "use_qk_norm": False, "shared_expert_intermediate_size": 512,
                   "scoring_func": "sigmoid", "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
     "deepseek_v3": {"rope_interleave": False, "use_expert_bias": True, "moe_router_logit_softcapping": 1.0},
@@ -350,8 +352,8 @@ def test_inspect_and_check_answer_whatever_a_config_means(checkpoint, tmp_path):
 
 
 def test_inspect_shows_what_a_directory_of_an_unknown_architecture_holds(tmp_path):
-    [qwen2_moe] = [entry["config"] for entry in PUBLISHED if entry["name"] == "Qwen/Qwen1.5-MoE-A2.7B-Chat"]
-    (tmp_path / "config.json").write_text(json.dumps(qwen2_moe))
+    [gemma] = [entry["config"] for entry in PUBLISHED if entry["name"] == "google/gemma-2-2b"]
+    (tmp_path / "config.json").write_text(json.dumps(gemma))
     save_file(
         {"a.weight": torch.zeros(3, 4), "b": torch.zeros(5, dtype=torch.bfloat16)},
         tmp_path / "model.safetensors",
@@ -359,11 +361,11 @@ def test_inspect_shows_what_a_directory_of_an_unknown_architecture_holds(tmp_pat
     found = inspect(tmp_path)
     assert (found.family, found.architecture, found.parameters, found.size_bytes) == (
         "not mapped",
-        "Qwen2MoeForCausalLM",
+        "Gemma2ForCausalLM",
         17,
         58,
     )
-    assert "Qwen2MoeForCausalLM is not supported" in found.notices[0]
+    assert "Gemma2ForCausalLM is not supported" in found.notices[0]
     done = cli("inspect", tmp_path, "--tensors")
     assert done.returncode == 0 and "a.weight" in done.stdout and "is not supported" in done.stderr
     (tmp_path / "config.json").write_text("{")

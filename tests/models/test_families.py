@@ -29,8 +29,8 @@ PLAIN = {
 }  # fmt: skip
 EXPERTS = PLAIN | {"num_experts": 8, "moe_router_topk": 2, "moe_layer_freq": 1, "moe_ffn_hidden_size": 14336}
 STRANGERS = {
-    "Qwen2-MoE": EXPERTS
-    | {"add_qkv_bias": True, "moe_shared_expert_intermediate_size": 5632, "moe_shared_expert_gate": True},
+    "Qwen2-MoE without the gate": EXPERTS
+    | {"add_qkv_bias": True, "moe_shared_expert_intermediate_size": 5632, "moe_shared_expert_gate": False},
     "DeepSeek-V2": EXPERTS
     | {"multi_latent_attention": True, "qk_layernorm": True, "moe_router_score_function": "softmax"},
     "a sigmoid router without a bias": EXPERTS

@@ -34,6 +34,7 @@ SAME = [
     ("deepseek-v3-no-q-lora", MegatronLayout(pp=2), dict(ep=2, etp=1)),
     ("glm4-moe", MegatronLayout(tp=2, ep=2, etp=1), dict(tp=2, ep=2, etp=1)),
     ("mixtral", MegatronLayout(pp=2, ep=2, etp=1), dict(ep=2, etp=1)),
+    ("qwen2-moe", MegatronLayout(pp=2, ep=2, etp=1), dict(tp=4, ep=2, etp=1)),
     ("minimax-m2", MegatronLayout(tp=2, ep=2, etp=1), dict(tp=4, ep=2, etp=1)),
     ("olmoe", MegatronLayout(pp=2, ep=2, etp=1), dict(tp=2, ep=2, etp=1)),
     ("dots1", MegatronLayout(pp=2, ep=2, etp=1), dict(tp=4, ep=2, etp=1)),

@@ -64,6 +64,10 @@ def not_transposed(tensors, config):
     tensors[name] = tensors[name].mT.contiguous()
 
 
+def shared_gate(tensors, config):
+    tensors["model.layers.2.mlp.shared_expert_gate.weight"] *= -1
+
+
 def vocabulary(tensors, config):
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].roll(1, 0)
 
@@ -79,6 +83,7 @@ def vocabulary(tensors, config):
     ("glm4-moe", router_bias, {}, "the experts of layer 1", ["gate.e_score_correction_bias"]),
     ("qwen3-moe", one_expert, {"ep": 2, "etp": 1}, "the experts of layer 3", ["experts.0.", "experts.1."]),
     ("mixtral", one_expert, {}, "the experts of layer 3", ["experts.0.", "experts.1."]),
+    ("qwen2-moe", shared_gate, {"tp": 2, "ep": 2, "etp": 1}, "the experts of layer 2", ["shared_expert_gate"]),
     ("minimax-m2", query_norm, {"tp": 2}, "the attention of layer 0", ["q_norm"]),
     ("minimax-m2", router_bias, {"pp": 2}, "the experts of layer 0", ["e_score_correction_bias"]),
     ("olmoe", query_norm, {"tp": 2}, "the attention of layer 0", ["q_norm"]),

@@ -34,7 +34,8 @@ EP = {"tp": 2, "enable_expert_parallel": True}
 RUNS = {
     (2, 2, True): {name: {"tp": 2} for name in (*CLASSES, *WITH_TOWER)},
     (3, 2, False): {
-        "Qwen2MoeForCausalLM": EP, "PhimoeForCausalLM": EP, "GraniteMoeForCausalLM": EP, "Gemma3ForCausalLM": {"tp": 2},
+        "PhimoeForCausalLM": EP, "GraniteMoeForCausalLM": EP, "Gemma3ForCausalLM": {"tp": 2},
+        "Olmo2ForCausalLM": {"tp": 2},
     },
 }  # fmt: skip
 

@@ -24,6 +24,7 @@ from transformers import (
     NemotronHConfig,
     OlmoeConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -69,6 +70,11 @@ NEXT = MOE | dict(
 # groups, another part of each head that turns.
 GLM_AIR = GLM | dict(use_qk_norm=False, num_experts_per_tok=4, n_shared_experts=2, first_k_dense_replace=2, n_group=4,
                      topk_group=2, partial_rotary_factor=0.25)  # fmt: skip
+# A shared expert that is wider than the others.
+QWEN2_MOE = GQA | dict(
+    num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, shared_expert_intermediate_size=80,
+    norm_topk_prob=False,
+)  # fmt: skip
 MIXTRAL = GQA | dict(num_local_experts=8, num_experts_per_tok=2)
 # With what transformers' class does not have, and vLLM reads.
 MINIMAX = MIXTRAL | dict(
@@ -130,6 +136,8 @@ VARIANTS = {
     "mistral": MistralConfig(**GQA | dict(num_key_value_heads=8), sliding_window=12, tie_word_embeddings=False),
     "qwen2": Qwen2Config(**GQA, tie_word_embeddings=False),
     "qwen2-tied": Qwen2Config(**GQA, tie_word_embeddings=True),
+    "qwen2-moe": Qwen2MoeConfig(**QWEN2_MOE, tie_word_embeddings=False),
+    "qwen2-moe-mixed": Qwen2MoeConfig(**QWEN2_MOE, tie_word_embeddings=False, mlp_only_layers=[1]),
     "qwen3": Qwen3Config(**GQA, head_dim=32, tie_word_embeddings=False),
     "qwen3-tied": Qwen3Config(**GQA, head_dim=16, tie_word_embeddings=True),
     "qwen3-yarn": Qwen3Config(**GQA, head_dim=32, tie_word_embeddings=False, **rope(PLAIN_YARN)),

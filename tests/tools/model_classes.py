@@ -25,8 +25,6 @@ CLASSES: dict[str, dict] = {
     ),
     "Phi3ForCausalLM": SIZES | dict(pad_token_id=0, bos_token_id=1, eos_token_id=2),
     "PhimoeForCausalLM": SIZES | dict(num_local_experts=4),
-    "Qwen2MoeForCausalLM": SIZES
-    | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64),
     "Qwen2_5_VLForConditionalGeneration": dict(
         text_config=SIZES | dict(rope_parameters=MROPE),
         vision_config=dict(

@@ -70,6 +70,7 @@ FAMILIES = {
     "llama": EngineFamily(),
     "mistral": EngineFamily(),
     "qwen2": EngineFamily(),
+    "qwen2_moe": EngineFamily(on_every_stage=OUTER),
     "qwen3": EngineFamily(),
     "qwen3_moe": EngineFamily(on_every_stage=OUTER),
     "qwen3_vl_moe_text": EngineFamily(on_every_stage=OUTER),

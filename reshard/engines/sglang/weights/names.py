@@ -52,6 +52,7 @@ FAMILIES = {
     "llama": EngineFamily(),
     "mistral": EngineFamily(),
     "qwen2": EngineFamily(),
+    "qwen2_moe": EngineFamily(on_every_stage=("output",)),
     "qwen3": EngineFamily(),
     "qwen3_moe": EngineFamily(on_every_stage=("output",)),
     "deepseek_v3": EngineFamily(LATENT_ATTENTION),
