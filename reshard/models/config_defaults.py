@@ -29,4 +29,5 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"is_encoder_decoder": False},
     "qwen3_next": {"is_encoder_decoder": False},
     "qwen3_vl_moe_text": {"is_encoder_decoder": False},
+    "seed_oss": {"is_encoder_decoder": False},
 }

@@ -36,6 +36,7 @@ NOT_NUMERICS = {
     "tensor_parallel_num_weight_shards",
     "expert_tensor_parallel_num_weight_shards",
     "sequence_parallel",
+    "attention_dropout",  # Seed-OSS has some in training
 }
 
 

@@ -92,6 +92,7 @@ RELOADS = [
     ("deepseek-v3-no-q-lora", MegatronLayout(tp=4, ep=2, etp=2), f"{TP} 2 {EP} 2 {ETP} 1", 2),
     ("glm4-moe", MegatronLayout(tp=2, pp=2, ep=4, etp=1), f"{TP} 2 {EP} 2 {ETP} 1", 2),
     ("mixtral", MegatronLayout(tp=2, pp=2, ep=4, etp=1), f"{TP} 2 {EP} 2 {ETP} 1", 2),
+    ("seed-oss", MegatronLayout(tp=2, pp=2), f"{TP} 4", 4),  # twice the key heads
     ("qwen2-moe", MegatronLayout(tp=2, pp=2, ep=4, etp=1), f"{TP} 4 {EP} 2 {ETP} 2", 4),
     # twice the key heads
     ("minimax-m2", MegatronLayout(tp=2, pp=2, ep=2, etp=1), f"{TP} 4 {EP} 4 {ETP} 1", 4),

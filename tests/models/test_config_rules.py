@@ -48,6 +48,8 @@ REFUSED = [
     ("dots1", {"sliding_window": 16, "max_window_layers": 2, "layer_types": None}, "attend to a window"),
     ("dots1", {"norm_topk_prob": None}, "norm_topk_prob = False cannot be held"),
     ("qwen2-moe", {"qkv_bias": False}, "qkv_bias = False cannot be held"),
+    ("seed-oss", {"attention_out_bias": True}, "attention_out_bias = True cannot be held"),
+    ("seed-oss", {"head_dim": None}, "head_dim"),
     ("qwen2-moe", {"use_sliding_window": True, "sliding_window": 16, "layer_types": None}, "attend to a window"),
     ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention"] * 4},
      "attend to a window"),

@@ -93,6 +93,7 @@ OF_FAMILY = {
                   "scoring_func": "sigmoid", "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
     "deepseek_v3": {"rope_interleave": False, "use_expert_bias": True, "moe_router_logit_softcapping": 1.0},
     "dots1": {"qkv_bias": True, "use_qk_norm": False, "topk_method": "greedy", "moe_layer_freq": 2},
+    "seed_oss": {"qkv_bias": True, "use_qk_norm": True, "sliding_window": 4096, "num_experts": 8},
     "glm4_moe": {"scoring_func": "softmax", "sliding_window": 4096},
     "qwen3_next": {"qkv_bias": True, "use_qk_norm": False, "scoring_func": "sigmoid", "layer_scale": True},
     "qwen3_5_text": {"qkv_bias": True, "num_experts": 8, "mtp_use_dedicated_embeddings": True, "layer_scale": True,
@@ -185,6 +186,7 @@ READ_WITHOUT_EFFECT = {
     "output_router_logits",
     "router_aux_loss_coef",
     "router_jitter_noise",
+    "residual_dropout",
     "_attn_implementation",
     # of kernels, and of how weights are made
     "chunk_size",

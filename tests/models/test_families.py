@@ -53,8 +53,13 @@ def test_args_are_of_the_one_family_that_made_them_and_a_wrong_one_that_is_named
             with pytest.raises(ReshardError, match="args may be of .*: pass --hf-config .*, or --family"):
                 family_of_args(args, "args")
         else:
-            # To Megatron dots.llm1 is a GLM-4.5, GLM-4.7-Flash a DeepSeek-V3, and Mistral a Llama.
-            others = {"dots1": "glm4_moe", "glm4-moe-lite": "deepseek_v3", "mistral": "llama"}
+            # To Megatron dots.llm1 is a GLM-4.5, GLM-4.7-Flash a DeepSeek-V3, Mistral a Llama, and Seed-OSS a Qwen2.
+            others = {
+                "dots1": "glm4_moe",
+                "glm4-moe-lite": "deepseek_v3",
+                "mistral": "llama",
+                "seed-oss": "qwen2",
+            }
             expected = others.get(variant, VARIANTS[variant].model_type)
             assert fitting == {family_of_args(args, "args").name} == {expected}
     for name in ("qwen3_moe", "glm4_moe"):
@@ -108,6 +113,7 @@ def test_any_two_families_differ_in_an_argument_by_which_both_are_identified():
         "glm4_moe_lite",  # a DeepSeek-V3
         "mistral",  # a Llama
         "qwen3_vl_moe_text",  # a Qwen3-MoE
+        "seed_oss",  # a Qwen2
     }
 
     def told_apart(a: Family, b: Family) -> bool:

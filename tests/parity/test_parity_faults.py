@@ -68,6 +68,10 @@ def shared_gate(tensors, config):
     tensors["model.layers.2.mlp.shared_expert_gate.weight"] *= -1
 
 
+def value_bias(tensors, config):
+    tensors["model.layers.1.self_attn.v_proj.bias"] *= -1
+
+
 def vocabulary(tensors, config):
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].roll(1, 0)
 
@@ -75,6 +79,7 @@ def vocabulary(tensors, config):
 @pytest.mark.parametrize(("variant", "fault", "layout", "place", "differing"), [
     ("qwen3", gate_and_up, {"tp": 2}, "the MLP of layer 1", ["gate_proj", "up_proj"]),
     ("qwen3", one_head, {"pp": 2}, "the attention of layer 2", ["q_proj"]),
+    ("seed-oss", value_bias, {"tp": 4}, "the attention of layer 1", ["v_proj.bias"]),
     ("qwen3", rope_base, {}, "the attention of layer 0", []),
     ("qwen3", query_norm, {"tp": 2, "pp": 2}, "the attention of layer 0", ["q_norm"]),
     ("deepseek-v3", router_bias, {}, "the experts of layer 1", ["gate.e_score_correction_bias"]),

@@ -30,6 +30,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SeedOssConfig,
 )
 
 try:
@@ -164,6 +165,7 @@ VARIANTS = {
         **GLM_MLA | DSA, tie_word_embeddings=False, indexer_rope_interleave=True, index_topk_freq=2,
         index_skip_topk_offset=1, **rope(GLM_ROPE)
     ),
+    "seed-oss": SeedOssConfig(**GQA, head_dim=16, tie_word_embeddings=False),
     "mixtral": MixtralConfig(**MIXTRAL, tie_word_embeddings=False),
     "nemotron-h-moe": NemotronHConfig(**NEMOTRON, tie_word_embeddings=False),
     "nemotron-h-moe-latent": NemotronHConfig(**NEMOTRON, moe_latent_size=24, tie_word_embeddings=False),

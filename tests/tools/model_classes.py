@@ -33,7 +33,6 @@ CLASSES: dict[str, dict] = {
         ),
         image_token_id=400, video_token_id=401, vision_start_token_id=402, vision_end_token_id=403,
     ),
-    "SeedOssForCausalLM": SIZES,
     "GraniteForCausalLM": SIZES | dict(embedding_multiplier=12.0, logits_scaling=8.0),
     "GraniteMoeForCausalLM": SIZES | dict(num_local_experts=4),
     "GraniteMoeHybridForCausalLM": SIZES
