@@ -37,6 +37,7 @@ DRAFTERS = [
     ("deepseek-v3", "", {"quantization": "fp8_per_block"}, 1),
     ("deepseek-v3", f"{PP} 2", {"tp": 2}, 2),
     ("qwen3-next", f"{TP} 2", {"tp": 2}, 2),
+    # as GLM-4.6, whose MTP layer has no embedding and output of its own
     ("glm4-moe", f"{TP} 2 {EP} 2 {ETP} 1", {"tp": 2, "enable_expert_parallel": True}, 2),
 ]
 
@@ -54,7 +55,8 @@ def unannounced(source: Path, directory: Path) -> str:
 def test_a_drafter_made_of_mtp_layers_is_refitted_with_its_model(
     variant, parallel, engine, ranks, converted, tmp_path
 ):
-    checkpoints = converted(variant, mtp=True)
+    published = {"copies": False} if variant == "glm4-moe" else {}
+    checkpoints = converted(variant, mtp=True, **published)
     flags = flags_at(Path(checkpoints[1][1]), parallel)
     if variant == "qwen3-next":
         checkpoints = [

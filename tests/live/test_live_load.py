@@ -33,7 +33,7 @@ LAYOUTS = [
     ("deepseek-v3", {"mtp": True}, f"{TP} 2 {PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=1)),
     (
         "glm4-moe",
-        {"mtp": True},
+        {"mtp": True, "copies": False},
         f"{TP} 2 {EP} 2 {ETP} 1",
         2,
         MegatronLayout(pp=2, num_layers_in_first_pipeline_stage=1),

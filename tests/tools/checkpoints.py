@@ -230,10 +230,11 @@ SERVED = {
 
 
 def make(
-    directory: Path, variant: str, dtype: torch.dtype = torch.float32, seed: int = 0, mtp: bool = False
-) -> Path:
+    directory: Path, variant: str, dtype: torch.dtype = torch.float32, seed: int = 0, mtp: bool = False,
+    copies: bool = True,
+) -> Path:  # fmt: skip
     """Save a model of this variant with random weights; norms and router biases random too, so that
-    an exchange shows."""
+    an exchange shows. Its MTP layer has `copies` of the embedding and of the output, or none, as GLM-4.6's."""
     if variant == "minimax-m2" and MiniMaxM2Config is None:
         import pytest
 
@@ -278,11 +279,11 @@ def make(
         )
         (directory / "config.json").write_text(json.dumps(config, indent=2))
         if mtp:
-            _add_mtp(directory, model, dtype)
+            _add_mtp(directory, model, dtype, copies)
     return directory
 
 
-def _add_mtp(directory: Path, model, dtype: torch.dtype) -> None:
+def _add_mtp(directory: Path, model, dtype: torch.dtype, copies: bool) -> None:
     """A multi-token-prediction layer, as the published checkpoint has it: transformers builds none."""
     from safetensors.torch import load_file, save_file
 
@@ -306,8 +307,9 @@ def _add_mtp(directory: Path, model, dtype: torch.dtype) -> None:
     for name, shape in (("enorm.weight", [hidden]), ("hnorm.weight", [hidden]),
                         ("eh_proj.weight", [hidden, 2 * hidden]), ("shared_head.norm.weight", [hidden])):  # fmt: skip
         tensors[prefix + name] = torch.randn(shape).mul(0.05).to(dtype)
-    tensors[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    if copies:
+        tensors[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, path, metadata={"format": "pt"})
 
 
