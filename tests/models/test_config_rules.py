@@ -40,6 +40,7 @@ REFUSED = [
      "logit_scale = 0.5, final_logit_softcapping = 30.0 may make"),
     ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder = True may make"),
     ("llama", {"sliding_window": 4096}, "sliding_window = 4096 may make"),
+    ("qwen3.5", {"output_gate_type": "sigmoid"}, "output_gate_type = 'sigmoid' may make"),
     # windows
     ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 3, "layer_types": None},
      "attend to a window"),
@@ -69,6 +70,7 @@ REFUSED = [
     ("deepseek-v3", {"head_dim": 16}, "head_dim != qk_rope_head_dim"),
     ("deepseek-v3", {"qk_head_dim": 16}, "qk_head_dim != qk_nope_head_dim"),
     ("glm4-moe-lite", {"head_dim": 16}, "head_dim != qk_rope_head_dim"),
+    ("glm-moe-dsa", {"num_experts": 4}, "n_routed_experts is 8, but num_experts, which means the same, is 4"),
     ("glm4-moe-lite", {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]},
      "mlp_layer_types, which transformers reads, says something else"),
     # layers that share an indexer
