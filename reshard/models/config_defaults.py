@@ -21,6 +21,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mixtral": {"is_encoder_decoder": False},
     "nemotron_h": {"is_encoder_decoder": False, "sliding_window": None},
     "olmoe": {"is_encoder_decoder": False},
+    "phi3": {"is_encoder_decoder": False},
     "qwen2": {"is_encoder_decoder": False},
     "qwen2_moe": {"is_encoder_decoder": False},
     "qwen3": {"is_encoder_decoder": False},

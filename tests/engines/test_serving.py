@@ -22,6 +22,7 @@ CASES = [
     ("llama-rope-tied", {}, MegatronLayout(tp=2, pp=2), dict(tp=2, pp=2)),
     ("qwen2", {}, MegatronLayout(tp=4), dict(tp=4)),  # twice the key heads
     ("seed-oss", {}, MegatronLayout(tp=2, pp=2), dict(tp=2, pp=2)),
+    ("phi4", {}, MegatronLayout(tp=2, pp=2), dict(tp=4)),  # twice the key heads
     ("qwen3-moe", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), dict(tp=4, enable_expert_parallel=True)),
     ("qwen3-moe-mixed", {}, MegatronLayout(ep=4, etp=1), dict(tp=4)),
     ("qwen2-moe-mixed", {}, MegatronLayout(tp=2, ep=2, etp=1), dict(tp=4)),

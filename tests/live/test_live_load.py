@@ -42,6 +42,7 @@ LAYOUTS = [
     ("qwen3.5-moe", {}, f"{TP} 4 {EP} 2 {ETP} 2", 4, MegatronLayout(pp=2, ep=2, etp=1)),
     ("mixtral", {}, f"{EP} 2 {ETP} 1", 2, MegatronLayout(tp=4, ep=4, etp=2)),
     ("seed-oss", {}, f"{TP} 2 {PP} 2", 4, MegatronLayout(tp=4)),
+    ("phi4", {}, f"{TP} 2 {PP} 2", 4, MegatronLayout(tp=4)),
     ("qwen2-moe", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=4, pp=2, ep=2, etp=2)),
     ("minimax-m2", {}, f"{TP} 4 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=2, pp=2, ep=2, etp=2)),
     ("olmoe", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=2, pp=2, ep=2, etp=2)),

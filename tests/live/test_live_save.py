@@ -32,6 +32,7 @@ SAVED = [
     ("qwen3.5", {}, f"{TP} 4", 4, MegatronLayout(tp=4)),
     ("mixtral", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=2, ep=2, etp=1)),
     ("seed-oss", {}, f"{TP} 4", 4, MegatronLayout(tp=4)),
+    ("phi4", {}, f"{TP} 4", 4, MegatronLayout(tp=4)),
     ("qwen2-moe", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=2, ep=2, etp=1)),
     ("minimax-m2", {}, f"{TP} 4 {EP} 4 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=1)),
     ("olmoe", {}, f"{PP} 2 {ETP} 1", 2, MegatronLayout(pp=2, etp=1)),

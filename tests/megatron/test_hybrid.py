@@ -46,6 +46,7 @@ SAVED = [
      MegatronLayout(tp=2, pp=2, ep=2, etp=1)),
     ("glm4-moe", {}, f"{PP} 2", 2, "*-*E|*E*E", MegatronLayout(pp=2)),
     ("seed-oss", {}, f"{TP} 2", 2, "*-*-*-*-", MegatronLayout(tp=2)),
+    ("phi4", {}, f"{TP} 2", 2, "*-*-*-*-", MegatronLayout(tp=2)),
     ("dots1", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, "*-*E*E*E", MegatronLayout(tp=2, ep=2, etp=1)),
     ("qwen2-moe-mixed", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, "*E*-*E*E", MegatronLayout(tp=2, ep=2, etp=1)),
     ("qwen3-next", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, "GEGEGE*E", MegatronLayout(tp=2, ep=2, etp=1)),

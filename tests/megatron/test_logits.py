@@ -93,6 +93,7 @@ RELOADS = [
     ("glm4-moe", MegatronLayout(tp=2, pp=2, ep=4, etp=1), f"{TP} 2 {EP} 2 {ETP} 1", 2),
     ("mixtral", MegatronLayout(tp=2, pp=2, ep=4, etp=1), f"{TP} 2 {EP} 2 {ETP} 1", 2),
     ("seed-oss", MegatronLayout(tp=2, pp=2), f"{TP} 4", 4),  # twice the key heads
+    ("phi3", MegatronLayout(tp=2, pp=2), f"{TP} 4", 4),
     ("qwen2-moe", MegatronLayout(tp=2, pp=2, ep=4, etp=1), f"{TP} 4 {EP} 2 {ETP} 2", 4),
     # twice the key heads
     ("minimax-m2", MegatronLayout(tp=2, pp=2, ep=2, etp=1), f"{TP} 4 {EP} 4 {ETP} 1", 4),

@@ -30,6 +30,7 @@ SAVED = [
     ("glm4-moe-air", f"{TP} 2", 2),
     ("mixtral", f"{PP} 2 {VPP} 2 {EP} 2 {ETP} 1", 4),
     ("seed-oss", f"{TP} 4", 4),
+    ("phi4", f"{TP} 4", 4),
     ("qwen2-moe-mixed", f"{TP} 4 {EP} 2 {ETP} 2", 4),
     ("minimax-m2", f"{TP} 4 {EP} 2 {ETP} 2", 4),
     ("olmoe", f"{TP} 2 {EP} 2 {ETP} 1", 2),

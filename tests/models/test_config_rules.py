@@ -50,6 +50,8 @@ REFUSED = [
     ("dots1", {"norm_topk_prob": None}, "norm_topk_prob = False cannot be held"),
     ("qwen2-moe", {"qkv_bias": False}, "qkv_bias = False cannot be held"),
     ("seed-oss", {"attention_out_bias": True}, "attention_out_bias = True cannot be held"),
+    ("phi4", {"rope_parameters": PLAIN_YARN}, "rope type 'yarn' has no counterpart in Megatron"),
+    ("phi4", {"layer_types": ["sliding_attention"] * 4}, "all layers are full_attention, but layer_types is"),
     ("seed-oss", {"head_dim": None}, "head_dim"),
     ("qwen2-moe", {"use_sliding_window": True, "sliding_window": 16, "layer_types": None}, "attend to a window"),
     ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention"] * 4},

@@ -94,6 +94,7 @@ OF_FAMILY = {
     "deepseek_v3": {"rope_interleave": False, "use_expert_bias": True, "moe_router_logit_softcapping": 1.0},
     "dots1": {"qkv_bias": True, "use_qk_norm": False, "topk_method": "greedy", "moe_layer_freq": 2},
     "seed_oss": {"qkv_bias": True, "use_qk_norm": True, "sliding_window": 4096, "num_experts": 8},
+    "phi3": {"qkv_bias": True, "use_qk_norm": True, "mlp_bias": True, "num_experts": 8},
     "glm4_moe": {"scoring_func": "softmax", "sliding_window": 4096},
     "qwen3_next": {"qkv_bias": True, "use_qk_norm": False, "scoring_func": "sigmoid", "layer_scale": True},
     "qwen3_5_text": {"qkv_bias": True, "num_experts": 8, "mtp_use_dedicated_embeddings": True, "layer_scale": True,
@@ -187,6 +188,8 @@ READ_WITHOUT_EFFECT = {
     "router_aux_loss_coef",
     "router_jitter_noise",
     "residual_dropout",
+    "resid_pdrop",
+    "original_max_position_embeddings",  # of Phi-3's caches
     "_attn_implementation",
     # of kernels, and of how weights are made
     "chunk_size",
@@ -202,7 +205,7 @@ READ_WITHOUT_EFFECT = {
 }
 VLLM_FILES = {"deepseek_v3": "deepseek_v2", "deepseek_v32": "deepseek_v2", "glm_moe_dsa": "deepseek_v2",
               "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5", "ernie4_5_moe": "ernie45_moe",
-              "qwen3_vl_moe_text": "qwen3_moe"}  # fmt: skip
+              "qwen3_vl_moe_text": "qwen3_moe", "phi3": "llama"}  # fmt: skip
 # Families that the installed vLLM has no class for: they convert and train, and it serves none of them.
 NOT_IN_VLLM = {"dots1"}
 # vLLM's own: of other models in the same file, of drafts, or no field.

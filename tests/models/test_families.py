@@ -53,12 +53,14 @@ def test_args_are_of_the_one_family_that_made_them_and_a_wrong_one_that_is_named
             with pytest.raises(ReshardError, match="args may be of .*: pass --hf-config .*, or --family"):
                 family_of_args(args, "args")
         else:
-            # To Megatron dots.llm1 is a GLM-4.5, GLM-4.7-Flash a DeepSeek-V3, Mistral a Llama, and Seed-OSS a Qwen2.
+            # What these are to Megatron.
             others = {
                 "dots1": "glm4_moe",
                 "glm4-moe-lite": "deepseek_v3",
                 "mistral": "llama",
                 "seed-oss": "qwen2",
+                "phi3": "llama",
+                "phi4": "llama",
             }
             expected = others.get(variant, VARIANTS[variant].model_type)
             assert fitting == {family_of_args(args, "args").name} == {expected}
@@ -113,6 +115,7 @@ def test_any_two_families_differ_in_an_argument_by_which_both_are_identified():
         "glm4_moe_lite",  # a DeepSeek-V3
         "mistral",  # a Llama
         "qwen3_vl_moe_text",  # a Qwen3-MoE
+        "phi3",  # a Llama or a Mistral
         "seed_oss",  # a Qwen2
     }
 

@@ -18,7 +18,7 @@ from tests.tools.refit_sides import fingerprint, start
 
 SGLANG_FILES = {
     "Gemma3ForCausalLM": "gemma3_causal", "GraniteForCausalLM": "granite", "Olmo2ForCausalLM": "olmo2",
-    "StableLmForCausalLM": "stablelm", "Phi3ForCausalLM": "phi3", "GraniteMoeForCausalLM": "granitemoe",
+    "StableLmForCausalLM": "stablelm", "GraniteMoeForCausalLM": "granitemoe",
     "Glm4ForCausalLM": "glm4", "Gemma3ForConditionalGeneration": "gemma3_mm",
 }  # fmt: skip
 

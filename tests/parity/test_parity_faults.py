@@ -68,6 +68,13 @@ def shared_gate(tensors, config):
     tensors["model.layers.2.mlp.shared_expert_gate.weight"] *= -1
 
 
+def heads_in_turn(tensors, config):
+    """Queries, keys and values as Megatron has them, each group's in turn."""
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    q, k, v = (t.reshape(2, -1, 8, 64) for t in tensors[name].split([64, 16, 16]))
+    tensors[name] = torch.cat([q, k, v], dim=1).reshape(96, 64)
+
+
 def value_bias(tensors, config):
     tensors["model.layers.1.self_attn.v_proj.bias"] *= -1
 
@@ -80,6 +87,7 @@ def vocabulary(tensors, config):
     ("qwen3", gate_and_up, {"tp": 2}, "the MLP of layer 1", ["gate_proj", "up_proj"]),
     ("qwen3", one_head, {"pp": 2}, "the attention of layer 2", ["q_proj"]),
     ("seed-oss", value_bias, {"tp": 4}, "the attention of layer 1", ["v_proj.bias"]),
+    ("phi4", heads_in_turn, {"tp": 2}, "the attention of layer 1", ["qkv_proj"]),
     ("qwen3", rope_base, {}, "the attention of layer 0", []),
     ("qwen3", query_norm, {"tp": 2, "pp": 2}, "the attention of layer 0", ["q_norm"]),
     ("deepseek-v3", router_bias, {}, "the experts of layer 1", ["gate.e_score_correction_bias"]),

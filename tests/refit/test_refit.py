@@ -42,6 +42,7 @@ LAYOUTS = [
     ("glm4-moe-air", f"{TP} 2 {EP} 2 {ETP} 2", 4, dict(tp=2, enable_expert_parallel=True), 2, False, {}),
     ("mixtral", f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2, enable_expert_parallel=True), 2, True, {}),
     ("seed-oss", f"{TP} 2", 4, dict(tp=4), 4, True, {}),  # twice the key heads
+    ("phi4", f"{TP} 2 {PP} 2", 4, dict(tp=4), 4, True, {}),
     ("qwen2-moe-mixed", f"{TP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, pp=2), 4, True, {}),
     # twice the query groups, and the key heads
     ("minimax-m2", f"{TP} 4 {EP} 2 {ETP} 2", 4, dict(tp=4), 4, True, {}),

@@ -23,6 +23,7 @@ from transformers import (
     MixtralConfig,
     NemotronHConfig,
     OlmoeConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
@@ -76,6 +77,7 @@ QWEN2_MOE = GQA | dict(
     num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, shared_expert_intermediate_size=80,
     norm_topk_prob=False,
 )  # fmt: skip
+PHI = GQA | dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)  # its class's are above the vocabulary
 MIXTRAL = GQA | dict(num_local_experts=8, num_experts_per_tok=2)
 # With what transformers' class does not have, and vLLM reads.
 MINIMAX = MIXTRAL | dict(
@@ -166,6 +168,9 @@ VARIANTS = {
         index_skip_topk_offset=1, **rope(GLM_ROPE)
     ),
     "seed-oss": SeedOssConfig(**GQA, head_dim=16, tie_word_embeddings=False),
+    # As Phi-3-mini, with a window and as many key heads as query heads; and as Phi-4.
+    "phi3": Phi3Config(**PHI | dict(num_key_value_heads=8), sliding_window=12, tie_word_embeddings=False),
+    "phi4": Phi3Config(**PHI, tie_word_embeddings=False),
     "mixtral": MixtralConfig(**MIXTRAL, tie_word_embeddings=False),
     "nemotron-h-moe": NemotronHConfig(**NEMOTRON, tie_word_embeddings=False),
     "nemotron-h-moe-latent": NemotronHConfig(**NEMOTRON, moe_latent_size=24, tie_word_embeddings=False),

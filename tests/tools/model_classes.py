@@ -23,7 +23,6 @@ CLASSES: dict[str, dict] = {
         ),
         mm_tokens_per_image=4, image_token_index=400, boi_token_index=401, eoi_token_index=402,
     ),
-    "Phi3ForCausalLM": SIZES | dict(pad_token_id=0, bos_token_id=1, eos_token_id=2),
     "PhimoeForCausalLM": SIZES | dict(num_local_experts=4),
     "Qwen2_5_VLForConditionalGeneration": dict(
         text_config=SIZES | dict(rope_parameters=MROPE),

@@ -57,6 +57,23 @@ def stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
     return state
 
 
+def apart(hf: dict[str, torch.Tensor], config: dict) -> dict[str, torch.Tensor]:
+    """Return tensors with those of Phi-3 that are several in one taken apart."""
+    out = {}
+    for name, tensor in hf.items():
+        if name.endswith("qkv_proj.weight"):
+            d = config["hidden_size"] // config["num_attention_heads"]
+            rows = [config[f"num_{kind}_heads"] * d for kind in ("attention", "key_value", "key_value")]
+            out |= {name.replace("qkv", x): t for x, t in zip("qkv", tensor.split(rows), strict=True)}
+        elif name.endswith("mlp.gate_up_proj.weight"):
+            out |= {
+                name.replace("gate_up", x): t for x, t in zip(("gate", "up"), tensor.chunk(2), strict=True)
+            }
+        else:
+            out[name] = tensor
+    return out
+
+
 def megatron_tensors(
     directory: Path, padded_vocab: int, tensors: dict[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
@@ -66,6 +83,7 @@ def megatron_tensors(
         hf_tensors(directory) if tensors is None else tensors,
         json.loads((directory / "config.json").read_text()),
     )
+    hf = apart(hf, config)
     if "hybrid_override_pattern" in config:
         return mamba_tensors(hf, config, padded_vocab)
     layers, latent = config["num_hidden_layers"], "kv_lora_rank" in config

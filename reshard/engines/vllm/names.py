@@ -78,6 +78,7 @@ FAMILIES = {
     "deepseek_v32": EngineFamily((*LATENT_ATTENTION, *INDEXER)),
     "glm4_moe": EngineFamily(),
     "seed_oss": EngineFamily(),
+    "phi3": EngineFamily(),
     "mixtral": EngineFamily(BLOCK_SPARSE_MOE, on_every_stage=OUTER),
     "minimax_m2": EngineFamily(BLOCK_SPARSE_MOE),
     "olmoe": EngineFamily(on_every_stage=OUTER, whole=("self_attn.q_norm.weight", "self_attn.k_norm.weight")),

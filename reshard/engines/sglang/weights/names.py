@@ -57,6 +57,7 @@ FAMILIES = {
     "qwen3_moe": EngineFamily(on_every_stage=("output",)),
     "deepseek_v3": EngineFamily(LATENT_ATTENTION),
     "glm4_moe": EngineFamily(on_every_stage=("output",)),
+    "phi3": EngineFamily(),
     "mixtral": EngineFamily(BLOCK_SPARSE_MOE, on_every_stage=("output",)),
     "minimax_m2": EngineFamily(BLOCK_SPARSE_MOE, on_every_stage=("embedding",)),
     "olmoe": EngineFamily(),
