@@ -12,7 +12,7 @@ from typing import NamedTuple
 from reshard.core.boxes import Box, whole
 from reshard.core.errors import ReshardError
 from reshard.core.placement import Part
-from reshard.lora.names import CANONICAL, A, B, megatron_name, peft_name
+from reshard.lora.names import CANONICAL, A, B, megatron_name, module_of, peft_name
 from reshard.megatron.parameters import ModelParameters, Parameter
 from reshard.models.tables import HEADS
 
@@ -258,12 +258,17 @@ def _check_divides(rows: int, parts: int, name: str) -> None:
 
 def part_names(layer: LinearLayer) -> list[str]:
     """Return CanonicalLoRA's names of the published parts of a fused layer. Raises ReshardError for
-    one that it has no names for."""
+    one that it has no names for, or of which parts are one published tensor."""
     names = layer.published()
     kinds = ["gate", "up"] if layer.first.halves == 2 else list(HEADS)
     if len(kinds) != len(names):
         raise ReshardError(
             f"Megatron-Bridge's canonical LoRA has no adapters for the parts of {layer.module}, {', '.join(names)}"
+        )
+    if len({module_of(name) for name in names}) < len(names):
+        raise ReshardError(
+            f"canonical LoRA has an A for each of {', '.join(names)}, which are published as one tensor, and PEFT "
+            "has one A for it: train LoRA that is not canonical"
         )
     return [CANONICAL[kind] for kind in kinds]
 

@@ -54,6 +54,7 @@ CASES = [
     ("qwen3", "lora", None, f"{PP} 2 {VPP} 2", 2, f"{TP} 2", 2),
     ("qwen3-moe-mixed", "lora", None, f"{TP} 2 {EP} 2 {ETP} 1", 2, "", 1),
     ("llama", "lora", ["linear_qkv", "linear_fc2"], f"{TP} 2 {PP} 2", 4, "", 1),
+    ("phi4", "lora", None, f"{TP} 2", 2, "", 1),
     ("llama", "canonical", CANONICAL, f"{TP} 2 {PP} 2", 4, f"{TP} 2", 2),
     ("qwen3-moe", "lora", None, f"{TP} 2 {EP} 2 {ETP} 1", 2, f"{PP} 2", 2),
     ("deepseek-v3", "lora", LATENT, f"{PP} 2 {TP} 2 {EP} 2 {ETP} 1", 4, "", 1),

@@ -64,7 +64,7 @@ def test_adapters_of_all_experts_in_one_tensor_become_each_experts(checkpoint, t
 
 # Families whose experts a transformers model has in one parameter.
 FAMILIES = (
-    "qwen3-moe", "mixtral", "minimax-m2", "gpt-oss", "deepseek-v3", "glm4-moe", "olmoe", "ernie",
+    "qwen2-moe", "qwen3-moe", "mixtral", "minimax-m2", "gpt-oss", "deepseek-v3", "glm4-moe", "olmoe", "ernie",
 )  # fmt: skip
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from reshard import ReshardError, inspect, lora_merge, lora_to_megatron
+from reshard import ReshardError, inspect, lora_merge, lora_to_megatron, lora_to_peft
 from tests.lora.test_lora_experts import furthest
 from tests.lora.test_lora_files import model_of
 from tests.tools.checkpoints import VARIANTS
@@ -150,6 +150,26 @@ def test_what_no_trainer_has_an_adapter_for_is_not_sent_from_one_format_to_the_o
         shutil.rmtree(tmp_path / "out")
     with pytest.raises(ReshardError, match="has no adapters for the parts|bridge has no adapter for"):
         lora_to_megatron(of, tmp_path / "out", hf_config=source, canonical=True)
+
+
+def test_parts_of_one_published_matrix_have_one_a(checkpoint, tmp_path):
+    """Phi's queries, keys and values: canonical LoRA, which has an A for each, is read and written by name only."""
+    source, targets = checkpoint("phi4"), ["qkv_proj", "gate_up_proj", "o_proj"]
+    of = random_adapter(model_of(source), tmp_path / "adapter", target_modules=targets)
+    lora_to_megatron(of, tmp_path / "fused", hf_config=source)
+    lora_to_peft(tmp_path / "fused", tmp_path / "back", hf_config=source)
+    pairs, back = (load_file(folder / "adapter_model.safetensors") for folder in (of, tmp_path / "back"))
+    assert same(pairs, back) == []
+    refused = "has an A for each of .*qkv_proj.*, which are published as one tensor"
+    with pytest.raises(ReshardError, match=refused):
+        lora_to_megatron(of, tmp_path / "out", hf_config=source, canonical=True)
+    # A trainer's, of a model of the same sizes.
+    llama = checkpoint("llama")
+    apart = random_adapter(model_of(llama), tmp_path / "apart", target_modules=["q_proj", "k_proj", "v_proj"])
+    lora_to_megatron(apart, tmp_path / "canonical", hf_config=llama)
+    with pytest.raises(ReshardError, match=refused):
+        lora_to_peft(tmp_path / "canonical", tmp_path / "never", hf_config=source)
+    lora_to_peft(tmp_path / "canonical", tmp_path / "taken", hf_config=llama)
 
 
 def test_another_format_is_named_only_where_it_takes_the_adapter(checkpoint, tmp_path):
