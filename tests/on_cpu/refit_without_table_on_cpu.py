@@ -3,15 +3,17 @@ the real model classes of vLLM or, in its environment, of SGLang."""
 
 import gc
 import json
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from reshard.refit import connect
+from reshard.refit import Link, connect
 from reshard.trainers import FsdpModel
 from tests.starting.ranks import caught
 from tests.tools.refit_sides import fingerprint, start
@@ -49,16 +51,19 @@ def into_vllm(directory: str, **options):
 
 
 def into_sglang(directory: str, **options):
+    from sglang.srt.models.registry import ModelRegistry
+
     from tests.on_cpu import sglang_on_cpu
 
-    sglang_on_cpu.MODELS = (*sglang_on_cpu.MODELS, *SGLANG_FILES.values())
-    sglang_on_cpu.only_our_models()
+    name = class_of(directory)
+    if name in SGLANG_FILES:  # of which the registry has none
+        ModelRegistry.models[name] = getattr(import_module(f"sglang.srt.models.{SGLANG_FILES[name]}"), name)
     return sglang_on_cpu.build(directory, **options)
 
 
 def engine_of():
     """What builds a model of the engine of this environment, and our class of it."""
-    if find_spec("vllm") is None:
+    if find_spec("sglang") is not None:  # vLLM is there, too
         from reshard.engines.sglang.live import SglangModel
 
         return into_sglang, SglangModel
@@ -104,6 +109,93 @@ def refit_each(
         del link, links
         gc.collect()
     return results
+
+
+def without_tower(directory: str, shard: int) -> torch.nn.Module:
+    """The same, of a trainer that has dropped the tower."""
+    model = sharded(directory, shard)
+    del model.model.visual
+    return model
+
+
+def see_image() -> None:
+    """Let SGLang keep what a tower has made of one image."""
+    from sglang.srt.managers import mm_utils
+
+    mm_utils.init_mm_embedding_cache(1 << 20)
+    mm_utils.embedding_cache.set(7, mm_utils.EmbeddingResult(embedding=torch.ones(4)))
+
+
+def images() -> list:
+    """The images of which SGLang has kept something."""
+    from sglang.srt.managers import mm_utils
+
+    return [*mm_utils.embedding_cache.mm_cache]
+
+
+def forgotten_by_vllm(rank: int, sides: dict) -> list:
+    """Whether vLLM's core forgets images with its prefixes: of a guarded model that sees, of one that does not, of one
+    that nobody guards, and where it does not forget the prefixes."""
+    from vllm.v1.engine.core import EngineCore
+
+    from reshard.engines.vllm.requests.core import install
+
+    start(rank, sides)
+    install()
+    asked = []
+    for sees, guarded, is_reset in (
+        (True, True, True),
+        (False, True, True),
+        (True, False, True),
+        (True, True, False),
+    ):
+        core, forgotten = object.__new__(EngineCore), list[str]()
+        core.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(is_multimodal_model=sees),
+            parallel_config=SimpleNamespace(worker_extension_cls=""),
+        )
+        core.scheduler = SimpleNamespace(
+            reset_prefix_cache=lambda *_, is_reset=is_reset: is_reset,
+            has_unfinished_requests=lambda: False,
+            reset_encoder_cache=lambda forgotten=forgotten: forgotten.append("scheduler"),
+        )
+        core.model_executor = SimpleNamespace(
+            reset_encoder_cache=lambda forgotten=forgotten: forgotten.append("workers"), driver_worker=None
+        )
+        if guarded:
+            core.reshard_gate = object()
+        core.reset_prefix_cache()
+        asked.append(forgotten)
+    return asked
+
+
+def beside_towers(rank: int, sides: dict, checkpoints: list[str], options: dict) -> dict:
+    """Of two checkpoints: what an engine that has loaded the first holds after a refit from the second without its
+    tower, and from all of it, and what its own loader makes of either; what is said where it has dummy weights; and
+    what it remembers of images after each."""
+    build, engine = engine_of()
+    members = start(rank, sides)[2]
+    remembered: list = []
+
+    def refitted(source, **load_format: str) -> dict[str, tuple] | str:
+        made = engine(*build(checkpoints[0], **options | load_format))
+        trainer, links = FsdpModel(source(checkpoints[1], sides["trainer"])), list[Link]()
+        refused = caught(lambda: links.append(connect(members, trainer, made)))
+        if not links:
+            return refused
+        if build is into_sglang:
+            see_image()
+        links[0].refit(verify=True)
+        remembered.append(images() if build is into_sglang else [])
+        return fingerprint(made.module)
+
+    return {
+        "without": refitted(without_tower),
+        "dummy": refitted(without_tower, load_format="dummy"),
+        "all": refitted(sharded),
+        "loaded": [fingerprint(build(hf, **options)[0]) for hf in checkpoints],
+        "images": remembered,
+    }
 
 
 def refusals(rank: int, sides: dict, checkpoint: str) -> dict[str, str]:

@@ -113,10 +113,52 @@ def test_what_would_be_another_model_is_refused_everywhere(checkpoints, tmp_path
             assert sentence in said[what], said[what]
 
 
+def check_beside_towers(results: list[dict], prefix: str) -> None:
+    """A tower stays as it was loaded where the trainer has none, and dummy weights are refused then."""
+    for of in results:
+        first, second = of["loaded"]
+        tower = {name for name in first if name.startswith(prefix)}
+        others = {name for name in first if first[name] != second[name]}
+        assert len(tower & others) > 10 and len(others - tower) > 10, (
+            "they differ, and a mix of them from either"
+        )
+        mixed = {name: (first if name in tower else second)[name] for name in first}
+        assert of["without"] == mixed and of["all"] == second
+        assert "tensors beside the language model are dummy weights (load_format='dummy')" in of["dummy"]
+
+
+def test_a_trainer_without_a_tower_leaves_that_of_the_engine(checkpoints, tmp_path):
+    arguments = sides(tmp_path, 2, 2, True), checkpoints("Qwen3_5ForConditionalGeneration"), {"tp": 2}
+    results = run_on_ranks(2, "beside_towers", *arguments, module="refit_without_table_on_cpu")
+    check_beside_towers(results, "visual.")
+
+
+def test_vllm_forgets_images_with_its_prefixes(tmp_path):
+    places = sides(tmp_path, 1, 1, True)
+    [asked] = run_on_ranks(1, "forgotten_by_vllm", places, module="refit_without_table_on_cpu")
+    assert asked == [["scheduler", "workers"], [], [], []]
+
+
 if install_sglang_cpu.installed():
 
+    def test_a_trainer_without_a_tower_leaves_that_of_an_sglang(checkpoints, tmp_path):
+        results = run_on_ranks(
+            2,
+            "beside_towers",
+            sides(tmp_path, 2, 2, True),
+            checkpoints("Qwen3_5ForConditionalGeneration"),
+            {"tp": 2, "disable_radix_cache": True},
+            module="refit_without_table_on_cpu",
+            python=warm.python_of_sglang(),
+            environment=install_sglang_cpu.environment_of_engine(),
+        )
+        check_beside_towers(results, "visual.")
+        for of in results:
+            assert of["images"] == [[7], []], "an image is seen anew by another tower"
+
     def test_an_sglang_holds_what_its_loader_makes_of_the_saved_model(checkpoints, tmp_path):
-        cases = {name: (checkpoints(name), {"tp": 2}) for name in SGLANG_FILES}
+        options = {"tp": 2, "disable_radix_cache": True}
+        cases = {name: (checkpoints(name), options) for name in (*SGLANG_FILES, *WITH_TOWER)}
         results = run_on_ranks(
             2,
             "refit_each",
@@ -128,6 +170,7 @@ if install_sglang_cpu.installed():
         )
         for name in cases:
             check(results, name, 2)
+            assert any("SGLang" in how for of in results for how in of[name][2]), "its engine"
 
 
 @pytest.mark.parametrize("name", CLASSES)

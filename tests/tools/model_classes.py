@@ -57,7 +57,7 @@ VISION = dict(
 )  # fmt: skip
 LINEAR = dict(
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
-    layer_types=["linear_attention", "full_attention"],
+    layer_types=["linear_attention", "full_attention"], full_attention_interval=2,
 )  # fmt: skip
 TOKENS = dict(image_token_id=400, video_token_id=401, vision_start_token_id=402, vision_end_token_id=403)
 # With a vision tower, beside a language model that a table covers.
@@ -67,7 +67,8 @@ WITH_TOWER: dict[str, dict] = {
         text_config=SIZES | dict(rope_parameters=MROPE | dict(mrope_interleaved=True)),
         vision_config=VISION | dict(deepstack_visual_indexes=[0, 1]),
     ),
-    "Qwen3_5ForConditionalGeneration": TOKENS | dict(text_config=SIZES | LINEAR, vision_config=VISION),
+    "Qwen3_5ForConditionalGeneration": TOKENS
+    | dict(text_config=SIZES | LINEAR, vision_config=VISION | dict(deepstack_visual_indexes=[])),
     "Qwen3_5MoeForConditionalGeneration": TOKENS
     | dict(
         text_config=SIZES
@@ -75,7 +76,7 @@ WITH_TOWER: dict[str, dict] = {
         | dict(
             num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
         ),
-        vision_config=VISION,
+        vision_config=VISION | dict(deepstack_visual_indexes=[]),
     ),
 }
 

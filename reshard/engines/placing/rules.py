@@ -80,14 +80,14 @@ def place_by_trace(
     local_tensors, regions = [], {}
     runs: dict[str, list[_Runs]] = {}
     for copy in trace.copies:
+        if not copy.box.volume:  # of an embedding, of which this rank has padding alone
+            continue
         identity = (copy.parameter, copy.offset, copy.name)
         origin = (0,) * len(copy.box.lengths)
         local_tensors.append(LocalTensor(identity, copy.box.lengths, (Part(copy.name, copy.box, origin),)))
         rows, width = (*copy.box.lengths, 1)[:2]
         pitch = copy.pitch or width
         regions[identity] = Region(tensors[copy.parameter], copy.offset, pitch)
-        if not copy.box.volume:
-            continue
         written = _Runs(copy.offset, rows, pitch, width)
         runs.setdefault(copy.parameter, []).append(written)
     for fill in trace.fills:

@@ -6,6 +6,7 @@ Importing this changes nothing in SGLang.
 import asyncio
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -373,6 +374,18 @@ def flush_cache(scheduler: Any) -> None:
         flushed = scheduler.flush_cache(empty_cache=False)
     if not flushed:
         raise ReshardError("this SGLang did not flush its cache of keys and values: refit it once more")
+
+
+def forget_images() -> None:
+    """Forget what a vision tower has made of images: SGLang keeps that in its process, by the image, and does not
+    flush it with the keys and values."""
+    places = [sys.modules.get(f"sglang.srt.managers.{name}") for name in ("mm_schedule", "mm_utils")]
+    found = [vars(place)["embedding_cache"] for place in places if hasattr(place, "embedding_cache")]
+    if any(places) and not found:
+        raise unknown("keeps what it makes of images elsewhere")
+    for images in found:
+        if images is not None:
+            images.clear()
 
 
 def model_of(updater: Any) -> torch.nn.Module:

@@ -1,6 +1,7 @@
 """A live SGLang model as the destination of a refit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from reshard.engines.placing.accounts import (
 from reshard.engines.placing.blocks import counted, find_scales, served_in_blocks
 from reshard.engines.placing.places import Placer
 from reshard.engines.placing.taken import check_all_taken
+from reshard.engines.placing.tower import Tower, find_tower
 from reshard.engines.sglang import compat, pipeline
 from reshard.engines.sglang.guard import guard_of
 from reshard.engines.sglang.weights.blocks import layers_in_blocks
@@ -39,7 +41,7 @@ from reshard.engines.tracing.deduplicated import ExpertLayer, trace_deduplicated
 from reshard.engines.tracing.stand_ins import layer_fingerprint
 from reshard.engines.tracing.trace import Canonical, Trace
 from reshard.models.published import published
-from reshard.models.without_table import any_model
+from reshard.models.without_table import TAKES_TOWER, any_model
 
 NOT_SAVED = Account(LEFT_ALONE, "SGLang computes it from the config, and saves it nowhere")
 OF_THE_ROUTER = Account(DERIVED, "a copy of the router's weights in fp32")
@@ -67,27 +69,25 @@ class SglangModel(LiveEngine):
         self.model = any_model(self.hf_config, f"SGLang's config of {arguments.model_path}")
         check_family(self.model)
         check_supported(model, arguments)
-        self._towers = SGLANG.tower_prefixes(self.model)
-        parameters = (name for name, _ in model.named_parameters())
-        check_towers_loaded(
-            [name for name in parameters if name.startswith(self._towers)], arguments.load_format
-        )
         self.tensors = dict([*model.named_parameters(), *model.named_buffers()])
         self.owners = owners_of(dict(model.named_modules()), self.tensors)
         self.rank: EngineRank = rank_of(model, self.model, self.tensors)
         self.tp = self.rank.tp
+        self._towers = SGLANG.tower_prefixes(self.model)
+        self._tower = self._find_tower()
+        if self._tower is not None:
+            self.hf_config = self.hf_config | {TAKES_TOWER: self.hf_config}
+            self.optional = self._tower.names
+        else:
+            self._check_tower_loaded()
         with gc_paused():
-            trace = self._trace()
-            added_once = SGLANG.family(self.model).added_once if self.rank.moe_tp_rank else ()
-            stages = compat.parallel().pp.ranks
-            check_all_taken(self.engine, model, self.model, self.rank, trace, stages, added_once)
-            placer = Placer(SGLANG, self.model, self.rank, self.tensors, (), self.dtype)
-            placed = placer.main(trace)
-        self.placement, self.regions = placed
+            self._main_trace = self._trace()
+        added_once = SGLANG.family(self.model).added_once if self.rank.moe_tp_rank else ()
+        stages = compat.parallel().pp.ranks
+        check_all_taken(self.engine, model, self.model, self.rank, self._main_trace, stages, added_once)
         self.blocks = layers_in_blocks(model)
         self.derived = DerivedTensors(model)
-        self.scales = find_scales(placed, self.blocks, self.tensors)
-        self.accounts = self._account()
+        self._take_places(with_tower=False)
         # Requests are between two stages at any time, and these are called one after the other; so are ranks of data
         # parallel attention.
         if scheduler is not None and compat.has_stages(scheduler):
@@ -112,6 +112,44 @@ class SglangModel(LiveEngine):
         raise ReshardError("this SGLang's model has no tensors")
 
     # Finding tensors
+
+    def _find_tower(self) -> Tower | None:
+        """Return the parts beside the language model that a refit may bring; None if there are none, or SGLang serves
+        them otherwise than its loader copies them."""
+        if not self._towers or not any(name.startswith(self._towers) for name in self.tensors):
+            return None
+        trace = partial(trace_model, self.module, dtype=self.dtype)
+        stages = compat.parallel().pp.ranks
+        return find_tower(
+            self.engine, self.module, self.model, self.hf_config, self.dtype, self.rank, stages, trace
+        )
+
+    def _check_tower_loaded(self) -> None:
+        """Raise ReshardError if the parts beside the language model are dummy weights, which no refit brings."""
+        parameters = (name for name, _ in self.module.named_parameters())
+        towers = [name for name in parameters if name.startswith(self._towers)]
+        check_towers_loaded(towers, self.arguments.load_format)
+
+    def take_optional(self, available: Set[str]) -> None:
+        """Leave the parts beside the language model alone if the trainer does not have them; see
+        `Engine.take_optional`."""
+        with_tower = self._tower is not None and self._tower.is_among(available)
+        if not with_tower:
+            self._check_tower_loaded()
+        if with_tower != self._with_tower:
+            self._take_places(with_tower)
+
+    def _take_places(self, with_tower: bool) -> None:
+        """Let a refit write where the language model lies, and if it is to bring them too, the parts beside it."""
+        self._with_tower = with_tower
+        placer = Placer(SGLANG, self.model, self.rank, self.tensors, (), self.dtype)
+        with gc_paused():
+            placed = placer.main(self._main_trace)
+            if with_tower and self._tower is not None:
+                placed = placed.joined(replace(placer, model=self._tower.model).main(self._tower.trace))
+        self.placement, self.regions = placed
+        self.scales = find_scales(placed, self.blocks, self.tensors)
+        self.accounts = self._account()
 
     def _trace(self) -> Trace:
         def trace(canonical: Canonical) -> Trace:
@@ -138,7 +176,7 @@ class SglangModel(LiveEngine):
                 others[name] = WITH_ONE
             elif name.startswith(idle):
                 others[name] = IDLE
-            elif name.startswith(self._towers):
+            elif not self._with_tower and name.startswith(self._towers):
                 others[name] = OF_TOWER
             elif key in ("k_scale", "v_scale"):
                 others[name] = SCALE_OF_CACHE
@@ -178,8 +216,11 @@ class SglangModel(LiveEngine):
         self.derived.update()
 
     def drop_caches(self) -> None:
-        """Have SGLang forget keys and values of other weights, while the GPU still copies."""
+        """Have SGLang forget keys and values of other weights, and images as another tower saw them, while the GPU
+        still copies."""
         self._on_scheduler(partial(compat.flush_cache, self.scheduler))
+        if self._with_tower:
+            self._on_scheduler(compat.forget_images)
 
     def _on_scheduler(self, action: Callable[[], None]) -> None:
         """Change what a scheduler serves: at once, or with pipeline stages, whose calls run on other threads,

@@ -9,7 +9,7 @@ from reshard.core.extras import importing
 with importing("vllm"):
     import torch
 
-from reshard.core.errors import ReshardError, listed
+from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
 from reshard.device.cuda import is_mapped
 from reshard.engines.live import LiveEngine, check_towers_loaded, owners_of
@@ -18,6 +18,7 @@ from reshard.engines.placing.blocks import counted, served_in_blocks
 from reshard.engines.placing.places import Placer
 from reshard.engines.placing.rules import PlacedTensors
 from reshard.engines.placing.taken import check_all_taken
+from reshard.engines.placing.tower import Tower
 from reshard.engines.tracing.canonical import expert_layers, mtp_names, stored_tensors
 from reshard.engines.tracing.deduplicated import ExpertLayer, trace_deduplicated
 from reshard.engines.tracing.trace import Canonical, Trace
@@ -40,7 +41,7 @@ from reshard.engines.vllm.weights.rank import rank_of
 from reshard.engines.vllm.weights.served import DRAFT, Served
 from reshard.engines.vllm.weights.stand_ins import layer_fingerprint, trace_model
 from reshard.engines.vllm.weights.supported import check_supported
-from reshard.engines.vllm.weights.tower import Tower, find_tower
+from reshard.engines.vllm.weights.tower import tower_in
 from reshard.models.model import Model
 from reshard.models.published import published
 from reshard.models.towers import TAKES_TOWER
@@ -136,7 +137,7 @@ class VllmModel(LiveEngine):
         them otherwise than its loader copies them."""
         prefixes = VLLM.tower_prefixes(self.model)
         with in_config(self.vllm_config):
-            return find_tower(self.module, prefixes, self.model, self.hf_config, self.vllm_config)
+            return tower_in(self.module, prefixes, self.model, self.hf_config, self.vllm_config)
 
     def _find_tensors(self, with_drafter: bool, with_tower: bool) -> None:
         """Find what this rank holds and where; `with_drafter` and `with_tower` if a refit is to bring the drafter,
@@ -261,18 +262,14 @@ class VllmModel(LiveEngine):
     def take_optional(self, available: Set[str]) -> None:
         """Leave the drafter alone if the trainer has no MTP layers, and the parts beside the language model if it does
         not have these; see `Engine.take_optional`."""
-        of_drafter, of_tower = available & self._of_drafter, available - self._of_drafter
+        of_drafter = available & self._of_drafter
+        of_tower = self._tower is not None and self._tower.is_among(available)
         if self._of_drafter and not of_drafter:
             check_drafter(self.draft, self.vllm_config, "the trainer's model has no MTP layers")
         if self._tower is not None and not of_tower:
             self._check_tower_loaded()
-        if self._tower is not None and of_tower and of_tower != self._tower.names:
-            missing = sorted(self._tower.names - of_tower)
-            raise ReshardError(
-                f"the trainer has a part of what is beside the language model, and not {listed(missing, 3)}"
-            )
-        if (bool(of_drafter), bool(of_tower)) != (self.served.draft is not None, self._with_tower):
-            self._find_tensors(bool(of_drafter), bool(of_tower))
+        if (bool(of_drafter), of_tower) != (self.served.draft is not None, self._with_tower):
+            self._find_tensors(bool(of_drafter), of_tower)
 
     def _check_tower_loaded(self) -> None:
         """Raise ReshardError if the parts beside the language model are dummy weights, which no refit brings."""
