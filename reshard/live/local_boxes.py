@@ -1,6 +1,7 @@
 """The part of a live trainer's model that this rank holds, by published names; of any trainer."""
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from reshard.core.placement import LocalTensor
 from reshard.device.live_boxes import LiveBox
 from reshard.device.memory import Region
 from reshard.megatron.parameters import expand
+from reshard.megatron.towers import with_tower_shapes
 from reshard.models.model import Model
+from reshard.models.towers import TAKES_TOWER
 from reshard.refit.trainer import Trainer
 from reshard.storage.io.boxes import Rows
 
@@ -26,12 +29,15 @@ class LocalBoxes:
     of vocabulary padding.
     """
 
+    holds_less_1 = False  # norms that Megatron holds minus 1
+
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.device = trainer, trainer.device or torch.device("cpu")
         self.boxes: list[LiveBox] = []
         self.padding: list[tuple[Region, Rows]] = []
         self._held: list[LocalTensor] = []
         self._less_1: frozenset[str] = frozenset()
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtype: str | None = None
 
     def find_boxes(
@@ -41,7 +47,12 @@ class LocalBoxes:
         in their own. Raises ReshardError if the live model computes something else, or has parameters that
         the model does not have."""
         self.trainer.check_model(model)
-        self._held, self._less_1, self._dtype = self.trainer.publish(model), expand(model).less_1, dtype
+        self._held, self._dtype = self.trainer.publish(model), dtype
+        mapping = expand(model)
+        if TAKES_TOWER in model.config and model.family.tower:
+            mapping = with_tower_shapes(mapping, model)
+        self._shapes = dict(mapping.shapes)
+        self._less_1 = mapping.less_1 if self.holds_less_1 else frozenset()
         self.find_regions()
 
     def find_regions(self) -> None:
@@ -51,7 +62,8 @@ class LocalBoxes:
             dtype = DTYPES[self._dtype] if self._dtype else dtype_named(str(region.tensor.dtype))
             for part in tensor.parts:
                 rows, held = Rows.of(part.local_box), dtype.held(part.name in self._less_1)
-                self.boxes.append(LiveBox(part.name, part.box, region, rows, held))
+                box = _in_all_dims(part.box, self._shapes.get(part.name, ()))
+                self.boxes.append(LiveBox(part.name, box, region, rows, held))
             self.padding += [(region, Rows.of(box)) for box in tensor.fills]
 
     def names_by_dtype(self) -> dict[str, list[str]]:
@@ -79,6 +91,13 @@ class LocalBoxes:
         for live in self.boxes:
             boxes.setdefault(live.name, []).append([*live.box.offsets, *live.box.lengths])
         return boxes
+
+
+def _in_all_dims(box: Box, shape: tuple[int, ...]) -> Box:
+    """Return a box of whole rows of a tensor of more than two dims, which a trainer has as a matrix, in all of them."""
+    if len(shape) <= len(box.lengths) or box.lengths[1:] != (prod(shape[1:]),):
+        return box
+    return Box((box.offsets[0], *(0 for _ in shape[1:])), (box.lengths[0], *shape[1:]))
 
 
 def box_of(numbers: Sequence[int]) -> Box:

@@ -26,6 +26,7 @@ class LocalModel(LocalBoxes):
     """This rank's part of a live Megatron model."""
 
     trainer: MegatronModel
+    holds_less_1 = True
 
     def __init__(self, models: Models, metadata: Mapping[str, Any] | None) -> None:
         if isinstance(models, MegatronModel):

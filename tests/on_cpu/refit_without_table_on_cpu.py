@@ -13,6 +13,8 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from reshard import DeltaWriter
+from reshard.live.digest import digest_of_models
 from reshard.refit import Link, connect
 from reshard.trainers import FsdpModel
 from tests.starting.ranks import caught
@@ -196,6 +198,27 @@ def beside_towers(rank: int, sides: dict, checkpoints: list[str], options: dict)
         "loaded": [fingerprint(build(hf, **options)[0]) for hf in checkpoints],
         "images": remembered,
     }
+
+
+def write_whole(rank: int, sides: dict, checkpoints: list[str], chain: str) -> dict[str, str]:
+    """Add the second of two checkpoints to a chain that begins with the first; the digest of the trainer then, and what
+    is said of one that has dropped a tensor of its tower."""
+    members = start(rank, sides)[2]  # kept until the other rank has joined them
+    model, other = (sharded(directory, sides["trainer"]) for directory in checkpoints)
+    writer = DeltaWriter(FsdpModel(model), checkpoints[0], chain)
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
+            parameter.copy_(value)
+    writer.save()
+    digested = digest_of_models(FsdpModel(model), checkpoints[0])
+    tower = next(
+        module for name, module in model.named_modules() if name.endswith(("visual", "vision_tower"))
+    )
+    [norm, *_] = [module for module in tower.modules() if isinstance(module, torch.nn.LayerNorm)]
+    norm.bias = None
+    lacking = caught(lambda: digest_of_models(FsdpModel(model), checkpoints[0]))
+    members.close()
+    return {"digest": digested.text, "a part of a tower": lacking}
 
 
 def refusals(rank: int, sides: dict, checkpoint: str) -> dict[str, str]:

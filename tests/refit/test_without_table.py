@@ -204,6 +204,19 @@ def test_a_chain_leads_its_checkpoint_to_the_versions_of_the_trainer(name, check
     assert digest(tmp_path / "out").text == digest(second).text != digest(first).text
 
 
+@pytest.mark.parametrize("name", WITH_TOWER)
+def test_a_chain_and_the_digest_of_a_trainer_have_its_tower(name, checkpoints, tmp_path):
+    first, second = checkpoints(name)
+    places = sides(tmp_path, 2, 2, True)
+    for said in run_on_ranks(
+        2, "write_whole", places, [first, second], f"{tmp_path}/chain", module="refit_without_table_on_cpu"
+    ):
+        assert said["digest"] == digest(second).text != digest(first).text
+        assert "lack elements of 1 tensors" in said["a part of a tower"], said["a part of a tower"]
+    apply(first, tmp_path / "chain", tmp_path / "out", version=1)
+    assert diff(second, tmp_path / "out").equal and not diff(first, tmp_path / "out").equal
+
+
 def test_what_has_to_be_megatrons_is_refused_by_name(checkpoints, tmp_path):
     directory = checkpoints("GraniteMoeForCausalLM")[0]
     with pytest.raises(
