@@ -201,6 +201,8 @@ def vllm_engine(folder: Path, config: dict, **options):
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    if text_of(config) is not config:  # else vLLM wants an image processor
+        options = {"language_model_only": True} | options
     options = {"load_format": "dummy", "enforce_eager": True, "max_model_len": 2048, "gpu_memory_utilization": 0.9,
                "seed": 0, "kv_cache_memory_bytes": 1 << (30 if device() == "cuda" else 27), "skip_tokenizer_init": True,
                "disable_log_stats": True} | options  # fmt: skip

@@ -14,11 +14,14 @@ a real vLLM (`external_launcher`). Reported: connect, then warm medians of the s
 
 next to the floors: the bytes that a rank must fetch from peers over the measured rate of one large peer copy
 on all ranks at once, and the bytes that its memory must read and write over the measured rate of a copy.
+Megatron's linear attention (Qwen3-Next, Qwen3.5) needs flash-linear-attention on a GPU.
+
 Before the timing, the three ways must leave the same bits in vLLM, from different garbage.
 """
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -158,12 +161,11 @@ class Today:
                 rank, index = self.whole.holders[tensor.id][0]
                 if rank == me:
                     region = self.source.memory[index]
-                    strides = (region.pitch, 1) if len(tensor.shape) == 2 else (1,)
-                    here = (
-                        region.tensor.detach()
-                        .as_strided(tensor.shape, strides, region.tensor.storage_offset() + region.offset)
-                        .contiguous()
-                    )
+                    # Of more than two dims, as a convolution's, the rest are the columns.
+                    matrix = (tensor.shape[0], math.prod(tensor.shape[1:]))
+                    start = region.tensor.storage_offset() + region.offset
+                    rows = region.tensor.detach().as_strided(matrix, (region.pitch, 1), start)
+                    here = rows.contiguous().view(tensor.shape)
                 else:
                     here = torch.empty(
                         tensor.shape,
@@ -276,7 +278,7 @@ def rival(models, folder: Path, module, rounds: int, found: dict) -> None:
 
 
 def main() -> None:
-    from benchmarks.models import config_of, megatron_models, model_options, vllm_engine
+    from benchmarks.models import config_of, megatron_models, model_options, text_of, vllm_engine
     from benchmarks.processes import start_processes
     from reshard import MegatronLayout, ReshardError
 
@@ -329,7 +331,7 @@ def main() -> None:
     change(MegatronModel(models), 0)
     result: dict = {
         "model": options.model,
-        "layers": config["num_hidden_layers"],
+        "layers": text_of(config)["num_hidden_layers"],
         "megatron": str(layout),
         "gpu": torch.cuda.get_device_name(),
         "vllm": f"TP{options.vllm_tp}" + (" EP" if options.vllm_ep else ""),

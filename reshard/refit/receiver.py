@@ -146,14 +146,16 @@ class Receiver:
     def find_moved(self) -> bool:
         """Follow tensors that the engine has moved; return True if copies of this connection go elsewhere than
         before. Another connection may have followed them first."""
-        moved = self.has_moved()
-        self._addresses = self.engine.written_addresses()
-        return moved
+        before, self._addresses = self._addresses, self._written_addresses()
+        return before != self._addresses
 
     def has_moved(self) -> bool:
         """Return True if the engine has moved tensors since `find_moved` was last called."""
+        return self._written_addresses() != self._addresses
+
+    def _written_addresses(self) -> list[int]:
         self.engine.refresh_regions()
-        return self.engine.written_addresses() != self._addresses
+        return self.engine.written_addresses()
 
     def check_taken(self) -> None:
         """Raise ReshardError where another connection has had the engine take other facts since."""

@@ -14,8 +14,8 @@ from reshard.refit.trainer import Trainer
 
 class PlusOne(Trainer):
     """The weights of `trainer` as they are published: local tensors that hold the published `names`
-    less 1 are copied, plus 1, before every refit. They are vectors of a layer, so that the copies
-    are small."""
+    less 1 are copied, plus 1, whenever somebody asks where the memory is, as before every refit. They
+    are vectors of a layer, so that the copies are small."""
 
     def __init__(self, trainer: Trainer, model: Model, names: Collection[str]) -> None:
         self.trainer, self.model = trainer, model
@@ -26,6 +26,7 @@ class PlusOne(Trainer):
             if any(part.name in names for part in tensor.parts)
         }
         regions = trainer.memory
+        self._regions, self._addresses = regions, list[int]()  # of the trainer, when it was last asked
         # Where the trainer computes, also where it has its own parameters in host memory now.
         self.copies = {
             index: torch.empty_like(
@@ -64,22 +65,26 @@ class PlusOne(Trainer):
         return self.trainer.name_of(index)
 
     def addresses(self) -> list[int]:
-        return [*self.trainer.addresses(), *(copy.data_ptr() for copy in self.copies.values())]
+        """Return the addresses now, and make the copies of what the trainer has now."""
+        addresses = self.trainer.addresses()
+        if addresses != self._addresses:  # looking into each of ten thousand regions takes longer
+            self._regions, self._addresses = list(self.trainer.memory), addresses
+        self._copy()
+        return [*addresses, *(copy.data_ptr() for copy in self.copies.values())]
+
+    def _copy(self) -> None:
+        """Make the copies, in the arithmetic of fp32, of what has memory: `check_memory` names what has none."""
+        with torch.no_grad():
+            for index, copy in self.copies.items():
+                if self._regions[index].tensor.data_ptr():
+                    copy.copy_(plus_one(self._numbers(index, self._regions)))
 
     def check_memory(self, device: torch.device) -> None:
         self.trainer.check_memory(device)
 
     @property
     def has_pending_sync(self) -> bool:
-        """True: the copies are made of what the trainer has at each refit, on a rank without any at no
-        cost."""
-        return True
+        return self.trainer.has_pending_sync
 
     def sync_params(self) -> None:
-        """Finish what training has put off; then make the copies, in the arithmetic of fp32."""
-        if self.trainer.has_pending_sync:
-            self.trainer.sync_params()
-        regions = self.trainer.memory
-        with torch.no_grad():
-            for index, copy in self.copies.items():
-                copy.copy_(plus_one(self._numbers(index, regions)))
+        self.trainer.sync_params()

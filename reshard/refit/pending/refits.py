@@ -146,6 +146,7 @@ class PendingRefits:
         """Pack what changed, where this is a trainer's rank that may send that alone."""
         state = DeltaState(None, "")
         try:
+            self._finish_step(link)
             state = self._state(link)
             exchange, why = (
                 self._exchange(link, state.holds, verify) if state.holds is not None else (None, state.why)
@@ -154,6 +155,16 @@ class PendingRefits:
             return Packed(state, exchange, verify)
         except (ReshardError, RuntimeError) as error:  # which the others hear of
             return Packed(state, None, verify, error)
+
+    def _finish_step(self, link: Linked) -> None:
+        """Finish what a trainer's rank has put off, before anybody asks where its memory is, or reads it."""
+        if link.sender is None or link.below is not None or link.broken or link.chain.holds is None:
+            return
+        source = link.sender.source
+        source.check_current()
+        if isinstance(source, Trainer) and source.has_pending_sync:
+            source.sync_params()
+        wait_for_all_streams(link.device, None)  # the optimizer's work
 
     def _state(self, link: Linked) -> DeltaState:
         """Return whether this member has the weights on which changes build, and takes part in the exchange of these
@@ -193,10 +204,6 @@ class PendingRefits:
             return None, "it shares its communicator with others, or has none"
         if sender is None:
             return exchange, ""
-        sender.source.check_current()
-        if isinstance(sender.source, Trainer) and sender.source.has_pending_sync:
-            sender.source.sync_params()
-        wait_for_all_streams(link.device, None)  # the optimizer's work
         # What is kept becomes what is packed.
         link.chain.holds, link.chain.why = None, "a refit that was begun did not end"
         for changes in link.chain.changes:
