@@ -388,8 +388,9 @@ class Fleet:
         """Note what the engines have, by the report of each that has the version; they bring up the others from now on.
         Raises ReshardError if one that is required is behind."""
         version = self.version = how.known_version
-        self._recover(version, how.pausing)
+        # Before others bring them up: the first rank alone learns what comes of that.
         behind = {name: member.why for name, member in self._members.items() if name not in reports}
+        self._recover(version, how.pausing)
         sent = FleetReport(version, time.monotonic() - how.began, dict(reports), behind)
         if self.is_first:
             log.log(

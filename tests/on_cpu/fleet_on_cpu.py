@@ -104,7 +104,11 @@ def fleet(pairs: list) -> dict:
             said, refused = {}, str(error)
         said |= {"seconds": time.monotonic() - began, "refused": refused, "described": members.describe()}
         every = [None] * dist.get_world_size()
-        engines = {name: engine | {"age": None} for name, engine in said["described"]["engines"].items()}
+        # The first rank may already know more of one that others are to bring up.
+        engines = {
+            name: engine | {"age": None, "why": bool(engine["why"])}
+            for name, engine in said["described"]["engines"].items()
+        }
         dist.all_gather_object(
             every, said | {"seconds": None, "described": said["described"] | {"engines": engines}}
         )
