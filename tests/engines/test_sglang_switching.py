@@ -36,3 +36,7 @@ def test_a_server_serves_the_old_weights_until_it_switches(stages, converted):
         "its tokens are of both versions"
     )
     assert held == [new, "4"]
+    version, late, told, (before, lender, newcomer) = said["from another"]
+    assert (version, late, told) == (9, 9, ["9", "9"]) and lender == newcomer != before, (
+        "a server that came between two sends has got the other one's weights"
+    )

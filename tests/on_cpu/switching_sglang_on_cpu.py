@@ -1,6 +1,8 @@
 """A fleet of one real SGLang server, which switches to refits that a trainer begins; see
 tests/engines/test_sglang_switching.py."""
 
+import time
+
 from reshard import digest
 from reshard.comm.http import call_route
 from reshard.integrations import Fleet, SglangClient
@@ -10,6 +12,25 @@ from tests.starting.ranks import free_port
 from tests.tools.refit_sides import trainer
 
 FRESH = [700 + 5 * place for place in range(12)]  # of which nothing is cached
+
+
+def brought_up(trainer: MegatronModel, url: str, directory: str) -> list:
+    """What two servers of a fleet serve once the second, which has joined after the last send with other pipeline
+    stages and other weights, got the first one's from that."""
+    fleet = Fleet(trainer, "127.0.0.1", timeout=60)
+    fleet.add(SglangClient(url, name="pod"))
+    sent, other = fleet.send(version=9).version, free_port()
+    with server(directory, other, stages=2) as late:
+        before = digest(late).text
+        fleet.add(SglangClient(late, name="late"))
+        deadline = time.monotonic() + 90
+        while fleet.describe()["engines"]["late"]["version"] != sent and time.monotonic() < deadline:
+            time.sleep(0.2)
+        said = fleet.describe()["engines"]["late"]["version"]
+        told = [call_route(one, "model_info")["weight_version"] for one in (url, late)]
+        held = [before, digest(url).text, digest(late).text]
+        fleet.close()
+    return [sent, said, told, held]
 
 
 def switching(rank: int, flags: list[str], checkpoints: list[tuple[str, str]], stages: int) -> dict:
@@ -53,4 +74,5 @@ def switching(rank: int, flags: list[str], checkpoints: list[tuple[str, str]], s
         said["begun again"] = begun(1)
         said["under requests"] = [under_requests(url, fleet.switch, FRESH), *held()]
         fleet.close()
+        said["from another"] = brought_up(MegatronModel(chunks), url, checkpoints[1][1])
     return said | {"fresh": FRESH}
