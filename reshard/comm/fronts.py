@@ -14,6 +14,7 @@ EXTENSION = "reshard.engines.vllm.worker.RefitExtension"
 START_IT = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
 # How vLLM says, alone and with several processes, that its workers have no such method.
 _LACKS = re.compile(r"has no attribute 'reshard_|'reshard_\w+' is not implemented")
+ANOTHER = "another call of apply_deltas has begun on this engine: call again when that one has returned"
 # A method of all workers, and its arguments; or one of the front's own.
 Call = tuple[str, tuple[Any, ...]]
 # Calls in order, each of which is sent the answers to the one before.

@@ -71,7 +71,10 @@ def call_route(
         with urlopen(request, timeout=timeout) as response:
             answer = response.read(MOST_ANSWER + 1)
     except HTTPError as error:
-        text = error.read(4096).decode(errors="replace").strip()
+        try:
+            text = error.read(4096).decode(errors="replace").strip()
+        except (HTTPException, OSError) as cut_off:
+            text = first_line(cut_off)
         raise RefusedError(f"{url} answers /{route} with {error.code}: {text[:300]}", error.code) from error
     except (HTTPException, OSError, ValueError) as error:
         raise ReshardError(f"{url} does not answer /{route} ({first_line(error)})") from error

@@ -2,18 +2,19 @@
 worker, and hears what the others answer."""
 
 import json
-import uuid
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.comm.background import in_background
-from reshard.comm.fronts import Calls, Sent
+from reshard.comm.fronts import ANOTHER, Calls, Sent
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, UntouchedError
 from reshard.core.limits import MOST_BUCKET_BYTES, PENDING_BYTES, check_number, check_switch
 from reshard.delta.chain import Chain, target_of
-from reshard.delta.worker_calls import ROLL_BACK, WRITE, prepared, rolled_back, written
+from reshard.delta.worker_calls import ROLL_BACK, WAIT, WRITE, prepared, rolled_back, written
 
 
 class Ready(NamedTuple):
@@ -30,7 +31,7 @@ class Ready(NamedTuple):
 class GroupDeltas:
     """A version of a chain on its way into a worker of this process
     (`reshard.engines.workers.delta_methods.DeltaMethods`), and into those of the other members of the group that `join`
-    returns: all give the same arguments, which are those of `reshard.delta.apply_deltas`.
+    returns: all give the same `session`, which is one call of `apply_deltas`, and the same arguments of that.
 
     Files are read and checked in the background, while the worker serves; `write` is what it stands still for.
     """
@@ -39,6 +40,7 @@ class GroupDeltas:
         self,
         join: Callable[[], RefitGroup],
         worker: Any,
+        session: str,
         chain: str | Path,
         version: int | None = None,
         verify: bool = False,
@@ -46,8 +48,7 @@ class GroupDeltas:
     ) -> None:
         check_switch(verify, "verify")
         check_number(pending_bytes, "pending_bytes", MOST_BUCKET_BYTES, 0)
-        self._worker, self._verify, self._session = worker, verify, uuid.uuid4().hex
-        self._version = version
+        self.session, self._worker, self._verify, self._has_ended = session, worker, verify, False
         self._reading = in_background(lambda: self._read(join(), chain, version, pending_bytes))
 
     def is_prepared(self, waits: bool = False) -> bool:
@@ -58,22 +59,22 @@ class GroupDeltas:
         self._reading.result()
         return True
 
-    def check(self, version: int) -> None:
-        """Raise ReshardError if it is not this version."""
-        if version != self._version:
-            raise ReshardError(
-                f"version {self._version} was read, and not version {version}: call apply_deltas again"
-            )
+    def end(self) -> None:
+        """Have it do nothing more with the worker, since another session has come."""
+        with self._worker.reshard_delta_lock():
+            self._has_ended = True
 
     def _read(self, group: RefitGroup, place: str | Path, version: int | None, pending_bytes: int) -> Ready:
         with group.transaction("deltas are read"), Chain(place) as chain:
             target, after = target_of(chain, version)
-            if len(set(group.gather("target", f"{target} {after}".encode()))) > 1:
+            asked = f"{self.session} {target} {after}"
+            if len(set(group.gather("target", asked.encode()))) > 1:
                 raise ReshardError(
                     f"workers of this engine find different chains at {place}: give a place that is the same for all"
                 )
-            calls = prepared(chain, target, after, self._session, pending_bytes, group.size)
-            is_new = made(group, self._worker, calls, self._session)
+            # This thread holds the worker for no longer than a call: a main thread may wait for that.
+            calls = prepared(chain, target, after, self.session, pending_bytes, group.size, waits=False)
+            is_new = made(group, self._call, calls)
         return Ready(group, chain, target, after, is_new)
 
     def write(self) -> bool:
@@ -81,34 +82,51 @@ class GroupDeltas:
         cache."""
         group, chain, target, after, is_new = self._reading.result()
         with group.transaction("deltas"):
-            calls = written(chain, target, after, self._session, self._verify, group.size)
-            made(group, self._worker, calls, self._session)
+            calls = written(chain, target, after, self.session, self._verify, group.size)
+            made(group, self._call, calls, partial(self._worker.reshard_delta_invalidate, self.session))
         return is_new
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        with self._worker.reshard_delta_lock():
+            if self._has_ended:
+                raise ReshardError(ANOTHER)
+            return getattr(self._worker, method)(*arguments)
 
 
 def roll_back_in_group(group: RefitGroup, worker: Any, version: int | None = None) -> int:
     """Do what `reshard.delta.roll_back` does, called by each member of a group with its worker; return the version. The
     caller empties the prefix cache."""
+
+    def call(method: str, *arguments: Any) -> Any:
+        return getattr(worker, method)(*arguments)
+
     with group.transaction("a way back"):
-        reached: int = made(group, worker, rolled_back(version, group.size), None)
+        calls = rolled_back(version, group.size)
+        reached: int = made(group, call, calls, partial(worker.reshard_delta_invalidate, None))
     return reached
 
 
-def made(group: RefitGroup, worker: Any, calls: Calls, session: str | None) -> Any:
-    """Return what calls come to that each member of a group makes of its own worker, and answers all; commit."""
+def made(
+    group: RefitGroup, call: Callable[..., Any], calls: Calls, invalidate: Callable[[], None] = lambda: None
+) -> Any:
+    """Return what calls come to that each member of a group makes of its own worker by `call`, and answers all; commit.
+    `invalidate` what was written where others may not have."""
     sent, number, wrote = Sent(calls), 0, False
     try:
-        while call := sent.following():
-            method, arguments = call
+        while following := sent.following():
+            method, arguments = following
+            if method == WAIT:
+                time.sleep(*arguments)
+                continue
             wrote |= method in (WRITE, ROLL_BACK)
-            answer = json.dumps(getattr(worker, method)(*arguments)).encode()
+            answer = json.dumps(call(method, *arguments)).encode()
             sent.answers = [json.loads(each) for each in group.gather(f"answers/{number}", answer)]
             number += 1
         group.commit()
     except UntouchedError:
         raise
     except BaseException:
-        if wrote:  # others may not have
-            worker.reshard_delta_invalidate(session)
+        if wrote:
+            invalidate()
         raise
     return sent.result

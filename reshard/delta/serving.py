@@ -28,6 +28,7 @@ from reshard.core.errors import first_line
 from reshard.core.limits import MOST_BUCKET_BYTES, PENDING_BYTES, check_number, check_switch
 from reshard.delta.chain import MOST_VERSION, Chain, target_of
 from reshard.delta.worker_calls import (
+    DROP,
     WAIT,
     WORKERS,
     WRITE,
@@ -133,8 +134,8 @@ class ServerDeltas:
     """A version of a chain on its way into a ``vllm serve``, in two halves; see `apply_deltas`."""
 
     def __init__(self, url: str, chain: str | Path, version: int, verify: bool, pending_bytes: int) -> None:
-        self._front = Server(url)
-        self._sent = Sent(_calls(self._front, chain, version, verify, pending_bytes))
+        self._front, self._session = Server(url), uuid.uuid4().hex
+        self._sent = Sent(_calls(self._front, chain, version, verify, pending_bytes, self._session))
         self._next: Call | None = None
         self._what = f"deltas of {chain}"
 
@@ -152,6 +153,12 @@ class ServerDeltas:
                 self._sent.answers = _made(self._front, self._next)
                 self._next = self._sent.following()
             done(self._sent.result)
+
+    def drop(self) -> bool:
+        """Have its workers forget what they have read, so that nothing is written any more; return whether they had
+        written other weights."""
+        answers = checked(self._front.send((DROP, (self._session,))))
+        return any(wrote for wrote, _ in answers)
 
 
 async def _sent_async(llm: Any, front: Front, calls: Calls, what: str) -> int:
@@ -197,18 +204,26 @@ def _not_emptied(call: Call, error: Exception) -> bool:
     return False
 
 
-def _calls(front: Front, chain: str | Path, version: int | None, verify: bool, pending_bytes: int) -> Calls:
-    """Yield the calls that bring an engine to a version of a chain; return the version."""
+def _calls(
+    front: Front,
+    chain: str | Path,
+    version: int | None,
+    verify: bool,
+    pending_bytes: int,
+    session: str | None = None,
+) -> Calls:
+    """Yield the calls that bring an engine to a version of a chain, as one `session`; return the version."""
+    session = session or uuid.uuid4().hex
     with Chain(chain) as opened:
         target, after = target_of(opened, version)
         [workers, address] = checked((yield WORKERS, ()))[0]
         if front.engines == 1:
-            session = uuid.uuid4().hex
             yield from applied(opened, target, after, session, verify, pending_bytes, workers, front)
         else:
             # Only the first engine's workers are heard: all meet, and succeed or fail together.
             meeting = _meeting(front, workers, address)
-            yield from followed((*meeting, str(chain), target, verify, pending_bytes), workers, front)
+            options = str(chain), target, verify, pending_bytes
+            yield from followed(meeting, session, options, workers, front)
     return target
 
 

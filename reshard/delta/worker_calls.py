@@ -11,22 +11,25 @@ from reshard.digests.numbers import text_of, total_of
 from reshard.digests.parts import numbers_of
 
 WORKERS, WRITE, ROLL_BACK = "reshard_delta_workers", "reshard_delta_write", "reshard_delta_roll_back"
+DROP = "reshard_delta_drop"
 # A call of nobody: the seconds for which the caller waits.
 WAIT, LOOK_SECONDS = "wait", 0.05
 
 
-def followed(options: tuple[Any, ...], workers: int, front: Front) -> Calls:
+def followed(
+    meeting: tuple[Any, ...], session: str, options: tuple[Any, ...], workers: int, front: Front
+) -> Calls:
     """Yield the calls of workers that meet, and bring themselves to a version, and those of the `front` around what
     they write."""
-    checked((yield "reshard_delta_follow_begin", options), workers)
-    while [False] in checked((yield "reshard_delta_follow_ready", ()), workers):
+    checked((yield "reshard_delta_follow_begin", (*meeting, session, *options)), workers)
+    while [False] in checked((yield "reshard_delta_follow_ready", (session,)), workers):
         yield WAIT, (LOOK_SECONDS,)
-    yield from held(front, _follow(workers))
+    yield from held(front, _follow(session, workers))
 
 
-def _follow(workers: int) -> Calls:
+def _follow(session: str, workers: int) -> Calls:
     """Yield the call that writes what workers that meet have ready; return whether they wrote anything."""
-    answers = yield "reshard_delta_follow", ()
+    answers = yield "reshard_delta_follow", (session,)
     return any(wrote for [wrote] in checked(answers, workers))
 
 

@@ -40,5 +40,5 @@ if not TYPE_CHECKING:  # a type checker knows the names above, and that there ar
             "apply_deltas_together": "reshard.engines.together",
         },
         extra="vllm",
-        needs={"torch": ["RefitExtension", "VllmModel"]},
+        needs={"torch": __all__},
     )

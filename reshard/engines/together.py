@@ -1,16 +1,16 @@
 """A version of a chain of deltas into several servers, which switch together or not at all."""
 
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
-from reshard.comm.fronts import Server
-from reshard.comm.http import call_route, checked_url
-from reshard.core.errors import ReshardError, listed
+from reshard.comm.http import checked_url
+from reshard.core.errors import ReshardError, first_line, listed
 from reshard.core.limits import MOST_BUCKET_BYTES, PENDING_BYTES, check_number, check_switch
 from reshard.engines.kinds import is_sglang
-from reshard.engines.sglang.delta_calls import read_deltas, write_deltas
+from reshard.engines.sglang.delta_calls import drop_deltas, read_deltas, write_deltas
 from reshard.engines.sglang.delta_calls import roll_back as roll_back_sglang
 
 SGLANG_SECONDS = 600.0  # for which its ranks wait for each other
@@ -19,13 +19,14 @@ SGLANG_SECONDS = 600.0  # for which its ranks wait for each other
 class _Following(Protocol):
     """A server on its way to a version."""
 
-    before: int | None  # the version that it tells; None where that is none
-
     def prepare(self) -> None:
         """Have it read and check what leads to the version, while it serves."""
 
     def write(self) -> None:
         """Have it write and serve that."""
+
+    def drop(self) -> bool:
+        """Have it write nothing any more; return whether it had written other weights."""
 
     def go_back(self) -> None:
         """Have it serve again what it did before."""
@@ -36,13 +37,15 @@ class _Vllm:
         from reshard.delta.serving import ServerDeltas  # which needs more packages than a refit
 
         self._url, self._deltas = url, ServerDeltas(url, chain, version, verify, pending_bytes)
-        self.before: int | None = Server(url).send(("reshard_version", ()))[0]
 
     def prepare(self) -> None:
         self._deltas.prepare()
 
     def write(self) -> None:
         self._deltas.write()
+
+    def drop(self) -> bool:
+        return self._deltas.drop()
 
     def go_back(self) -> None:
         from reshard.delta.serving import roll_back
@@ -52,21 +55,24 @@ class _Vllm:
 
 class _Sglang:
     def __init__(self, url: str, chain: str, version: int, verify: bool, pending_bytes: int) -> None:
-        self._url, self._chain, self._version = url, chain, version
-        self._verify, self._pending_bytes = verify, pending_bytes
-        told = str(call_route(url, "model_info").get("weight_version"))
-        self.before: int | None = int(told) if told.isdecimal() else None
+        self._url, self._session, self._version = url, uuid.uuid4().hex, version
+        self._options = chain, version, verify, None, SGLANG_SECONDS, pending_bytes
+        self._before: int | None = None
 
     def prepare(self) -> None:
-        read_deltas(
-            self._url, self._chain, self._version, self._verify, None, SGLANG_SECONDS, self._pending_bytes
-        )
+        read_deltas(self._url, self._session, *self._options)
 
     def write(self) -> None:
-        write_deltas(self._url, self._version, SGLANG_SECONDS)
+        write_deltas(self._url, self._session, self._version, SGLANG_SECONDS)
+
+    def drop(self) -> bool:
+        wrote, self._before = drop_deltas(self._url, self._session)
+        return wrote
 
     def go_back(self) -> None:
-        roll_back_sglang(self._url, self.before or 0, timeout=SGLANG_SECONDS)
+        if self._before is None:
+            raise ReshardError("it keeps no version to go back to")
+        roll_back_sglang(self._url, self._before, timeout=SGLANG_SECONDS)
 
 
 def apply_deltas_together(
@@ -80,10 +86,11 @@ def apply_deltas_together(
 
     `urls` are addresses of ``vllm serve`` and of SGLang's servers, which reach the chain by the same path or URL; the
     other arguments are those of `reshard.delta.apply_deltas`. All read and check the deltas while they serve, and none
-    writes before all have that. Then all write at once; where one cannot, the others go back to what they served, bit
-    for bit.
+    writes before all have that. Then all write at once; where one cannot, those that have go back to what they served,
+    bit for bit, and those that have not, as where a call was not answered in time, are kept from it.
 
-    Raises ReshardError, naming the servers, if one cannot read or write the version, and says which could not go back.
+    Raises ReshardError, naming the servers, if one cannot read or write the version, and says which could not go back,
+    and of which it is not known what they serve.
     """
     from reshard.delta.chain import Chain, target_of  # which need more packages than a refit
 
@@ -95,11 +102,16 @@ def apply_deltas_together(
     with Chain(chain) as opened:
         target, _ = target_of(opened, version)
     servers: dict[str, _Following] = {}
+    wrote: list[str] = []
 
     def meet(url: str) -> None:
         kind = _Sglang if is_sglang(url) else _Vllm
         servers[url] = kind(url, str(chain), target, verify, pending_bytes)
         servers[url].prepare()
+
+    def drop(url: str) -> None:
+        if url in servers and servers[url].drop():
+            wrote.append(url)
 
     with ThreadPoolExecutor(len(places)) as threads:
 
@@ -107,23 +119,22 @@ def apply_deltas_together(
             """Return which of these servers' calls have failed, with why."""
             calls = {url: threads.submit(call, url) for url in of}
             errors = {url: made.exception() for url, made in calls.items()}
-            for error in errors.values():
-                if error is not None and not isinstance(error, ReshardError):
-                    raise error
-            return {url: str(error) for url, error in errors.items() if error is not None}
+            return {url: first_line(error) for url, error in errors.items() if error is not None}
 
-        if unread := failed(meet, places):
-            raise ReshardError(f"no server was written: {_said(unread)}")
-        unwritten = failed(lambda url: servers[url].write(), places)
-        if not unwritten:
+        unread = failed(meet, places)
+        unwritten = {} if unread else failed(lambda url: servers[url].write(), places)
+        if not unread and not unwritten:
             return target
-        wrote = [url for url in places if url not in unwritten and servers[url].before != target]
+        unknown = failed(drop, places)
         stuck = failed(lambda url: servers[url].go_back(), wrote)
-    back = [url for url in wrote if url not in stuck]
+    if unread:
+        raise ReshardError(f"no server was written: {_said(unread)}")
+    back = [url for url in places if url in wrote and url not in stuck]
     raise ReshardError(
         f"version {target} is not served by all: {_said(unwritten)}"
         + (f"; {listed(back)} went back" if back else "")
         + (f"; these serve it, and cannot go back: {_said(stuck)}" if stuck else "")
+        + (f"; it is not known what these serve: {_said(unknown)}" if unknown else "")
     )
 
 

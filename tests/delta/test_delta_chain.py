@@ -516,7 +516,7 @@ def test_workers_that_find_different_chains_at_one_place_write_nothing(trained, 
 
     def follow(rank: int) -> str:
         group = RefitGroup.join(address, rank, 2)
-        return caught(lambda: GroupDeltas(lambda: group, None, chains[rank]).is_prepared(waits=True))
+        return caught(lambda: GroupDeltas(lambda: group, None, "one", chains[rank]).is_prepared(waits=True))
 
     with ThreadPoolExecutor(2) as pool:
         for said in pool.map(follow, (0, 1)):

@@ -3,16 +3,19 @@ version that it tells, or nothing."""
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from reshard import ReshardError
+from reshard.comm.fronts import ANOTHER
 from reshard.comm.group import RefitGroup
 from reshard.comm.hosts import free_address
 from reshard.core.boxes import whole
@@ -192,3 +195,86 @@ def test_engines_go_back_bit_for_bit_unless_others_have_written(steps, chain):
     with pytest.raises(ReshardError, match="others have written into weights of this vLLM in place"):
         roll_back(worker)
     assert engine.ready and engine.version == 2 and "reshard_delta_invalidate" not in worker.calls
+
+
+class OfGroup(Worker):
+    """A worker that brings itself to a version together with those of other engines, here with none."""
+
+    def begin(self, session: str, chain: str, version: int, verify: bool = False) -> None:
+        address = free_address("127.0.0.1")
+        options = chain, version, verify, 1 << 20
+        assert self.reshard_delta_follow_begin(address, 1, 20.0, None, session, *options) is None
+
+    def ready(self, session: str):
+        deadline = time.monotonic() + 20
+        while (said := self.reshard_delta_follow_ready(session)) == [False]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return said
+
+
+def test_of_two_callers_in_a_group_the_first_is_told_that_another_has_come(steps, chain):
+    engine = Held(steps[0])
+    worker = OfGroup(engine)
+    worker.begin("first", chain, 1, verify=True)
+    assert worker.ready("first") == [True]
+    worker.begin("second", chain, 2)
+    for call in (worker.reshard_delta_follow_ready, worker.reshard_delta_follow):
+        assert call("first") == {"error": ANOTHER, "untouched": True}
+    assert engine.holds(steps[0]), "nothing was written for the first"
+    assert worker.ready("second") == [True] and worker.reshard_delta_follow("second") == [True]
+    assert engine.holds(steps[2]) and engine.version == 2
+
+
+@pytest.mark.parametrize("comes", ["in a group", "alone"])
+def test_a_reader_that_comes_too_late_does_nothing_more(comes, steps, chain, monkeypatch):
+    engine, may_join, plain = Held(steps[0]), Event(), RefitGroup.join
+
+    def late(*arguments):
+        assert may_join.wait(20)
+        return plain(*arguments)
+
+    worker = OfGroup(engine)
+    monkeypatch.setattr(RefitGroup, "join", late)
+    worker.begin("late", chain, 1)
+    late_one = worker._reshard_following
+    monkeypatch.setattr(RefitGroup, "join", plain)
+    if comes == "alone":
+        assert apply_deltas(worker, chain, 2) == 2
+    else:
+        worker.begin("next", chain, 2)
+        assert worker.ready("next") == [True]
+    session = worker._reshard_deltas.session
+    may_join.set()
+    with pytest.raises(ReshardError, match="another call of apply_deltas has begun"):
+        late_one.is_prepared(waits=True)
+    assert worker._reshard_deltas.session == session, "it has not opened a chain"
+    if comes == "in a group":
+        assert worker.reshard_delta_follow("next") == [True]
+    assert engine.holds(steps[2]) and engine.version == 2
+
+
+def test_what_was_written_into_an_engine_that_is_there_already_is_not_served_as_the_version(steps, chain):
+    engine = Held(steps[1])
+    worker = OfGroup(engine)
+    worker.begin("one", chain, 1)
+    assert worker.ready("one") == [True]
+    engine.spoil()
+    assert "others have written" in worker.reshard_delta_follow("one")["error"]
+    assert engine.version is None
+
+
+def test_what_was_dropped_is_written_no_more_and_what_was_written_before_is_told(steps, chain):
+    engine = Held(steps[0])
+    worker = OfGroup(engine)
+    worker.begin("one", chain, 1)
+    assert worker.ready("one") == [True] and worker._reshard_deltas.coming is not None
+    assert worker.reshard_delta_drop("one") == [False, None] and worker._reshard_deltas.coming is None
+    assert worker.reshard_delta_follow("one") == {"error": ANOTHER, "untouched": True}
+    assert engine.holds(steps[0])
+    worker.begin("two", chain, 1)
+    assert worker.ready("two") == [True] and worker.reshard_delta_follow("two") == [True]
+    assert worker.reshard_delta_drop("two") == [True, 0] and worker.reshard_delta_drop("two") == [False, None]
+    worker.begin("three", chain, 1)  # it is there already
+    assert worker.ready("three") == [True] and worker.reshard_delta_follow("three") == [False]
+    assert worker.reshard_delta_drop("three")[0] is False

@@ -101,6 +101,9 @@ def test_servers_take_a_version_of_a_chain_together_or_not_at_all(outcome):
     assert "version 1 is not served by all: " in sentence and "others have written or moved" in sentence
     assert sentence.endswith(" went back"), "the one that had written it"
     assert served == {"one": [base, 0], "two": [base, None]}
+    sentence, served = said["cut off"]
+    assert "its answer was lost" in sentence and sentence.endswith(" went back")
+    assert served == {"one": [base, 0], "two": [base, 0]}, "both had written it"
     sentence, served = said["unread"]
     assert "no server was written: http://127.0.0.1:9: " in sentence and served["one"] == [base, 0]
     for name in ("written", "again"):

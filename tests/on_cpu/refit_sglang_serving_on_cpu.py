@@ -303,8 +303,9 @@ def under_requests(url: str, action, prompt: list[int] = PROMPTS[0]) -> list:
 def applied_after_an_answer(url: str, chain: str) -> str:
     """What a server says of deltas that come right after a request's last token, when its stages may still hold it:
     by the route alone, since to ask for the plugin before takes their loop's next turn."""
-    read_deltas(url, chain, 2, False, None, 60, PENDING_BYTES)
-    body = refit_request(2, False) | {"load_format": json.dumps({"action": WRITE})}
+    read_deltas(url, "of this call", chain, 2, False, None, 60, PENDING_BYTES)
+    body = refit_request(2, False)
+    body["load_format"] = json.dumps({"action": WRITE, "session": "of this call"})
     call_route(
         url, "generate", {"input_ids": PROMPTS[0], "sampling_params": {"max_new_tokens": 3, "temperature": 0}}
     )
@@ -331,7 +332,7 @@ def drive_server(steps: Steps, sides: dict, checkpoints: list[tuple[str, str]]) 
         results |= {"loaded": [told()], "parity": [parity(served, checkpoints[1][0], PROMPTS).ok]}
         chain = f"{sides['folder']}/chain"
         results["read under requests"] = under_requests(
-            url, lambda: read_deltas(url, chain, 1, False, None, 60, PENDING_BYTES)
+            url, lambda: read_deltas(url, "of one call", chain, 1, False, None, 60, PENDING_BYTES)
         )
         results["deltas under requests"] = under_requests(url, lambda: apply_deltas(url, chain, 1))
         results["deltas"] = [

@@ -146,6 +146,14 @@ def switching(pairs: list) -> dict:
 
         _Vllm.write = spoiled
         said["spoiled"] = tried(lambda: apply_deltas_together(urls, chain)), serve()
+
+        def cut_off(server: _Vllm) -> None:
+            write(server)
+            if server._url == two.url:
+                raise ConnectionResetError("its answer was lost")
+
+        _Vllm.write = cut_off
+        said["cut off"] = tried(lambda: apply_deltas_together(urls, chain)), serve()
         _Vllm.write = write
         said["unread"] = tried(lambda: apply_deltas_together([*urls, "http://127.0.0.1:9"], chain)), serve()
         said["written"] = apply_deltas_together(urls, chain, verify=True), serve()

@@ -29,6 +29,7 @@ JOINED = (
 CALLS = (
     *JOINED, "reshard_begin_refit", "reshard_switch", "reshard_roll_back", "reshard_check_version", "reshard_close",
     "reshard_join", "reshard_read_deltas", "reshard_check_deltas",
+    "reshard_drop_deltas",
 )  # fmt: skip
 
 
@@ -103,10 +104,10 @@ def refit_server(url: str, version: int | None, verify: bool = False, timeout: f
     post(url, "update_weights_from_distributed", refit_request(version, verify), timeout)
 
 
-def act_on_server(url: str, action: str, timeout: float = 120.0, **options: Any) -> None:
+def act_on_server(url: str, action: str, timeout: float = 120.0, **options: Any) -> Any:
     """Have a connected server begin a refit, switch to it, or roll back (`reshard.engines.workers.actions`), while it
-    serves. Raises ReshardError with what `SchedulerMethods` raises."""
-    post(url, "init_weights_update_group", action_request(action, **options), timeout)
+    serves; return its answer. Raises ReshardError with what `SchedulerMethods` raises."""
+    return post(url, "init_weights_update_group", action_request(action, **options), timeout)
 
 
 def action_request(action: str, **options: Any) -> dict[str, Any]:
@@ -179,6 +180,6 @@ def close_server(url: str) -> None:
     call_route(url, "destroy_weights_update_group", {"group_name": GROUP})
 
 
-def post(url: str, route: str, request: dict[str, Any], timeout: float, join: str = JOIN) -> None:
-    """Post a request to a server, and, where pipeline stages have begun, the one that joins them."""
-    call_and_join(partial(call_route, url, route, timeout=timeout), request, join)
+def post(url: str, route: str, request: dict[str, Any], timeout: float, join: str = JOIN) -> Any:
+    """Post a request to a server, and, where pipeline stages have begun, the one that joins them; return the answer."""
+    return call_and_join(partial(call_route, url, route, timeout=timeout), request, join)

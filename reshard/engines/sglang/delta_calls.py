@@ -2,6 +2,7 @@
 
 import json
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from reshard.engines.sglang.calls import (
     refit_request,
 )
 from reshard.engines.sglang.delta_methods import READING
-from reshard.engines.workers.actions import IS_READ, READ, ROLL_BACK, WRITE
+from reshard.engines.workers.actions import DROP_DELTAS, IS_READ, READ, ROLL_BACK, WRITE
 
 LOOK_SECONDS = 0.2
 
@@ -39,13 +40,15 @@ def apply_deltas(
     ``weight_version``. Its ranks meet at `address`, a ``host:port`` of the host of the first, by default a free
     port of this host. `timeout` is in seconds.
     """
-    reached = read_deltas(engine, chain, version, verify, address, timeout, pending_bytes)
-    write_deltas(engine, reached, timeout)
+    session = uuid.uuid4().hex
+    reached = read_deltas(engine, session, chain, version, verify, address, timeout, pending_bytes)
+    write_deltas(engine, session, reached, timeout)
     return reached
 
 
 def read_deltas(
     engine: Any,
+    session: str,
     chain: str | Path,
     version: int | None,
     verify: bool,
@@ -54,31 +57,32 @@ def read_deltas(
     pending_bytes: int,
 ) -> int:
     """Have an SGLang read what leads to a version, while it serves; return that version. The first half of
-    `apply_deltas`."""
+    `apply_deltas`, one call of which is a `session`."""
     from reshard.delta.chain import Chain, target_of  # which need more packages than a refit
 
     with Chain(chain) as opened:
         reached, _ = target_of(opened, version)
     options = _meeting(address, timeout)
-    options |= {"chain": str(chain), "version": reached, "verify": verify, "pending_bytes": pending_bytes}
+    options |= {"session": session, "chain": str(chain), "version": reached, "verify": verify}
+    options["pending_bytes"] = pending_bytes
     if isinstance(engine, str):
         check_plugin(engine)
         body = connect_request(options.pop("address"), 0, 1, action=READ, **options)
         post(engine, "init_weights_update_group", body, timeout)
     else:
         call(engine, "reshard_read_deltas", **options)
-    while not _is_read(engine):
+    while not _is_read(engine, session):
         time.sleep(LOOK_SECONDS)
     return reached
 
 
-def _is_read(engine: Any) -> bool:
+def _is_read(engine: Any, session: str) -> bool:
     """Return whether an SGLang has read what it was told to. Raises ReshardError if it could not."""
     try:
         if isinstance(engine, str):
-            act_on_server(engine, IS_READ)
+            act_on_server(engine, IS_READ, session=session)
         else:
-            call(engine, "reshard_check_deltas")
+            call(engine, "reshard_check_deltas", session=session)
     except ReshardError as error:
         if READING in str(error):
             return False
@@ -86,9 +90,17 @@ def _is_read(engine: Any) -> bool:
     return True
 
 
-def write_deltas(engine: Any, version: int, timeout: float) -> None:
+def write_deltas(engine: Any, session: str, version: int, timeout: float) -> None:
     """Have an SGLang write what it has read, and serve this version. The second half of `apply_deltas`."""
-    _call(engine, "reshard_write_deltas", {}, WRITE, version, timeout)
+    _call(engine, "reshard_write_deltas", {"session": session}, WRITE, version, timeout)
+
+
+def drop_deltas(url: str, session: str) -> tuple[bool, int | None]:
+    """Have a server forget what a session has read, so that it writes nothing any more; return whether it had written
+    other weights, and the version to which these lead back, if they do."""
+    message = act_on_server(url, DROP_DELTAS, session=session).get("message")
+    [wrote, back] = json.loads(message)
+    return wrote, back
 
 
 def roll_back(engine: Any, version: int, address: str | None = None, timeout: float = 600.0) -> int:

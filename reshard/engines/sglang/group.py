@@ -21,7 +21,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.engines.sglang import compat
 from reshard.engines.sglang.guard import follow_update
 from reshard.engines.sglang.pipeline import UNDER_WAY, call_of
-from reshard.engines.workers.actions import BEGIN, IS_READ, READ, ROLL_BACK, SWITCH, WRITE
+from reshard.engines.workers.actions import BEGIN, DROP_DELTAS, IS_READ, READ, ROLL_BACK, SWITCH, WRITE
 
 GROUP = "reshard"
 ASKED, PRESENT = "reshard?", "reshard is here"  # a group that nobody has, and the answer of a plugin
@@ -38,13 +38,15 @@ def connect_group(connect: Callable[..., Any], updater: Any, request: Any) -> An
     if request.group_name != GROUP:
         return connect(updater, request)
 
+    said: list[str] = []
+
     def connected() -> None:
         if request.backend == JOIN:
             updater.scheduler.reshard_join()
             return
         options, address = _options(request.backend), f"{request.master_address}:{request.master_port}"
         if (action := options.pop("action", None)) is not None:
-            _act(updater.scheduler, action, address, **options)
+            said.append(_act(updater.scheduler, action, address, **options) or "")
             return
         meeting = address, request.rank_offset, request.world_size
         lends = options.pop("lends", None)
@@ -54,24 +56,26 @@ def connect_group(connect: Callable[..., Any], updater: Any, request: Any) -> An
             updater.scheduler.reshard_lend(*meeting, lends, **options)
         _check_done(updater.scheduler)
 
-    return _answer(compat.CONNECTED, connected, "connected")
+    return _answer(compat.CONNECTED, connected, lambda: next(filter(None, said), "connected"))
 
 
-def _act(scheduler: Any, action: str, address: str, **options: Any) -> None:
+def _act(scheduler: Any, action: str, address: str, **options: Any) -> str | None:
     """Begin a refit, switch to it, or roll back, whereupon SGLang tells the version; or have deltas read beside what is
-    served."""
+    served, or dropped. Return what the caller is told, if anything."""
     begins = {
         BEGIN: scheduler.reshard_begin_refit,
         READ: partial(scheduler.reshard_read_deltas, address),
         IS_READ: scheduler.reshard_check_deltas,
+        DROP_DELTAS: scheduler.reshard_drop_deltas,
     }
     if action in begins:
-        begins[action](**options)
-        return
+        answer: str | None = begins[action](**options)
+        return answer
     acts = {SWITCH: scheduler.reshard_switch, ROLL_BACK: scheduler.reshard_roll_back}
     if action not in acts:
         raise ReshardError(f"action is {action!r:.80}; it is one of {listed([*begins, *acts])}")
     compat.record_version(scheduler, str(acts[action](**options)))
+    return None
 
 
 def _swap(scheduler: Any, action: str, version: str | None) -> None:
@@ -126,7 +130,7 @@ def refit_group(update: Callable[..., Any], updater: Any, request: Any) -> Any:
         _check_done(updater.scheduler)
         compat.record_version(updater.scheduler, version)
 
-    return _answer(compat.UPDATED, refitted, "refitted")
+    return _answer(compat.UPDATED, refitted, lambda: "refitted")
 
 
 async def check_idle(
@@ -149,17 +153,17 @@ def close_group(close: Callable[..., Any], updater: Any, request: Any) -> Any:
         return compat.answer(compat.DESTROYED, True, PRESENT)
     if request.group_name != GROUP:
         return close(updater, request)
-    return _answer(compat.DESTROYED, lambda: updater.scheduler.reshard_close(), "closed")
+    return _answer(compat.DESTROYED, lambda: updater.scheduler.reshard_close(), lambda: "closed")
 
 
-def _answer(kind: str, action: Callable[[], None], done: str) -> Any:
-    """Return SGLang's answer to a request: `done`, or what the action raises, of which the server must
+def _answer(kind: str, action: Callable[[], None], done: Callable[[], str]) -> Any:
+    """Return SGLang's answer to a request: what is then `done`, or what the action raises, of which the server must
     not end."""
     try:
         action()
     except Exception as error:
         return compat.answer(kind, False, str(error) or type(error).__name__)
-    return compat.answer(kind, True, done)
+    return compat.answer(kind, True, done())
 
 
 def _check_done(scheduler: Any) -> None:

@@ -2,4 +2,4 @@
 
 REFIT, BEGIN, SWITCH, DROP, ROLL_BACK = ACTIONS = ("refit", "begin", "switch", "drop", "roll back")
 # Of deltas of a chain.
-READ, IS_READ, WRITE = "read deltas", "deltas are read", "write deltas"
+READ, IS_READ, WRITE, DROP_DELTAS = "read deltas", "deltas are read", "write deltas", "drop deltas"

@@ -3,10 +3,12 @@
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial, wraps
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
+from reshard.comm.fronts import ANOTHER
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, UntouchedError, first_line
 from reshard.core.limits import PENDING_BYTES
@@ -23,11 +25,15 @@ def answering(method: Callable[..., Any]) -> Callable[..., Any]:
     """Have a method answer ``{"error": sentence}`` instead of raising: an engine that waits for several workers would
     leave what the others answer to the next call. ``untouched`` says whether the worker serves what it did then."""
 
+    # What waits for other workers holds nobody up.
+    is_alone = not method.__name__.startswith("reshard_delta_follow")
+
     @wraps(method)
     def answered(self: "DeltaMethods", *args: Any, **kwargs: Any) -> Any:
         before, is_back = _writes(self), False
         try:
-            return method(self, *args, **kwargs)
+            with self.reshard_delta_lock() if is_alone else nullcontext():
+                return method(self, *args, **kwargs)
         except ReshardError as error:
             sentence, is_back = str(error), isinstance(error, UntouchedError)
         except Exception as error:
@@ -62,6 +68,11 @@ class DeltaMethods:
         """Return this worker's rank among those of all engines of its model."""
         raise NotImplementedError
 
+    def reshard_delta_lock(self) -> AbstractContextManager[Any]:
+        """Return the lock of what deltas do with this worker: a thread may read for one session as another comes."""
+        lock: AbstractContextManager[Any] = vars(self).setdefault("_reshard_deltas_lock", RLock())
+        return lock
+
     def _reshard_logger(self) -> logging.Logger | None:
         """Return where this worker logs what it has applied; None unless it is the first of its engine."""
         return log
@@ -75,6 +86,7 @@ class DeltaMethods:
         engine = self._reshard_engine_side()
         if anew:
             return self._reshard_opened(session).digests()
+        self._reshard_end_following(session)
         if self._reshard_deltas is None or self._reshard_deltas.engine is not engine:
             self._reshard_deltas = EngineDeltas(engine)
         self._reshard_deltas.open(chain, session)
@@ -137,15 +149,31 @@ class DeltaMethods:
         self._reshard_follow_begin(address, self._reshard_rank(), size, timeout, secret, *options)
 
     @answering
-    def reshard_delta_follow_ready(self) -> list[bool]:
+    def reshard_delta_follow_ready(self, session: str) -> list[bool]:
         """Return whether the workers that met have everything."""
-        return [self._reshard_begun_following().is_prepared()]
+        return [self._reshard_begun_following(session).is_prepared()]
 
     @answering
-    def reshard_delta_follow(self) -> list[bool]:
+    def reshard_delta_follow(self, session: str) -> list[bool]:
         """Write it, together with the workers that met, and serve as that version; return whether anything was
         written."""
-        return [self._reshard_follow()]
+        return [self._reshard_follow(session)]
+
+    @answering
+    def reshard_delta_drop(self, session: str) -> list[Any]:
+        """Forget what this session has read, so that it writes nothing any more; return whether it had written other
+        weights, and the version that these lead back to, None where they lead to none."""
+        following, deltas = self._reshard_following, self._reshard_deltas
+        if following is not None and following.session == session:
+            following.end()
+            self._reshard_following = None
+        if deltas is None or deltas.session != session:
+            return [False, None]
+        back = deltas.back[0].before if deltas.back else None
+        wrote = deltas.wrote
+        deltas.close()
+        deltas.session = ""
+        return [wrote, back]
 
     @answering
     def reshard_delta_follow_back(
@@ -156,22 +184,38 @@ class DeltaMethods:
         return [self._reshard_follow_back(address, self._reshard_rank(), size, timeout, secret, version)]
 
     def _reshard_follow_begin(
-        self, address: str, rank: int, size: int, timeout: float, secret: str | None, *options: Any
+        self,
+        address: str,
+        rank: int,
+        size: int,
+        timeout: float,
+        secret: str | None,
+        session: str,
+        *options: Any,
     ) -> None:
         from reshard.delta.grouped import GroupDeltas  # which needs more packages than a refit
 
         with suppress(Exception):  # which a call of the group raises, for all
             self._reshard_engine_side()  # made here: it may look at the model in another form
         join = partial(RefitGroup.join, address, rank, size, timeout, secret)
-        self._reshard_following = GroupDeltas(join, self, *options)
+        self._reshard_end_following(session)
+        self._reshard_following = GroupDeltas(join, self, session, *options)
 
-    def _reshard_begun_following(self) -> "GroupDeltas":
-        if self._reshard_following is None:
-            raise ReshardError("no deltas were begun on this engine: call apply_deltas")
-        return self._reshard_following
+    def _reshard_end_following(self, session: str) -> None:
+        """End what another session has begun together with the workers of other engines."""
+        following = self._reshard_following
+        if following is not None and following.session != session:
+            following.end()
+            self._reshard_following = None
 
-    def _reshard_follow(self) -> bool:
-        following, self._reshard_following = self._reshard_begun_following(), None
+    def _reshard_begun_following(self, session: str) -> "GroupDeltas":
+        following = self._reshard_following
+        if following is None or following.session != session:
+            raise ReshardError(ANOTHER)
+        return following
+
+    def _reshard_follow(self, session: str) -> bool:
+        following, self._reshard_following = self._reshard_begun_following(session), None
         return following.write()
 
     def _reshard_follow_back(
@@ -195,9 +239,7 @@ class DeltaMethods:
     def _reshard_opened(self, session: str) -> "EngineDeltas":
         deltas = self._reshard_deltas
         if deltas is None or deltas.session != session:
-            raise ReshardError(
-                "another call of apply_deltas has begun on this engine: call again when that one has returned"
-            )
+            raise ReshardError(ANOTHER)
         return deltas
 
     def _reshard_written(self) -> "EngineDeltas":

@@ -72,6 +72,7 @@ class EngineDeltas:
         self._reading: Future[tuple[list[DeltaFiles], PlacedDeltas]] | None = None
         self._stream: Any = None  # in which a GPU prepares changes
         self.is_written = False  # by this session
+        self.wrote = False  # it, and other weights than were there
         self.has_lost = False  # others have written or moved the weights since
         self.files = OpenFiles()
         self.boxes: dict[str, list[HeldBox]] = {}
@@ -89,7 +90,7 @@ class EngineDeltas:
         It is read anew at each call: another chain may have been begun in the place of the last one.
         """
         self.close()
-        self.chain, self.session, self.is_written = Chain(place), session, False
+        self.chain, self.session, self.is_written, self.wrote = Chain(place), session, False, False
         base = self.chain.base
         if self.engine.optional:
             self.engine.take_optional(self.engine.optional & base.tensors.keys())
@@ -232,7 +233,8 @@ class EngineDeltas:
         except ReshardError as error:
             raise UntouchedError(str(error)) from error
         if self.due is None and not self.is_written:
-            if not guard.ready or state_of(self.engine) != self.found:
+            # As long as others read, this engine served, and may have been written into without a word.
+            if not guard.ready or state_of(self.engine) != self.found or self.sums.take() != self.values:
                 raise self._others_wrote()
             if guard.version != version:
                 self._lose("it serves the same weights as another version")
@@ -245,7 +247,7 @@ class EngineDeltas:
         is_as_found = not self.has_lost and guard.ready and state_of(self.engine) == self.found
         if self.coming is None or not is_as_found or self.sums.take() != self.values:
             raise self._others_wrote()
-        coming, self.coming, self.is_written = self.coming, None, True
+        coming, self.coming, self.is_written, self.wrote = self.coming, None, True, True
         if not coming.why:
             self._rewrite(partial(_then, coming.write, version))
             self.back = coming, state_of(self.engine)
