@@ -1,22 +1,16 @@
 """Refits on the CPU from larger models under Megatron, whose towers are those of trainers
-(`tests.tools.larger_models`), into vLLM's real model classes."""
+(`tests.tools.larger_models`), into the real model classes of vLLM or, in its environment, of SGLang."""
 
 import gc
 from functools import partial
 
-from reshard.engines.vllm.live import VllmModel
 from reshard.megatron import towers
 from reshard.refit import connect
 from reshard.trainers.megatron import MegatronModel
-from tests.on_cpu import megatron_on_cpu, vllm_on_cpu
-from tests.tools import vllm_models
+from tests.on_cpu import megatron_on_cpu
+from tests.on_cpu.refit_without_table_on_cpu import engine_of
 from tests.tools.larger_models import LargerTrainer
 from tests.tools.refit_sides import distributed, fingerprint, start
-
-
-def _engine(hf: str, **options):
-    vllm_models.register()
-    return vllm_on_cpu.build(hf, **options)
 
 
 def refits(
@@ -29,9 +23,10 @@ def refits(
     options: dict,
 ):
     """For each kind: what an engine of the first checkpoint holds after a refit from a trainer of the second, what
-    vLLM's loader makes of either, what it says it left alone, and what it holds where each head's queries, keys and
+    its own loader makes of either, what it says it left alone, and what it holds where each head's queries, keys and
     values are taken for published ones."""
     is_trainer, is_engine, members = start(rank, sides)
+    build, engine_class = engine_of()
     built = megatron_on_cpu.build(flags) if is_trainer else None
     if built is not None:
         for model in built[0]:
@@ -48,7 +43,7 @@ def refits(
                 trainer.chunks = [distributed(chunk) for chunk in trainer.chunks]
 
         def destination():
-            return VllmModel(*_engine(pairs[0][0], load_format="dummy", **options))
+            return engine_class(*build(pairs[0][0], load_format="dummy", **options))
 
         def refitted(trainer=trainer, destination=destination):
             source = partial(MegatronModel, trainer.chunks) if trainer is not None else None
@@ -68,7 +63,7 @@ def refits(
         control = refitted() if kind == "layers" else None
         towers._by_head = plain
         if is_engine:
-            expected = [fingerprint(_engine(hf, **options)[0]) for hf, _ in pairs]
+            expected = [fingerprint(build(hf, **options)[0]) for hf, _ in pairs]
             results[kind] = (*held, expected, control[0] if control else None)
         gc.collect()
     return results
