@@ -5,7 +5,12 @@ The entries are explained in `reshard.models.family`, the columns of `layer` in 
 """
 
 from reshard.models.family import Family
-from reshard.models.layer_kinds import check_layer_types
+from reshard.models.layer_kinds import (
+    args_of_window,
+    check_layer_windows,
+    window_of_all,
+    window_of_args,
+)
 
 
 class Phi3(Family):
@@ -58,16 +63,12 @@ class Phi3(Family):
 
     def layer_kinds(self, config, where):
         """Refuse other `layer_types`, which engines add, than those that `sliding_window` makes."""
-        windowed = bool(config.get("sliding_window"))
-        check_layer_types(config, "sliding_attention" if windowed else "full_attention", where)
+        check_layer_windows(config, window_of_all(config, where), where)
         return super().layer_kinds(config, where)
 
     def derived_args(self, config):
         """Add the window of all layers, which counts a token itself; null and absence are none."""
-        window = config.get("sliding_window")
-        return super().derived_args(config) | {"window_size": (window - 1, 0) if window else None}
+        return super().derived_args(config) | args_of_window(window_of_all(config, "config.json"))
 
     def args_as_fields(self, args):
-        window = args.get("window_size")
-        sliding = window[0] + 1 if window and window[0] >= 0 else None
-        return super().args_as_fields(args) | {"sliding_window": sliding}
+        return super().args_as_fields(args) | window_of_args(args)

@@ -301,9 +301,10 @@ class Family:
         everywhere, types = self.window == "everywhere", config.get("layer_types")
         first = 0 if everywhere else config.get("max_window_layers", 28)
         slides = bool(config.get("use_sliding_window")) and config.get("sliding_window", 4096) is not None
-        slides = slides and (first is None or first < config["num_hidden_layers"])
+        slides = slides and (not whole_number(first, 0) or first < config["num_hidden_layers"])
         if types is not None:
-            slides = any(kind != "full_attention" for kind in types) or (slides and everywhere)
+            full = isinstance(types, list) and all(kind == "full_attention" for kind in types)
+            slides = not full or (slides and everywhere)
         values = (f"{name} = {config[name]!s:.80}" for name in WINDOW if config.get(name) is not None)
         return listed(values, len(WINDOW)) if slides else ""
 

@@ -117,13 +117,41 @@ def check_layer_types(config: dict[str, Any], kind: str, where: str) -> None:
         raise ReshardError(f"{where}: all layers are {kind}, but layer_types is {types!r:.80}")
 
 
+def window_of_all(config: dict[str, Any], where: str, absent: int | None = None) -> int | None:
+    """Return `sliding_window` where all layers attend to it, or None where null says that they do not. Raises
+    ReshardError for what is no number of tokens: to transformers it is a window all the same."""
+    window = config.get("sliding_window", absent)
+    if window is not None and not whole_number(window):
+        raise ReshardError(
+            f"{where}: sliding_window {window!r:.80} is not a number of tokens from 1 on: set it to null if all "
+            f"layers attend to all tokens"
+        )
+    return window
+
+
+def check_layer_windows(config: dict[str, Any], window: int | None, where: str) -> None:
+    """Raise ReshardError if `layer_types` contradicts the window that all layers attend to, or that none does."""
+    check_layer_types(config, "full_attention" if window is None else "sliding_attention", where)
+
+
+def args_of_window(window: int | None) -> dict[str, Any]:
+    """Return Megatron's argument for a window of all layers, which counts a token itself."""
+    return {"window_size": None if window is None else (window - 1, 0)}
+
+
+def window_of_args(args: dict[str, Any]) -> dict[str, Any]:
+    """Return the config field for a window of all layers: the inverse of `args_of_window`."""
+    window = args.get("window_size")
+    return {"sliding_window": window[0] + 1 if window and window[0] >= 0 else None}
+
+
 def window_args(config: dict[str, Any]) -> dict[str, Any]:
     """Return Megatron's arguments for `sliding_window`, which counts a token itself, and the layers
     that have it."""
     windows = windows_by_layer_types(config, "config.json")
     if not any(windows):
         return {"window_size": None, "window_attn_skip_freq": None}
-    return {"window_size": (config["sliding_window"] - 1, 0), "window_attn_skip_freq": windows}
+    return args_of_window(config["sliding_window"]) | {"window_attn_skip_freq": windows}
 
 
 def window_fields(args: dict[str, Any]) -> dict[str, Any]:

@@ -56,6 +56,11 @@ REFUSED = [
     ("qwen2-moe", {"use_sliding_window": True, "sliding_window": 16, "layer_types": None}, "attend to a window"),
     ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention"] * 4},
      "attend to a window"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": "4", "layer_types": None},
+     "attend to a window"),
+    ("qwen2", {"layer_types": 5}, "layer_types = 5 makes layers attend to a window"),
+    *((variant, {"sliding_window": window}, f"sliding_window {window!r} is not a number of tokens")
+      for variant in ("phi3", "mistral") for window in (0, -1, True, 2047.0, "2047")),
     # null, where transformers does not take it as absent
     ("deepseek-v3", {"rope_interleave": None}, "rope_interleave = None may make another model"),
     ("deepseek-v3", {"norm_topk_prob": None}, "norm_topk_prob = None cannot be held"),
