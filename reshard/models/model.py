@@ -1,6 +1,6 @@
 """A model as its Hugging Face config describes it: family, sizes, layer kinds."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -310,11 +310,18 @@ class Model:
 
     def quantizable(self) -> frozenset[str]:
         """The published names of the weights that checkpoints in fp8 quantize."""
+        return self._names_of(lambda row: row.quantizable)
+
+    def kept_in_full(self) -> frozenset[str]:
+        """The published names of linear weights that these do not quantize, see `Row.kept_in_full`."""
+        return self._names_of(lambda row: row.kept_in_full)
+
+    def _names_of(self, chosen: Callable[[Row], bool]) -> frozenset[str]:
         return frozenset(
             name
             for block in self.blocks()
             for row in block.rows
-            if row.quantizable
+            if chosen(row)
             for _, name in row.names(block.published, range(self.num_experts))
         )
 

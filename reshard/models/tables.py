@@ -42,6 +42,8 @@ HEADS = ("q", "k", "v")
 SPLITS = ("-", "tp 0", "tp 1", "etp 0", "etp 1")
 ALWAYS = "always"
 MARKS = ("optional", "fp32", "unquantized", "less 1")
+# Megatron's names of matrices that no published checkpoint quantizes: routers, gates, and what is not in a layer.
+_IN_FULL = ("mlp.router.", "mlp.shared_experts.gate_weight", "eh_proj.", "output_layer.", "embedding.")
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,14 @@ class Row:
         *_, module, parameter = ("", *self.megatron.rsplit(".", 2))
         linear = parameter == "weight" and module.startswith("linear_") and "[" not in self.hf
         return linear and len(self.shape.split()) == 2 and "unquantized" not in words_of(self.marks)
+
+    @property
+    def kept_in_full(self) -> bool:
+        """True for the other weights of a layer's products, which quantizing leaves as they are: those of which one
+        published tensor has several, and those of linear attention and Mamba."""
+        matrix = self.arrangement not in ("copy", "ignored") and len(self.shape.split()) == 2
+        known = self.megatron.startswith(_IN_FULL) or "unquantized" in words_of(self.marks)
+        return matrix and not known and not self.quantizable
 
     @property
     def of_experts(self) -> bool:

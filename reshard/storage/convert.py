@@ -1,6 +1,7 @@
 """Conversion on disk: Hugging Face to Megatron ``torch_dist`` and back, a slab at a time, without a
 model, a GPU or torch."""
 
+import re
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +11,7 @@ from reshard.comm.team import Team
 from reshard.core.dtypes import DTYPES, Dtype
 from reshard.core.errors import OptionError, ReshardError, listed
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE, check_number
+from reshard.core.views import tensor_of
 from reshard.megatron.arguments import caveats
 from reshard.megatron.flags import version_of
 from reshard.megatron.hybrid import MODEL_CLASSES, class_of
@@ -238,7 +240,9 @@ def to_hf(
         "shard": files.shard_bytes,
     }
     job = ConversionJob(src, source, checks, tensors, quantized, files, workdir, team, options)
-    return carry_out(job, settings, new_report(direction, job, destination, "whole tensors"))
+    report = new_report(direction, job, destination, "whole tensors")
+    report.notices += _full_notices(job, scheme_name)
+    return carry_out(job, settings, report)
 
 
 def megatron_form(
@@ -336,6 +340,23 @@ def _quantized(
             f"of {multiple} do not divide ({len(uneven)} such weights): choose another"
         )
     return quantized
+
+
+def _full_notices(job: ConversionJob, scheme_name: str | None) -> list[str]:
+    """Return a notice of the linear weights that a scheme leaves as they are: of those that were quantized in the
+    checkpoint this one came from, or that no router is."""
+    if scheme_name is None:
+        return []
+    wanted = (job.source.manifest() or {}).get("quantized") or job.source.model.kept_in_full()
+    left = [name for name in job.tensors if name not in job.quantized.names]
+    in_full = sorted({*map(tensor_of, left)} & {*map(tensor_of, wanted)})
+    if not in_full:
+        return []
+    dtypes = sorted({job.tensors[name].dtype.name for name in left if tensor_of(name) in in_full})
+    kinds = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in in_full})
+    return [
+        f"--quantize {scheme_name} leaves {len(in_full):,} linear weights in {listed(dtypes)}: {listed(kinds)}"
+    ]
 
 
 def _names_to_quantize(source: Source, tensors: dict[str, TensorInfo]) -> list[str]:

@@ -2,13 +2,15 @@
 that the package makes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file
 
-from reshard import ReshardError, check, inspect, mcore_to_hf
+from reshard import ReshardError, check, hf_to_mcore, inspect, mcore_to_hf
 from reshard.storage import quantized as quantized_slabs
 from tests.tools.by_compressed_tensors import (
     arguments,
@@ -75,3 +77,34 @@ def test_a_conversion_refuses_what_it_cannot_quantize(converted, tmp_path):
         with pytest.raises(ReshardError, match=name):
             mcore_to_hf(mcore, tmp_path / "out", quantize=way)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("variant", ["phi3", "qwen3.5", "qwen3-moe"])
+def test_a_conversion_names_the_linear_weights_that_it_leaves_in_full(variant, converted, tmp_path):
+    hf, mcore = converted(variant)[0]
+
+    def left(folder: Path, way: str) -> set[str]:
+        """Return the kinds of the matrices in the files that have no codes, but for routers and embeddings, each as
+        often as a notice counts them."""
+        notices = [n for n in mcore_to_hf(mcore, folder, quantize=way).notices if n.startswith("--quantize")]
+        in_full = [
+            name
+            for name, tensor in hf_tensors(folder).items()
+            if tensor.dim() == 2 and tensor.dtype == torch.bfloat16 and ".layers." in name
+            and not name.endswith(("mlp.gate.weight", "_scale")) and ".visual." not in name
+        ]  # fmt: skip
+        kinds = {re.sub(r"\.\d+\.", ".*.", name) for name in in_full}
+        said = (
+            f"--quantize {way} leaves {len(in_full)} linear weights in bfloat16: {', '.join(sorted(kinds))}"
+        )
+        assert notices == ([said] if in_full else [])
+        return {kind.rpartition("*.")[2] for kind in kinds}
+
+    of_phi = {"self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"}
+    linear = {f"linear_attn.{name}.weight" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")}
+    wanted = {"phi3": of_phi, "qwen3.5": linear | {"linear_attn.out_proj.weight", "self_attn.q_proj.weight"}}
+    assert left(tmp_path / "out", "fp8_per_channel") == wanted.get(variant, set())
+    if variant == "phi3":  # and of those that were quantized before
+        mcore = tmp_path / "mcore"
+        hf_to_mcore(compressed(hf, tmp_path / "coded", "float", "channel"), mcore, transformer_impl="local")
+        assert left(tmp_path / "again", "fp8_per_channel") == of_phi
