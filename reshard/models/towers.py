@@ -56,7 +56,8 @@ class Tower:
     that is where it is absent (None: it is needed). Of a list of numbers the size is the product.
 
     `heads` is the letter of the number of attention heads. `megatron` has the fields of ``vision_config`` by those of
-    the config of Megatron's layers, `always` what others there are for every tower of this kind.
+    the config of Megatron's layers, `always` what others there are for every tower of this kind. Of other fields of
+    ``vision_config``, `absent` says what they are where they are absent, and `as_other` which field they repeat then.
     """
 
     sizes: Mapping[str, tuple[str, int | None]]
@@ -64,6 +65,17 @@ class Tower:
     blocks: tuple[TowerBlock, ...]
     megatron: Mapping[str, str]
     always: Mapping[str, Any]
+    absent: Mapping[str, Any]
+    as_other: Mapping[str, str]
+
+    def filled(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a whole ``config.json`` with what the absent fields of its ``vision_config`` stand for."""
+        sizes = {name: default for name, default in self.sizes.values() if default is not None}
+        vision = {**sizes, **self.absent, **vision_of(config)}
+        for name, other in self.as_other.items():
+            if vision.get(name) is None and other in vision:
+                vision[name] = vision[other]
+        return {**config, "vision_config": vision}
 
     def sizes_of(self, config: Mapping[str, Any], where: str) -> dict[str, int]:
         """Return the letters of the tower's shapes with the sizes of a whole ``config.json``. Raises ReshardError for
@@ -166,13 +178,16 @@ _ALWAYS = {
     "normalization": "LayerNorm", "layernorm_epsilon": 1e-6, "layernorm_zero_centered_gamma": False,
     "add_bias_linear": True, "gated_linear_unit": False, "qk_layernorm": False, "num_moe_experts": None,
 }  # fmt: skip
-VISUAL = Tower(_SIZES, "NQ", _VISUAL, _OF_LAYERS, _ALWAYS)
+_TANH = {"hidden_act": "gelu_pytorch_tanh"}
+VISUAL = Tower(_SIZES, "NQ", _VISUAL, _OF_LAYERS, _ALWAYS, _TANH | {"deepstack_visual_indexes": []}, {})
 DEEPSTACK = Tower(
     _SIZES,
     "NQ",
     (*_VISUAL, _MERGERS),
     _OF_LAYERS | {"deepstack_visual_indexes": "deepstack_visual_indexes"},
     _ALWAYS,
+    _TANH,
+    {},
 )
 MOONVIT = Tower(
     {
@@ -199,6 +214,17 @@ MOONVIT = Tower(
     ),
     {},
     {},
+    {
+        "vt_num_attention_heads": 16, "vt_num_hidden_layers": 27, "vt_hidden_size": 1152, "vt_intermediate_size": 4304,
+        "merge_kernel_size": [2, 2], "init_pos_emb_time": 4, "pos_emb_type": "divided_fixed",
+        "video_attn_type": "spatial_temporal", "merge_type": "sd2_tpool", "mm_projector_type": "patchmerger",
+        "projector_hidden_act": "gelu", "projector_ln_eps": 1e-5,
+    },
+    {
+        "mm_hidden_size": "vt_hidden_size", "hidden_size": "vt_hidden_size",
+        "intermediate_size": "vt_intermediate_size", "num_attention_heads": "vt_num_attention_heads",
+        "num_hidden_layers": "vt_num_hidden_layers",
+    },
 )  # fmt: skip
 
 # By the name that families have for them.

@@ -15,12 +15,19 @@ from reshard.core.errors import ReshardError
 from reshard.core.extras import require
 from reshard.models.config_fields import has_no_effect, ignored
 from reshard.models.family import Family, architectures, has_table
+from reshard.models.field_tables import NO_EFFECT, NO_EFFECT_ENDS
 from reshard.models.model import Model
 from reshard.models.numerics_args import same_value
-from reshard.models.towers import TAKES_TOWER
+from reshard.models.towers import TAKES_TOWER, Tower
 
 _NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.+)")
 _OF_EXPERT = re.compile(r"(.*\bexperts\.|.*\[)(\d+)(\..+|\])")
+# What larger models' configs say of prompts and of labels, and of embeddings that the language model's config has too.
+_OF_PROMPTS = ("ignore_index", "video_placeholder", "use_unified_vision_chunk", "tie_word_embeddings")
+# What transformers' configs of any class say by themselves.
+_OF_ANY_CLASS = {
+    "is_encoder_decoder": False, "add_cross_attention": False, "tie_encoder_decoder": False, "pruned_heads": {},
+}  # fmt: skip
 _Rows = dict[str, str]  # the shapes, as expressions, by the names of rows
 
 
@@ -68,10 +75,10 @@ def check_tower(config: dict[str, Any], model: Model, where: str) -> None:
             )
 
 
-def different_towers(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def different_towers(a: Mapping[str, Any], b: Mapping[str, Any], tower: Tower) -> dict[str, tuple[Any, Any]]:
     """Return the fields by which two configs of larger models, of one class, make two beside their language models,
-    with both values: with transformers' defaults, or, where the installed transformers has no such class, those that
-    both have."""
+    with both values: with the defaults of transformers' class, or, where the installed transformers has none, of this
+    `tower`. A field without a known default that one of them lacks is different, unless it has no effect."""
     [name, *_] = architectures(dict(b)) or [""]
     try:
         from reshard.models.saved_tensors import full_config, has_class
@@ -81,14 +88,23 @@ def different_towers(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tu
         known = False
     if known:
         a, b = (full_config(name, config, "the config") for config in (a, b))
+    else:
+        a, b = tower.filled(a), tower.filled(b)
     different = {field: values for field, values in _differing(a, b).items() if field[:11] != "text_config"}
     if not known:  # a class of code beside the model may call itself otherwise
         different = {
             field: values
             for field, values in different.items()
-            if None not in values and not field.endswith("model_type")
+            if not field.endswith("model_type") and not _is_left_out(field.rpartition(".")[2], values)
         }
     return different
+
+
+def _is_left_out(name: str, values: tuple[Any, Any]) -> bool:
+    """Return True for a field that only one of two configs has, and that computes nothing there."""
+    [value, *others] = [value for value in values if value is not None]
+    no_effect = name in NO_EFFECT or name in _OF_PROMPTS or name.endswith(NO_EFFECT_ENDS)
+    return not others and (no_effect or (name in _OF_ANY_CLASS and value == _OF_ANY_CLASS[name]))
 
 
 class ClassFamily(Family):

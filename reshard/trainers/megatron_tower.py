@@ -26,12 +26,13 @@ def check_towers(chunk: torch.nn.Module, model: Model) -> None:
     theirs = model.config.get(TAKES_TOWER)
     if theirs is None or not model.family.tower:
         return
-    needed = {name for name, default in TOWERS[model.family.tower].sizes.values() if default is None}
+    kind = TOWERS[model.family.tower]
+    needed = {name for name, default in kind.sizes.values() if default is None}
     for name, tower in _towers_of(chunk):
         described = False
         for config in _configs_of(chunk, tower, theirs, needed):
             described = True
-            for field, (own, other) in different_towers(config, theirs).items():
+            for field, (own, other) in different_towers(config, theirs, kind).items():
                 raise _different(f"{name}: {field}", own, other, model)
         settings = getattr(tower, "config", None)
         if hasattr(settings, "num_layers"):
@@ -88,7 +89,7 @@ def _check_layers(name: str, settings: Any, model: Model) -> None:
     defaults = dict(tower.sizes.values())
     expected = {field: vision.get(of, defaults.get(of)) for field, of in tower.megatron.items()}
     for field, value in (expected | dict(tower.always)).items():
-        own = getattr(settings, field, value)
+        own = getattr(settings, field, None)
         if value is None and isinstance(own, list):
             value = []
         if not same_value(own, value):
@@ -102,6 +103,10 @@ def _check_layers(name: str, settings: Any, model: Model) -> None:
 
 
 def _different(what: str, own: object, other: object, model: Model) -> ReshardError:
+    known = (
+        "" if None not in (own, other) else ", or write it into the config that lacks it if it means the same"
+    )
     return ReshardError(
-        f"the trainer's {what} is {own!r:.80}, but that of {model.where} is {other!r:.80}: it would be another tower"
+        f"the trainer's {what} is {own!r:.80}, but that of {model.where} is {other!r:.80}: it would be another tower; "
+        f"train and serve the same one{known}"
     )
