@@ -27,6 +27,7 @@ from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.formats.torch_dist import Checkpoint, Key
 from reshard.megatron.checkpoint import NOT_WEIGHTS, Chunk, placement_of_keys
 from reshard.megatron.parameters import ModelParameters
+from reshard.megatron.towers import LANGUAGE_MODEL
 from reshard.models.model import Model
 
 STATE = "optimizer.state."
@@ -53,15 +54,17 @@ _STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 @dataclass(frozen=True)
 class OptimizerStates:
     """The optimizer states of a checkpoint: their format, and, where that can be moved, the
-    parameters' keys in each kind (``exp_avg``), with the key that the checkpoint has."""
+    parameters' keys in each kind (``exp_avg``), with the key that the checkpoint has; `larger` is True of a larger
+    model around a language model."""
 
     format: str
     keys: dict[str, dict[str, str]]
+    larger: bool = False
 
     @property
     def can_move(self) -> bool:
         """True where the states follow from the parameters, whatever the layout."""
-        return self.format in MOVABLE
+        return self.format in MOVABLE and not self.larger
 
     def names(self) -> set[str]:
         """Return the checkpoint's keys of states that can be moved."""
@@ -71,7 +74,17 @@ class OptimizerStates:
         """Return what `inspect` says of them."""
         if self.can_move:
             return f"{self.format} ({', '.join(sorted(self.keys))}), moved by mcore-to-mcore"
-        return f"{self.format}, which belongs to the layout that it was saved at: {self.remedy}"
+        return f"{self.format}, {self.obstacle}"
+
+    @property
+    def obstacle(self) -> str:
+        """Return why states that cannot be moved cannot, and what to do."""
+        if self.larger:
+            return (
+                "of a larger model, whose language model and tower mcore-to-mcore writes apart: load it at another "
+                "layout with its own trainer"
+            )
+        return f"which belongs to the layout that it was saved at: {self.remedy}"
 
     @property
     def remedy(self) -> str:
@@ -97,7 +110,7 @@ def states_of(checkpoint: Checkpoint) -> OptimizerStates | None:
         named = _format_of_keys(checkpoint.keys, kinds, others)
     elif named in MOVABLE and others:
         named = f"{named} with {listed(sorted(others), 1)}"
-    return OptimizerStates(named, dict(kinds))
+    return OptimizerStates(named, dict(kinds), any(key.startswith(LANGUAGE_MODEL) for key in checkpoint.keys))
 
 
 def _format_named(checkpoint: Checkpoint) -> str | None:
@@ -128,8 +141,8 @@ def check_movable(states: OptimizerStates, where: object) -> None:
     """Raise ReshardError if optimizer states cannot be moved to another layout."""
     if not states.can_move:
         raise ReshardError(
-            f"{where} has its optimizer states in the format {states.format}, which belongs to the layout that it was "
-            f"saved at: {states.remedy}, or pass --without-optimizer for the weights alone"
+            f"{where} has its optimizer states in the format {states.format}, {states.obstacle}, or pass "
+            f"--without-optimizer for the weights alone"
         )
 
 

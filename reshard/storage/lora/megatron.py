@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from reshard.core.errors import ReshardError
+from reshard.core.errors import ReshardError, listed
 from reshard.formats import safetensors, torch_dist
 from reshard.formats.small_files import MAX_COPIED_BYTES, read_file, read_json
 from reshard.lora.checkpoint import adapter_keys, find_adapters
@@ -17,6 +17,7 @@ from reshard.lora.peft_config import CONFIG, check_plain
 from reshard.lora.scale import Scale, as_number
 from reshard.megatron.hybrid import class_of_keys
 from reshard.megatron.parameters import ModelParameters, expand
+from reshard.megatron.towers import of_towers
 from reshard.models.model import Model
 from reshard.storage.lora.source import AdapterSource
 from reshard.storage.sources.megatron import MegatronSource
@@ -50,8 +51,16 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
         self.base_name = model_named(self.located) or (self.manifest() or {}).get("base_model")
 
     def _chosen_keys(self, without_adapters: bool) -> dict[str, torch_dist.Key]:
-        keys = self.checkpoint.keys
-        return {key: keys[key] for key in adapter_keys(keys)}
+        """Return the keys of the adapter. Raises ReshardError if one of them is of a tower."""
+        keys = adapter_keys(self.text_keys)
+        tower = of_towers(keys)
+        if tower:
+            raise ReshardError(
+                f"{self.checkpoint.directory} holds an adapter of the tower around its language model ({len(tower)} "
+                f"tensors: {listed(sorted(tower), 2)}), which is not converted: merge it with its trainer, or train "
+                f"one of the language model alone"
+            )
+        return {key: self.text_keys[key] for key in keys}
 
     def _model(self, family: str | None, taken: list[str]) -> tuple[Model, str]:
         if self.given_model is not None:
@@ -59,7 +68,7 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
         return super()._model(family, taken)
 
     def _expanded(self) -> ModelParameters:
-        self.model_class = class_of_keys(self.checkpoint.keys)  # of its base, where that is there
+        self.model_class = class_of_keys(self.text_keys)  # of its base, where that is there
         self.base = expand(self.model, model_class=self.model_class)
         where = self.checkpoint.directory
         saved = self._saved_tp()

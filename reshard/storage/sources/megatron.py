@@ -121,7 +121,7 @@ class MegatronSource(Source):
         # what this tool wrote holds weights and empty states only
         self.notices = taken + (placed.notices if manifest is None else [])
         self.notices += self.model.notices + notices(self.model, self.model_class) + self._state_notices()
-        if not of_towers(self.keys):
+        if self.is_model and not of_towers(self.keys):
             self.notices += self.model.tower_notices(self.config_fields, self.towers)
         self._take_beside(self.config_fields)
         self.paths: dict[str, Path] = {}
@@ -155,15 +155,21 @@ class MegatronSource(Source):
         towers = {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in self.towers.items()}
         return {name: placed[name] for name in names if name in placed} | towers
 
-    def _chosen_keys(self, without_adapters: bool) -> dict[str, torch_dist.Key]:
-        """Return the keys of the checkpoint that are read. Raises ReshardError if they are not
-        those of a language model."""
-        own = {text_key(key): entry for key, entry in self.checkpoint.keys.items()}
-        if len(own) != len(self.checkpoint.keys):
+    @cached_property
+    def text_keys(self) -> dict[str, torch_dist.Key]:
+        """The checkpoint's keys, those of a language model in a larger one as they are where it is by itself. Raises
+        ReshardError for one that is there twice then."""
+        keys = {text_key(key): entry for key, entry in self.checkpoint.keys.items()}
+        if len(keys) != len(self.checkpoint.keys):
             raise ReshardError(
                 f"{self.checkpoint.directory} has tensors of a language model both by itself and in a larger model"
             )
-        keys = base_keys(own, self.checkpoint.directory, without_adapters)
+        return keys
+
+    def _chosen_keys(self, without_adapters: bool) -> dict[str, torch_dist.Key]:
+        """Return the keys of the checkpoint that are read. Raises ReshardError if they are not
+        those of a language model."""
+        keys = base_keys(self.text_keys, self.checkpoint.directory, without_adapters)
         check_language_model(keys, self.checkpoint.directory)
         return keys
 

@@ -49,8 +49,7 @@ def notices_on_training(left: Source, right: Source) -> list[str]:
     if fixed:
         place, states = fixed[0]
         return [
-            f"optimizer states were not compared: {place} has them in the format {states.format}, which belongs to its "
-            f"layout: {states.remedy}"
+            f"optimizer states were not compared: {place} has them in the format {states.format}, {states.obstacle}"
         ]
     unplaced = [
         source.unplaced_states
