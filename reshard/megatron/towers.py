@@ -112,6 +112,12 @@ def with_tower_shapes(parameters: ModelParameters, model: Model) -> ModelParamet
     return replace(parameters, shapes=parameters.shapes | shapes)
 
 
+def has_layers(model: Model, keys: Iterable[str]) -> bool:
+    """Return True if the tower among these keys, as `model` takes it, is made of Megatron's layers."""
+    own = of_towers(keys)
+    return bool(own) and _has_layers(_holder_of(model, own, model.where))
+
+
 def _has_layers(holder: TowerHolder) -> bool:
     return not holder.names[0][1]
 

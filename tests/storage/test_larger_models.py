@@ -1,9 +1,15 @@
 """Checkpoints of larger models on disk, whose tower is made of Megatron's layers: whose number of heads says how its
 rows lie, adapters beside it, and optimizer states."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+import yaml
+from megatron.training.config.yaml_utils import safe_yaml_representers
 from safetensors.torch import load_file
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
 from reshard import (
     ReshardError,
@@ -113,3 +119,50 @@ def test_optimizer_states_of_a_larger_model_are_refused_by_name_and_its_weights_
     # The control: those of the language model alone are not refused for that.
     text = write(tmp_path / "text", mcore, with_states(keys_of(mcore)))
     assert "moved by mcore-to-mcore" in inspect(text, **config).details["optimizer"]
+
+
+def run_configs(vision: dict) -> list[str]:
+    """What Megatron-Bridge leaves beside a checkpoint of a model with this tower: written by Megatron's own
+    representers, and with the fields in place, as its version 0.6 has them."""
+    config = Qwen3VLVisionConfig(**vision)
+    target = {"_target_": f"{Qwen3VLVisionConfig.__module__}.Qwen3VLVisionConfig"}
+    models = [{"vision_config": config}, {"vision_config": target | config.to_dict()}]
+    others = {"num_heads": 7, "hidden_size": 64, "activation_func": abs, "z": [1]}
+    with safe_yaml_representers():
+        return [yaml.safe_dump({"model": others | model, "train": {"num_heads": 9}}) for model in models]
+
+
+def test_the_heads_of_a_tower_are_those_of_its_training_or_a_notice_says_that_nothing_compares(
+    made, tmp_path
+):
+    hf, mcore, keys = made
+    config = json.loads((hf / "config.json").read_text())
+    heads = config["vision_config"]["num_heads"]
+
+    def changed(name: str, **change) -> Path:
+        path = tmp_path / name / "config.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps(config | {"vision_config": config["vision_config"] | change}))
+        return path
+
+    alone = write(tmp_path / "alone", mcore, keys)
+    said = f"in order for the {heads} heads that"
+    report = mcore_to_hf(alone, tmp_path / "out", hf_config=hf / "config.json")
+    assert [said in notice for notice in report.notices].count(True) == 1
+    assert diff(hf, tmp_path / "out").equal
+    # The control: what the heads of another config make of it, which the notice says.
+    report = mcore_to_hf(alone, tmp_path / "other", hf_config=changed("more", num_heads=2 * heads))
+    assert any(f"the {2 * heads} heads that" in notice for notice in report.notices)
+    differing = {each.name.split(".attn.")[-1] for each in diff(hf, tmp_path / "other").differences}
+    assert differing == {"qkv.weight", "qkv.bias"}
+    order = config["vision_config"]["deepstack_visual_indexes"][::-1]
+    for number, text in enumerate(run_configs(config["vision_config"])):
+        trained = write(tmp_path / f"trained-{number}", mcore, keys)
+        (trained / "release" / "run_config.yaml").write_text(text)
+        report = mcore_to_hf(trained, tmp_path / f"out-{number}", hf_config=hf / "config.json")
+        assert not any("heads that" in notice for notice in report.notices)
+        assert diff(hf, tmp_path / f"out-{number}").equal
+        for name, value in (("num_heads", 1), ("hidden_act", "gelu"), ("deepstack_visual_indexes", order)):
+            other = changed(f"{name}-{number}", **{name: value})
+            with pytest.raises(ReshardError, match=f"run_config.yaml says that the tower has {name} "):
+                mcore_to_hf(trained, tmp_path / "never", hf_config=other)

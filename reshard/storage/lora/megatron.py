@@ -1,7 +1,6 @@
 """The LoRA adapter in a Megatron ``torch_dist`` checkpoint of Megatron-Bridge or mcore-bridge, alone or beside its
 base model, read as PEFT's tensors."""
 
-import re
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from reshard.core.errors import ReshardError, listed
 from reshard.formats import safetensors, torch_dist
-from reshard.formats.small_files import MAX_COPIED_BYTES, read_file, read_json
+from reshard.formats.small_files import read_json
 from reshard.lora.checkpoint import adapter_keys, find_adapters
 from reshard.lora.names import A, peft_name
 from reshard.lora.parameters import Adapter, AdapterForm, adapter_parameters
@@ -22,9 +21,7 @@ from reshard.models.model import Model
 from reshard.storage.lora.source import AdapterSource
 from reshard.storage.sources.megatron import MegatronSource
 from reshard.storage.sources.paths import RUN_CONFIG, model_named
-
-# Where PEFT's and Megatron-Bridge's configs say what A and B do not.
-_SETTING = re.compile(r"""^(?P<indent> *)(?P<name>\w+): *["']?(?P<value>[^\s"'#]*)""")
+from reshard.storage.sources.run_config import section
 
 
 class MegatronAdapterSource(AdapterSource, MegatronSource):
@@ -110,8 +107,8 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
             path = directory / RUN_CONFIG
             if self.form.adapter is not None or not path.is_file():
                 continue
-            etp = _section(path, "model").get("expert_tensor_parallel_size", "")
-            shared = _section(path, "peft").get("share_expert_adapters", "true").lower() == "true"
+            etp = section(path, "model").get("expert_tensor_parallel_size", "")
+            shared = section(path, "peft").get("share_expert_adapters", "true").lower() == "true"
             if etp.isdigit() and int(etp) > 1 and not shared and any(a.layer.of_experts for a in adapters):
                 raise ReshardError(
                     f"{path}: adapters of single experts were trained at expert tensor parallelism {etp}, where what "
@@ -124,7 +121,7 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
         size = args.get("tensor_model_parallel_size")
         for directory in (self.checkpoint.directory, self.root):
             if size is None and (directory / RUN_CONFIG).is_file():
-                text = _section(directory / RUN_CONFIG, "model").get("tensor_model_parallel_size", "")
+                text = section(directory / RUN_CONFIG, "model").get("tensor_model_parallel_size", "")
                 size = int(text) if text.isdigit() else None
         return size if type(size) is int and size > 0 else None
 
@@ -161,7 +158,7 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
         given one stands for what is no number."""
         for directory in (self.checkpoint.directory, self.root):
             path = directory / RUN_CONFIG
-            if path.is_file() and (text := _section(path, "peft").get("alpha")) is not None:
+            if path.is_file() and (text := section(path, "peft").get("alpha")) is not None:
                 if self.given_alpha is not None and not _is_number(text):
                     return None
                 return _number(text, path), False, str(path)
@@ -188,24 +185,6 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | self.described_adapter() | {"adapter_format": self.form.name}
-
-
-def _section(path: Path, name: str) -> dict[str, str]:
-    """Return the plain settings in a section of a ``run_config.yaml``, as text. The file may name Python
-    objects, and is read line by line."""
-    settings: dict[str, str] = {}
-    inside, indent = False, ""
-    for line in read_file(path, MAX_COPIED_BYTES).decode(errors="replace").splitlines():
-        match = _SETTING.match(line)
-        if match is None:
-            continue
-        if not match["indent"]:
-            inside, indent = match["name"] == name, ""
-        elif inside:
-            indent = indent or match["indent"]
-            if match["indent"] == indent:
-                settings[match["name"]] = match["value"]
-    return settings
 
 
 def _is_number(text: str) -> bool:

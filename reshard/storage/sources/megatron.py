@@ -51,6 +51,7 @@ from reshard.storage.sources.paths import (
     locate,
     model_named,
 )
+from reshard.storage.sources.run_config import run_configs, tower_notices
 from reshard.storage.sources.versions import FileVersions
 
 # Which optimizer states are read.
@@ -121,6 +122,7 @@ class MegatronSource(Source):
         # what this tool wrote holds weights and empty states only
         self.notices = taken + (placed.notices if manifest is None else [])
         self.notices += self.model.notices + notices(self.model, self.model_class) + self._state_notices()
+        self.notices += tower_notices(self._larger(), list(self.keys), located)
         if self.is_model and not of_towers(self.keys):
             self.notices += self.model.tower_notices(self.config_fields, self.towers)
         self._take_beside(self.config_fields)
@@ -223,8 +225,10 @@ class MegatronSource(Source):
             )
             kept, self.cuts_padding = min(own, limit), limit < own
         text = expand(self.model, padded_vocab=vocab, model_class=self.model_class, kept_padding=kept)
-        larger = takes_tower(self.model, self.config_fields)
-        return with_tower(text, larger, self.keys, self.checkpoint.directory)
+        return with_tower(text, self._larger(), self.keys, self.checkpoint.directory)
+
+    def _larger(self) -> Model:
+        return takes_tower(self.model, self.config_fields)
 
     def _placed_with(self, states: States) -> KeyPlacement:
         """Place the weights, and the optimizer states that are read: without states that have no place, where those
@@ -425,6 +429,7 @@ class MegatronSource(Source):
             self.root / MANIFEST,
             (self.config_directory or self.root / HF_FILES) / "config.json",
             *config,
+            *(run_configs(self.located) if of_towers(self.keys) else ()),
             *{self.tower_directory / tensor.file for tensor in self.towers.values()},
         ]
         return [*small, *(checkpoint.directory / name for name in sorted(names)), *self._beside().values()]
