@@ -3,6 +3,7 @@ the real model classes of vLLM or, in its environment, of SGLang."""
 
 import gc
 import json
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,6 +75,20 @@ def engine_of():
     return into_vllm, VllmModel
 
 
+def remember_an_image() -> Callable[[], bool]:
+    """Have SGLang, if this is its environment, keep what it has made of an image by other weights; what says whether
+    it still does."""
+    if find_spec("vllm") is not None:
+        return lambda: False
+    from sglang.srt.managers import mm_utils
+    from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
+
+    mm_utils.init_mm_embedding_cache(1 << 20)
+    mm_utils.embedding_cache.set(7, EmbeddingResult(embedding=torch.ones(4, 4)))
+    assert mm_utils.embedding_cache.has(7)
+    return lambda: mm_utils.embedding_cache.has(7)
+
+
 def refit_each(
     rank: int, sides: dict, cases: dict[str, tuple[list[str], dict]]
 ) -> dict[str, tuple | str | None]:
@@ -101,8 +116,10 @@ def refit_each(
         if not links:
             continue
         [link] = links
+        remembers = remember_an_image()
         link.refit(verify=True)
         if is_engine:
+            assert not remembers()
             made = link.receiver.engine
             expected = [fingerprint(build(hf, **options)[0]) for hf in checkpoints]
             left = [entry["how"] for entry in made.tensor_accounts() if entry["what"] == "left alone"]

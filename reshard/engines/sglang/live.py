@@ -41,7 +41,7 @@ from reshard.engines.tracing.deduplicated import ExpertLayer, trace_deduplicated
 from reshard.engines.tracing.stand_ins import layer_fingerprint
 from reshard.engines.tracing.trace import Canonical, Trace
 from reshard.models.published import published
-from reshard.models.without_table import TAKES_TOWER, any_model
+from reshard.models.without_table import TAKES_TOWER, ClassFamily, any_model
 
 NOT_SAVED = Account(LEFT_ALONE, "SGLang computes it from the config, and saves it nowhere")
 OF_THE_ROUTER = Account(DERIVED, "a copy of the router's weights in fp32")
@@ -219,7 +219,7 @@ class SglangModel(LiveEngine):
         """Have SGLang forget keys and values of other weights, and images as another tower saw them, while the GPU
         still copies."""
         self._on_scheduler(partial(compat.flush_cache, self.scheduler))
-        if self._with_tower:
+        if self._with_tower or isinstance(self.model.family, ClassFamily):
             self._on_scheduler(compat.forget_images)
 
     def _on_scheduler(self, action: Callable[[], None]) -> None:

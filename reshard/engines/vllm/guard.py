@@ -16,8 +16,10 @@ from reshard.refit.guard import Guard, call_after
 @dataclass
 class VllmGuard(Guard):
     """The guard of one model, which `watch` puts before its runs. `adapters` are the versions of adapters that
-    trainers refit (`reshard.engines.vllm.adapters.versions.Versions`); None before the first."""
+    trainers refit (`reshard.engines.vllm.adapters.versions.Versions`); None before the first. With an encoder vLLM
+    keeps what it has made of images, by other weights too."""
 
+    has_encoder: bool = False
     asleep: bool = False
     warming_up: bool = False
     is_model_watched: bool = False
@@ -84,9 +86,10 @@ class VllmGuard(Guard):
 
     def state(self) -> dict[str, Any]:
         """Return the state of the weights; ``asleep`` says that vLLM sleeps, ``adapters`` which ones trainers
-        refit, if any."""
+        refit, if any, ``encoder_writes`` how often its weights may have changed, if it has an encoder of images."""
         adapters = {"adapters": self.adapters.state()} if self.adapters is not None else {}
-        return super().state() | {"asleep": self.asleep} | adapters
+        encoder = {"encoder_writes": self.writes} if self.has_encoder else {}
+        return super().state() | {"asleep": self.asleep} | adapters | encoder
 
     def _slept(self, level: int = 1, *_: Any, **__: Any) -> None:
         """After ``sleep``: level 2 discards the weights."""
@@ -164,7 +167,9 @@ def guard_of(model: torch.nn.Module, config: Any, just_loaded: bool = False) -> 
             reason = "dummy weights (load_format='dummy')"
         elif config.model_config.enable_sleep_mode and not just_loaded:
             reason = "weights that it may have discarded in sleep before it was connected"
-        _guards[model] = VllmGuard("vLLM", not reason, reason)
+        model_config = getattr(config, "model_config", None)
+        has_encoder = bool(getattr(model_config, "is_multimodal_model", False))
+        _guards[model] = VllmGuard("vLLM", not reason, reason, has_encoder=has_encoder)
     return _guards[model]
 
 

@@ -203,6 +203,12 @@ class VllmCore:
         if self._worker is None and self._extension is not None:
             call_for_answers(self._core.model_executor, called)
 
+    def drop_encodings(self) -> None:
+        """Drop them, as vLLM's `reset_encoder_cache` does: a request that has not come to the end of an image has it
+        encoded again."""
+        self._core.scheduler.reset_encoder_cache()
+        self._core.model_executor.reset_encoder_cache()
+
     # Answers
 
     @property

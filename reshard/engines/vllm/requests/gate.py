@@ -30,6 +30,9 @@ class Core(Protocol):
         """Answer the requests that the next step would run with a sentence, or those of these ids alone, take them
         from the scheduler, and return how many they were."""
 
+    def drop_encodings(self) -> None:
+        """Drop what the workers have made of images and the like, and what the scheduler knows of that."""
+
 
 class Gate:
     """The gate of an engine core: it knows what the workers hold, and lets requests in or refuses them.
@@ -43,6 +46,7 @@ class Gate:
         self._known: list[dict[str, Any]] | None = None
         self._logged = ""
         self._adapters: list[Any] = []  # the states of adapters for which all requests were looked at
+        self._encoder_writes: list[Any] = []  # of the weights that have made what is kept of images
         core.watch_calls(self._forget)
 
     def _forget(self) -> None:
@@ -78,12 +82,22 @@ class Gate:
         sentence = self.refusal()
         if not sentence:
             self._logged = ""
+            self._drop_stale_encodings()
             self._finish_withdrawn()
             return
         count = self._core.finish(sentence)
         if count and sentence != self._logged:
             logger.warning("refused requests from here on: %s", sentence)
             self._logged = sentence
+
+    def _drop_stale_encodings(self) -> None:
+        """Drop what was made of images by weights that have changed since: requests with the same image would be
+        answered with it."""
+        writes = [state.get("encoder_writes") for state in self.states()]
+        if writes != self._encoder_writes:
+            if any(count is not None for count in writes):
+                self._core.drop_encodings()
+            self._encoder_writes = writes
 
     def _finish_withdrawn(self) -> None:
         """Answer the requests whose adapters must not be served any more."""
