@@ -5,8 +5,9 @@ ms-swift trains in the ranks that torchrun starts, and vLLM serves in the same p
 a subclass of its trainer in the trainer's place, whose sync reads the shards of the models where
 they are and writes them to where vLLM serves them from. All else is ms-swift's, also when the
 engine sleeps and wakes and what is offloaded. With ``vllm_enable_lora`` the weights go once, and the
-adapter at each sync. What a refit does not cover (merged adapters, fp8 and fp4 parameters,
-Megatron's FSDP, multimodal models, a vLLM server) takes ms-swift's own sync, and the log says so.
+adapter at each sync. A multimodal model goes with its vision tower where a table says how that lies in Megatron and
+vLLM serves it as it is loaded. What a refit does not cover (merged adapters, fp8 and fp4 parameters, Megatron's FSDP,
+other multimodal models, a vLLM server) takes ms-swift's own sync, and the log says so.
 """
 
 import logging
@@ -28,7 +29,9 @@ from megatron.core import parallel_state
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.live import VllmModel
+from reshard.engines.vllm.weights.tower import serves_tower
 from reshard.integrations.monitoring import figures_of
+from reshard.integrations.multimodal import left_with_its_tower
 from reshard.integrations.options import TIMEOUT, SyncOptions
 from reshard.integrations.sync import WeightSync
 from reshard.models.model import Model
@@ -114,6 +117,7 @@ class ReshardGRPOTrainer(MegatronGRPOTrainer):
 
     reshard_options = SyncOptions()
     _reshard_sync: WeightSync | None = None
+    _reshard_tower: str | None = None  # why that is left to ms-swift, once it is known
     _reshard_engine: VllmModel
 
     def _move_model_to_vllm(self) -> None:
@@ -179,7 +183,7 @@ class SwiftModel(MegatronModel):
         """
         if all(hasattr(chunk.config, "attention_scaling") for chunk in self.models):
             without |= ROTARY
-            for chunk in self.models:
+            for chunk in self.texts:
                 _check_rotary_of_bridge(chunk, model)
         super().check_model(model, without)
 
@@ -188,7 +192,10 @@ def _check_rotary_of_bridge(chunk: Any, model: Model) -> None:
     if rope_is_ignored():
         return
     frequencies = getattr(getattr(chunk, "rotary_pos_emb", None), "inv_freq", None)
-    if getattr(chunk, "position_embedding_type", None) != "rope" or not isinstance(frequencies, torch.Tensor):
+    kinds = ("rope", "mrope") if model.wrapped else ("rope",)  # in sections, for the positions in images
+    if getattr(chunk, "position_embedding_type", None) not in kinds or not isinstance(
+        frequencies, torch.Tensor
+    ):
         raise ReshardError("the trainer's model has no rotary embedding as mcore-bridge 1.6 makes it")
     factor, expected = chunk.config.attention_scaling, attention_factor(model.rope())
     if not math.isclose(factor, expected, rel_tol=1e-6):
@@ -209,10 +216,27 @@ def left_to_swift(trainer: Any) -> str:
             f"the model has adapters that are merged (tuner_type {args.tuner_type} without vllm_enable_lora)"
         )
     if getattr(config, "is_multimodal", False):
-        return "the model is multimodal"
+        if getattr(trainer, "_reshard_tower", None) is None:
+            trainer._reshard_tower = tower_left_to_swift(trainer)
+        if trainer._reshard_tower:
+            return str(trainer._reshard_tower)
     if getattr(args, "use_megatron_fsdp", False):
         return "the parameters are sharded by Megatron's FSDP (use_megatron_fsdp)"
     for name in ("fp8_param_gather", "fp4_param_gather"):
         if getattr(args, name, False):
             return f"the parameters are quantized ({name})"
+    return ""
+
+
+def tower_left_to_swift(trainer: Any) -> str:
+    """Return why a multimodal model is not refitted with its tower, empty if it is; the same on every rank."""
+    if trainer.args.tuner_type != "full":
+        return "the model is multimodal, and has adapters"
+    if getattr(trainer.config, "language_model_only", False):
+        return "the model is multimodal, and its language model is trained alone (language_model_only)"
+    why = left_with_its_tower(trainer.config.hf_config.to_dict())
+    if why:
+        return why
+    if not serves_tower(trainer.engine.engine):
+        return "the model is multimodal, and this vLLM serves its tower otherwise than it is loaded"
     return ""

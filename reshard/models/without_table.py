@@ -90,7 +90,11 @@ def different_towers(a: Mapping[str, Any], b: Mapping[str, Any], tower: Tower) -
         a, b = (full_config(name, config, "the config") for config in (a, b))
     else:
         a, b = tower.filled(a), tower.filled(b)
-    different = {field: values for field, values in _differing(a, b).items() if field[:11] != "text_config"}
+    different = {
+        field: values
+        for field, values in _differing(a, b).items()
+        if field[:11] != "text_config" and not _repeats_text(field, a, b)
+    }
     if not known:  # a class of code beside the model may call itself otherwise
         different = {
             field: values
@@ -105,6 +109,16 @@ def _is_left_out(name: str, values: tuple[Any, Any]) -> bool:
     [value, *others] = [value for value in values if value is not None]
     no_effect = name in NO_EFFECT or name in _OF_PROMPTS or name.endswith(NO_EFFECT_ENDS)
     return not others and (no_effect or (name in _OF_ANY_CLASS and value == _OF_ANY_CLASS[name]))
+
+
+def _repeats_text(field: str, *configs: Mapping[str, Any]) -> bool:
+    """Tell whether a field outside of the language model's config repeats what that says, in each of these configs that
+    has it: trainers put such ones there for others to find."""
+    having = [config for config in configs if config.get(field) is not None]
+    texts = [config.get("text_config") or {} for config in having]
+    return bool(having) and all(
+        config[field] == text.get(field) for config, text in zip(having, texts, strict=True)
+    )
 
 
 class ClassFamily(Family):

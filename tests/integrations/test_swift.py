@@ -13,21 +13,33 @@ from tests.starting import fork_server
 from tests.starting.ranks import torchrun
 from tests.tools.checkpoints import make
 from tests.tools.environments import REPOSITORY, attempt, clean, environment_before_ours
+from tests.tools.images import make_served
+from tests.tools.model_classes import WITH_TOWER
 
 pytestmark = pytest.mark.install
 # What importing ms-swift's trainer takes and this environment lacks; without what they ask for in
-# turn, which is here or not needed.
+# turn, which is here or not needed; and the transformers that it asks for, whose Qwen3-VL it changes.
 PACKAGES = [
     "ms-swift==4.6.0", "mcore-bridge==1.6.5", "transformer-engine==2.16.1", "accelerate", "addict", "dacite",
     "datasets", "dill", "fsspec", "json-repair", "modelscope", "modelscope-hub", "multiprocess",
     "nvdlfw-inspect", "onnx", "onnx-ir", "onnxscript", "pandas", "peft<0.22", "pyarrow", "python-dateutil",
-    "simplejson", "trl<1",
+    "qwen-vl-utils", "simplejson", "transformers<5.20", "trl<1",
 ]  # fmt: skip
 PLUGIN = "from reshard.integrations import swift\n\nswift.use(verify=True, timeout=300, keep_mapped=True)\n"
 LAYOUTS = {
     "served-qwen3": ["--pipeline_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2"],
     "served-qwen3-moe-whole": ["--expert_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2"],
+    "Qwen3VLForConditionalGeneration": [
+        *("--tensor_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2"),
+        *("--template", "qwen3_vl", "--vit_attn_impl", "sdpa"),
+    ],
 }
+MULTIMODAL = {
+    "served-qwen3": "the model is multimodal, and no table has the tower of qwen3",
+    "served-qwen3-moe-whole": "the model is multimodal, and no table has the tower of qwen3_moe",
+    "Qwen3VLForConditionalGeneration": "",
+}
+ALONE = "the model is multimodal, and its language model is trained alone (language_model_only)"
 FAMILIES = {
     "served-llama": "use_rope_scaling",
     "qwen3-yarn": "position_embedding_type",
@@ -75,7 +87,9 @@ def plugin(tmp_path_factory):
 
 
 def checkpoint(folder, variant: str, seed: int = 0):
-    """A model of this variant with a tokenizer that ends its sentences."""
+    """A model of this variant with a tokenizer that ends its sentences, or of a class with a vision tower."""
+    if variant in WITH_TOWER:
+        return make_served(folder / f"{variant}-{seed}", variant, seed)
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -107,11 +121,12 @@ def said_by(python, folder, processes: int, *arguments) -> list:
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def ranks(request, swift, plugin, tmp_path_factory):
-    """What ms-swift's trainer says on two ranks, of a dense model in two stages and one with experts on
-    both."""
+    """What ms-swift's trainer says on two ranks, of a dense model in two stages, one with experts on
+    both, and one with a vision tower."""
     folder = tmp_path_factory.mktemp(request.param)
     pair = [checkpoint(folder, request.param, seed) for seed in range(2)]
-    return said_by(swift, folder, 2, "live", plugin, *pair, *LAYOUTS[request.param])
+    outcomes = said_by(swift, folder, 2, "live", plugin, *pair, *LAYOUTS[request.param])
+    return [outcome | {"variant": request.param} for outcome in outcomes]
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +172,8 @@ def test_a_sync_leaves_what_ms_swifts_own_and_vllms_loader_leave(ranks):
         assert [first["version"], second["version"]] == [0, 1]
         different = [key for key in first["ours"] if first["ours"][key] != second["ours"][key]]
         assert different == list(first["ours"]), "the control: other weights, in every parameter"
+        of_tower = sum(name.startswith("visual.") for name in first["ours"])
+        assert (of_tower > 20) == (outcome["variant"] in WITH_TOWER), "the tower is synced, too"
 
 
 def test_after_a_sync_that_failed_the_next_connects_again(ranks):
@@ -178,7 +195,8 @@ def test_what_a_refit_does_not_cover_goes_by_ms_swifts_own_sync_with_a_line_in_t
             "fp8_param_gather": "the parameters are quantized (fp8_param_gather)",
             "fp4_param_gather": "the parameters are quantized (fp4_param_gather)",
             "use_megatron_fsdp": "the parameters are sharded by Megatron's FSDP (use_megatron_fsdp)",
-            "is_multimodal": "the model is multimodal",
+            "is_multimodal": MULTIMODAL[outcome["variant"]],
+            "language_model_only": ALONE if outcome["variant"] in WITH_TOWER else "",
             "vllm_mode": "vLLM runs in a server (vllm_mode)",
         }
 

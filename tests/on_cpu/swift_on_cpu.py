@@ -271,9 +271,13 @@ def reasons(trainer, left) -> dict[str, str]:
     for where, key, value in (
         ("args", "tuner_type", "lora"), ("args", "fp8_param_gather", True), ("args", "fp4_param_gather", True),
         ("args", "use_megatron_fsdp", True), ("config", "is_multimodal", True), ("self", "vllm_mode", "server"),
+        ("config", "language_model_only", True),
     ):  # fmt: skip
         holder = types.SimpleNamespace(
-            args=copy.copy(trainer.args), config=copy.copy(trainer.config), vllm_mode=trainer.vllm_mode
+            args=copy.copy(trainer.args),
+            config=copy.copy(trainer.config),
+            vllm_mode=trainer.vllm_mode,
+            engine=trainer.engine,
         )
         there = holder if where == "self" else getattr(holder, where)
         assert hasattr(there, key), key

@@ -12,6 +12,7 @@ from reshard import MegatronLayout, check, diff, digest, hf_to_mcore, inspect, m
 from reshard.models.model import Model
 from reshard.models.saved_tensors import saved_tensors
 from reshard.models.towers import TOWERS
+from reshard.models.without_table import different_towers
 from tests import install_sglang_cpu
 from tests.megatron.test_logits import PP, TP, flags_at
 from tests.starting import warm
@@ -192,6 +193,14 @@ def test_kimis_tower_and_projector_are_exported_saved_and_loaded(tmp_path):
         assert "vt_num_attention_heads is 2, but that of" in said
     assert (saved / "hf" / "towers.safetensors").stat().st_size > 4096
     assert {n: bits(t) for n, t in load_file(saved / "hf" / "towers.safetensors").items()} == tower
+
+
+def test_a_field_that_repeats_what_the_language_models_config_says_makes_no_other_tower():
+    """As ms-swift puts one there, for what looks for it."""
+    config = config_of("Qwen3VLForConditionalGeneration").to_dict()
+    own = config["text_config"]["hidden_size"]
+    assert different_towers(config | {"hidden_size": own}, config) == {}
+    assert different_towers(config | {"hidden_size": own + 1}, config) == {"hidden_size": (own + 1, None)}
 
 
 @pytest.mark.parametrize("name", WITH_TOWER)

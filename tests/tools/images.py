@@ -25,6 +25,8 @@ def make_served(directory: Path, name: str, seed: int = 0, **options) -> Path:
     """Save a small model of a class that vLLM's build for the CPU serves, with all that vLLM reads beside it."""
     text = (CLASSES | WITH_TOWER)[name]["text_config"]
     rope = text.get("rope_parameters", MROPE) | {"mrope_section": [6, 5, 5]}
+    if "layer_types" in text:  # Qwen3.5's, which turns a quarter of each head
+        rope = rope | {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
     make(directory, name, seed, text_config=text | SERVED | {"rope_parameters": rope}, **options)
     processor_of(name).save_pretrained(directory)
     return directory
