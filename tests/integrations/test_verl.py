@@ -16,6 +16,7 @@ from tests.starting.warm import python_with_ray
 from tests.tools.checkpoints import make
 from tests.tools.clones import RAY_PACKAGES, STANDINS, differing, variables
 from tests.tools.environments import REPOSITORY, run
+from tests.tools.images import make_served
 from tests.tools.vllm_server import with_tokenizer
 
 pytestmark = pytest.mark.install
@@ -46,9 +47,9 @@ def outcome(tmp_path_factory):
     at = tmp_path_factory.mktemp("at")
     hf = make(tmp_path_factory.mktemp("model") / "hf", "served-qwen3")
     with_tokenizer(hf)
-    out = run(
-        [python_with_ray(), "-m", "tests.on_cpu.verl_on_cpu", hf, *LINES], env=variables(STANDINS), cwd=at
-    )
+    tower = make_served(tmp_path_factory.mktemp("model") / "tower", "Qwen3VLForConditionalGeneration")
+    command = [python_with_ray(), "-m", "tests.on_cpu.verl_on_cpu", hf, tower, *LINES]
+    out = run(command, env=variables(STANDINS), cwd=at)
     [line] = [line for line in out.splitlines() if line.startswith("SAID ")]
     return json.loads(line.removeprefix("SAID "))
 
@@ -56,10 +57,12 @@ def outcome(tmp_path_factory):
 def test_the_lines_of_config_put_ours_in_the_place_of_verls(outcome):
     assert outcome["before"] == [
         "verl.workers.engine.megatron.transformer_impl.MegatronEngineWithLMHead",
+        "verl.workers.engine.fsdp.transformer_impl.FSDPEngineWithLMHead",
         "verl.workers.rollout.vllm_rollout.vllm_rollout.ServerAdapter",
     ]
     assert outcome["after"] == [
         "reshard.integrations.verl.plugin.ReshardMegatronEngine",
+        "reshard.integrations.verl.plugin.ReshardFsdpEngine",
         "reshard.integrations.verl.vllm.ReshardServerAdapter",
     ]
     assert outcome["extension"] == "reshard.integrations.verl.VerlExtension"
@@ -125,6 +128,28 @@ def test_a_model_that_verl_has_offloaded_is_loaded_for_a_connection_alone(outcom
     assert len({str(one[5]) for one in (first, second, mended, last)}) == 4, (
         "the control: others have other bits"
     )
+
+
+def test_a_model_under_fsdp2_is_refitted_with_its_tower_as_vllm_loads_what_is_saved_of_it(outcome):
+    whole = outcome["with a tower"]
+    assert [said[:2] for said in whole["syncs"]] == [["no error", ""]] * 2
+    for steps, held, loaded in zip((1, 2), whole["held"], whole["loaded"], strict=True):
+        assert held[0] == [steps] and held[2:] == loaded, "tokens, and the bits of all parameters"
+    first, second = (held[3] for held in whole["held"])
+    assert all(first[name] != second[name] for name in first), "the control: other weights"
+    assert sum(name.startswith("visual.") for name in first) > 20
+
+
+def test_what_verl_syncs_itself_under_fsdp_or_of_multimodal_models_is_said(outcome):
+    assert outcome["with a tower"]["left"] == {
+        "fits": "",
+        "_qat_enabled": "the model is trained quantized (QAT)",
+        "_uses_fsdp2_cpu_offload_policy": "FSDP2 has the parameters on the host (fsdp_config.offload_policy)",
+        "peft": "the model has LoRA adapters, and FSDP",
+        "whole": "the model is not sharded by FSDP2 (actor.strategy=fsdp2)",
+        "multimodal": "",
+        "multimodal, adapted": "the model is multimodal, and has adapters",
+    }
 
 
 def test_an_adapter_is_refitted_and_served_as_verl_asks_for_it(outcome):

@@ -1,9 +1,10 @@
 """What the real verl makes of our module and of the lines of config; run in an environment with
-verl: python -m tests.on_cpu.verl_on_cpu HF"""
+verl: python -m tests.on_cpu.verl_on_cpu HF HF_WITH_A_TOWER"""
 
 import inspect
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -41,6 +42,7 @@ def main() -> None:
     from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.fsdp import FSDPEngineWithLMHead
     from verl.workers.engine.megatron import MegatronEngineWithLMHead
     from verl.workers.rollout.base import get_rollout_class
     from verl.workers.rollout.vllm_rollout import ServerAdapter
@@ -48,16 +50,18 @@ def main() -> None:
     outcome: dict = {
         "before": [
             name(EngineRegistry.get_engine_cls("language_model", "megatron")),
+            name(EngineRegistry.get_engine_cls("language_model", "fsdp2")),
             name(get_rollout_class("vllm")),
         ]
     }
-    lines = [*sys.argv[2:], f"actor_rollout_ref.model.path={sys.argv[1]}"]
+    lines = [*sys.argv[3:], f"actor_rollout_ref.model.path={sys.argv[1]}"]
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", overrides=lines)
     # As an actor does it; this is what imports our module.
     model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
     outcome["after"] = [
         name(EngineRegistry.get_engine_cls("language_model", "megatron")),
+        name(EngineRegistry.get_engine_cls("language_model", "fsdp2")),
         name(get_rollout_class("vllm")),
     ]
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
@@ -82,6 +86,7 @@ def main() -> None:
     outcome["order"] = [base.__name__ for base in VerlExtension.__mro__[1:3]]
     outcome["called otherwise"] = [
         *takes(verl.ReshardMegatronEngine, MegatronEngineWithLMHead),
+        *takes(verl.ReshardFsdpEngine, FSDPEngineWithLMHead),
         *takes(ReshardServerAdapter, ServerAdapter),
         *takes(verl.ReshardCheckpointEngine, CheckpointEngine),
     ]
@@ -93,6 +98,7 @@ def main() -> None:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     outcome["meeting"] = meetings(CheckpointEngineRegistry.get("reshard"))
     outcome["live"] = live(sys.argv[1], config)
+    outcome["with a tower"] = with_a_tower(sys.argv[2], config)
     ray.shutdown()
     print("SAID " + json.dumps(outcome, default=str))
 
@@ -137,18 +143,16 @@ class Server:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
 
+        plain = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16"}
         self.llm = LLM(
             folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
             max_model_len=64,
             max_num_batched_tokens=64,
             max_num_seqs=8,
             enforce_eager=True,
             kv_cache_memory_bytes=1 << 24,
             worker_extension_cls="reshard.integrations.verl.VerlExtension",
-            **options,
+            **plain | options,
         )
         self.told: list = []
         self.waits, self.dies = "", ""
@@ -194,8 +198,12 @@ class Server:
 
     def serves(self) -> tuple:
         """The version that the worker has, what it was told, tokens, and digests of all its parameters."""
+        return self.llm.collective_rpc("reshard_version"), self.told, *self.holds()
+
+    def holds(self) -> tuple:
+        """Tokens, and digests of all its parameters."""
         [digests] = self.llm.collective_rpc(Probed.digests)
-        return self.llm.collective_rpc("reshard_version"), self.told, self.tokens(None), digests
+        return self.tokens(None), digests
 
 
 class Actor:
@@ -235,6 +243,75 @@ class Actor:
         self.engine = object.__new__(verl.ReshardMegatronEngine)
         self.engine.module, self.engine.peft_cls, self.engine.model_config = models, None, None
         self.loads = loads_of(verl)
+
+    def start_fsdp(self, folder: str, config) -> None:
+        """With a whole model under FSDP2, in fp32."""
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from transformers import AutoModelForImageTextToText
+        from verl.utils import fsdp_utils
+
+        self.adapt(config)
+        import reshard.integrations.verl.plugin as verl
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        fsdp_utils.get_device_id = lambda: "cpu"
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in (*model.model.language_model.layers, *model.model.visual.blocks):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        self.engine = object.__new__(verl.ReshardFsdpEngine)
+        self.engine.module = model
+
+    async def sync_fsdp(self, steps: int, saved: str) -> list:
+        """A step of training, after which the model is saved and verl offloads it, and a sync in verl's order; what it
+        raises."""
+        import torch
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from verl.utils.fsdp_utils import offload_fsdp_model_to_cpu
+
+        model = self.engine.module
+        torch.manual_seed(steps)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                local = parameter.to_local()
+                local.add_(torch.randn_like(local).mul(0.02))
+        state = {key: one.full_tensor() for key, one in model.state_dict().items()}
+        model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
+        model.save_pretrained(saved, state_dict=state)
+        offload_fsdp_model_to_cpu(model)
+        weights, peft_config = self.engine.get_per_tensor_param(layered_summon=False, base_sync_done=True)
+        options = {"global_steps": steps, "peft_config": peft_config, "base_sync_done": True}
+        outcome = await ended(self.adapter.update_weights(weights, **options))
+        offload_fsdp_model_to_cpu(model)
+        return outcome
+
+    def left(self) -> dict[str, str]:
+        """Why verl's own way is taken, by what is changed of this engine."""
+        import torch
+
+        import reshard.integrations.verl.plugin as verl
+
+        engine, results = self.engine, {"fits": verl.fsdp_left_to_verl(self.engine)}
+        for key in ("_qat_enabled", "_uses_fsdp2_cpu_offload_policy"):
+            setattr(engine, key, True)
+            results[key] = verl.fsdp_left_to_verl(engine)
+            setattr(engine, key, False)
+        engine.module.peft_config = {}
+        results["peft"] = verl.fsdp_left_to_verl(engine)
+        del engine.module.peft_config
+        model, engine.module = engine.module, torch.nn.Linear(1, 1)
+        results["whole"] = verl.fsdp_left_to_verl(engine)
+        engine.module = model
+        for kind, adapted in (("multimodal", None), ("multimodal, adapted", object())):
+            of_megatron = SimpleNamespace(
+                model_config=SimpleNamespace(hf_config=model.config, lora={"rank": 8}), peft_cls=adapted
+            )
+            results[kind] = verl.left_to_verl(of_megatron)
+        return results
 
     async def sync(
         self, steps: int, lost: str = "", new: bool = False, seed: int | None = None, several: int = 1
@@ -389,6 +466,42 @@ def live(folder: str, config) -> dict:
     ray.get(server.die_at.remote("reshard_connect"))
     address = ray_address()
     results["died elsewhere"] = ray.get([actor.send.remote(address), beside.receive.remote(address)])
+    return results
+
+
+def with_a_tower(folder: str, config) -> dict:
+    """Syncs by verl's adapter from a whole model under FSDP2: what a vLLM that has started with dummy weights holds
+    after each, and what one has loaded of the model that was saved; and why verl's own way would be taken."""
+    import ray
+
+    options = {
+        "skip_tokenizer_init": False,
+        "limit_mm_per_prompt": {"image": 1, "video": 0},
+        "skip_mm_profiling": True,
+    }
+    remote = ray.remote(Server).options
+    actor = ray.remote(Actor).options(num_cpus=0).remote()
+    starting = actor.start_fsdp.remote(folder, config.actor_rollout_ref)
+    server = remote(name="vllm_server_0_0", num_cpus=0).remote()
+    ray.get([starting, server.start.remote(folder, **options)])
+    results: dict = {"syncs": [], "held": [], "loaded": []}
+    for steps in (1, 2):
+        saved = f"{folder}-{steps}"
+        results["syncs"].append(ray.get(actor.sync_fsdp.remote(steps, saved)))
+        if results["syncs"][-1][0] != "no error":
+            return results
+        results["held"].append(ray.get(server.serves.remote()))
+    results["left"] = ray.get(actor.left.remote())
+    ray.kill(server)
+    for steps in (1, 2):
+        Path(f"{folder}-{steps}").mkdir(exist_ok=True)
+        for beside in Path(folder).iterdir():
+            if beside.name not in ("model.safetensors", "config.json"):
+                shutil.copy(beside, f"{folder}-{steps}")
+        server = remote(num_cpus=0).remote()
+        ray.get(server.start.remote(f"{folder}-{steps}", **options, load_format="safetensors"))
+        results["loaded"].append(ray.get(server.holds.remote()))
+        ray.kill(server)
     return results
 
 

@@ -1,16 +1,16 @@
-"""verl with Megatron, and vLLM or SGLang: its weight sync as a refit, by lines of config.
+"""verl with Megatron or FSDP2, and vLLM or SGLang: its weight sync as a refit, by lines of config.
 `docs/guides/trainers/verl.md` has them.
 
 verl imports this module in the actor (``model.external_lib``) and in the rollout's workers
 (``checkpoint_engine.custom_backend_module``). Imported, it registers
 
-- an engine in the place of verl's Megatron engine, whose weights are the model itself (`Shards`),
+- engines in the place of verl's Megatron and FSDP engines, whose weights are the model itself (`Shards`),
 - adapters in the place of verl's to vLLM (`reshard.integrations.verl.vllm`) and SGLang
   (`reshard.integrations.verl.sglang`), which connect the two sides, and refit,
 - for separate placement the checkpoint engine ``reshard``, by which they meet.
 
 vLLM's workers get `reshard.integrations.verl.VerlExtension`; SGLang's schedulers load reshard's
-plugin. What a refit does not cover (LoRA that is merged, QAT) takes verl's own way, and the log says so.
+plugin. What a refit does not cover (LoRA that is merged, QAT, FSDP1) takes verl's own way, and the log says so.
 """
 
 import logging
@@ -24,15 +24,20 @@ from reshard.core.extras import importing_beside
 with importing_beside("verl", "ray", "torch", "verl"):
     import ray
     from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
+    from verl.utils.fsdp_utils import fsdp_version, load_fsdp_model_to_gpu
     from verl.utils.megatron_utils import load_megatron_model_to_gpu
     from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.fsdp import FSDPEngineWithLMHead
     from verl.workers.engine.megatron import MegatronEngineWithLMHead
     from verl.workers.rollout import base as rollouts
 
 from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError
+from reshard.integrations.multimodal import left_with_its_tower
 from reshard.integrations.options import SyncOptions
 from reshard.integrations.sync import Meeting, WeightSync, ray_address
+from reshard.refit.trainer import Trainer
+from reshard.trainers.fsdp import FsdpModel
 from reshard.trainers.megatron import MegatronModel
 
 BACKEND = "reshard"
@@ -48,7 +53,7 @@ class Shards(NamedTuple):
     where they are, the name of its LoRA adapter in vLLM, None if it has none, and what brings its
     parameters back to the GPU, where verl has offloaded them."""
 
-    source: MegatronModel
+    source: Trainer
     adapter: str | None = None
     load: Callable[[], None] = lambda: None
 
@@ -80,8 +85,48 @@ class ReshardMegatronEngine(MegatronEngineWithLMHead):
         return Shards(self._reshard_source, adapter_of(self.model_config), load), None
 
 
+@EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device="cuda", vendor="nvidia")
+class ReshardFsdpEngine(FSDPEngineWithLMHead):
+    """verl's engine of FSDP, whose weights are refitted instead of gathered."""
+
+    def get_per_tensor_param(
+        self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any
+    ) -> tuple[Any, dict | None]:
+        """Return the live shards; or what verl gathers, if a refit does not cover it."""
+        why = fsdp_left_to_verl(self)
+        if why:
+            log.warning("verl's own weight sync is used: %s", why)
+            return super().get_per_tensor_param(
+                layered_summon=layered_summon, base_sync_done=base_sync_done, **kwargs
+            )
+        load = partial(load_fsdp_model_to_gpu, self.module)
+        if getattr(self, "_reshard_source", None) is None:
+            load()
+            self._reshard_source = FsdpModel(self.module)
+        return Shards(self._reshard_source, None, load), None
+
+
+def fsdp_left_to_verl(engine: Any) -> str:
+    """Return why the weights of an engine of FSDP are not refitted; empty if they are."""
+    if fsdp_version(engine.module) != 2:
+        return "the model is not sharded by FSDP2 (actor.strategy=fsdp2)"
+    if hasattr(engine.module, "peft_config"):
+        return "the model has LoRA adapters, and FSDP"
+    if getattr(engine, "_qat_enabled", False):
+        return "the model is trained quantized (QAT)"
+    if getattr(engine, "_uses_fsdp2_cpu_offload_policy", False):
+        return "FSDP2 has the parameters on the host (fsdp_config.offload_policy)"
+    return ""
+
+
 def left_to_verl(engine: Any) -> str:
-    """Return why an engine's weights are not refitted; empty if they are."""
+    """Return why the weights of an engine of Megatron are not refitted; empty if they are."""
+    config: Any = getattr(engine.model_config, "hf_config", None)
+    if hasattr(config, "vision_config"):
+        why = "the model is multimodal, and has adapters" if engine.peft_cls is not None else ""
+        why = why or left_with_its_tower(config.to_dict())
+        if why:
+            return why
     if engine.peft_cls is not None and adapter_of(engine.model_config) is None:
         return "the model has LoRA adapters that are merged (model.lora.merge)"
     if getattr(engine, "_qat_enabled", False):
