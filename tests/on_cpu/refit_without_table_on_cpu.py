@@ -7,7 +7,6 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import transformers
@@ -150,42 +149,6 @@ def images() -> list:
     from sglang.srt.managers import mm_utils
 
     return [*mm_utils.embedding_cache.mm_cache]
-
-
-def forgotten_by_vllm(rank: int, sides: dict) -> list:
-    """Whether vLLM's core forgets images with its prefixes: of a guarded model that sees, of one that does not, of one
-    that nobody guards, and where it does not forget the prefixes."""
-    from vllm.v1.engine.core import EngineCore
-
-    from reshard.engines.vllm.requests.core import install
-
-    start(rank, sides)
-    install()
-    asked = []
-    for sees, guarded, is_reset in (
-        (True, True, True),
-        (False, True, True),
-        (True, False, True),
-        (True, True, False),
-    ):
-        core, forgotten = object.__new__(EngineCore), list[str]()
-        core.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(is_multimodal_model=sees),
-            parallel_config=SimpleNamespace(worker_extension_cls=""),
-        )
-        core.scheduler = SimpleNamespace(
-            reset_prefix_cache=lambda *_, is_reset=is_reset: is_reset,
-            has_unfinished_requests=lambda: False,
-            reset_encoder_cache=lambda forgotten=forgotten: forgotten.append("scheduler"),
-        )
-        core.model_executor = SimpleNamespace(
-            reset_encoder_cache=lambda forgotten=forgotten: forgotten.append("workers"), driver_worker=None
-        )
-        if guarded:
-            core.reshard_gate = object()
-        core.reset_prefix_cache()
-        asked.append(forgotten)
-    return asked
 
 
 def beside_towers(rank: int, sides: dict, checkpoints: list[str], options: dict) -> dict:

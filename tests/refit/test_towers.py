@@ -198,9 +198,11 @@ def test_kimis_tower_and_projector_are_exported_saved_and_loaded(tmp_path):
 def test_a_field_that_repeats_what_the_language_models_config_says_makes_no_other_tower():
     """As ms-swift puts one there, for what looks for it."""
     config = config_of("Qwen3VLForConditionalGeneration").to_dict()
-    own = config["text_config"]["hidden_size"]
-    assert different_towers(config | {"hidden_size": own}, config) == {}
-    assert different_towers(config | {"hidden_size": own + 1}, config) == {"hidden_size": (own + 1, None)}
+    own, tower = config["text_config"]["hidden_size"], TOWERS["deepstack"]
+    assert different_towers(config | {"hidden_size": own}, config, tower) == {}
+    assert different_towers(config | {"hidden_size": own + 1}, config, tower) == {
+        "hidden_size": (own + 1, None)
+    }
 
 
 @pytest.mark.parametrize("name", WITH_TOWER)

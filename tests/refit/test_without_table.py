@@ -133,12 +133,6 @@ def test_a_trainer_without_a_tower_leaves_that_of_the_engine(checkpoints, tmp_pa
     check_beside_towers(results, "visual.")
 
 
-def test_vllm_forgets_images_with_its_prefixes(tmp_path):
-    places = sides(tmp_path, 1, 1, True)
-    [asked] = run_on_ranks(1, "forgotten_by_vllm", places, module="refit_without_table_on_cpu")
-    assert asked == [["scheduler", "workers"], [], [], []]
-
-
 if install_sglang_cpu.installed():
 
     def test_a_trainer_without_a_tower_leaves_that_of_an_sglang(checkpoints, tmp_path):

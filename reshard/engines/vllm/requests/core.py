@@ -32,7 +32,6 @@ def install() -> None:
         invoke = own_process._invoke_utility_method
         preprocess, add = engine_core.preprocess_add_request, engine_core.add_request
         steps, call = (engine_core.step, engine_core.step_with_batch_queue), engine_core.collective_rpc
-        reset = engine_core.reset_prefix_cache
     if hasattr(preprocess, "of_vllm"):
         return
 
@@ -62,15 +61,6 @@ def install() -> None:
         gate_of(self)  # makes workers answer, also where no request has come yet
         return call(self, *args, **kwargs)
 
-    @wraps(reset)
-    def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> bool:
-        is_reset: bool = reset(self, *args, **kwargs)
-        # What a vision tower has made of images is as old as the keys and values, and vLLM keeps it, by the image.
-        if is_reset and self.vllm_config.model_config.is_multimodal_model and gate_of(self) is not None:
-            self.reset_encoder_cache()
-        return is_reset
-
-    engine_core.reset_prefix_cache = reset_prefix_cache
     preprocess_add_request.of_vllm = preprocess  # type: ignore[attr-defined]
     engine_core.collective_rpc = collective_rpc
     engine_core.preprocess_add_request = preprocess_add_request
