@@ -62,9 +62,15 @@ megatron_options = together(
 @click.command("hf-to-mcore")
 @click.argument("source", type=PathOrHubId())
 @click.argument("destination", type=PathOrHubId())
+@click.option(
+    "--hf-config",
+    type=PathOrHubId(),
+    help="config.json, a directory or a hub id with it, for an FSDP checkpoint that has none beside it.",
+)
 @megatron_options
 def command(source: str, destination: str, as_json: bool, **options: Any) -> None:
-    """Convert SOURCE, a Hugging Face directory or hub id, to a Megatron checkpoint at DESTINATION.
+    """Convert SOURCE, a Hugging Face directory, a hub id, or a checkpoint of an FSDP trainer, to a Megatron checkpoint
+    at DESTINATION.
 
     Megatron-LM loads it with --load DESTINATION and the flags in DESTINATION/megatron_flags.txt, at
     this layout or any other. Under torchrun the processes share the work.

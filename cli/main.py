@@ -17,6 +17,7 @@ from reshard.core.version import __version__
 COMMANDS = {
     "hf-to-mcore": "Hugging Face checkpoint to Megatron torch_dist, at any layout.",
     "mcore-to-hf": "Megatron torch_dist checkpoint back to Hugging Face.",
+    "fsdp-to-hf": "Checkpoint of an FSDP trainer (torch.distributed.checkpoint) to Hugging Face.",
     "mcore-to-mcore": "Megatron torch_dist checkpoint to another model class or layout.",
     "lora-to-peft": "LoRA adapter of Megatron-Bridge or mcore-bridge to a PEFT directory.",
     "lora-to-megatron": "PEFT LoRA adapter to a checkpoint for Megatron-Bridge or mcore-bridge.",
@@ -36,8 +37,8 @@ COMMANDS = {
 
 # These multiply no matrices, or in a worker for each core: numpy need not start a thread for each,
 # which is a third of its import.
-ONE_THREAD = {"hf-to-mcore", "mcore-to-hf", "mcore-to-mcore", "lora-to-peft", "lora-to-megatron", "lora-merge", "delta",
-              "inspect", "diff", "check", "digest", "memory", "fleet", "monitor"}  # fmt: skip
+ONE_THREAD = {"hf-to-mcore", "mcore-to-hf", "fsdp-to-hf", "mcore-to-mcore", "lora-to-peft", "lora-to-megatron",
+              "lora-merge", "delta", "inspect", "diff", "check", "digest", "memory", "fleet", "monitor"}  # fmt: skip
 
 EPILOG = (
     "Exit codes: 0 done (diff: equal; check: intact; parity, monitor: within the limits); 1 a difference, a failed "

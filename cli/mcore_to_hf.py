@@ -26,27 +26,33 @@ source_options = together(
 )
 
 
+# Of every command that writes a Hugging Face directory.
+hugging_face_options = together(
+    click.option("--dtype", type=DtypeChoice(["bf16", "fp16", "fp32"]), help="Cast (default: as it is)."),
+    click.option(
+        "--quantize",
+        metavar="SCHEME",
+        help="Write linear weights as fp8 (128x128 blocks), or in the format of compressed-tensors as fp8_per_channel, "
+        "int4_per_group (of 128 columns), int4_per_group_32 or nvfp4.",
+    ),
+    click.option(
+        "--max-shard-size",
+        help="Largest safetensors file, such as 5GB; by default at most 5 GB, and 16 files or more of at least 1 GB.",
+    ),
+    click.option(
+        "--allow-overflow",
+        is_flag=True,
+        help="Let a cast overflow to infinity, and count the affected values.",
+    ),
+    run_options,
+)
+
+
 @click.command("mcore-to-hf")
 @click.argument("source", type=PathOrHubId())
 @click.argument("destination", type=PathOrHubId())
 @source_options
-@click.option("--dtype", type=DtypeChoice(["bf16", "fp16", "fp32"]), help="Cast (default: as it is).")
-@click.option(
-    "--quantize",
-    metavar="SCHEME",
-    help="Write linear weights as fp8 (128x128 blocks), or in the format of compressed-tensors as fp8_per_channel, "
-    "int4_per_group (of 128 columns), int4_per_group_32 or nvfp4.",
-)
-@click.option(
-    "--max-shard-size",
-    help="Largest safetensors file, such as 5GB; by default at most 5 GB, and 16 files or more of at least 1 GB.",
-)
-@click.option(
-    "--allow-overflow",
-    is_flag=True,
-    help="Let a cast overflow to infinity, and count the affected values.",
-)
-@run_options
+@hugging_face_options
 def command(source: str, destination: str, as_json: bool, quantize: str | None, **options: Any) -> None:
     """Convert SOURCE, a Megatron torch_dist checkpoint of any layout, to a Hugging Face directory at
     DESTINATION."""

@@ -56,8 +56,9 @@ def resumable(destination: str) -> Iterator[None]:
 
 def check_command(source: str, destination: str, megatron: bool) -> None:
     """Raise ReshardError, with the command that is meant, where a source has the other command's
-    format: with `megatron` it should be a Megatron checkpoint, else a Hugging Face one."""
+    format: with `megatron` it should be a Megatron checkpoint, else a Hugging Face one or that of an FSDP trainer."""
     from reshard.storage.run.partial import unfinished
+    from reshard.storage.sources.fsdp import locate_fsdp
     from reshard.storage.sources.paths import check_config, locate
 
     path = Path(source)
@@ -69,13 +70,19 @@ def check_command(source: str, destination: str, megatron: bool) -> None:
         )
         raise ReshardError(unfinished(path) or f"{source} {wrong}: {expected}")
     hugging_face = (path / "config.json").is_file() or any(path.glob("*.safetensors"))
+    if megatron and locate_fsdp(path) is not None:
+        raise ReshardError(
+            f"{source} is a checkpoint of a trainer under FSDP, which fsdp-to-hf converts: reshard "
+            f"fsdp-to-hf {source} {destination}"
+        )
     if megatron and hugging_face and locate(path) is None:
         check_config(path)
         raise ReshardError(
             f"{source} is a Hugging Face directory, which hf-to-mcore converts: reshard "
             f"hf-to-mcore {source} {destination}"
         )
-    if not megatron and not hugging_face and path.is_dir() and locate(path) is not None:
+    is_megatron = path.is_dir() and locate(path) is not None and locate_fsdp(path) is None
+    if not megatron and not hugging_face and is_megatron:
         raise ReshardError(
             f"{source} is a Megatron checkpoint, which mcore-to-hf converts: reshard "
             f"mcore-to-hf {source} {destination}"

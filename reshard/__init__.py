@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from reshard.plan import plan_refit
     from reshard.storage.check import check
     from reshard.storage.compare import diff
-    from reshard.storage.convert import hf_to_mcore, mcore_to_hf, mcore_to_mcore
+    from reshard.storage.convert import fsdp_to_hf, hf_to_mcore, mcore_to_hf, mcore_to_mcore
     from reshard.storage.inspection import inspect
     from reshard.storage.lora.convert import lora_merge, lora_to_megatron, lora_to_peft
     from reshard.storage.sources.opening import read_model
@@ -49,6 +49,7 @@ if not TYPE_CHECKING:  # a type checker knows the names above, and that there ar
             "engines": "reshard.engines",
             "estimate_memory": "reshard.memory.estimate",
             "export": "reshard.live.export",
+            "fsdp_to_hf": "reshard.storage.convert",
             "hf_to_mcore": "reshard.storage.convert",
             "ignored_config_fields": "reshard.models.config_fields",
             "inspect": "reshard.storage.inspection",
@@ -86,6 +87,7 @@ __all__ = [
     "engines",
     "estimate_memory",
     "export",
+    "fsdp_to_hf",
     "hf_to_mcore",
     "ignored_config_fields",
     "inspect",

@@ -162,7 +162,7 @@ class _Load:
         wide = DTYPES["float32"] if target is not None and target.name == "float16" else target
         config = None if self.hf_config is None else config_path(self.hf_config)
         source = open_source(local_directory(str(self.path)), config, self.family, wide)
-        if config is not None and isinstance(source, HuggingFaceSource):
+        if config is not None and source.kind == HuggingFaceSource.kind:
             source.close()
             raise ReshardError(
                 f"{self.path} is a Hugging Face directory with a config of its own: leave hf_config out"

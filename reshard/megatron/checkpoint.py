@@ -174,7 +174,7 @@ def check_language_model(keys: Keys, where: object) -> None:
     if EMBEDDING not in keys and published is not None:
         raise ReshardError(
             f"{where} is a checkpoint of torch.distributed.checkpoint that a trainer under FSDP has saved "
-            f"({published}), not Megatron's: merge it with accelerate merge-weights {where} DIRECTORY"
+            f"({published}), not Megatron's: convert it with reshard fsdp-to-hf {where} DIRECTORY"
         )
     head = keys.get(OUTPUT)
     value_heads = [key for key in keys if VALUE_HEAD.search(key)]

@@ -174,6 +174,28 @@ def _apart(name: str, saved: SavedTensor) -> dict[str, SavedTensor]:
     }
 
 
+def places_of(saved: Mapping[str, SavedTensor]) -> dict[str, str]:
+    """Return the part of the model's parameters that each tensor of a checkpoint is, as a name or a view of one
+    (`reshard.core.views`)."""
+    return {name: _place(name, tensor) for name, tensor in saved.items()}
+
+
+def _place(name: str, saved: SavedTensor) -> str:
+    shape, parameter, parameter_shape, (offsets, lengths) = saved
+    if shape == parameter_shape and lengths == shape:
+        return parameter
+    selections, rest = [], list(shape)
+    for size, first, length in zip(parameter_shape, offsets, lengths, strict=True):
+        if rest and rest[0] == length:
+            del rest[0]
+            selections.append(":" if length == size else f"{first}:{first + length}")
+        elif length == 1:
+            selections.append(str(first))
+        else:
+            raise ReshardError(f"transformers saves {name} in another shape than it has in {parameter}")
+    return f"{parameter}[{', '.join(selections)}]"
+
+
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 

@@ -17,7 +17,6 @@ from reshard.storage.opening import check_same_kind, open_model_or_adapter
 from reshard.storage.run.workers import Progress, run_jobs
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.hf_hub import config_path, local_directory
-from reshard.storage.sources.huggingface import HuggingFaceSource
 from reshard.storage.sources.opening import check_config_is_read
 from reshard.storage.sources.paths import config_beside, locate
 from reshard.storage.sources.training import has_states, is_of_training, is_padding, notices_on_training
@@ -198,7 +197,7 @@ def _compare_factors(left: Source, right: Source, result: Diff) -> None:
 def _config_for(path: Path, source: Source) -> Path | None:
     """Return the other side's Hugging Face config, for a Megatron checkpoint that has none of its
     own."""
-    if not isinstance(source, HuggingFaceSource):
+    if source.kind != "huggingface":
         return None
     located = locate(path)
     if located is None or config_beside(located) is not None:

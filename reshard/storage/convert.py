@@ -19,6 +19,7 @@ from reshard.megatron.layout import MegatronLayout, checked_layout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
 from reshard.megatron.training.progress import TrainingState
 from reshard.models.config_fields import check_ignored
+from reshard.models.without_table import any_model
 from reshard.storage.destinations.huggingface import HuggingFaceFiles, parse_size
 from reshard.storage.destinations.megatron import MegatronFiles
 from reshard.storage.io.casts import float_dtype
@@ -37,9 +38,11 @@ from reshard.storage.run.workdir import Workdir
 from reshard.storage.run.workers import Progress
 from reshard.storage.sources.base import Source
 from reshard.storage.sources.derived import DerivedSource
+from reshard.storage.sources.foreign import check_foreign
+from reshard.storage.sources.fsdp import FsdpSource, locate_fsdp
 from reshard.storage.sources.hf_hub import config_path, local_directory
-from reshard.storage.sources.huggingface import HuggingFaceSource
 from reshard.storage.sources.megatron import MegatronSource, States
+from reshard.storage.sources.opening import check_config_is_read, check_directory, open_published
 from reshard.storage.sources.verify import SourceChecks, manifest_of
 
 
@@ -48,6 +51,7 @@ def hf_to_mcore(
     destination: str | Path,
     layout: MegatronLayout | None = None,
     *,
+    hf_config: str | Path | None = None,
     dtype: str | None = None,
     allow_overflow: bool = False,
     transformer_impl: str = "transformer_engine",
@@ -62,11 +66,12 @@ def hf_to_mcore(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
-    """Convert a Hugging Face checkpoint (a directory or a hub id) to a Megatron ``torch_dist``
-    checkpoint; weights in fp8 blocks, in mxfp4, in fp8, int8, int4 or nvfp4 by compressed-tensors, or
-    in nvfp4 by modelopt, are dequantized.
+    """Convert a Hugging Face checkpoint (a directory or a hub id), or one of a trainer under FSDP (`fsdp_to_hf`), to a
+    Megatron ``torch_dist`` checkpoint; weights in fp8 blocks, in mxfp4, in fp8, int8, int4 or nvfp4 by
+    compressed-tensors, or in nvfp4 by modelopt, are dequantized.
 
-    `layout` decides how the tensors are cut into chunks and files, `dtype` (``bf16``, ``fp16``,
+    `hf_config` is the config of an FSDP checkpoint that has none beside it. `layout` decides how the tensors are cut
+    into chunks and files, `dtype` (``bf16``, ``fp16``,
     ``fp32``) casts, `iteration` writes a numbered iteration where None writes a release.
     `model_class` is the class of Megatron's model that loads it, ``gpt`` (GPTModel) or ``hybrid``
     (HybridModel; the default where no GPTModel has such layers). The flags file is for Megatron-LM
@@ -82,12 +87,12 @@ def hf_to_mcore(
         transformer_impl, model_class, make_vocab_size_divisible_by, megatron_version, iteration
     )
     options = RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow).checked()
+    config = config_path(hf_config) if hf_config is not None else None
     # Codes are dequantized to a dtype that holds them all, so that the cast can count what overflows.
     wide = DTYPES["float32"] if target is not None and target.name == "float16" else target
-    with (
-        Team.from_environment() as team,
-        closing(HuggingFaceSource(local_directory(str(source)), wide)) as src,
-    ):
+    directory = local_directory(str(source))
+    check_config_is_read(hf_config, directory)
+    with Team.from_environment() as team, closing(open_published(directory, config, wide)) as src:
         return to_mcore("hf-to-mcore", src, source, destination, layout, target, form, team, options)
 
 
@@ -211,6 +216,51 @@ def mcore_to_hf(
         return to_hf(
             "mcore-to-hf", src, source, destination, target, shard_bytes, team, options, scheme_name, scheme
         )
+
+
+def fsdp_to_hf(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    hf_config: str | Path | None = None,
+    dtype: str | None = None,
+    allow_overflow: bool = False,
+    quantize: bool | str = False,
+    max_shard_size: str | int | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    sync: bool = True,
+    workers: int | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Convert a checkpoint that a trainer under FSDP has saved with ``torch.distributed.checkpoint``, whatever its mesh
+    was, to a Hugging Face directory: what ``save_pretrained`` would have written.
+
+    The keys are those of a transformers model, after any prefix; the states of the optimizer stay behind. `hf_config`
+    is the config of the model, or a directory or hub id that has it, where none lies beside the checkpoint. The other
+    options are those of `mcore_to_hf`, and so is what it raises.
+    """
+    scheme_name, scheme = scheme_named(quantize) or (None, None)
+    target = float_dtype(dtype)
+    shard_bytes = None if max_shard_size is None else parse_size(max_shard_size)
+    config = config_path(hf_config) if hf_config is not None else None
+    options = RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow).checked()
+    path = Path(source)
+    check_directory(path)
+    located = locate_fsdp(path)
+    if located is None:
+        check_foreign(path)
+        raise ReshardError(
+            f"{path} is no checkpoint of torch.distributed.checkpoint with a transformers model's names: reshard "
+            f"inspect {path} says what it is"
+        )
+    with (
+        Team.from_environment() as team,
+        closing(FsdpSource(path, located, config, any_model)) as src,
+    ):
+        places = (src, source, destination)
+        return to_hf("fsdp-to-hf", *places, target, shard_bytes, team, options, scheme_name, scheme)
 
 
 def to_hf(

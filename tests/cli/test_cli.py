@@ -217,7 +217,7 @@ def megatron(checkpoint, tmp_path_factory):
     (["demo", "--keep", "{src}/config.json/b"], 1, "cannot make {src}/config.json/b: Not a directory"),
     (["hf-to-mcore", "{src}", "s3://bucket/run"], 1, "s3://bucket/run is an address; give a local directory"),
     (["inspect", "{src}", "--hf-config", "{mcore}"], 1,
-     "--hf-config is for a Megatron checkpoint or an adapter, and a Hugging Face directory has its own, "
+     "--hf-config is for a Megatron or FSDP checkpoint or an adapter, and a Hugging Face directory has its own, "
      "here {src}/config.json: leave it out"),
     (["mcore-to-hf", "{mcore}", "{out}", "--hf-config", "{out}/config.json"], 1,
      "{out}/config.json does not exist: give a config.json, a directory with one, or a hub id"),

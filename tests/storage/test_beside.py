@@ -191,8 +191,8 @@ def test_shards_that_another_program_merges_are_named_with_the_command(checkpoin
         (mcore_to_hf, verl.parent, "verl.model_merger merge --backend fsdp"),
         (hf_to_mcore, deepspeed, "zero_to_fp32.py"),
         (hf_to_mcore, deepspeed / "global_step1", "zero_to_fp32.py"),
-        (hf_to_mcore, accelerate, "accelerate merge-weights"),
-        (mcore_to_hf, shards, "accelerate merge-weights"),
+        (mcore_to_hf, accelerate, "reshard fsdp-to-hf"),
+        (mcore_to_hf, shards, "reshard fsdp-to-hf"),
     ]
     for convert, path, command in cases:
         with pytest.raises(ReshardError) as error:

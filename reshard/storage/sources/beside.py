@@ -29,6 +29,7 @@ WEIGHT_SUFFIXES = (
     ".index.json",
     ".distcp",
     ".ckpt",
+    ".pkl",
 )
 MAX_FILES_OF_FOLDER = 1000
 # vLLM would apply the first, a description of how weights are quantized, to the new weights.

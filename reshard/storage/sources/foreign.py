@@ -5,7 +5,6 @@ from pathlib import Path
 from reshard.core.errors import ReshardError
 
 VERL_SHARDS = "model_world_size_*_rank_*.pt"
-ACCELERATE = "pytorch_model_fsdp_*"
 # A model's shards in DeepSpeed's directory of a step, and all of it without ZeRO.
 DEEPSPEED = ("*zero_pp_rank_*_optim_states.pt", "mp_rank_*_model_states.pt")
 
@@ -27,10 +26,4 @@ def check_foreign(path: Path) -> None:
         raise ReshardError(
             f"{path} holds a checkpoint of DeepSpeed (ZeRO): merge it with python {top / 'zero_to_fp32.py'} "
             f"{top} DIRECTORY --safe_serialization"
-        )
-    sharded = [folder for folder in path.glob(ACCELERATE) if (folder / ".metadata").is_file()]
-    if sharded:
-        raise ReshardError(
-            f"{path} holds the shards of a model that Accelerate has saved under FSDP ({sharded[0].name}): "
-            f"merge them with accelerate merge-weights {sharded[0]} DIRECTORY"
         )

@@ -50,12 +50,9 @@ class HuggingFaceSource(Source):
     ) -> None:
         self.path, self.notices, self.versions = path, [], FileVersions(path)
         check_config(path)
-        self.config = read_config(path / "config.json")
         with ignored_as_recorded(path):
-            self.model = read(self.config, str(path / "config.json"))
-        self.notices += self.model.notices
+            self._read_model(path / "config.json", read)
         self.stored = self._as_published(safetensors.read_directory(path, self.notices))
-        self.files, self.scratch = OpenFiles(), Scratch()
         self.paths = {tensor.file: path / tensor.file for tensor in self.stored.values()}
         unread = sorted(p.name for p in path.glob("*.safetensors") if p.name not in self.paths)
         if (path / ADAPTER).is_file():
@@ -63,6 +60,16 @@ class HuggingFaceSource(Source):
             self.notices.append(ADAPTER_BESIDE)
         if unread:
             self.notices.append(f"not read, as transformers and vLLM do not: {listed(unread, 3)}")
+        self._hold(dequantize_to)
+
+    def _read_model(self, config: Path, read: Callable[[dict[str, Any], str], Model]) -> None:
+        self.config = read_config(config)
+        self.model = read(self.config, str(config))
+        self.notices += self.model.notices
+
+    def _hold(self, dequantize_to: Dtype | None) -> None:
+        """Make canonical tensors of the stored ones. Raises ReshardError unless these are the model's."""
+        self.files, self.scratch = OpenFiles(), Scratch()
         prefix = self.model.mtp_prefixes(0)[0]
         if self.model.mtp_layers and not any(name.startswith(prefix) for name in self.stored):
             self.notices.append(

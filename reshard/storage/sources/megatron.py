@@ -1,6 +1,5 @@
 """A ``torch_dist`` checkpoint of Megatron-Core, read as canonical tensors."""
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -13,7 +12,7 @@ from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import Placement
 from reshard.core.planner import Plan, PlanError, Transfer, make_plan
-from reshard.formats import safetensors, torch_dist, torch_zip
+from reshard.formats import safetensors, torch_dist
 from reshard.lora.checkpoint import base_keys
 from reshard.megatron.arguments import check_args, check_family, model_of_args
 from reshard.megatron.checkpoint import (
@@ -42,6 +41,7 @@ from reshard.storage.manifest import read_manifest
 from reshard.storage.run.partial import unfinished
 from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
 from reshard.storage.sources.beside import unread_beside
+from reshard.storage.sources.containers import Containers
 from reshard.storage.sources.foreign import check_foreign
 from reshard.storage.sources.paths import (
     HF_FILES,
@@ -105,6 +105,7 @@ class MegatronSource(Source):
         with ignored_as_recorded(located.root if own else None):
             self.model, self.config_from = self._model(family, taken)
         self.files = OpenFiles()
+        self.containers = Containers(self.checkpoint, self.files)
         self.model_class = class_of_keys(self.keys)
         self.states = self._states_to_read(states)
         self.vocab_multiple = vocab_multiple
@@ -126,8 +127,6 @@ class MegatronSource(Source):
         if self.is_model and not of_towers(self.keys):
             self.notices += self.model.tower_notices(self.config_fields, self.towers)
         self._take_beside(self.config_fields)
-        self.paths: dict[str, Path] = {}
-        self.known_frames: dict[int, list[tuple[bytes, bytes, torch_zip.ContainedTensor]]] = defaultdict(list)
 
     def _planned(self, placed: KeyPlacement) -> Plan:
         """Plan where each canonical tensor is read from. Raises ReshardError where the keys lack an element."""
@@ -270,7 +269,7 @@ class MegatronSource(Source):
         if file == f"{HF_FILES}/{TOWERS}":
             return safetensors.spans(self.towers.values())
         chunks = [stored for key in self.checkpoint.keys.values() for stored in key.chunks.values()]
-        tensors = [self.tensor_at(stored) for stored in chunks if stored.file == Path(file).name]
+        tensors = [self.containers.tensor_at(stored) for stored in chunks if stored.file == Path(file).name]
         return sorted((t.offset, t.offset + prod(t.shape) * t.dtype.size) for t in tensors)
 
     def training_state(self) -> TrainingState | None:
@@ -372,42 +371,11 @@ class MegatronSource(Source):
 
     def _strip(self, transfer: Transfer) -> Strip:
         key, offsets, sizes, before = transfer.src
-        stored = self.keys[key].chunks[offsets, sizes]
-        tensor, expected = self.tensor_at(stored), self.keys[key].dtype
-        path, dtype = self.paths[stored.file], tensor.dtype
-        if dtype != expected or [n for n in tensor.shape if n != 1] != [n for n in sizes if n != 1]:
-            raise ReshardError(
-                f"{path} at byte {stored.offset} holds {dtype.name} {list(tensor.shape)}, .metadata says "
-                f"{expected.name} {list(sizes)}: {key}"
-            )
+        stored, dtype = self.keys[key].chunks[offsets, sizes], self.keys[key].dtype
+        tensor, path = self.containers.chunk_at(stored, key, dtype, sizes), self.containers.path(stored)
         local = self.plan.src.tensors[transfer.src].shape
         return strip_of(transfer.box.offsets, transfer.box.lengths, transfer.src_at, local, path,
                         tensor.offset + before * dtype.size, dtype.size)  # fmt: skip
-
-    def tensor_at(self, stored: torch_dist.Stored) -> torch_zip.ContainedTensor:
-        """Return a container's tensor; its offset counts from the start of the file. A container
-        whose bytes around the data were seen before is not parsed again."""
-        path = self.paths.setdefault(stored.file, self.checkpoint.directory / stored.file)
-        head = self.files.read(path, stored.offset, min(1024, stored.length))
-        for known, tail, tensor in self.known_frames[stored.length]:
-            if (
-                head.startswith(known)
-                and self.files.read(path, stored.offset + stored.length - len(tail), len(tail)) == tail
-            ):
-                return replace(tensor, offset=stored.offset + tensor.offset)
-        tensor = self.checkpoint.tensor_at(stored)
-        relative = replace(tensor, offset=tensor.offset - stored.offset)
-        end = relative.offset + prod(tensor.shape) * tensor.dtype.size
-        # Containers with checksums in them are all different: a few are remembered, not thousands
-        # to look through.
-        if (
-            relative.offset <= len(head)
-            and stored.length - end <= 4096
-            and len(self.known_frames[stored.length]) < 16
-        ):
-            tail = self.files.read(path, stored.offset + end, stored.length - end)
-            self.known_frames[stored.length].append((head[: relative.offset], tail, relative))
-        return tensor
 
     def hf_directory(self) -> Path | None:
         if self.hf_config is not None and self.hf_config.is_dir():

@@ -1,6 +1,8 @@
 """Which kind of source a directory is: a Hugging Face directory or a Megatron checkpoint."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from reshard.core.dtypes import Dtype
 from reshard.core.errors import ReshardError
@@ -9,6 +11,7 @@ from reshard.models.model import Model
 from reshard.models.without_table import any_model
 from reshard.storage.run.partial import unfinished
 from reshard.storage.sources.base import Source, ignored_as_recorded, read_config
+from reshard.storage.sources.fsdp import FsdpSource, locate_fsdp
 from reshard.storage.sources.hf_hub import local_directory
 from reshard.storage.sources.huggingface import HuggingFaceSource
 from reshard.storage.sources.megatron import MegatronSource, States
@@ -24,13 +27,28 @@ def open_source(
     dequantize_to: Dtype | None = None,
     states: States = "none",
 ) -> Source:
-    """Open a directory of either format; `states` are those of `MegatronSource`. Raises ReshardError if it is
-    neither."""
+    """Open a directory of any format; `states` are those of `MegatronSource`. Raises ReshardError if it is
+    none."""
     check_directory(path)
-    if locate(path) is not None:
+    if locate(path) is not None and locate_fsdp(path) is None:
         return MegatronSource(path, hf_config, family, states=states)
-    check_huggingface(path)
-    return HuggingFaceSource(path, dequantize_to, any_model)
+    return open_published(path, hf_config, dequantize_to, any_model)
+
+
+def open_published(
+    path: Path,
+    hf_config: Path | None = None,
+    dequantize_to: Dtype | None = None,
+    read: Callable[[dict[str, Any], str], Model] = Model.from_hf,
+) -> HuggingFaceSource:
+    """Open a directory whose tensors have a transformers model's names: Hugging Face's, or a checkpoint of a trainer
+    under FSDP. `read` makes the model of its config. Raises ReshardError if it is neither."""
+    located = locate_fsdp(path) if path.is_dir() else None
+    if located is not None:
+        return FsdpSource(path, located, hf_config, read)
+    if read is any_model:
+        check_huggingface(path)
+    return HuggingFaceSource(path, dequantize_to, read)
 
 
 def check_directory(path: Path) -> None:
@@ -59,8 +77,8 @@ def check_config_is_read(hf_config: str | Path | None, *paths: Path) -> None:
         return
     configs = " and ".join(dict.fromkeys(str(path / "config.json") for path in paths))
     raise ReshardError(
-        f"--hf-config is for a Megatron checkpoint or an adapter, and a Hugging Face directory has its own, here "
-        f"{configs}: leave it out"
+        f"--hf-config is for a Megatron or FSDP checkpoint or an adapter, and a Hugging Face directory has its "
+        f"own, here {configs}: leave it out"
     )
 
 

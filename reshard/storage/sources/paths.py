@@ -32,12 +32,14 @@ BELOW = {
     "model/dist_ckpt": "verl", "dist_ckpt": "verl", "actor/model/dist_ckpt": "verl", "actor/dist_ckpt": "verl",
     "policy/weights": "NeMo-RL",
 }  # fmt: skip
+# The same of trainers under FSDP, which may have a config beside it.
+BELOW_OF_FSDP = {"pytorch_model_fsdp_0": "Accelerate", "model": "a trainer under FSDP"}
 # verl saves the weights of a step here unless it is told use_dist_checkpointing=True.
 HUGGING_FACE_OF_VERL = ("actor/model/huggingface", "actor/huggingface", "model/huggingface", "huggingface")
 DIST_MODEL = "dist_model"  # ROLL's directory in an iteration's
 MCA_CONFIG, RUN_CONFIG = "mca_config.json", "run_config.yaml"  # ROLL's; Megatron-Bridge's and NeMo-RL's
 ITERATION = re.compile("iter_([0-9]{1,18})")
-STEP = re.compile("(?:global_step_|step_|checkpoint-)([0-9]{1,18})")
+STEP = re.compile("(?:(?:epoch_[0-9]{1,9}_)?step[_-]|global_step_|checkpoint-)([0-9]{1,18})")
 # What trainers leave beside a config that is none of a model's files.
 OF_TRAINERS = (torch_dist.TRACKER, "args.json", "trainer_state.json", "ckpt_contents.json", "megatron_flags.txt",
                MCA_CONFIG)  # fmt: skip
@@ -82,8 +84,15 @@ def locate(path: Path) -> Located | None:
 
 def _located(path: Path) -> Located | None:
     located = _here(path) or _iteration(path)
-    if located is not None or (path / "config.json").is_file():
+    if located is not None:
         return located
+    if not any(path.glob("*.safetensors")):
+        for below, trainer in BELOW_OF_FSDP.items():
+            located = _here(path / below)
+            if located is not None:
+                return _taken(located, path, f" ({trainer})")
+    if (path / "config.json").is_file():
+        return None
     for below, trainer in BELOW.items():
         if (path / below).is_dir():
             located = _here(path / below) or _iteration(path / below)
@@ -199,6 +208,12 @@ def config_beside(located: Located) -> Config | None:
         located.directory / HF_FILES,
         located.directory.parent / "huggingface",
         located.root,
+        located.directory,
+        *(
+            folder / name
+            for folder in (located.directory, located.root)
+            for name in ("huggingface", ".hf_metadata")
+        ),
     ):
         path = directory / "config.json"
         if path.is_file():

@@ -80,7 +80,7 @@ def damaged_padding(source: Source) -> list[str]:
             stored = source.keys.get(key) or source.checkpoint.keys[key]
             for box in local.fills:
                 chunk = stored.chunks[offsets, sizes]
-                tensor = source.tensor_at(chunk)
+                tensor = source.containers.tensor_at(chunk)
                 width = prod(local.shape[1:]) * tensor.dtype.size
                 start = tensor.offset + before * tensor.dtype.size + box.offsets[0] * width
                 data = files.read(source.checkpoint.directory / chunk.file, start, box.lengths[0] * width)

@@ -1,0 +1,213 @@
+"""A checkpoint that a trainer under FSDP has saved with ``torch.distributed.checkpoint``, read as canonical tensors.
+
+It is a directory of ``.metadata`` and ``.distcp`` files, as Megatron's is, with the names and tensors of a transformers
+model in memory: all experts of a layer may be in one, of which published tensors are views. Config and tokenizer lie
+beside it, or elsewhere.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reshard.core.boxes import Box, first_overlap
+from reshard.core.errors import ReshardError
+from reshard.formats import safetensors, torch_dist
+from reshard.formats.small_files import MAX_METADATA_BYTES, read_file
+from reshard.megatron.checkpoint import EMBEDDING
+from reshard.models.model import Model
+from reshard.storage.io.boxes import BoxReader
+from reshard.storage.io.streams import Strip, TensorInfo
+from reshard.storage.sources.chunks import Chunk, ChunkedTensor
+from reshard.storage.sources.containers import Containers
+from reshard.storage.sources.fsdp_keys import weights_among
+from reshard.storage.sources.huggingface import HuggingFaceSource
+from reshard.storage.sources.paths import Located, config_beside, locate
+from reshard.storage.sources.versions import FileVersions
+
+# Of parameters that only Megatron's models have, as bytes of a ``.metadata``.
+_MEGATRON = (b".linear_qkv.", b".linear_proj.", b".linear_fc1.", b".linear_fc2.")
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded(safetensors.Tensor):
+    """A tensor in chunks: the `file` is its key, by which these are found."""
+
+    entry: torch_dist.Key
+
+
+def locate_fsdp(path: Path) -> Located | None:
+    """Return the checkpoint of a trainer under FSDP that a directory means; None if it is none, or Megatron's."""
+    located = locate(path)
+    if located is None or any(
+        (located.directory / name).is_file() for name in ("metadata.json", "common.pt")
+    ):
+        return None
+    data = read_file(located.directory / ".metadata", MAX_METADATA_BYTES)
+    of_megatron = EMBEDDING.encode() in data or (
+        b"embed_tokens" not in data and any(name in data for name in _MEGATRON)
+    )
+    return None if of_megatron else located
+
+
+def saver_of(located: Located, prefix: str) -> str:
+    """Return who saved a checkpoint, as far as its names say."""
+    if located.directory.name.startswith("pytorch_model_fsdp_"):
+        return "Accelerate"
+    return f"torch.distributed.checkpoint, as {prefix}*" if prefix else "torch.distributed.checkpoint"
+
+
+class FsdpSource(HuggingFaceSource):
+    """The weights in a checkpoint of ``torch.distributed.checkpoint`` that has a transformers model's names; `read`
+    makes the model of a config, as for `HuggingFaceSource`."""
+
+    kind = "fsdp"
+
+    def __init__(
+        self,
+        path: Path,
+        located: Located,
+        hf_config: Path | None,
+        read: Callable[[dict[str, Any], str], Model],
+    ) -> None:
+        self.path, self.located, self.hf_config = path, located, hf_config
+        self.notices, self.directory = list(located.notices), located.directory
+        self.versions = FileVersions(self.directory, located.root)
+        self.config_file = config = self._config()
+        self.versions.record(config, config.parent)
+        self.checkpoint = torch_dist.read(self.directory, located.iteration)
+        self._read_model(config, read)
+        weights = weights_among(self.checkpoint.keys, self.checkpoint.objects, self.model, self.directory)
+        self.prefix, keys = weights.prefix, self.checkpoint.keys
+        stored: dict[str, safetensors.Tensor] = {
+            name: Sharded(key, keys[key].dtype, keys[key].shape, 0, keys[key])
+            for name, key in weights.keys.items()
+        }
+        for tensor in stored.values():
+            self._check_covered(tensor.file)
+        self.stored = stored if self._has_no_table else self._as_published(stored)
+        others = [f"{count:,} entries of {root}" for root, count in sorted(weights.left.items())]
+        self.notices += [f"left behind: {', '.join(others)}"] if others else []
+        self._hold(None)
+        self.containers = Containers(self.checkpoint, self.files)
+        self.chunked = cache(self._chunked)
+        # A tied output layer is saved under two names in memory, and published under one.
+        self.repeated = {n: p for n, p in self.copies.items() if n in self.mapping.optional}
+        self.held_repeated = {name: self.tensors.pop(name) for name in self.repeated}
+        self.copies = {n: p for n, p in self.copies.items() if n not in self.repeated}
+
+    @property
+    def _has_no_table(self) -> bool:
+        return not self.model.family.has_megatron_names
+
+    def _config(self) -> Path:
+        """Return the config of the model. Raises ReshardError if there is none."""
+        if self.hf_config is not None:
+            return self.hf_config / "config.json" if self.hf_config.is_dir() else self.hf_config
+        beside = config_beside(self.located)
+        if beside is None or beside.directory is None:
+            raise ReshardError(
+                f"{self.directory} is a checkpoint that a trainer under FSDP has saved with "
+                "torch.distributed.checkpoint, and no config.json lies beside it: pass --hf-config with the model that "
+                "the training began with"
+            )
+        self.notices += [beside.notice] if beside.notice else []
+        return Path(beside.where)
+
+    def _check_covered(self, name: str) -> None:
+        """Raise ReshardError unless each element of a tensor is in one chunk."""
+        entry = self.checkpoint.keys[name]
+        boxes = [Box(*chunk) for chunk in entry.chunks if prod(chunk[1])]
+        held, whole = sum(box.volume for box in boxes), prod(entry.shape)
+        if held != whole or first_overlap(boxes) is not None:
+            problem = "lacks shards" if held < whole else "has shards that overlap"
+            raise ReshardError(
+                f"{self.directory}: {name} {problem}: they hold {held:,} elements, its shape {list(entry.shape)} has "
+                f"{whole:,}"
+            )
+
+    def _places(self) -> dict[str, str]:
+        if not self._has_no_table:
+            return super()._places()
+        from reshard.models.saved_tensors import places_of
+
+        return places_of(self.model.family.saved)  # type: ignore[attr-defined]
+
+    def _chunked(self, name: str) -> ChunkedTensor:
+        """Return a stored tensor with the places of its chunks."""
+        stored = self.stored[name]
+        assert isinstance(stored, Sharded)
+        chunks = []
+        for (offsets, sizes), at in stored.entry.chunks.items():
+            if prod(sizes):
+                tensor = self.containers.chunk_at(at, stored.file, stored.dtype, sizes)
+                chunks.append(Chunk(offsets, sizes, self.containers.path(at), tensor.offset))
+        return ChunkedTensor(stored.file, stored.shape, chunks, stored.dtype.size)
+
+    def strips(self, name: str) -> list[Strip]:
+        return self.chunked(self._tensor_of(name)).strips(self.packed.get(name, name))
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        with super().unchanged():
+            yield
+            self._check_repeated()
+
+    def _check_repeated(self) -> None:
+        """Raise ReshardError if a tensor that was saved under two names is two."""
+        for name, primary in self.repeated.items():
+            info = self.held_repeated[name]
+            reader = BoxReader({name: info}, self.files, self.strips)
+            same = info == self.tensors[primary]
+            for start, stop in info.slabs() if same else ():
+                held = reader.rows(name, start, stop).tobytes()
+                same = same and held == self.reader.rows(primary, start, stop).tobytes()
+            if not same:
+                raise ReshardError(
+                    f"{self.directory}: {name} differs from {primary}, with which {self.config_file} ties it: if they "
+                    'are two, say "tie_word_embeddings": false there'
+                )
+        self.repeated = {}
+
+    def stored_tensors(self) -> dict[str, TensorInfo]:
+        return self.tensors
+
+    def read_stored_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        return self.read_rows(name, start, stop)
+
+    def spans(self, file: str) -> list[tuple[int, int]]:
+        stored = [
+            at for key in self.checkpoint.keys.values() for at in key.chunks.values() if at.file == file
+        ]
+        tensors = map(self.containers.tensor_at, stored)
+        return sorted((t.offset, t.offset + prod(t.shape) * t.dtype.size) for t in tensors)
+
+    def hf_directory(self) -> Path | None:
+        return self.config_file.parent
+
+    def hf_files(self) -> dict[str, Path]:
+        return super().hf_files() | {"config.json": self.config_file}
+
+    def read_files(self) -> list[Path]:
+        chunks = [at for tensor in self.stored.values() for at in tensor.entry.chunks.values()]  # type: ignore[attr-defined]
+        files = {".metadata", *(at.file for at in chunks)}
+        return [
+            *(self.directory / name for name in sorted(files)), self.config_file, *self._beside().values()
+        ]  # fmt: skip
+
+    def manifest(self) -> dict[str, Any] | None:
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        files = {at.file for key in self.checkpoint.keys.values() for at in key.chunks.values()}
+        return {
+            "saved by": saver_of(self.located, self.prefix),
+            "files": len(files),
+            "keys": len(self.checkpoint.keys),
+            "config": str(self.config_file),
+        }
