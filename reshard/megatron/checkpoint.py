@@ -164,12 +164,6 @@ class KeyPlacement:
 
 def check_language_model(keys: Keys, where: object) -> None:
     """Raise ReshardError if a checkpoint does not hold a language model, and say what it holds."""
-    sharded = [key for key in keys if key.endswith("." + EMBEDDING) and key.startswith(("model.", "module."))]
-    if EMBEDDING not in keys and sharded:
-        raise ReshardError(
-            f"{where} is in the format 'fsdp_dtensor' or 'torch_dcp' of a trainer under FSDP "
-            f"({sharded[0]}), which is not read: save it with --ckpt-format torch_dist"
-        )
     published = next((key for key in sorted(keys) if key.endswith(".embed_tokens.weight")), None)
     if EMBEDDING not in keys and published is not None:
         raise ReshardError(

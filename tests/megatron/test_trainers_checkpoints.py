@@ -172,10 +172,10 @@ def test_what_is_no_language_model_or_another_format_is_named(saved, tmp_path):
                    lambda s: s | {"decoder.layers.0.mlp.linear_fc1.lora_A.default.weight": torch.zeros(8, 64)}),
          "holds a LoRA adapter (1 tensors"),
         (rewritten(iteration, tmp_path / "fsdp", lambda s: {f"model.module.{key}": value for key, value in s.items()}),
-         "is in the format 'fsdp_dtensor' or 'torch_dcp' of a trainer under FSDP "
+         "is in the format 'torch_dcp' of Megatron's FSDP2, or does not say that it is in 'fsdp_dtensor' "
          "(model.module.embedding.word_embeddings.weight)"),
         (rewritten(iteration, tmp_path / "dcp", lambda s: {f"model.{key}": value for key, value in s.items()}),
-         "is in the format 'fsdp_dtensor' or 'torch_dcp' of a trainer under FSDP "
+         "is in the format 'torch_dcp' of Megatron's FSDP2, or does not say that it is in 'fsdp_dtensor' "
          "(model.embedding.word_embeddings.weight)"),
         (legacy.parent, "is in Megatron's legacy format 'torch' (mp_rank_*)"),
         (hugging_face, "has its weights in Hugging Face's format, in actor/huggingface: name that directory"),

@@ -22,6 +22,7 @@ from reshard.megatron.checkpoint import (
     placement_of_keys,
     vocab_rows,
 )
+from reshard.megatron.fsdp_dtensor import FORMAT, FsdpDtensor, as_torch_dist
 from reshard.megatron.hybrid import class_of_keys, notices
 from reshard.megatron.parameters import PADDING, ModelParameters, expand, padded_vocab_size
 from reshard.megatron.towers import as_text_args, of_towers, takes_tower, text_key, with_tower
@@ -97,7 +98,7 @@ class MegatronSource(Source):
         self.versions = FileVersions(directory, self.root, self.root / HF_FILES)
         if hf_config is not None:
             self.versions.record(hf_config)
-        self.checkpoint = torch_dist.read(directory, located.iteration)
+        self.checkpoint = as_torch_dist(torch_dist.read(directory, located.iteration))
         self.keys = self._chosen_keys(without_adapters)
         taken = list(located.notices)
         self.config_directory: Path | None = None
@@ -421,13 +422,18 @@ class MegatronSource(Source):
     def describe(self) -> dict[str, Any]:
         files = {stored.file for key in self.checkpoint.keys.values() for stored in key.chunks.values()}
         states = states_of(self.checkpoint)
-        return {
-            "iteration": self.checkpoint.iteration,
-            "files": len(files),
-            "keys": len(self.checkpoint.keys),
-            "model_class": self.model_class,
-            "config": self.config_from,
-        } | ({} if states is None else {"optimizer": states.describe()})
+        saved_by = {"saved by": f"Megatron-FSDP ({FORMAT})"}
+        return (
+            {
+                "iteration": self.checkpoint.iteration,
+                "files": len(files),
+                "keys": len(self.checkpoint.keys),
+                "model_class": self.model_class,
+                "config": self.config_from,
+            }
+            | (saved_by if isinstance(self.checkpoint, FsdpDtensor) else {})
+            | ({} if states is None else {"optimizer": states.describe()})
+        )
 
     def close(self) -> None:
         self.files.close()
