@@ -30,6 +30,7 @@ def test_help_is_quick_and_imports_no_torch():
     for command in (
         "hf-to-mcore",
         "mcore-to-hf",
+        "fsdp-to-hf",
         "mcore-to-mcore",
         "lora-to-peft",
         "lora-to-megatron",
