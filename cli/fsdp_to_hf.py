@@ -23,7 +23,8 @@ def command(source: str, destination: str, as_json: bool, quantize: str | None, 
     """Convert SOURCE, a checkpoint that a trainer under FSDP has saved with torch.distributed.checkpoint, to a Hugging
     Face directory at DESTINATION.
 
-    SOURCE has .metadata and .distcp files, itself or in the folder that the trainer has put them in.
+    SOURCE has .metadata and .distcp files, or verl's model_world_size_N_rank_R.pt, itself or in the folder that the
+    trainer has put them in.
     """
     from reshard.storage.convert import fsdp_to_hf
 

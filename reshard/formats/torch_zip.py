@@ -291,6 +291,11 @@ def stored_object(read: Any, size: int, where: str) -> Any:
     return _data_pkl(read, size, where)[0]
 
 
+def stored_state(read: Any, size: int, where: str) -> tuple[Any, dict[str, tuple[int, int]]]:
+    """Return what `stored_object` does, and the records of the container, which have the bytes of the tensors in it."""
+    return _data_pkl(read, size, where)
+
+
 def stored_storages(read: Any, size: int, where: str) -> dict[str, bytes]:
     """Return the bytes of the storages of a container's tensors, by name. Raises ReshardError if
     they are more than plain data has use for."""

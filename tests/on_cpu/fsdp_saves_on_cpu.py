@@ -103,6 +103,17 @@ def _accelerate(model, optimizer, folder: Path) -> None:
     save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
 
 
+def _ranks(model, optimizer, folder: Path) -> None:
+    """As verl does: each rank a file of its own."""
+    actor, of = folder / "actor", "world_size_{}_rank_{}.pt"
+    actor.mkdir(parents=True, exist_ok=True)
+    rank = of.format(torch.distributed.get_world_size(), torch.distributed.get_rank())
+    torch.save(model.state_dict(), actor / f"model_{rank}")
+    torch.save(optimizer.state_dict(), actor / f"optim_{rank}")
+    torch.distributed.barrier()
+
+
 SAVERS = {
     "states": _states, "side by side": _side_by_side, "app": _app, "alone": _model_alone, "accelerate": _accelerate,
+    "ranks": _ranks,
 }  # fmt: skip

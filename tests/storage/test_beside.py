@@ -187,8 +187,8 @@ def test_shards_that_another_program_merges_are_named_with_the_command(checkpoin
         {f"model.{name}": t for name, t in tensors.items()}, checkpoint_id=shards, no_dist=True
     )
     cases = [
-        (hf_to_mcore, verl, "verl.model_merger merge --backend fsdp"),
-        (mcore_to_hf, verl.parent, "verl.model_merger merge --backend fsdp"),
+        (hf_to_mcore, verl, "lacks the shards of ranks 1 of 2"),
+        (mcore_to_hf, verl.parent, "reshard fsdp-to-hf"),
         (hf_to_mcore, deepspeed, "zero_to_fp32.py"),
         (hf_to_mcore, deepspeed / "global_step1", "zero_to_fp32.py"),
         (mcore_to_hf, accelerate, "reshard fsdp-to-hf"),

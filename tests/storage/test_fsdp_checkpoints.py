@@ -33,6 +33,9 @@ CASES = {
     "Mamba": ("nemotron-h-moe", {"shard": 4}, BF16, "states", 0),
     "uneven": ("qwen2-moe", {"shard": 3}, BF16, "accelerate", 0),
     "uneven and tied": ("llama-rope-tied", {"shard": 3}, BF16, "app", 0),
+    "of ranks": ("qwen3-moe", HSDP, FP32, "ranks", 0),
+    "of ranks, uneven": ("llama-rope-tied", {"shard": 3}, BF16, "ranks", 0),
+    "of ranks, rows of experts": ("qwen3-moe", {"shard": 4}, BF16, "ranks", 1),
     "no table": ("GraniteMoeForCausalLM", {"shard": 3}, BF16, "states", 0),
 }
 WITHOUT_TABLE = {"no table"}
@@ -213,3 +216,42 @@ def test_commands_take_a_trainers_folder_and_the_config_beside_it(saves, tmp_pat
         fsdp_to_hf(tmp_path / "mcore", tmp_path / "never")
     with pytest.raises(ReshardError, match="a Hugging Face directory has its own"):
         hf_to_mcore(folder / "published", tmp_path / "never", hf_config=folder / "source")
+
+
+def test_the_shards_of_ranks_are_all_there_and_hold_what_they_say(saves, tmp_path):
+    source, actor = saves["of ranks"] / "source", tmp_path / "global_step_5" / "actor"
+    shutil.copytree(saves["of ranks"] / "saved" / "actor", actor)
+    (actor / "huggingface").mkdir()
+    shutil.copy(source / "config.json", actor / "huggingface")
+    shown = inspect(tmp_path / "global_step_5")
+    assert "as verl does" in shown.details["saved by"] and "optim_world_size_4_rank_0.pt" in str(
+        shown.notices
+    )
+    with pytest.raises(ReshardError, match=f"convert them with reshard fsdp-to-hf {actor} "):
+        mcore_to_hf(actor, tmp_path / "never")
+    assert diff(actor, saves["of ranks"] / "published").equal, "the control"
+
+    def refused(sentence: str) -> None:
+        with pytest.raises(ReshardError, match=sentence):
+            fsdp_to_hf(actor, tmp_path / "never")
+        assert not (tmp_path / "never").exists()
+
+    last = actor / "model_world_size_4_rank_3.pt"
+    kept = last.read_bytes()
+    last.write_bytes((actor / "model_world_size_4_rank_2.pt").read_bytes())  # another rank's part
+    refused("the part of another rank than the file's name says.*verl.model_merger merge")
+    last.write_bytes((saves["of ranks, rows of experts"] / "saved" / "actor" / last.name).read_bytes())
+    refused("has another dtype or shape than in the shards before")
+    last.write_bytes(kept[:-100])
+    refused("truncated or corrupt")
+    torch.save({"model.norm.weight": CallsPrint()}, last)
+    refused("refers to builtins.print, .*refused, nothing was run")
+    last.unlink()
+    refused("lacks the shards of ranks 3 of 4")
+    shutil.copy(actor / "model_world_size_4_rank_2.pt", actor / "model_world_size_2_rank_0.pt")
+    refused("has shards of 2 and of 4 ranks")
+
+
+class CallsPrint:
+    def __reduce__(self):
+        return print, ("executed",)

@@ -24,6 +24,10 @@ ALLOWED = {
       for n in ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")),
     *(("torch.storage", n) for n in ("UntypedStorage", "TypedStorage", "_load_from_bytes")),
     *(("torch._utils", n) for n in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")),
+    *(("torch.distributed.tensor", n) for n in ("DTensor",)), ("torch._utils", "_rebuild_wrapper_subclass"),
+    *(("torch.distributed.tensor._dtensor_spec", n) for n in ("DTensorSpec", "ShardOrderEntry", "TensorMeta")),
+    *(("torch.distributed.tensor.placement_types", n) for n in ("Shard", "Replicate", "_StridedShard", "Partial")),
+    ("torch.distributed.device_mesh", "DeviceMesh"), ("torch.distributed._mesh_layout", "_MeshLayout"),
     ("torch._C", "Generator"), ("torch._tensor", "_rebuild_from_type_v2"), ("torch.serialization", "_get_dtype"),
     *((module, n) for module in ("numpy.core.multiarray", "numpy._core.multiarray")
       for n in ("_reconstruct", "scalar")),

@@ -158,7 +158,9 @@ class Source(ABC):
         config names that is not there."""
         lying_beside, directory = beside(self.hf_directory()), self.hf_directory()
         self.versions.record(*lying_beside.files.values())
-        self.notices += Beside(lying_beside.files, [*lying_beside.left, *self.left_beside()]).notices()
+        read = {path.parent for path in self.read_files()} if lying_beside.left else set()
+        left = [name for name in lying_beside.left if directory is None or directory / name not in read]
+        self.notices += Beside(lying_beside.files, [*left, *self.left_beside()]).notices()
         lacking = [] if directory is None else code_without_file(config, lying_beside.files)
         if lacking:
             self.notices.append(f"config.json names code that does not lie beside it: {listed(lacking, 3)}")

@@ -61,3 +61,12 @@ class Containers:
             tail = self.files.read(path, stored.offset + end, stored.length - end)
             self.known_frames[stored.length].append((head[: relative.offset], tail, relative))
         return tensor
+
+
+class PlainChunks(Containers):
+    """Chunks that are plain bytes of files, with nothing around them."""
+
+    def chunk_at(
+        self, stored: torch_dist.Stored, key: str, dtype: Dtype, sizes: tuple[int, ...]
+    ) -> torch_zip.ContainedTensor:
+        return torch_zip.ContainedTensor(dtype, sizes, stored.offset)

@@ -1,4 +1,4 @@
-"""Directories of trainers that reshard does not read: who saved them, and which program merges them."""
+"""Directories of trainers that reshard does not read: who saved them, and which program converts or merges them."""
 
 from pathlib import Path
 
@@ -18,8 +18,7 @@ def check_foreign(path: Path) -> None:
         if any(folder.glob(VERL_SHARDS)):
             raise ReshardError(
                 f"{folder} holds the shards of a model that verl has saved under FSDP (model_world_size_*): "
-                f"merge them with python -m verl.model_merger merge --backend fsdp --local_dir {folder} "
-                "--target_dir DIRECTORY"
+                f"convert them with reshard fsdp-to-hf {folder} DIRECTORY"
             )
     if any(any(path.glob(name)) or any(path.glob(f"global_step*/{name}")) for name in DEEPSPEED):
         top = path.parent if any(any(path.glob(name)) for name in DEEPSPEED) else path

@@ -2,7 +2,7 @@
 
 It is a directory of ``.metadata`` and ``.distcp`` files, as Megatron's is, with the names and tensors of a transformers
 model in memory: all experts of a layer may be in one, of which published tensors are views. Config and tokenizer lie
-beside it, or elsewhere.
+beside it, or elsewhere. The files that verl's ranks write one by one (`reshard.formats.torch_shards`) are read alike.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,17 +17,18 @@ import numpy as np
 
 from reshard.core.boxes import Box, first_overlap
 from reshard.core.errors import ReshardError
-from reshard.formats import safetensors, torch_dist
+from reshard.formats import safetensors, torch_dist, torch_shards
 from reshard.formats.small_files import MAX_METADATA_BYTES, read_file
 from reshard.megatron.checkpoint import EMBEDDING
 from reshard.models.model import Model
 from reshard.storage.io.boxes import BoxReader
 from reshard.storage.io.streams import Strip, TensorInfo
+from reshard.storage.sources.beside import unread_beside
 from reshard.storage.sources.chunks import Chunk, ChunkedTensor
-from reshard.storage.sources.containers import Containers
+from reshard.storage.sources.containers import Containers, PlainChunks
 from reshard.storage.sources.fsdp_keys import weights_among
 from reshard.storage.sources.huggingface import HuggingFaceSource
-from reshard.storage.sources.paths import Located, config_beside, locate
+from reshard.storage.sources.paths import STEP, Located, config_beside, locate
 from reshard.storage.sources.versions import FileVersions
 
 # Of parameters that only Megatron's models have, as bytes of a ``.metadata``.
@@ -44,9 +45,9 @@ class Sharded(safetensors.Tensor):
 def locate_fsdp(path: Path) -> Located | None:
     """Return the checkpoint of a trainer under FSDP that a directory means; None if it is none, or Megatron's."""
     located = locate(path)
-    if located is None or any(
-        (located.directory / name).is_file() for name in ("metadata.json", "common.pt")
-    ):
+    if located is None:
+        return _locate_shards(path)
+    if any((located.directory / name).is_file() for name in ("metadata.json", "common.pt")):
         return None
     data = read_file(located.directory / ".metadata", MAX_METADATA_BYTES)
     of_megatron = EMBEDDING.encode() in data or (
@@ -55,8 +56,23 @@ def locate_fsdp(path: Path) -> Located | None:
     return None if of_megatron else located
 
 
+def _locate_shards(path: Path) -> Located | None:
+    """Return the directory with the shards that verl's ranks have written, below that of a step or this one."""
+    if any(path.glob("*.safetensors")):
+        return None
+    for folder in (path, path / "actor"):
+        if torch_shards.shards_in(folder):
+            step = next(
+                (p.name for p in (folder, *folder.parents[:3]) if STEP.fullmatch(p.name)), folder.name
+            )
+            return Located(folder, step, folder)
+    return None
+
+
 def saver_of(located: Located, prefix: str) -> str:
     """Return who saved a checkpoint, as far as its names say."""
+    if torch_shards.shards_in(located.directory):
+        return "the ranks of a trainer under FSDP2, as verl does"
     if located.directory.name.startswith("pytorch_model_fsdp_"):
         return "Accelerate"
     return f"torch.distributed.checkpoint, as {prefix}*" if prefix else "torch.distributed.checkpoint"
@@ -80,7 +96,8 @@ class FsdpSource(HuggingFaceSource):
         self.versions = FileVersions(self.directory, located.root)
         self.config_file = config = self._config()
         self.versions.record(config, config.parent)
-        self.checkpoint = torch_dist.read(self.directory, located.iteration)
+        of_ranks = bool(torch_shards.shards_in(self.directory))
+        self.checkpoint = (torch_shards if of_ranks else torch_dist).read(self.directory, located.iteration)
         self._read_model(config, read)
         weights = weights_among(self.checkpoint.keys, self.checkpoint.objects, self.model, self.directory)
         self.prefix, keys = weights.prefix, self.checkpoint.keys
@@ -94,7 +111,7 @@ class FsdpSource(HuggingFaceSource):
         others = [f"{count:,} entries of {root}" for root, count in sorted(weights.left.items())]
         self.notices += [f"left behind: {', '.join(others)}"] if others else []
         self._hold(None)
-        self.containers = Containers(self.checkpoint, self.files)
+        self.containers = (PlainChunks if of_ranks else Containers)(self.checkpoint, self.files)
         self.chunked = cache(self._chunked)
         # A tied output layer is saved under two names in memory, and published under one.
         self.repeated = {n: p for n, p in self.copies.items() if n in self.mapping.optional}
@@ -195,10 +212,16 @@ class FsdpSource(HuggingFaceSource):
 
     def read_files(self) -> list[Path]:
         chunks = [at for tensor in self.stored.values() for at in tensor.entry.chunks.values()]  # type: ignore[attr-defined]
-        files = {".metadata", *(at.file for at in chunks)}
+        own = {".metadata"} if (self.directory / ".metadata").is_file() else set()
+        files = {at.file for at in chunks} | own
         return [
             *(self.directory / name for name in sorted(files)), self.config_file, *self._beside().values()
         ]  # fmt: skip
+
+    def left_beside(self) -> list[str]:
+        if self.directory == self.hf_directory():
+            return []  # the files beside the config are these
+        return unread_beside(self.directory, self.read_files())
 
     def manifest(self) -> dict[str, Any] | None:
         return None
