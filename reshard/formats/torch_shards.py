@@ -74,7 +74,12 @@ def _parts(path: Path, rank: int, ranks: int) -> Iterator[tuple[str, LocalPart]]
         def get(offset: int, length: int) -> bytes:
             return read_at(file.fileno(), length, offset)
 
-        state, placed = torch_zip.stored_state(get, size, str(path))
+        try:
+            state, placed = torch_zip.stored_state(get, size, str(path))
+        except ReshardError as error:
+            if "refers to" not in str(error):
+                raise
+            raise ReshardError(f"{error}; if it is of FSDP1 and you trust it, {_merged(path)}") from error
     if not isinstance(state, dict):
         raise ReshardError(f"{path} holds {type(state).__name__}, not the state dict of a model")
     for name, value in state.items():
@@ -82,9 +87,15 @@ def _parts(path: Path, rank: int, ranks: int) -> Iterator[tuple[str, LocalPart]]
             yield name, _part(value, rank, ranks, path.name, placed)
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise ReshardError(
-                f"{path}: {name!a:.200} is no DTensor of FSDP2 that reshard reads ({error}): merge the shards with "
-                f"python -m verl.model_merger merge --backend fsdp --local_dir {path.parent} --target_dir DIRECTORY"
+                f"{path}: {name!a:.200} is no DTensor of FSDP2 that reshard reads ({error}): {_merged(path)}"
             ) from error
+
+
+def _merged(path: Path) -> str:
+    return (
+        f"merge the shards with python -m verl.model_merger merge --backend fsdp --local_dir {path.parent} "
+        "--target_dir DIRECTORY"
+    )
 
 
 def _part(value: Any, rank: int, ranks: int, file: str, placed: dict[str, tuple[int, int]]) -> LocalPart:

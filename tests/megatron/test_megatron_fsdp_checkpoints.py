@@ -56,7 +56,7 @@ def test_what_megatron_fsdp_saves_is_the_model_in_both_formats(variant, saved, t
     stored = stored_tensors(tmp_path / "mcore" / "release")
     assert same(stored, megatron_tensors(source, 1024)) == []
     shown = inspect(directory, hf_config=source)
-    assert shown.details["saved by"] == "Megatron-FSDP (fsdp_dtensor)" and "optimizer" in str(shown.notices)
+    assert shown.details["saved_by"] == "Megatron-FSDP (fsdp_dtensor)" and "optimizer" in str(shown.notices)
 
 
 def test_other_keys_of_megatron_fsdp_and_damage(saved, tmp_path):

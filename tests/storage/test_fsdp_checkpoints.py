@@ -15,18 +15,19 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from reshard import MegatronLayout, ReshardError, diff, digest, fsdp_to_hf, hf_to_mcore, inspect, mcore_to_hf
 from reshard.cli.main import cli
 from reshard.formats import torch_dist
+from tests.megatron.test_logits import EP, ETP, TP, flags_at
 from tests.starting.ranks import run_on_ranks
 from tests.tools import model_classes
 from tests.tools.checkpoints import make
 from tests.tools.oracle import hf_tensors, same, stored_tensors
 
-HSDP, TP = {"replicate": 2, "shard": 2}, {"shard": 2, "tp": 2}
+HSDP, WITH_TP = {"replicate": 2, "shard": 2}, {"shard": 2, "tp": 2}
 BF16, FP32 = torch.bfloat16, torch.float32
 # By name: model, mesh, dtype, how it is saved, and the dim along which experts are split.
 CASES = {
     "moe": ("qwen3-moe", HSDP, FP32, "states", 0),
     "tied": ("llama-rope-tied", {"shard": 4}, FP32, "side by side", 0),
-    "latent": ("deepseek-v3", TP, BF16, "app", 0),
+    "latent": ("deepseek-v3", WITH_TP, BF16, "app", 0),
     "columns of experts": ("mixtral", {"shard": 4}, BF16, "accelerate", 2),
     "rows of experts": ("qwen3-moe-mixed", {"shard": 4}, BF16, "states", 1),
     "transposed": ("gpt-oss", {"shard": 4}, BF16, "alone", 0),
@@ -205,7 +206,7 @@ def test_commands_take_a_trainers_folder_and_the_config_beside_it(saves, tmp_pat
         assert same(hf_tensors(tmp_path / out), hf_tensors(folder / "published")) == []
         assert (tmp_path / out / "tokenizer.json").is_file() and not list((tmp_path / out).glob("*.pkl"))
         assert json.loads((tmp_path / out / "config.json").read_text())["model_type"] == "qwen2_moe"
-    assert inspect(checkpoint).details["saved by"] == "Accelerate" and inspect(checkpoint).format == "fsdp"
+    assert inspect(checkpoint).details["saved_by"] == "Accelerate" and inspect(checkpoint).format == "fsdp"
     with pytest.raises(ReshardError, match=f"reshard fsdp-to-hf {checkpoint / 'pytorch_model_fsdp_0'}"):
         mcore_to_hf(checkpoint, tmp_path / "never")
     command = run(cli, ["mcore-to-hf", str(checkpoint), str(tmp_path / "never")])
@@ -224,7 +225,7 @@ def test_the_shards_of_ranks_are_all_there_and_hold_what_they_say(saves, tmp_pat
     (actor / "huggingface").mkdir()
     shutil.copy(source / "config.json", actor / "huggingface")
     shown = inspect(tmp_path / "global_step_5")
-    assert "as verl does" in shown.details["saved by"] and "optim_world_size_4_rank_0.pt" in str(
+    assert "as verl does" in shown.details["saved_by"] and "optim_world_size_4_rank_0.pt" in str(
         shown.notices
     )
     with pytest.raises(ReshardError, match=f"convert them with reshard fsdp-to-hf {actor} "):
@@ -250,6 +251,18 @@ def test_the_shards_of_ranks_are_all_there_and_hold_what_they_say(saves, tmp_pat
     refused("lacks the shards of ranks 3 of 4")
     shutil.copy(actor / "model_world_size_4_rank_2.pt", actor / "model_world_size_2_rank_0.pt")
     refused("has shards of 2 and of 4 ranks")
+
+
+def test_a_live_megatron_is_filled_from_an_fsdp_checkpoint(saves, tmp_path):
+    name, mcore = "rows of experts", tmp_path / "mcore"
+    _, directory = copied(saves, name, tmp_path / "saved")
+    shutil.copy(saves[name] / "source" / "config.json", directory)
+    hf_to_mcore(saves[name] / "published", mcore, MegatronLayout(tp=2, etp=1), transformer_impl="local")
+    flags = flags_at(mcore, f"{TP} 2 {EP} 2 {ETP} 1")
+    places = [str(saves[name] / "published"), str(directory)], str(mcore), str(saves[name] / "source")
+    for differ, _, count in run_on_ranks(2, "load_each", flags, *places, module="live_megatron_on_cpu"):
+        published, fsdp, other = map(len, differ)
+        assert published == fsdp == 0 and other > count // 2, "the last is the control"
 
 
 class CallsPrint:

@@ -108,7 +108,10 @@ class FsdpSource(HuggingFaceSource):
         for tensor in stored.values():
             self._check_covered(tensor.file)
         self.stored = stored if self._has_no_table else self._as_published(stored)
-        others = [f"{count:,} entries of {root}" for root, count in sorted(weights.left.items())]
+        others = [
+            f"{count:,} {'entries' if count > 1 else 'entry'} of {root}"
+            for root, count in sorted(weights.left.items())
+        ]
         self.notices += [f"left behind: {', '.join(others)}"] if others else []
         self._hold(None)
         self.containers = (PlainChunks if of_ranks else Containers)(self.checkpoint, self.files)
@@ -229,7 +232,7 @@ class FsdpSource(HuggingFaceSource):
     def describe(self) -> dict[str, Any]:
         files = {at.file for key in self.checkpoint.keys.values() for at in key.chunks.values()}
         return {
-            "saved by": saver_of(self.located, self.prefix),
+            "saved_by": saver_of(self.located, self.prefix),
             "files": len(files),
             "keys": len(self.checkpoint.keys),
             "config": str(self.config_file),

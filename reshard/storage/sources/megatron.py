@@ -422,7 +422,7 @@ class MegatronSource(Source):
     def describe(self) -> dict[str, Any]:
         files = {stored.file for key in self.checkpoint.keys.values() for stored in key.chunks.values()}
         states = states_of(self.checkpoint)
-        saved_by = {"saved by": f"Megatron-FSDP ({FORMAT})"}
+        saved_by = {"saved_by": f"Megatron-FSDP ({FORMAT})"}
         return (
             {
                 "iteration": self.checkpoint.iteration,
