@@ -65,6 +65,16 @@ def saved_tensors(architecture: str, config: Mapping[str, Any], where: str) -> d
     return _tensors_of(model, where)
 
 
+def repeated_names(architecture: str, config: Mapping[str, Any], where: str) -> dict[str, str]:
+    """Return the names in a model's state dict of tensors that it has under another name before, as those of a tied
+    output layer are, each with that name."""
+    full = full_config(architecture, config, where)
+    model = _without_memory(architecture, json.dumps(_decisive(full), default=str))
+    first: dict[int, str] = {}
+    named = {name: first.setdefault(_storage(tensor), name) for name, tensor in model.state_dict().items()}
+    return {name: other for name, other in named.items() if name != other}
+
+
 def has_class(architecture: str) -> bool:
     """Return True if the installed transformers has a model class of this name."""
     return getattr(getattr(transformers, architecture, None), "config_class", None) is not None

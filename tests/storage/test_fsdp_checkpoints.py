@@ -191,6 +191,29 @@ def test_weights_of_two_models_and_states_of_an_optimizer_are_not_taken_for_weig
     assert not (tmp_path / "never").exists()
 
 
+def test_where_it_is_not_certain_which_weights_or_files_are_meant_nothing_is_guessed(saves, tmp_path):
+    source = saves["tied"] / "source"
+    model = {name: tensor.clone() for name, tensor in hf_tensors(saves["tied"] / "published").items()}
+    other = {name: tensor / 2 for name, tensor in model.items()}
+    states = {"nested": {"state": {"model": model}, "ema": other}, "named": {"opt": model, "shadow": other}}
+    for name, state in states.items():
+        dcp.save(state, checkpoint_id=tmp_path / name, no_dist=True)
+        with pytest.raises(ReshardError, match="weights of several models"):
+            fsdp_to_hf(tmp_path / name, tmp_path / "never", hf_config=source)
+    dcp.save(model, checkpoint_id=tmp_path / "run" / "step-1", no_dist=True)
+    wrong = json.loads((source / "config.json").read_text()) | {"rms_norm_eps": 0.5}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(wrong))
+    (tmp_path / "run" / "notes.txt").write_text("a secret")
+    shutil.copy(source / "config.json", tmp_path / "run" / "step-1")
+    fsdp_to_hf(tmp_path / "run" / "step-1", tmp_path / "own")
+    assert json.loads((tmp_path / "own" / "config.json").read_text())["rms_norm_eps"] != 0.5
+    fsdp_to_hf(tmp_path / "run" / "step-1", tmp_path / "given", hf_config=tmp_path / "run" / "config.json")
+    assert not (tmp_path / "given" / "notes.txt").exists() and not (tmp_path / "never").exists()
+    shutil.copy(saves["tied"] / "published" / "model.safetensors", tmp_path / "run" / "step-1")
+    with pytest.raises(ReshardError, match="and in .safetensors files"):
+        fsdp_to_hf(tmp_path / "run" / "step-1", tmp_path / "never")
+
+
 def test_commands_take_a_trainers_folder_and_the_config_beside_it(saves, tmp_path):
     run, folder = CliRunner().invoke, saves["uneven"]
     checkpoint = tmp_path / "run" / "checkpoint-7"

@@ -18,7 +18,7 @@ import numpy as np
 from reshard.core.boxes import Box, first_overlap
 from reshard.core.errors import ReshardError
 from reshard.formats import safetensors, torch_dist, torch_shards
-from reshard.formats.small_files import MAX_METADATA_BYTES, read_file
+from reshard.formats.small_files import MAX_METADATA_BYTES, read_file, read_json
 from reshard.megatron.checkpoint import EMBEDDING
 from reshard.models.model import Model
 from reshard.storage.io.boxes import BoxReader
@@ -33,6 +33,14 @@ from reshard.storage.sources.versions import FileVersions
 
 # Of parameters that only Megatron's models have, as bytes of a ``.metadata``.
 _MEGATRON = (b".linear_qkv.", b".linear_proj.", b".linear_fc1.", b".linear_fc2.")
+
+
+# What a model has beside its config, by the names that transformers gives.
+MODEL_FILES = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +77,14 @@ def _locate_shards(path: Path) -> Located | None:
     return None
 
 
+def names_a_model(path: Path) -> bool:
+    """Return True for a config of transformers: a trainer may have one of its own of this name."""
+    if not path.is_file():
+        return False
+    fields = read_json(path)
+    return "architectures" in fields or "model_type" in fields
+
+
 def saver_of(located: Located, prefix: str) -> str:
     """Return who saved a checkpoint, as far as its names say."""
     if torch_shards.shards_in(located.directory):
@@ -93,6 +109,7 @@ class FsdpSource(HuggingFaceSource):
     ) -> None:
         self.path, self.located, self.hf_config = path, located, hf_config
         self.notices, self.directory = list(located.notices), located.directory
+        self._check_alone()
         self.versions = FileVersions(self.directory, located.root)
         self.config_file = config = self._config()
         self.versions.record(config, config.parent)
@@ -105,8 +122,8 @@ class FsdpSource(HuggingFaceSource):
             name: Sharded(key, keys[key].dtype, keys[key].shape, 0, keys[key])
             for name, key in weights.keys.items()
         }
-        for tensor in stored.values():
-            self._check_covered(tensor.file)
+        names = self._repeated_names()
+        self.aliases = {name: stored.pop(name) for name in [*stored] if name in names}
         self.stored = stored if self._has_no_table else self._as_published(stored)
         others = [
             f"{count:,} {'entries' if count > 1 else 'entry'} of {root}"
@@ -114,12 +131,42 @@ class FsdpSource(HuggingFaceSource):
         ]
         self.notices += [f"left behind: {', '.join(others)}"] if others else []
         self._hold(None)
+        for tensor in [*stored.values(), *self.aliases.values()]:
+            self._check_covered(tensor.file)
         self.containers = (PlainChunks if of_ranks else Containers)(self.checkpoint, self.files)
         self.chunked = cache(self._chunked)
         # A tied output layer is saved under two names in memory, and published under one.
         self.repeated = {n: p for n, p in self.copies.items() if n in self.mapping.optional}
         self.held_repeated = {name: self.tensors.pop(name) for name in self.repeated}
         self.copies = {n: p for n, p in self.copies.items() if n not in self.repeated}
+        self.held_repeated |= {n: TensorInfo(t.shape, t.dtype) for n, t in self.aliases.items()}
+        self.repeated |= {name: self._canonical(names[name]) for name in self.aliases}
+
+    def _check_alone(self) -> None:
+        """Raise ReshardError where it is not certain that these weights are meant, or whether they are whole."""
+        if any(self.directory.glob("*.safetensors")):
+            raise ReshardError(
+                f"{self.directory} has weights of torch.distributed.checkpoint and in .safetensors files: give those "
+                "that you mean a directory of their own"
+            )
+        if (self.directory / ".metadata.tmp").exists():
+            raise ReshardError(
+                f"{self.directory} has a .metadata.tmp: a save was not finished, or is not yet; name another step, or "
+                "remove that file if the save has ended well"
+            )
+
+    def _repeated_names(self) -> dict[str, str]:
+        """Return names in memory of parameters of a model without a table that have another name before."""
+        if not self._has_no_table:
+            return {}
+        from reshard.models.saved_tensors import repeated_names
+
+        return repeated_names(self.model.family.architecture, self.model.config, self.model.where)
+
+    def _canonical(self, parameter: str) -> str:
+        """Return the published tensor that a parameter of a model without a table is."""
+        saved = self.model.family.saved  # type: ignore[attr-defined]
+        return next(name for name, tensor in saved.items() if tensor.parameter == parameter)
 
     @property
     def _has_no_table(self) -> bool:
@@ -129,6 +176,11 @@ class FsdpSource(HuggingFaceSource):
         """Return the config of the model. Raises ReshardError if there is none."""
         if self.hf_config is not None:
             return self.hf_config / "config.json" if self.hf_config.is_dir() else self.hf_config
+        for folder in (self.directory, self.path):
+            for name in ("", "hf", "huggingface", ".hf_metadata"):
+                if names_a_model(folder / name / "config.json"):
+                    self.notices.append(f"config taken from {folder / name / 'config.json'}")
+                    return folder / name / "config.json"
         beside = config_beside(self.located)
         if beside is None or beside.directory is None:
             raise ReshardError(
@@ -160,7 +212,7 @@ class FsdpSource(HuggingFaceSource):
 
     def _chunked(self, name: str) -> ChunkedTensor:
         """Return a stored tensor with the places of its chunks."""
-        stored = self.stored[name]
+        stored = self.aliases.get(name) or self.stored[name]
         assert isinstance(stored, Sharded)
         chunks = []
         for (offsets, sizes), at in stored.entry.chunks.items():
@@ -182,7 +234,8 @@ class FsdpSource(HuggingFaceSource):
         """Raise ReshardError if a tensor that was saved under two names is two."""
         for name, primary in self.repeated.items():
             info = self.held_repeated[name]
-            reader = BoxReader({name: info}, self.files, self.strips)
+            strips = self.chunked(name).strips if name in self.aliases else self.strips
+            reader = BoxReader({name: info}, self.files, strips)
             same = info == self.tensors[primary]
             for start, stop in info.slabs() if same else ():
                 held = reader.rows(name, start, stop).tobytes()
@@ -208,10 +261,19 @@ class FsdpSource(HuggingFaceSource):
         return sorted((t.offset, t.offset + prod(t.shape) * t.dtype.size) for t in tensors)
 
     def hf_directory(self) -> Path | None:
-        return self.config_file.parent
+        """Return the directory of the config, whose other files go along; None of a file that was given, and of the
+        directory above the one that was named, in which anything may lie: of that go a model's own files."""
+        given, folder = self.hf_config, self.config_file.parent
+        if given is not None:
+            return folder if given.is_dir() else None
+        is_above = folder != self.path and self.path.is_relative_to(folder)
+        return None if is_above else folder
 
     def hf_files(self) -> dict[str, Path]:
-        return super().hf_files() | {"config.json": self.config_file}
+        folder = self.config_file.parent
+        own = [folder / name for name in MODEL_FILES] if self.hf_config is None else []
+        files = {path.name: path for path in own if path.is_file()} | super().hf_files()
+        return files | {"config.json": self.config_file}
 
     def read_files(self) -> list[Path]:
         chunks = [at for tensor in self.stored.values() for at in tensor.entry.chunks.values()]  # type: ignore[attr-defined]

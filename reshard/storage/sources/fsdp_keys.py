@@ -18,8 +18,12 @@ OTHER_STATES = (
     "optimizer", "optimizers", "optim", "opt", "state", "param_groups", "lr_scheduler", "lr_schedulers", "scheduler",
     "dataloader", "train_state", "rng", "rng_state",
 )  # fmt: skip
-_OF_OPTIMIZER = re.compile(r"(?:^|\.)(?:exp_avg|exp_avg_sq|momentum_buffer|optim\w*|opt|state)(?:\.|$)")
-_ADAPTER = re.compile(r"\.lora_[AB]\b|\.lora_(?:embedding|magnitude)|\.base_layer\.")
+_OF_OPTIMIZER = re.compile(r"(?:^|\.)(?:exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer)(?:\.|$)")
+# Roots under which an average, or weights in fp32, may lie beside the weights.
+_OPTIMIZERS = ("optim", "optimizer", "optimizers")
+_ADAPTER = re.compile(
+    r"\.lora_[AB]\b|\.lora_(?:embedding|magnitude)|\.base_layer\.|\bprompt_encoder\.|\.modules_to_save\.|\.original_module\."
+)
 
 
 class Weights(NamedTuple):
@@ -39,6 +43,12 @@ def weights_among(keys: Iterable[str], objects: Iterable[str], model: Model, whe
     if not found:
         raise ReshardError(f"{where} {_why_none(keys, model)}")
     if len(found) > 1:
+        found = {prefix for prefix in found if prefix.partition(".")[0] not in _OPTIMIZERS}
+    elif next(iter(found)).partition(".")[0] in _OPTIMIZERS:
+        raise ReshardError(
+            f"{where} has states of an optimizer only ({min(found)}*): name the directory of the weights"
+        )
+    if len(found) != 1:
         names = listed([repr(prefix) for prefix in sorted(found)], 3)
         raise ReshardError(
             f"{where} has the weights of several models, under {names}: save the one that you mean in a checkpoint of "
@@ -46,7 +56,7 @@ def weights_among(keys: Iterable[str], objects: Iterable[str], model: Model, whe
         )
     [prefix] = found
     own = _under(keys, prefix)
-    adapters = [name for name in own if _ADAPTER.search(name)]
+    adapters = [key for key in keys if _ADAPTER.search(key) and not _OF_OPTIMIZER.search(key)]
     if adapters:
         raise ReshardError(
             f"{where} has a model with an adapter of PEFT on it ({adapters[0]}): save it after merge_and_unload(), or "
@@ -122,7 +132,7 @@ def _why_none(keys: list[str], model: Model) -> str:
             "has flattened parameters of FSDP1 (_flat_param), which do not say whose they are: save it with "
             "StateDictType.SHARDED_STATE_DICT"
         )
-    if keys and all(_OF_OPTIMIZER.search(key) for key in keys):
+    if keys and all(_OF_OPTIMIZER.search(key) or key.startswith(("state.", "param_groups.")) for key in keys):
         return f"has states of an optimizer only ({keys[0]}): name the directory of the weights"
     if any(_ADAPTER.search(key) for key in keys):
         return (

@@ -87,6 +87,10 @@ def _located(path: Path) -> Located | None:
     if located is not None:
         return located
     if not any(path.glob("*.safetensors")):
+        models = sorted(p.parent.name for p in path.glob("pytorch_model_fsdp_*/.metadata"))
+        models += [name for name in ["model"] if (path / name / ".metadata").is_file()]
+        if len(models) > 1:
+            raise ReshardError(f"{path} has several models ({listed(models)}): name the directory of one")
         for below, trainer in BELOW_OF_FSDP.items():
             located = _here(path / below)
             if located is not None:
