@@ -83,7 +83,7 @@ def test_an_error_is_json_too_where_that_was_asked_for(arguments, status, messag
 
 @pytest.mark.parametrize(("given", "meant"), [
     ("hf-to-mcor", "hf-to-mcore"), ("hf_to_mcore", "hf-to-mcore"), ("mcore2hf", "mcore-to-hf"), ("INSPECT", "inspect"),
-    ("verify", "the commands are hf-to-mcore, mcore-to-hf, mcore-to-mcore, lora-to-peft"),
+    ("verify", "the commands are hf-to-mcore, mcore-to-hf, fsdp-to-hf, mcore-to-mcore, lora-to-peft"),
 ])  # fmt: skip
 def test_a_mistyped_command_gets_a_suggestion(given, meant):
     done = CliRunner().invoke(cli, [given, "x"])
