@@ -144,7 +144,8 @@ def diff(
         common = [name for name in left.tensors if name in right.tensors and chosen(name)]
         # A copy that only one side keeps under a name of its own says nothing new.
         result = Diff(str(a), str(b), common, fields=different_fields(left.model, right.model))
-        result.notices = [*left.model.notices, *right.model.notices, *notices_on_training(left, right)]
+        result.notices = [*left.model.notices, *right.model.notices, *left.assumed, *right.assumed]
+        result.notices += notices_on_training(left, right)
         _compare_factors(left, right, result)
         result.only_a = sorted(filter(chosen, _tensors_without(left, right)))
         result.only_b = sorted(filter(chosen, _tensors_without(right, left)))

@@ -89,7 +89,7 @@ def digest_of_source(
     own = {name: info for name, info in counted.items() if name not in copies}
     numbers = {name: numbers[name] for name in own}
     _add_factors(source, own, numbers)
-    notices = [*source.model.notices]
+    notices = [*source.model.notices, *source.assumed]
     coded = source.dequantized_names()
     if coded:
         notices.append(

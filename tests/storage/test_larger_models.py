@@ -14,6 +14,7 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 from reshard import (
     ReshardError,
     diff,
+    digest,
     hf_to_mcore,
     inspect,
     lora_merge,
@@ -150,6 +151,10 @@ def test_the_heads_of_a_tower_are_those_of_its_training_or_a_notice_says_that_no
     report = mcore_to_hf(alone, tmp_path / "out", hf_config=hf / "config.json")
     assert [said in notice for notice in report.notices].count(True) == 1
     assert diff(hf, tmp_path / "out").equal
+    settings = {"hf_config": hf / "config.json"}
+    compared, number = diff(tmp_path / "out", alone, **settings), digest(alone, **settings)
+    assert compared.equal and number.text == digest(hf).text
+    assert all(any(said in notice for notice in each.notices) for each in (compared, number))
     # The control: what the heads of another config make of it, which the notice says.
     report = mcore_to_hf(alone, tmp_path / "other", hf_config=changed("more", num_heads=2 * heads))
     assert any(f"the {2 * heads} heads that" in notice for notice in report.notices)

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +52,7 @@ class Source(ABC):
     uncast: frozenset[str] = frozenset()  # tensors that keep their dtype where others are cast
     experts_packed = True  # as files of the family may have them; False where these, or those before, do not
     notices: list[str]
+    assumed: Sequence[str] = ()  # those of them that say on what its tensors rest
     files: OpenFiles
     versions: FileVersions
 

@@ -124,7 +124,8 @@ class MegatronSource(Source):
         # what this tool wrote holds weights and empty states only
         self.notices = taken + (placed.notices if manifest is None else [])
         self.notices += self.model.notices + notices(self.model, self.model_class) + self._state_notices()
-        self.notices += tower_notices(self._larger(), list(self.keys), located)
+        self.assumed = tower_notices(self._larger(), list(self.keys), located)
+        self.notices += self.assumed
         if self.is_model and not of_towers(self.keys):
             self.notices += self.model.tower_notices(self.config_fields, self.towers)
         self._take_beside(self.config_fields)
