@@ -23,6 +23,7 @@ from reshard.megatron.checkpoint import EMBEDDING
 from reshard.models.model import Model
 from reshard.storage.io.boxes import BoxReader
 from reshard.storage.io.streams import Strip, TensorInfo
+from reshard.storage.sources.base import BESIDE_TOKENIZERS, TOKENIZERS
 from reshard.storage.sources.beside import unread_beside
 from reshard.storage.sources.chunks import Chunk, ChunkedTensor
 from reshard.storage.sources.containers import Containers, PlainChunks
@@ -37,9 +38,8 @@ _MEGATRON = (b".linear_qkv.", b".linear_proj.", b".linear_fc1.", b".linear_fc2."
 
 # What a model has beside its config, by the names that transformers gives.
 MODEL_FILES = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
-    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    "generation_config.json", "tokenizer.model", *TOKENIZERS, *BESIDE_TOKENIZERS, "preprocessor_config.json",
+    "processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 
 
@@ -112,7 +112,7 @@ class FsdpSource(HuggingFaceSource):
         self._check_alone()
         self.versions = FileVersions(self.directory, located.root)
         self.config_file = config = self._config()
-        self.versions.record(config, config.parent)
+        self.versions.record(config, config.parent, *self._own_files())
         of_ranks = bool(torch_shards.shards_in(self.directory))
         self.checkpoint = (torch_shards if of_ranks else torch_dist).read(self.directory, located.iteration)
         self._read_model(config, read)
@@ -270,17 +270,24 @@ class FsdpSource(HuggingFaceSource):
         return None if is_above else folder
 
     def hf_files(self) -> dict[str, Path]:
-        folder = self.config_file.parent
-        own = [folder / name for name in MODEL_FILES] if self.hf_config is None else []
-        files = {path.name: path for path in own if path.is_file()} | super().hf_files()
-        return files | {"config.json": self.config_file}
+        own = {path.name: path for path in self._own_files()}
+        return own | super().hf_files() | {"config.json": self.config_file}
+
+    def _own_files(self) -> list[Path]:
+        """Return the model's own files beside a config that was found, wherever that is."""
+        beside = [self.config_file.parent / name for name in MODEL_FILES] if self.hf_config is None else []
+        return [path for path in beside if path.is_file()]
 
     def read_files(self) -> list[Path]:
-        chunks = [at for tensor in self.stored.values() for at in tensor.entry.chunks.values()]  # type: ignore[attr-defined]
+        chunks = [
+            at
+            for tensor in self.stored.values()
+            for at in tensor.entry.chunks.values()  # type: ignore[attr-defined]
+        ]
         own = {".metadata"} if (self.directory / ".metadata").is_file() else set()
         files = {at.file for at in chunks} | own
         return [
-            *(self.directory / name for name in sorted(files)), self.config_file, *self._beside().values()
+            *(self.directory / name for name in sorted(files)), *self.hf_files().values()
         ]  # fmt: skip
 
     def left_beside(self) -> list[str]:

@@ -22,7 +22,8 @@ _OF_OPTIMIZER = re.compile(r"(?:^|\.)(?:exp_avg|exp_avg_sq|max_exp_avg_sq|moment
 # Roots under which an average, or weights in fp32, may lie beside the weights.
 _OPTIMIZERS = ("optim", "optimizer", "optimizers")
 _ADAPTER = re.compile(
-    r"\.lora_[AB]\b|\.lora_(?:embedding|magnitude)|\.base_layer\.|\bprompt_encoder\.|\.modules_to_save\.|\.original_module\."
+    r"\.lora_[AB]\b|\.lora_(?:embedding|magnitude)|\.base_layer\.|\bprompt_encoder\."
+    r"|\.modules_to_save\.|\.original_module\."
 )
 
 
