@@ -298,6 +298,7 @@ class Fleet:
         if report is not None and report.is_pending:
             clients = {name: self._members[name].client for name in names}
             new, old = report.version, transfer.before
+            transfer.is_begun = False  # whoever does not switch forgets it
             served, failed = on_first_rank(lambda: switch_all(clients, new, old, switching, self.timeout))
             if served != report.version or len(failed) == len(names):
                 failure = next(f"{name} did not switch ({why})" for name, why in failed.items())

@@ -75,10 +75,12 @@ def switch(client: Any, version: int, how: Switching, is_over: Callable[[], bool
         raise
 
 
-def drop(client: Any) -> None:
-    """Have an engine forget that it was to switch."""
+def drop(client: Any, is_over: Callable[[], bool] = lambda: False) -> None:
+    """Have an engine forget that it was to switch, unless it `is_over` when it answers: others have gone on, and what
+    would be finished may be theirs."""
     client.update_weights(_info(DROP))
-    finish(client, None)
+    if not is_over():
+        finish(client, None)
 
 
 def roll_back(client: Any, version: int | None) -> None:

@@ -1,6 +1,7 @@
 """What becomes of a fleet whose engines fail at each step of a switch, by clients that do as SGLang's and vLLM's."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -147,7 +148,55 @@ def test_an_sglang_whose_pause_was_not_answered_counts_as_paused(monkeypatch):
 
 def test_what_was_begun_stays_begun_where_a_client_cannot_pause_for_the_switch():
     transfer = WeightTransfer.__new__(WeightTransfer)
-    transfer.clients, transfer.rank, transfer._is_begun = [object()], 0, True
+    transfer.clients, transfer.rank, transfer.is_begun = [object()], 0, True
     with pytest.raises(ReshardError, match="object cannot pause its engine: switch with requests='go on'"):
         transfer.switch(ABORT, RESET)
-    assert transfer._is_begun
+    assert transfer.is_begun
+
+
+def transfer_of(*clients, timeout: float = 5.0) -> WeightTransfer:
+    """A trainer's end, whose exchange has brought version 7."""
+    transfer = WeightTransfer.__new__(WeightTransfer)
+    transfer.clients, transfer.rank, transfer.is_begun, transfer.before = [*clients], 0, True, 6
+    transfer.link = SimpleNamespace(
+        group=SimpleNamespace(timeout=timeout), begun=SimpleNamespace(settle=lambda: None)
+    )
+    return transfer
+
+
+class Slow(Engine):
+    """One whose calls take a while."""
+
+    def update_weights(self, info: dict) -> None:
+        time.sleep(0.5)
+        super().update_weights(info)
+
+
+def test_no_call_of_what_was_given_up_comes_into_what_is_begun_next():
+    refuses, slow = Engine(), Slow()
+    refuses.open = False
+    transfer = transfer_of(refuses, slow)
+    transfer.give_up()
+    assert not slow.begun and not slow.open, "its calls have ended, though another engine has refused"
+    slow.start_weight_update()
+    slow.begun = True  # the next one
+    time.sleep(1.0)
+    assert slow.begun and slow.open and slow.weights == 6
+
+
+def test_what_an_engine_took_for_given_up_too_late_is_not_finished():
+    slow = Slow()
+    transfer_of(slow, timeout=0.1).give_up()
+    time.sleep(1.0)
+    assert slow.open and not slow.begun and slow.weights == 6
+
+
+def test_what_was_switched_to_is_not_given_up(monkeypatch):
+    engine, other = Engine(), Engine()
+    transfer = transfer_of(engine, other)
+    report = SimpleNamespace(is_pending=True, version=7)
+    monkeypatch.setattr(transfer, "arrived", lambda: report)
+    assert transfer.switch() == 7 and engine.weights == other.weights == 7
+    assert not transfer.is_begun
+    with pytest.raises(ReshardError, match="nothing is begun"):
+        WeightTransfer.arrived(transfer)

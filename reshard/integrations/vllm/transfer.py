@@ -11,8 +11,8 @@ own shards. The engine's side is `reshard.integrations.vllm.worker`.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
+from threading import Event
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -203,7 +203,7 @@ class WeightTransfer:
 
         self._beginning = Calls()  # of the refit that was begun last
         self.before: int | None = None  # the version before it
-        self._is_begun = False  # and neither switched to nor given up
+        self.is_begun = False  # and neither switched to nor given up
         calls = self._call(join)
         members = meeting.join(self.rank)
         try:
@@ -236,7 +236,7 @@ class WeightTransfer:
         when it returns. `switch` makes the engines serve it."""
         info = self._info(version, verify)
         self.before = self.link.version
-        self._is_begun = True
+        self.is_begun = True
         self._beginning = self._call(lambda index: begin(self.clients[index], info))
         return self.link.begin_refit(version, verify, called=self._beginning.first_failure)
 
@@ -244,14 +244,14 @@ class WeightTransfer:
         """Return what engines are called with for the next refit, once nothing else is begun."""
         if isinstance(self.link, Link):
             self.link.check_open()  # before an engine hears of it
-        if self._is_begun:
+        if self.is_begun:
             self.give_up()
         return {"version": version, "verify": verify, "ticket": self.link.group.ticket()}
 
     def arrived(self) -> BegunReport:
         """Wait until all engines have what was begun, or nobody has, and they are told to forget it; see
         `Begun.wait`."""
-        if not self._is_begun:
+        if not self.is_begun:
             raise ReshardError(
                 "nothing is begun, or it was given up, switched to, or sent since: begin first"
             )
@@ -266,11 +266,13 @@ class WeightTransfer:
         return report
 
     def give_up(self) -> None:
-        """Have engines forget what was begun, which they will not switch to."""
-        self._is_begun = False
+        """Have engines forget what was begun, which they will not switch to. Nobody is called after it has returned: a
+        call that an engine took for the end of a later update would make it switch."""
+        self.is_begun, over = False, Event()
         self.link.begun.settle()
-        with suppress(ReshardError):
-            self._call(lambda index: drop(self.clients[index])).wait_all(self.link.group.timeout)
+        calls = self._call(lambda index: drop(self.clients[index], over.is_set))
+        calls.errors(self.link.group.timeout)
+        over.set()
 
     def switch(self, requests: str = GO_ON, caches: str = KEEP) -> int:
         """Make all engines serve what was begun, once all have it; return its version. For the arguments see
@@ -283,6 +285,7 @@ class WeightTransfer:
         report = self.arrived()
         if not report.is_pending:
             raise ReshardError(f"no version is pending: {report.reason}; send all")
+        self.is_begun = False  # whoever does not switch forgets it
         clients = {_name(client, index): client for index, client in enumerate(self.clients)}
         if self.rank or not clients:
             return report.version
