@@ -94,6 +94,7 @@ def main() -> None:
         status = outcome if isinstance(outcome, int) else 0
     except BaseException as error:
         status = status_of(error, signals.interrupted())
+    signals.leave_when_interrupted()
     unwritten = signals.flush()
     if unwritten is not None and not status:
         status = status_of(ReshardError(f"the result could not be printed: {unwritten.strerror}"))

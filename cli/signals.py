@@ -13,8 +13,8 @@ _seen: list[int] = []
 
 
 def leave_when_interrupted() -> None:
-    """Have Ctrl-C, or SIGTERM, end the process, with a line and status 130, or 143: while modules are imported there is
-    nothing to clean up."""
+    """Have Ctrl-C, or SIGTERM, end the process, with a line and status 130, or 143: while modules are imported, and
+    once a command has ended, there is nothing to clean up."""
     _handle(_leave)
 
 

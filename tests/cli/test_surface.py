@@ -119,6 +119,16 @@ def test_an_interrupt_during_imports_is_an_interrupt(module, checkpoint, tmp_pat
     assert done.returncode == 130 and done.stderr == "Interrupted.\n", "before any command"
 
 
+def test_an_interrupt_once_a_command_has_ended_leaves_no_traceback():
+    code = (
+        "import os, signal, sys\nfrom reshard.cli import main, signals\n"
+        "signals.flush = lambda: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.argv = ['reshard', '--version']\nmain.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 130 and done.stderr == "Interrupted.\n"
+
+
 def test_what_ignores_interrupts_goes_on_ignoring_them(checkpoint, tmp_path):
     module = f"{INTERRUPT.replace('30', '0')}\nraise RuntimeError('went on')"
     done = run("inspect", checkpoint("qwen3"), module=module, tmp_path=tmp_path,
