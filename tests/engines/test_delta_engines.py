@@ -48,7 +48,7 @@ def test_two_engines_of_one_model_follow_a_chain_under_load_and_say_what_others_
     assert all(abs(one - next_one) > 1e-2 for one, next_one in pairwise(said)), "the control"
     assert outcome["first"] == "reached 1" and outcome["was running"] == [True, True]
     assert outcome["while read"] is False, "both served what they had while files were read"
-    assert outcome["counts"] == [400, 400] and not outcome["paused"], "requests went on"
+    assert min(outcome["tokens since"]) > 0 and not outcome["paused"], "requests went on"
     for last, anew in outcome["went on"]:
         assert last == pytest.approx(anew, abs=1e-4), "as a request of the new weights after the same tokens"
     assert outcome["while paused"] == ["reached 2", True], "it stays paused"

@@ -5,11 +5,13 @@ import asyncio
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 from reshard.engines.vllm.worker import RefitExtension
 
+MOST = 4096  # tokens of a request: more than an engine makes before a version is read
 LONG = [(7 * i + 3) % 1000 for i in range(70)]  # fills four blocks of the prefix cache
 BROKEN = "RESHARD_TEST_BROKEN"  # names a file: while it is there the second engine cannot write
 
@@ -56,11 +58,11 @@ async def _serve(directory: str, chain: str, broken: Path) -> dict:
             skip_tokenizer_init=True,
             enforce_eager=True,
             dtype="float32",
-            max_model_len=512,
-            hf_overrides={"max_position_embeddings": 512},
+            max_model_len=MOST,
+            hf_overrides={"max_position_embeddings": MOST},
             block_size=16,
             seed=0,
-            kv_cache_memory_bytes=1 << 24,
+            kv_cache_memory_bytes=1 << 26,
             disable_log_stats=True,
             data_parallel_size=2,
             worker_extension_cls="tests.on_cpu.engine_deltas_on_cpu.Extension",
@@ -87,18 +89,22 @@ async def _follow(llm: Any, chain: str, broken: Path) -> dict:
         salt: str | None = None,
         seen: list | None = None,
         after: Sequence[int] = (),
+        over: asyncio.Event | None = None,
     ) -> list[float]:
-        """Logprobs of `count` greedy tokens after the long prompt and more tokens, by one of the engines;
-        with a salt of its own a request reads nothing that another has left in the prefix cache. `seen` has
-        its tokens so far."""
+        """Logprobs of `count` greedy tokens, or of those so far once it is `over`, after the long prompt and more
+        tokens, by one of the engines; with a salt of its own a request reads nothing that another has left in the
+        prefix cache. `seen` has its tokens so far."""
         wanted = SamplingParams(
             max_tokens=count, temperature=0, ignore_eos=True, detokenize=False, logprobs=0
         )
         prompt: dict = {"prompt_token_ids": [*LONG, *after]} | ({"cache_salt": salt} if salt else {})
         number = f"request {next(numbers)}"
-        async for output in llm.generate(prompt, wanted, number, data_parallel_rank=engine):
-            if seen is not None:
-                seen[:] = output.outputs[0].token_ids
+        async with aclosing(llm.generate(prompt, wanted, number, data_parallel_rank=engine)) as outputs:
+            async for output in outputs:
+                if seen is not None:
+                    seen[:] = output.outputs[0].token_ids
+                if over is not None and over.is_set():
+                    break
         return [next(iter(each.values())).logprob for each in output.outputs[0].logprobs]
 
     async def said(call: Any) -> str:
@@ -120,7 +126,10 @@ async def _follow(llm: Any, chain: str, broken: Path) -> dict:
 
     # Under load, in both engines: the cache holds the prompt, as the base has it.
     seen: list[list[int]] = [[], []]
-    running = [asyncio.create_task(ask(engine, 400, seen=seen[engine])) for engine in (0, 1)]
+    over = asyncio.Event()
+    running = [
+        asyncio.create_task(ask(engine, MOST - len(LONG), seen=seen[engine], over=over)) for engine in (0, 1)
+    ]
     while not all(seen):
         await asyncio.sleep(0.001)
     call = llm.collective_rpc
@@ -129,6 +138,7 @@ async def _follow(llm: Any, chain: str, broken: Path) -> dict:
         if method == "reshard_delta_follow_ready" and "while read" not in outcome:
             ahead = [len(tokens) + 1 for tokens in seen]
             while any(len(tokens) < count for tokens, count in zip(seen, ahead, strict=True)):
+                assert not any(task.done() for task in running), "they are longer than this takes"
                 await asyncio.sleep(0.001)
             outcome["while read"] = await llm.is_paused()
         return await call(method, *arguments, **options)
@@ -137,9 +147,11 @@ async def _follow(llm: Any, chain: str, broken: Path) -> dict:
     outcome["first"] = await said(apply_deltas_async(llm, chain, 1, verify=True))
     llm.collective_rpc = call
     outcome["was running"] = [not task.done() for task in running]
+    before = [len(tokens) for tokens in seen]
     outcome["under load"] = await answers()
+    over.set()
     went_on = await asyncio.gather(*running)
-    outcome["counts"] = [len(each) for each in went_on]
+    outcome["tokens since"] = [len(each) - count for each, count in zip(went_on, before, strict=True)]
     outcome["went on"] = [
         [logprobs[-1], *await ask(engine, salt=f"salt {next(numbers)}", after=seen[engine][:-1])]
         for engine, logprobs in enumerate(went_on)
