@@ -37,10 +37,9 @@ class SwitchedEngine(RemoteEngine, Protocol):
 
 
 class _Started(NamedTuple):
-    """A sync that was begun, with the version that it brings, and the one that engines serve till then."""
+    """A sync that was begun, with the version that it brings."""
 
     version: int | None
-    before: int | None
     begun: Begun
     calls: Calls
 
@@ -74,11 +73,10 @@ class BegunSync(WeightSync):
         try:
             link.begun.settle()  # before an engine hears of another
             calls = Calls({engine.name: engine.begin(version, self.options.verify) for engine in engines})
-            before = link.version
             begun = link.begin_refit(version, self.options.verify, called=calls.first_failure)
         except Exception as error:  # whatever it is, the other ranks wait for the answer
             return error_line(error)
-        self._started = _Started(version, before, begun, calls)
+        self._started = _Started(version, begun, calls)
         return begun.why
 
     def switch(
@@ -99,10 +97,9 @@ class BegunSync(WeightSync):
         if why := failure or _first(why, group):
             self._log(f"all weights are sent: {why}")
             return None
-        assert started is not None
         assert report is not None
         with self.dropped_on_failure():
-            on_first_rank(lambda: self._switch_all(engines, report.version, started.before), group)
+            on_first_rank(lambda: self._switch_all(engines, report.version, report.before), group)
         self._log(f"all engines serve version {report.version}, which was begun")
         return report
 

@@ -256,18 +256,18 @@ class Fleet:
         pausing: bool = False,
         required: Collection[str] = (),
     ) -> bool:
-        """Begin a send of what changed, which engines do not serve before `switch`; see
+        """Begin a send of what changed, or of all, which engines do not serve before `switch`; see
         `reshard.refit.Link.begin_refit`. All ranks call it, and may change their weights when it returns.
 
-        Returns False where that could not be: for the first send, after a member has come, gone or failed, and where
-        the changes take too much memory. Then this has sent all, as `send` does, with its arguments.
+        Returns False where that could not be: for the first send, after a member has failed or has come without the
+        version that the others have, and where what is to be sent takes too much memory. Then this has sent all, as
+        `send` does, with its arguments.
         """
         how = _How(version, verify, pausing, {*required}, time.monotonic())
         how, together, apart = self._prepared(how)
-        known = [one for one in self._connections if set(one.names) == {*together} and not apart]
-        why = "engines are to be connected"
-        if known:
-            [connection] = known
+        connection = None if apart else self._for_beginning(together)
+        why = "engines are to be connected, and serve different versions, or none"
+        if connection is not None:
             begun = connection.transfer.begin(how.known_version, verify)
             why = next(filter(None, _from_all(begun.why)), "")
             self._begun = _Begun(connection, how)
@@ -508,11 +508,25 @@ class Fleet:
             return {}, failed, failure
         return {name: report for name in names if name not in failed}, failed, ""
 
+    def _for_beginning(self, names: Sequence[str]) -> _Connection | None:
+        """Return the connection of these engines together, made now where all of them serve the fleet's version; None
+        where there is none."""
+        if self._known_connection(names) is None:
+            versions = {self._members[name].version for name in names}
+            if self.version is None or versions != {self.version}:
+                return None
+            connected, _ = self._together(lambda: self._transfer(names))
+            if connected is None:  # `send` finds out whose fault that is
+                self._disconnect(names)
+        return self._known_connection(names)
+
+    def _known_connection(self, names: Sequence[str]) -> _Connection | None:
+        return next((one for one in self._connections if set(one.names) == {*names}), None)
+
     def _transfer(self, names: Sequence[str]) -> WeightTransfer:
         """Return the connection of these engines together, made now where they have another, or none."""
-        known = [connection for connection in self._connections if set(connection.names) == {*names}]
-        if known:
-            return known[0].transfer
+        if known := self._known_connection(names):
+            return known.transfer
         self._disconnect(names)
         address, secret = on_first_rank(lambda: (self._address(), new_secret()))
         members = [self._members[name] for name in names]

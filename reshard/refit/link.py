@@ -359,7 +359,7 @@ class Link:
     def begin_refit(
         self, version: int | None = None, verify: bool = False, *, called: Callable[[], str] = lambda: ""
     ) -> Begun:
-        """Begin a refit of what changed, which engines do not serve yet. Every member calls this.
+        """Begin a refit, of what changed, which engines do not serve yet. Every member calls this.
 
         On a trainer's rank it returns once the changes are packed: the weights may change from then on. The bytes
         travel in the background, from memory of at most ``pending_bytes``, while an engine serves; `Begun.wait` says
@@ -367,9 +367,9 @@ class Link:
         of the weights that are packed, and compared when an engine switches. `called` returns a sentence once a call
         of an engine has failed, which then does not come.
 
-        Where the changes alone cannot travel so (it is the first refit, an engine has other weights, some bytes go by
-        another backend than NCCL or Gloo, the changes take more memory), nothing is brought, `Begun.wait` says why, and
-        `refit` brings all.
+        Where the changes have nothing to build on, since a connection is new or engines went back, all travels so, if
+        it takes no more memory. Where nothing can (an engine serves no version yet, some bytes go by another backend
+        than NCCL or Gloo, there is too much of it), nothing is brought, `Begun.wait` says why, and `refit` brings all.
         """
         return self.begun.begin(self, _checked(version), verify, called)
 

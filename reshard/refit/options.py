@@ -38,7 +38,7 @@ class ConnectOptions:
     gives `delta` decides for all. What goes by other backends, the adapter, and what the engine quantizes itself
     always go whole.
 
-    `pending_bytes` is the most memory that the changes of a refit that is begun (`Link.begin_refit`) may take on a rank
+    `pending_bytes` is the most memory that what a refit brings that is begun (`Link.begin_refit`) may take on a rank
     of either side, beside the weights; the least that a trainer's rank gives counts.
 
     With `relays` engines that want the same bytes of a trainer's rank by NCCL, or Gloo, pass them on to each other, so

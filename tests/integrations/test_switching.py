@@ -70,8 +70,8 @@ def test_a_fleet_goes_back_to_what_it_served_before_the_last_switch(outcome):
     assert said["version"] == 8 and said["serve"] == both(outcome, 0, 8)
     assert "no engine has switched since the last send" in said["again"]
     after = outcome["after a way back"]
-    assert not after["begun"] and after["version"] == 10, "the version that it went back from is used up"
-    assert after["serve"] == both(outcome, 1, 10)
+    assert after["begun"] and after["version"] == 10, "the version that it went back from is used up"
+    assert after["pending"] == both(outcome, 0, 8) and after["serve"] == both(outcome, 1, 10), "all was begun"
 
 
 def test_where_an_engine_does_not_switch_nobody_does(outcome):
@@ -80,6 +80,9 @@ def test_where_an_engine_does_not_switch_nobody_does(outcome):
     assert said["serve"] == both(outcome, 1, 10), "the other one has gone back"
     assert not outcome["can pause"]["begun"]
     assert outcome["can pause"]["serve"] == both(outcome, 1, outcome["can pause"]["version"])
+    together = outcome["together"]
+    assert together["begun"] and together["pending"] == both(outcome, 1, outcome["can pause"]["version"])
+    assert together["serve"] == both(outcome, 0, together["version"]), "all was begun, by a new connection"
     said = outcome["reloaded"]
     assert "two did not switch (" in said["refused"] and "no version is pending" in said["refused"], said
     before = outcome["and again"]["version"]
@@ -109,7 +112,9 @@ def test_servers_take_a_version_of_a_chain_together_or_not_at_all(outcome):
     for name in ("written", "again"):
         assert said[name] == [1, {"one": [newer, 1], "two": [newer, 1]}]
     assert "written by others since; the next send brings all" in outcome["after a chain"]["refused"]
-    assert not outcome["all again"]["begun"], "so all is sent"
+    after = outcome["all again"]
+    assert after["begun"] and after["pending"] == {"one": [newer, 1], "two": [newer, 1]}, "all was begun"
+    assert after["serve"] == both(outcome, 0, after["version"])
 
 
 def test_an_engine_that_dies_before_the_switch_keeps_nobody_from_it(outcome):
@@ -117,5 +122,5 @@ def test_an_engine_that_dies_before_the_switch_keeps_nobody_from_it(outcome):
     assert said["begun"] and said["has"] == ["one"] and [*said["behind"]] == ["two"], said
     assert said["serve"] == {"one": [outcome["on disk"][1], said["version"]]}
     left, on = outcome["one is left"], outcome["one goes on"]
-    assert not left["begun"] and left["serve"]["one"] == [outcome["on disk"][0], left["version"]]
+    assert left["begun"] and left["serve"]["one"] == [outcome["on disk"][0], left["version"]]
     assert on["begun"] and on["serve"]["one"] == [outcome["on disk"][1], on["version"]]

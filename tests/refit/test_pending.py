@@ -13,7 +13,7 @@ from reshard.engines.workers.refits import LinkMethods
 from reshard.refit import RefitGroup, connect
 from reshard.refit.changes.sent import SendsChanges
 from reshard.refit.pending.exchange import PendingExchange
-from tests.on_cpu.refit_deltas_on_cpu import PITCH, Served, Shards
+from tests.on_cpu.refit_deltas_on_cpu import DTYPES, PITCH, SHAPE, Served, Shards
 from tests.refit.test_deltas import refits, same_as, state
 from tests.starting.ranks import caught, free_port
 
@@ -127,6 +127,82 @@ def test_a_refit_brings_all_where_nothing_could_be_begun_and_says_why():
         assert words in reason
     for one, other, into in zip(first[1::2], second[1::2], served[1::2], strict=True):
         assert same_as((one, other), into)
+
+
+def held_until(link, side, version: int):
+    """Have an engine serve a version that another connection has brought."""
+    if not is_trainer(side):
+        for tensor in side.wide.values():
+            tensor[:, 2 : 2 + SHAPE[1]] = torch.randn(2 * SHAPE[0], SHAPE[1])
+        side.guard.invalidate("what another connection writes")
+        side.guard.refitted(version)
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+@pytest.mark.parametrize("verify", [False, True])
+def test_all_is_begun_where_changes_have_nothing_to_build_on(engines, verify, monkeypatch):
+    """As on a new connection, and after a way back; an engine has both versions, bit for bit."""
+    monkeypatch.setitem(DTYPES, "widened", (torch.bfloat16, torch.bfloat16))
+
+    def member(link, side):
+        seen = []
+        held_until(link, side, 6)
+        for version in (7, 8, 9, 10):
+            before = state(side)
+            packed, report = begun(link, side, version, verify=verify)
+            assert report.is_pending, report
+            if not is_trainer(side):
+                assert same(before, state(side)) and side.guard.version == version - 1 and side.ready
+                assert link.switch() == version == side.guard.version
+                packed = state(side)
+                for _ in range(2):
+                    assert link.roll_back() == version - 1 == side.guard.version
+                    assert same(before, state(side))
+                    if version == 8:
+                        break
+                    assert link.switch() == version and same(packed, state(side))
+            elif version == 8:
+                link.roll_back()
+            seen.append((packed, report))
+            if version == 8:
+                side.step(0.5) if is_trainer(side) else side.guard.refitted(8)
+        return seen
+
+    first, second, *served = refits(member, engines=engines, relays="always" if engines > 1 else "auto")
+    for engine in served:
+        for (one, sent), (other, _), (into, received) in zip(first, second, engine, strict=True):
+            assert same_as((one, other), into)
+            all_of_it = sent.version in (7, 9)
+            assert sent.reason.startswith("all is sent: " if all_of_it else "changes since"), sent
+            assert received.reason == sent.reason and sent.delta.is_delta is not all_of_it
+            assert (sent.packed_bytes > sum(tensor.nbytes for tensor in one) // 2) is all_of_it
+
+
+def test_all_is_not_begun_where_an_engine_could_not_come_back():
+    """As where it serves what it has loaded itself, or what elements are cast to as they are written was another's."""
+
+    def member(link, side):
+        _, report = begun(link, side, 0)
+        reasons = [report.reason]
+        held_until(link, side, 6)
+        for version in (7, 8, 9):
+            _, report = begun(link, side, version)
+            reasons.append(report.reason)
+            if version == 7:
+                link.refit(7)
+                link.roll_back() if is_trainer(side) else None
+            if version == 8 and not is_trainer(side):
+                before = state(side)
+                assert link.switch() == 8
+                side.guard.altered()
+                with pytest.raises(ReshardError, match="no version is pending"):
+                    link.roll_back()
+                assert not same(before, state(side))
+        return reasons
+
+    for reasons in refits(member):
+        assert reasons[0].endswith("it has had no refit yet") and reasons[1] == reasons[0]
+        assert reasons[2].startswith("all is sent: ") and "written by others since" in reasons[3]
 
 
 @pytest.mark.parametrize("how", ["lost", "altered", "moved"])

@@ -58,9 +58,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
                 f"begin of {WHERE} is true, and NeMo-RL's own script begins no sync: start it with "
                 "python -m reshard.integrations.nemo_rl"
             )
-        self.begun: tuple[int | None, Begun] | None = (
-            None  # that is to be switched to, and the version before
-        )
+        self.begun: Begun | None = None  # that is to be switched to
         self.rank, self.size, self.secret = 0, 0, ""
         # A group of all members that lasts as long as they live, by which each hears of another's
         # death: NeMo-RL tells them nothing.
@@ -126,18 +124,15 @@ class ReshardCheckpointEngine(CheckpointEngine):
         link = self.sync.link
         if link is None:
             raise ReshardError(f"rank {self.rank} of the policy is not connected")
-        before = link.version
-        begun = link.begin_refit(verify=self.sync.options.verify, called=self._lobby_failure)
-        self.begun = before, begun
-        return begun.why
+        self.begun = link.begin_refit(verify=self.sync.options.verify, called=self._lobby_failure)
+        return self.begun.why
 
     def arrived(self) -> dict[str, Any]:
-        """Return, on every rank of the policy, what has become of what was begun: the fields of a `BegunReport`, and
-        the version ``before`` it."""
+        """Return, on every rank of the policy, what has become of what was begun: the fields of a `BegunReport`."""
         begun, self.begun = self.begun, None
         if begun is None:
             raise ReshardError(f"rank {self.rank} of the policy has begun nothing")
-        return begun[1].wait().to_dict() | {"before": begun[0]}
+        return begun.wait().to_dict()
 
     async def send_weights(self, weights: Any) -> None:
         """Refit, on every rank of the policy; connect first if that is new."""

@@ -202,7 +202,7 @@ class WeightTransfer:
             self.clients[index].init_weight_transfer_engine(meeting.arguments(firsts[index]) | {"name": name})
 
         self._beginning = Calls()  # of the refit that was begun last
-        self.before: int | None = None  # the version before it
+        self.before: int | None = None  # the version that engines serve before they switch to it
         self.is_begun = False  # and neither switched to nor given up
         calls = self._call(join)
         members = meeting.join(self.rank)
@@ -235,7 +235,6 @@ class WeightTransfer:
         """Begin a refit of all engines, which go on serving; see `Link.begin_refit`: this rank's weights may change
         when it returns. `switch` makes the engines serve it."""
         info = self._info(version, verify)
-        self.before = self.link.version
         self.is_begun = True
         self._beginning = self._call(lambda index: begin(self.clients[index], info))
         return self.link.begin_refit(version, verify, called=self._beginning.first_failure)
@@ -261,6 +260,7 @@ class WeightTransfer:
         except BaseException:
             self.give_up()
             raise
+        self.before = report.before
         if not report.is_pending:
             self.give_up()
         return report

@@ -25,7 +25,7 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.delta.chunks import WORD, ChunkSizes, Comparison, Words, chunks_of, decode_chunks, encode_chunks
 from reshard.delta.forms import Form
-from reshard.refit.changes.sent import Measured
+from reshard.refit.changes.sent import WHOLE, Measured
 from reshard.refit.codecs import CODECS, PLAIN, bytes_in_source
 from reshard.refit.copying.copies import host_bytes
 from reshard.refit.copying.packing import PackedPair
@@ -153,16 +153,22 @@ class SentBuckets:
         for line, segment in segments.items():
             if self.first[line] != line or not len(segment):
                 continue
-            bucket = self.buckets.get((line, index))
-            if bucket is None:
-                where = torch.device("cpu") if self.on_host else self.device
-                bucket = torch.empty(len(segment), dtype=torch.uint8, device=where, pin_memory=self.on_host)
-                self.buckets[line, index] = bucket
-            elif self._were_whole:
+            is_new = self._make_room((line, index), segment)
+            if self._were_whole and not is_new:
                 self._compared((line, index), segment)
                 if self.keeps_by_comparing:
                     continue
             self._store((line, index), segment)
+
+    def _make_room(self, key: tuple[Line, int], segment: torch.Tensor) -> bool:
+        """Take memory to keep a bucket of this size; return False where it has some."""
+        if key in self.buckets:
+            return False
+        where = torch.device("cpu") if self.on_host else self.device
+        self.buckets[key] = torch.empty(
+            len(segment), dtype=torch.uint8, device=where, pin_memory=self.on_host
+        )
+        return True
 
     def find(self, index: int, segments: Mapping[Line, torch.Tensor]) -> dict[Line, torch.Tensor]:
         """Find what changed in a bucket since it was last kept; on a GPU, enqueue that. Return the bytes in which it
@@ -193,8 +199,8 @@ class SentBuckets:
         return self.device.type == "cuda" and not self.on_host
 
     def _compared(self, key: tuple[Line, int], segment: torch.Tensor) -> "HostChanges | DeviceChanges":
-        """Compare what is sent with what is kept, and return what changed."""
-        before = self._kept(key)
+        """Compare what is sent with what is kept, and return what changed: all for `WHOLE`."""
+        before = self._all_other(key, segment) if self.since == WHOLE else self._kept(key)
         changes: HostChanges | DeviceChanges
         if self.device.type == "cuda":
             from reshard.refit.changes import kernels as change_kernels
@@ -202,9 +208,18 @@ class SentBuckets:
             changes = change_kernels.DeviceChanges(before, segment, self.keeps_by_comparing)
         else:
             changes = HostChanges(before, segment)
-        self._comparisons.append((len(segment) // WORD, changes.changed, changes.total))
+        if self.since != WHOLE:
+            self._comparisons.append((len(segment) // WORD, changes.changed, changes.total))
         self._measured = None
         return changes
+
+    def _all_other(self, key: tuple[Line, int], segment: torch.Tensor) -> torch.Tensor:
+        """Return a bucket in which each word is another one than in `segment`: in the memory in which that is kept,
+        where comparing keeps it."""
+        self._make_room(key, segment)
+        if self.keeps_by_comparing:
+            return torch.bitwise_not(segment, out=self.buckets[key])
+        return torch.bitwise_not(segment)
 
     def _kept(self, key: tuple[Line, int]) -> torch.Tensor:
         """Return what is kept of a bucket on the device, and begin to fetch the next one's."""

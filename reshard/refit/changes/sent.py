@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+WHOLE = -1  # in place of a transaction: all travels as changes do, of whatever was there before
+
 
 class Measured(NamedTuple):
     """The comparison of a trainer's rank's buckets with what it sent: `changed` of so many `words`, which take
@@ -36,7 +38,8 @@ class Changes(Protocol):
         """The changes that the last refit has found."""
 
     def begin(self, since: int | None) -> None:
-        """In the refit that begins send what changed since transaction `since`, all where it is None."""
+        """In the refit that begins send what changed since transaction `since`, all where it is None, and all as
+        changes for `WHOLE`."""
 
 
 @runtime_checkable

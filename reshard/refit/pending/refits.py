@@ -1,6 +1,7 @@
 """A member's part in refits that are begun, and switched to later.
 
-    trainer's ranks: `PendingRefits.begin` packs what changed, and returns: the weights may change from now on
+    trainer's ranks: `PendingRefits.begin` packs what changed, or all as if it had changed, and returns: the weights may
+        change from now on
     a thread of each: the sizes, then the bytes; all have them, or nobody
     engines' ranks, between two steps: `PendingRefits.switch`, or `PendingRefits.roll_back`
 
@@ -11,16 +12,21 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakMethod
 
+import numpy as np
 import torch
 
 from reshard.comm.background import in_background
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
 from reshard.refit.agreement import Agreement
-from reshard.refit.changes.choice import RefitChain
+from reshard.refit.changes.choice import Choice, RefitChain
+from reshard.refit.changes.sent import WHOLE
+from reshard.refit.codecs import CODECS
+from reshard.refit.copying.addresses import REQUEST_CODEC
 from reshard.refit.copying.copies import event_now, wait_for_all_streams, wait_for_device
 from reshard.refit.pending.exchange import PendingExchange
 from reshard.refit.pending.report import BegunReport
@@ -110,6 +116,10 @@ class PendingRefits:
         self._begun: Begun | None = None  # the last
         self._stream: Any = None  # in which a GPU sends and receives
         self._count = 0
+        self._sent: tuple[int | None, int] | None = (
+            None  # by a trainer's rank: the versions before and after the last
+        )
+        self._writes = 0  # of the engine's guard, when the last was begun
 
     # Beginning
 
@@ -138,19 +148,18 @@ class PendingRefits:
             except (ReshardError, RuntimeError) as error:
                 return str(error)  # and not what its traceback keeps
 
-        why = str(packed.error or packed.state.why)
+        why = str(packed.error or ("" if packed.state.is_whole else packed.state.why))
         self._begun = Begun(why, in_background(brought))
         return self._begun
 
     def _packed(self, link: Linked, verify: bool) -> "Packed":
-        """Pack what changed, where this is a trainer's rank that may send that alone."""
+        """Pack what changed, where this is a trainer's rank that may send that alone; else all, where there is room."""
         state = DeltaState(None, "")
         try:
             self._finish_step(link)
             state = self._state(link)
-            exchange, why = (
-                self._exchange(link, state.holds, verify) if state.holds is not None else (None, state.why)
-            )
+            since = WHOLE if state.holds is None and state.is_whole else state.holds
+            exchange, why = self._exchange(link, since, verify) if since is not None else (None, state.why)
             state = DeltaState(None, why) if why else state
             return Packed(state, exchange, verify)
         except (ReshardError, RuntimeError) as error:  # which the others hear of
@@ -158,7 +167,7 @@ class PendingRefits:
 
     def _finish_step(self, link: Linked) -> None:
         """Finish what a trainer's rank has put off, before anybody asks where its memory is, or reads it."""
-        if link.sender is None or link.below is not None or link.broken or link.chain.holds is None:
+        if link.sender is None or link.below is not None or link.broken or not link.agreed.delta:
             return
         source = link.sender.source
         source.check_current()
@@ -168,7 +177,7 @@ class PendingRefits:
 
     def _state(self, link: Linked) -> DeltaState:
         """Return whether this member has the weights on which changes build, and takes part in the exchange of these
-        alone."""
+        alone; and whether in one of all."""
         moved = False
         if not link.agreed.delta:
             return DeltaState(None, "the connection has no deltas (delta=True)")
@@ -190,11 +199,30 @@ class PendingRefits:
         state = link.chain.state(link.broken, moved)
         if state.holds is not None and moved:
             return DeltaState(None, "its parameters were moved")
-        return state
+        # An engine of no version has nothing that requests could go on with, or somebody writes into it.
+        serves = link.receiver is None or self._can_come_back(link, link.receiver)
+        sends_changes = link.sender is not None and state.holds is not None
+        is_whole = serves and not (moved or link.broken or sends_changes)
+        version = link.receiver.engine.version if link.receiver is not None else None
+        return replace(state, is_whole=is_whole, version=version)
+
+    def _can_come_back(self, link: Linked, receiver: Receiver) -> bool:
+        """Return True if an engine's rank serves a version, which exchanging all with it would keep bit for bit: where
+        elements are cast as they are written, those of another trainer may not be casts of any."""
+        guard, chain = receiver.engine.guard, link.chain
+        self._writes = guard.writes
+        if guard.version is None:
+            return False
+        if link.version is not None and guard.writes == chain.writes:
+            return True
+        used = {
+            number for of in receiver.pieces.values() for number in np.unique(of.requests[:, REQUEST_CODEC])
+        }
+        return all(CODECS[number].destination.size <= CODECS[number].source.size for number in used)
 
     def _exchange(self, link: Linked, since: int, verify: bool) -> tuple[PendingExchange | None, str]:
-        """Return the exchange of what changed since a transaction, with all that goes out packed; or why there is none.
-        A member that has no side takes no part in it."""
+        """Return the exchange of what changed since a transaction, or of all (`WHOLE`), with all that goes out packed;
+        or why there is none. A member that has no side takes no part in it."""
         sender = link.sender
         if link.group.rank not in link.agreed.participants:
             return None, ""
@@ -204,6 +232,10 @@ class PendingRefits:
             return None, "it shares its communicator with others, or has none"
         if sender is None:
             return exchange, ""
+        size = link.chain.kept_bytes
+        if since == WHOLE and size > link.pending_bytes:
+            limit = f"pending_bytes={link.pending_bytes:,}"
+            return None, f"{link.chain.why}, and all, {size:,} bytes, takes more than {limit}"
         # What is kept becomes what is packed.
         link.chain.holds, link.chain.why = None, "a refit that was begun did not end"
         for changes in link.chain.changes:
@@ -241,13 +273,15 @@ class PendingRefits:
                 if packed.error is not None:
                     raise packed.error
                 agreed = group.prepare(version, "", packed.verify, link.broken)
-                choice = link.chain.decide(exchange_states(group, packed.state), group)
-                why = choice.reason if choice.since is None else ""
+                states = exchange_states(group, packed.state)
+                choice, since = self._choice(link, states)
+                why = choice.reason if since is None else ""
                 if not why:
                     why = self._too_large(link, exchange)
                 if not why and exchange is not None:
                     if group.verify and not packed.verify:
                         raise ReshardError("another member has given verify=True: give all the same")
+                    exchange.since = WHOLE if since is None else since
                     link.bounded(exchange.run)
                     arrived = exchange.arrived()  # here, since others hear of it where that fails
                     digests = self._digests(link) if group.verify else None
@@ -256,37 +290,51 @@ class PendingRefits:
             link.clean_up()
             link.log.failed(what, time.perf_counter() - start, error)
             raise
-        brought = Brought(agreed, group.transaction_number)
+        brought, before = Brought(agreed, group.transaction_number), None
         if not why:
-            link.chain.choice = choice
-            self._take(link, brought, exchange, arrived, digests)
+            link.chain.choice, before = choice, states[link.agreed.engines[0]].version
+            self._take(link, brought, before, exchange, arrived, digests)
         elif link.chain.holds is None:
-            link.chain.why = why
+            link.chain.why = packed.state.why or why
         sent, received = (exchange.packed_bytes, exchange.received) if exchange is not None else (0, 0)
         total, reason = time.perf_counter() - start, why or choice.reason
         delta = link.chain.report() if link.sender is not None and not why else None
-        report = BegunReport(agreed, not why, reason, packing, total, sent, received, delta)
+        report = BegunReport(agreed, not why, reason, packing, total, sent, received, delta, before)
         link.log.begun(report)
         return report
+
+    def _choice(self, link: Linked, states: list[DeltaState]) -> tuple[Choice, int | None]:
+        """Return what all members do by their states, and since when changes are exchanged: `WHOLE` for all; None where
+        nothing is."""
+        choice = link.chain.decide(states, link.group)
+        if choice.since is not None or not all(states[rank].is_whole for rank in link.agreed.participants):
+            return choice, choice.since
+        served = {states[rank].version for rank in link.agreed.engines}
+        if len(served) > 1:
+            return Choice(None, "engines serve different versions"), None
+        return Choice(None, f"all is sent: {choice.reason}"), WHOLE
 
     def _take(
         self,
         link: Linked,
         brought: Brought,
+        before: int | None,
         exchange: PendingExchange | None,
         arrived: Arrived,
         digests: Mapping[int, bytes] | None,
     ) -> None:
         """Note what a transaction has brought: a trainer's rank has sent it, an engine's has it beside what it
-        serves."""
+        serves, the version `before`."""
         if link.receiver is None or exchange is None:
             link.chain.hold(*brought)
+            self._sent = before, brought.version
             link.version = brought.version
             return
-        assert link.version is not None
-        assert link.chain.holds is not None, "else nothing is pending"
-        served = Brought(link.version, link.chain.holds)
-        self.pending = PendingVersion(served, brought, brought, arrived, exchange.received, digests)
+        assert before is not None, "else nothing is pending"
+        served = Brought(before, link.chain.holds)
+        self.pending = PendingVersion(
+            served, brought, brought, arrived, exchange.received, digests, self._writes
+        )
         link.receiver.engine.guard.readers.append(WeakMethod(self.drop))
 
     def _too_large(self, link: Linked, exchange: PendingExchange | None) -> str:
@@ -351,6 +399,9 @@ class PendingRefits:
         """Serve again what was served before; see `Link.roll_back`."""
         if link.receiver is None:
             link.chain.holds, link.chain.why = None, "engines were rolled back"
+            before, after = self._sent or (None, None)
+            if link.version == after:
+                link.version = before
             return link.version or 0
         pending = self._ready_to_swap(link)
         if pending.served == pending.newer:
@@ -369,7 +420,7 @@ class PendingRefits:
         if self._begun is not None and not (report := self._begun.wait()).is_pending:
             raise ReshardError(f"no version is pending: {report.reason}; refit this engine")
         pending, guard = self.pending, receiver.engine.guard
-        if pending is None or not guard.ready or guard.writes != link.chain.writes or receiver.has_moved():
+        if pending is None or not guard.ready or guard.writes != pending.writes or receiver.has_moved():
             self.drop()
             raise ReshardError(
                 "no version is pending: none was begun, or the engine's weights were moved, discarded or written by "
@@ -398,8 +449,10 @@ class PendingRefits:
         assert link.receiver is not None
         engine = link.receiver.engine
         engine.end(pending.served.version)
+        pending.writes = engine.guard.writes
         link.digest.forget()
         link.chain.hold(*pending.served)
+        link.chain.why = "what it serves again came before all was sent"
         link.version = pending.served.version
         engine.guard.readers.append(WeakMethod(self.drop))
         link.log.switched(pending.served.version, pending.other.version, time.perf_counter() - start)

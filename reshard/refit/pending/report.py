@@ -13,7 +13,8 @@ class BegunReport:
     `is_pending` is True where the engines have the changes of `version` beside what they serve; where it is False they
     have nothing of it, `reason` says why, and the next refit brings all. Seconds are those in which this trainer's
     rank packed what changed (`packing_seconds`), and of all from the call on (`total_seconds`). `packed_bytes` are kept
-    until they are sent; `received_bytes` have arrived here, and are kept. `delta` is what the packing found.
+    until they are sent; `received_bytes` have arrived here, and are kept. `delta` is what the packing found, and
+    `before` the version that engines serve until they switch.
     """
 
     version: int
@@ -24,6 +25,7 @@ class BegunReport:
     packed_bytes: int = 0
     received_bytes: int = 0
     delta: RefitDelta | None = None
+    before: int | None = None
 
     @property
     def transfer_seconds(self) -> float:

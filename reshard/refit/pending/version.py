@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Brought(NamedTuple):
-    """A version of the weights, and the transaction that has brought it."""
+    """A version of the weights, and the transaction that has brought it; None where another connection has."""
 
     version: int
-    transaction: int
+    transaction: int | None
 
 
 class Arrived:
@@ -38,7 +38,8 @@ class Arrived:
 @dataclass
 class PendingVersion:
     """The version `other` beside the one that is `served`, as the `changes` between the two: they take
-    `size` bytes. `digests` are those of the `newer` one by trainer's rank, if these have taken them."""
+    `size` bytes. `digests` are those of the `newer` one by trainer's rank, if these have taken them; `writes` those of
+    the engine's guard that have made what is served."""
 
     served: Brought
     other: Brought
@@ -46,6 +47,7 @@ class PendingVersion:
     changes: "Arrived"
     size: int
     digests: Mapping[int, bytes] | None
+    writes: int
 
     def swap(self) -> None:
         """Write the other version into the weights, and keep what was there; on a GPU, enqueue that."""

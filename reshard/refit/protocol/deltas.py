@@ -13,11 +13,14 @@ class DeltaState:
     """A member's weights: those that a trainer's rank keeps as it sent them, or an engine's serves.
 
     `holds` is the transaction that brought them; None where they are not whole or not known, and `why` says
-    why.
+    why. `is_whole`, before a refit that is begun: a trainer's rank has packed all that it holds, and an engine's can
+    take all beside what it serves, which is of this `version`.
     """
 
     holds: int | None
     why: str
+    is_whole: bool = False
+    version: int | None = None
 
 
 def exchange_states(group: RefitGroup, own: DeltaState) -> list[DeltaState]:
@@ -34,4 +37,9 @@ def makes_sense(fields: Any) -> bool:
     """Return True for the fields of a `DeltaState`, each within its bounds."""
     if not isinstance(fields, dict) or fields.keys() != DeltaState.__dataclass_fields__.keys():
         return False
-    return (fields["holds"] is None or is_number(fields["holds"], 0, MOST_ADDRESS)) and is_word(fields["why"])
+    numbers = (fields["holds"], fields["version"])
+    return (
+        all(number is None or is_number(number, 0, MOST_ADDRESS) for number in numbers)
+        and is_word(fields["why"])
+        and isinstance(fields["is_whole"], bool)
+    )
