@@ -11,6 +11,7 @@ Medians, in ms, of each share:
 - begun: how long the trainer may not change its weights (`packing`); until all has arrived (`background`); between the
   ends of two steps of the engine's model, without (`step`) and with the switch in between (`step with a switch`); the
   switch itself (`switch`), one with digests of all weights compared (`verified`), and the way back (`roll back`);
+- all, begun: the same of a refit that brings all as if it had changed, since there is nothing that changes build on;
 - refit: how long the trainer, and the engine, stand still in a refit of the same changes by the same link, and in one
   of all by NCCL;
 
@@ -41,7 +42,7 @@ from tests.tools.whole_model import ServedModel, TrainedModel
 SECRET = "between both of these"
 TRAINER, ENGINE = range(2)
 BATCH, TOKENS = 8, 64
-MEMORY = 8 << 30  # of changes
+MEMORY = 20 << 30  # of changes, or of all
 
 
 def main() -> None:
@@ -104,6 +105,11 @@ def measure(options: argparse.Namespace) -> None:
         made = [side.begun(share, verify=number == options.times - 1) for number in range(options.times)]
         refits = [side.refit(share) for _ in range(options.times)]
         figures[case] = medians(made) | {f"refit: {side.name} stands still": statistics.median(refits[1:])}
+    made = []
+    for _ in range(options.times + 1):
+        side.forget()
+        made.append(side.begun(options.shares[0]))
+    figures["all, begun"] = medians(made[1:])
     side.link.close()
     figures["all"] = side.whole(options)
     (options.folder / f"{options.rank}.json").write_text(json.dumps(figures))
@@ -165,6 +171,9 @@ class Side:
     def prepare(self, share: float) -> None:
         """Change this side's weights, where it trains."""
 
+    def forget(self) -> None:
+        """Leave the next refit nothing that changes build on, where this side trains."""
+
     def bits(self) -> bytes:
         """Return sums of this side's bits."""
         raise NotImplementedError
@@ -181,6 +190,9 @@ class Trainer(Side):
 
     def prepare(self, share: float) -> None:
         train(self.model, share)
+
+    def forget(self) -> None:
+        self.link.roll_back()
 
     def bits(self) -> bytes:
         return sums_of(self.model, None)

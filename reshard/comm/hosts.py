@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.core.errors import ReshardError
+from reshard.core.system import boot_id, namespace
 
 BACKLOG = 4096  # processes that connect at the same moment
 ELSEWHERE = "192.0.2.1"  # an address of nobody; only the route to it is looked up
@@ -65,21 +66,13 @@ def namespaces() -> str:
     """Return the names of those of Linux's namespaces that this process is in, and in which two
     must be to map each other's memory: that of its process numbers, and that of what it shares with
     others. Containers usually have their own."""
-    return " ".join(_namespace(kind) for kind in ("pid", "ipc"))
-
-
-def _namespace(kind: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/ns/{kind}")
-    except OSError:
-        return f"{kind}:unknown"
+    return " ".join(map(namespace, ("pid", "ipc")))
 
 
 def this_host() -> str:
     """Return a name of the machine as long as it runs: two containers on it share links, and
     perhaps memory (`namespaces`)."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text(encoding="utf-8").strip() if boot.exists() else socket.gethostname()
+    return boot_id() or socket.gethostname()
 
 
 def has_rdma() -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 from reshard.core.errors import OptionError, ReshardError, first_line
 from reshard.core.extras import importing
+from reshard.core.system import sync_file
 from reshard.formats.small_files import MAX_INDEX_BYTES, read_file
 from reshard.storage.io.directories import make_parents, remove_empty, sync_directory
 from reshard.storage.io.files import write_error
@@ -137,7 +138,7 @@ class LocalStore(Store):
     def put(self, path: Path, name: str) -> None:
         with write_errors(self.path / name):
             with open(path, "rb") as file:
-                os.fsync(file.fileno())
+                sync_file(file.fileno())
             os.replace(path, self.path / name)
             sync_directory(self.path)
 

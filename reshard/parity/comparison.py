@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from reshard.core.errors import ReshardError
+from reshard.core.system import free_memory
 from reshard.megatron.parameters import expand
 from reshard.parity.metrics import Metrics, Scores, metrics_of, routing_of
 from reshard.parity.noise import BOTH_IN_FP32, Noise, noise_of
@@ -245,11 +246,5 @@ def takes_positions(spec: str | System) -> bool:
 def _free_memory() -> int:
     """Return the bytes that are free for a model: on the host, through which it is loaded, and on
     the GPU."""
-    free = 1 << 62
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            available = next(line for line in file if line.startswith("MemAvailable"))
-            free = int(available.split()[1]) * 1024
-    except (OSError, StopIteration, ValueError):
-        pass  # another system, which does not say
+    free = free_memory() or 1 << 62
     return min(free, torch.cuda.mem_get_info()[0]) if device().type == "cuda" else free

@@ -58,7 +58,10 @@ def convert(arguments: list[str], environment: dict[str, str], log: str) -> None
 
 
 class Forked:
-    """A conversion in processes that are forked with torchrun's environment variables."""
+    """A conversion in processes that are forked with torchrun's environment variables. `prelude` is what they run
+    first."""
+
+    prelude = ""
 
     def __init__(self, arguments: list[str], processes: int, log: Path) -> None:
         port = free_port()
@@ -73,7 +76,7 @@ class Forked:
             }
             for i in range(processes)
         ]
-        code = (
+        code = self.prelude + (
             "import json, sys; from tests.campaigns.kills import convert; convert(*json.loads(sys.argv[1]))"
         )
         self.processes = [

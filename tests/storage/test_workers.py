@@ -13,7 +13,7 @@ import torch
 
 import reshard.storage.destinations.rank_files
 from reshard import MegatronLayout, check, hf_to_mcore, mcore_to_hf
-from reshard.storage.run import workers
+from reshard.core import system
 from reshard.storage.run.workers import in_batches
 from tests.tools.disk import cli, held_run, tree, until
 from tests.tools.oracle import hf_tensors, megatron_tensors, same, stored_tensors
@@ -301,8 +301,8 @@ main()
 
 def test_a_containers_share_of_the_cores_counts(tmp_path, monkeypatch):
     bound = len(os.sched_getaffinity(0))
-    monkeypatch.setattr(workers, "CGROUP", tmp_path)
-    assert workers.cores() == bound
+    monkeypatch.setattr(system, "CGROUP", tmp_path)
+    assert system.cores() == bound
     for text, expected in (
         ("max 100000", bound),
         ("100000 100000", 1),
@@ -310,7 +310,7 @@ def test_a_containers_share_of_the_cores_counts(tmp_path, monkeypatch):
         ("1000 100000", 1),
     ):
         (tmp_path / "cpu.max").write_text(text)
-        assert workers.cores() == expected
+        assert system.cores() == expected
 
 
 def test_batches_are_neighbors_and_files_take_turns():

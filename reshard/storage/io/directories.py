@@ -1,14 +1,13 @@
-"""Directories: removed, synced, and exchanged in one step."""
+"""Directories: made, removed and synced."""
 
 import contextlib
-import ctypes
-import errno
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+from reshard.core.system import sync_file
+
 # How many files are removed at a time.
 REMOVERS = 8
 
@@ -55,23 +54,9 @@ def sync_directory(path: str | Path) -> None:
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(descriptor)
+            sync_file(descriptor)
         finally:
             os.close(descriptor)
-
-
-def exchange(a: Path, b: Path) -> bool:
-    """Exchange the names of two directories in one step; return False if the system or the file
-    system cannot. Raises OSError."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if function is None:
-        return False
-    if function(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
-        return False
-    raise OSError(number, os.strerror(number), str(a))
 
 
 def current_directory() -> str | None:

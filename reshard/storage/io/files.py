@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 from reshard.core.errors import ReshardError
+from reshard.core.system import read_vectors, sync_file, write_vectors
 from reshard.formats.small_files import read_at
 
 
@@ -42,7 +43,7 @@ class OpenFiles:
         descriptor, left = self.descriptor(path), list(buffers)
         while left:
             try:
-                n = os.preadv(descriptor, left, offset)
+                n = read_vectors(descriptor, left, offset)
             except OSError as error:
                 raise ReshardError(f"cannot read {path} at byte {offset}: {error.strerror}") from error
             offset += n
@@ -66,7 +67,7 @@ class OpenFiles:
         descriptor, left = self.descriptor(path), [memoryview(piece) for piece in data if len(piece)]
         while left:
             try:
-                n = os.pwritev(descriptor, left, offset)
+                n = write_vectors(descriptor, left, offset)
             except OSError as error:
                 raise write_error(path, error) from error
             offset, left = offset + n, _after(left, n)
@@ -84,7 +85,7 @@ class OpenFiles:
     def sync(self, path: Path) -> None:
         """Wait until a file's bytes are on the disk. Raises OSError: only the caller knows what is
         lost then."""
-        os.fsync(self.descriptor(path))
+        sync_file(self.descriptor(path))
 
     def replaced(self, path: Path) -> bool:
         """Return True if the path no longer leads to the file that is open: it was removed or

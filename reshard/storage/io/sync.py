@@ -1,6 +1,5 @@
 """Bringing written files to the disk."""
 
-import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +8,7 @@ from typing import Any, Protocol
 
 from reshard.core.errors import ReshardError
 from reshard.core.interrupts import wait_out
+from reshard.core.system import sync_data
 from reshard.storage.io.files import OpenFiles, write_error
 
 
@@ -65,7 +65,7 @@ class EarlySync:
             items = self._take()
             for path in self.paths:
                 if self.ended.is_set() or not self._sync(
-                    path, lambda path: os.fdatasync(self.files.descriptor(path))
+                    path, lambda path: sync_data(self.files.descriptor(path))
                 ):
                     break
             else:

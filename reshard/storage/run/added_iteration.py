@@ -3,6 +3,7 @@
 import os
 
 from reshard.core.errors import ReshardError
+from reshard.core.system import sync_file
 from reshard.formats.torch_dist import TRACKER
 from reshard.storage.io.directories import sync_directory
 from reshard.storage.run.partial import PARTIAL_SUFFIX
@@ -39,7 +40,7 @@ class AddedIteration(Workdir):
                 file.write(number)
                 if sync:
                     file.flush()
-                    os.fsync(file.fileno())
+                    sync_file(file.fileno())
             sync_directory(self.destination.parent)  # the iteration first
             os.replace(new, tracker)
         except OSError as error:

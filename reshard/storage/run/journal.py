@@ -20,15 +20,15 @@ not when the machine does. `COUNT` is how many numbers overflowed.
 
 import json
 import os
+import secrets
 import stat
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from reshard.core.system import boot_id, sync_data, sync_file
 from reshard.storage.io.files import write_error
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Done(NamedTuple):
@@ -56,7 +56,8 @@ class Journal:
         self.path, self.root, self.sizes = path, root, sizes
         self.files = {tensor: set(names) for tensor, names in files.items()}
         self.synced = synced
-        self.boot = _BOOT_ID.read_text(encoding="utf-8").strip() if _BOOT_ID.exists() else "unknown"
+        # Where nobody knows whether the machine was started anew since, what is not synced counts for this process.
+        self.boot = boot_id() or secrets.token_hex(16)
         self.lock = threading.Lock()
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
         self.inodes: dict[str, int] = {}
@@ -129,7 +130,7 @@ class Journal:
             # Before a file has its length, and with it looks like one that is written.
             self._append(created)
             if self.synced and created:
-                os.fsync(self.descriptor)
+                sync_file(self.descriptor)
         except OSError as error:
             raise write_error(Path(error.filename or self.path), error) from error
 
@@ -198,7 +199,7 @@ def _reaches_the_disk(path: Path) -> bool:
     except OSError:
         return False
     try:
-        os.fdatasync(descriptor)
+        sync_data(descriptor)
         return True
     except OSError:
         return False

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from reshard.core.errors import ReshardError
+from reshard.core.system import exchange, sync_file
 from reshard.storage.io.directories import (
     current_directory,
-    exchange,
     inode_of,
     make_parents,
     nearest_directory,
@@ -298,7 +298,7 @@ class Workdir:
                 file.write(data.encode() if isinstance(data, str) else data)
                 if sync:
                     file.flush()
-                    os.fsync(file.fileno())
+                    sync_file(file.fileno())
         except OSError as error:
             raise write_error(path, error) from error
 

@@ -7,7 +7,6 @@ threads.
 """
 
 import contextlib
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -25,12 +24,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 from reshard.core.errors import ReshardError
 from reshard.core.interrupts import wait_out
 from reshard.core.limits import MAX_WORKERS, check_number
+from reshard.core.system import cores, end_with_parent
 
 # Called with the bytes that are done and the bytes in all.
 Progress = Callable[[int, int], None]
@@ -47,8 +46,6 @@ BATCHES_PER_WORKER, MIN_BATCHES_PER_WORKER = 64, 4
 CHECK_SECONDS = 0.1
 # Messages between a worker and its parent: the number of a batch, and the length of an answer.
 NUMBER, READ_BYTES = struct.Struct("<Q"), 1 << 20
-PR_SET_PDEATHSIG = 1
-CGROUP = Path("/sys/fs/cgroup")
 
 
 def can_fork() -> bool:
@@ -62,17 +59,6 @@ def can_fork() -> bool:
     ]
     is_daemon = multiprocessing.current_process().daemon
     return sys.platform == "linux" and "torch" not in sys.modules and not others and not is_daemon
-
-
-def cores() -> int:
-    """Return how many cores this process may use: those it is bound to, or its container's share
-    where that is less (``cpu.max`` of cgroups, version 2, or its counterpart in version 1)."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
-        with contextlib.suppress(OSError, ValueError):
-            quota, period = " ".join((CGROUP / name).read_text(encoding="utf-8") for name in names).split()
-            return max(1, min(bound, -(-int(quota) // int(period)))) if int(quota) > 0 else bound
-    return bound
 
 
 def worker_count(workers: int | None) -> int:
@@ -385,9 +371,7 @@ def _become_worker(parent: int) -> None:
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    end_with_parent(parent)
     # The parent's objects stay as they are: looking through them for garbage would copy their memory.
     gc.freeze()
 
