@@ -299,13 +299,15 @@ class Fleet:
             clients = {name: self._members[name].client for name in names}
             new, old = report.version, transfer.before
             transfer.is_begun = False  # whoever does not switch forgets it
-            served, failed = on_first_rank(lambda: switch_all(clients, new, old, switching, self.timeout))
+            served, failed = on_first_rank(
+                lambda: switch_all(clients, new, transfer.ticket, old, switching, self.timeout)
+            )
             if served != report.version or len(failed) == len(names):
                 failure = next(f"{name} did not switch ({why})" for name, why in failed.items())
         elif report is not None:
             failure = report.reason
         for name, why in failed.items():
-            self._members[name].failed(why)
+            self._members[name].lost(why)
         if report is None:
             with suppress(ReshardError):
                 transfer.give_up()
@@ -339,11 +341,11 @@ class Fleet:
         self.version = version
         for name, member in self._members.items():
             if name in failed:
-                member.failed(failed[name])
+                member.lost(failed[name])
             elif name in names:
                 member.refitted(version)
             elif member.version == gone_back_from:  # which it got from another engine
-                member.failed(f"it serves version {gone_back_from}, from which the others have gone back")
+                member.lost(f"it serves version {gone_back_from}, from which the others have gone back")
         self._recover(version, pausing=False)
         if failed:
             raise ReshardError(

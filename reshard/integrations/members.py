@@ -82,6 +82,11 @@ class Member:
         """Note that it could not be refitted."""
         self.why, self.has_failed = why, True
 
+    def lost(self, why: str) -> None:
+        """Note that it could not be refitted, and that nobody knows what it serves: its number may be another's."""
+        self.failed(why)
+        self.version = None
+
 
 def pause(client: Any) -> None:
     """Let no request of an engine run, as far as its client can."""

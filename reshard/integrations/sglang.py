@@ -6,7 +6,7 @@ from reshard.comm.http import EngineServer
 from reshard.core.errors import OptionError, ReshardError
 from reshard.core.limits import check_seconds
 from reshard.engines.sglang.calls import act_on_server, connect_server, refit_server, server_ranks
-from reshard.engines.workers.actions import BEGIN, REFIT, ROLL_BACK, SWITCH
+from reshard.engines.workers.actions import BEGIN, DROP, REFIT, ROLL_BACK, SWITCH
 from reshard.refit.options import check_member_name
 
 START_IT = "start it with reshard installed where SGLang is"
@@ -23,7 +23,10 @@ class SglangClient(EngineServer):
         check_member_name(name, "name of SglangClient")
         super().__init__(url, timeout, START_IT)
         self.name = name
-        self._last: tuple[str, int | None] | None = None  # action that is not finished, and its version
+        self._begun: tuple[str | None, int | None] | None = (
+            None  # ticket and version of what is to be switched to
+        )
+        self._done = ""  # the action that is not finished
         self._is_paused = False  # it runs no requests, or may not
 
     def world_size(self) -> int:
@@ -49,25 +52,37 @@ class SglangClient(EngineServer):
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Take the weights, or what else `reshard.engines.workers.actions` names; SGLang tells their version as its
         ``weight_version``."""
-        action, version = update_info.get("action", REFIT), update_info["version"]
-        self._last = None
+        action, version, ticket = (
+            update_info.get("action", REFIT),
+            update_info["version"],
+            update_info.get("ticket"),
+        )
+        begun, self._done = self._begun, ""
+        if action in (SWITCH, DROP) and begun is not None and begun[0] != ticket:
+            if action == SWITCH:
+                raise ReshardError(
+                    f"what {self.url} was to switch to was given up, and another refit has begun since"
+                )
+            return  # it comes late
+        self._begun = (ticket, version) if action == BEGIN else None
         if action == REFIT:
             refit_server(self.url, version, update_info["verify"], self.timeout)
         elif action == BEGIN:
             act_on_server(self.url, BEGIN, self.timeout, version=version, verify=update_info["verify"])
         elif action == ROLL_BACK:
             act_on_server(self.url, ROLL_BACK, self.timeout, keep_caches=not self._is_paused)
-        self._last = action, version
+        elif action == SWITCH:
+            if begun is None:
+                raise ReshardError(f"{self.url} has nothing to switch to: begin a refit first")
+            act_on_server(self.url, SWITCH, self.timeout, version=begun[1], keep_caches=not self._is_paused)
+        self._done = action
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Switch to what was begun, if it was, and have SGLang tell the version. Raises ReshardError where there is
-        nothing to finish that has brought one."""
-        (action, version), self._last = self._last or (None, None), None
-        if action == BEGIN:
-            act_on_server(self.url, SWITCH, self.timeout, version=version, keep_caches=not self._is_paused)
-        elif action not in (REFIT, ROLL_BACK) and weight_version is not None:
-            raise ReshardError(f"{self.url} has nothing to switch to: begin a refit first")
-        if action in (BEGIN, ROLL_BACK) and weight_version is not None:
+        """Have SGLang tell the version. Raises ReshardError where nothing has brought one."""
+        action, self._done = self._done, ""
+        if action not in (REFIT, SWITCH, ROLL_BACK) and weight_version is not None:
+            raise ReshardError(f"{self.url} has got nothing of version {weight_version}: begin a refit first")
+        if action in (SWITCH, ROLL_BACK) and weight_version is not None:
             told = {"new_version": weight_version, "abort_all_requests": False}
             self._call("POST", "update_weight_version", told)
 

@@ -1,7 +1,8 @@
 """The switch of an engine to a version that was begun, by its client; what becomes of its requests, and of what it has
 computed from the weights before.
 
-In vLLM's protocol an update that was begun is finished by the switch: one call, after which vLLM tells the version.
+In vLLM's protocol both are steps of one update, whose end tells vLLM the version. The switch names what it switches to
+by the ticket with which that was begun: a call that comes late, of one that was given up, switches to nothing.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +15,7 @@ from typing import Any
 
 from reshard.comm.background import in_background
 from reshard.core.errors import OptionError, ReshardError
-from reshard.engines.workers.actions import BEGIN, DROP, ROLL_BACK
+from reshard.engines.workers.actions import BEGIN, DROP, ROLL_BACK, SWITCH
 from reshard.integrations.members import finish
 from reshard.integrations.sync import Calls
 
@@ -53,16 +54,19 @@ def begin(client: Any, info: dict[str, Any]) -> None:
     client.update_weights(info | {"action": BEGIN})
 
 
-def switch(client: Any, version: int, how: Switching, is_over: Callable[[], bool] = lambda: False) -> None:
-    """Have an engine switch to the version that was begun, unless it `is_over` once it is paused: others have gone back
-    meanwhile. Raises ReshardError if it cannot, or has not done all of it: then `roll_back` makes sure of what it
-    serves."""
+def switch(
+    client: Any, version: int, ticket: str | None, how: Switching, is_over: Callable[[], bool] = lambda: False
+) -> None:
+    """Have an engine switch to the version that was begun with a ticket, unless it `is_over` once it is paused: others
+    have gone back meanwhile. Raises ReshardError if it cannot, or has not done all of it: then `roll_back` makes sure
+    of what it serves."""
     try:
         try:
             if how.pauses:
                 client.pause(PAUSES[how.requests], clear_cache=False)
             if is_over():
                 raise ReshardError("it was paused too late to switch with the others")
+            client.update_weights(_info(SWITCH, version, ticket))
             finish(client, str(version))
             if how.caches == RESET and hasattr(client, "reset_prefix_cache"):
                 client.reset_prefix_cache()
@@ -71,14 +75,14 @@ def switch(client: Any, version: int, how: Switching, is_over: Callable[[], bool
                 client.resume()
     except Exception:
         with suppress(Exception):
-            drop(client)  # else vLLM's update goes on, and whoever finishes it switches
+            drop(client, ticket, is_over)  # else vLLM's update goes on
         raise
 
 
-def drop(client: Any, is_over: Callable[[], bool] = lambda: False) -> None:
-    """Have an engine forget that it was to switch, unless it `is_over` when it answers: others have gone on, and what
-    would be finished may be theirs."""
-    client.update_weights(_info(DROP))
+def drop(client: Any, ticket: str | None, is_over: Callable[[], bool] = lambda: False) -> None:
+    """Have an engine forget that it was to switch to what was begun with a ticket, and end its update, unless it
+    `is_over` by then: others have gone on, and the update may be theirs."""
+    client.update_weights(_info(DROP, ticket=ticket))
     if not is_over():
         finish(client, None)
 
@@ -91,13 +95,21 @@ def roll_back(client: Any, version: int | None) -> None:
 
 
 def switch_all(
-    clients: Mapping[str, Any], version: int, before: int | None, how: Switching, seconds: float
+    clients: Mapping[str, Any],
+    version: int,
+    ticket: str | None,
+    before: int | None,
+    how: Switching,
+    seconds: float,
 ) -> tuple[int | None, dict[str, str]]:
-    """Have all engines, by name, switch to a version, or none: where one that answers has not, or not all the way, all
-    go back to the version `before`. Return the version that the fleet has then, and why single engines have failed; who
-    does not answer any more keeps nobody back. Each call may take so many seconds."""
+    """Have all engines, by name, switch to a version that was begun with a `ticket`, or none: where one that answers
+    has not, or not all the way, all go back to the version `before`. Return the version that the fleet has then, and
+    why single engines have failed; who does not answer any more keeps nobody back. Each call may take so many
+    seconds."""
     over = Event()
-    calls = {name: partial(switch, client, version, how, over.is_set) for name, client in clients.items()}
+    calls = {
+        name: partial(switch, client, version, ticket, how, over.is_set) for name, client in clients.items()
+    }
     failed = _called(calls, seconds)
     over.set()
     answering = [name for name in clients if name not in failed or _answers(clients[name], seconds)]
@@ -122,8 +134,8 @@ def _called(calls: Mapping[str, Callable[[], None]], seconds: float) -> dict[str
     return Calls({name: in_background(call) for name, call in calls.items()}).errors(seconds)
 
 
-def _info(action: str) -> dict[str, Any]:
-    return {"version": None, "verify": False, "ticket": None, "action": action}
+def _info(action: str, version: int | None = None, ticket: str | None = None) -> dict[str, Any]:
+    return {"version": version, "verify": False, "ticket": ticket, "action": action}
 
 
 def check_switches(clients: Iterable[Any], how: Switching) -> None:

@@ -178,6 +178,46 @@ def test_all_is_begun_where_changes_have_nothing_to_build_on(engines, verify, mo
             assert (sent.packed_bytes > sum(tensor.nbytes for tensor in one) // 2) is all_of_it
 
 
+def test_where_all_could_not_be_begun_the_next_begin_says_so_at_once():
+    """So that whoever begins sends all: else nothing would ever come."""
+
+    def member(link, side):
+        link.refit(0)
+        if not is_trainer(side):
+            side.guard.altered()
+        whys = []
+        for version in (1, 2, 3, 4):
+            if is_trainer(side):
+                side.step(0.01)
+            one = link.begin_refit(version)
+            assert not one.wait().is_pending
+            whys.append(one.why)
+        link.refit(5)
+        if is_trainer(side):
+            side.step(0.01)
+        assert link.begin_refit(6).wait().is_pending
+        return whys
+
+    first, second, _ = refits(member)
+    for whys in (first, second):
+        assert not whys[0] and not whys[1], (
+            "changes, and all, which the engine alone knows that it cannot take"
+        )
+        assert whys[2] == whys[3] != ""
+
+
+def test_engines_of_different_versions_or_of_none_are_begun_nothing(monkeypatch):
+    def member(link, side):
+        held_until(link, side, 6)
+        if not is_trainer(side):
+            monkeypatch.setattr(link.begun, "_can_come_back", lambda *_: True)
+            side.guard.version = None if link.group.rank == 2 else 6
+        return link.begin_refit(7).wait()
+
+    for report in refits(member, engines=2):
+        assert not report.is_pending and report.reason == "engines serve different versions, or none"
+
+
 def test_all_is_not_begun_where_an_engine_could_not_come_back():
     """As where it serves what it has loaded itself, or what elements are cast to as they are written was another's."""
 
@@ -201,7 +241,7 @@ def test_all_is_not_begun_where_an_engine_could_not_come_back():
         return reasons
 
     for reasons in refits(member):
-        assert reasons[0].endswith("it has had no refit yet") and reasons[1] == reasons[0]
+        assert all(reason.endswith("inference rank 2: it has had no refit yet") for reason in reasons[:2])
         assert reasons[2].startswith("all is sent: ") and "written by others since" in reasons[3]
 
 
@@ -361,3 +401,33 @@ def test_an_engine_of_which_one_rank_cannot_switch_serves_one_version_on_all(how
     assert len(said) == (4 if how == "spoilt" else 2)
     for _, into in engines:
         assert same_as((first, second), into)
+
+
+@pytest.mark.parametrize("how", ["changes", "all"])
+def test_an_engine_of_which_one_rank_goes_back_does_so_whatever_number_the_version_has(how, monkeypatch):
+    """Also the number of the one before, as of a step that is done again."""
+    monkeypatch.setitem(DTYPES, "widened", (torch.bfloat16, torch.bfloat16))
+    barrier, said, workers = Barrier(2), [], []
+
+    def member(link, side):
+        link.refit(7)
+        if how == "all":  # another has brought 8 into the engine
+            link.roll_back() if is_trainer(side) else held_until(link, side, 8)
+        before = state(side)
+        if is_trainer(side):
+            side.step(0.3)
+        assert link.begin_refit(7, verify=True).wait().is_pending
+        if is_trainer(side):
+            return None
+        worker = Worker(link, barrier, said)
+        workers.append(worker)
+        barrier.wait(30)
+        if worker is workers[1]:
+            arrived = (changes for _, of in link.begun.pending.changes.buckets for changes in of)
+            next(changes.values for changes in arrived if len(changes.values))[0] ^= 1
+        error = caught(lambda: worker.reshard_switch(7))
+        assert same(before, state(side)) and side.ready and side.guard.version == (8 if how == "all" else 7)
+        return error
+
+    errors = refits(member, engines=2)[2:]
+    assert sum("another rank of this engine" in error for error in errors) == 1, errors

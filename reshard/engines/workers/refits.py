@@ -175,14 +175,14 @@ class LinkMethods:
         if not self._reshard_agree(error is None):
             raise error or ReshardError("another rank of this engine has nothing to switch to: refit it")
         link, results = self._reshard_connected(), list[int]()
-        before = link.version
+        before = link.begun.served
         error = _error_of(lambda: results.append(act(link)))
         if self._reshard_agree(error is None):
             return results[0]
-        if link.version != before and (undone := _error_of(lambda: undo(link))) is not None:
+        if link.begun.served != before and (undone := _error_of(lambda: undo(link))) is not None:
             link.refuse_to_serve(f"a version that other ranks of its engine do not have, since {undone}")
         raise error or ReshardError(
-            f"another rank of this engine did not do it: it serves version {link.version} as before"
+            f"another rank of this engine did not do it: it serves version {self.reshard_version()} as before"
         )
 
     def _reshard_agree(self, is_done: bool) -> bool:

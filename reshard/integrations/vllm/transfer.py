@@ -204,6 +204,7 @@ class WeightTransfer:
         self._beginning = Calls()  # of the refit that was begun last
         self.before: int | None = None  # the version that engines serve before they switch to it
         self.is_begun = False  # and neither switched to nor given up
+        self.ticket: str | None = None  # with which it was begun
         calls = self._call(join)
         members = meeting.join(self.rank)
         try:
@@ -235,7 +236,7 @@ class WeightTransfer:
         """Begin a refit of all engines, which go on serving; see `Link.begin_refit`: this rank's weights may change
         when it returns. `switch` makes the engines serve it."""
         info = self._info(version, verify)
-        self.is_begun = True
+        self.is_begun, self.ticket = True, info["ticket"]
         self._beginning = self._call(lambda index: begin(self.clients[index], info))
         return self.link.begin_refit(version, verify, called=self._beginning.first_failure)
 
@@ -266,11 +267,11 @@ class WeightTransfer:
         return report
 
     def give_up(self) -> None:
-        """Have engines forget what was begun, which they will not switch to. Nobody is called after it has returned: a
-        call that an engine took for the end of a later update would make it switch."""
+        """Have engines forget what was begun, which they will not switch to. No call is made after it has returned:
+        an engine would take it for the end of a later update."""
         self.is_begun, over = False, Event()
         self.link.begun.settle()
-        calls = self._call(lambda index: drop(self.clients[index], over.is_set))
+        calls = self._call(lambda index: drop(self.clients[index], self.ticket, over.is_set))
         calls.errors(self.link.group.timeout)
         over.set()
 
@@ -289,7 +290,9 @@ class WeightTransfer:
         clients = {_name(client, index): client for index, client in enumerate(self.clients)}
         if self.rank or not clients:
             return report.version
-        served, failed = switch_all(clients, report.version, self.before, how, self.link.group.timeout)
+        served, failed = switch_all(
+            clients, report.version, self.ticket, self.before, how, self.link.group.timeout
+        )
         if failed:
             said = listed([f"{name} ({why})" for name, why in failed.items()], 3)
             raise ReshardError(

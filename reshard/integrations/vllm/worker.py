@@ -16,7 +16,7 @@ from reshard.core.errors import ReshardError
 from reshard.core.extras import importing
 from reshard.engines.vllm.compat import end_update
 from reshard.engines.vllm.plugin import EXTENSION
-from reshard.engines.workers.actions import ACTIONS, BEGIN, DROP, REFIT, ROLL_BACK
+from reshard.engines.workers.actions import ACTIONS, BEGIN, DROP, REFIT, ROLL_BACK, SWITCH
 
 with importing("vllm"):
     from vllm.distributed.weight_transfer.base import (
@@ -49,9 +49,9 @@ class ReshardUpdateInfo(WeightTransferUpdateInfo):
     """The `version` of the weights, and whether to compare digests of both sides (`verify`). `ticket` is the
     trainer's `RefitGroup.ticket`: a call that comes late, or of an earlier connection, is refused by it.
 
-    `action` is what is done: ``refit``; ``begin``, after which the changes come in the background, and
-    ``finish_weight_update`` switches to them; ``drop``, after which it does not; or ``roll back``, to what was served
-    before a switch."""
+    `action` is what is done: ``refit``; ``begin``, after which the changes come in the background; ``switch`` to them,
+    or ``drop`` them, with the ticket with which they were begun; or ``roll back``, to what was served before a
+    switch."""
 
     version: int | None = None
     verify: bool = False
@@ -63,8 +63,8 @@ class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
     """One worker's end of the transfer.
 
     Weights are written in place, so nothing is to be prepared or finished: an update is one
-    ``update_weights``, after which the engine is ready, or refuses to serve. One that was begun is finished by a
-    switch.
+    ``update_weights``, after which the engine is ready, or refuses to serve. One that was begun takes another, which
+    switches.
     """
 
     init_info_cls = ReshardInitInfo
@@ -109,7 +109,9 @@ class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
                 "vLLM has moved its weights to the meta device, to load others layer by layer: call "
                 "start_weight_update(is_checkpoint_format=False)"
             )
-        worker, action, self.begun = self._attached_worker(), update_info.action, None
+        worker, action = self._attached_worker(), update_info.action
+        begun, self.begun = self.begun, None
+        is_theirs = begun is not None and begun.ticket == update_info.ticket
         if action == REFIT:
             with worker.reshard_expecting(update_info.ticket):
                 worker.reshard_refit(update_info.version, update_info.verify)
@@ -120,14 +122,22 @@ class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
                 worker.reshard_begin_refit(update_info.version, update_info.verify)
         elif action == ROLL_BACK:
             worker.reshard_roll_back()
+        elif action in (SWITCH, DROP) and begun is not None and not is_theirs:
+            self.begun = begun  # which the call does not mean: it comes late
+            if action == SWITCH:
+                raise ReshardError(
+                    "what is to be switched to was given up, and another refit has begun since"
+                )
+        elif action == SWITCH:
+            if not is_theirs:
+                raise ReshardError("no version is pending: none was begun; refit this engine")
+            worker.reshard_switch(update_info.version)
         elif action != DROP:
             raise ReshardError(f"action is {action!r:.80}; it is one of {', '.join(ACTIONS)}")
 
     def finish_weight_update(self) -> None:
-        """Switch to the version that was begun, if one was; a refit that succeeded is complete."""
-        begun, self.begun = self.begun, None
-        if begun is not None:
-            self._attached_worker().reshard_switch(begun.version)
+        """Do nothing: what an update does it has done. What was begun and not switched to is forgotten."""
+        self.begun = None
 
     def shutdown(self) -> None:
         """Disconnect from the trainer, on request and when vLLM ends."""

@@ -50,6 +50,7 @@ class Linked(Protocol):
     agreed: Agreement
     device: torch.device
     number: int
+    refits: int
     sender: Sender | None
     receiver: Receiver | None
     sent_digests: SentDigests | None
@@ -119,6 +120,7 @@ class PendingRefits:
         self._sent: tuple[int | None, int] | None = (
             None  # by a trainer's rank: the versions before and after the last
         )
+        self._refused: tuple[int, str] | None = None  # refits until then, and why all could not be begun
         self._writes = 0  # of the engine's guard, when the last was begun
 
     # Beginning
@@ -233,6 +235,8 @@ class PendingRefits:
         if sender is None:
             return exchange, ""
         size = link.chain.kept_bytes
+        if since == WHOLE and self._refused is not None and self._refused[0] == link.refits:
+            return None, self._refused[1]  # which only a refit changes: others would be asked in vain again
         if since == WHOLE and size > link.pending_bytes:
             limit = f"pending_bytes={link.pending_bytes:,}"
             return None, f"{link.chain.why}, and all, {size:,} bytes, takes more than {limit}"
@@ -296,6 +300,8 @@ class PendingRefits:
             self._take(link, brought, before, exchange, arrived, digests)
         elif link.chain.holds is None:
             link.chain.why = packed.state.why or why
+            if packed.state.is_whole:
+                self._refused = link.refits, why
         sent, received = (exchange.packed_bytes, exchange.received) if exchange is not None else (0, 0)
         total, reason = time.perf_counter() - start, why or choice.reason
         delta = link.chain.report() if link.sender is not None and not why else None
@@ -307,12 +313,17 @@ class PendingRefits:
         """Return what all members do by their states, and since when changes are exchanged: `WHOLE` for all; None where
         nothing is."""
         choice = link.chain.decide(states, link.group)
-        if choice.since is not None or not all(states[rank].is_whole for rank in link.agreed.participants):
-            return choice, choice.since
+        since = choice.since
+        if since is None and all(states[rank].is_whole for rank in link.agreed.trainers):
+            short = [rank for rank in link.agreed.engines if not states[rank].is_whole]
+            if short:
+                why = states[short[0]].why or "it could not go back to what it serves"
+                return Choice(None, f"{link.group.names[short[0]]}: {why}"), None
+            choice, since = Choice(None, f"all is sent: {choice.reason}"), WHOLE
         served = {states[rank].version for rank in link.agreed.engines}
-        if len(served) > 1:
-            return Choice(None, "engines serve different versions"), None
-        return Choice(None, f"all is sent: {choice.reason}"), WHOLE
+        if since is not None and (len(served) > 1 or None in served):
+            return Choice(None, "engines serve different versions, or none"), None
+        return choice, since
 
     def _take(
         self,
@@ -331,7 +342,8 @@ class PendingRefits:
             link.version = brought.version
             return
         assert before is not None, "else nothing is pending"
-        served = Brought(before, link.chain.holds)
+        # What others have brought since has no transaction of this connection.
+        served = Brought(before, link.chain.holds if link.chain.writes == self._writes else None)
         self.pending = PendingVersion(
             served, brought, brought, arrived, exchange.received, digests, self._writes
         )
@@ -368,6 +380,11 @@ class PendingRefits:
         if link.sent_digests is not None:
             link.sent_digests.post()
         return link.received_digests.read() if link.received_digests is not None else None
+
+    @property
+    def served(self) -> Brought | None:
+        """What is served of the two versions of an engine's rank; None where none is pending."""
+        return self.pending.served if self.pending is not None else None
 
     def last(self) -> Begun:
         """Return the refit that was begun last. Raises ReshardError where none was."""
