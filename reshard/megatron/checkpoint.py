@@ -21,6 +21,15 @@ from reshard.core.boxes import Box, whole
 from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Placement
 from reshard.formats.torch_dist import Key
+from reshard.megatron.gtp import (
+    WITHOUT_GTP,
+    Gtp,
+    ShardedRows,
+    elements_of,
+    local_tensor_of_rows,
+    rows_of_key,
+    vocabulary_of,
+)
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import ModelParameters, Parameter, parts_inside
 from reshard.megatron.ranks import Ranks, cuts
@@ -180,9 +189,9 @@ def check_language_model(keys: Keys, where: object) -> None:
         )
 
 
-def vocab_rows(keys: Keys, where: object, model: Model) -> int:
-    """Return the vocabulary rows of a checkpoint, padding included. Raises ReshardError if they
-    are fewer than the vocabulary."""
+def vocab_rows(keys: Keys, where: object, model: Model, gtp: int = 1, padded_vocab: object = None) -> int:
+    """Return the vocabulary rows of a checkpoint, padding included but that of GTP, which the trainer's argument
+    `padded_vocab` tells apart. Raises ReshardError if they are fewer than the vocabulary."""
     key = keys.get(EMBEDDING)
     vocab = model.symbols["V"]
     if key is None or not key.shape:
@@ -193,7 +202,8 @@ def vocab_rows(keys: Keys, where: object, model: Model) -> int:
         raise ReshardError(
             f"{where} has {key.shape[0]} vocabulary rows, fewer than vocab_size {vocab} of {model.where}"
         )
-    return key.shape[0]
+    chunk = next((sizes[0] for _, sizes in key.chunks if all(sizes)), key.shape[0])
+    return vocabulary_of(key.shape[0], chunk, gtp, padded_vocab, where)
 
 
 def placement_of_keys(
@@ -203,11 +213,13 @@ def placement_of_keys(
     model: Model,
     parameters: ModelParameters,
     complete: bool = True,
+    gtp: Gtp = WITHOUT_GTP,
 ) -> KeyPlacement:
     """Find every parameter of a model among global tensors by key, in whichever scheme and spelling they
     have.
 
-    Without `complete`, keys are those of one rank, which has some parameters only, and some chunks of them.
+    Without `complete`, keys are those of one rank, which has some parameters only, and some chunks of them. `gtp` are
+    the sizes that the keys were saved at.
     Raises ReshardError with the names where a parameter is missing or of the wrong shape, or where a key is
     left over.
     """
@@ -222,14 +234,20 @@ def placement_of_keys(
         for key, stack, box in possible_keys(p, model, keys):
             if key not in keys:
                 continue
+            chunks, depth = chunks_at[key](tuple(i for i, _ in stack)), len(stack)
+            rows = _sharded_rows(p, keys[key], chunks, depth, box, gtp, f"{where}: {key}")
+            if rows is not None:
+                box = Box(box.offsets, (keys[key].shape[depth], *box.lengths[1:]))
             if key not in used or keys[key].shape != (*(n for _, n in stack), *box.lengths):
                 _check_key(key, keys[key], stack, box, where, model, complete)
             used.add(key)
-            for offsets, sizes in chunks_at[key](tuple(i for i, _ in stack)):
-                tensor = _local_tensor(p, key, stack, box, offsets, sizes)
+            for offsets, sizes in chunks:
+                tensor = _local_tensor(p, key, stack, box, offsets, sizes, rows)
                 tensors[tensor.id] = tensor
-            is_whole, is_last_half = box.lengths == p.shape, box.offsets[0] > 0
-            if is_whole or is_last_half:
+            is_first_half = (
+                rows.half == 0 if rows is not None else box.lengths != p.shape and not box.offsets[0]
+            )
+            if not is_first_half:
                 break
         else:
             expert = "" if p.expert is None else f" (expert {p.expert})"
@@ -253,7 +271,7 @@ def _check_key(
         )
     if not entry.dtype.floating:
         raise ReshardError(f"{where}: {key} has dtype {entry.dtype.name}, which is not a weight's")
-    held = sum(prod(sizes) for _, sizes in entry.chunks)
+    held = elements_of(entry)
     if complete and held != prod(shape):
         problem = "lacks chunks" if held < prod(shape) else "has chunks that overlap"
         raise ReshardError(
@@ -261,8 +279,28 @@ def _check_key(
         )
 
 
+def _sharded_rows(
+    p: Parameter, entry: Key, chunks: list, depth: int, box: Box, gtp: Gtp, where: str
+) -> ShardedRows | None:
+    """Return how the rows of a key are those of a parameter, where it was saved under GTP (`rows_of_key`)."""
+    if gtp.of(p) == 1 or not chunks or len(entry.shape) != depth + len(p.shape):
+        return None
+    rows = rows_of_key(p, box, entry.shape[depth], chunks[0][1][depth:], gtp.of(p), where)
+    if rows is not None and any(
+        sizes[depth] != rows.chunk_rows or offsets[depth] % rows.chunk_rows for offsets, sizes in chunks
+    ):
+        raise ReshardError(f"{where} has chunks of several sizes, as GTP {gtp.of(p)} saves none")
+    return rows
+
+
 def _local_tensor(
-    p: Parameter, key: str, stack: Stack, box: Box, offsets: tuple[int, ...], sizes: tuple[int, ...]
+    p: Parameter,
+    key: str,
+    stack: Stack,
+    box: Box,
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    rows: ShardedRows | None,
 ) -> LocalTensor:
     """Return the part of a chunk that belongs to a parameter, as a local tensor with the parameter's dims."""
     depth = len(stack)
@@ -271,8 +309,11 @@ def _local_tensor(
     for (index, _), first, size in zip(stack, offsets, sizes, strict=False):
         before = before * size + (index - first)
     before *= prod(sizes[depth:])
+    id = (key, offsets, sizes, before)
+    if rows is not None:
+        return local_tensor_of_rows(p, id, rows, offsets[depth:], sizes[depth:])
     parts, fills = parts_inside(p, Box(start, sizes[depth:]))
-    return LocalTensor((key, offsets, sizes, before), sizes[depth:], parts, fills)
+    return LocalTensor(id, sizes[depth:], parts, fills)
 
 
 def _notices_of_rest(rest: list[str], where: object, model: Model) -> list[str]:

@@ -251,6 +251,7 @@ def build(flags: list[str], parallel_output: bool = False):
         args.virtual_pipeline_model_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        **gtp_sizes(args),
     )
     with contextlib.redirect_stdout(io.StringIO()):
         config = core_transformer_config_from_args(args)
@@ -306,6 +307,15 @@ def build(flags: list[str], parallel_output: bool = False):
             )  # fmt: skip
         models.append(model.eval())
     return models, args
+
+
+def gtp_sizes(args) -> dict[str, int]:
+    """The arguments for the groups of generalized tensor parallelism, where there are any (0.19 on)."""
+    sizes = {
+        "gtp_remat_size": getattr(args, "gtp_weight_remat_size", 1),
+        "expert_gtp_remat_size": getattr(args, "expert_gtp_weight_remat_size", 1),
+    }
+    return {name: size for name, size in sizes.items() if size > 1}
 
 
 def load(models, args, directory: str) -> int:

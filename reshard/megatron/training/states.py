@@ -26,6 +26,7 @@ from reshard.core.errors import ReshardError, listed
 from reshard.core.placement import LocalTensor, Part, Placement
 from reshard.formats.torch_dist import Checkpoint, Key
 from reshard.megatron.checkpoint import NOT_WEIGHTS, Chunk, placement_of_keys
+from reshard.megatron.gtp import WITHOUT_GTP, Gtp
 from reshard.megatron.parameters import ModelParameters
 from reshard.megatron.towers import LANGUAGE_MODEL
 from reshard.models.model import Model
@@ -147,7 +148,11 @@ def check_movable(states: OptimizerStates, where: object) -> None:
 
 
 def placement_of_states(
-    states: OptimizerStates, checkpoint: Checkpoint, model: Model, parameters: ModelParameters
+    states: OptimizerStates,
+    checkpoint: Checkpoint,
+    model: Model,
+    parameters: ModelParameters,
+    gtp: Gtp = WITHOUT_GTP,
 ) -> Placement:
     """Find the states of every parameter that has some, as `placement_of_keys` does the parameters.
 
@@ -159,7 +164,7 @@ def placement_of_states(
         where, prefix = f"{checkpoint.directory} ({STATE}{kind})", f"{STATE}{kind}."
         keys = {key: checkpoint.keys[stored] for key, stored in of_kind.items()}
         try:
-            placed = placement_of_keys(keys, (), where, model, parameters, complete=False).placement
+            placed = placement_of_keys(keys, (), where, model, parameters, False, gtp).placement
         except ReshardError as error:
             raise ReshardError(f"{error}; --without-optimizer takes the weights alone") from error
         for (key, *rest), tensor in placed.tensors.items():

@@ -23,6 +23,7 @@ from reshard.megatron.checkpoint import (
     vocab_rows,
 )
 from reshard.megatron.fsdp_dtensor import FORMAT, FsdpDtensor, as_torch_dist
+from reshard.megatron.gtp import WITHOUT_GTP, gtp_of_keys
 from reshard.megatron.hybrid import class_of_keys, notices
 from reshard.megatron.parameters import PADDING, ModelParameters, expand, padded_vocab_size
 from reshard.megatron.towers import as_text_args, of_towers, takes_tower, text_key, with_tower
@@ -108,6 +109,7 @@ class MegatronSource(Source):
         self.files = OpenFiles()
         self.containers = Containers(self.checkpoint, self.files)
         self.model_class = class_of_keys(self.keys)
+        self.gtp = WITHOUT_GTP if isinstance(self.checkpoint, FsdpDtensor) else gtp_of_keys(self.keys)
         self.states = self._states_to_read(states)
         self.vocab_multiple = vocab_multiple
         self.mapping = self._expanded()
@@ -211,7 +213,14 @@ class MegatronSource(Source):
     def _expanded(self) -> ModelParameters:
         """Return the parameters that the keys have to be. Beside optimizer states, the rows of padding
         are kept as far as a vocabulary of `vocab_multiple` has them."""
-        vocab = vocab_rows(self.keys, self.checkpoint.directory, self.model)
+        args = (self.checkpoint.common().get("args") or {}) if self.gtp.others > 1 else {}
+        vocab = vocab_rows(
+            self.keys,
+            self.checkpoint.directory,
+            self.model,
+            self.gtp.others,
+            args.get("padded_vocab_size"),
+        )
         published, kept, self.cuts_padding = self.model.symbols["V"], 0, False
         if self.states is not None:
             listed_rows = [
@@ -248,12 +257,12 @@ class MegatronSource(Source):
         own = set() if self.states is None else self.states.names()
         keys = {key: entry for key, entry in self.keys.items() if key not in own}
         directory, objects = self.checkpoint.directory, self.checkpoint.objects
-        placed = placement_of_keys(keys, objects, directory, self.model, self.mapping)
+        placed = placement_of_keys(keys, objects, directory, self.model, self.mapping, gtp=self.gtp)
         self.state_shapes: dict[str, tuple[int, ...]] = {}
         if self.states is None:
             return placed
         try:
-            of_states = placement_of_states(self.states, self.checkpoint, self.model, self.mapping)
+            of_states = placement_of_states(self.states, self.checkpoint, self.model, self.mapping, self.gtp)
         except ReshardError as error:
             raise UnplacedStatesError(str(error)) from error
         self.state_shapes = dict(of_states.shapes)
