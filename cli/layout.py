@@ -20,6 +20,8 @@ LAYOUT_NAMES = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
+    "gtp",
+    "egtp",
 )
 SWITCHES = {"account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"}
 
@@ -68,6 +70,8 @@ layout_options = together(
     click.option(
         "--pipeline-model-parallel-layout", help="Megatron's layout string, such as 'Et*3|t*4|t*3L'."
     ),
+    _size("--gtp", default=1, text="Ranks of GTP: --tensor-parallel-num-weight-shards / TP."),
+    _size("--egtp", default=1, text="The same of experts: --expert-tensor-parallel-num-weight-shards / ETP."),
 )
 
 

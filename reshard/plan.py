@@ -227,7 +227,7 @@ def plan_refit(
     relayed, most_relays = relays.traffic(traffic)
     return Forecast(
         model=f"{model.family.name} ({model.num_layers} layers)",
-        trainer=f"{trainer} DP{ranks_per_stage // (trainer.tp * cp)}" + f" CP{cp}" * (cp > 1),
+        trainer=f"{trainer} DP{ranks_per_stage // (trainer.tp * trainer.gtp * cp)}" + f" CP{cp}" * (cp > 1),
         engine_name=engine.engine, engine=str(engine), trainer_ranks=trainer_ranks, engine_ranks=engine_ranks,
         gpus=len(traffic.seats), colocated=colocated, ranks=forecasts,
         trainer_bytes=shards.bytes_of_ranks(trainer_ranks), out_bytes=traffic.sent()[:trainer_ranks].tolist(),
@@ -464,14 +464,17 @@ def _checked_ranks_per_stage(
 
 
 def _ranks_per_stage(model: Model, trainer: MegatronLayout, dp: int | None, cp: int) -> int:
-    """Return the ranks of a pipeline stage: TP times CP times DP, which ETP times EP divides."""
+    """Return the ranks of a pipeline stage: TP times GTP times CP times DP, which ETP times EP times their GTP
+    divides."""
     if dp is None:
-        return lcm(trainer.tp * cp, trainer.ranks_per_stage(model))
-    ranks, experts = trainer.tp * cp * dp, trainer.ep * trainer.expert_tp
+        return lcm(trainer.tp * trainer.gtp * cp, trainer.ranks_per_stage(model))
+    ranks = trainer.tp * trainer.gtp * cp * dp
+    experts = trainer.ep * trainer.expert_tp * trainer.egtp
     if model.num_experts and ranks % experts:
+        gtp, egtp = (f" x {n} {size}" * (size > 1) for n, size in trainer.gtp_sizes.named())
         raise OptionError(
-            f"the trainer's tp {trainer.tp} x cp {cp} x dp {dp} are {ranks} ranks a pipeline "
-            f"stage, which ep {trainer.ep} x etp {trainer.expert_tp} do not divide"
+            f"the trainer's tp {trainer.tp}{gtp} x cp {cp} x dp {dp} are {ranks} ranks a pipeline "
+            f"stage, which ep {trainer.ep} x etp {trainer.expert_tp}{egtp} do not divide"
         )
     return ranks
 

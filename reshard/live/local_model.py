@@ -11,7 +11,6 @@ from reshard.core.limits import MAX_VOCAB_MULTIPLE, check_number
 from reshard.device.memory import check_memory
 from reshard.device.staging import check_one_device
 from reshard.live.local_boxes import LocalBoxes
-from reshard.megatron.checkpoint import EMBEDDING, OUTPUT
 from reshard.megatron.parameters import padded_vocab_size
 from reshard.models.model import Model
 from reshard.trainers.megatron import MegatronModel
@@ -48,9 +47,7 @@ class LocalModel(LocalBoxes):
     def _check_padding(self, model: Model, make_vocab_size_divisible_by: int) -> None:
         """Raise ReshardError if the vocabulary is padded by more than the rule gives: it is another
         one."""
-        rows = max(
-            (shard.shape[0] for shard in self.trainer.shards if shard.key in (EMBEDDING, OUTPUT)), default=0
-        )
+        rows = self.trainer.vocabulary_rows or 0
         config: Any = self.trainer.config
         tp = config.tensor_model_parallel_size
         most = padded_vocab_size(model.symbols["V"], make_vocab_size_divisible_by, tp)

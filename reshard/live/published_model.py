@@ -12,6 +12,7 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.formats import safetensors
 from reshard.formats.small_files import MAX_INDEX_BYTES, read_json
+from reshard.megatron.gtp import Gtp
 from reshard.megatron.hybrid import stages_of_pattern
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.towers import takes_tower
@@ -105,6 +106,7 @@ def _stored(path: Path) -> Iterable[str]:
 def layout_of(config: Any, pattern: str | None = None) -> MegatronLayout:
     """Return the layout of a live model with this ``TransformerConfig`` and, of a HybridModel, this
     pattern. Raises ReshardError if its stages were not given as a string."""
+    gtp = _gtp_of(config)
     if pattern is not None:
         if config.num_layers_in_first_pipeline_stage or config.num_layers_in_last_pipeline_stage:
             raise ReshardError("the trainer's stages are not in its hybrid_layer_pattern: pass layout=")
@@ -113,6 +115,8 @@ def layout_of(config: Any, pattern: str | None = None) -> MegatronLayout:
             pp=config.pipeline_model_parallel_size,
             ep=config.expert_model_parallel_size,
             etp=config.expert_tensor_parallel_size if config.num_moe_experts else None,
+            gtp=gtp.others,
+            egtp=gtp.experts,
             **stages_of_pattern(pattern, config.pipeline_model_parallel_size),
         )
     pipeline = getattr(config, "pipeline_model_parallel_layout", None)
@@ -134,7 +138,15 @@ def layout_of(config: Any, pattern: str | None = None) -> MegatronLayout:
         ),
         account_for_loss_in_pipeline_split=bool(getattr(config, "account_for_loss_in_pipeline_split", False)),
         pipeline_model_parallel_layout=text,
+        gtp=gtp.others,
+        egtp=gtp.experts,
     )
+
+
+def _gtp_of(config: Any) -> Gtp:
+    """Return the sizes of GTP, which Megatron-Core before 0.19 has not."""
+    experts = getattr(config, "expert_gtp_weight_remat_size", 1) if config.num_moe_experts else 1
+    return Gtp(getattr(config, "gtp_weight_remat_size", 1), experts)
 
 
 def implementation_of(models: list[torch.nn.Module]) -> str:

@@ -19,6 +19,7 @@ with importing("megatron"):
 
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.megatron.compat import unknown, without_deprecation_of_gpt_model
+from reshard.megatron.gtp import WITHOUT_GTP
 from reshard.megatron.hybrid import as_hybrid_args, check_model_class, class_of, layer_pattern
 from reshard.megatron.layers.specs import layer_specs
 from reshard.megatron.layout import MegatronLayout
@@ -168,6 +169,10 @@ def initialize_parallel(layout: MegatronLayout, seed: int = 1234, **options: Any
         raise ReshardError(
             "torch.distributed is not initialized: start this with torchrun, and call "
             "torch.distributed.init_process_group first"
+        )
+    if layout.gtp_sizes != WITHOUT_GTP:
+        raise ReshardError(
+            f"models are not built under GTP here, which {layout} asks for: leave out gtp and egtp"
         )
     try:
         parallel_state.initialize_model_parallel(

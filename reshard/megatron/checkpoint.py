@@ -110,11 +110,10 @@ def chunks_to_write(
     ranks = Ranks(model, layout)
     for p in mapping.parameters:
         key, stack = key_of(p, model.uniform, transformer_impl), _stack(p, model)
-        key_shape = (*(n for _, n in stack), *p.shape)
-        for index, box in cuts(p, layout):
-            rank, offsets = ranks.first(p, index), (*(i for i, _ in stack), *box.offsets)
-            tensor = LocalTensor((key, offsets), box.lengths, *parts_inside(p, box), holder=rank)
-            yield Chunk(key, key_shape, offsets, (*(1 for _ in stack), *box.lengths), rank, tensor, p.fp32)
+        for cut in cuts(p, layout):
+            rank, offsets = ranks.first(p, cut.at_axis, cut.shard), (*(i for i, _ in stack), *cut.box.offsets)
+            key_shape, sizes = (*(n for _, n in stack), *cut.shape), (*(1 for _ in stack), *cut.box.lengths)
+            yield Chunk(key, key_shape, offsets, sizes, rank, cut.tensor(p, (key, offsets), rank), p.fp32)
 
 
 def extra_states_to_write(

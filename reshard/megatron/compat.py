@@ -21,6 +21,11 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from reshard.core.errors import ReshardError
 
 try:
+    from megatron.core.tensor_parallel import gtp_api
+    from megatron.core.tensor_parallel.generalized_tensor_parallelism import GTPShardedParam
+except ImportError:  # before 0.19
+    gtp_api, GTPShardedParam = None, None
+try:
     from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 except ImportError:  # before 0.19
     QKNormConfigResolver = None
@@ -200,6 +205,23 @@ def without_deprecation_of_gpt_model() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(is_other)
+
+
+def gtp_ranks(tensor: torch.Tensor) -> int:
+    """Return among how many ranks GTP splits a parameter that lies in plain memory."""
+    held: Any = tensor
+    is_shard = GTPShardedParam is not None and type(held) is GTPShardedParam
+    return int(held.gtp_remat_size) if is_shard else 1
+
+
+def gtp_padding(tensor: Any) -> int:
+    """Return the rows by which GTP has padded those that this tensor parallel rank's shards of a parameter have."""
+    return int(getattr(tensor, "pad_length", 0)) if getattr(tensor, "is_gtp_weight_remat", False) else 0
+
+
+def saves_gtp() -> bool:
+    """Return True if a model's ``sharded_state_dict`` says which rows of its parameters this rank of GTP has."""
+    return gtp_api is not None and gtp_api.HAVE_GTP
 
 
 def gathers_at_forward(model: torch.nn.Module) -> bool:

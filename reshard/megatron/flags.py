@@ -20,12 +20,19 @@ WHEN_FALSE = {
     "dsa_indexer_rotate_activation": "--no-dsa-indexer-rotate-activation",
 }  # fmt: skip
 # The second is spelled --apply-layernorm-1p, an argument of its own.
-NO_FLAG = {"context_parallel_size", "layernorm_zero_centered_gamma", *MLA_YARN}
+NO_FLAG = {
+    "context_parallel_size",
+    "layernorm_zero_centered_gamma",
+    "gtp_weight_remat_size",  # which follow from the numbers of shards
+    "expert_gtp_weight_remat_size",
+    *MLA_YARN,
+}
 # Versions of Megatron-LM, as (major, minor): those whose parsers are known, and since when they have an
 # argument.
 OLDEST, NEWEST = (0, 12), (0, 20)
 PADDED_VOCAB_AND_ROPE_TYPE, PIPELINE_STRINGS, YARN_WITHOUT_MLA, INDEXER = (0, 14), (0, 13), (0, 19), (0, 19)
 SINKS = (0, 19)
+GTP = (0, 19)
 # With latent attention among the letters of a pattern, and a loader of a GPTModel's checkpoints.
 HYBRID = (0, 19)
 # Before, multi-latent attention took max_position_embeddings for YaRN's original length, and mscale
@@ -74,6 +81,8 @@ def arguments_for(args: dict[str, Any], version: tuple[int, int]) -> dict[str, A
         raise refuse("a HybridModel with the layers of this model", HYBRID)
     if version < INDEXER and args.get("experimental_attention_variant") == "dsa":
         raise refuse("attention to the tokens that an indexer chooses", INDEXER)
+    if version < GTP and any(args.get(f"{kind}gtp_weight_remat_size") for kind in ("", "expert_")):
+        raise refuse("generalized tensor parallelism", GTP)
     if version < SINKS and args.get("softmax_type") == "learnable":
         raise refuse("attention with sinks", SINKS)
     if (

@@ -39,6 +39,10 @@ class Gtp(NamedTuple):
         """Return how many ranks share a parameter."""
         return self.others if p.expert is None else self.experts
 
+    def named(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        """Return both sizes with the names that layouts have for them."""
+        return ("gtp", self.others), ("egtp", self.experts)
+
 
 WITHOUT_GTP = Gtp()
 
@@ -66,6 +70,15 @@ class ShardedRows(NamedTuple):
     halves: int
     half: int | None
 
+    @property
+    def key_rows(self) -> int:
+        """All rows of the key."""
+        return self.slices * self.shards * self.halves * self.chunk_rows
+
+    def offset(self, rank: int, shard: int, half: int) -> int:
+        """Return the first row of a chunk."""
+        return ((half * self.slices + rank) * self.shards + shard) * self.chunk_rows
+
     def pieces(self, offset: int) -> Iterator[Piece]:
         """Yield the rows of the chunk at an offset that are the parameter's; the others are padding."""
         index, half = offset // self.chunk_rows, self.half
@@ -80,6 +93,21 @@ class ShardedRows(NamedTuple):
             if low < high:
                 row = (part * self.slices + rank) * length + low - part * length
                 yield Piece(low - first, row, high - low)
+
+
+def ranks_of_weight(p: Parameter, gtp: Gtp) -> int:
+    """Return among how many ranks GTP splits a parameter: linear layers' weights and those of the vocabulary are
+    split, routers, norms and biases are not."""
+    is_weight = len(p.shape) == 2 and p.name.endswith(".weight") and not p.name.endswith("router.weight")
+    return gtp.of(p) if is_weight else 1
+
+
+def padded_rows(p: Parameter, slices: int, shards: int) -> ShardedRows:
+    """Return the rows that Megatron gives a key of a parameter which this many tensor parallel ranks and ranks of GTP
+    share."""
+    own = p.shape[0] // slices
+    rows = -(-own // (ALIGNMENTS[0] * shards)) * ALIGNMENTS[0]
+    return ShardedRows(slices, own, shards, rows // p.halves, p.halves, None)
 
 
 def rows_of_key(

@@ -1,4 +1,4 @@
-"""Megatron's parallel sizes: TP, PP, VPP, EP, ETP, and how pipeline stages divide the layers.
+"""Megatron's parallel sizes: TP, PP, VPP, EP, ETP, GTP, and how pipeline stages divide the layers.
 
 All of it is arithmetic on the sizes; no process group is asked. Ranks are numbered in Megatron's default
 order: within a pipeline stage, tensor-parallel ranks are neighbors (for experts: ETP, then EP), and stages
@@ -11,6 +11,7 @@ from math import lcm
 from typing import Any, NamedTuple
 
 from reshard.core.errors import OptionError, ReshardError
+from reshard.megatron.gtp import WITHOUT_GTP, Gtp
 from reshard.megatron.stages import (
     Stage,
     divisors,
@@ -31,6 +32,8 @@ LONG_NAMES = {
     "num_virtual_stages_per_pipeline_rank": "vpp",
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "etp",
+    "gtp_weight_remat_size": "gtp",
+    "expert_gtp_weight_remat_size": "egtp",
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
 }
@@ -49,7 +52,9 @@ class MegatronLayout:
     """Megatron's parallel sizes, under the short names and, as keywords, under Megatron's own.
 
     `etp` None means `tp`, as in Megatron. `pipeline_model_parallel_layout` is Megatron's string, such as
-    ``Et*3|t*4L``. Raises ReshardError for a size that is not a positive whole number.
+    ``Et*3|t*4L``. `gtp` and `egtp` are the ranks of generalized tensor parallelism, for experts apart:
+    ``--tensor-parallel-num-weight-shards`` divided by TP, and the same of experts by ETP. Raises ReshardError
+    for a size that is not a positive whole number.
 
     >>> str(MegatronLayout(tp=2, pipeline_model_parallel_size=4))
     'TP2 PP4'
@@ -65,6 +70,8 @@ class MegatronLayout:
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
     pipeline_model_parallel_layout: str | None = None
+    gtp: int = 1
+    egtp: int = 1
 
     def __init__(
         self,
@@ -78,6 +85,8 @@ class MegatronLayout:
         account_for_embedding_in_pipeline_split: bool = False,
         account_for_loss_in_pipeline_split: bool = False,
         pipeline_model_parallel_layout: str | None = None,
+        gtp: int = 1,
+        egtp: int = 1,
         **other_names: Any,
     ) -> None:
         arguments = locals()
@@ -97,7 +106,7 @@ class MegatronLayout:
 
     def _check_values(self) -> None:
         optional = ("etp", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-        for name in ("tp", "pp", "vpp", "ep", *optional):
+        for name in ("tp", "pp", "vpp", "ep", "gtp", "egtp", *optional):
             value = getattr(self, name)
             if type(value) is not int and not (value is None and name in optional):
                 raise OptionError(f"{_flag(name)} is {value!r:.80}, which is not a whole number")
@@ -106,7 +115,7 @@ class MegatronLayout:
                 f"--pipeline-model-parallel-layout is {self.pipeline_model_parallel_layout!r:.80}, which is not "
                 f"a text such as Et*3|t*4L"
             )
-        for name in ("tp", "pp", "vpp", "ep", "expert_tp"):
+        for name in ("tp", "pp", "vpp", "ep", "gtp", "egtp", "expert_tp"):
             size, flag = getattr(self, name), _flag(name.replace("expert_tp", "etp"))
             if size < 1:
                 raise OptionError(f"{flag} is {size}; sizes start at 1")
@@ -123,10 +132,16 @@ class MegatronLayout:
         """Expert tensor parallel size."""
         return self.tp if self.etp is None else self.etp
 
+    @property
+    def gtp_sizes(self) -> Gtp:
+        """The sizes of GTP."""
+        return Gtp(self.gtp, self.egtp)
+
     def ranks_per_stage(self, model: Model) -> int:
-        """The fewest ranks that a pipeline stage can have: a multiple of TP and, with experts, of EP times
-        ETP."""
-        return lcm(self.tp, self.ep * self.expert_tp) if model.num_experts else self.tp
+        """The fewest ranks that a pipeline stage can have: a multiple of TP times GTP and, with experts, of EP
+        times ETP times their GTP."""
+        ranks, experts = self.tp * self.gtp, self.ep * self.expert_tp * self.egtp
+        return lcm(ranks, experts) if model.num_experts else ranks
 
     def world_size(self, model: Model) -> int:
         """The fewest ranks that this layout needs."""
@@ -136,10 +151,16 @@ class MegatronLayout:
         """Raise ReshardError if a size does not divide the model, naming all sizes that would."""
         if not model.family.has_megatron_names:
             raise no_table(model.family.architecture)
-        if not model.num_experts and (self.ep > 1 or (self.etp or 1) > 1):
+        if self.gtp_sizes != WITHOUT_GTP and {"NK", "NM"} & model.symbols.keys():
             raise ReshardError(
-                f"--ep {self.ep} --etp {self.expert_tp}: a {model.family.name} model without "
-                f"experts has only 1 and 1"
+                f"--gtp {self.gtp} --egtp {self.egtp}: a {model.family.name} model has layers of linear attention or "
+                f"Mamba, whose rows Megatron's GTP arranges in another way, which is not supported"
+            )
+        if not model.num_experts and (self.ep > 1 or (self.etp or 1) > 1 or self.egtp > 1):
+            egtp = f" --egtp {self.egtp}" if self.egtp > 1 else ""
+            raise ReshardError(
+                f"--ep {self.ep} --etp {self.expert_tp}{egtp}: a {model.family.name} model without experts has only "
+                f"1 {'and 1' if not egtp else 'for each'}"
             )
         for misfit in self._misfits(model):
             name = misfit.flag.removeprefix("--")
@@ -218,6 +239,10 @@ class MegatronLayout:
             "virtual_pipeline_model_parallel_size": self.virtual_stages if self.virtual_stages > 1 else None,
         }
         optional = {
+            "tensor_parallel_num_weight_shards": self.tp * self.gtp if self.gtp > 1 else None,
+            "gtp_weight_remat_size": self.gtp if self.gtp > 1 else None,
+            "expert_tensor_parallel_num_weight_shards": self.expert_tp * self.egtp if self.egtp > 1 else None,
+            "expert_gtp_weight_remat_size": self.egtp if self.egtp > 1 else None,
             "decoder_first_pipeline_num_layers": self.num_layers_in_first_pipeline_stage,
             "decoder_last_pipeline_num_layers": self.num_layers_in_last_pipeline_stage,
             "account_for_embedding_in_pipeline_split": self.account_for_embedding_in_pipeline_split or None,
@@ -231,6 +256,7 @@ class MegatronLayout:
         shown = [f"{name}{n}" for name, n in sizes if n > 1] or ["TP1"]
         if self.expert_tp != self.tp:
             shown.append(f"ETP{self.expert_tp}")
+        shown += [f"{name}{n}" for name, n in (("GTP", self.gtp), ("EGTP", self.egtp)) if n > 1]
         return " ".join([*shown, *filter(None, [self.pipeline_model_parallel_layout])])
 
 

@@ -2,15 +2,16 @@
 
 Ranks are numbered in Megatron's default order: pipeline stages follow each other; within a stage,
 tensor-parallel ranks are neighbors and data parallelism goes around them; for experts, expert tensor
-parallelism is innermost, then come expert and expert data parallelism.
+parallelism is innermost, then come expert and expert data parallelism. GTP comes right before data parallelism.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from reshard.core.boxes import Box, whole
 from reshard.core.placement import LocalTensor
 from reshard.core.splits import split
+from reshard.megatron.gtp import ShardedRows, local_tensor_of_rows, padded_rows, ranks_of_weight
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import Parameter, parts_inside
 from reshard.models.model import Model
@@ -51,23 +52,45 @@ class Ranks:
             return self.embedding
         return [self.output if p.name.startswith("output_layer.") else self.final_norm]
 
-    def within_stage(self, p: Parameter, index: int) -> range:
-        """Return the ranks of a stage, counted from its first, that hold cut `index` of a parameter
-        (see `cuts`)."""
+    def within_stage(self, p: Parameter, index: int, shard: int = 0) -> Sequence[int]:
+        """Return the ranks of a stage, counted from its first, that hold cut `index` of a parameter, or that `shard`
+        of GTP's of it (see `cuts`)."""
+        shards = ranks_of_weight(p, self.layout.gtp_sizes)
         if p.expert is None:
-            return range(index, self.per_stage, self.layout.tp if p.split else 1)
+            tp = self.layout.tp
+            if not p.split and shards > 1:
+                blocks = range(shard * tp, self.per_stage, shards * tp)
+                return [rank for first in blocks for rank in range(first, first + tp)]
+            return range(index + shard * tp, self.per_stage, (tp if p.split else 1) * shards)
         etp, ep = self.layout.expert_tp, self.layout.ep
-        return range(p.expert // self.local_experts * etp + index, self.per_stage, etp * ep)
+        first = p.expert // self.local_experts * etp + index
+        return range(first + shard * etp * ep, self.per_stage, etp * ep * shards)
 
-    def first(self, p: Parameter, index: int = 0) -> int:
+    def first(self, p: Parameter, index: int = 0, shard: int = 0) -> int:
         """Return the rank that saves cut `index` of a parameter."""
-        return self.stages(p)[0] * self.per_stage + self.within_stage(p, index).start
+        return self.stages(p)[0] * self.per_stage + self.within_stage(p, index, shard)[0]
 
-    def holders(self, p: Parameter, index: int) -> tuple[int, ...]:
+    def holders(self, p: Parameter, index: int, shard: int = 0) -> tuple[int, ...]:
         """Return all ranks that hold cut `index` of a parameter."""
-        return tuple(
-            stage * self.per_stage + rank for stage in self.stages(p) for rank in self.within_stage(p, index)
-        )
+        within = self.within_stage(p, index, shard)
+        return tuple(stage * self.per_stage + rank for stage in self.stages(p) for rank in within)
+
+
+class Cut(NamedTuple):
+    """A chunk of a parameter: the ranks along the splitting axis and of GTP, and the box of the key, whose own dims
+    are `shape`. `rows` says which rows of the parameter these are, under GTP."""
+
+    at_axis: int
+    shard: int
+    shape: tuple[int, ...]
+    box: Box
+    rows: ShardedRows | None = None
+
+    def tensor(self, p: Parameter, id: Any, holder: Hashable = 0) -> LocalTensor:
+        """Return the chunk of a parameter as a local tensor."""
+        if self.rows is None:
+            return LocalTensor(id, self.box.lengths, *parts_inside(p, self.box), holder=holder)
+        return local_tensor_of_rows(p, id, self.rows, *self.box)._replace(holder=holder)
 
 
 class LiveShard(NamedTuple):
@@ -82,21 +105,29 @@ def live_shards(ranks: Ranks, p: Parameter) -> list[LiveShard]:
     """Return the shards of a parameter in the memory of a trainer's ranks."""
     return [
         LiveShard(
-            LocalTensor((p.prefix, p.name, p.layer, p.expert, box), box.lengths, *parts_inside(p, box)),
-            ranks.holders(p, index),
+            cut.tensor(p, (p.prefix, p.name, p.layer, p.expert, cut.box)),
+            ranks.holders(p, cut.at_axis, cut.shard),
         )
-        for index, box in cuts(p, ranks.layout)
+        for cut in cuts(p, ranks.layout)
     ]
 
 
-def cuts(p: Parameter, layout: MegatronLayout) -> Iterator[tuple[int, Box]]:
-    """Yield (rank along the splitting axis, box of the parameter) for each chunk."""
+def cuts(p: Parameter, layout: MegatronLayout) -> Iterator[Cut]:
+    """Yield each chunk of a parameter."""
     axis, dim = p.split or ("tp", 0)
     ranks = 1 if p.split is None else {"tp": layout.tp, "etp": layout.expert_tp}[axis]
-    name = p.prefix + p.name
+    name, shards = p.prefix + p.name, ranks_of_weight(p, layout.gtp_sizes)
     halves = [
         split(whole(p.shape), dim, p.halves, half, "gate and up, which are", name) for half in range(p.halves)
     ]
     for rank in range(ranks):
-        for half in halves:
-            yield rank, split(half, dim, ranks, rank, f"--{axis}", name)
+        boxes = [split(half, dim, ranks, rank, f"--{axis}", name) for half in halves]
+        if shards == 1:
+            yield from (Cut(rank, 0, p.shape, box) for box in boxes)
+            continue
+        rows = padded_rows(p, 1 if dim else ranks, shards)
+        for shard in range(shards):
+            for half, box in enumerate(boxes):
+                start = (rows.offset(0 if dim else rank, shard, half), *box.offsets[1:])
+                lengths = (rows.chunk_rows, *box.lengths[1:])
+                yield Cut(rank, shard, (rows.key_rows, *p.shape[1:]), Box(start, lengths), rows)

@@ -8,6 +8,7 @@ from typing import Any
 
 from reshard.core.errors import OptionError, ReshardError, listed
 from reshard.core.limits import MAX_RANKS, check_number
+from reshard.megatron.gtp import WITHOUT_GTP
 from reshard.megatron.layout import MegatronLayout
 from reshard.megatron.parameters import TRANSFORMER_IMPLS
 from reshard.models.model import Model
@@ -189,6 +190,11 @@ class TrainingSetup:
     def of(model: Model, layout: MegatronLayout, training: Training) -> "TrainingSetup":
         """Settle the sizes. Raises ReshardError, naming both, if one does not divide another."""
         layout.check(model)
+        if layout.gtp_sizes != WITHOUT_GTP:
+            raise ReshardError(
+                f"the memory of a trainer under GTP is not estimated, which {layout} is: leave out gtp and egtp, by "
+                "which every rank has all rows of its tensor parallel part"
+            )
         t, experts = training, layout.ep * layout.expert_tp
         least = layout.tp * t.cp
         if t.gpus is not None:

@@ -81,7 +81,7 @@ class MegatronModel(ShardedModel):
         keys, where = self._keys(), "the trainer's model"
         if self.adapter_keys and not self._is_split:
             raise without_adapter_error(where, self.adapter_keys)
-        vocabulary = next((keys[name].shape[0] for name in (EMBEDDING, OUTPUT) if name in keys), None)
+        vocabulary = self.vocabulary_rows
         if vocabulary is not None and vocabulary < model.symbols["V"]:
             raise ReshardError(
                 f"{where} has {vocabulary} vocabulary rows, fewer than vocab_size "
@@ -106,6 +106,12 @@ class MegatronModel(ShardedModel):
                 )
             held[index] = tensor._replace(id=index)
         return [held[index] for index in range(len(self.shards))]
+
+    @property
+    def vocabulary_rows(self) -> int | None:
+        """The rows of the model's vocabulary with Megatron's padding of it; None on a rank that has none of it."""
+        named = (shard for shard in self.shards if shard.key in (EMBEDDING, OUTPUT))
+        return next((shard.shape[0] - self.gtp_padding.get(shard.key, 0) for shard in named), None)
 
     def as_published(self, model: Model) -> Trainer:
         """Return a trainer with the published numbers: the model may hold some norms less 1."""

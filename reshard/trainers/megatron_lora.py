@@ -21,6 +21,7 @@ from reshard.lora.checkpoint import check_supported, find_adapters
 from reshard.lora.names import PEFT_PREFIX, peft_name
 from reshard.lora.parameters import Adapter, adapter_parameters
 from reshard.lora.scale import Scale
+from reshard.megatron.gtp import WITHOUT_GTP
 from reshard.megatron.hybrid import class_of_models
 from reshard.megatron.parameters import Parameter, expand
 from reshard.models.model import Model
@@ -66,6 +67,11 @@ class MegatronAdapter(ShardedModel):
 
     def __init__(self, models: Sequence[torch.nn.Module], metadata: Any) -> None:
         super().__init__(models, metadata)
+        if self.gtp != WITHOUT_GTP:
+            raise ReshardError(
+                "the trainer's adapter is in a model under GTP, which is not supported: train it with "
+                "--tensor-parallel-num-weight-shards as large as --tensor-model-parallel-size"
+            )
         check_supported((shard.key for shard in self.shards), WHERE)
         check_frozen(self.models)
         self._published: Published | None = None

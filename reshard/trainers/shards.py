@@ -16,6 +16,7 @@ from reshard.device.host_copies import beside, copy_of, place_of
 from reshard.device.memory import Finder, Region, check_memory, is_readable
 from reshard.formats.torch_dist import Key, Stored
 from reshard.megatron.checkpoint import placement_of_keys
+from reshard.megatron.gtp import Gtp
 from reshard.megatron.parameters import ModelParameters
 from reshard.megatron.towers import text_key
 from reshard.models.model import Model
@@ -73,6 +74,8 @@ class ShardedModel(Trainer):
             raise ReshardError(
                 "moe_mlp_glu_interleave_size mixes gate and up rows, which is not supported: unset it"
             )
+        self.gtp = _gtp_of(self.models)
+        self.gtp_padding: dict[str, int] = {}  # rows of a key that are GTP's, where only TP splits it besides
         self.shards: list[Shard] = []
         self._regions: list[Region] = []
         self.objects: set[str] = set()
@@ -94,6 +97,8 @@ class ShardedModel(Trainer):
         from megatron.core.dist_checkpointing.dict_utils import nested_values
         from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 
+        from reshard.megatron import compat
+
         seen: dict[tuple, int] = {}
         elements: Counter[int] = Counter()  # that shards have, by the tensor's identity
         for model in self.models:
@@ -101,7 +106,8 @@ class ShardedModel(Trainer):
             quantized = [
                 n
                 for n, t in named
-                if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.dtype.itemsize < 2
+                if (type(t) not in (torch.Tensor, torch.nn.Parameter) and compat.gtp_ranks(t) == 1)
+                or t.dtype.itemsize < 2
             ]
             if [n for n in quantized if "_extra_state" not in n]:
                 raise ReshardError(f"quantized parameters cannot be refitted from: {listed(quantized, 3)}")
@@ -126,6 +132,9 @@ class ShardedModel(Trainer):
                 )
                 region = finder.region(entry.data, entry.key)
                 elements[id(region.tensor)] += entry.data.numel()
+                if padding := compat.gtp_padding(entry.data):
+                    stored = entry.local_shape[0] * entry.data.gtp_remat_size
+                    self.gtp_padding[key] = entry.global_shape[prepended] // stored * padding
                 if shard[:4] in seen:
                     continue  # a tied output layer, or the embedding that an MTP stage shares
                 seen[shard[:4]] = len(self.shards)
@@ -253,11 +262,29 @@ class ShardedModel(Trainer):
     ) -> Iterator[tuple[int, int, LocalTensor]]:
         """Yield what this rank holds of these parameters: the index of the shard, how many of its elements are ahead,
         and the local tensor. Raises ReshardError for a shard of another shape than `model` calls for."""
-        placed = placement_of_keys(self._keys(), self.objects, where, model, parameters, complete=False)
+        placed = placement_of_keys(self._keys(), self.objects, where, model, parameters, False, self.gtp)
         index_of = {(shard.key, shard.offsets, shard.sizes): index for index, shard in enumerate(self.shards)}
         for tensor in placed.placement.tensors.values():
             *chunk, before = tensor.id
             yield index_of[tuple(chunk)], before, tensor
+
+
+def _gtp_of(models: Sequence[torch.nn.Module]) -> Gtp:
+    """Return among how many ranks GTP splits a model's parameters. Raises ReshardError where its
+    ``sharded_state_dict`` would not say which rows this one has."""
+    from reshard.megatron import compat
+
+    found = {False: 1, True: 1}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            expert = ".experts." in name
+            found[expert] = max(found[expert], compat.gtp_ranks(parameter))
+    if max(found.values()) > 1 and not compat.saves_gtp():
+        raise ReshardError(
+            "the trainer's parameters are sharded by GTP, of which this megatron-core takes no account without "
+            "Transformer Engine 2.19: install that"
+        )
+    return Gtp(found[False], found[True])
 
 
 def _places(

@@ -1,57 +1,72 @@
 """Models under Megatron's generalized tensor parallelism (GTP): their checkpoints, and live ones."""
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 
-from reshard import ReshardError, diff, hf_to_mcore, mcore_to_hf
+from reshard import (
+    MegatronLayout,
+    ReshardError,
+    check,
+    diff,
+    estimate_memory,
+    hf_to_mcore,
+    mcore_to_hf,
+    mcore_to_mcore,
+)
 from reshard.megatron import gtp
 from reshard.storage.sources import megatron
 from tests.megatron.test_logits import EP, ETP, PP, TP, flags_at
+from tests.megatron.test_optimizer import RESHARDABLE
 from tests.starting.ranks import run_on_ranks
-from tests.tools.oracle import hf_tensors, same
+from tests.tools.disk import tree
+from tests.tools.oracle import bits, hf_tensors, same, stored_tensors
+from tests.tools.refits import refit
 
-# variant, the layout without GTP, ranks, ranks of GTP for all weights but experts' and for experts': each axis, gate
-# and up (not of MiniMax's experts at ETP 2), vocabularies padded within TP's parts, experts with and without.
+GTP, EGTP = "--tensor-parallel-num-weight-shards", "--expert-tensor-parallel-num-weight-shards"
+
+# variant, Megatron's layout on how many ranks: each axis, gate and up in dense layers and in experts, vocabularies
+# padded within TP's parts, and either of GTP's two sizes alone.
 SAVED = [
-    ("qwen3", "", 4, (4, 1)),
-    ("llama-rope-tied", f"{TP} 2", 4, (2, 1)),
-    ("qwen3", f"{PP} 2", 4, (2, 1)),
-    ("qwen3-moe", f"{EP} 2 {ETP} 1", 4, (2, 2)),
-    ("qwen3-moe-mixed", f"{EP} 2 {ETP} 1", 4, (1, 2)),
-    ("deepseek-v3", f"{TP} 2 {EP} 2 {ETP} 1", 4, (2, 1)),
-    ("minimax-m2", f"{TP} 2 {EP} 2 {ETP} 2", 8, (2, 2)),
-    ("gpt-oss", "", 2, (2, 2)),
-]
-IDS = [
-    f"{variant} {parallel.replace('-model-parallel-size', '')} GTP {a} {b}"
-    for variant, parallel, _, (a, b) in SAVED
+    ("qwen3", f"{GTP} 4", 4),
+    ("llama-rope-tied", f"{TP} 2 {GTP} 4", 4),
+    ("qwen3", f"{PP} 2 {GTP} 2", 4),
+    ("qwen3-moe", f"{EP} 2 {ETP} 1 {GTP} 2 {EGTP} 2", 4),
+    ("qwen3-moe-mixed", f"{EP} 2 {ETP} 1 {EGTP} 2", 4),
+    ("deepseek-v3", f"{TP} 2 {EP} 2 {ETP} 1 {GTP} 4", 4),
+    ("minimax-m2", f"{TP} 2 {EP} 2 {ETP} 2 {GTP} 4 {EGTP} 4", 8),
+    ("gpt-oss", f"{GTP} 2 {EGTP} 2", 2),
 ]
 
 
-def saved(source, folder, parallel, ranks, sizes, **options):
+def short(value) -> str:
+    return re.sub(r"--(?:|expert-)tensor-parallel-num-weight", "", str(value)).replace(
+        "-model-parallel-size", ""
+    )
+
+
+def saved(source, folder, parallel, ranks, **options):
     """The checkpoint that a trainer under GTP saves of these weights, as ``--load`` takes it."""
     hf_to_mcore(source, folder / "ours", transformer_impl="local")
     (folder / "gtp" / "iter_0000007").mkdir(parents=True)
-    run_on_ranks(
-        ranks,
-        "save",
-        flags_at(folder / "ours", parallel),
-        str(folder / "ours"),
-        sizes,
-        str(folder / "gtp" / "iter_0000007"),
-        module="gtp_on_cpu",
-        options=options,
-    )
+    places = str(folder / "ours"), str(folder / "gtp" / "iter_0000007")
+    on_ranks(ranks, "save", flags_at(folder / "ours", parallel), *places, **options)
     (folder / "gtp" / "latest_checkpointed_iteration.txt").write_text("7")
     return folder / "gtp"
 
 
-@pytest.mark.parametrize(("variant", "parallel", "ranks", "sizes"), SAVED, ids=IDS)
+def on_ranks(ranks, function, *arguments, **options):
+    return run_on_ranks(ranks, function, *arguments, module="gtp_on_cpu", options=options)
+
+
+@pytest.mark.parametrize(("variant", "parallel", "ranks"), SAVED, ids=short)
 def test_what_megatron_saves_under_gtp_becomes_the_hugging_face_tensors(
-    variant, parallel, ranks, sizes, checkpoint, tmp_path, monkeypatch
+    variant, parallel, ranks, checkpoint, tmp_path, monkeypatch
 ):
     source = checkpoint(variant)
-    theirs = saved(source, tmp_path, parallel, ranks, sizes)
+    theirs = saved(source, tmp_path, parallel, ranks)
     mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
     assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
     assert diff(source, theirs, hf_config=source).equal
@@ -67,14 +82,14 @@ def test_what_megatron_saves_under_gtp_becomes_the_hugging_face_tensors(
 
 def test_halves_with_keys_of_their_own_are_read(checkpoint, tmp_path):
     source = checkpoint("qwen3-moe")
-    theirs = saved(source, tmp_path, f"{ETP} 1", 4, (2, 4), singleton_local_shards=True)
+    theirs = saved(source, tmp_path, f"{ETP} 1 {GTP} 2 {EGTP} 4", 4, singleton_local_shards=True)
     mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
     assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
 
 
 def test_a_vocabulary_padded_in_the_middle_needs_its_size(checkpoint, tmp_path):
     source = checkpoint("qwen3")
-    theirs = saved(source, tmp_path, f"{TP} 2", 4, (2, 1), args=False)
+    theirs = saved(source, tmp_path, f"{TP} 2 {GTP} 4", 4, args=False)
     with pytest.raises(ReshardError, match="do not say padded_vocab_size, without which a row"):
         mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
     assert not (tmp_path / "back").exists()
@@ -100,3 +115,135 @@ def test_a_chunk_has_each_row_of_its_parameter_or_padding():
             for at, row, n in found.pieces(index * chunk_rows):
                 held[at : at + n] = torch.arange(row, row + n)
             assert held.tolist() == expected.tolist()
+
+
+# variant, Megatron's layout on how many ranks, vLLM's on how many, in the same processes.
+REFITTED = [
+    ("qwen3", f"{TP} 2 {GTP} 4", 4, dict(tp=4), 4, True, {}),
+    ("qwen2-tied", f"{GTP} 4", 4, dict(tp=2), 2, False, {"ddp": True}),
+    ("qwen3-moe", f"{EP} 2 {ETP} 1 {GTP} 2 {EGTP} 2", 4, dict(tp=2), 2, False, {}),
+    (
+        "deepseek-v3",
+        f"{TP} 2 {EP} 2 {ETP} 1 {GTP} 4",
+        4,
+        dict(tp=4, enable_expert_parallel=True),
+        4,
+        True,
+        {},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("variant", "parallel", "trainers", "engine", "engines", "together", "options"), REFITTED, ids=short
+)
+def test_a_refit_under_gtp_leaves_what_vllms_own_loader_makes_of_the_export(
+    variant, parallel, trainers, engine, engines, together, options, converted, tmp_path
+):
+    refit(converted(variant), parallel, trainers, engine, engines, together, tmp_path, **options)
+
+
+LIVE = [
+    ("qwen3", f"{TP} 2 {GTP} 4", 4),
+    ("llama-rope-tied", f"{PP} 2 {GTP} 2", 4),
+    ("qwen3-moe", f"{EP} 2 {ETP} 1 {GTP} 2 {EGTP} 2", 4),
+]
+
+
+@pytest.mark.parametrize(("variant", "parallel", "ranks"), LIVE, ids=short)
+def test_a_live_model_under_gtp_is_loaded_saved_and_exported(variant, parallel, ranks, weights, tmp_path):
+    folder, other = weights(variant), weights(variant, seed=1)
+    source, mcore = str(folder / "hf"), str(folder / "mcore")
+    arguments = flags_at(folder / "mcore", parallel), [mcore, str(other / "mcore")], source
+    results = on_ranks(ranks, "load_and_save", *arguments, [source, mcore], str(tmp_path))
+    published = {name: bits(tensor) for name, tensor in hf_tensors(folder / "hf").items()}
+    for (from_hf, from_mcore, of_others), exported in results:
+        assert from_hf == from_mcore == []
+        assert of_others  # the control
+        assert dict(exported) == published
+    assert same(hf_tensors(folder / "hf"), hf_tensors(tmp_path / "hf")) == []
+    assert diff(folder / "hf", tmp_path / "mcore").equal and check(tmp_path / "mcore").ok
+
+
+# variant, Megatron's layout on how many ranks, and as a layout of ours.
+WRITTEN = [
+    ("qwen3", f"{TP} 2 {GTP} 4", 4, MegatronLayout(tp=2, gtp=2)),
+    ("llama-rope-tied", f"{PP} 2 {GTP} 2", 4, MegatronLayout(pp=2, gtp=2)),
+    ("qwen3-moe", f"{EP} 2 {ETP} 1 {GTP} 2 {EGTP} 2", 4, MegatronLayout(ep=2, etp=1, gtp=2, egtp=2)),
+]
+
+
+@pytest.mark.parametrize(("variant", "parallel", "ranks", "layout"), WRITTEN, ids=short)
+def test_megatrons_loader_under_gtp_wants_a_checkpoint_that_was_cut_for_it(
+    variant, parallel, ranks, layout, weights, tmp_path
+):
+    folder, options = weights(variant), {"transformer_impl": "local", "make_vocab_size_divisible_by": 8}
+    hf_to_mcore(folder / "hf", tmp_path / "cut", layout, **options)
+    hf_to_mcore(folder / "hf", tmp_path / "not", MegatronLayout(tp=layout.tp), **options)
+    mcore_to_mcore(tmp_path / "not", tmp_path / "moved", layout, **options)
+    flags = flags_at(folder / "mcore", parallel)
+    written = [str(tmp_path / name) for name in ("cut", "moved", "not")]
+    for cut, moved, other in on_ranks(ranks, "loaded_by_megatron", flags, str(folder / "mcore"), written):
+        assert cut == moved == []
+        # Megatron's own fault: these are the weights of gate and up in another order, without a word.
+        assert other and all(("linear_fc1" if layout.tp == 1 else "weight") in name for name in other)
+    said = (tmp_path / "cut" / "megatron_flags.txt").read_text().split()
+    words = parallel.split()
+    assert {words[at + 1] for at, w in enumerate(words) if w == GTP} == {said[said.index(GTP) + 1]}
+    assert diff(tmp_path / "cut", folder / "hf").equal and check(tmp_path / "cut").ok
+    mcore_to_mcore(tmp_path / "cut", tmp_path / "back", MegatronLayout(tp=layout.tp), **options)
+    assert files_of(tmp_path / "back") == files_of(tmp_path / "not")
+
+
+def files_of(directory) -> dict[str, bytes]:
+    return {name: data for name, data in tree(directory).items() if name.endswith(".distcp")}
+
+
+def test_shards_that_were_exchanged_are_other_weights(weights, tmp_path):
+    folder = weights("qwen3")
+    arguments = flags_at(folder / "mcore", f"{GTP} 2"), str(folder / "mcore"), str(folder / "hf")
+    on_ranks(2, "exchanged", *arguments, str(tmp_path / "hf"))
+    assert same(hf_tensors(folder / "hf"), hf_tensors(tmp_path / "hf")) == [
+        "model.layers.1.mlp.down_proj.weight"
+    ]
+
+
+def test_what_is_not_done_under_gtp_is_refused(checkpoint, tmp_path):
+    source, layout = checkpoint("qwen3-next"), MegatronLayout(gtp=2)
+    with pytest.raises(ReshardError, match="layers of linear attention or Mamba, whose rows"):
+        hf_to_mcore(source, tmp_path / "out", layout)
+    with pytest.raises(ReshardError, match="without experts has only"):
+        hf_to_mcore(checkpoint("qwen3"), tmp_path / "out", MegatronLayout(egtp=2))
+    with pytest.raises(ReshardError, match="no arguments for generalized tensor parallelism: 0.19 is"):
+        hf_to_mcore(checkpoint("qwen3"), tmp_path / "out", layout, megatron_version="0.18")
+    with pytest.raises(ReshardError, match="the memory of a trainer under GTP is not estimated"):
+        estimate_memory(checkpoint("qwen3"), layout)
+    assert not (tmp_path / "out").exists()
+
+
+STATES = [
+    ("qwen3", f"{TP} 2 {GTP} 4", 4, MegatronLayout(tp=2, gtp=2)),
+    ("qwen3-moe", f"{EP} 2 {ETP} 1 {GTP} 2 {EGTP} 2", 4, MegatronLayout(ep=2, etp=1, gtp=2, egtp=2)),
+]
+
+
+@pytest.mark.parametrize(("variant", "parallel", "ranks", "layout"), STATES, ids=short)
+def test_optimizer_states_are_moved_out_of_gtp_and_back(variant, parallel, ranks, layout, weights, tmp_path):
+    folder, options = weights(variant), {"transformer_impl": "local", "make_vocab_size_divisible_by": 8}
+    flags = flags_at(folder / "mcore", parallel, RESHARDABLE)
+    places = str(folder / "mcore"), str(tmp_path / "saved")
+    on_ranks(ranks, "states_saved_and_loaded", flags, *places)
+    without = replace(layout, gtp=1, egtp=1)
+    mcore_to_mcore(tmp_path / "saved", tmp_path / "without", without, hf_config=folder / "hf", **options)
+    stored = stored_tensors(tmp_path / "without" / "iter_0000003")
+    for name, moment in (("exp_avg", lambda w: w * 0.5), ("exp_avg_sq", lambda w: w**2)):
+        prefix = f"optimizer.state.{name}."
+        states = {key.removeprefix(prefix): t for key, t in stored.items() if key.startswith(prefix)}
+        assert len(states) > 8
+        assert [k for k, state in states.items() if not torch.equal(state, moment(stored[k].float()))] == []
+    mcore_to_hf(tmp_path / "without", tmp_path / "hf")
+    assert same(hf_tensors(folder / "hf"), hf_tensors(tmp_path / "hf")) == []
+    mcore_to_mcore(tmp_path / "without", tmp_path / "back", layout, **options)
+    for moved, differs in ((tmp_path / "back", False), (tmp_path / "without", True)):
+        results = on_ranks(ranks, "states_saved_and_loaded", flags, *places, str(moved))
+        assert any(results) == differs, results[0][:5]

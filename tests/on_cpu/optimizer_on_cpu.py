@@ -100,7 +100,7 @@ class Training:
                                  use_distributed_optimizer=distributed)  # fmt: skip
         plain_type = torch.Tensor.type  # it takes parameters on a GPU only
         torch.Tensor.type = lambda self, *a, **k: (
-            plain_type(self, *a, **k) if a else plain_type(self).replace("torch.", "torch.cuda.")
+            plain_type(self, *a, **k) if a else f"torch.cuda.{plain_type(self).rpartition('.')[2]}"
         )
         groups = get_standard_config_overrides(config)  # norms without weight decay
         self.optimizer = get_megatron_optimizer(config, self.wrapped, groups)

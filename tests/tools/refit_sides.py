@@ -10,7 +10,7 @@ import os
 import time
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -45,28 +45,40 @@ def on_the_cpu():
             setattr(owner, name, plain)
 
 
-def trainer(flags: list[str], directory: str, ddp: bool = False, wide: bool = False):
+def trainer(
+    flags: list[str], directory: str, ddp: bool = False, wide: bool = False, others: Sequence[str] = ()
+):
     """Megatron's chunks for this rank in bf16, or where they are `wide` in fp32, loaded and
-    wrapped; and a function that loads another checkpoint into the same memory.
+    wrapped; and a function that loads another checkpoint into the same memory, under GTP one of `others`.
 
     With `ddp` they are wrapped as for a distributed optimizer, which makes every parameter a view
     of one buffer; the embedding and one norm are frozen and stay outside of it.
     """
+    under_gtp = any(flag.endswith("-num-weight-shards") for flag in flags)
+    if under_gtp:
+        from tests.on_cpu import gtp_on_cpu
     with on_the_cpu():
-        models, args = megatron_on_cpu.build(flags)
+        if under_gtp:
+            models, args, wholes = gtp_on_cpu.build(flags, [directory, *others])
+            whole = dict(zip([directory, *others], wholes, strict=True))
+        else:
+            models, args = megatron_on_cpu.build(flags)
         for model in models:
             if not wide:
                 model.bfloat16()
-        megatron_on_cpu.load(models, args, directory)
 
     def load(other: str) -> None:
         with on_the_cpu():
             for model in models:
                 model.cpu()
-            megatron_on_cpu.load(models, args, other)
+            if under_gtp:
+                gtp_on_cpu.fill(models, whole[other])
+            else:
+                megatron_on_cpu.load(models, args, other)
         for model in models:
             model.to(DEVICE)
 
+    load(directory)
     chunks = [model.to(DEVICE) if wide else Float16Module(model.config, model.to(DEVICE)) for model in models]
     if ddp:
         for chunk in chunks:
@@ -208,7 +220,7 @@ def refit_in_turn(
     is_trainer, is_engine, members = start(rank, sides)
     source = destination = load = None
     if is_trainer:
-        chunks, load = trainer(flags, checkpoints[0][1], ddp)
+        chunks, load = trainer(flags, checkpoints[0][1], ddp, others=[mcore for _, mcore in checkpoints])
         source = MegatronModel(chunks)
     if is_engine:
         destination = make_engine()

@@ -137,6 +137,7 @@ def as_forecast(
     words = parallel.split()
     values = dict(zip(words[::2], words[1::2], strict=True))
     pattern = values.pop(PATTERN, None)
+    shards, experts = (int(values.pop(f"--{e}tensor-parallel-num-weight-shards", 0)) for e in ("", "expert-"))
     sizes: dict = {SIZES[flag]: int(n) for flag, n in values.items()}
     if pattern is not None and "|" in pattern:
         # A Mamba layer stands alone; of an attention and an MLP the former stands for both.
@@ -144,7 +145,10 @@ def as_forecast(
         sizes["pipeline_model_parallel_layout"] = "E" + pattern.translate(letters) + "L"
     model = read_model(checkpoint)
     layout = MegatronLayout(**sizes)
-    dp = trainers // (layout.tp * layout.pp)
+    if shards or experts:
+        sizes |= {"gtp": max(1, shards // layout.tp), "egtp": max(1, experts // layout.expert_tp)}
+        layout = MegatronLayout(**sizes)
+    dp = trainers // (layout.tp * layout.gtp * layout.pp)
     found = plan_refit(
         model,
         layout,
