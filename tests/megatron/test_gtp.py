@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+import reshard
 from reshard import (
     MegatronLayout,
     ReshardError,
@@ -13,11 +15,14 @@ from reshard import (
     diff,
     estimate_memory,
     hf_to_mcore,
+    lora_to_megatron,
+    lora_to_peft,
     mcore_to_hf,
     mcore_to_mcore,
 )
 from reshard.megatron import gtp
 from reshard.storage.sources import megatron
+from tests.lora.test_lora_families import random_adapter
 from tests.megatron.test_logits import EP, ETP, PP, TP, flags_at
 from tests.megatron.test_optimizer import RESHARDABLE
 from tests.starting.ranks import run_on_ranks
@@ -157,7 +162,8 @@ def test_a_live_model_under_gtp_is_loaded_saved_and_exported(variant, parallel, 
     arguments = flags_at(folder / "mcore", parallel), [mcore, str(other / "mcore")], source
     results = on_ranks(ranks, "load_and_save", *arguments, [source, mcore], str(tmp_path))
     published = {name: bits(tensor) for name, tensor in hf_tensors(folder / "hf").items()}
-    for (from_hf, from_mcore, of_others), exported in results:
+    for (from_hf, from_mcore, of_others), exported, digest in results:
+        assert digest == reshard.digest(source).text
         assert from_hf == from_mcore == []
         assert of_others  # the control
         assert dict(exported) == published
@@ -247,3 +253,21 @@ def test_optimizer_states_are_moved_out_of_gtp_and_back(variant, parallel, ranks
     for moved, differs in ((tmp_path / "back", False), (tmp_path / "without", True)):
         results = on_ranks(ranks, "states_saved_and_loaded", flags, *places, str(moved))
         assert any(results) == differs, results[0][:5]
+
+
+def test_an_adapter_that_was_trained_under_gtp_is_refused(checkpoint, tmp_path):
+    source = checkpoint("qwen3")
+    of = random_adapter(
+        AutoModelForCausalLM.from_pretrained(source), tmp_path / "adapter", target_modules="all-linear"
+    )
+    lora_to_megatron(of, tmp_path / "lora", hf_config=source)
+    lora_to_peft(tmp_path / "lora", tmp_path / "back")  # the control
+    [path] = (tmp_path / "lora").rglob("common.pt")
+    common = torch.load(path, weights_only=False)
+    common["args"].gtp_weight_remat_size = 2
+    torch.save(common, path)
+    with pytest.raises(
+        ReshardError, match="holds an adapter that was trained under GTP, which is not converted"
+    ):
+        lora_to_peft(tmp_path / "lora", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,79 +1,16 @@
 """Models under Megatron's generalized tensor parallelism (GTP), on the CPU, with its own local layers: what a load
 leaves in them, and what is saved of them, against Megatron's own cuts and gathers."""
 
-import megatron.core.parallel_state as mpu
 import torch
-from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 from megatron.core.tensor_parallel import generalized_tensor_parallelism as gtp
-from megatron.core.tensor_parallel import gtp_api
 
 import reshard
 from tests.on_cpu import live_megatron_on_cpu, megatron_on_cpu
+from tests.on_cpu.optimizer_on_cpu import Training
+from tests.tools.gtp_models import Whole, build, fill, named
 from tests.tools.oracle import bits
 
-FLAGS = "--tensor-parallel-num-weight-shards", "--expert-tensor-parallel-num-weight-shards"
 OPTIONS = {"make_vocab_size_divisible_by": 8}
-# A rank's whole tensors of each chunk, as they would be without GTP.
-Whole = list[dict[str, torch.Tensor]]
-
-
-plain_slice = gtp._gtp_slice_one_param
-
-
-def sliced(param, *arguments, **options):
-    """What Megatron cuts of a parameter, an expert's still marked as one: of its classes for experts only those of
-    Transformer Engine mark it after that."""
-    shard = plain_slice(param, *arguments, **options)
-    if hasattr(param, "allreduce"):
-        shard.allreduce = param.allreduce
-    return shard
-
-
-def allow_gtp() -> None:
-    """Let Megatron save and load GTP's shards without Transformer Engine, which its gathers need, and save them as
-    plain tensors, which they are once they are copied from a GPU."""
-    gtp.HAVE_TE = gtp_api.HAVE_GTP = True
-    gtp.QuantizedTensor, gtp._gtp_slice_one_param = (), sliced
-    gtp.GTPShardedParam.to = lambda self, *a, **k: torch.Tensor.to(self, *a, **k).as_subclass(torch.Tensor)
-
-
-def build(flags: list[str], directories: list[str], dtype: torch.dtype = torch.float32):
-    """This rank's chunks under GTP, Megatron's args, and for each of these checkpoints what Megatron's loader reads
-    from it into the same ranks without GTP."""
-    allow_gtp()
-    without = [
-        word for at, word in enumerate(flags) if word not in FLAGS and flags[max(at - 1, 0)] not in FLAGS
-    ]
-    models, args = built(without, dtype)
-    wholes: list[Whole] = []
-    for directory in directories:
-        megatron_on_cpu.load(models, args, directory)
-        wholes.append([{n: t.clone() for n, t in named(model)} for model in models])
-    torch.distributed.barrier()
-    mpu.destroy_model_parallel()
-    unset_num_microbatches_calculator()
-    return *built(flags, dtype), wholes
-
-
-def built(flags: list[str], dtype: torch.dtype):
-    models, args = megatron_on_cpu.build(flags)
-    return [model.to(dtype) for model in models], args
-
-
-def named(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
-
-
-def fill(models, whole: Whole) -> None:
-    """Give the chunks these tensors, of which Megatron cuts this rank's shards."""
-    with torch.no_grad():
-        for model, values in zip(models, whole, strict=True):
-            for name, tensor in named(model):
-                value = values[name]
-                if gtp.is_gtp_param(tensor):
-                    value = gtp._gtp_slice_one_param(value, tensor.group, name=name)
-                    assert value.pad_length == tensor.pad_length
-                tensor.copy_(value)
 
 
 def gathered(models) -> dict[str, torch.Tensor]:
@@ -108,7 +45,7 @@ def load_and_save(
     rank: int, flags: list[str], checkpoints: list[str], hf: str, sources: list[str], folder: str
 ):
     """Load each of these sources, which hold the weights of the first checkpoint, and save and export them; then the
-    second checkpoint. What differs from Megatron's after each load, and what was exported."""
+    second checkpoint. What differs from Megatron's after each load, what was exported, and the digest."""
     models, _, wholes = build(flags, checkpoints, torch.bfloat16)
     differ = []
     for source in sources:
@@ -119,11 +56,12 @@ def load_and_save(
     last = [p for p in padded if p.group.rank() == p.group.size() - 1]
     assert all(not p[-min(len(p), p.pad_length) :].any() for p in last), "padding is zeros"
     exported = [(name, bits(tensor)) for name, tensor in reshard.export(models, hf, **OPTIONS)]
+    digest = reshard.digest(models, hf_config=hf).text
     reshard.save(models, f"{folder}/hf", hf, format="hf", **OPTIONS)
     reshard.save(models, f"{folder}/mcore", hf, **OPTIONS)
     fill(models, wholes[1])
     differ.append(unlike(models, wholes[0]))
-    return differ, exported
+    return differ, exported, digest
 
 
 def exchanged(rank: int, flags: list[str], source: str, hf: str, folder: str):
@@ -155,8 +93,6 @@ def loaded_by_megatron(rank: int, flags: list[str], source: str, directories: li
 def states_saved_and_loaded(rank: int, flags: list[str], source: str, saved: str, moved: str = ""):
     """Save a training under GTP whose moments follow from the main parameters, which are the weights of `source`; or
     load `moved`, and give the names of what differs from that. There is no step: a forward gathers on a GPU."""
-    from tests.on_cpu.optimizer_on_cpu import Training
-
     _, _, [whole] = build(flags, [source], torch.bfloat16)
     training = Training(flags)
     fill(training.models, whole)

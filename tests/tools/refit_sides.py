@@ -56,10 +56,10 @@ def trainer(
     """
     under_gtp = any(flag.endswith("-num-weight-shards") for flag in flags)
     if under_gtp:
-        from tests.on_cpu import gtp_on_cpu
+        from tests.tools import gtp_models
     with on_the_cpu():
         if under_gtp:
-            models, args, wholes = gtp_on_cpu.build(flags, [directory, *others])
+            models, args, wholes = gtp_models.build(flags, [directory, *others])
             whole = dict(zip([directory, *others], wholes, strict=True))
         else:
             models, args = megatron_on_cpu.build(flags)
@@ -72,7 +72,7 @@ def trainer(
             for model in models:
                 model.cpu()
             if under_gtp:
-                gtp_on_cpu.fill(models, whole[other])
+                gtp_models.fill(models, whole[other])
             else:
                 megatron_on_cpu.load(models, args, other)
         for model in models:

@@ -14,6 +14,7 @@ from reshard.lora.names import A, peft_name
 from reshard.lora.parameters import Adapter, AdapterForm, adapter_parameters
 from reshard.lora.peft_config import CONFIG, check_plain
 from reshard.lora.scale import Scale, as_number
+from reshard.megatron.gtp import WITHOUT_GTP, gtp_of_keys
 from reshard.megatron.hybrid import class_of_keys
 from reshard.megatron.parameters import ModelParameters, expand
 from reshard.megatron.towers import of_towers
@@ -50,6 +51,13 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
     def _chosen_keys(self, without_adapters: bool) -> dict[str, torch_dist.Key]:
         """Return the keys of the adapter. Raises ReshardError if one of them is of a tower."""
         keys = adapter_keys(self.text_keys)
+        args = self.checkpoint.common().get("args") or {}
+        sizes = (args.get(f"{kind}gtp_weight_remat_size") for kind in ("", "expert_"))
+        if gtp_of_keys(self.text_keys) != WITHOUT_GTP or any(size not in (None, 1) for size in sizes):
+            raise ReshardError(
+                f"{self.checkpoint.directory} holds an adapter that was trained under GTP, which is not converted: "
+                f"merge it with its trainer"
+            )
         tower = of_towers(keys)
         if tower:
             raise ReshardError(
