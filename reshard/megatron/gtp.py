@@ -23,6 +23,9 @@ from reshard.megatron.parameters import Parameter, parts_inside
 
 # Rows that a shard's are a multiple of: ``pad_for_alignment``, which is 32 for MXFP8.
 ALIGNMENTS = (16, 32)
+# Of Megatron, by which it names the sizes of all weights but experts', and of experts'.
+ARGUMENTS = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+SHARDS_ARGUMENTS = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
 # Weights whose columns TP splits, so that only GTP splits their rows: of every kind of layer one.
 _ROW_PARALLEL = (".linear_proj.weight", ".linear_fc2.weight", ".out_proj.weight")
 _FINAL_NORMS = ("decoder.final_layernorm.weight", "decoder.final_norm.weight")
@@ -145,6 +148,21 @@ def local_tensor_of_rows(
     if at < sizes[0]:
         fills.append(Box((at, *(0 for _ in sizes[1:])), (sizes[0] - at, *sizes[1:])))
     return LocalTensor(id, sizes, tuple(parts), tuple(fills))
+
+
+def gtp_of(keys: Mapping[str, Key], args: Mapping[str, Any], where: object) -> Gtp:
+    """Return the sizes that a checkpoint was saved at, by the trainer's arguments, or where it has none by its chunks.
+    Raises ReshardError if the chunks contradict the arguments."""
+    found = gtp_of_keys(keys)
+    if not args:
+        return found
+    named = Gtp(*(args.get(name) or 1 for name in ARGUMENTS))  # before 0.19 there are none
+    if named not in (found, WITHOUT_GTP):
+        raise ReshardError(
+            f"{where} has args of GTP {named.others} and, of experts, {named.experts}, but weights that GTP "
+            f"{found.others} and {found.experts} has cut: it is not whole, or was changed afterward"
+        )
+    return named
 
 
 def gtp_of_keys(keys: Mapping[str, Key]) -> Gtp:

@@ -1,6 +1,8 @@
 """Models under Megatron's generalized tensor parallelism (GTP): their checkpoints, and live ones."""
 
 import re
+import shutil
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -20,8 +22,10 @@ from reshard import (
     mcore_to_hf,
     mcore_to_mcore,
 )
+from reshard.formats import torch_dist
 from reshard.megatron import gtp
 from reshard.storage.sources import megatron
+from tests.live.test_live_save import unlike_trees
 from tests.lora.test_lora_families import random_adapter
 from tests.megatron.test_logits import EP, ETP, PP, TP, flags_at
 from tests.megatron.test_optimizer import RESHARDABLE
@@ -76,7 +80,7 @@ def test_what_megatron_saves_under_gtp_becomes_the_hugging_face_tensors(
     assert same(hf_tensors(source), hf_tensors(tmp_path / "back")) == []
     assert diff(source, theirs, hf_config=source).equal
     # The control: the same files read as those of a trainer without GTP.
-    monkeypatch.setattr(megatron, "gtp_of_keys", lambda keys: gtp.WITHOUT_GTP)
+    monkeypatch.setattr(megatron, "gtp_of", lambda *_: gtp.WITHOUT_GTP)
     try:
         mcore_to_hf(theirs, tmp_path / "as without", hf_config=source)
     except ReshardError as error:
@@ -98,6 +102,25 @@ def test_a_vocabulary_padded_in_the_middle_needs_its_size(checkpoint, tmp_path):
     with pytest.raises(ReshardError, match="do not say padded_vocab_size, without which a row"):
         mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
     assert not (tmp_path / "back").exists()
+
+
+def test_arguments_decide_where_there_are_any(checkpoint, tmp_path):
+    """Rows may be cut without GTP, by whatever wrote the file; and what is cut otherwise than it says is refused."""
+    source = checkpoint("qwen3")
+    theirs = saved(source, tmp_path, f"{GTP} 2", 2)
+    shutil.copytree(theirs, tmp_path / "other")
+    for said, folder in ((1, theirs), (4, tmp_path / "other")):
+        [path] = folder.rglob(".metadata")
+        torch.save(
+            {"args": Namespace(gtp_weight_remat_size=said, padded_vocab_size=1000), "content_metadata": {}},
+            path.parent / "common.pt",
+        )
+    mcore_to_hf(theirs, tmp_path / "as without", hf_config=source)
+    assert same(hf_tensors(source), hf_tensors(tmp_path / "as without")) != []
+    with pytest.raises(
+        ReshardError, match="args of GTP 4 and, of experts, 1, but weights that GTP 2 and 1 has cut"
+    ):
+        mcore_to_hf(tmp_path / "other", tmp_path / "out", hf_config=source)
 
 
 def test_a_chunk_has_each_row_of_its_parameter_or_padding():
@@ -148,15 +171,19 @@ def test_a_refit_under_gtp_leaves_what_vllms_own_loader_makes_of_the_export(
     refit(converted(variant), parallel, trainers, engine, engines, together, tmp_path, **options)
 
 
-LIVE = [
-    ("qwen3", f"{TP} 2 {GTP} 4", 4),
-    ("llama-rope-tied", f"{PP} 2 {GTP} 2", 4),
-    ("qwen3-moe", f"{EP} 2 {ETP} 1 {GTP} 2 {EGTP} 2", 4),
+# variant, Megatron's layout on how many ranks, and as a layout of ours.
+LAYOUTS = [
+    ("qwen3", f"{TP} 2 {GTP} 4", 4, MegatronLayout(tp=2, gtp=2)),
+    ("llama-rope-tied", f"{PP} 2 {GTP} 2", 4, MegatronLayout(pp=2, gtp=2)),
+    ("qwen3-moe", f"{EP} 2 {ETP} 1 {GTP} 2 {EGTP} 2", 4, MegatronLayout(ep=2, etp=1, gtp=2, egtp=2)),
 ]
+FORM = {"transformer_impl": "local", "make_vocab_size_divisible_by": 8}
 
 
-@pytest.mark.parametrize(("variant", "parallel", "ranks"), LIVE, ids=short)
-def test_a_live_model_under_gtp_is_loaded_saved_and_exported(variant, parallel, ranks, weights, tmp_path):
+@pytest.mark.parametrize(("variant", "parallel", "ranks", "layout"), LAYOUTS, ids=short)
+def test_a_live_model_under_gtp_is_loaded_saved_and_exported(
+    variant, parallel, ranks, layout, weights, tmp_path
+):
     folder, other = weights(variant), weights(variant, seed=1)
     source, mcore = str(folder / "hf"), str(folder / "mcore")
     arguments = flags_at(folder / "mcore", parallel), [mcore, str(other / "mcore")], source
@@ -169,21 +196,15 @@ def test_a_live_model_under_gtp_is_loaded_saved_and_exported(variant, parallel, 
         assert dict(exported) == published
     assert same(hf_tensors(folder / "hf"), hf_tensors(tmp_path / "hf")) == []
     assert diff(folder / "hf", tmp_path / "mcore").equal and check(tmp_path / "mcore").ok
+    hf_to_mcore(folder / "hf", tmp_path / "expected", layout, **FORM)
+    assert unlike_trees(tmp_path / "mcore", tmp_path / "expected") == []
 
 
-# variant, Megatron's layout on how many ranks, and as a layout of ours.
-WRITTEN = [
-    ("qwen3", f"{TP} 2 {GTP} 4", 4, MegatronLayout(tp=2, gtp=2)),
-    ("llama-rope-tied", f"{PP} 2 {GTP} 2", 4, MegatronLayout(pp=2, gtp=2)),
-    ("qwen3-moe", f"{EP} 2 {ETP} 1 {GTP} 2 {EGTP} 2", 4, MegatronLayout(ep=2, etp=1, gtp=2, egtp=2)),
-]
-
-
-@pytest.mark.parametrize(("variant", "parallel", "ranks", "layout"), WRITTEN, ids=short)
+@pytest.mark.parametrize(("variant", "parallel", "ranks", "layout"), LAYOUTS, ids=short)
 def test_megatrons_loader_under_gtp_wants_a_checkpoint_that_was_cut_for_it(
     variant, parallel, ranks, layout, weights, tmp_path
 ):
-    folder, options = weights(variant), {"transformer_impl": "local", "make_vocab_size_divisible_by": 8}
+    folder, options = weights(variant), FORM
     hf_to_mcore(folder / "hf", tmp_path / "cut", layout, **options)
     hf_to_mcore(folder / "hf", tmp_path / "not", MegatronLayout(tp=layout.tp), **options)
     mcore_to_mcore(tmp_path / "not", tmp_path / "moved", layout, **options)
@@ -227,15 +248,9 @@ def test_what_is_not_done_under_gtp_is_refused(checkpoint, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-STATES = [
-    ("qwen3", f"{TP} 2 {GTP} 4", 4, MegatronLayout(tp=2, gtp=2)),
-    ("qwen3-moe", f"{EP} 2 {ETP} 1 {GTP} 2 {EGTP} 2", 4, MegatronLayout(ep=2, etp=1, gtp=2, egtp=2)),
-]
-
-
-@pytest.mark.parametrize(("variant", "parallel", "ranks", "layout"), STATES, ids=short)
+@pytest.mark.parametrize(("variant", "parallel", "ranks", "layout"), [LAYOUTS[0], LAYOUTS[2]], ids=short)
 def test_optimizer_states_are_moved_out_of_gtp_and_back(variant, parallel, ranks, layout, weights, tmp_path):
-    folder, options = weights(variant), {"transformer_impl": "local", "make_vocab_size_divisible_by": 8}
+    folder, options = weights(variant), FORM
     flags = flags_at(folder / "mcore", parallel, RESHARDABLE)
     places = str(folder / "mcore"), str(tmp_path / "saved")
     on_ranks(ranks, "states_saved_and_loaded", flags, *places)
@@ -247,6 +262,9 @@ def test_optimizer_states_are_moved_out_of_gtp_and_back(variant, parallel, ranks
         states = {key.removeprefix(prefix): t for key, t in stored.items() if key.startswith(prefix)}
         assert len(states) > 8
         assert [k for k, state in states.items() if not torch.equal(state, moment(stored[k].float()))] == []
+    assert (
+        "gtp_weight_remat_size" not in torch_dist.read(tmp_path / "without" / "iter_0000003").common()["args"]
+    )
     mcore_to_hf(tmp_path / "without", tmp_path / "hf")
     assert same(hf_tensors(folder / "hf"), hf_tensors(tmp_path / "hf")) == []
     mcore_to_mcore(tmp_path / "without", tmp_path / "back", layout, **options)

@@ -8,6 +8,7 @@ from reshard.core.errors import ReshardError
 from reshard.core.limits import MAX_ITERATION
 from reshard.formats.pickles import writable
 from reshard.formats.torch_dist import Checkpoint
+from reshard.megatron.gtp import ARGUMENTS, SHARDS_ARGUMENTS
 from reshard.megatron.hybrid import IN_PATTERN, OF_HYBRID
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.model import Model
@@ -81,7 +82,8 @@ class TrainingState:
     def args_for(self, args: dict[str, Any]) -> dict[str, Any]:
         """Return the training's arguments with these, which describe the model and its layout. Those of the
         other class of models are left out, and states of RNGs, which are those of ranks, said not to be there."""
-        others = {n: v for n, v in self.args.items() if n not in (*OF_HYBRID, *IN_PATTERN, "spec")}
+        left_out = {*OF_HYBRID, *IN_PATTERN, "spec", *ARGUMENTS, *SHARDS_ARGUMENTS}
+        others = {n: v for n, v in self.args.items() if n not in left_out}
         kept = {name: self.args[name] for name in _OF_TRAINING if name in self.args}
         return others | args | kept | {"no_save_optim": False, "no_save_rng": True}
 

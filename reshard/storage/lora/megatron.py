@@ -9,12 +9,12 @@ from typing import Any
 from reshard.core.errors import ReshardError, listed
 from reshard.formats import safetensors, torch_dist
 from reshard.formats.small_files import read_json
-from reshard.lora.checkpoint import adapter_keys, find_adapters
+from reshard.lora.checkpoint import WRAPPED, adapter_keys, find_adapters
 from reshard.lora.names import A, peft_name
 from reshard.lora.parameters import Adapter, AdapterForm, adapter_parameters
 from reshard.lora.peft_config import CONFIG, check_plain
 from reshard.lora.scale import Scale, as_number
-from reshard.megatron.gtp import WITHOUT_GTP, gtp_of_keys
+from reshard.megatron.gtp import ARGUMENTS, WITHOUT_GTP, Gtp, gtp_of
 from reshard.megatron.hybrid import class_of_keys
 from reshard.megatron.parameters import ModelParameters, expand
 from reshard.megatron.towers import of_towers
@@ -52,8 +52,7 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
         """Return the keys of the adapter. Raises ReshardError if one of them is of a tower."""
         keys = adapter_keys(self.text_keys)
         args = self.checkpoint.common().get("args") or {}
-        sizes = (args.get(f"{kind}gtp_weight_remat_size") for kind in ("", "expert_"))
-        if gtp_of_keys(self.text_keys) != WITHOUT_GTP or any(size not in (None, 1) for size in sizes):
+        if any(args.get(name) not in (None, 1) for name in ARGUMENTS) or self._gtp() != WITHOUT_GTP:
             raise ReshardError(
                 f"{self.checkpoint.directory} holds an adapter that was trained under GTP, which is not converted: "
                 f"merge it with its trainer"
@@ -66,6 +65,12 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
                 f"one of the language model alone"
             )
         return {key: self.text_keys[key] for key in keys}
+
+    def _gtp(self) -> Gtp:
+        """Return the sizes of GTP of the adapter's base, where that is there."""
+        args = self.checkpoint.common().get("args") or {}
+        of_base = {WRAPPED.sub(".", key): entry for key, entry in self.text_keys.items()}
+        return gtp_of(of_base, args, self.checkpoint.directory)
 
     def _model(self, family: str | None, taken: list[str]) -> tuple[Model, str]:
         if self.given_model is not None:

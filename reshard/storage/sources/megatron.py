@@ -23,7 +23,7 @@ from reshard.megatron.checkpoint import (
     vocab_rows,
 )
 from reshard.megatron.fsdp_dtensor import FORMAT, FsdpDtensor, as_torch_dist
-from reshard.megatron.gtp import WITHOUT_GTP, gtp_of_keys
+from reshard.megatron.gtp import WITHOUT_GTP, Gtp, gtp_of
 from reshard.megatron.hybrid import class_of_keys, notices
 from reshard.megatron.parameters import PADDING, ModelParameters, expand, padded_vocab_size
 from reshard.megatron.towers import as_text_args, of_towers, takes_tower, text_key, with_tower
@@ -109,7 +109,7 @@ class MegatronSource(Source):
         self.files = OpenFiles()
         self.containers = Containers(self.checkpoint, self.files)
         self.model_class = class_of_keys(self.keys)
-        self.gtp = WITHOUT_GTP if isinstance(self.checkpoint, FsdpDtensor) else gtp_of_keys(self.keys)
+        self.gtp = self._gtp()
         self.states = self._states_to_read(states)
         self.vocab_multiple = vocab_multiple
         self.mapping = self._expanded()
@@ -177,6 +177,13 @@ class MegatronSource(Source):
         keys = base_keys(self.text_keys, self.checkpoint.directory, without_adapters)
         check_language_model(keys, self.checkpoint.directory)
         return keys
+
+    def _gtp(self) -> Gtp:
+        """Return the sizes of GTP that the checkpoint was saved at; Megatron-FSDP has none."""
+        if isinstance(self.checkpoint, FsdpDtensor):
+            return WITHOUT_GTP
+        args = self.checkpoint.common().get("args") or {}
+        return gtp_of(self.keys, args, self.checkpoint.directory)
 
     def _states_to_read(self, wanted: States) -> OptimizerStates | None:
         """Return the optimizer states that are read. Raises ReshardError if they are wanted, and
