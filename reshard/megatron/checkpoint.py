@@ -235,6 +235,8 @@ def placement_of_keys(
                 continue
             chunks, depth = chunks_at[key](tuple(i for i, _ in stack)), len(stack)
             rows = _sharded_rows(p, keys[key], chunks, depth, box, gtp, f"{where}: {key}")
+            if rows is not None and p.halves == 2:
+                _check_slices(rows, key, keys, where)
             if rows is not None:
                 box = Box(box.offsets, (keys[key].shape[depth], *box.lengths[1:]))
             if key not in used or keys[key].shape != (*(n for _, n in stack), *box.lengths):
@@ -290,6 +292,19 @@ def _sharded_rows(
     ):
         raise ReshardError(f"{where} has chunks of several sizes, as GTP {gtp.of(p)} saves none")
     return rows
+
+
+def _check_slices(rows: ShardedRows, key: str, keys: Keys, where: object) -> None:
+    """Raise ReshardError if gate and up are cut for another number of tensor parallel ranks than the columns of the
+    layer after them: then GTP's shards of them are not in the order in which 0.19 saves them."""
+    after = key.removesuffix("_w").removesuffix("_v").replace(".linear_fc1.", ".linear_fc2.")
+    chunk = next((sizes for _, sizes in keys[after].chunks if all(sizes)), None) if after in keys else None
+    if chunk is not None and rows.slices * chunk[-1] != keys[after].shape[-1]:
+        raise ReshardError(
+            f"{where}: {key} is cut as for {rows.slices} tensor parallel ranks, and {after} as for "
+            f"{keys[after].shape[-1] // chunk[-1]}: this Megatron-Core arranges gate and up under GTP in a way that "
+            "reshard does not know; save it without GTP, or with 0.19 or 0.20"
+        )
 
 
 def _local_tensor(

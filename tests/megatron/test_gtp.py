@@ -56,12 +56,12 @@ def short(value) -> str:
     )
 
 
-def saved(source, folder, parallel, ranks, **options):
+def saved(source, folder, parallel, ranks, how="save", **options):
     """The checkpoint that a trainer under GTP saves of these weights, as ``--load`` takes it."""
     hf_to_mcore(source, folder / "ours", transformer_impl="local")
     (folder / "gtp" / "iter_0000007").mkdir(parents=True)
     places = str(folder / "ours"), str(folder / "gtp" / "iter_0000007")
-    on_ranks(ranks, "save", flags_at(folder / "ours", parallel), *places, **options)
+    on_ranks(ranks, how, flags_at(folder / "ours", parallel), *places, **options)
     (folder / "gtp" / "latest_checkpointed_iteration.txt").write_text("7")
     return folder / "gtp"
 
@@ -102,6 +102,16 @@ def test_a_vocabulary_padded_in_the_middle_needs_its_size(checkpoint, tmp_path):
     with pytest.raises(ReshardError, match="do not say padded_vocab_size, without which a row"):
         mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(("parallel", "said"), [
+    (f"{GTP} 2", "has 192 rows in chunks of 96: GTP 2 does not save the parameter's 192 so"),
+    (f"{TP} 2 {GTP} 4", "is cut as for 1 tensor parallel ranks, and .* as for 2: this Megatron-Core arranges gate"),
+])  # fmt: skip
+def test_gates_in_an_order_of_a_later_megatron_are_refused(parallel, said, checkpoint, tmp_path):
+    theirs = saved(checkpoint("qwen3"), tmp_path, parallel, 4, "save_in_order")
+    with pytest.raises(ReshardError, match=said):
+        mcore_to_hf(theirs, tmp_path / "out", hf_config=checkpoint("qwen3"))
 
 
 def test_arguments_decide_where_there_are_any(checkpoint, tmp_path):

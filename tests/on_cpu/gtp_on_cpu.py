@@ -1,8 +1,13 @@
 """Models under Megatron's generalized tensor parallelism (GTP), on the CPU, with its own local layers: what a load
 leaves in them, and what is saved of them, against Megatron's own cuts and gathers."""
 
+from dataclasses import replace
+
+import megatron.core.parallel_state as mpu
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel import generalized_tensor_parallelism as gtp
+from megatron.core.transformer import mlp
 
 import reshard
 from tests.on_cpu import live_megatron_on_cpu, megatron_on_cpu
@@ -39,6 +44,30 @@ def save(rank: int, flags: list[str], source: str, directory: str, args: bool = 
     fill(models, whole)
     megatron_on_cpu.save(models, directory, {"args": arguments} if args else {}, metadata or None)
     return sum(getattr(p, "pad_length", 0) > 0 for model in models for p in model.parameters())
+
+
+def save_in_order(rank: int, flags: list[str], source: str, directory: str) -> None:
+    """The same from a Megatron that would store the rows of gate and up in their own order, each shard in one."""
+    plain = mlp.apply_swiglu_sharded_factory
+
+    def in_order(tensor, offsets, *arguments, **options):
+        shard = plain(tensor, offsets, *arguments, **options)
+        if not gtp.is_gtp_param(tensor.data):
+            return shard
+        tp, shards = mpu.get_tensor_model_parallel_world_size(), tensor.data.group.size()
+        rank, at = divmod(tensor.global_offset[len(offsets)] // tensor.local_shape[0], shards)
+        half, within = divmod(at, shards // 2)
+        index = (half * tp + rank) * (shards // 2) + within
+
+        def build(key, data, replica_id, _):
+            place = len(offsets), index, tp * shards
+            options = {"replica_id": replica_id, "prepend_axis_num": len(offsets)}
+            return ShardedTensor.from_rank_offsets(key, data, *offsets, place, **options)
+
+        return replace(shard, build_fn=build)
+
+    mlp.apply_swiglu_sharded_factory = in_order
+    save(rank, flags, source, directory)
 
 
 def load_and_save(
