@@ -32,7 +32,7 @@ _FINAL_NORMS = ("decoder.final_layernorm.weight", "decoder.final_norm.weight")
 
 
 class Gtp(NamedTuple):
-    """How many ranks GTP has for the weights of `experts`, and for all `others`
+    """The ranks of GTP for the weights of `experts`, and for all `others`
     (``expert_gtp_weight_remat_size`` and ``gtp_weight_remat_size``)."""
 
     others: int = 1
@@ -59,7 +59,7 @@ class Piece(NamedTuple):
 
 
 class ShardedRows(NamedTuple):
-    """How the rows of a key are those of a parameter.
+    """The rows of a key, as those of a parameter.
 
     Each of `slices` tensor parallel ranks has `rows` of the parameter's rows, which are in `shards` chunks of
     `chunk_rows` each, `halves` chunks a shard. `half` is the one that the key has alone
