@@ -220,8 +220,13 @@ def placement_of_keys(
     Without `complete`, keys are those of one rank, which has some parameters only, and some chunks of them. `gtp` are
     the sizes that the keys were saved at.
     Raises ReshardError with the names where a parameter is missing or of the wrong shape, or where a key is
-    left over.
+    left over, and under GTP where a layer's rows are not those of one weight.
     """
+    if gtp != WITHOUT_GTP and {"NK", "NM"} & model.symbols.keys():
+        raise ReshardError(
+            f"{where} was saved under GTP, of a {model.family.name} model with layers of linear attention or Mamba, "
+            f"whose rows GTP arranges in another way, which is not supported: train and save it without GTP"
+        )
     chunks_at = {
         key: _by_stack((chunk for chunk in entry.chunks if all(chunk[1])), len(entry.shape))
         for key, entry in keys.items()

@@ -252,6 +252,14 @@ def test_shards_that_were_exchanged_are_other_weights(weights, tmp_path):
     ]
 
 
+def test_a_checkpoint_of_linear_attention_that_gtp_has_cut_is_not_read(checkpoint, tmp_path, monkeypatch):
+    hf_to_mcore(checkpoint("qwen3-next"), tmp_path / "mcore", MegatronLayout())
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "hf")
+    monkeypatch.setattr(megatron, "gtp_of", lambda *_: gtp.Gtp(2, 1))
+    with pytest.raises(ReshardError, match="saved under GTP, of a qwen3_next model with layers of linear"):
+        mcore_to_hf(tmp_path / "mcore", tmp_path / "other")
+
+
 def test_what_is_not_done_under_gtp_is_refused(checkpoint, tmp_path):
     source, layout = checkpoint("qwen3-next"), MegatronLayout(gtp=2)
     with pytest.raises(ReshardError, match="layers of linear attention or Mamba, whose rows"):
