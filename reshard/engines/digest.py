@@ -115,6 +115,8 @@ def digest_of_answers(answers: list[Any], dtype: str | None, where: str) -> Dige
     if len(versions) > 1:
         raise ReshardError(f"workers of {where} serve different versions ({versions}): {_HINT}")
     digest = Digest.of(where, dict(sorted(tensors.items())), numbers, dtype)
+    if drafters := sorted({answer.get("drafter") or "" for answer in answers} - {""}):
+        digest.notices.append(f"the drafter, which does not count here: {'+'.join(drafters)}")
     coded = sum(info.dtype.name.startswith("float8") for info in tensors.values())
     if coded:
         digest.notices.append(

@@ -79,12 +79,15 @@ class Engine(ServedWeights):
         )
 
     def take_facts(self, facts: Mapping[str, bytes]) -> None:
-        """Take what trainers' ranks say of their weights beside them (`Holder.facts`), by the name of each; called
-        before anything is planned, where one says something.
+        """Take what trainers' ranks say of their weights beside them (`Holder.facts`), by the name of each that says
+        something; called before anything is planned.
 
         Raises ReshardError if the engine cannot serve these weights.
         """
-        raise ReshardError(f"{type(self).__name__} takes no weights that come with {len(facts)} ranks' facts")
+        if facts:
+            raise ReshardError(
+                f"{type(self).__name__} takes no weights that come with {len(facts)} ranks' facts"
+            )
 
     def disconnect(self) -> None:
         """Give back what `take_facts` took; called when the link closes, or could not be made."""

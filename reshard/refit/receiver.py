@@ -62,7 +62,7 @@ class Receiver:
         self.slab = self.maker.slab(engine, device)
         self._addresses: list[int] | None = None  # that were last found
         self._is_taken = False  # the engine has taken facts for this connection
-        self._taken_regions: object = None  # the engine's regions then
+        self._taken_placement: object = None  # the engine's placement then
 
     def plan(self, where: str) -> None:
         """Plan which pieces this rank needs of which trainer's rank, and post the requests; `where`
@@ -71,15 +71,15 @@ class Receiver:
         headers, parts = (self.group.read_all(key, trainers) for key in ("held", "parts"))
         messages = dict(zip(trainers, zip(headers, parts, strict=True), strict=True))
         names = self.group.names
-        if facts := read_facts(self.group, self.agreed.trainers):
-            self._is_taken = True
-            self.engine.take_facts(facts)
-            self._taken_regions = self.engine.regions
+        facts = read_facts(self.group, self.agreed.trainers)
+        self._is_taken = bool(facts)
+        self.engine.take_facts(facts)
         if self.engine.optional:
             offered = {
                 name for rank, (header, _) in messages.items() for name in names_held(header, names[rank])
             }
             self.engine.take_optional(self.engine.optional & offered)
+        self._taken_placement = self.engine.placement
         distances = {rank: self.agreed.distance(rank) for rank in self.agreed.trainers}
         position = self._position(distances)
         roundings = sorted({scales.rounding for scales in self.engine.scales.values()})
@@ -159,9 +159,10 @@ class Receiver:
 
     def check_taken(self) -> None:
         """Raise ReshardError where another connection has had the engine take other facts since."""
-        if self._is_taken and self.engine.regions is not self._taken_regions:
+        if self._is_taken and self.engine.placement is not self._taken_placement:
             raise ReshardError(
-                "another connection refits an adapter of other layers, ranks or scales under this name: connect again"
+                "another connection refits an adapter of other layers, ranks or scales under this name, or another "
+                "drafter: connect again"
             )
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from reshard.models.without_table import ClassFamily, any_model, check_tower, to
 from reshard.refit.trainer import Trainer
 from reshard.trainers.fsdp_lora import FsdpAdapter
 from reshard.trainers.fsdp_saved import SavedPieces, check_saved
-from reshard.trainers.fsdp_shards import FUSED, FsdpShards, LocalParameter
+from reshard.trainers.fsdp_shards import FUSED, FsdpShards, LocalParameter, check_is_transformers
 from reshard.trainers.lora_scales import without_adapter_error
 
 
@@ -41,6 +41,7 @@ class FsdpModel(FsdpShards):
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        check_is_transformers(model)
         self._saved = _saved_pieces(model)
         super().__init__(model)
         self._is_split = False  # the adapter is another source's

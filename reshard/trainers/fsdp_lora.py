@@ -21,7 +21,13 @@ from reshard.lora.scale import Scale
 from reshard.megatron.parameters import expand
 from reshard.models.model import Model
 from reshard.refit.lora.scales import encode_scales
-from reshard.trainers.fsdp_shards import FUSED, FsdpShards, LocalParameter, without_peft
+from reshard.trainers.fsdp_shards import (
+    FUSED,
+    FsdpShards,
+    LocalParameter,
+    check_is_transformers,
+    without_peft,
+)
 from reshard.trainers.lora_scales import WHERE, Alpha, Factors, alpha_of, check_frozen
 
 
@@ -55,6 +61,7 @@ class FsdpAdapter(FsdpShards):
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        check_is_transformers(model)
         super().__init__(model)
         check_supported(self.adapter_names, WHERE)
         check_frozen([model])

@@ -3,7 +3,7 @@ them."""
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -49,8 +49,8 @@ class LocalParameter(NamedTuple):
 
 
 class FsdpShards(Trainer):
-    """The parameters of one rank of a transformers model under ``fully_shard``, each a region of its live memory:
-    those that `_publishes` chooses.
+    """The parameters of one rank of a torch module under ``fully_shard``, each a region of its live memory: those that
+    `_publishes` chooses.
 
     Parameters that are no DTensors are whole on every rank.
 
@@ -59,17 +59,14 @@ class FsdpShards(Trainer):
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        config: Any = getattr(model, "config", None)
-        if not hasattr(config, "to_dict"):
-            raise ReshardError(f"{type(model).__name__} is not a transformers model: it has no config")
-        self.config = config
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()
         self.model = model
         named = [held._replace(name=without_peft(held.name)) for held in _local_parameters(model)]
         named = [held._replace(of_experts=self._is_of_experts(held)) for held in named]
         self.adapter_names = {held.name for held in named if is_of_adapter(held.name)}
-        self.held = [held for held in named if all(held.box.lengths) and self._publishes(held.name)]
+        self.published = [held for held in named if self._publishes(held.name)]
+        self.held = [held for held in self.published if all(held.box.lengths)]
         self._names = [held.name for held in self.held for _ in range(held.matrices)]
 
     def _publishes(self, name: str) -> bool:
@@ -154,6 +151,12 @@ class FsdpShards(Trainer):
         super().check_memory(device)
 
 
+def check_is_transformers(model: torch.nn.Module) -> None:
+    """Raise ReshardError for a module without a config of transformers, which says what its parameters are."""
+    if not hasattr(getattr(model, "config", None), "to_dict"):
+        raise ReshardError(f"{type(model).__name__} is not a transformers model: it has no config")
+
+
 def _local_parameters(model: torch.nn.Module) -> Iterator[LocalParameter]:
     """Yield every parameter and persistent buffer once, with the box that this rank has."""
     seen: set[int] = set()
@@ -168,7 +171,8 @@ def _local_parameters(model: torch.nn.Module) -> Iterator[LocalParameter]:
             name = f"{path}.{key}" if path else key
             for wrapper in WRAPPERS:
                 name = name.replace(wrapper, "")
-            if type(_local(tensor.detach())) is not torch.Tensor or tensor.dtype.itemsize < 2:
+            is_coded = tensor.dtype.itemsize < 2 and tensor.dtype is not torch.bool
+            if type(_local(tensor.detach())) is not torch.Tensor or is_coded:
                 raise ReshardError(
                     f"the trainer's {name} is quantized, and quantized parameters cannot be refitted from"
                 )

@@ -58,6 +58,11 @@ def draft_model(worker: Any) -> Any:
     return model if hasattr(model, "named_parameters") else None
 
 
+def drafts_on_last_stage(config: Any) -> bool:
+    """Return True if tokens are drafted on the last of several pipeline stages, and by nobody on the others."""
+    return config.speculative_config is not None and config.parallel_config.pipeline_parallel_size > 1
+
+
 def draft_load_format(config: Any) -> str:
     """Return the ``load_format`` of a drafter."""
     own = getattr(config.speculative_config, "draft_load_config", None)

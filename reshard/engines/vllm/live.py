@@ -1,6 +1,6 @@
 """A live vLLM model as the destination of a refit."""
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any
 from weakref import WeakMethod
 
@@ -23,7 +23,13 @@ from reshard.engines.tracing.canonical import expert_layers, mtp_names, stored_t
 from reshard.engines.tracing.deduplicated import ExpertLayer, trace_deduplicated
 from reshard.engines.tracing.trace import Canonical, Trace
 from reshard.engines.vllm.adapters.live import VllmAdapter
-from reshard.engines.vllm.compat import draft_load_format, draft_model, driver_worker, in_config
+from reshard.engines.vllm.compat import (
+    draft_load_format,
+    draft_model,
+    drafts_on_last_stage,
+    driver_worker,
+    in_config,
+)
 from reshard.engines.vllm.guard import VllmGuard, guard_of
 from reshard.engines.vllm.layout import drafter_placement
 from reshard.engines.vllm.names import VLLM
@@ -33,7 +39,14 @@ from reshard.engines.vllm.quantized.reload import Reloads
 from reshard.engines.vllm.requests.core import put_before
 from reshard.engines.vllm.weights.accounts import ADAPTERS, other_accounts
 from reshard.engines.vllm.weights.block_scales import begin_compiling, find_scales, layers_in_blocks
-from reshard.engines.vllm.weights.drafter import check_drafter, is_mtp, trace_drafter
+from reshard.engines.vllm.weights.drafter import (
+    check_drafter,
+    is_mtp,
+    own_parameters,
+    place_separate,
+    trace_drafter,
+    without_shifts,
+)
 from reshard.engines.vllm.weights.kept import KeptTensors
 from reshard.engines.vllm.weights.mamba import Decay, decays, load_decay, stale_decay
 from reshard.engines.vllm.weights.mla import derive_in_place, deriving_attentions, stale_matrices
@@ -46,6 +59,7 @@ from reshard.models.model import Model
 from reshard.models.published import published
 from reshard.models.towers import TAKES_TOWER
 from reshard.models.without_table import ClassFamily, any_model
+from reshard.refit.drafter import DeclaredDrafter, declared_drafter, no_drafter_error
 
 
 class VllmModel(LiveEngine):
@@ -83,8 +97,8 @@ class VllmModel(LiveEngine):
         self.draft = draft_model(worker)
         self._announce_mtp()
         drafts_by_mtp = is_mtp(self.draft, self.model)
-        if not drafts_by_mtp:
-            check_drafter(self.draft, config, "no trainer has the weights of a drafter of this kind")
+        self._has_separate_drafter = self.draft is not None and not drafts_by_mtp
+        self._declared: DeclaredDrafter | None = None  # the separate one that a trainer brings
         self._of_drafter = frozenset(mtp_names(self.model)) if drafts_by_mtp else frozenset()
         self._tower = self._find_tower()
         if self._tower is not None:
@@ -208,6 +222,8 @@ class VllmModel(LiveEngine):
             placed = placed.joined(of_tower.main(self._tower.trace))
         if self.served.draft is None:
             return placed
+        if self._declared is not None:
+            return placed.joined(place_separate(self.served.draft, self._declared, self.served, self.tensors))
         drafter_trace = trace_drafter(self.served.draft, self.model, dtype, self.tensors)
         of_layers = drafter_placement(self.model, self.rank, DRAFT)
         return placed.joined(placer.partly(of_layers, drafter_trace))
@@ -250,6 +266,7 @@ class VllmModel(LiveEngine):
             self.decays,
             () if self._with_tower else self._towers,
         )
+        others |= without_shifts(self.tensors, self._declared)
         # Of layers that vLLM processes after loading, a refit fills what they are loaded into.
         unfilled = [name for name, tensor in self.reloads.loaded.items() if id(tensor) not in written]
         accounts = account_for("vLLM", self.tensors, brought, others, unfilled)
@@ -258,6 +275,38 @@ class VllmModel(LiveEngine):
             account = Account(LEFT_ALONE, f"of the drafter, as it was loaded (load_format={load_format!r})")
             accounts |= dict.fromkeys(self._idle_drafter, account)
         return accounts | {f"{name} (LoRA)": ADAPTERS for name in self.served.adapters}
+
+    def take_facts(self, facts: Mapping[str, bytes]) -> None:
+        """Take the drafter that a trainer has beside its model; leave a drafter that is a model of its own alone if it
+        has none."""
+        declared = declared_drafter(facts)
+        if declared is not None and not self._has_separate_drafter:
+            if self.draft is None and drafts_on_last_stage(self.vllm_config):
+                return
+            serves = (
+                "drafts by no other model" if self.draft is None else "drafts by its model's own MTP layers"
+            )
+            raise no_drafter_error(self.engine, serves, declared)
+        if declared is None and self._has_separate_drafter:
+            check_drafter(self.draft, self.vllm_config, "the trainer has no drafter")
+        if declared is not None:
+            config = self.vllm_config.speculative_config.draft_model_config.hf_config
+            declared.check_config(config.to_dict(), "vLLM")
+        if declared != self._declared:
+            before, self._declared = self._declared, declared
+            try:
+                self._find_tensors(declared is not None, self._with_tower)
+            except ReshardError:
+                self._declared = before
+                self._find_tensors(before is not None, self._with_tower)
+                raise
+
+    def disconnect(self) -> None:
+        """Nothing: the next connection says anew what it brings."""
+
+    def drafter_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return the own parameters of a drafter that is a model of its own, by name."""
+        return own_parameters(Served(self.module, self.draft)) if self._has_separate_drafter else {}
 
     def take_optional(self, available: Set[str]) -> None:
         """Leave the drafter alone if the trainer has no MTP layers, and the parts beside the language model if it does
@@ -268,8 +317,9 @@ class VllmModel(LiveEngine):
             check_drafter(self.draft, self.vllm_config, "the trainer's model has no MTP layers")
         if self._tower is not None and not of_tower:
             self._check_tower_loaded()
-        if (bool(of_drafter), of_tower) != (self.served.draft is not None, self._with_tower):
-            self._find_tensors(bool(of_drafter), of_tower)
+        with_drafter = bool(of_drafter) or self._declared is not None
+        if (with_drafter, of_tower) != (self.served.draft is not None, self._with_tower):
+            self._find_tensors(with_drafter, of_tower)
 
     def _check_tower_loaded(self) -> None:
         """Raise ReshardError if the parts beside the language model are dummy weights, which no refit brings."""

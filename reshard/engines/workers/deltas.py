@@ -92,6 +92,7 @@ class EngineDeltas:
         self.close()
         self.chain, self.session, self.is_written, self.wrote = Chain(place), session, False, False
         base = self.chain.base
+        self.engine.take_facts({})  # a chain is of the model alone
         if self.engine.optional:
             self.engine.take_optional(self.engine.optional & base.tensors.keys())
         self.found, self.boxes = state_of(self.engine), {}

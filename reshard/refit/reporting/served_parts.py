@@ -15,6 +15,7 @@ from reshard.megatron.parameters import expand
 from reshard.models.towers import TAKES_TOWER
 from reshard.models.without_table import any_model, tower_of
 from reshard.refit.codecs.served_blocks import not_in, scales_of
+from reshard.refit.drafter import DRAFTER, DraftingEngine, digest_of_drafter
 from reshard.refit.engine import Engine
 from reshard.storage.io.boxes import Rows
 from reshard.storage.io.casts import float_dtype
@@ -37,7 +38,8 @@ class ServedParts:
 
 def digest_parts(engine: Engine, dtype: str | None = None) -> dict[str, Any]:
     """Return of each box that this rank serves its tensor's name, its rows and columns, and its sum; with the dtypes
-    and shapes of the tensors, and the version.
+    and shapes of the tensors, and the version. A drafter that is a model of its own has a digest apart (``drafter``),
+    of what the rank holds of it.
 
     Raises ReshardError if the rank does not hold whole weights, or serves codes whose checkpoint is not known.
     """
@@ -49,11 +51,18 @@ def digest_parts(engine: Engine, dtype: str | None = None) -> dict[str, Any]:
         [box.name, list(Rows.of(box.box)), value] for box, value in zip(parts.boxes, values, strict=True)
     ]
     described = {name: [info.dtype.name, list(info.shape)] for name, info in parts.tensors.items()}
-    return {"engine": engine.guard.engine, "version": engine.version, "tensors": described, "parts": of_boxes}
+    of_drafter = engine.drafter_tensors() if isinstance(engine, DraftingEngine) else {}
+    return {
+        "engine": engine.guard.engine,
+        "version": engine.version,
+        "tensors": described,
+        "parts": of_boxes,
+        "drafter": digest_of_drafter(of_drafter),
+    }
 
 
 def served_parts(engine: Engine, target: Dtype | None = None) -> ServedParts:
-    """Return what a rank serves, where its regions are now; with a `target` in that dtype.
+    """Return what a rank serves of its model, where its regions are now; with a `target` in that dtype.
 
     Raises ReshardError if it serves codes whose checkpoint is not known.
     """
@@ -83,6 +92,8 @@ def served_parts(engine: Engine, target: Dtype | None = None) -> ServedParts:
         region, scales = engine.regions[identity], engine.scales.get(identity)
         held = dtype_named(region.tensor.dtype)
         for part in tensor.parts:
+            if part.name.startswith(DRAFTER):
+                continue
             name, local = mapping.copies.get(part.name, part.name), Rows.of(part.local_box)
             if name not in shapes:
                 raise ReshardError(f"this {engine.guard.engine} serves {name}, which its model does not have")

@@ -1,5 +1,5 @@
 """The drafter, vLLM's model that drafts tokens for another: one made of the model's own MTP layers
-is refitted with it."""
+is refitted with it, and one that is a model of its own if the trainer trains that too."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,14 +9,23 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.core.views import tensor_of
 from reshard.engines.layout import outer_rows
+from reshard.engines.placing.accounts import LEFT_ALONE, Account
+from reshard.engines.placing.drafter import place_drafter, stored_drafter, unchanged
+from reshard.engines.placing.rules import PlacedTensors
 from reshard.engines.tracing.canonical import mtp_names
 from reshard.engines.tracing.trace import Trace
 from reshard.engines.tracing.views import StoredViews
 from reshard.engines.vllm.compat import draft_load_format
 from reshard.engines.vllm.names import VLLM
-from reshard.engines.vllm.weights.served import DRAFT
+from reshard.engines.vllm.weights.served import DRAFT, Served
 from reshard.engines.vllm.weights.stand_ins import trace_model
+from reshard.engines.vllm.weights.supported import loading_method
 from reshard.models.model import Model
+from reshard.refit.drafter import DeclaredDrafter
+
+# vLLM's parameter of what files call d2t: how far each token of the drafter is from the model's.
+TOKEN_SHIFTS = "draft_id_to_target_id"
+NO_SHIFTS = Account(LEFT_ALONE, "zeros: the drafter's tokens are the model's, as the trainer's are")
 
 
 def is_mtp(draft: torch.nn.Module | None, model: Model) -> bool:
@@ -60,19 +69,64 @@ def trace_drafter(
                 dtypes[name] = torch.float32 if row.fp32 else dtype
                 original = originals[row.megatron] if row.arrangement == "copy" else name
                 original_of[tensor_of(name)] = tensor_of(original)
-    trace = trace_model(draft, StoredViews(shapes).with_dtypes(dtypes))
+    trace = _as_served(trace_model(draft, StoredViews(shapes).with_dtypes(dtypes)), draft, tensors)
+    copies = dict.fromkeys(copy._replace(name=original_of[copy.name]) for copy in trace.copies)
+    return Trace(
+        [copy for copy in copies if copy.parameter.startswith(DRAFT)],
+        [fill for fill in trace.fills if fill.parameter.startswith(DRAFT)],
+    )
+
+
+def _as_served(trace: Trace, draft: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Trace:
+    """Return the trace of a drafter's loader with the names that its parameters have among `tensors`, those of model
+    and drafter."""
     live = dict([*draft.named_parameters(), *draft.named_buffers()])
     names = {id(tensor): name for name, tensor in tensors.items()}
 
     def served_name(parameter: str) -> str:
         return names.get(id(live.get(parameter)), DRAFT + parameter)
 
-    copies = dict.fromkeys(
-        copy._replace(parameter=served_name(copy.parameter), name=original_of[copy.name])
-        for copy in trace.copies
-    )
-    fills = [fill._replace(parameter=served_name(fill.parameter)) for fill in trace.fills]
     return Trace(
-        [copy for copy in copies if copy.parameter.startswith(DRAFT)],
-        [fill for fill in fills if fill.parameter.startswith(DRAFT)],
+        [copy._replace(parameter=served_name(copy.parameter)) for copy in trace.copies],
+        [fill._replace(parameter=served_name(fill.parameter)) for fill in trace.fills],
+    )
+
+
+def own_parameters(served: Served) -> dict[str, torch.Tensor]:
+    """Return the drafter's own parameters by name, without those that it shares with the model."""
+    parameters = {id(one) for module in served.modules() for one in module._parameters.values()}
+    return {
+        name: tensor
+        for name, tensor in served.named_tensors()
+        if name.startswith(DRAFT) and id(tensor) in parameters
+    }
+
+
+def without_shifts(own: Mapping[str, torch.Tensor], declared: DeclaredDrafter | None) -> dict[str, Account]:
+    """Return the account of the shifts of a drafter's tokens, if there are none: the trainer declares no d2t, and those
+    that vLLM has are zeros."""
+    shifts = own.get(DRAFT + TOKEN_SHIFTS)
+    lacking = declared is not None and not any("d2t" in name for name in declared.tensors)
+    return {DRAFT + TOKEN_SHIFTS: NO_SHIFTS} if lacking and shifts is not None and not shifts.any() else {}
+
+
+def place_separate(
+    draft: torch.nn.Module, declared: DeclaredDrafter, served: Served, tensors: Mapping[str, torch.Tensor]
+) -> PlacedTensors:
+    """Return the tensors of a drafter that is a model of its own; `tensors` are those of model and drafter by name.
+
+    Raises ReshardError as `place_drafter` does, and for a drafter that vLLM quantizes.
+    """
+    for name, module in served.named_modules:
+        if name.startswith(DRAFT) and (method := loading_method(module)):
+            raise ReshardError(
+                f"{name} serves from weights that vLLM's {method} has changed, which a refit cannot write: serve the "
+                f"drafter in bf16, or give the trainer's model without it"
+            )
+    with unchanged(draft):
+        trace = _as_served(trace_model(draft, stored_drafter(declared)), draft, tensors)
+    own = own_parameters(served)
+    left = without_shifts(own, declared)
+    return place_drafter(
+        "vLLM", draft, declared, trace, {name: one for name, one in own.items() if name not in left}
     )
