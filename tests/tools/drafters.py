@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 AUX_LAYERS = [1, 2, 3]  # of the target, whose hidden states a drafter reads
 
@@ -13,48 +13,46 @@ AUX_LAYERS = [1, 2, 3]  # of the target, whose hidden states a drafter reads
 class _Layer(torch.nn.Module):
     def __init__(self, hidden: int, inner: int, heads: int, keys: int, head: int) -> None:
         super().__init__()
-        plain = {"bias": False}
-        self.self_attn = torch.nn.ModuleDict(
-            {
-                "q_proj": torch.nn.Linear(2 * hidden, heads * head, **plain),
-                "k_proj": torch.nn.Linear(2 * hidden, keys * head, **plain),
-                "v_proj": torch.nn.Linear(2 * hidden, keys * head, **plain),
-                "o_proj": torch.nn.Linear(heads * head, hidden, **plain),
-            }
+
+        def linears(**sizes: tuple[int, int]) -> torch.nn.ModuleDict:
+            return torch.nn.ModuleDict(
+                {name: torch.nn.Linear(*size, bias=False) for name, size in sizes.items()}
+            )
+
+        self.self_attn = linears(
+            q_proj=(2 * hidden, heads * head),
+            k_proj=(2 * hidden, keys * head),
+            v_proj=(2 * hidden, keys * head),
+            o_proj=(heads * head, hidden),
         )
-        self.mlp = torch.nn.ModuleDict(
-            {
-                "gate_proj": torch.nn.Linear(hidden, inner, **plain),
-                "up_proj": torch.nn.Linear(hidden, inner, **plain),
-                "down_proj": torch.nn.Linear(inner, hidden, **plain),
-            }
-        )
+        self.mlp = linears(gate_proj=(hidden, inner), up_proj=(hidden, inner), down_proj=(inner, hidden))
         self.hidden_norm = torch.nn.RMSNorm(hidden)
         self.input_layernorm = torch.nn.RMSNorm(hidden)
         self.post_attention_layernorm = torch.nn.RMSNorm(hidden)
 
 
 class Eagle3(torch.nn.Module):
-    """A drafter for a target of this ``config.json``: of `vocabulary` tokens, if that is given, and with an embedding
-    of its own if `own_embedding`."""
+    """A drafter for the model of a directory, in bf16: of `vocabulary` of its tokens, if that is given, and with an
+    embedding of its own if `own_embedding`."""
 
     def __init__(
-        self, target: dict, vocabulary: int | None = None, own_embedding: bool = False, seed: int = 0
+        self, target: str | Path, vocabulary: int | None = None, own_embedding: bool = False, seed: int = 0
     ) -> None:
         super().__init__()
+        fields = json.loads((Path(target) / "config.json").read_text())
         torch.manual_seed(1000 + seed)
-        hidden, tokens = target["hidden_size"], target["vocab_size"]
-        heads, keys = target["num_attention_heads"], target["num_key_value_heads"]
-        head = target.get("head_dim") or hidden // heads
+        hidden, tokens = fields["hidden_size"], fields["vocab_size"]
+        heads, keys = fields["num_attention_heads"], fields["num_key_value_heads"]
+        head = fields.get("head_dim") or hidden // heads
         if own_embedding:
             self.embed_tokens = torch.nn.Embedding(tokens, hidden)
-        self.midlayer = _Layer(hidden, target["intermediate_size"], heads, keys, head)
+        self.midlayer = _Layer(hidden, fields["intermediate_size"], heads, keys, head)
         self.fc = torch.nn.Linear(len(AUX_LAYERS) * hidden, hidden, bias=False)
         self.norm = torch.nn.RMSNorm(hidden)
         self.lm_head = torch.nn.Linear(hidden, vocabulary or tokens, bias=False)
         for name, parameter in self.named_parameters():
-            with torch.no_grad():
-                parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
+            torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.1)
+        self.bfloat16()
         if vocabulary is not None:
             drafted = torch.randperm(tokens)[:vocabulary].sort().values
             self.register_buffer("d2t", drafted - torch.arange(vocabulary))
@@ -63,22 +61,43 @@ class Eagle3(torch.nn.Module):
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             "draft_vocab_size": vocabulary or tokens,
-            "eagle_aux_hidden_state_layer_ids": AUX_LAYERS,
-            "eagle_config": {"eagle_aux_hidden_state_layer_ids": AUX_LAYERS},
             "head_dim": head,
             "num_hidden_layers": 1,
-            "max_position_embeddings": target["max_position_embeddings"],
+            "max_position_embeddings": fields["max_position_embeddings"],
             "tie_word_embeddings": False,
             "torch_dtype": "bfloat16",
-            **{name: target[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads",
+            "eagle_aux_hidden_state_layer_ids": AUX_LAYERS,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": AUX_LAYERS},
+            **{name: fields[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads",
                                                "num_key_value_heads", "vocab_size", "rms_norm_eps")},
         }  # fmt: skip
+
+    @torch.no_grad()
+    def repeat(self, target: str | Path) -> "Eagle3":
+        """Draft the token that the target has just said, so that some drafts are accepted; return itself."""
+        theirs = load_file(Path(target) / "model.safetensors")
+        self.midlayer.self_attn["o_proj"].weight.zero_()
+        self.midlayer.mlp["down_proj"].weight.zero_()
+        hidden = len(self.fc.weight)
+        self.fc.weight.zero_()[:, -hidden:] = torch.eye(hidden)
+        self.norm.weight.copy_(theirs["model.norm.weight"])
+        drafted = torch.arange(len(self.lm_head.weight))
+        self.lm_head.weight.copy_(theirs["lm_head.weight"][drafted + getattr(self, "d2t", 0)])
+        return self
 
     def publish(self, folder: Path) -> str:
         """Write the files that engines load, and return their folder."""
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(self.fields))
-        save_file(
-            {name: one.contiguous() for name, one in self.state_dict().items()}, folder / "model.safetensors"
-        )
+        tensors = {name: one.contiguous() for name, one in self.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors")
         return str(folder)
+
+
+def load_drafter(folder: str | Path, target: str | Path) -> Eagle3:
+    """The drafter that was published into a folder, for the model of a directory."""
+    tensors = load_file(Path(folder) / "model.safetensors")
+    vocabulary = len(tensors["lm_head.weight"]) if "d2t" in tensors else None
+    drafter = Eagle3(target, vocabulary, "embed_tokens.weight" in tensors)
+    drafter.load_state_dict(tensors)
+    return drafter

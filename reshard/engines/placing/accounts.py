@@ -25,6 +25,7 @@ class Account(NamedTuple):
 
 
 FROM_TRAINER = Account(BROUGHT, "from the trainer")
+OF_DRAFTER = Account(BROUGHT, "of the drafter, from the trainer")
 OF_TOWER = Account(LEFT_ALONE, "of another part than the language model, as it was loaded")
 SCALE_OF_CACHE = Account(
     LEFT_ALONE, "a scale of the attention's cache, which comes with a checkpoint or is 1"

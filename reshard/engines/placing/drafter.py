@@ -18,6 +18,16 @@ def stored_drafter(declared: DeclaredDrafter) -> Canonical:
     return {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in declared.tensors.items()}
 
 
+def shared_error(engine: str, names: list[str]) -> ReshardError:
+    """Return the error for published tensors of a trainer's drafter that an engine's drafter shares with its model."""
+    return ReshardError(
+        f"this {engine} has one tensor for its model's and its drafter's {listed(names, 2)}: the drafter's checkpoint "
+        f"lacked it, had the model's own when it was loaded, or was not read (load_format='dummy'). The trainer has "
+        f"one apart: leave it out if the drafter is to have the model's (WithDrafter(..., without=[{names[0]!r}])), "
+        f"or start {engine} with a checkpoint of the drafter that has another"
+    )
+
+
 @contextmanager
 def unchanged(module: torch.nn.Module) -> Iterator[None]:
     """Give a module its own attributes back: loaders of drafters set some, which a trace must not."""
@@ -51,12 +61,7 @@ def place_drafter(
         )
     shared = sorted({copy.name for copy in trace.copies if copy.parameter not in tensors})
     if shared:
-        raise ReshardError(
-            f"this {engine} has one tensor for its model's and its drafter's {listed(shared, 2)}: the drafter's "
-            f"checkpoint lacked it, was the model's own when it was loaded, or was not read (load_format='dummy'). The "
-            f"trainer has one apart: leave it out if the drafter is to have the model's (WithDrafter(..., "
-            f"without=[{shared[0]!r}])), or start {engine} with a checkpoint of the drafter that has another"
-        )
+        raise shared_error(engine, shared)
     unfilled = sorted(tensors.keys() - {copy.parameter for copy in trace.copies})
     if unfilled:
         raise ReshardError(

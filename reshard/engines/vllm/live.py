@@ -13,7 +13,7 @@ from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
 from reshard.device.cuda import is_mapped
 from reshard.engines.live import LiveEngine, check_towers_loaded, owners_of
-from reshard.engines.placing.accounts import LEFT_ALONE, Account, account_for
+from reshard.engines.placing.accounts import LEFT_ALONE, OF_DRAFTER, Account, account_for
 from reshard.engines.placing.blocks import counted, served_in_blocks
 from reshard.engines.placing.places import Placer
 from reshard.engines.placing.rules import PlacedTensors
@@ -270,6 +270,9 @@ class VllmModel(LiveEngine):
         # Of layers that vLLM processes after loading, a refit fills what they are loaded into.
         unfilled = [name for name, tensor in self.reloads.loaded.items() if id(tensor) not in written]
         accounts = account_for("vLLM", self.tensors, brought, others, unfilled)
+        if self._declared is not None:
+            of_drafter = (name for name in brought if name.startswith(DRAFT))
+            accounts |= dict.fromkeys(of_drafter, OF_DRAFTER)
         if self._idle_drafter:
             load_format = draft_load_format(self.vllm_config)
             account = Account(LEFT_ALONE, f"of the drafter, as it was loaded (load_format={load_format!r})")

@@ -10,7 +10,7 @@ from reshard.core.errors import ReshardError
 from reshard.core.views import tensor_of
 from reshard.engines.layout import outer_rows
 from reshard.engines.placing.accounts import LEFT_ALONE, Account
-from reshard.engines.placing.drafter import place_drafter, stored_drafter, unchanged
+from reshard.engines.placing.drafter import place_drafter, shared_error, stored_drafter, unchanged
 from reshard.engines.placing.rules import PlacedTensors
 from reshard.engines.tracing.canonical import mtp_names
 from reshard.engines.tracing.trace import Trace
@@ -123,9 +123,14 @@ def place_separate(
                 f"{name} serves from weights that vLLM's {method} has changed, which a refit cannot write: serve the "
                 f"drafter in bf16, or give the trainer's model without it"
             )
+    own = own_parameters(served)
+    held = {id(one) for one in own.values()}
+    shared = [f".{name}" for name, one in draft.named_parameters() if id(one) not in held]
+    names = sorted(name for name in declared.tensors if any(each.endswith(f".{name}") for each in shared))
+    if names:  # perhaps of another shape, which the loader would refuse without saying why
+        raise shared_error("vLLM", names)
     with unchanged(draft):
         trace = _as_served(trace_model(draft, stored_drafter(declared)), draft, tensors)
-    own = own_parameters(served)
     left = without_shifts(own, declared)
     return place_drafter(
         "vLLM", draft, declared, trace, {name: one for name, one in own.items() if name not in left}

@@ -1,0 +1,106 @@
+"""A real vLLM on the CPU that drafts tokens by an EAGLE-3 head, refitted from a model and a drafter under FSDP2."""
+
+import gc
+import zlib
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.on_cpu.engine_on_cpu import PROMPTS, engine, forget, keep_imports_frozen
+from tests.tools.drafters import load_drafter
+
+DRAFTS = 2  # tokens that are drafted in a step
+
+
+def with_drafter(hf: str, drafter: str, **options):
+    """An engine that drafts by a published drafter."""
+    from reshard.engines.vllm.compat import plain_weights
+
+    speculative = {"method": "eagle3", "model": drafter, "num_speculative_tokens": DRAFTS}
+    with plain_weights():
+        return engine(hf, dtype="bfloat16", speculative_config=speculative, **options)
+
+
+def said(llm) -> dict:
+    """The greedy tokens of every prompt; what was drafted, step by step; and the drafter's bits, if there is one."""
+    from vllm import SamplingParams
+
+    from reshard.engines.vllm.compat import driver_worker
+
+    proposer = getattr(driver_worker(llm).model_runner, "drafter", None)
+    drafts: list = []
+    if proposer is not None:
+        plain = type(proposer).propose.__get__(proposer)
+
+        def propose(*args, **kwargs):
+            drafted = plain(*args, **kwargs)
+            drafts.append(drafted.tolist())
+            return drafted
+
+        proposer.propose = propose
+    tokens = []
+    llm.reset_prefix_cache()
+    for prompt in PROMPTS:
+        sampling = SamplingParams(max_tokens=24, temperature=0, detokenize=False)
+        [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        tokens.append(list(output.outputs[0].token_ids))
+    held = {} if proposer is None else dict(proposer.model.named_parameters())
+    bits = {name: zlib.crc32(one.detach().view(torch.uint8).numpy().tobytes()) for name, one in held.items()}
+    return {"tokens": tokens, "drafts": drafts, "bits": bits}
+
+
+def on_mesh(module: torch.nn.Module) -> torch.nn.Module:
+    """The module with its parameters sharded over all ranks, as a trainer has them."""
+    if dist.get_world_size() > 1:
+        fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return module
+
+
+def policy_of(hf: str) -> torch.nn.Module:
+    return on_mesh(transformers.AutoModelForCausalLM.from_pretrained(hf, dtype=torch.bfloat16))
+
+
+def refitted(cases: list) -> dict:
+    """By name, of each case (name, engine's options, two pairs of a model's and a drafter's
+    directories): what an engine says that has loaded the first pair; after refits from trainers with the first, with
+    the second, and with the second model and the first drafter; what ones say that have loaded the second pair, and
+    the second model alone; and what a refit does to the tensors."""
+    from reshard.engines.vllm.compat import plain_weights
+    from reshard.engines.vllm.live import VllmModel
+    from reshard.refit import RefitGroup, connect
+    from reshard.refit.reporting.served_parts import digest_parts
+    from reshard.trainers import FsdpModel, WithDrafter
+
+    keep_imports_frozen()
+    results: dict = {}
+    for name, options, ((hf, drafter), (other, second)) in cases:
+        llm = with_drafter(hf, drafter, **options)
+        results[name] = {"before": said(llm), "digests": []}
+        destination = VllmModel.from_llm(llm)
+        steps = ((hf, drafter), (other, second), (other, drafter))
+        results[name]["refitted"] = []
+        for version, (policy, draft) in enumerate(steps):
+            source = WithDrafter(FsdpModel(policy_of(policy)), on_mesh(load_drafter(draft, hf)))
+            link = connect(RefitGroup.of_process_group(), source, destination)
+            digest = link.refit(version, verify=True).digest
+            results[name]["digests"].append([digest, digest_parts(destination)["drafter"]])
+            results[name]["refitted"].append(said(llm))
+            results[name]["described"] = link.describe()["tensors"]
+            link.close()
+        results[name]["version"] = destination.version
+        del llm, destination, link, source
+        forget()
+        results[name]["loaded"] = said(llm := with_drafter(other, second, **options))
+        del llm
+        forget()
+        with plain_weights():
+            llm = engine(other, dtype="bfloat16", **options)
+        results[name]["alone"] = said(llm)["tokens"]
+        del llm
+        forget()
+        gc.collect()
+        dist.barrier()
+    return results
