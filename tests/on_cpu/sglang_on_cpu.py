@@ -25,6 +25,7 @@ MODELS = (
     "gpt_oss",
     "kimi_k25",
     "llama",
+    "llama_eagle3",
     "minimax_m2",
     "mistral",
     "mixtral",

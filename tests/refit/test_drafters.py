@@ -6,7 +6,9 @@ import torch
 from safetensors.torch import load_file
 
 from reshard import MegatronLayout, hf_to_mcore
+from tests import install_sglang_cpu
 from tests.megatron.test_logits import TP, flags_at
+from tests.starting import warm
 from tests.starting.ranks import free_port, run_on_ranks
 from tests.tools.checkpoints import make
 from tests.tools.drafters import Eagle3
@@ -138,3 +140,60 @@ def test_what_would_be_another_drafter_is_refused(case, said):
         assert expected in found, found
     else:  # an embedding that the trainer leaves out is the model's
         assert [name for name in found if case != "without it" or "embed_tokens" not in name] == expected
+
+
+if install_sglang_cpu.installed():
+
+    def on_sglang(folder, ranks: int, function: str, cases: dict) -> list[dict]:
+        sides = {"trainer": ranks, "engine": ranks, "together": True, "folder": str(folder)}
+        return run_on_ranks(
+            ranks,
+            function,
+            sides,
+            cases,
+            module="refit_drafters_sglang_on_cpu",
+            python=warm.python_of_sglang(),
+            environment=install_sglang_cpu.environment_of_engine(),
+        )
+
+    @pytest.mark.parametrize("tp", [1, 2])
+    def test_model_and_drafter_hold_what_sglangs_loaders_make_of_their_files(tp, pairs, tmp_path):
+        cases = {kind: (pairs[kind], {"tp": tp}) for kind in ("few tokens", "all tokens")}
+        for of in on_sglang(tmp_path, tp, "refit_each", cases):
+            for kind, outcome in of.items():
+                assert outcome["wrong"] == [] and outcome["differ"] > 20, kind
+                before, after, alone = outcome["digests"]
+                assert before != after == alone, "what nobody trains has the same digest"
+                assert not [name for name in outcome["drafts changed"] if "embed_tokens" not in name]
+                assert outcome["stale"] == (["draft.hot_token_id"] if kind == "few tokens" else [])
+                assert outcome["version"] == (2 if kind == "few tokens" else 1)
+                [left] = outcome["left"]
+                assert left["what"] == "left alone" and "of the drafter, as it was loaded" in left["how"]
+
+    def test_what_would_be_another_drafter_of_an_sglang_is_refused(models, pairs, tmp_path):
+        (few, _), (whole, _), (own, _) = (
+            pairs[kind] for kind in ("few tokens", "all tokens", "own embedding")
+        )
+        no_embedding = {"without": ["embed_tokens.weight"]}
+        cases = {
+            "fits": (few, {}, few, {}, ""),
+            "own embedding": (own, {}, own, {}, ""),
+            "without it": (own, {}, own, no_embedding, ""),
+            "skipped": (few, {}, few, {}, "extra"),
+            "another shape": (few, {}, whole, {}, ""),
+            "no tokens": (few, {}, few, {"without": ["d2t"]}, ""),
+            "dummy that nobody trains": (few, {"load_format": "dummy"}, few[:1], {}, ""),
+            "nobody": (few, {}, few[:1], {}, ""),
+            "lost when released": (few, {"enable_memory_saver": True}, few, {}, ""),
+        }
+        [said] = on_sglang(tmp_path, 1, "said", cases)
+        assert said["fits"] == said["without it"] == said["nobody"] == "no error"
+        for case, sentence in {
+            "own embedding": "this SGLang has one tensor for its model's and its drafter's embed_tokens.weight",
+            "skipped": "LlamaForCausalLMEagle3 does not take extra of the trainer's drafter",
+            "another shape": "",
+            "no tokens": "the trainer's drafter has no d2t, and this SGLang's [((64,), 'int64')]",
+            "dummy that nobody trains": "drafts tokens by dummy weights (load_format='dummy')",
+            "lost when released": "--enable-draft-weights-cpu-backup",
+        }.items():
+            assert sentence in said[case] and said[case] != "no error", said[case]

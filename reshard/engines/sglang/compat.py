@@ -261,6 +261,35 @@ def served_model(scheduler: Any) -> tuple[torch.nn.Module, Any]:
         return scheduler.tp_worker.model_runner.model, resolved(scheduler.server_args)
 
 
+def draft_worker(scheduler: Any) -> Any:
+    """Return what holds the drafter of a scheduler that is a model of its own; None if it drafts by none."""
+    arguments = resolved(scheduler.server_args)
+    if getattr(arguments, "speculative_algorithm", None) is None:
+        return None
+    with known("keeps its drafter elsewhere"):
+        worker = scheduler.draft_worker.draft_worker
+        _ = model_of_drafter(worker), worker.hot_token_id
+        return worker
+
+
+def model_of_drafter(worker: Any) -> torch.nn.Module:
+    """Return the model of a ``draft_worker``."""
+    model: torch.nn.Module = worker.draft_runner.model
+    return model
+
+
+def config_of_drafter(worker: Any) -> dict[str, Any]:
+    """Return the config of a ``draft_worker``'s model."""
+    with known("keeps its drafter's config elsewhere"):
+        config: dict[str, Any] = worker.draft_runner.model_config.hf_config.to_dict()
+        return config
+
+
+def draft_load_format(arguments: Any) -> str:
+    """Return the ``load_format`` of a drafter."""
+    return str(getattr(arguments, "speculative_draft_load_format", None) or arguments.load_format)
+
+
 def rank_in_engine(scheduler: Any) -> int:
     """Return the rank of a scheduler within its engine.
 

@@ -1,6 +1,6 @@
 """A live SGLang model as the destination of a refit."""
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from reshard.engines.live import LiveEngine, check_towers_loaded, owners_of
 from reshard.engines.placing.accounts import (
     DERIVED,
     LEFT_ALONE,
+    OF_DRAFTER,
     OF_TOWER,
     SCALE_OF_CACHE,
     Account,
@@ -31,6 +32,7 @@ from reshard.engines.sglang import compat, pipeline
 from reshard.engines.sglang.guard import guard_of
 from reshard.engines.sglang.weights.blocks import layers_in_blocks
 from reshard.engines.sglang.weights.derived import DerivedTensors
+from reshard.engines.sglang.weights.drafter import AS_LOADED, DRAFT, Drafter
 from reshard.engines.sglang.weights.layout import check_family
 from reshard.engines.sglang.weights.names import SGLANG
 from reshard.engines.sglang.weights.rank import rank_of
@@ -42,6 +44,7 @@ from reshard.engines.tracing.stand_ins import layer_fingerprint
 from reshard.engines.tracing.trace import Canonical, Trace
 from reshard.models.published import published
 from reshard.models.without_table import TAKES_TOWER, ClassFamily, any_model
+from reshard.refit.drafter import DeclaredDrafter, declared_drafter, no_drafter_error
 
 NOT_SAVED = Account(LEFT_ALONE, "SGLang computes it from the config, and saves it nowhere")
 OF_THE_ROUTER = Account(DERIVED, "a copy of the router's weights in fp32")
@@ -50,8 +53,8 @@ IDLE = Account(LEFT_ALONE, "of an indexer whose layer takes what another layer's
 
 
 class SglangModel(LiveEngine):
-    """One rank of a running SGLang: a model and its ``ServerArgs``; if there is, the `scheduler` that
-    runs it.
+    """One rank of a running SGLang: a model and its ``ServerArgs``; if there are, the `scheduler` that
+    runs it, and the `draft_worker` that has a drafter.
 
     Raises ReshardError, before anything is changed, if the model serves from another arrangement of
     its weights than the loaded one, or if SGLang's loader disagrees with our rules.
@@ -59,7 +62,9 @@ class SglangModel(LiveEngine):
 
     engine = SGLANG.engine
 
-    def __init__(self, model: torch.nn.Module, arguments: Any, scheduler: Any = None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, arguments: Any, scheduler: Any = None, draft_worker: Any = None
+    ) -> None:
         arguments = compat.resolved(arguments)
         self.module, self.arguments, self.scheduler = model, arguments, scheduler
         # Before anything can fail: an engine that cannot be connected must not serve dummy weights
@@ -71,6 +76,8 @@ class SglangModel(LiveEngine):
         check_supported(model, arguments)
         self.tensors = dict([*model.named_parameters(), *model.named_buffers()])
         self.owners = owners_of(dict(model.named_modules()), self.tensors)
+        self._drafter = None if draft_worker is None else Drafter(draft_worker, self.tensors)
+        self._declared: DeclaredDrafter | None = None  # the drafter that a trainer brings
         self.rank: EngineRank = rank_of(model, self.model, self.tensors)
         self.tp = self.rank.tp
         self._towers = SGLANG.tower_prefixes(self.model)
@@ -100,7 +107,7 @@ class SglangModel(LiveEngine):
     def from_scheduler(scheduler: Any) -> "SglangModel":
         """Return the model of a ``sglang.srt.managers.scheduler.Scheduler`` of this process."""
         model, arguments = compat.served_model(scheduler)
-        return SglangModel(model, arguments, scheduler)
+        return SglangModel(model, arguments, scheduler, compat.draft_worker(scheduler))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -130,6 +137,30 @@ class SglangModel(LiveEngine):
         towers = [name for name in parameters if name.startswith(self._towers)]
         check_towers_loaded(towers, self.arguments.load_format)
 
+    def take_facts(self, facts: Mapping[str, bytes]) -> None:
+        """Take the drafter that a trainer has beside its model; leave SGLang's alone if it has none."""
+        declared, drafter = declared_drafter(facts), self._drafter
+        if drafter is None:
+            if declared is not None:
+                raise no_drafter_error(self.engine, "drafts by no other model", declared)
+            return
+        if declared is None:
+            drafter.check_left_alone(self.arguments)
+        else:
+            declared.check_config(compat.config_of_drafter(drafter.worker), self.engine)
+        if declared != self._declared:
+            before, self._declared = self._declared, declared
+            try:
+                self._take_places(self._with_tower)
+            except ReshardError:
+                self._declared = before
+                self._take_places(self._with_tower)
+                raise
+
+    def drafter_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return what SGLang drafts by, by name, without what the drafter shares with the model."""
+        return {} if self._drafter is None else self._drafter.served()
+
     def take_optional(self, available: Set[str]) -> None:
         """Leave the parts beside the language model alone if the trainer does not have them; see
         `Engine.take_optional`."""
@@ -142,14 +173,26 @@ class SglangModel(LiveEngine):
     def _take_places(self, with_tower: bool) -> None:
         """Let a refit write where the language model lies, and if it is to bring them too, the parts beside it."""
         self._with_tower = with_tower
+        drafter = self._drafter if self._declared is not None else None
+        self._take_tensors(drafter)
         placer = Placer(SGLANG, self.model, self.rank, self.tensors, (), self.dtype)
         with gc_paused():
             placed = placer.main(self._main_trace)
             if with_tower and self._tower is not None:
                 placed = placed.joined(replace(placer, model=self._tower.model).main(self._tower.trace))
+            if drafter is not None and self._declared is not None:
+                placed = placed.joined(drafter.place(self._declared, self.dtype))
         self.placement, self.regions = placed
         self.scales = find_scales(placed, self.blocks, self.tensors)
         self.accounts = self._account()
+
+    def _take_tensors(self, drafter: Drafter | None) -> None:
+        """Follow the tensors of the model, and of a `drafter` that is brought too."""
+        for name in [name for name in self.tensors if name.startswith(DRAFT)]:
+            del self.tensors[name], self.owners[name]
+        if drafter is not None:
+            self.tensors |= drafter.tensors
+            self.owners |= drafter.owners
 
     def _trace(self) -> Trace:
         def trace(canonical: Canonical) -> Trace:
@@ -182,7 +225,10 @@ class SglangModel(LiveEngine):
                 others[name] = SCALE_OF_CACHE
             elif key in module._non_persistent_buffers_set:
                 others[name] = NOT_SAVED
-        return account_for(self.engine, self.tensors, brought, others)
+        accounts = account_for(self.engine, self.tensors, brought, others)
+        if self._drafter is not None and self._declared is None:
+            return accounts | dict.fromkeys(self._drafter.tensors, AS_LOADED)
+        return accounts | dict.fromkeys((name for name in brought if name.startswith(DRAFT)), OF_DRAFTER)
 
     # Following what SGLang moves
 
@@ -214,6 +260,8 @@ class SglangModel(LiveEngine):
         """Let SGLang derive matrices from the new weights: while the GPU still copies, so that it does not add to a
         refit's time."""
         self.derived.update()
+        if self._drafter is not None and self._declared is not None:
+            self._drafter.update()
 
     def drop_caches(self) -> None:
         """Have SGLang forget keys and values of other weights, and images as another tower saw them, while the GPU
@@ -234,7 +282,8 @@ class SglangModel(LiveEngine):
     def stale_derived(self) -> list[str]:
         """Return the names of matrices that are not what SGLang derives from the weights that it has
         now."""
-        return self.derived.stale()
+        of_drafter = self._drafter.stale() if self._drafter is not None and self._declared is not None else []
+        return self.derived.stale() + of_drafter
 
     def quantized_layers(self) -> list[dict[str, Any]]:
         """Return how many layers serve from fp8 blocks; see `Engine.quantized_layers`."""

@@ -7,6 +7,8 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.engines.sglang import compat
 
+# By these tokens are drafted by a model of its own, which a refit brings or leaves alone.
+SEPARATE_DRAFTERS = ("EAGLE3",)
 # Methods that serve from weights as they were loaded.
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
 
@@ -19,11 +21,9 @@ def check_supported(module: torch.nn.Module, arguments: Any) -> None:
             "this SGLang's weights belong to another process (--weight-cache-mode), which a refit cannot "
             "write: start it without that option"
         )
-    if getattr(arguments, "speculative_algorithm", None) is not None:
-        raise ReshardError(
-            "this SGLang drafts tokens by another model (--speculative-algorithm), which a refit does not "
-            "bring: start it without that option"
-        )
+    drafts_by = getattr(arguments, "speculative_algorithm", None)
+    if drafts_by is not None:
+        _check_drafting(str(drafts_by), arguments)
     if getattr(arguments, "enable_lora", None):
         raise ReshardError(
             "this SGLang serves LoRA adapters (--enable-lora), which a refit does not support: start it "
@@ -51,6 +51,25 @@ def check_supported(module: torch.nn.Module, arguments: Any) -> None:
         experts = compat.experts_of(child)
         if experts is not None:
             _check_experts(name, child, experts)
+
+
+def _check_drafting(algorithm: str, arguments: Any) -> None:
+    if algorithm not in SEPARATE_DRAFTERS:
+        raise ReshardError(
+            f"this SGLang drafts tokens by another model (--speculative-algorithm), which a refit does not bring "
+            f"for {algorithm}: start it without that option, or with EAGLE3"
+        )
+    if compat.has_dp_attention(arguments) or getattr(arguments, "enable_multi_layer_eagle", False):
+        raise ReshardError(
+            "this SGLang drafts tokens with data parallel attention or by several layers (--enable-dp-attention, "
+            "--enable-multi-layer-eagle), which a refit does not support: start it without that option"
+        )
+    keeps = arguments.enable_weights_cpu_backup or arguments.enable_draft_weights_cpu_backup
+    if arguments.enable_memory_saver and not keeps:
+        raise ReshardError(
+            "this SGLang would lose what its drafter does not get from a refit when it releases memory: start it "
+            "with --enable-draft-weights-cpu-backup"
+        )
 
 
 def _check_method(name: str, module: torch.nn.Module, arguments: Any) -> None:
