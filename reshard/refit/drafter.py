@@ -50,10 +50,11 @@ class DeclaredDrafter(NamedTuple):
             own, theirs = self.config[name], served[name]
             if name in NO_EFFECT or name in _OF_ENGINES or name in ignored() or has_no_effect(name):
                 continue
-            if None not in (own, theirs) and not same_value(own, theirs):
+            if None not in (own, theirs) and not _agree(own, theirs):
                 raise ReshardError(
                     f"the trainer's drafter has {name} {own!r:.80}, but the drafter of {where} {theirs!r:.80}: train "
-                    f"and serve the same one"
+                    f"and serve the same one, or, if that means the same, connect inside of "
+                    f'reshard.ignored_config_fields("{name}")'
                 )
 
 
@@ -86,6 +87,14 @@ def declared_drafter(facts: Mapping[str, bytes]) -> DeclaredDrafter | None:
         elif own != declared:
             raise ReshardError(f"{first} and {who} have different drafters: give all ranks the same one")
     return declared
+
+
+def _agree(own: Any, theirs: Any) -> bool:
+    """Return True for values of a field that mean the same; of settings by name, as rotary ones, those that both have:
+    engines write such in anew, as another spelling of a type."""
+    if isinstance(own, Mapping) and isinstance(theirs, Mapping):
+        return all(_agree(own[name], theirs[name]) for name in own.keys() & theirs.keys())
+    return same_value(own, theirs)
 
 
 def _checked_shape(shape: Any) -> tuple[int, ...]:

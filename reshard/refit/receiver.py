@@ -158,11 +158,11 @@ class Receiver:
         return self.engine.written_addresses()
 
     def check_taken(self) -> None:
-        """Raise ReshardError where another connection has had the engine take other facts since."""
-        if self._is_taken and self.engine.placement is not self._taken_placement:
+        """Raise ReshardError where another connection has had the engine take other weights since."""
+        if self.engine.placement is not self._taken_placement:
             raise ReshardError(
-                "another connection refits an adapter of other layers, ranks or scales under this name, or another "
-                "drafter: connect again"
+                "another connection refits an adapter of other layers, ranks or scales under this name, or other parts "
+                "of the model or a drafter: connect again"
             )
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """A live drafter, such as an EAGLE-3 head, that is trained beside a model: both as one source of a refit."""
 
+import json
 from collections.abc import Collection
 from copy import copy
 from typing import Any
@@ -59,7 +60,8 @@ class DraftModel(FsdpShards):
             for held in self.published
         }
         config: Any = getattr(self.model, "config", None)
-        return DeclaredDrafter(tensors, config.to_dict() if hasattr(config, "to_dict") else {}).encode()
+        fields = config.to_dict() if hasattr(config, "to_dict") else {}
+        return DeclaredDrafter(tensors, json.loads(json.dumps(fields, default=str))).encode()
 
 
 class WithDrafter(Trainer):

@@ -1,6 +1,5 @@
 """A real vLLM on the CPU that drafts tokens by an EAGLE-3 head, refitted from a model and a drafter under FSDP2."""
 
-import gc
 import zlib
 
 import torch
@@ -63,11 +62,10 @@ def policy_of(hf: str) -> torch.nn.Module:
     return on_mesh(transformers.AutoModelForCausalLM.from_pretrained(hf, dtype=torch.bfloat16))
 
 
-def refitted(cases: list) -> dict:
-    """By name, of each case (name, engine's options, two pairs of a model's and a drafter's
-    directories): what an engine says that has loaded the first pair; after refits from trainers with the first, with
-    the second, and with the second model and the first drafter; what ones say that have loaded the second pair, and
-    the second model alone; and what a refit does to the tensors."""
+def refitted(pairs: list, options: dict) -> dict:
+    """What an engine says that has loaded the first of two pairs of a model's and a drafter's directories; after refits
+    from trainers with the first, with the second, and with the second model and the first drafter; what ones say that
+    have loaded the second pair, and the second model alone; and what a refit does to the tensors."""
     from reshard.engines.vllm.compat import plain_weights
     from reshard.engines.vllm.live import VllmModel
     from reshard.refit import RefitGroup, connect
@@ -75,32 +73,25 @@ def refitted(cases: list) -> dict:
     from reshard.trainers import FsdpModel, WithDrafter
 
     keep_imports_frozen()
-    results: dict = {}
-    for name, options, ((hf, drafter), (other, second)) in cases:
-        llm = with_drafter(hf, drafter, **options)
-        results[name] = {"before": said(llm), "digests": []}
-        destination = VllmModel.from_llm(llm)
-        steps = ((hf, drafter), (other, second), (other, drafter))
-        results[name]["refitted"] = []
-        for version, (policy, draft) in enumerate(steps):
-            source = WithDrafter(FsdpModel(policy_of(policy)), on_mesh(load_drafter(draft, hf)))
-            link = connect(RefitGroup.of_process_group(), source, destination)
-            digest = link.refit(version, verify=True).digest
-            results[name]["digests"].append([digest, digest_parts(destination)["drafter"]])
-            results[name]["refitted"].append(said(llm))
-            results[name]["described"] = link.describe()["tensors"]
-            link.close()
-        results[name]["version"] = destination.version
-        del llm, destination, link, source
-        forget()
-        results[name]["loaded"] = said(llm := with_drafter(other, second, **options))
-        del llm
-        forget()
-        with plain_weights():
-            llm = engine(other, dtype="bfloat16", **options)
-        results[name]["alone"] = said(llm)["tokens"]
-        del llm
-        forget()
-        gc.collect()
-        dist.barrier()
+    (hf, drafter), (other, second) = pairs
+    llm = with_drafter(hf, drafter, **options)
+    results: dict = {"before": said(llm), "digests": [], "refitted": []}
+    destination = VllmModel.from_llm(llm)
+    for version, (policy, draft) in enumerate(((hf, drafter), (other, second), (other, drafter))):
+        source = WithDrafter(FsdpModel(policy_of(policy)), on_mesh(load_drafter(draft, hf)))
+        link = connect(RefitGroup.of_process_group(), source, destination)
+        digest = link.refit(version, verify=True).digest
+        results["digests"].append([digest, digest_parts(destination)["drafter"]])
+        results["refitted"].append(said(llm))
+        results["described"] = link.describe()["tensors"]
+        link.close()
+    results["version"] = destination.version
+    del llm, destination, link, source
+    forget()
+    results["loaded"] = said(llm := with_drafter(other, second, **options))
+    del llm
+    forget()
+    with plain_weights():
+        llm = engine(other, dtype="bfloat16", **options)
+    results["alone"] = said(llm)["tokens"]
     return results

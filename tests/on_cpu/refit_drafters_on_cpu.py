@@ -88,7 +88,8 @@ def from_megatron(
 ) -> dict:
     """What is not, after a refit from Megatron's model of the second pair and a drafter as a plain module beside it,
     what vLLM's loader makes of that pair; what a verified refit says where one tensor of the drafter has changed its
-    place; the drafter's digests, before, after, and of a trainer without a drafter; and what that does to it."""
+    place; the drafter's digests, before, after, and of a trainer without a drafter; and what that does to it; and
+    what is said, before and after it was brought again, of a drafter that such a trainer would leave in pieces."""
     members = start(rank, sides)[2]
     chunks, _ = trainer(flags, mcore)
     worker, module, draft = served(pairs[0], **engine)
@@ -111,7 +112,28 @@ def from_megatron(
     kept = first.data.clone()
     first.data.copy_(second.data), second.data.copy_(kept)
     digests.append(digest_parts(destination)["drafter"])
-    return results | {"digests": digests, "version": destination.version}
+    results |= {"digests": digests, "version": destination.version}
+    alone.close()
+
+    # What a trainer without a drafter says where that is half written, and where it was lost.
+    results["half"], results["lost"] = [], []
+    for what in ("half", "lost"):
+        link = connect(members, source, destination)
+        if what == "half":
+            destination.begin()
+        else:
+            link.refit(6)
+            worker.sleep(2), worker.wake_up(["weights"])
+        link.close()
+        again = VllmModel.from_worker(worker)
+        results[what] = [caught(partial(connect, members, MegatronModel(chunks), again))]
+        link = connect(members, source, again)
+        link.refit(7, verify=True)
+        link.close()
+        results[what].append(caught(partial(connect, members, MegatronModel(chunks), again)))
+        held = of_both(module, draft)
+        results[what].append(sorted(key for key in held if held[key] != expected[key]))
+    return results
 
 
 NORMS = ("hidden_norm", "input_layernorm")

@@ -112,6 +112,8 @@ def said(rank: int, sides: dict, cases: dict[str, tuple]) -> dict:
         model, arguments, worker = served(loads, **options)
         policy = transformers.AutoModelForCausalLM.from_pretrained(trains[0], dtype=torch.bfloat16)
         drafter = load_drafter(trains[1], trains[0]) if len(trains) == 2 else None
+        if drafter is not None:
+            drafter.config = transformers.LlamaConfig(**drafter.fields)
         if beside:
             drafter.register_buffer(beside, torch.ones(4))
 

@@ -97,6 +97,10 @@ def test_megatron_refits_a_drafter_beside_its_model_and_leaves_it_alone_without_
         [left] = of["left"]
         assert left["what"] == "left alone" and "of the drafter, as it was loaded" in left["how"]
         assert left["tensors"] >= 11
+        for what, why in (("half", "a refit of it failed"), ("lost", "it was lost in sleep")):
+            said, then, wrong = of[what]
+            assert f"this vLLM's drafter is not whole, since {why}, and the trainer has no drafter" in said
+            assert then == "no error" and wrong == [], "another refit has mended it"
 
 
 @pytest.fixture(scope="module")

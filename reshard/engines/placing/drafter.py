@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -11,6 +12,28 @@ from reshard.engines.placing.rules import PlacedTensors, place_by_trace
 from reshard.engines.tracing.trace import Canonical, Trace
 from reshard.engines.tracing.views import StoredViews
 from reshard.refit.drafter import DRAFTER, DeclaredDrafter
+
+HALF_WRITTEN = -1
+# Of each drafter that a refit has written: how often its engine's weights had been lost when it was last whole.
+_whole_at: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+
+
+def note_written(module: torch.nn.Module, losses: int = HALF_WRITTEN) -> None:
+    """Note that a refit begins to write a drafter, or, with the `losses` of its engine's guard, that it has written all
+    of it."""
+    _whole_at[module] = losses
+
+
+def check_whole(engine: str, module: torch.nn.Module, losses: int, has_copies: bool = False) -> None:
+    """Raise ReshardError if a drafter that no refit is to bring is not whole: a refit that failed has written a part of
+    it, or its engine has lost its weights since, and `has_copies` of none."""
+    state = _whole_at.get(module, 0)
+    if state == HALF_WRITTEN or (state != losses and not has_copies):
+        why = "a refit of it failed" if state == HALF_WRITTEN else "it was lost in sleep"
+        raise ReshardError(
+            f"this {engine}'s drafter is not whole, since {why}, and the trainer has no drafter: refit it from a "
+            f"trainer that has it, or start {engine} again"
+        )
 
 
 def stored_drafter(declared: DeclaredDrafter) -> Canonical:

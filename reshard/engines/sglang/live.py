@@ -25,6 +25,7 @@ from reshard.engines.placing.accounts import (
     account_for,
 )
 from reshard.engines.placing.blocks import counted, find_scales, served_in_blocks
+from reshard.engines.placing.drafter import check_whole, note_written
 from reshard.engines.placing.places import Placer
 from reshard.engines.placing.taken import check_all_taken
 from reshard.engines.placing.tower import Tower, find_tower
@@ -146,10 +147,13 @@ class SglangModel(LiveEngine):
             return
         if declared is None:
             drafter.check_left_alone(self.arguments)
+            check_whole(self.engine, drafter.module, self.guard.losses, has_copies=True)  # SGLang's own
         else:
             declared.check_config(compat.config_of_drafter(drafter.worker), self.engine)
         if declared != self._declared:
             before, self._declared = self._declared, declared
+            main = {name: one for name, one in self.tensors.items() if not name.startswith(DRAFT)}
+            self._drafter = Drafter(drafter.worker, main)  # SGLang may have replaced some
             try:
                 self._take_places(self._with_tower)
             except ReshardError:
@@ -252,8 +256,16 @@ class SglangModel(LiveEngine):
         else:
             call.check_idle()
 
+    def begin(self) -> None:
+        """Refuse to serve until `end`."""
+        super().begin()
+        if self._drafter is not None and self._declared is not None:
+            note_written(self._drafter.module)
+
     def end(self, version: int) -> None:
         """Serve again, with weights of this version."""
+        if self._drafter is not None and self._declared is not None:
+            note_written(self._drafter.module, self.guard.losses)
         self._on_scheduler(partial(self.guard.refitted, version))
 
     def update_derived(self) -> None:

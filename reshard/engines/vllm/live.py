@@ -15,6 +15,7 @@ from reshard.device.cuda import is_mapped
 from reshard.engines.live import LiveEngine, check_towers_loaded, owners_of
 from reshard.engines.placing.accounts import LEFT_ALONE, OF_DRAFTER, Account, account_for
 from reshard.engines.placing.blocks import counted, served_in_blocks
+from reshard.engines.placing.drafter import check_whole, note_written
 from reshard.engines.placing.places import Placer
 from reshard.engines.placing.rules import PlacedTensors
 from reshard.engines.placing.taken import check_all_taken
@@ -290,8 +291,10 @@ class VllmModel(LiveEngine):
                 "drafts by no other model" if self.draft is None else "drafts by its model's own MTP layers"
             )
             raise no_drafter_error(self.engine, serves, declared)
-        if declared is None and self._has_separate_drafter:
+        if declared is None and self.draft is not None and self._has_separate_drafter:
             check_drafter(self.draft, self.vllm_config, "the trainer has no drafter")
+            has_copies = self._kept.has(self.drafter_tensors())
+            check_whole(self.engine, self.draft, self.guard.losses, has_copies)
         if declared is not None:
             config = self.vllm_config.speculative_config.draft_model_config.hf_config
             declared.check_config(config.to_dict(), "vLLM")
@@ -373,6 +376,14 @@ class VllmModel(LiveEngine):
         if self.guard.ready and not self._kept.has_parameters:
             self._save_kept()
         super().begin()
+        if self._declared is not None and self.draft is not None:
+            note_written(self.draft)
+
+    def end(self, version: int) -> None:
+        """Serve again, with weights of this version."""
+        if self._declared is not None and self.draft is not None:
+            note_written(self.draft, self.guard.losses)
+        super().end(version)
 
     def process_round(self, index: int) -> None:
         """Let vLLM quantize the layers of a round."""

@@ -43,6 +43,10 @@ class KeptTensors:
                 self._copies[name] = tensor.detach().cpu().clone()
         self.has_parameters = self.guard.ready
 
+    def has(self, names: Collection[str]) -> bool:
+        """Return True if there are copies of all of these tensors."""
+        return all(name in self._copies for name in names)
+
     def restore(self, tensors: Mapping[str, torch.Tensor], buffers: frozenset[str]) -> None:
         """Write what vLLM has lost since the last call back into the model."""
         for name, copy in self._copies.items():
