@@ -31,7 +31,7 @@ class DraftModel(FsdpShards):
         published = {self._published(name) for name in names}
         if unknown := sorted({*without} - published):
             raise ReshardError(f"the drafter has no {listed(unknown)} that could be left out")
-        if not self.held:
+        if not self.published:
             raise ReshardError(f"{type(module).__name__} has no weights of a drafter under {prefix!r}")
 
     def _published(self, name: str) -> str:

@@ -115,7 +115,7 @@ def browser() -> str:
 
 # What the reader's own program has, by the names that the pages give it.
 READERS_OWN = {
-    "address", "consume", "engine", "first_rank", "generate", "link", "llm", "model", "models", "optimizer", "prompts",
+    "address", "consume", "drafter", "engine", "first_rank", "generate", "link", "llm", "model", "models", "optimizer", "prompts",
     "rank", "ray", "sampling", "secret", "self", "size", "step", "steps", "train", "trainers", "version",
 }  # fmt: skip
 
