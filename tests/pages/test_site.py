@@ -115,8 +115,8 @@ def browser() -> str:
 
 # What the reader's own program has, by the names that the pages give it.
 READERS_OWN = {
-    "address", "consume", "drafter", "engine", "first_rank", "generate", "link", "llm", "model", "models", "optimizer", "prompts",
-    "rank", "ray", "sampling", "secret", "self", "size", "step", "steps", "train", "trainers", "version",
+    "address", "consume", "drafter", "engine", "first_rank", "generate", "link", "llm", "model", "models", "optimizer",
+    "prompts", "rank", "ray", "sampling", "secret", "self", "size", "step", "steps", "train", "trainers", "version",
 }  # fmt: skip
 
 
