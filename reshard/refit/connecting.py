@@ -25,16 +25,9 @@ from reshard.refit.holder import Holder
 from reshard.refit.link import Link
 from reshard.refit.lora.connecting import connect_adapter
 from reshard.refit.options import ConnectOptions
-from reshard.refit.protocol.encoding import readable
-from reshard.refit.protocol.greeting import (
-    DeviceInfo,
-    Greeting,
-    exchange_devices,
-    exchange_greetings,
-    one_config,
-    post_config,
-)
+from reshard.refit.protocol.greeting import DeviceInfo, Greeting, exchange_devices, exchange_greetings
 from reshard.refit.receiver import Receiver
+from reshard.refit.requesting import exchange_requests
 from reshard.refit.routes import NIXL
 from reshard.refit.sender import Sender
 from reshard.refit.transports.agent import installed_version
@@ -107,7 +100,7 @@ def _connected(group: RefitGroup, source: Any, destination: Any, options: Connec
                 agreed = agreement_of(group.rank, greetings, devices)
                 sender = Sender(trainer, group, agreed, device) if trainer is not None else None
                 receiver = Receiver(engine, group, agreed, device) if engine is not None else None
-                _exchange_requests(group, agreed, sender, receiver)
+                exchange_requests(group, agreed, sender, receiver)
                 link = Link(
                     group, agreed, sender, receiver, device, options.delta_on_host, options.pending_bytes
                 )
@@ -139,25 +132,6 @@ def _greeting(rank: int, source: Any, destination: Any, options: ConnectOptions)
         ignored=sorted(ignored()),
         **options.told(),
     )
-
-
-def _exchange_requests(
-    group: RefitGroup, agreed: Agreement, sender: Sender | None, receiver: Receiver | None
-) -> None:
-    """Tell engines what trainers hold, and trainers which pieces engines want."""
-    config = b""
-    if receiver is not None:
-        receiver.find_moved()
-        config = post_config(group, receiver.engine.hf_config)
-    where = f"the config of {group.names[agreed.engines[0]]}"
-    with readable(where):
-        model = any_model(one_config(group, agreed.engines, config), where)
-    if sender is not None:
-        sender.publish(model)
-    if receiver is not None:
-        receiver.plan(model.where)
-    if sender is not None:
-        sender.receive_requests()
 
 
 def _resolve_side(side: Any, kind: type, name: str, give: str) -> Any:

@@ -19,11 +19,13 @@ from reshard.refit.copying.addresses import UNSTAGED
 from reshard.refit.copying.copies import wait_for_all_streams, wait_for_device, wait_for_partners
 from reshard.refit.pending.refits import Begun, PendingRefits
 from reshard.refit.protocol.memory import exchange_unmapped
+from reshard.refit.protocol.notes import Note, notes
 from reshard.refit.receiver import Receiver
 from reshard.refit.reporting.describing import described
 from reshard.refit.reporting.digest import RefitDigest
 from reshard.refit.reporting.log import RefitLog
 from reshard.refit.reporting.report import RefitReport
+from reshard.refit.requesting import exchange_requests
 from reshard.refit.sender import Sender
 from reshard.refit.trainer import Trainer
 from reshard.refit.transports import SENT
@@ -74,8 +76,9 @@ class Link:
         self.pending_bytes = pending_bytes
         self.begun = PendingRefits()
         engine = receiver.engine if receiver is not None else None
-        context = agreed.context(group, device, engine, keep_on_host)
-        self.transports = Transports(context)
+        self._context = agreed.context(group, device, engine, keep_on_host)
+        self._is_planned = True  # of what engines hold, by all members
+        self.transports = Transports(self._context)
         self.chain = RefitChain(agreed, [*self.transports], receiver)
         if receiver is not None:
             receiver.engine.timeout = group.timeout
@@ -146,8 +149,7 @@ class Link:
                 wanted = _checked(version)
                 self.digest.forget()
                 sender_moved, receiver_moved = self._find_moved()
-                note = self.sender.memory_digest.hex() if self.sender is not None else ""
-                agreed_version = self.group.prepare(wanted, note, verify, self.broken)
+                agreed_version = self.group.prepare(wanted, self._note().encode(), verify, self.broken)
                 self._follow(sender_moved, receiver_moved)
                 self.chain.begin(self.group, self.group.anew, receiver_moved)
                 prepared_at = time.perf_counter()
@@ -163,6 +165,7 @@ class Link:
                         self.sender.source.check_current()
                 self._release()
                 self._commit()
+                self._is_planned = True
         except BaseException as error:
             self.clean_up()
             self.log.failed(f"{self.log.what} {self.refits}", time.perf_counter() - start, error)
@@ -220,16 +223,41 @@ class Link:
         receiver_moved = self.receiver is not None and self.receiver.find_moved()
         return self.sender is not None and self.sender.post_if_moved(), receiver_moved
 
+    def _note(self) -> Note:
+        """Return what this member says of itself before a refit."""
+        holds_others = self.receiver is not None and self.receiver.holds_others()
+        memory_digest = self.sender.memory_digest if self.sender is not None else b""
+        return Note(memory_digest, holds_others or not self._is_planned)
+
+    def _plan_anew(self) -> None:
+        """Plan what engines hold now; what is kept to send changes belongs to the old plan, so all is sent."""
+        self._is_planned = False  # until a refit by the new plan has succeeded
+        self.transports.close(self.broken)
+        if self.sender is not None:
+            self.sender.forget()
+        exchange_requests(self.group, self.agreed, self.sender, self.receiver)
+        self.transports = Transports(self._context)
+        self.chain = RefitChain(self.agreed, [*self.transports], self.receiver)
+        self.chain.why = "engines hold other boxes than before"
+        self.sent_digests = SentDigests(self.sender) if self.sender is not None else None
+        self.received_digests = ReceivedDigests(self.receiver) if self.receiver is not None else None
+        self.set_up()
+
     def _follow(self, sender_moved: bool, receiver_moved: bool) -> None:
-        """Refresh addresses on both sides, and map again what was unmapped."""
+        """Refresh addresses on both sides, and map again what was unmapped; plan anew where engines hold other boxes."""
         anew = self.group.anew
         if anew and not self.broken:  # it has missed a refit that failed for the others, who start anew
             self._abort()
+        noted = notes(self.group)
+        if any(note.anew for note in noted.values()):
+            self._plan_anew()
+            self.broken = False
+            return
         # After a refit that failed nobody knows how far the tables had been made.
         tables_hold = not anew and not receiver_moved and not (sender_moved and self._sends())
         moved: list[int] = []
         if self.receiver is not None:
-            moved = self.receiver.read_moved(self.group.notes_of(self.receiver.pieces))
+            moved = self.receiver.read_moved(noted)
             tables_hold = tables_hold and self.transports.update_addresses(self.receiver.memory_of)
         if not tables_hold:
             self._prepare()

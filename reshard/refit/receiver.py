@@ -13,6 +13,7 @@ import torch
 
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
+from reshard.core.placement import Placement
 from reshard.refit.agreement import Agreement
 from reshard.refit.codecs.makers import maker_for
 from reshard.refit.codecs.places import places_of
@@ -30,17 +31,18 @@ from reshard.refit.copying.tables import CODEC
 from reshard.refit.engine import Engine
 from reshard.refit.planning import build_requests, plan_pieces
 from reshard.refit.protocol.alike import alone, read_alike
-from reshard.refit.protocol.encoding import DIGEST_BYTES, digest, readable
+from reshard.refit.protocol.encoding import digest
 from reshard.refit.protocol.facts import read_facts
 from reshard.refit.protocol.held import HeldTensors, ShardSizes, names_held, unpack_held
 from reshard.refit.protocol.memory import TrainerMemory, check_regions
+from reshard.refit.protocol.notes import Note
 from reshard.refit.protocol.requests import PieceRequest, RequestsRead
 from reshard.refit.relays import NEVER, Alike, Line, length_of
 from reshard.refit.routes import LOCAL
 from reshard.refit.transports import READ, RELAYED, SENT, TRANSPORTS
 
 # What an engine has planned from what trainers published, for who connects the same two again.
-_planned: WeakKeyDictionary[Engine, tuple[str, dict[int, Pieces], dict[int, ShardSizes]]] = (
+_planned: WeakKeyDictionary[Engine, tuple[str, Placement | None, dict[int, Pieces], dict[int, ShardSizes]]] = (
     WeakKeyDictionary()
 )
 
@@ -61,6 +63,7 @@ class Receiver:
         self.maker = maker_for(engine)
         self.slab = self.maker.slab(engine, device)
         self._addresses: list[int] | None = None  # that were last found
+        self._placement: Placement | None = None  # that the pieces are of
         self._is_taken = False  # the engine has taken facts for this connection
         self._taken_placement: object = None  # the engine's placement then
 
@@ -87,15 +90,17 @@ class Receiver:
             [position, distances, roundings, self._may_be_sent_blocks()],
             *(payload for header_and_parts in messages.values() for payload in header_and_parts),
         )
-        known_key, self.pieces, self.sizes = _planned.get(self.engine, ("", {}, {}))
-        if known_key != key:
+        placement = self.engine.placement
+        known_key, known_placement, self.pieces, self.sizes = _planned.get(self.engine, ("", None, {}, {}))
+        if known_key != key or known_placement is not placement:
             held = {
                 rank: unpack_held(*header_and_parts, names[rank])
                 for rank, header_and_parts in messages.items()
             }
             self.pieces = self._needed(held, distances, position, where)
             self.sizes = {rank: ShardSizes.of(*of_rank) for rank, of_rank in held.items()}
-            _planned[self.engine] = key, self.pieces, self.sizes
+            _planned[self.engine] = key, placement, self.pieces, self.sizes
+        self._placement = placement
         asked: dict[str, bytes] = {}
         for rank in trainers:
             if rank in self.pieces:
@@ -148,6 +153,10 @@ class Receiver:
         before. Another connection may have followed them first."""
         before, self._addresses = self._addresses, self._written_addresses()
         return before != self._addresses
+
+    def holds_others(self) -> bool:
+        """Return True if the engine holds other boxes than those that are planned, as of experts that it has moved."""
+        return self.engine.placement is not self._placement
 
     def has_moved(self) -> bool:
         """Return True if the engine has moved tensors since `find_moved` was last called."""
@@ -203,16 +212,10 @@ class Receiver:
             check_regions(memory, pieces.requests, self.sizes[rank], mapped, names[rank], pieces.names)
             self.memory[rank], self.memory_digests[rank] = memory, expected_digests[rank]
 
-    def read_moved(self, notes: Mapping[int, str]) -> list[int]:
+    def read_moved(self, notes: Mapping[int, Note]) -> list[int]:
         """Read anew the memory of the trainer's ranks whose notes have another digest; return these ranks."""
-        moved: dict[int, bytes] = {}
-        for rank, note in notes.items():
-            with readable(f"the note of {self.group.names[rank]}"):
-                noted = bytes.fromhex(note)
-                if len(noted) != DIGEST_BYTES:
-                    raise ValueError(f"a digest of {len(noted)} bytes")
-            if noted != self.memory_digests[rank]:
-                moved[rank] = noted
+        noted = {rank: notes[rank].memory_digest for rank in self.pieces}
+        moved = {rank: digest for rank, digest in noted.items() if digest != self.memory_digests[rank]}
         self._read_memory(moved)
         return [*moved]
 

@@ -69,6 +69,16 @@ def draft_load_format(config: Any) -> str:
     return str((own or config.load_config).load_format)
 
 
+def expert_moves(worker: Any) -> list[Any]:
+    """Return the states of the moves of experts by their load (EPLB), of a worker's model and its drafter, that vLLM
+    carries out in the background now: ``rebalanced`` until they end, ``pending_result`` once a layer is copied."""
+    state = getattr(getattr(worker, "model_runner", None), "eplb_state", None)
+    if state is None or not state.is_async:
+        return []
+    with known("moves experts in the background in another way"):
+        return [one for one in state.model_states.values() if one.rebalanced or one.pending_result is not None]
+
+
 def tensor_parallel() -> tuple[int, int]:
     """Return the size of this rank's tensor parallel group, and its rank there."""
     with known("does not say its tensor parallel group as it did"):

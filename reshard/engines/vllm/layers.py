@@ -11,14 +11,14 @@ from reshard.engines.vllm.compat import known
 class Experts(NamedTuple):
     """The experts of a layer.
 
-    `tp` and `tp_rank` split each expert. `redundant` tells whether some experts have copies (EPLB),
-    `total` how many experts there are, `placed` the global ids of this rank's in their order (None:
-    all, in order), `even` whether all ranks have equally many.
+    `tp` and `tp_rank` split each expert. `balanced` tells whether vLLM copies experts, and moves them by their load
+    (EPLB), `total` how many experts there are, each copy counted, `placed` which of these are this rank's, in their
+    order (None: all, in order), `even` whether all ranks have equally many.
     """
 
     tp: int
     tp_rank: int
-    redundant: bool
+    balanced: bool
     total: int
     placed: tuple[int, ...] | None
     even: bool
@@ -44,6 +44,17 @@ def experts_of(module: Any) -> Experts | None:
 def has_experts(module: Any) -> bool:
     """Tell whether a module holds routed experts."""
     return getattr(module, "moe_config", None) is not None and hasattr(module, "expert_map_manager")
+
+
+def copies_of_experts(module: Any) -> Any:
+    """Return the table of a layer whose experts vLLM copies and moves by their load (EPLB), from which the layer
+    routes: the places of each expert's copies among those of all ranks ``[experts, most copies]``, -1 where there are
+    fewer. None for other modules, and before vLLM has made one, when experts are where its loader has put them."""
+    if not hasattr(module, "routed_experts"):
+        return None
+    with known("does not say where a layer's experts have moved as it did"):
+        state = module.eplb_state
+        return None if state is None else state.logical_to_physical_map
 
 
 def has_cache(module: Any) -> bool:

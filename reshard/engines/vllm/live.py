@@ -50,6 +50,7 @@ from reshard.engines.vllm.weights.drafter import (
 )
 from reshard.engines.vllm.weights.kept import KeptTensors
 from reshard.engines.vllm.weights.mamba import Decay, decays, load_decay, stale_decay
+from reshard.engines.vllm.weights.moved_experts import VllmExperts, leave_where_they_are, moves_experts
 from reshard.engines.vllm.weights.mla import derive_in_place, deriving_attentions, stale_matrices
 from reshard.engines.vllm.weights.rank import rank_of
 from reshard.engines.vllm.weights.served import DRAFT, Served
@@ -141,6 +142,11 @@ class VllmModel(LiveEngine):
     def adapter(self, name: str) -> VllmAdapter:
         """Return the adapter that this vLLM serves by a name, the same as before; see
         `AdaptedEngine.adapter`."""
+        if self.experts is not None:
+            raise ReshardError(
+                "this vLLM moves experts by their load (EPLB), and a refit of an adapter does not follow them: start "
+                "vLLM without enable_eplb"
+            )
         if name not in self._adapters:
             self._adapters[name] = VllmAdapter(self, name)
         return self._adapters[name]
@@ -186,6 +192,7 @@ class VllmModel(LiveEngine):
             placed = self._place_tensors()
             self.placement, self.regions = placed
             self.reloads.share(self._parts_of_reloads())
+            self.experts = self._find_experts(placed)
         self.scales = find_scales(placed, self.blocks, self.tensors, self.match_vllm_rounding)
         rounds = self.reloads.round_of
         layers = {identity: _layer_of(identity) for identity in self.regions}
@@ -206,6 +213,37 @@ class VllmModel(LiveEngine):
         self.accounts = self._account()
         self._save_kept()
         self._addresses = self.tensor_addresses()
+        self._follow_experts()
+
+    def _find_experts(self, placed: PlacedTensors) -> VllmExperts | None:
+        """Return the experts that vLLM moves by their load; None if it moves none. Raises ReshardError where a refit
+        could not follow them."""
+        if not moves_experts(self.served.main) and not (self.draft is not None and moves_experts(self.draft)):
+            return None
+        if self.draft is not None and self.served.draft is None and moves_experts(self.draft):
+            raise ReshardError(
+                "vLLM moves the experts of a drafter by their load (EPLB), and the trainer has no MTP layers for it: "
+                "start vLLM without the drafter, or without enable_eplb"
+            )
+        if self.reloads.round_of:
+            layer = min(self.reloads.round_of)
+            raise ReshardError(
+                f"{layer} is quantized while it loads, which a refit of experts that vLLM moves by their load (EPLB) "
+                f"does not support: serve it in bf16 or fp8 blocks, or without enable_eplb"
+            )
+        if self.worker is None and self.vllm_config.parallel_config.eplb_config.use_async:
+            raise ReshardError(
+                "vLLM moves experts in the background (EPLB), which a model without its worker does not show: pass "
+                "VllmModel the worker, or start vLLM with --eplb-config '{\"use_async\": false}'"
+            )
+        self.cannot_switch = "its experts move (EPLB)"
+        return VllmExperts(self.served, placed, self.model)
+
+    def _follow_experts(self) -> None:
+        """Take the experts for those that vLLM has in this rank's places now; in sleep, when it forgets that too, as
+        they were."""
+        if self.experts is not None and self._has_memory():
+            self.placement = self.experts.moved.follow(self.experts.held())
 
     def _place_tensors(self) -> PlacedTensors:
         """Return the boxes of the model, and of its drafter if that is brought too."""
@@ -351,6 +389,11 @@ class VllmModel(LiveEngine):
                 "wake_up(tags=['weights']) before a refit"
             )
 
+    def refresh_regions(self) -> None:
+        """Find the tensors that vLLM has replaced or moved, and where experts are now; see `LiveEngine`."""
+        super().refresh_regions()
+        self._follow_experts()
+
     def _save_kept(self) -> None:
         """Copy to the host what a refit leaves alone, if it has memory."""
         self._kept.has_parameters = False
@@ -362,6 +405,9 @@ class VllmModel(LiveEngine):
         """Save what a checkpoint has brought that vLLM has loaded since."""
         self.reloads.keep_inputs()
         self._save_kept()
+        self._follow_experts()
+        if self.experts is not None and self.placement is not self.experts.moved.as_loaded:
+            self.guard.lose("experts where they were at start, since it has loaded weights after it moved them (EPLB)")
 
     def tensors_moved(self) -> None:
         """Find what vLLM derives, and the accounts, anew."""
@@ -373,6 +419,8 @@ class VllmModel(LiveEngine):
 
     def begin(self) -> None:
         """Refuse to serve until `end`."""
+        if self.experts is not None:
+            leave_where_they_are(self.worker, self.timeout)
         if self.guard.ready and not self._kept.has_parameters:
             self._save_kept()
         super().begin()
@@ -420,6 +468,15 @@ class VllmModel(LiveEngine):
         logs = {id(decay.log) for decay in self.decays.values()}
         of_decays = [identity[0] for identity, region in self.regions.items() if id(region.tensor) in logs]
         return super().not_as_published() + of_decays
+
+    def check_as_published(self) -> None:
+        """Raise ReshardError if what this rank serves was quantized, or moves while others read it."""
+        super().check_as_published()
+        if self.experts is not None:
+            raise ReshardError(
+                "this vLLM moves experts by their load (EPLB) while it serves, so that nothing else can read them "
+                "whole: give a trainer, or an engine without enable_eplb"
+            )
 
     # For logs
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from reshard.core.placement import Placement
 from reshard.delta.encoding import BITS
 from reshard.device.digests import Sums
 from reshard.refit.engine import Engine
@@ -50,12 +51,13 @@ class State(NamedTuple):
 
     writes: int
     addresses: list[int]
+    placement: Placement  # another once the engine has moved experts
 
 
 def state_of(engine: Engine) -> State:
     """Return the state of an engine's weights, where they are now."""
     engine.refresh_regions()
-    return State(engine.guard.writes, engine.written_addresses())
+    return State(engine.guard.writes, engine.written_addresses(), engine.placement)
 
 
 class PlacedDeltas:

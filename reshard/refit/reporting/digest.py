@@ -68,7 +68,10 @@ class RefitDigest:
         engine = self.receiver.engine
         addresses = engine.written_addresses()
         try:
-            if self._served is None or self._served.addresses != addresses:
+            served = self._served
+            if (
+                served is None or served.addresses != addresses or served.placement is not engine.placement
+            ):
                 from reshard.refit.reporting.records import ServedRecords
 
                 self._served = ServedRecords(engine, addresses)

@@ -36,7 +36,8 @@ class ServedRecords:
     Raises ReshardError if what it serves has no digest."""
 
     def __init__(self, engine: Engine, addresses: list[int]) -> None:
-        self.addresses, self.parts = addresses, served_parts(engine, _dtype_of(engine))
+        self.addresses, self.placement = addresses, engine.placement
+        self.parts = served_parts(engine, _dtype_of(engine))
         self.sums, self._known = self.parts.sums(), _without_sums(self.parts)
 
     def take(self) -> bytes:

@@ -17,9 +17,10 @@ from reshard.models.model import Model
 
 def rank_of(module: torch.nn.Module, model: Model, tensors: Collection[str], config: Any) -> EngineRank:
     """Return what a live model says of its rank, given the names of its `tensors` and its
-    ``VllmConfig``.
+    ``VllmConfig``; its experts are those that vLLM's loader gives it, also where they have moved since
+    (`reshard.engines.vllm.weights.moved_experts`).
 
-    Raises ReshardError if it has redundant experts.
+    Raises ReshardError if it has another number of experts than the model.
     """
     tp, tp_rank = tensor_parallel()
     moe_tp, moe_tp_rank, local_experts = tp, tp_rank, tuple(range(model.num_experts))
@@ -27,13 +28,15 @@ def rank_of(module: torch.nn.Module, model: Model, tensors: Collection[str], con
         experts = experts_of(layer)
         if experts is None:
             continue
-        if experts.redundant or (model.num_experts and experts.total != model.num_experts):
+        if model.num_experts and experts.total != model.num_experts and not experts.balanced:
             raise ReshardError(
-                f"{name} has redundant experts (EPLB), which a refit does not support: set enable_eplb=False"
+                f"{name} has {experts.total} experts, and the model {model.num_experts}: a refit knows of copies only "
+                f"where vLLM makes them (enable_eplb=True)"
             )
         moe_tp, moe_tp_rank = experts.tp, experts.tp_rank
         if experts.placed is not None:
-            local_experts = tuple(expert for expert in experts.placed if expert < experts.total)
+            placed = (expert for expert in experts.placed if expert < experts.total)
+            local_experts = tuple(expert % (model.num_experts or experts.total) for expert in placed)
         break  # all layers have the same
     # Some of vLLM's models have the output layer on every pipeline stage.
     layers, outer = layers_of(VLLM, model, tensors), outer_of(VLLM, model, tensors)
