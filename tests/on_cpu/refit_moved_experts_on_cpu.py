@@ -16,7 +16,10 @@ from vllm.distributed import parallel_state
 from vllm.distributed.eplb import eplb_state, rebalance_execute
 from vllm.engine.arg_utils import EngineArgs
 
+from reshard.core.errors import ReshardError
+from reshard.engines.vllm import live
 from reshard.engines.vllm.live import VllmModel
+from reshard.engines.vllm.weights import moved_experts
 from reshard.refit import connect
 from reshard.trainers.megatron import MegatronModel
 from tests.on_cpu import vllm_on_cpu
@@ -125,39 +128,121 @@ def worker_of(model, config, state):
     return SimpleNamespace(model_runner=runner, vllm_config=config, get_model=lambda: model)
 
 
+class Sides:
+    """The sides of a rank: a trainer that loads checkpoints, an engine that moves experts, and their link."""
+
+    def __init__(self, rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict):
+        self.rank, self.flags, self.checkpoints, self.engine = rank, flags, checkpoints, engine
+        self.is_trainer, self.is_engine, self.members = start(rank, sides)
+        self.source = self.load = self.destination = self.model = self.state = self.link = None
+
+    def connect(self, moved_before: bool = False, use_async: bool = False, **options) -> None:
+        """Make both sides, of an engine that has moved experts before, and connect them."""
+        if self.is_trainer:
+            chunks, self.load = trainer(self.flags, self.checkpoints[0][1])
+            self.source = MegatronModel(chunks)
+        if self.is_engine:
+            made = build(self.checkpoints[0][0], "dummy", use_async=use_async, **self.engine)
+            self.model, config, self.state = made
+            if moved_before:
+                balance(self.state, 7)
+            self.destination = VllmModel(self.model, config, worker_of(*made))
+        self.link = connect(self.members, self.source, self.destination, **options)
+
+    def train(self, which: int) -> None:
+        """Let the trainer have the weights of one of the checkpoints."""
+        if self.load is not None:
+            self.load(self.checkpoints[which][1])
+
+    def move(self, seed: int) -> None:
+        """Let the engine move experts, or begin it."""
+        if self.is_engine:
+            balance(self.state, seed)
+
+    def wrong(self, which: int) -> list[str]:
+        """The names of what an engine's rank serves otherwise than vLLM's loader and mover leave it of a checkpoint."""
+        if not self.is_engine:
+            return []
+        places = of_model(self.state).physical_to_logical_map.clone()
+        expected, now = as_loaded(self.checkpoints[which][0], places, **self.engine), fingerprint(self.model)
+        return sorted(name for name in expected if now[name] != expected[name])
+
+
 def refits(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict, **options):
-    """Refits of an engine that moves experts in between: before connect with `moved_before`, and with the map of connect
-    for ever with `stale`. Of engine ranks, for each refit, the names of what is not as vLLM's loader and mover leave it,
-    how many tensors vLLM had moved since the one before, and the report."""
-    moved_before, stale = options.pop("moved_before", False), options.pop("stale", False)
-    is_trainer, is_engine, members = start(rank, sides)
-    source = load = destination = model = state = None
-    if is_trainer:
-        chunks, load = trainer(flags, checkpoints[0][1])
-        source = MegatronModel(chunks)
-    if is_engine:
-        model, config, state = build(checkpoints[0][0], "dummy", **engine)
-        if moved_before:
-            balance(state, 7)
-        destination = VllmModel(model, config, worker_of(model, config, state))
-        if stale:
-            held = destination.experts.held()
-            destination.experts.held = lambda: held
-    link = connect(members, source, destination, **options)
+    """Refits of an engine that moves experts in between. Of engine ranks, for each refit, whether vLLM had moved
+    experts since the one before, what is wrong then, and the report; what is wrong where a rank goes by the places of
+    before, and after the refit that comes then; and what is said where others are to read from it, where an adapter is
+    to be refitted, and after vLLM has loaded weights itself."""
+    both = Sides(rank, sides, flags, checkpoints, engine)
+    both.connect(**options)
     found = []
     # Which checkpoint comes, and the seed of the loads by which vLLM moves experts before it.
-    for version, (which, seed) in enumerate([(0, None), (1, 1), (1, 2), (0, None), (1, None), (0, 3)]):
-        if load is not None and version:
-            load(checkpoints[which][1])
-        before = fingerprint(model) if is_engine else {}
-        if seed is not None and is_engine:
-            balance(state, seed)
-        moved = sum(before[name] != bits for name, bits in (fingerprint(model) if is_engine else {}).items())
-        report = link.refit(version, verify=True)
-        if is_engine:
-            expected = as_loaded(checkpoints[which][0], of_model(state).physical_to_logical_map, **engine)
-            now = fingerprint(model)
-            wrong = sorted(name for name in expected if now[name] != expected[name])
-            found.append((wrong, moved, report.to_dict()))
-    said = caught(destination.check_as_published) if is_engine else ""
-    return found, said
+    for version, (which, seed) in enumerate([(0, None), (1, 1), (1, 2), (0, None), (1, 3)]):
+        both.train(which)
+        before = fingerprint(both.model) if both.is_engine else {}
+        if seed is not None:
+            both.move(seed)
+        moved = both.is_engine and fingerprint(both.model) != before
+        if version == 4:  # planned anew, this one fails
+            is_last = rank == both.members.size - 1
+            with patch.object(VllmModel, "update_derived", failing) if is_last else contextlib.nullcontext():
+                assert "on purpose" in caught(lambda: both.link.refit(version, verify=True))
+        report = both.link.refit(version, verify=True)
+        found.append((moved, both.wrong(which), report.to_dict()))
+    destination, said = both.destination, []
+    held = destination.experts.held() if both.is_engine else None
+    both.move(4)
+    both.train(0)
+    with patch.object(moved_experts.VllmExperts, "held", lambda self: held):
+        both.link.refit()  # of deltas a verification would find it
+    controls = [both.wrong(0)]
+    both.link.refit(verify=True)
+    controls.append(both.wrong(0))
+    if both.is_engine:
+        both.link.close()
+        ready = destination.guard.ready
+        destination.guard.loaded()
+        said = [
+            caught(destination.check_as_published),
+            caught(lambda: destination.adapter("policy")),
+            ready and destination.guard.refusal,
+        ]
+    return found, controls, said
+
+
+def failing(self) -> None:
+    raise ReshardError("on purpose")
+
+
+def while_moving(
+    rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict, **options
+):
+    """Refits while vLLM's thread moves experts in the background (``use_async``): after it has taken over no layer,
+    and some; and one where nobody sees to what it has copied. Of engine ranks, for each, what is wrong once all has
+    ended, and in how many steps vLLM took over layers after the refit; and what is wrong after one more."""
+    both = Sides(rank, sides, flags, checkpoints, engine)
+    both.connect(use_async=True, **options)
+    both.link.refit()
+    found = []
+    for which, seed, taken, settled in ((1, 1, 0, True), (0, 2, 2, True), (1, 3, 0, False)):
+        both.move(seed)
+        for _ in range(taken if both.is_engine else 0):
+            await_copy(both.state)
+            both.state.step(is_dummy=True)
+        if both.is_engine and not settled:
+            await_copy(both.state)
+        both.train(which)
+        with contextlib.nullcontext() if settled else patch.object(live, "leave_where_they_are", lambda *_: None):
+            both.link.refit(verify=True)
+        steps = finish(both.state) if both.is_engine else 0
+        found.append((both.wrong(which), steps))
+    both.link.refit(verify=True)
+    return found, both.wrong(1)
+
+
+def await_copy(state) -> None:
+    """Wait until vLLM's thread has copied a layer."""
+    deadline = time.monotonic() + 60
+    while of_model(state).pending_result is None:
+        time.sleep(0.005)
+        assert time.monotonic() < deadline, "vLLM's thread copies nothing"

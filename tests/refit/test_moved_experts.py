@@ -1,17 +1,20 @@
-"""Refits of a vLLM that copies experts and moves them by their load (EPLB)."""
+"""Refits of a vLLM that copies experts and moves them by their load (EPLB): bit for bit what vLLM's own loader makes of
+the export, moved by vLLM's own function to the same places."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.megatron.test_logits import EP, ETP, TP, flags_at
+import reshard
+from tests.megatron.test_logits import EP, ETP, PP, TP, flags_at
 from tests.starting.ranks import free_port, run_on_ranks
 
-EP2 = dict(tp=2)
+EXPERTS = "mlp.experts.routed_experts."
 
 
-def run(function, converted, variant, parallel, trainers, folder, together=False, engine=EP2, **options):
-    checkpoints = converted(variant)
+def run(function, checkpoints, parallel, trainers, folder, together=False, engine=None, **options):
+    """What the ranks of a vLLM return that has all experts and copies on two ranks."""
+    engine = engine or {"tp": 2}
     engines = engine["tp"] * engine.get("dp", 1)
     sides = {"trainer": trainers, "engine": engines, "together": together, "folder": str(folder), "port": free_port()}
     arguments = sides, flags_at(Path(checkpoints[0][1]), parallel), checkpoints, engine
@@ -21,6 +24,7 @@ def run(function, converted, variant, parallel, trainers, folder, together=False
 
 CASES = [
     ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", 2, False, {"delta": True, "backend": "nccl"}),
+    ("qwen3-moe", f"{PP} 2", 2, False, {"engine": {"tp": 1, "dp": 2}, "relays": "always"}),
     ("deepseek-v3", f"{EP} 2 {ETP} 1", 2, True, {"moved_before": True}),
 ]
 
@@ -29,8 +33,30 @@ CASES = [
 def test_each_copy_of_an_expert_is_written_where_vllm_has_moved_it(
     variant, parallel, trainers, together, options, converted, tmp_path
 ):
-    for found, said in run("refits", converted, variant, parallel, trainers, tmp_path, together, **options):
-        for wrong, _, _ in found:
-            assert wrong == []
-        assert [moved > 0 for _, moved, _ in found] == [False, True, True, False, False, True]
-        assert "moves experts by their load (EPLB) while it serves" in said
+    """Over a connection that was made before. Also after a refit that failed, and with deltas between moves."""
+    checkpoints = converted(variant)
+    digests = [reshard.digest(hf, dtype="bfloat16").text for hf, _ in checkpoints]
+    for found, (control, mended), said in run(
+        "refits", checkpoints, parallel, trainers, tmp_path, together, **options
+    ):
+        assert [moved for moved, _, _ in found] == [False, True, True, False, True]
+        assert all(wrong == [] for _, wrong, _ in found), found
+        assert [report["digest"] for *_, report in found] == [digests[which] for which in (0, 1, 1, 0, 1)]
+        assert control and all(EXPERTS in name for name in control), "the places of before are others"
+        assert mended == []
+        read, adapter, refusal = said
+        assert "moves experts by their load (EPLB) while it serves" in read
+        assert "a refit of an adapter does not follow them" in adapter
+        assert "experts where they were at start" in refusal
+        if options.get("delta"):
+            sent = [report["is_delta"] for *_, report in found]
+            assert sent == [False, False, False, True, False]
+            assert "engines hold other boxes than before" in found[2][-1]["delta_reason"]
+
+
+def test_what_vllm_copies_in_the_background_is_not_taken_over_by_a_refit(converted, tmp_path):
+    """A layer that it has copied stays where it is, and layers after it move, with the new weights."""
+    for found, mended in run("while_moving", converted("qwen3-moe"), "", 1, tmp_path):
+        (first, steps), (second, rest), (control, _) = found
+        assert first == second == mended == [] and steps > rest > 0
+        assert control and all(EXPERTS in name for name in control), "what it had copied are other weights"
