@@ -139,8 +139,8 @@ def refusals(rank: int, folder: str, directories: dict[str, str], in_blocks: dic
     def cached(_, arguments) -> None:
         arguments.weight_cache_mode = "client"
 
-    def balanced(_, arguments) -> None:
-        arguments.enable_eplb = True
+    def elastic(_, arguments) -> None:
+        arguments.enable_eplb, arguments.elastic_ep_backend = True, "mooncake"
 
     def packed(model: torch.nn.Module, _) -> None:
         model.model.layers[0].mlp.down_proj.weight_scale_inv.format_ue8m0 = True
@@ -167,7 +167,7 @@ def refusals(rank: int, folder: str, directories: dict[str, str], in_blocks: dic
         "drafting": said("qwen3", drafting),
         "weight cache": said("qwen3", cached),
         "copies": said("qwen3", kept),
-        "experts by load": said("qwen3-moe", balanced),
+        "ranks that come and go": said("qwen3-moe", elastic),
         "another copy of experts": said("qwen3-moe", ep_num_redundant_experts=2),
         "another order of experts": said("qwen3-moe", init_expert_location=OTHER_ORDER),
         "blocks": said("blocks", **in_blocks),

@@ -8,18 +8,23 @@ import pytest
 import reshard
 from tests.megatron.test_logits import EP, ETP, PP, TP, flags_at
 from tests.starting.ranks import free_port, run_on_ranks
+from tests.tools.refits import ENGINES
 
+MODULES = {"vLLM": "refit_moved_experts_on_cpu", "SGLang": "refit_sglang_moved_experts_on_cpu"}
 EXPERTS = "mlp.experts.routed_experts."
 
 
-def run(function, checkpoints, parallel, trainers, folder, together=False, engine=None, **options):
-    """What the ranks of a vLLM return that has all experts and copies on two ranks."""
+def run(
+    function, checkpoints, parallel, trainers, folder, together=False, engine=None, into="vLLM", **options
+):
+    """What the ranks of an engine return that has all experts and copies on two ranks."""
     engine = engine or {"tp": 2}
     engines = engine["tp"] * engine.get("dp", 1)
     sides = {"trainer": trainers, "engine": engines, "together": together, "folder": str(folder), "port": free_port()}
     arguments = sides, flags_at(Path(checkpoints[0][1]), parallel), checkpoints, engine
     ranks = trainers if together else trainers + engines
-    return run_on_ranks(ranks, function, *arguments, module="refit_moved_experts_on_cpu", options=options)[-engines:]
+    how = {"python": ENGINES[into].python(), "environment": ENGINES[into].environment(), "options": options}
+    return run_on_ranks(ranks, function, *arguments, module=MODULES[into], **how)[-engines:]
 
 
 CASES = [
@@ -60,3 +65,30 @@ def test_what_vllm_copies_in_the_background_is_not_taken_over_by_a_refit(convert
         (first, steps), (second, rest), (control, _) = found
         assert first == second == mended == [] and steps > rest > 0
         assert control and all(EXPERTS in name for name in control), "what it had copied are other weights"
+
+
+SGLANG = {"tp": 2, "ep": 2, "ep_num_redundant_experts": 2}
+SGLANG_CASES = [
+    ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", 2, False, {"backend": "nccl"}),
+    ("deepseek-v3", f"{EP} 2 {ETP} 1", 2, True, {}),
+]
+
+
+@pytest.mark.parametrize("variant, parallel, trainers, together, options", SGLANG_CASES)
+def test_each_copy_of_an_expert_is_written_where_sglang_has_moved_it(
+    variant, parallel, trainers, together, options, converted, tmp_path
+):
+    given = converted(variant), parallel, trainers, tmp_path, together, SGLANG, "SGLang"
+    for found, said in run("refits", *given, **options):
+        assert [moved for moved, _ in found] == [False, True, True, False, True]
+        *wrong, control = [names for _, names in found]
+        assert wrong == [[]] * 4
+        assert control and all(".experts." in name for name in control), "the places of before are others"
+        assert "moves experts by their load (EPLB) while it serves" in said
+
+
+def test_experts_are_written_where_sglang_was_told_to_put_them(converted, tmp_path):
+    given = converted("qwen3-moe"), "", 1, tmp_path, False, SGLANG, "SGLang"
+    [(wrong, first, said), (also_wrong, second, _)] = run("anywhere", *given)
+    assert wrong == also_wrong == [] and said == "no error"
+    assert (first[0], second[0]) == ((6, 1, 0, 5, 7), (2, 3, 4, 5, 0)) and first[1] == (0, 1, 2, 3, 4)

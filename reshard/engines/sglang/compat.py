@@ -98,16 +98,50 @@ def parallel() -> Parallel:
 
 
 def moves_experts(arguments: Any) -> bool:
-    """Tell whether experts lie elsewhere than in order, each once, or may later, as with EPLB; given
-    the ``ServerArgs``."""
-    with known("does not say where experts lie as it did"):
-        from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+    """Tell whether SGLang moves experts by their load (EPLB), given the ``ServerArgs``."""
+    with known("does not say whether it moves experts as it did"):
+        return bool(arguments.enable_eplb)
 
-        located = get_global_expert_location_metadata()
-        if arguments.enable_eplb:
-            return True
-        of_layers = () if located is None else located.physical_to_logical_map_cpu
-        return not all(torch.equal(of_layer, torch.arange(len(of_layer))) for of_layer in of_layers)
+
+def located_experts(arguments: Any) -> torch.Tensor | None:
+    """Return the experts in the places of all ranks, by layer ``[layers, places]``, given the ``ServerArgs``; None where
+    they are in order, each once, and stay there."""
+    with known("does not say where experts lie as it did"):
+        located = _located_metadata()
+        if located is None:
+            return None
+        table: torch.Tensor = located.physical_to_logical_map_cpu
+        in_order = torch.arange(table.shape[1]).expand_as(table)
+        stay = not moves_experts(arguments) and torch.equal(table, in_order)
+        return None if stay else table
+
+
+def _located_metadata() -> Any:
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    return get_global_expert_location_metadata()
+
+
+@contextmanager
+def experts_in_turn(arguments: Any) -> Iterator[None]:
+    """While it is open, SGLang's loader puts experts into all places in turn, wherever it has moved them since, and
+    whichever copies it would pass over; given the ``ServerArgs``."""
+    table = located_experts(arguments)
+    if table is None:
+        yield
+        return
+    with known("does not say where experts lie as it did"):
+        located = _located_metadata()
+        name = "logical_to_all_physical_map_cpu"  # which the loader reads
+        before = getattr(located, name)
+        experts, places = located.num_logical_experts, table.shape[1]
+        copies = torch.full((experts, -(-places // experts) * experts), -1)
+        copies[torch.arange(places) % experts, torch.arange(places)] = torch.arange(places)
+    setattr(located, name, copies.expand(len(table), *copies.shape))
+    try:
+        yield
+    finally:
+        setattr(located, name, before)
 
 
 def expert_runner(module: torch.nn.Module) -> str:
@@ -171,12 +205,17 @@ def is_cache(module: torch.nn.Module) -> bool:
 
 
 class Experts(NamedTuple):
-    """The experts of a layer: how many this rank has, which of them is the first, and how many of
+    """The experts of a layer: how many places for them this rank has, which of all ranks' is the first, and how many of
     them are shared ones that every token goes to."""
 
     local: int
     first: int
     fused_shared: int
+
+    @property
+    def places(self) -> range:
+        """The places of this rank among those of all."""
+        return range(self.first, self.first + self.local - self.fused_shared)
 
 
 def experts_of(module: torch.nn.Module) -> Experts | None:
@@ -187,6 +226,13 @@ def experts_of(module: torch.nn.Module) -> Experts | None:
         layer: Any = module
         local, shared = int(layer.num_local_experts), int(layer.num_fused_shared_experts)
         return Experts(local, int(layer.moe_ep_rank) * (local - shared), shared)
+
+
+def layer_of(module: torch.nn.Module) -> int:
+    """Return the number of the layer that a module with experts is of."""
+    with known("does not number its layers as it did"):
+        layer: Any = module
+        return int(layer.layer_id)
 
 
 def split_of(module: torch.nn.Module) -> Split | None:

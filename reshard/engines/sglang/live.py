@@ -35,6 +35,7 @@ from reshard.engines.sglang.weights.blocks import layers_in_blocks
 from reshard.engines.sglang.weights.derived import DerivedTensors
 from reshard.engines.sglang.weights.drafter import AS_LOADED, DRAFT, Drafter
 from reshard.engines.sglang.weights.layout import check_family
+from reshard.engines.sglang.weights.moved_experts import SglangExperts
 from reshard.engines.sglang.weights.names import SGLANG
 from reshard.engines.sglang.weights.rank import rank_of
 from reshard.engines.sglang.weights.supported import check_supported
@@ -79,7 +80,9 @@ class SglangModel(LiveEngine):
         self.owners = owners_of(dict(model.named_modules()), self.tensors)
         self._drafter = None if draft_worker is None else Drafter(draft_worker, self.tensors)
         self._declared: DeclaredDrafter | None = None  # the drafter that a trainer brings
-        self.rank: EngineRank = rank_of(model, self.model, self.tensors)
+        located = compat.located_experts(arguments)
+        places = self.model.num_experts if located is None else located.shape[1]
+        self.rank: EngineRank = rank_of(model, self.model, self.tensors, places)
         self.tp = self.rank.tp
         self._towers = SGLANG.tower_prefixes(self.model)
         self._tower = self._find_tower()
@@ -88,7 +91,7 @@ class SglangModel(LiveEngine):
             self.optional = self._tower.names
         else:
             self._check_tower_loaded()
-        with gc_paused():
+        with gc_paused(), compat.experts_in_turn(arguments):
             self._main_trace = self._trace()
         added_once = SGLANG.family(self.model).added_once if self.rank.moe_tp_rank else ()
         stages = compat.parallel().pp.ranks
@@ -102,6 +105,8 @@ class SglangModel(LiveEngine):
             self.cannot_switch = "it has pipeline stages"
         elif compat.has_dp_attention(arguments):
             self.cannot_switch = "it has data parallel attention"
+        elif compat.moves_experts(arguments):
+            self.cannot_switch = "its experts move (EPLB)"
         self._addresses = self.tensor_addresses()
 
     @staticmethod
@@ -189,6 +194,10 @@ class SglangModel(LiveEngine):
         self.placement, self.regions = placed
         self.scales = find_scales(placed, self.blocks, self.tensors)
         self.accounts = self._account()
+        self.experts: SglangExperts | None = None
+        if compat.located_experts(self.arguments) is not None:
+            self.experts = SglangExperts(self.module, self.arguments, placed, self.model)
+            self._follow_experts()
 
     def _take_tensors(self, drafter: Drafter | None) -> None:
         """Follow the tensors of the model, and of a `drafter` that is brought too."""
@@ -235,6 +244,25 @@ class SglangModel(LiveEngine):
         return accounts | dict.fromkeys((name for name in brought if name.startswith(DRAFT)), OF_DRAFTER)
 
     # Following what SGLang moves
+
+    def refresh_regions(self) -> None:
+        """Find the tensors that SGLang has replaced or moved, and where experts are now; see `LiveEngine`."""
+        super().refresh_regions()
+        self._follow_experts()
+
+    def _follow_experts(self) -> None:
+        """Take the experts for those that SGLang has in this rank's places now."""
+        if self.experts is not None:
+            self.placement = self.experts.moved.follow(self.experts.held())
+
+    def check_as_published(self) -> None:
+        """Raise ReshardError if what this rank serves was quantized, or moves while others read it."""
+        super().check_as_published()
+        if compat.moves_experts(self.arguments):
+            raise ReshardError(
+                "this SGLang moves experts by their load (EPLB) while it serves, so that nothing else can read them "
+                "whole: give a trainer, or an engine without --enable-eplb"
+            )
 
     def check_awake(self) -> None:
         """Raise ReshardError if SGLang has released the memory of its weights."""

@@ -21,10 +21,9 @@ SPLIT_APART = (
 )
 
 
-def rank_of(module: torch.nn.Module, model: Model, tensors: Collection[str]) -> EngineRank:
-    """Return what a live model says of its rank, given the names of its `tensors`.
-
-    Experts lie in order (`check_supported`).
+def rank_of(module: torch.nn.Module, model: Model, tensors: Collection[str], places: int) -> EngineRank:
+    """Return what a live model says of its rank, given the names of its `tensors`; its experts are those that would be
+    in its places if they came in turn in the `places` of all ranks (`compat.experts_in_turn`).
     """
     groups = compat.parallel()
     splits: dict[str, Split] = {}
@@ -34,6 +33,7 @@ def rank_of(module: torch.nn.Module, model: Model, tensors: Collection[str]) -> 
             if split is not None and kind not in splits:
                 splits[kind] = split
     outer = outer_of_stage(SGLANG, model, groups.pp.rank == 0, groups.pp.rank == groups.pp.ranks - 1)
-    experts = experts_of_rank(model.num_experts, groups.ep.ranks, groups.ep.rank)
+    own_places = experts_of_rank(places, groups.ep.ranks, groups.ep.rank)
+    experts = tuple(place % model.num_experts for place in own_places)
     layers = layers_of(SGLANG, model, tensors)
     return EngineRank(*groups.tp, *groups.moe_tp, experts, layers, outer, splits)

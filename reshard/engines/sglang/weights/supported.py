@@ -29,10 +29,10 @@ def check_supported(module: torch.nn.Module, arguments: Any) -> None:
             "this SGLang serves LoRA adapters (--enable-lora), which a refit does not support: start it "
             "without that option"
         )
-    if compat.moves_experts(arguments):
+    if compat.moves_experts(arguments) and getattr(arguments, "elastic_ep_backend", None) not in (None, "none"):
         raise ReshardError(
-            "this SGLang places experts by their load (EPLB), which a refit does not support: start it "
-            "without --enable-eplb, --init-expert-location and --ep-num-redundant-experts"
+            "this SGLang moves experts by their load, and changes how many ranks have them (--elastic-ep-backend), which "
+            "a refit does not support: start it without that option, or without --enable-eplb"
         )
     if compat.interleaves_gate_and_up():
         raise ReshardError(
