@@ -17,8 +17,7 @@ from reshard.core.dtypes import DTYPES
 from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
 from reshard.models.config_fields import ignored, ignored_config_fields
-from reshard.models.without_table import any_model
-from reshard.refit.agreement import Agreement, agreement_of, check_sides
+from reshard.refit.agreement import agreement_of, check_sides
 from reshard.refit.codecs.makers import maker_for
 from reshard.refit.engine import Engine
 from reshard.refit.holder import Holder

@@ -244,7 +244,8 @@ class Link:
         self.set_up()
 
     def _follow(self, sender_moved: bool, receiver_moved: bool) -> None:
-        """Refresh addresses on both sides, and map again what was unmapped; plan anew where engines hold other boxes."""
+        """Refresh addresses on both sides, and map again what was unmapped; where engines hold other boxes, plan
+        anew."""
         anew = self.group.anew
         if anew and not self.broken:  # it has missed a refit that failed for the others, who start anew
             self._abort()

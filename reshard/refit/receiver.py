@@ -42,9 +42,9 @@ from reshard.refit.routes import LOCAL
 from reshard.refit.transports import READ, RELAYED, SENT, TRANSPORTS
 
 # What an engine has planned from what trainers published, for who connects the same two again.
-_planned: WeakKeyDictionary[Engine, tuple[str, Placement | None, dict[int, Pieces], dict[int, ShardSizes]]] = (
-    WeakKeyDictionary()
-)
+_planned: WeakKeyDictionary[
+    Engine, tuple[str, Placement | None, dict[int, Pieces], dict[int, ShardSizes]]
+] = WeakKeyDictionary()
 
 
 class Receiver:

@@ -20,6 +20,7 @@ from reshard.core.errors import ReshardError
 from reshard.engines.vllm import live
 from reshard.engines.vllm.live import VllmModel
 from reshard.engines.vllm.weights import moved_experts
+from reshard.engines.workers.deltas import EngineDeltas
 from reshard.refit import connect
 from reshard.trainers.megatron import MegatronModel
 from tests.on_cpu import vllm_on_cpu
@@ -59,7 +60,9 @@ def config_as_on_a_gpu(arguments: EngineArgs, plain=EngineArgs.create_engine_con
         return plain(arguments)
 
 
-def build(directory: str, load_format: str = "safetensors", redundant: int = 4, use_async: bool = False, **engine):
+def build(
+    directory: str, load_format: str = "safetensors", redundant: int = 4, use_async: bool = False, **engine
+):
     """A model with redundant experts as a worker of vLLM has it, its config, and its ``EplbState``."""
     without_streams()
     eplb = {
@@ -131,7 +134,9 @@ def worker_of(model, config, state):
 class Sides:
     """The sides of a rank: a trainer that loads checkpoints, an engine that moves experts, and their link."""
 
-    def __init__(self, rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict):
+    def __init__(
+        self, rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict
+    ):
         self.rank, self.flags, self.checkpoints, self.engine = rank, flags, checkpoints, engine
         self.is_trainer, self.is_engine, self.members = start(rank, sides)
         self.source = self.load = self.destination = self.model = self.state = self.link = None
@@ -168,7 +173,9 @@ class Sides:
         return sorted(name for name in expected if now[name] != expected[name])
 
 
-def refits(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict, **options):
+def refits(
+    rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict, **options
+):
     """Refits of an engine that moves experts in between. Of engine ranks, for each refit, whether vLLM had moved
     experts since the one before, what is wrong then, and the report; what is wrong where a rank goes by the places of
     before, and after the refit that comes then; and what is said where others are to read from it, where an adapter is
@@ -186,7 +193,7 @@ def refits(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str
         if version == 4:  # planned anew, this one fails
             is_last = rank == both.members.size - 1
             with patch.object(VllmModel, "update_derived", failing) if is_last else contextlib.nullcontext():
-                assert "on purpose" in caught(lambda: both.link.refit(version, verify=True))
+                assert "on purpose" in caught(lambda: both.link.refit(4, verify=True))
         report = both.link.refit(version, verify=True)
         found.append((moved, both.wrong(which), report.to_dict()))
     destination, said = both.destination, []
@@ -214,6 +221,50 @@ def failing(self) -> None:
     raise ReshardError("on purpose")
 
 
+def by_chain(
+    rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict, chain: str
+):
+    """What is wrong in an engine that loaded a checkpoint, after vLLM has moved experts and a delta has led to the
+    next, and after it was rolled back; what is said where vLLM moves experts before that, and while a delta is read;
+    and whether the engine is ready all the same."""
+    start(rank, sides)
+    model, config, state = build(checkpoints[0][0], **engine)
+    destination = VllmModel(model, config, worker_of(model, config, state))
+    deltas = EngineDeltas(destination)
+
+    def prepare() -> None:
+        [delta] = deltas.open(chain, "session").deltas(1)
+        deltas.digests()
+        deltas.begin(delta.before, 1, delta.after, 1 << 30)
+        assert deltas.is_prepared(waits=True)
+
+    def write() -> None:
+        deltas.write(1, deltas.chain.deltas(1)[0].after)
+
+    def wrong(which: int) -> list[str]:
+        places = of_model(state).physical_to_logical_map.clone()
+        expected, now = as_loaded(checkpoints[which][0], places, **engine), fingerprint(model)
+        return sorted(name for name in expected if now[name] != expected[name])
+
+    balance(state, 1)
+    prepare()
+    write()
+    found = [wrong(1)]
+    deltas.roll_back(0)
+    found.append(wrong(0))
+    prepare()
+    balance(state, 2)
+    said = [caught(write)]
+    found.append(wrong(0))
+    prepare()
+    write()
+    found.append(wrong(1))
+    balance(state, 3)
+    said.append(caught(lambda: deltas.roll_back(0)))
+    found.append(wrong(1))
+    return found, said, destination.guard.ready
+
+
 def while_moving(
     rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict, **options
 ):
@@ -232,7 +283,11 @@ def while_moving(
         if both.is_engine and not settled:
             await_copy(both.state)
         both.train(which)
-        with contextlib.nullcontext() if settled else patch.object(live, "leave_where_they_are", lambda *_: None):
+        with (
+            contextlib.nullcontext()
+            if settled
+            else patch.object(live, "leave_where_they_are", lambda *_: None)
+        ):
             both.link.refit(verify=True)
         steps = finish(both.state) if both.is_engine else 0
         found.append((both.wrong(which), steps))

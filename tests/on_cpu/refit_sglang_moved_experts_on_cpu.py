@@ -37,7 +37,9 @@ def balance(model: torch.nn.Module, arguments, updater, seed: int) -> None:
     places = place(*sglang_on_cpu._wanted(place, arguments), ModelConfig.from_server_args(arguments), loads)
     layers = model.routed_experts_weights_of_layer
     # As `EPLBManager` calls it.
-    updater.update(layers, places, update_layer_ids=sorted(layers.keys()), nnodes=1, rank=torch.distributed.get_rank())
+    updater.update(
+        layers, places, update_layer_ids=sorted(layers.keys()), nnodes=1, rank=torch.distributed.get_rank()
+    )
 
 
 def as_loaded(directory: str, places: expert_location.ExpertLocationMetadata, **engine) -> dict[str, tuple]:
@@ -52,9 +54,9 @@ def as_loaded(directory: str, places: expert_location.ExpertLocationMetadata, **
 def refits(
     rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict, **options
 ):
-    """Refits of an engine that moves experts in between. Of engine ranks, for each refit, whether SGLang had moved experts
-    since the one before, and the names of what it then serves otherwise than its own loader leaves it; the last goes by
-    the places of before. And what is said where others are to read from it."""
+    """Refits of an engine that moves experts in between. Of engine ranks, for each refit, whether SGLang had moved
+    experts since the one before, and the names of what it then serves otherwise than its own loader leaves it; the last
+    goes by the places of before. And what is said where others are to read from it."""
     is_trainer, is_engine, members = start(rank, sides)
     source = load = destination = None
     if is_trainer:
@@ -100,8 +102,9 @@ ANYWHERE = json.dumps({"physical_to_logical_map": [[6, 1, 0, 5, 7, 2, 3, 4, 5, 0
 
 
 def anywhere(rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict):
-    """Refits of an engine whose experts stay where a user has put them (``--init-expert-location``): of engine ranks, the
-    names of what it then serves otherwise than its own loader leaves it, and which of its experts are its own at last."""
+    """A refit of an engine whose experts stay where a user has put them (``--init-expert-location``). Of engine ranks,
+    the names of what it then serves otherwise than its own loader leaves it, the experts in all places, and what is
+    said where others are to read from it."""
     is_trainer, is_engine, members = start(rank, sides)
     source = destination = None
     if is_trainer:

@@ -256,7 +256,9 @@ def test_experts_that_vllm_moves_in_the_background_are_refused_without_its_worke
     sides = {"trainer": 1, "engine": 1, "together": True, "folder": str(tmp_path), "port": free_port()}
     arguments = sides, converted("qwen3-moe")[0][0], [], False, {}, "eplb"
     [(said, _)] = run_on_ranks(1, "of_a_table_without", *arguments, module="refit_on_cpu")
-    assert said.startswith("vLLM moves experts in the background (EPLB), which a model without its worker does not show")
+    assert said.startswith(
+        "vLLM moves experts in the background (EPLB), which a model without its worker does not show"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Experts that an engine copies, and moves by their load (EPLB): which of them lies in each place of a rank.
 
-An engine's loader fills each place with the expert that belongs there at start. From then on the engine exchanges
-whole experts among the places of all ranks, layer by layer: what a place is made of stays, and whose it is changes.
+An engine's loader puts experts into the places of all ranks in turn, and begins again after the last expert. From then
+on the engine exchanges whole experts among these places, layer by layer: what a place is made of stays, and whose it is
+changes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,50 +16,55 @@ from reshard.engines.layout import WITHOUT_PARAMETER
 from reshard.engines.placing.rules import PlacedTensors
 from reshard.models.model import Model
 
-# The experts in this rank's places, by layer, which is the name of the module that has their matrices.
+# The experts in the places of all ranks, by layer, which is the name of the module that has their matrices.
 Held = Mapping[str, tuple[int, ...]]
 
 
 class MovedExperts:
-    """The experts of a rank whose places the engine's loader has filled as `placed` says, in these `layers`.
+    """The experts of a rank whose places the engine's loader has filled as `placed` says; `layers` has, by layer, which
+    of the places of all ranks are this one's.
 
     Raises ReshardError if a layer has something else than experts.
     """
 
-    def __init__(self, engine: str, placed: PlacedTensors, layers: Sequence[str], model: Model) -> None:
-        self.engine, self.as_loaded, self.layers = engine, placed.placement, frozenset(layers)
+    def __init__(
+        self, engine: str, placed: PlacedTensors, layers: Mapping[str, Sequence[int]], model: Model
+    ) -> None:
+        self.as_loaded, self.experts = placed.placement, model.num_experts
         self._names = _names_by_expert(model)
-        self._places: dict[Any, tuple[str, int]] = {}  # by local tensor: its layer, and its place there
+        self._places: dict[Any, tuple[str, int]] = {}  # by local tensor: its layer, and its place among all
         for identity, region in placed.regions.items():
             layer = str(identity[0]).rpartition(".")[0]
-            if layer not in self.layers:
+            if layer not in layers:
                 continue
-            others = [part.name for part in self.as_loaded.tensors[identity].parts if part.name not in self._names]
-            if others:
-                raise ReshardError(
-                    f"{engine} moves experts by their load, and {others[0]} in {identity[0]} is not of one: start it "
-                    f"without EPLB"
-                )
-            self._places[identity] = layer, region.offset // (region.tensor.numel() // region.tensor.shape[0])
-        self._held: Held | None = None
+            for part in self.as_loaded.tensors[identity].parts:
+                if part.name not in self._names:
+                    raise ReshardError(
+                        f"{engine} moves experts by their load, and {part.name} in {identity[0]} is not of one: start "
+                        f"it without EPLB"
+                    )
+            own = region.offset // (region.tensor.numel() // region.tensor.shape[0])
+            self._places[identity] = layer, layers[layer][own]
+        self._held: Held = {}
         self.placement = self.as_loaded
 
     def follow(self, held: Held) -> Placement:
-        """Return the placement with these experts in the places: the same one as long as they are the same, and
+        """Return the placement with these experts in the places: the same one as long as all ranks have the same, and
         `as_loaded` where all are where the loader has put them."""
         if held != self._held:
             self.placement, self._held = self._with(held), dict(held)
         return self.placement
 
     def _with(self, held: Held) -> Placement:
+        if all(experts == in_turn(self.experts, len(experts)) for experts in held.values()):
+            return self.as_loaded
         shapes, tensors = dict(self.as_loaded.shapes), []
         for tensor in self.as_loaded.tensors.values():
             layer, place = self._places.get(tensor.id, ("", 0))
             if layer in held:
                 tensor = self._of_expert(tensor, held[layer][place], shapes)
             tensors.append(tensor)
-        placement = Placement.of(shapes, tensors)
-        return self.as_loaded if placement.tensors == self.as_loaded.tensors else placement
+        return Placement.of(shapes, tensors)
 
     def _of_expert(self, tensor: LocalTensor, expert: int, shapes: dict[str, tuple[int, ...]]) -> LocalTensor:
         """Return a local tensor with the same boxes of an expert's tensors; note the shapes of these."""
@@ -70,14 +76,21 @@ class MovedExperts:
         return tensor._replace(parts=tuple(parts))
 
 
-def experts_in_places(
-    engine: str, layer: str, copies: np.ndarray, places: int, local: Sequence[int]
-) -> tuple[int, ...]:
-    """Return the experts in a rank's `local` places, given the places of each expert's `copies` among all `places`
-    ``[experts, most copies]``, with -1 for none.
+def in_turn(experts: int, places: int) -> tuple[int, ...]:
+    """Return the experts in so many places as a loader fills them.
 
-    >>> experts_in_places("vLLM", "layer", np.array([[0, 4], [3, -1], [1, -1], [2, 5]]), 6, [3, 4, 5])
-    (1, 0, 3)
+    >>> in_turn(4, 6)
+    (0, 1, 2, 3, 0, 1)
+    """
+    return tuple(place % experts for place in range(places))
+
+
+def experts_in_places(engine: str, layer: str, copies: np.ndarray, places: int) -> tuple[int, ...]:
+    """Return the experts in all `places`, given the places of each expert's `copies` ``[experts, most copies]``, with
+    -1 for none.
+
+    >>> experts_in_places("vLLM", "layer", np.array([[0, 4], [3, -1], [1, -1], [2, 5]]), 6)
+    (0, 2, 3, 1, 0, 3)
 
     Raises ReshardError, naming the layer, unless each place holds one expert.
     """
@@ -90,7 +103,7 @@ def experts_in_places(
         )
     held = np.empty(places, np.int64)
     held[filled] = experts
-    return tuple(held[[*local]].tolist())
+    return tuple(held.tolist())
 
 
 def _names_by_expert(model: Model) -> dict[str, list[str]]:

@@ -104,8 +104,8 @@ def moves_experts(arguments: Any) -> bool:
 
 
 def located_experts(arguments: Any) -> torch.Tensor | None:
-    """Return the experts in the places of all ranks, by layer ``[layers, places]``, given the ``ServerArgs``; None where
-    they are in order, each once, and stay there."""
+    """Return the experts in the places of all ranks ``[layers, places]``, given the ``ServerArgs``; None where they are
+    in order, each once, and stay there."""
     with known("does not say where experts lie as it did"):
         located = _located_metadata()
         if located is None:

@@ -76,7 +76,9 @@ def expert_moves(worker: Any) -> list[Any]:
     if state is None or not state.is_async:
         return []
     with known("moves experts in the background in another way"):
-        return [one for one in state.model_states.values() if one.rebalanced or one.pending_result is not None]
+        return [
+            one for one in state.model_states.values() if one.rebalanced or one.pending_result is not None
+        ]
 
 
 def tensor_parallel() -> tuple[int, int]:

@@ -50,8 +50,8 @@ from reshard.engines.vllm.weights.drafter import (
 )
 from reshard.engines.vllm.weights.kept import KeptTensors
 from reshard.engines.vllm.weights.mamba import Decay, decays, load_decay, stale_decay
-from reshard.engines.vllm.weights.moved_experts import VllmExperts, leave_where_they_are, moves_experts
 from reshard.engines.vllm.weights.mla import derive_in_place, deriving_attentions, stale_matrices
+from reshard.engines.vllm.weights.moved_experts import VllmExperts, leave_where_they_are, moves_experts
 from reshard.engines.vllm.weights.rank import rank_of
 from reshard.engines.vllm.weights.served import DRAFT, Served
 from reshard.engines.vllm.weights.stand_ins import layer_fingerprint, trace_model
@@ -407,7 +407,9 @@ class VllmModel(LiveEngine):
         self._save_kept()
         self._follow_experts()
         if self.experts is not None and self.placement is not self.experts.moved.as_loaded:
-            self.guard.lose("experts where they were at start, since it has loaded weights after it moved them (EPLB)")
+            self.guard.lose(
+                "experts where they were at start, since it has loaded weights after it moved them (EPLB)"
+            )
 
     def tensors_moved(self) -> None:
         """Find what vLLM derives, and the accounts, anew."""

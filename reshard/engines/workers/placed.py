@@ -2,6 +2,7 @@
 they were exchanged with what is there, back."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -46,12 +47,19 @@ class Placed(NamedTuple):
         self.values.copy_(there)
 
 
-class State(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class State:
     """What an engine's weights have in common as long as nobody has written or moved them: see `state_of`."""
 
     writes: int
     addresses: list[int]
-    placement: Placement  # another once the engine has moved experts
+    placement: Placement
+
+    def __eq__(self, other: object) -> bool:
+        """Return True if nobody has; an engine that has moved experts, on any rank, has another placement."""
+        if not isinstance(other, State) or self.placement is not other.placement:
+            return False
+        return (self.writes, self.addresses) == (other.writes, other.addresses)
 
 
 def state_of(engine: Engine) -> State:

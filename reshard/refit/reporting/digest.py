@@ -69,9 +69,7 @@ class RefitDigest:
         addresses = engine.written_addresses()
         try:
             served = self._served
-            if (
-                served is None or served.addresses != addresses or served.placement is not engine.placement
-            ):
+            if served is None or served.addresses != addresses or served.placement is not engine.placement:
                 from reshard.refit.reporting.records import ServedRecords
 
                 self._served = ServedRecords(engine, addresses)

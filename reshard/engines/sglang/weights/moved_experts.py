@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from reshard.core.errors import ReshardError
 from reshard.engines.placing.moved_experts import Held, MovedExperts
 from reshard.engines.placing.rules import PlacedTensors
 from reshard.engines.sglang import compat
@@ -19,26 +18,14 @@ class SglangExperts:
     turn."""
 
     def __init__(self, module: torch.nn.Module, arguments: Any, placed: PlacedTensors, model: Model) -> None:
-        self.layers = {
-            name: (compat.layer_of(child), experts.places)
-            for name, child in module.named_modules()
-            if (experts := compat.experts_of(child)) is not None
-        }
+        found = [(name, child, compat.experts_of(child)) for name, child in module.named_modules()]
+        places = {name: experts.places for name, _, experts in found if experts is not None}
+        self.layers = {name: compat.layer_of(child) for name, child, _ in found if name in places}
         self.arguments = arguments
-        self.moved = MovedExperts("SGLang", placed, [*self.layers], model)
+        self.moved = MovedExperts("SGLang", placed, places, model)
 
     def held(self) -> Held:
-        """Return the experts that are in this rank's places now. Raises ReshardError if SGLang does not know."""
+        """Return the experts that are in the places of all ranks now."""
         table = compat.located_experts(self.arguments)
-        if table is None:
-            return {}
-        layers, places = table.shape
-        if any(layer >= layers or own.stop > places for layer, own in self.layers.values()):
-            raise ReshardError(
-                f"SGLang's table of where experts are (EPLB) has {layers} layers of {places} places, and the model has "
-                f"others: start it again"
-            )
-        of_layers = table.tolist()
-        return {
-            name: tuple(of_layers[layer][own.start : own.stop]) for name, (layer, own) in self.layers.items()
-        }
+        of_layers = [] if table is None else table.tolist()
+        return {name: tuple(of_layers[layer]) for name, layer in self.layers.items() if of_layers}

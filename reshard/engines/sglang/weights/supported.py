@@ -29,10 +29,13 @@ def check_supported(module: torch.nn.Module, arguments: Any) -> None:
             "this SGLang serves LoRA adapters (--enable-lora), which a refit does not support: start it "
             "without that option"
         )
-    if compat.moves_experts(arguments) and getattr(arguments, "elastic_ep_backend", None) not in (None, "none"):
+    if compat.moves_experts(arguments) and getattr(arguments, "elastic_ep_backend", None) not in (
+        None,
+        "none",
+    ):
         raise ReshardError(
-            "this SGLang moves experts by their load, and changes how many ranks have them (--elastic-ep-backend), which "
-            "a refit does not support: start it without that option, or without --enable-eplb"
+            "this SGLang moves experts by their load, and changes how many ranks have them (--elastic-ep-backend), "
+            "which a refit does not support: start it without that option, or without --enable-eplb"
         )
     if compat.interleaves_gate_and_up():
         raise ReshardError(

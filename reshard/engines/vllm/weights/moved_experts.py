@@ -6,7 +6,6 @@ refit has written other weights meanwhile, `leave_where_they_are` sees to it tha
 """
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +26,7 @@ ROUTED = "routed_experts"  # the module of a layer that has the experts' matrice
 
 class VllmExperts:
     """The layers of a model whose experts vLLM moves: their modules by the names of those that have the matrices, and
-    which experts each has."""
+    what each has of them."""
 
     def __init__(self, served: Served, placed: PlacedTensors, model: Model) -> None:
         self.layers: dict[str, tuple[torch.nn.Module, Experts]] = {}
@@ -36,10 +35,14 @@ class VllmExperts:
             if experts is not None and experts.balanced:
                 self.layers[f"{name}.{ROUTED}"] = module, experts
         self.model = model
-        self.moved = MovedExperts("vLLM", placed, [*self.layers], model)
+        places = {
+            name: range(experts.total) if experts.placed is None else experts.placed
+            for name, (_, experts) in self.layers.items()
+        }
+        self.moved = MovedExperts("vLLM", placed, places, model)
 
     def held(self) -> Held:
-        """Return the experts that are in this rank's places now; none before vLLM has moved any.
+        """Return the experts that are in the places of all ranks now; none before vLLM has a table of them.
 
         Raises ReshardError if vLLM does not know.
         """
@@ -52,14 +55,9 @@ class VllmExperts:
             return {}
         copies = torch.stack([*tables.values()]).cpu().numpy()  # in one copy from the GPU
         return {
-            name: experts_in_places("vLLM", name, of_layer, *_places(self.layers[name][1]))
+            name: experts_in_places("vLLM", name, of_layer, self.layers[name][1].total)
             for name, of_layer in zip(tables, copies, strict=True)
         }
-
-
-def _places(experts: Experts) -> tuple[int, Sequence[int]]:
-    """Return how many places for experts all ranks have, and which are this rank's."""
-    return experts.total, range(experts.total) if experts.placed is None else experts.placed
 
 
 def moves_experts(module: torch.nn.Module) -> bool:
