@@ -32,7 +32,7 @@ class ServedWeights(Holder):
     """The weights of one rank of an engine: which boxes of canonical tensors it serves, and from where.
 
     Ids of local tensors are the keys of `regions`, whose order does not change; if a tensor has moved, `regions` and
-    `scales` are other mappings, so that this is seen. As the source of a refit it is
+    `scales` are other mappings, and if it holds other boxes, `placement` is another one, so that this is seen. As the source of a refit it is
     read while it serves, so it has to hold whole weights as they were published, not quantized.
     """
 
@@ -69,7 +69,8 @@ class ServedWeights(Holder):
         return [_name(identity) for identity in {**self.scales, **self.staged_rounds}]
 
     def refresh_regions(self) -> None:
-        """Update `regions` and `scales` for tensors that the engine has moved.
+        """Update `regions` and `scales` for tensors that the engine has moved, and `placement` where it has put other
+        weights into them, as it does with experts.
 
         Called at connect and before each refit. Raises ReshardError if a tensor has no memory, or
         another layout than at connect.
