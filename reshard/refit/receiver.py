@@ -215,6 +215,10 @@ class Receiver:
     def read_moved(self, notes: Mapping[int, Note]) -> list[int]:
         """Read anew the memory of the trainer's ranks whose notes have another digest; return these ranks."""
         noted = {rank: notes[rank].memory_digest for rank in self.pieces}
+        if silent := [self.group.names[rank] for rank, digest in noted.items() if not digest]:
+            raise ReshardError(
+                f"{silent[0]} does not say where its memory is: give all members the same reshard"
+            )
         moved = {rank: digest for rank, digest in noted.items() if digest != self.memory_digests[rank]}
         self._read_memory(moved)
         return [*moved]

@@ -32,8 +32,8 @@ class ServedWeights(Holder):
     """The weights of one rank of an engine: which boxes of canonical tensors it serves, and from where.
 
     Ids of local tensors are the keys of `regions`, whose order does not change; if a tensor has moved, `regions` and
-    `scales` are other mappings, and if it holds other boxes, `placement` is another one, so that this is seen. As the source of a refit it is
-    read while it serves, so it has to hold whole weights as they were published, not quantized.
+    `scales` are other mappings, and if it holds other boxes, `placement` is another one, so that this is seen. As the
+    source of a refit it is read while it serves, so it has to hold whole weights as they were published, not quantized.
     """
 
     hf_config: dict[str, Any]

@@ -141,7 +141,13 @@ class Sides:
         self.is_trainer, self.is_engine, self.members = start(rank, sides)
         self.source = self.load = self.destination = self.model = self.state = self.link = None
 
-    def connect(self, moved_before: bool = False, use_async: bool = False, **options) -> None:
+    def connect(
+        self,
+        moved_before: bool = False,
+        use_async: bool = False,
+        match_vllm_rounding: bool = False,
+        **options,
+    ) -> None:
         """Make both sides, of an engine that has moved experts before, and connect them."""
         if self.is_trainer:
             chunks, self.load = trainer(self.flags, self.checkpoints[0][1])
@@ -151,7 +157,7 @@ class Sides:
             self.model, config, self.state = made
             if moved_before:
                 balance(self.state, 7)
-            self.destination = VllmModel(self.model, config, worker_of(*made))
+            self.destination = VllmModel(self.model, config, worker_of(*made), None, match_vllm_rounding)
         self.link = connect(self.members, self.source, self.destination, **options)
 
     def train(self, which: int) -> None:
@@ -217,6 +223,31 @@ def refits(
     return found, controls, said
 
 
+def in_blocks(
+    rank: int,
+    sides: dict,
+    flags: list[str],
+    checkpoints: list[tuple[str, str]],
+    engine: dict,
+    published: list[str],
+    **options,
+):
+    """What is wrong in an engine in fp8 blocks after refits with moves of experts in between, held against the
+    `published` checkpoints in fp8."""
+    both = Sides(rank, sides, flags, checkpoints, engine)
+    both.connect(match_vllm_rounding=True, **options)
+    both.link.refit()
+    found = []
+    for seed in (1, 2):
+        both.move(seed)
+        both.train(seed % 2)
+        both.link.refit(verify=True)
+        both.checkpoints = [(directory, "") for directory in published]
+        found.append([name for name in both.wrong(seed % 2) if not name.endswith(("k_scale", "v_scale"))])
+        both.checkpoints = checkpoints
+    return found, both.state is not None and len(both.destination.scales)
+
+
 def failing(self) -> None:
     raise ReshardError("on purpose")
 
@@ -227,7 +258,7 @@ def by_chain(
     """What is wrong in an engine that loaded a checkpoint, after vLLM has moved experts and a delta has led to the
     next, and after it was rolled back; what is said where vLLM moves experts before that, and while a delta is read;
     and whether the engine is ready all the same."""
-    start(rank, sides)
+    _, _, members = start(rank, sides)  # kept, since others meet at the first
     model, config, state = build(checkpoints[0][0], **engine)
     destination = VllmModel(model, config, worker_of(model, config, state))
     deltas = EngineDeltas(destination)
@@ -262,6 +293,7 @@ def by_chain(
     balance(state, 3)
     said.append(caught(lambda: deltas.roll_back(0)))
     found.append(wrong(1))
+    members.close()
     return found, said, destination.guard.ready
 
 

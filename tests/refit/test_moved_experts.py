@@ -8,6 +8,7 @@ import pytest
 import reshard
 from reshard.delta import save
 from tests.megatron.test_logits import EP, ETP, PP, TP, flags_at
+from tests.refit.test_blocks_engine import published
 from tests.starting.ranks import free_port, run_on_ranks
 from tests.tools.refits import ENGINES
 
@@ -72,6 +73,14 @@ def test_what_vllm_copies_in_the_background_is_not_taken_over_by_a_refit(convert
         (first, steps), (second, rest), (control, _) = found
         assert first == second == mended == [] and steps > rest > 0
         assert control and all(EXPERTS in name for name in control), "what it had copied are other weights"
+
+
+def test_experts_in_fp8_blocks_are_quantized_where_vllm_has_moved_them(converted, tmp_path):
+    checkpoints = converted("served-moe-blocks")
+    directories, overrides = published(checkpoints, tmp_path)
+    given = checkpoints, f"{EP} 2 {ETP} 1", 2, tmp_path, True, {"tp": 1, "dp": 2, **overrides}
+    for found, scales in run("in_blocks", *given, published=directories):
+        assert found == [[], []] and scales > 10
 
 
 def test_a_delta_of_a_chain_is_written_where_experts_are_and_not_where_they_were(converted, tmp_path):

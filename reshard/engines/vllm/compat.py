@@ -73,9 +73,11 @@ def expert_moves(worker: Any) -> list[Any]:
     """Return the states of the moves of experts by their load (EPLB), of a worker's model and its drafter, that vLLM
     carries out in the background now: ``rebalanced`` until they end, ``pending_result`` once a layer is copied."""
     state = getattr(getattr(worker, "model_runner", None), "eplb_state", None)
-    if state is None or not state.is_async:
+    if state is None:
         return []
     with known("moves experts in the background in another way"):
+        if not state.is_async:
+            return []
         return [
             one for one in state.model_states.values() if one.rebalanced or one.pending_result is not None
         ]

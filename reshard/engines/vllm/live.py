@@ -237,7 +237,7 @@ class VllmModel(LiveEngine):
                 "VllmModel the worker, or start vLLM with --eplb-config '{\"use_async\": false}'"
             )
         self.cannot_switch = "its experts move (EPLB)"
-        return VllmExperts(self.served, placed, self.model)
+        return VllmExperts(self.served, placed, self.model, self.worker)
 
     def _follow_experts(self) -> None:
         """Take the experts for those that vLLM has in this rank's places now; in sleep, when it forgets that too, as

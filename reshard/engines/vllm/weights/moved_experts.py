@@ -15,7 +15,7 @@ import torch
 from reshard.core.errors import ReshardError
 from reshard.engines.placing.moved_experts import Held, MovedExperts, experts_in_places
 from reshard.engines.placing.rules import PlacedTensors
-from reshard.engines.vllm.compat import expert_moves, known
+from reshard.engines.vllm.compat import expert_moves, known, unknown
 from reshard.engines.vllm.layers import Experts, copies_of_experts, experts_of
 from reshard.engines.vllm.weights.served import Served
 from reshard.models.model import Model
@@ -28,13 +28,18 @@ class VllmExperts:
     """The layers of a model whose experts vLLM moves: their modules by the names of those that have the matrices, and
     what each has of them."""
 
-    def __init__(self, served: Served, placed: PlacedTensors, model: Model) -> None:
+    def __init__(self, served: Served, placed: PlacedTensors, model: Model, worker: Any) -> None:
         self.layers: dict[str, tuple[torch.nn.Module, Experts]] = {}
         for name, module in served.named_modules:
             experts = experts_of(getattr(module, ROUTED, None))
             if experts is not None and experts.balanced:
                 self.layers[f"{name}.{ROUTED}"] = module, experts
-        self.model = model
+        for name, module in served.named_modules:
+            if module._parameters and moves_experts(module, inside=False) and name not in self.layers:
+                raise unknown(f"keeps experts that it moves in {name}")
+        if not self.layers:
+            raise unknown("keeps experts that it moves elsewhere")
+        self.model, self.worker = model, worker
         places = {
             name: range(experts.total) if experts.placed is None else experts.placed
             for name, (_, experts) in self.layers.items()
@@ -42,7 +47,8 @@ class VllmExperts:
         self.moved = MovedExperts("vLLM", placed, places, model)
 
     def held(self) -> Held:
-        """Return the experts that are in the places of all ranks now; none before vLLM has a table of them.
+        """Return the experts that are in the places of all ranks now; none before vLLM has a table of them, as for a
+        model without a worker.
 
         Raises ReshardError if vLLM does not know.
         """
@@ -51,6 +57,8 @@ class VllmExperts:
             table = copies_of_experts(module)
             if table is not None:
                 tables[name] = table[:, : experts.total - self.model.num_experts + 1]
+        if len(tables) < len(self.layers) and (tables or self.worker is not None):
+            raise unknown("does not say where a layer's experts have moved as it did")
         if not tables:
             return {}
         copies = torch.stack([*tables.values()]).cpu().numpy()  # in one copy from the GPU
@@ -60,9 +68,10 @@ class VllmExperts:
         }
 
 
-def moves_experts(module: torch.nn.Module) -> bool:
-    """Tell whether vLLM moves experts of a model."""
-    return any(experts.balanced for experts in map(experts_of, module.modules()) if experts is not None)
+def moves_experts(module: torch.nn.Module, inside: bool = True) -> bool:
+    """Tell whether vLLM moves experts of a module, or of those `inside`."""
+    modules = module.modules() if inside else [module]
+    return any(experts.balanced for experts in map(experts_of, modules) if experts is not None)
 
 
 def leave_where_they_are(worker: Any, seconds: float) -> None:
