@@ -157,7 +157,7 @@ class Sides:
             self.model, config, self.state = made
             if moved_before:
                 balance(self.state, 7)
-            self.destination = VllmModel(self.model, config, worker_of(*made), None, match_vllm_rounding)
+            self.destination = VllmModel(self.model, config, worker_of(*made))
         self.link = connect(self.members, self.source, self.destination, **options)
 
     def train(self, which: int) -> None:
@@ -223,29 +223,15 @@ def refits(
     return found, controls, said
 
 
-def in_blocks(
-    rank: int,
-    sides: dict,
-    flags: list[str],
-    checkpoints: list[tuple[str, str]],
-    engine: dict,
-    published: list[str],
-    **options,
-):
-    """What is wrong in an engine in fp8 blocks after refits with moves of experts in between, held against the
-    `published` checkpoints in fp8."""
-    both = Sides(rank, sides, flags, checkpoints, engine)
-    both.connect(match_vllm_rounding=True, **options)
-    both.link.refit()
-    found = []
-    for seed in (1, 2):
-        both.move(seed)
-        both.train(seed % 2)
-        both.link.refit(verify=True)
-        both.checkpoints = [(directory, "") for directory in published]
-        found.append([name for name in both.wrong(seed % 2) if not name.endswith(("k_scale", "v_scale"))])
-        both.checkpoints = checkpoints
-    return found, both.state is not None and len(both.destination.scales)
+def refused(
+    rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict
+) -> str:
+    """What is said at connect."""
+    _, _, members = start(rank, sides)  # kept, since others meet at the first
+    made = build(checkpoints[0][0], "dummy", **engine)
+    said = caught(lambda: VllmModel(made[0], made[1], worker_of(*made)))
+    members.close()
+    return said
 
 
 def failing(self) -> None:

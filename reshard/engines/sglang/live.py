@@ -196,6 +196,12 @@ class SglangModel(LiveEngine):
         self.accounts = self._account()
         self.experts: SglangExperts | None = None
         if compat.located_experts(self.arguments) is not None:
+            if self.blocks:
+                raise ReshardError(
+                    f"{min(self.blocks)} is in fp8 blocks, which a refit of experts that SGLang copies or moves (EPLB) "
+                    f"does not support: serve it in bf16, or without --enable-eplb, --init-expert-location and "
+                    f"--ep-num-redundant-experts"
+                )
             self.experts = SglangExperts(self.module, self.arguments, placed, self.model)
             self._follow_experts()
 

@@ -225,11 +225,11 @@ class VllmModel(LiveEngine):
                 "vLLM moves the experts of a drafter by their load (EPLB), and the trainer has no MTP layers for it: "
                 "start vLLM without the drafter, or without enable_eplb"
             )
-        if self.reloads.round_of:
-            layer = min(self.reloads.round_of)
+        if self.blocks or self.reloads.round_of:
+            layer = min({*self.blocks, *self.reloads.round_of})
             raise ReshardError(
-                f"{layer} is quantized while it loads, which a refit of experts that vLLM moves by their load (EPLB) "
-                f"does not support: serve it in bf16 or fp8 blocks, or without enable_eplb"
+                f"{layer} is quantized, which a refit of experts that vLLM moves by their load (EPLB) does not "
+                f"support: serve it in bf16, or without enable_eplb"
             )
         if self.worker is None and self.vllm_config.parallel_config.eplb_config.use_async:
             raise ReshardError(
