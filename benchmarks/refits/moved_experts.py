@@ -1,7 +1,7 @@
 """A ``vllm serve`` that copies experts and moves them by their load (EPLB), refitted between its moves.
 
     python -m benchmarks.refits.moved_experts [--model qwen3-30b-a3b] [--layers 4] [--redundant 32] [--in-background]
-        [--moves 3] [--gpus 0 1] [--json FILE]
+        [--eager] [--moves 3] [--gpus 0 1] [--json FILE]
 
 Two GPUs: vLLM has its experts, and copies of some, on both (TP2, EP2), a trainer in this process the whole model on the
 first; random weights in published shapes. Requests make vLLM move experts, with ``--in-background`` in a thread of its
@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--gpus", nargs=2, default=["0", "1"])
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--share", type=float, default=0.3, help="of a GPU's memory, for vLLM")
+    parser.add_argument("--eager", action="store_true", help="vLLM without graphs, which starts sooner")
     parser.add_argument("--python", default=sys.executable, help="vLLM's")
     parser.add_argument("--log", type=Path, default=Path("vllm.log"))
     parser.add_argument("--json", type=Path)
@@ -147,6 +148,7 @@ def served(directory: Path, options: argparse.Namespace) -> Iterator[str]:
         command += ["--tensor-parallel-size", "2", "--enable-expert-parallel"]
         command += ["--enable-eplb", "--eplb-config", json.dumps(balancing)]
         command += ["--gpu-memory-utilization", str(options.share), "--moe-backend", "triton"]
+        command += ["--enforce-eager"] * options.eager
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(options.gpus)
     else:
         from tests.install_vllm_cpu import environment_of_engine
