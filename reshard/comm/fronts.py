@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from inspect import iscoroutinefunction
 from typing import Any
 
-from reshard.comm.http import EngineServer
+from reshard.comm.http import EngineServer, RefusedError
 from reshard.core.errors import ReshardError
 
 CALL_SECONDS = 3600.0  # for a server to fetch and write what changed
@@ -68,7 +68,15 @@ class Server(Front, EngineServer):
     def __init__(self, url: str) -> None:
         EngineServer.__init__(self, url, CALL_SECONDS, START_IT)
         self.pauses, self.advice = True, START_IT
-        config = self._call("GET", "server_info?config_format=json").get("vllm_config")
+        try:
+            config = self._call("GET", "server_info?config_format=json").get("vllm_config")
+        except RefusedError as error:
+            if error.code != 500:
+                raise
+            raise ReshardError(
+                f"{self.url} fails at /server_info (500), for which vLLM lists what is installed beside it by pip or "
+                f"uv: see its log, and have one of them in its environment (uv pip install pip)"
+            ) from error
         parallel = config.get("parallel_config") if isinstance(config, dict) else None
         if not isinstance(parallel, dict):
             raise ReshardError(

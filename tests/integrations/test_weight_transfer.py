@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from reshard import MegatronLayout, ReshardError, hf_to_mcore
 from reshard.cli.main import cli
+from reshard.comm.fronts import Server
 from reshard.integrations import HttpClient
 from tests.digests.on_disk import expected
 from tests.engines.test_engine import run
@@ -164,6 +165,23 @@ def test_a_server_that_answers_something_else_is_named(answer):
         url = f"http://127.0.0.1:{server.server_port}"
         with pytest.raises(ReshardError, match=url):
             HttpClient(url).world_size()
+        server.shutdown()
+
+
+def test_a_vllm_that_cannot_list_what_is_installed_beside_it_is_told_what_it_lacks():
+    """As one of an environment without pip, whose /server_info fails."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_error(500)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(ReshardError, match=r"fails at /server_info \(500\).*uv pip install pip"):
+            Server(f"http://127.0.0.1:{server.server_port}")
         server.shutdown()
 
 
