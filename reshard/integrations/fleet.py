@@ -18,24 +18,22 @@ Ports, ranks and sizes are the fleet's business.
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from reshard.comm.background import in_background
 from reshard.comm.hosts import free_address, has_port, parsed
-from reshard.comm.ranks import error_line, on_first_rank
+from reshard.comm.ranks import on_first_rank
 from reshard.comm.registry import Registry
 from reshard.comm.secret import new_secret
-from reshard.core.errors import OptionError, ReshardError, first_line, listed
+from reshard.core.errors import OptionError, ReshardError, listed
 from reshard.core.limits import check_seconds, check_switch
-from reshard.integrations.members import FleetReport, Member, go_on, pause
+from reshard.integrations.members import FleetReport, go_on, pause
 from reshard.integrations.peers import Bringing, Recovery
+from reshard.integrations.roster import Roster
 from reshard.integrations.sglang import SglangClient
 from reshard.integrations.switching import (
     GO_ON,
@@ -45,7 +43,7 @@ from reshard.integrations.switching import (
     roll_back,
     switch_all,
 )
-from reshard.integrations.vllm.transfer import EngineClient, HttpClient, WeightTransfer, count_workers
+from reshard.integrations.vllm.transfer import EngineClient, HttpClient, WeightTransfer
 from reshard.refit.link import RefitReport
 from reshard.refit.options import ConnectOptions
 from reshard.refit.pending.report import BegunReport
@@ -53,9 +51,6 @@ from reshard.refit.trainer import Trainer
 
 Result = TypeVar("Result")
 log = logging.getLogger("reshard.fleet")
-# How long a send waits for the first answer of an engine that was not connected. One that answers later is taken along
-# by the next send.
-ANSWER_SECONDS = 5.0
 PORTS = 8  # of which a connection takes the first that is free, from the one that was given on
 
 
@@ -125,11 +120,9 @@ class Fleet:
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
         self.version: int | None = None
         self._last = -1  # the highest version that was sent or begun: no other weights get its number
-        self._members: dict[str, Member] = {}
+        self._roster = Roster(self.is_first)
+        self._members = self._roster.members
         self._connections: list[_Connection] = []
-        # Since the last send, on the first rank: names with a client to add, or None to remove. Another thread may add.
-        self._changes: list[tuple[str, Member | None]] = []
-        self._lock = Lock()
         check_switch(peers, "peers")
         self.peers = peers and options.get("adapter") is None
         self._begun: _Begun | FleetReport | None = None  # what was begun, or sent in its place
@@ -151,8 +144,7 @@ class Fleet:
         """Add the server at an address, in place of another of this name; see `add`."""
         client = SglangClient(url, name=name) if sglang else HttpClient(url, name=name)
         chosen = name or client.url
-        with self._lock:
-            self._changes.append((chosen, Member(chosen, client)))
+        self._roster.put(chosen, client)
         self._look()
         return chosen
 
@@ -166,26 +158,18 @@ class Fleet:
         chosen = name or getattr(client, "name", None) or getattr(client, "url", None)
         if not chosen:
             raise OptionError(f"this {type(client).__name__} has no name: give name=")
-        with self._lock:
-            if chosen in self._changed():
-                raise OptionError(f"the fleet has an engine {chosen}: remove it first, or give another name")
-            self._changes.append((str(chosen), Member(str(chosen), client)))
+        self._roster.add(str(chosen), client)
         self._look()
         return str(chosen)
 
     def remove(self, name: str) -> None:
         """Leave an engine out from the next send on, which disconnects it; it serves what it has. Raises OptionError
         for a name that the fleet does not have."""
-        with self._lock:
-            if self.is_first and name not in self._changed():
-                raise OptionError(
-                    f"the fleet has no engine {name}: it has {listed(self._changed()) or 'none'}"
-                )
-            self._changes.append((name, None))
+        self._roster.remove(name)
 
     def names(self) -> list[str]:
         """Return the names of the engines that the next send tries to reach, as this rank knows them."""
-        return [*self._known()]
+        return [*self._roster.known()]
 
     def _look(self) -> None:
         """Bring up whoever is new now."""
@@ -193,25 +177,11 @@ class Fleet:
         if recovery is not None:
             recovery.look()
 
-    def _known(self) -> dict[str, Member]:
-        """Return the members that the next send tries to reach."""
-        with self._lock:
-            return self._changed()
-
-    def _changed(self) -> dict[str, Member]:
-        members = dict(self._members)
-        for name, member in self._changes:
-            if member is None:
-                members.pop(name, None)
-            else:
-                members[name] = member
-        return members
-
     def describe(self) -> dict[str, Any]:
         """Return the fleet's ``version``, and of each of its ``engines`` the ``version`` that it got last and how many
         seconds ago (``age``), whether it is ``connected``, and ``why`` it is behind, if it is."""
         engines, connected = {}, self._connected()
-        for member in self._known().values():
+        for member in self._roster.known().values():
             engines[member.name] = {
                 "version": member.version,
                 "age": None
@@ -335,7 +305,7 @@ class Fleet:
         gone_back_from = self.version
         self._end_begun()
         self._end_recovery()
-        failed = self._each(names, partial(roll_back, version=version))
+        failed = self._roster.each(names, partial(roll_back, version=version), self.timeout)
         transfer.link.roll_back()
         assert version is not None, "what is switched from has a version"
         self.version = version
@@ -366,11 +336,11 @@ class Fleet:
         self._end_begun()
         self._switched = None
         self._end_recovery()
-        self._follow_changes()
+        self._disconnect(self._roster.follow())
         if how.version is None:
             how = replace(how, version=self._last + 1)
         self._last = max(self._last, how.known_version)
-        answering = self._answering([name for name in self._members if name not in self._connected()])
+        answering = self._roster.answering([name for name in self._members if name not in self._connected()])
         tried = [*self._connected(), *answering]
         together = [name for name in tried if not self._members[name].has_failed]
         return how, together, [name for name in tried if self._members[name].has_failed]
@@ -409,64 +379,13 @@ class Fleet:
         """Have engines that have a version bring up the others, from now on."""
         if self.is_first and self.peers:
             how = Bringing(version, self.host, self.timeout, pausing, self.options)
-            self._recovery = Recovery(self._known, how)
+            self._recovery = Recovery(self._roster.known, how)
 
     def _end_recovery(self) -> None:
         """Have nobody be brought up any more by others."""
         recovery, self._recovery = self._recovery, None
         if recovery is not None:
             recovery.stop()
-
-    def _follow_changes(self) -> None:
-        """Add and remove members as the first rank was told to, on all ranks."""
-        with self._lock:
-            changes, self._changes = self._changes if self.is_first else [], []
-        news = on_first_rank(lambda: [(name, member is not None) for name, member in changes])
-        own = (
-            changes if self.is_first else [(name, Member(name) if is_new else None) for name, is_new in news]
-        )
-        for name, member in own:
-            if name in self._members:
-                self._disconnect([name])
-                del self._members[name]
-            if member is not None:
-                self._members[name] = member
-        # The first rank knows what has become of them since the last send.
-        states = on_first_rank(lambda: {name: member.state() for name, member in self._members.items()})
-        for name, state in states.items():
-            self._members[name].take_state(state)
-        restarted = [name for name, member in self._members.items() if member.has_restarted]
-        self._disconnect(restarted)
-        for name in restarted:
-            self._members[name].has_restarted = False
-
-    def _answering(self, names: Collection[str]) -> list[str]:
-        """Return which of these answer how many workers they have, which is noted, as why the others do not."""
-        answers = on_first_rank(lambda: {name: self._ask(self._members[name]) for name in self._asked(names)})
-        for name, (workers, why) in answers.items():
-            self._members[name].workers = workers or 0
-            if workers is None:
-                self._members[name].why = why
-        return [name for name, (workers, _) in answers.items() if workers is not None]
-
-    def _asked(self, names: Collection[str]) -> Collection[str]:
-        """Ask these engines how many workers they have, but those that still are; wait for a while."""
-        asked_now = []
-        for member in (self._members[name] for name in names):
-            if member.asked is None:
-                member.asked = in_background(partial(count_workers, member.client))
-                asked_now.append(member.asked)
-        wait(asked_now, ANSWER_SECONDS)
-        return names
-
-    def _ask(self, member: Member) -> tuple[int | None, str]:
-        """Return how many workers an engine has said that it has; or None, and why not."""
-        asked = member.asked
-        if asked is None or not asked.done():
-            return None, "it has not answered yet"
-        member.asked = None
-        error = asked.exception()
-        return (asked.result(), "") if error is None else (None, first_line(error))
 
     def _bring(self, names: Sequence[str], how: _How) -> dict[str, RefitReport]:
         """Refit these engines together; where that fails, those again that still answer, at last each by itself."""
@@ -482,7 +401,7 @@ class Fleet:
             self._members[name].refitted(how.known_version)
         if not rest:
             return reports
-        answering = self._answering(rest)
+        answering = self._roster.answering(rest)
         for name in rest:
             if name not in answering:
                 self._members[name].has_failed = True
@@ -497,12 +416,12 @@ class Fleet:
     def _attempt(self, names: Sequence[str], how: _How) -> tuple[dict[str, RefitReport], dict[str, str], str]:
         """Refit these engines together. Return the reports of those that have the weights, why single ones have
         failed, and why all others have; these are disconnected."""
-        failed = self._each(names, pause) if how.pausing else {}
+        failed = self._roster.each(names, pause, self.timeout) if how.pausing else {}
         report, failure = None, ""
         if not failed:
             report, failure = self._together(lambda: self._transfer(names).send(how.version, how.verify))
         if how.pausing:  # also after a failure: engines then answer those who wait that they may not serve
-            resumed = self._each(names, partial(go_on, is_new=report is not None))
+            resumed = self._roster.each(names, partial(go_on, is_new=report is not None), self.timeout)
             failed |= resumed if report is not None else {}
         if report is None or failed:
             self._disconnect(names)
@@ -547,22 +466,6 @@ class Fleet:
     def _address(self) -> str:
         """Return where the next connection meets."""
         return free_address(self.host, *((self.port, PORTS) if self.port else ()))
-
-    def _each(self, names: Sequence[str], call: Callable[[Any], None]) -> dict[str, str]:
-        """Call each engine's client on the first rank; return, on all, why calls failed, or were late, by name."""
-
-        def made() -> dict[str, str]:
-            calls = {name: in_background(partial(call, self._members[name].client)) for name in names}
-            wait(calls.values(), self.timeout)
-            late = f"engine %s did not answer within {self.timeout:g} s"
-            errors = {name: one.exception() if one.done() else late % name for name, one in calls.items()}
-            return {
-                name: error if isinstance(error, str) else error_line(error)
-                for name, error in errors.items()
-                if error is not None
-            }
-
-        return on_first_rank(made)
 
     def _together(self, part: Callable[[], Result]) -> tuple[Result | None, str]:
         """Return what all ranks do together, or why one of them could not."""
