@@ -12,6 +12,7 @@ from reshard.device.memory import Region
 from reshard.engines.workers.refits import LinkMethods
 from reshard.refit import RefitGroup, connect
 from reshard.refit.changes.sent import SendsChanges
+from reshard.refit.pending import state as pending
 from reshard.refit.pending.exchange import PendingExchange
 from tests.on_cpu.refit_deltas_on_cpu import DTYPES, PITCH, SHAPE, Served, Shards
 from tests.refit.test_deltas import refits, same_as, state
@@ -207,10 +208,11 @@ def test_where_all_could_not_be_begun_the_next_begin_says_so_at_once():
 
 
 def test_engines_of_different_versions_or_of_none_are_begun_nothing(monkeypatch):
+    monkeypatch.setattr(pending, "_can_come_back", lambda *_: True)
+
     def member(link, side):
         held_until(link, side, 6)
         if not is_trainer(side):
-            monkeypatch.setattr(link.begun, "_can_come_back", lambda *_: True)
             side.guard.version = None if link.group.rank == 2 else 6
         return link.begin_refit(7).wait()
 

@@ -12,67 +12,22 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakMethod
 
-import numpy as np
 import torch
 
 from reshard.comm.background import in_background
-from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError
-from reshard.refit.agreement import Agreement
-from reshard.refit.changes.choice import Choice, RefitChain
 from reshard.refit.changes.sent import WHOLE
-from reshard.refit.codecs import CODECS
-from reshard.refit.copying.addresses import REQUEST_CODEC
 from reshard.refit.copying.copies import event_now, wait_for_all_streams, wait_for_device
 from reshard.refit.pending.exchange import PendingExchange
 from reshard.refit.pending.report import BegunReport
+from reshard.refit.pending.state import Linked, choice_of, state_of
 from reshard.refit.pending.version import Arrived, Brought, PendingVersion
 from reshard.refit.protocol.deltas import DeltaState, exchange_states
 from reshard.refit.protocol.encoding import MOST_ADDRESS, exchange_json, is_number
-from reshard.refit.receiver import Receiver
-from reshard.refit.reporting.digest import RefitDigest
-from reshard.refit.reporting.log import RefitLog
-from reshard.refit.routes import NCCL
-from reshard.refit.sender import Sender
 from reshard.refit.trainer import Trainer
-from reshard.refit.transports.together import Transports
-from reshard.refit.verification import ReceivedDigests, SentDigests
-
-
-class Linked(Protocol):
-    """A link (`reshard.refit.link.Link`), as far as its refits that are begun need it."""
-
-    group: RefitGroup
-    agreed: Agreement
-    device: torch.device
-    number: int
-    refits: int
-    sender: Sender | None
-    receiver: Receiver | None
-    sent_digests: SentDigests | None
-    received_digests: ReceivedDigests | None
-    transports: Transports
-    chain: RefitChain
-    digest: RefitDigest
-    log: RefitLog
-    below: Any
-    keep_mapped: bool
-    pending_bytes: int
-    version: int | None
-    broken: bool
-
-    def check_open(self) -> None:
-        """Raise ReshardError once it is closed."""
-
-    def bounded(self, work: Callable[[], Any]) -> None:
-        """Do work in which a partner may die or stall."""
-
-    def clean_up(self) -> None:
-        """End and give back what a refit that has failed leaves."""
 
 
 class Begun:
@@ -137,6 +92,7 @@ class PendingRefits:
             link.check_open()
             self.drop()
             self._count += 1
+            self._writes = link.receiver.engine.guard.writes if link.receiver is not None else 0
             packed = self._packed(link, verify)
             event = event_now(link.device)
             seconds = time.perf_counter() - start
@@ -159,7 +115,7 @@ class PendingRefits:
         state = DeltaState(None, "")
         try:
             self._finish_step(link)
-            state = self._state(link)
+            state = state_of(link)
             since = WHOLE if state.holds is None and state.is_whole else state.holds
             exchange, why = self._exchange(link, since, verify) if since is not None else (None, state.why)
             state = DeltaState(None, why) if why else state
@@ -176,51 +132,6 @@ class PendingRefits:
         if isinstance(source, Trainer) and source.has_pending_sync:
             source.sync_params()
         wait_for_all_streams(link.device, None)  # the optimizer's work
-
-    def _state(self, link: Linked) -> DeltaState:
-        """Return whether this member has the weights on which changes build, and takes part in the exchange of these
-        alone; and whether in one of all."""
-        moved = False
-        if not link.agreed.delta:
-            return DeltaState(None, "the connection has no deltas (delta=True)")
-        if link.below is not None:
-            return DeltaState(None, "it is that of an adapter")
-        routes: set[str] = set()
-        if link.sender is not None:
-            routes.update(link.sender.routes().values())
-            moved = link.sender.source.addresses() != link.sender.posted[0]
-        if link.receiver is not None:
-            routes.update(link.receiver.routes().values())
-            moved = link.receiver.has_moved() or moved
-            if link.receiver.engine.cannot_switch:
-                return DeltaState(None, link.receiver.engine.cannot_switch)
-            if link.receiver.rounds:
-                return DeltaState(None, "it quantizes weights when they have arrived")
-        if others := sorted(routes - {NCCL}):
-            return DeltaState(None, f"some of its bytes go by {others[0]} (backend='nccl')")
-        state = link.chain.state(link.broken, moved)
-        if state.holds is not None and moved:
-            return DeltaState(None, "its parameters were moved")
-        # An engine of no version has nothing that requests could go on with, or somebody writes into it.
-        serves = link.receiver is None or self._can_come_back(link, link.receiver)
-        sends_changes = link.sender is not None and state.holds is not None
-        is_whole = serves and not (moved or link.broken or sends_changes)
-        version = link.receiver.engine.version if link.receiver is not None else None
-        return replace(state, is_whole=is_whole, version=version)
-
-    def _can_come_back(self, link: Linked, receiver: Receiver) -> bool:
-        """Return True if an engine's rank serves a version, which exchanging all with it would keep bit for bit: where
-        elements are cast as they are written, those of another trainer may not be casts of any."""
-        guard, chain = receiver.engine.guard, link.chain
-        self._writes = guard.writes
-        if guard.version is None:
-            return False
-        if link.version is not None and guard.writes == chain.writes:
-            return True
-        used = {
-            number for of in receiver.pieces.values() for number in np.unique(of.requests[:, REQUEST_CODEC])
-        }
-        return all(CODECS[number].destination.size <= CODECS[number].source.size for number in used)
 
     def _exchange(self, link: Linked, since: int, verify: bool) -> tuple[PendingExchange | None, str]:
         """Return the exchange of what changed since a transaction, or of all (`WHOLE`), with all that goes out packed;
@@ -278,7 +189,7 @@ class PendingRefits:
                     raise packed.error
                 agreed = group.prepare(version, "", packed.verify, link.broken)
                 states = exchange_states(group, packed.state)
-                choice, since = self._choice(link, states)
+                choice, since = choice_of(link, states)
                 why = choice.reason if since is None else ""
                 if not why:
                     why = self._too_large(link, exchange)
@@ -308,22 +219,6 @@ class PendingRefits:
         report = BegunReport(agreed, not why, reason, packing, total, sent, received, delta, before)
         link.log.begun(report)
         return report
-
-    def _choice(self, link: Linked, states: list[DeltaState]) -> tuple[Choice, int | None]:
-        """Return what all members do by their states, and since when changes are exchanged: `WHOLE` for all; None where
-        nothing is."""
-        choice = link.chain.decide(states, link.group)
-        since = choice.since
-        if since is None and all(states[rank].is_whole for rank in link.agreed.trainers):
-            short = [rank for rank in link.agreed.engines if not states[rank].is_whole]
-            if short:
-                why = states[short[0]].why or "it could not go back to what it serves"
-                return Choice(None, f"{link.group.names[short[0]]}: {why}"), None
-            choice, since = Choice(None, f"all is sent: {choice.reason}"), WHOLE
-        served = {states[rank].version for rank in link.agreed.engines}
-        if since is not None and (len(served) > 1 or None in served):
-            return Choice(None, "engines serve different versions, or none"), None
-        return choice, since
 
     def _take(
         self,
