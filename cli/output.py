@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from reshard.cli.options import together
+from reshard.core.errors import shown
 from reshard.core.limits import MAX_WORKERS
 from reshard.core.printed import size
 
@@ -154,7 +155,7 @@ def quiet() -> None:
 
 def print_json(value: dict[str, Any]) -> None:
     """Print one JSON object on stdout. Numbers that JSON lacks (NaN, infinity) become strings."""
-    click.echo(json.dumps(_plain(value), indent=2, allow_nan=False))
+    click.echo(shown(json.dumps(_plain(value), indent=2, allow_nan=False)))
 
 
 def _plain(value: Any) -> Any:
@@ -174,9 +175,9 @@ def print_note(sentence: str) -> None:
 def print_result(result: Any, lines: Iterable[str] | None = None) -> None:
     """Print a result's notices as notes, and its lines, or these."""
     for notice in result.notices:
-        print_note(notice)
+        print_note(shown(notice))
     for line in result.lines() if lines is None else lines:
-        click.echo(line)
+        click.echo(shown(line))
 
 
 def print_report(report: Any, as_json: bool, seconds: float) -> None:

@@ -48,8 +48,9 @@ def resumable(destination: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         from reshard.storage.run.partial import unfinished
+        from reshard.storage.stores.place import is_store
 
-        if unfinished(Path(destination)) is None:
+        if not is_store(destination) and unfinished(Path(destination)) is None:
             raise
         raise KeyboardInterrupt("run the same command with --resume to continue") from error
 
@@ -60,8 +61,9 @@ def check_command(source: str, destination: str, megatron: bool) -> None:
     from reshard.storage.run.partial import unfinished
     from reshard.storage.sources.fsdp import locate_fsdp
     from reshard.storage.sources.paths import check_config, locate
+    from reshard.storage.stores.mirror import local_path
 
-    path = Path(source)
+    path = local_path(source)
     if megatron and not path.is_dir():
         wrong = "is a file, not a directory" if path.exists() else "does not exist"
         expected = (

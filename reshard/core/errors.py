@@ -4,6 +4,16 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# Directories that stand for places elsewhere, and what messages call these.
+SHOWN_AS: dict[str, str] = {}
+
+
+def shown(text: str) -> str:
+    """Return a text with the places that directories stand for instead of these."""
+    for directory, place in SHOWN_AS.items():
+        text = text.replace(directory, place)
+    return text
+
 
 class ReshardError(Exception):
     """Something that the user can act on: what is wrong, where, and what to do.
@@ -13,7 +23,7 @@ class ReshardError(Exception):
     """
 
     def __init__(self, message: str, resumable: bool = False) -> None:
-        super().__init__(message)
+        super().__init__(shown(message))
         self.resumable = resumable
 
 

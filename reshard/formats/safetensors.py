@@ -4,6 +4,7 @@ A safetensors file is eight bytes of header length, a JSON header, then the tens
 number in the header is checked against the file before it is used.
 """
 
+import io
 import json
 import os
 import struct
@@ -15,12 +16,14 @@ from pathlib import Path
 
 from reshard.core.dtypes import BY_SAFETENSORS, Dtype
 from reshard.core.errors import ReshardError, listed
+from reshard.formats.ranges import ranged
 from reshard.formats.small_files import MAX_INDEX_BYTES, a_name, read_json, whole_numbers
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # the format allows twice as much; ten times the largest model's, and parsed it takes 1 GB
 MAX_HEADER_BYTES = 50_000_000
+FIRST_BYTES = 256 << 10
 LFS_POINTER = b"version https://git-lfs"
 
 
@@ -68,9 +71,12 @@ def _header_text(path: Path) -> tuple[bytes, int]:
     """Return the text of a file's header, and the size of the file."""
     if not os.path.isfile(path):
         raise ReshardError(f"{path} is not a file that can be read")
+    in_store = ranged(path)
     try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
+        size = path.stat().st_size if in_store is None else in_store.size_bytes
+        # The beginning in one call, which is the whole header of most files.
+        begun = None if in_store is None else io.BytesIO(in_store.read(0, FIRST_BYTES))
+        with open(path, "rb") if begun is None else begun as file:
             prefix = file.read(8)
             if len(prefix) < 8:
                 raise ReshardError(
@@ -88,6 +94,8 @@ def _header_text(path: Path) -> tuple[bytes, int]:
                 )
             file.seek(8)
             text = file.read(length)
+            if in_store is not None and len(text) < length:
+                text += in_store.read(8 + len(text), length - len(text))
     except OSError as error:
         raise ReshardError(f"cannot read {path}: {error.strerror}") from error
     if len(text) < length:

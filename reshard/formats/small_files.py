@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from reshard.core.errors import ReshardError
+from reshard.formats.ranges import ranged
 
 # More than the largest models need (an index of 140,000 tensors has 28 MB), and little enough to be
 # held in memory once parsed.
@@ -28,6 +29,10 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 def read_file(path: Path, limit: int) -> bytes:
     """Return the bytes of a regular file. Raises ReshardError if it cannot be read or has more
     than `limit` bytes."""
+    in_store = ranged(path)
+    if in_store is not None:
+        _check_size(path, in_store.size_bytes, limit)
+        return in_store.read(0, in_store.size_bytes)
     try:
         # A pipe that somebody put there would block at `open`.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -41,9 +46,13 @@ def read_file(path: Path, limit: int) -> bytes:
         raise ReshardError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # a name with a null character
         raise ReshardError(f"cannot read {str(path)!r}: {error}") from error
+    _check_size(path, size, limit)
+    return data
+
+
+def _check_size(path: Path, size: int, limit: int) -> None:
     if size > limit:
         raise ReshardError(f"{path} has {size:,} bytes, more than the {limit:,} that such a file can need")
-    return data
 
 
 def read_at(descriptor: int, length: int, offset: int) -> bytes:

@@ -17,6 +17,7 @@ from reshard.core.dtypes import DTYPES, Dtype, unknown_dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.formats import pickles, torch_zip
 from reshard.formats.pickles import METADATA, Name, call
+from reshard.formats.ranges import ranged
 from reshard.formats.small_files import (
     MAX_METADATA_BYTES,
     MAX_TRACKER_BYTES,
@@ -108,6 +109,9 @@ def _reader(path: Path, start: int) -> Callable[[int, int], bytes]:
     """Return a function that reads (offset, length) of a file from byte `start` on."""
 
     def read(offset: int, length: int) -> bytes:
+        in_store = ranged(path)
+        if in_store is not None:
+            return in_store.read(start + offset, length)
         try:
             with open(path, "rb") as file:
                 return read_at(file.fileno(), length, start + offset)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from reshard.core.dtypes import BY_STORAGE, Dtype
 from reshard.core.errors import ReshardError, listed
 from reshard.formats import torch_zip
+from reshard.formats.ranges import ranged
 from reshard.formats.small_files import read_at, whole_numbers
 from reshard.formats.torch_dist import Checkpoint, Key, Stored
 
@@ -69,10 +70,13 @@ def read(directory: Path, iteration: str) -> Checkpoint:
 
 def _parts(path: Path, rank: int, ranks: int) -> Iterator[tuple[str, LocalPart]]:
     size = path.stat().st_size
+    in_store = ranged(path)
     with open(path, "rb") as file:
 
         def get(offset: int, length: int) -> bytes:
-            return read_at(file.fileno(), length, offset)
+            return (
+                read_at(file.fileno(), length, offset) if in_store is None else in_store.read(offset, length)
+            )
 
         try:
             state, placed = torch_zip.stored_state(get, size, str(path))

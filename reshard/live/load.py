@@ -12,7 +12,7 @@ import numpy as np
 
 from reshard.comm.team import Team
 from reshard.core.dtypes import DTYPES, Dtype
-from reshard.core.errors import ReshardError, first_line, listed
+from reshard.core.errors import ReshardError, first_line, listed, shown
 from reshard.core.gc import gc_paused
 from reshard.core.limits import check_switch
 from reshard.device.box_loader import BoxLoader
@@ -75,7 +75,8 @@ def load(
     progress: Progress | None = None,
 ) -> LoadReport:
     """Fill a live Megatron-Core model from a Hugging Face directory or hub id, or from a Megatron
-    ``torch_dist`` checkpoint at any layout. Weights in fp8 or int8 are dequantized.
+    ``torch_dist`` checkpoint at any layout, here or at the URL of an object store. Weights in fp8 or int8 are
+    dequantized.
 
     All ranks of torch's default process group call it. Each rank reads its own boxes; nothing is gathered.
 
@@ -307,7 +308,7 @@ class _Load:
             if source.held[box.name].dtype.published != box.dtype.published
         }
         padding = sum(rows.stop - rows.start for _, rows in self.local.padding)
-        notices = [*source.notices, *self._overflow_notices()]
+        notices = [shown(notice) for notice in (*source.notices, *self._overflow_notices())]
         return LoadReport(str(self.path), source.model.family.name, self.team.process, self.team.size, len(names), read,
                           len(casts), padding, seconds, notices)  # fmt: skip
 

@@ -42,6 +42,9 @@ from reshard.storage.run.partial import SAVE
 from reshard.storage.run.workdir import Workdir
 from reshard.storage.run.workers import worker_count
 from reshard.storage.sources.paths import iterations_in
+from reshard.storage.stores.place import is_store
+from reshard.storage.stores.sending import send_files
+from reshard.storage.stores.workdir import StoreWorkdir, iterations_in_store
 
 log = logging.getLogger("reshard")
 FORMATS = ("torch_dist", "hf")
@@ -133,7 +136,8 @@ def save(
     ``hf``, to a Hugging Face directory.
 
     All ranks of torch's default process group call it, with `models` as for `load`; all see the
-    same file system. One rank writes each box that several hold. The files are those that
+    same file system. To the URL of an object store each rank sends some of the files, from a directory that all see
+    (``RESHARD_SPOOL``). One rank writes each box that several hold. The files are those that
     `hf_to_mcore` and `mcore_to_hf` make of the same weights, byte for byte; the manifest names
     another source. Padding rows of the vocabulary are written as zeros.
 
@@ -198,10 +202,11 @@ class _Save:
             self._agree_on_options()
             self.inventory = take_inventory(self.team, self.local, self.published)
             path = run_on_first(self.team, self._checked_destination)
-            self.team.together(lambda: self._lay_out(Path(path)))
+            self.team.together(lambda: self._lay_out(path))
             numbers = self.team.scatter(self.inventory.assigned_numbers(self.team.size))
             self.share = self.local.numbered(numbers)
             self.team.together(self._create_files)
+            self._check_spool()
             self.team.together(self.local.trainer.sync_params)
             if self.background:
                 self.team.together(self._copy_to_host)
@@ -232,6 +237,7 @@ class _Save:
             checksums = {
                 n: value for of_rank in team.gather(writer.checksums) for n, value in of_rank.items()
             }
+            team.together(self._send)
             team.conclude(lambda: self._publish(checksums))
         except BaseException as error:
             self._end(error)
@@ -251,7 +257,7 @@ class _Save:
             written,
             self.host_bytes,
             time.monotonic() - self.began,
-            self.inventory.model.notices,
+            [*self.inventory.model.notices, *self.work.notices],
         )
 
     def _end(self, error: BaseException | None) -> None:
@@ -297,7 +303,9 @@ class _Save:
         """Raise ReshardError if the ranks were given different options. Find which layers the model
         has."""
         options = {
-            "destination": os.path.abspath(self.destination),
+            "destination": self.destination
+            if is_store(self.destination)
+            else os.path.abspath(self.destination),
             "the digest of the config": self.published.digest,
             "format": self.format,
             "background": self.background,
@@ -318,15 +326,20 @@ class _Save:
     def _checked_destination(self) -> str:
         """Return the destination's path. Raises ReshardError if it is a training run's, all of
         which would be replaced."""
-        place = Path(os.path.abspath(self.destination))
-        if self.iteration is None and self.overwrite and iterations_in(place):
+        if is_store(self.destination):
+            place = str(self.destination).rstrip("/")
+            iterations = iterations_in_store(place) if self.overwrite else []
+        else:
+            place = os.path.abspath(self.destination)
+            iterations = iterations_in(Path(place))
+        if self.iteration is None and self.overwrite and iterations:
             raise ReshardError(
                 f"{place} holds iterations of a training run, all of which overwrite=True would replace: "
                 "pass iteration=, or save to another directory"
             )
-        return str(place)
+        return place
 
-    def _lay_out(self, place: Path) -> None:
+    def _lay_out(self, place: str) -> None:
         """Lay out the files in the destination, or in an iteration's directory in it."""
         inventory, beside, added = self.inventory, self.published.beside, self.iteration is not None
         if inventory.model.wrapped and not inventory.with_tower:
@@ -336,6 +349,7 @@ class _Save:
                 "--hf-config to reshard mcore-to-hf"
             )
         self.new: Destination
+        self.work: Workdir
         if self.format == "hf":
             plain = Quantized()
             self.new = HuggingFaceFiles(
@@ -361,11 +375,23 @@ class _Save:
                 model_class=class_of_models(self.local.trainer.texts),
                 alone=added,
             )
-            place = place / self.new.directory if added else place
+            place = f"{place}/{self.new.directory}" if added else place
         # The destination must not overlap it.
         config = self.published.path or Path(os.devnull)
+        if is_store(place):
+            self.work = StoreWorkdir(
+                config,
+                place,
+                self.overwrite,
+                False,
+                self.team.process,
+                shared=True,
+                iteration=self.iteration,
+            )
+            self.sync = False  # what is in the spool is sent, and removed
+            return
         kind = AddedIteration if added else Workdir
-        self.work = kind(config, beside.values(), place, self.overwrite, False, self.team.process)
+        self.work = kind(config, beside.values(), Path(place), self.overwrite, False, self.team.process)
 
     def _create_files(self) -> None:
         """Create the files at their full length; new bytes are zero."""
@@ -386,6 +412,21 @@ class _Save:
                 except OSError as error:
                     raise write_error(path, error) from error
                 files.resize(path, size)
+
+    def _check_spool(self) -> None:
+        """Raise ReshardError if a rank does not see the files that the first one has created for a store."""
+        work = self.work
+        if isinstance(work, StoreWorkdir):
+            token = run_on_first(self.team, lambda: work.token)
+            self.team.together(lambda: work.check_shared(token))
+
+    def _send(self) -> None:
+        """Send this rank's part of the files, where the destination is in a store."""
+        work, sizes = self.work, self.new.sizes
+        if isinstance(work, StoreWorkdir):
+            own = files_of_process(sizes, self.team.process, self.team.size)
+            send_files(work, {name: sizes[name] for name in own}, self.team.check)
+            work.expect(sizes)
 
     def _copy_to_host(self) -> None:
         """Copy this rank's share to host memory."""

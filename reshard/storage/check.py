@@ -24,6 +24,7 @@ from reshard.storage.sources.verify import (
     differences,
     manifest_of,
 )
+from reshard.storage.stores.mirror import local_path
 
 SHOWN = 20  # names of a kind
 
@@ -92,7 +93,7 @@ def check(
     manifest, or it is of another iteration.
     """
     allow_many_files()
-    path = Path(path)
+    given, path = str(path), local_path(path)
     worker_count(workers)
     with closing(_open(path)) as source, source.unchanged():
         check_ignored(source.model)
@@ -104,7 +105,7 @@ def check(
         root, prefixes = _checked_part(path, source, manifest)
         bad = _changed_tensors(source, manifest["tensors"], workers, progress)
         bad += [f"{key} (its padding)" for key in damaged_padding(source)]
-        result = Check(str(path), len(manifest["tensors"]), bad)
+        result = Check(given, len(manifest["tensors"]), bad)
         result.notices += source.model.notices
         result.missing = _missing_iteration(path, source)
         if "files" in manifest:
@@ -114,7 +115,7 @@ def check(
                 f"{NAME} lists no files (it is of an earlier version): only tensors were checked"
             )
         if digest and result.ok:
-            result.digest = digest_of_source(source, str(path), workers=workers, progress=progress).text
+            result.digest = digest_of_source(source, given, workers=workers, progress=progress).text
         return result
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard.comm.team import Team
 from reshard.core.dtypes import DTYPES, Dtype
-from reshard.core.errors import OptionError, ReshardError, listed
+from reshard.core.errors import OptionError, ReshardError, listed, shown
 from reshard.core.limits import MAX_ITERATION, MAX_VOCAB_MULTIPLE, check_number
 from reshard.core.views import tensor_of
 from reshard.megatron.arguments import caveats
@@ -44,6 +44,10 @@ from reshard.storage.sources.hf_hub import config_path, local_directory
 from reshard.storage.sources.megatron import MegatronSource, States
 from reshard.storage.sources.opening import check_config_is_read, check_directory, open_published
 from reshard.storage.sources.verify import SourceChecks, manifest_of
+from reshard.storage.stores.mirror import local_path
+from reshard.storage.stores.place import is_store
+from reshard.storage.stores.sending import StoreShare
+from reshard.storage.stores.workdir import StoreWorkdir
 
 
 def hf_to_mcore(
@@ -136,7 +140,9 @@ def mcore_to_mcore(
     multiple = make_vocab_size_divisible_by * layout.tp
     with (
         Team.from_environment() as team,
-        closing(MegatronSource(Path(source), config, family, without_adapters, states, multiple)) as src,
+        closing(
+            MegatronSource(local_path(source), config, family, without_adapters, states, multiple)
+        ) as src,
     ):
         training = src.training_state()
         if training is not None and iteration is None:
@@ -210,7 +216,7 @@ def mcore_to_hf(
     options = RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow).checked()
     with (
         Team.from_environment() as team,
-        closing(MegatronSource(Path(source), config, family, without_adapters)) as src,
+        closing(MegatronSource(local_path(source), config, family, without_adapters)) as src,
     ):
         check_towers(src)
         return to_hf(
@@ -246,7 +252,7 @@ def fsdp_to_hf(
     shard_bytes = None if max_shard_size is None else parse_size(max_shard_size)
     config = config_path(hf_config) if hf_config is not None else None
     options = RunOptions(overwrite, resume, sync, workers, dry_run, progress, allow_overflow).checked()
-    path = Path(source)
+    path = local_path(source)
     check_directory(path)
     located = locate_fsdp(path)
     if located is None:
@@ -327,9 +333,18 @@ def check_both_ends(
     ReshardError."""
     check_ignored(source.model)
     checks = source.checks() if isinstance(source, DerivedSource) else SourceChecks(source)
-    workdir = Workdir(
-        source.path, source.read_files(), Path(destination), options.overwrite, options.resume, team.process
-    )
+    workdir: Workdir
+    if is_store(destination):
+        workdir = StoreWorkdir(source.path, str(destination), options.overwrite, options.resume, team.process)
+    else:
+        workdir = Workdir(
+            source.path,
+            source.read_files(),
+            Path(destination),
+            options.overwrite,
+            options.resume,
+            team.process,
+        )
     if not options.dry_run:
         team.together(lambda: workdir.check_destination() if team.process == 0 else None)
         if isinstance(source, DerivedSource):
@@ -358,11 +373,12 @@ def carry_out(job: ConversionJob, settings: dict[str, Any], report: ConversionRe
     if job.source.is_model:
         report.notices += tokenizer_notices(job, report)
     if job.options.dry_run:
-        report.notices += destination_notices(job)
+        report.notices = [shown(notice) for notice in report.notices + destination_notices(job)]
         return report
-    outcome = run_conversion(job, settings | {"overflow": job.options.allow_overflow})
+    share_of = StoreShare if isinstance(job.workdir, StoreWorkdir) else None
+    outcome = run_conversion(job, settings | {"overflow": job.options.allow_overflow}, share_of)
     report.resumed_tensors = outcome.resumed_tensors
-    report.notices += outcome_notices(job, outcome)
+    report.notices = [shown(notice) for notice in report.notices + outcome_notices(job, outcome)]
     return report
 
 

@@ -111,16 +111,17 @@ def tokenizer_notices(job: ConversionJob, report: ConversionReport) -> list[str]
 def destination_notices(job: ConversionJob) -> list[str]:
     """Return notices where a run would refuse the destination as it is now, and where the disk has no space for it."""
     notices = []
+    needed = free = 0
     try:
         job.workdir.check_without_recovery()
+        needed, free = job.workdir.space(job.destination.sizes)
     except ReshardError as error:
         notices.append(f"as it is now, the run would be refused: {error}")
-    needed, free = job.workdir.space(job.destination.sizes)
     if needed > free:
         notices.append(
             f"it will not fit: {job.workdir.destination} needs {needed:,} more bytes, but the disk has {free:,} free"
         )
-    return notices
+    return notices + job.workdir.notices
 
 
 def outcome_notices(job: ConversionJob, outcome: Outcome) -> list[str]:
@@ -129,6 +130,7 @@ def outcome_notices(job: ConversionJob, outcome: Outcome) -> list[str]:
     notices = []
     if outcome.was_published:
         notices.append(f"{job.workdir.destination} was complete: an earlier run had published it")
+    notices += job.workdir.notices
     if job.workdir.holds_current_directory:
         notices.append(f"the current directory was replaced: cd {job.workdir.destination} enters the new one")
     for name, count in outcome.overflowed.items():

@@ -12,6 +12,7 @@ from reshard.core.dtypes import Dtype
 from reshard.core.errors import OptionError
 from reshard.core.views import tensor_of, tensor_shapes
 from reshard.formats import safetensors
+from reshard.formats.small_files import MAX_COPIED_BYTES, read_file
 from reshard.models.family import architectures
 from reshard.models.model import Model
 from reshard.storage.destinations.base import Destination
@@ -99,7 +100,9 @@ class HuggingFaceFiles(Destination):
         return {"format": self.format, "family": family, "source": printable(source), "quantized": quantized}
 
     def small_files(self) -> dict[str, bytes | str]:
-        small: dict[str, bytes | str] = {name: path.read_bytes() for name, path in self.beside.items()}
+        small: dict[str, bytes | str] = {
+            name: read_file(path, MAX_COPIED_BYTES) for name, path in self.beside.items()
+        }
         small["config.json"] = self._config_json(small.get("config.json"))
         index = safetensors.index_json(self.new_files)
         return small if index is None else small | {safetensors.INDEX: index}

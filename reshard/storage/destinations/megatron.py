@@ -10,6 +10,7 @@ from typing import Any
 from reshard.core.placement import Placement
 from reshard.core.planner import make_plan
 from reshard.formats import safetensors, torch_dist
+from reshard.formats.small_files import MAX_COPIED_BYTES, read_file
 from reshard.megatron.arguments import arguments, checkpoint_args
 from reshard.megatron.checkpoint import chunks_to_write, extra_states_to_write
 from reshard.megatron.flags import FLAGS_FILE, command_line
@@ -125,7 +126,7 @@ class MegatronFiles(Destination):
         }  # fmt: skip
         if self.within:
             small[torch_dist.TRACKER] = "release" if self.iteration is None else str(iteration)
-        beside = {name: path.read_bytes() for name, path in self.beside.items()}
+        beside = {name: read_file(path, MAX_COPIED_BYTES) for name, path in self.beside.items()}
         if "config.json" in beside:
             beside["config.json"] = with_model_classes(beside["config.json"])
         return small | {f"{HF_FILES}/{name}": data for name, data in beside.items()}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from reshard.core.errors import ReshardError
 from reshard.core.system import read_vectors, sync_file, write_vectors
+from reshard.formats.ranges import ranged
 from reshard.formats.small_files import read_at
 
 
@@ -40,6 +41,10 @@ class OpenFiles:
     def read_into(self, path: Path, offset: int, *buffers: memoryview) -> None:
         """Fill buffers, one after the other, from a file. Raises ReshardError if the file ends
         before."""
+        in_store = ranged(path)
+        if in_store is not None:
+            in_store.read_into(offset, buffers)
+            return
         descriptor, left = self.descriptor(path), list(buffers)
         while left:
             try:
@@ -56,6 +61,11 @@ class OpenFiles:
     def read(self, path: Path, offset: int, length: int) -> bytes:
         """Return `length` bytes of a file, fewer at its end. Raises ReshardError if it cannot be
         read."""
+        in_store = ranged(path)
+        if in_store is not None:
+            data = bytearray(max(0, min(length, in_store.size_bytes - offset)))
+            in_store.read_into(offset, [memoryview(data)])
+            return bytes(data)
         try:
             return read_at(self.descriptor(path), length, offset)
         except OSError as error:

@@ -205,6 +205,10 @@ class StripWriter:
                 for i, row in enumerate(rows):
                     self.files.write(strip.path, offset + i * strip.width * size, memoryview(row))
 
+    def takes(self, name: str, start: int, stop: int) -> bool:
+        """Return True if some of rows `start` .. `stop` of a tensor are written."""
+        return any(strip.start < stop and strip.stop > start for strip in self.strips.get(name, ()))
+
     @contextmanager
     def whole_matrices(self) -> Iterator[None]:
         """Hold a transposed matrix in memory until all of its columns are there. Raises

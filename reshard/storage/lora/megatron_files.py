@@ -11,6 +11,7 @@ from reshard.core.placement import Placement
 from reshard.core.planner import make_plan
 from reshard.core.views import tensor_of
 from reshard.formats import torch_dist
+from reshard.formats.small_files import MAX_COPIED_BYTES, read_file
 from reshard.lora.parameters import (
     Adapter,
     AdapterForm,
@@ -113,7 +114,7 @@ class MegatronAdapterFiles(Destination):
         }  # fmt: skip
         beside = self.source.hf_files()
         if "config.json" in beside:
-            small[f"{HF_FILES}/config.json"] = beside["config.json"].read_bytes()
+            small[f"{HF_FILES}/config.json"] = read_file(beside["config.json"], MAX_COPIED_BYTES)
         if self.form.adapter is None:
             return small | {f"{within}{RUN_CONFIG}": self._run_config()}
         return small | {CONFIG: json.dumps(self._peft_config(), indent=2) + "\n"}

@@ -44,9 +44,13 @@ class ShareResult(NamedTuple):
     resumed: list[str]
 
 
-def run_conversion(job: ConversionJob, settings: dict[str, Any]) -> Outcome:
+def run_conversion(
+    job: ConversionJob,
+    settings: dict[str, Any],
+    share_of: "Callable[[ConversionJob, OpenFiles], Share] | None" = None,
+) -> Outcome:
     """Write everything and publish it. `settings` is all but the source that decides the bytes: a
-    run is resumed only with the same.
+    run is resumed only with the same. `share_of` gives what a process writes, by default a `Share`.
 
     Raises ReshardError. What can be resumed is left for that, all else is removed.
     """
@@ -63,7 +67,7 @@ def run_conversion(job: ConversionJob, settings: dict[str, Any]) -> Outcome:
         if any(team.together(lambda: _open_workdir(job, fingerprint(same_run, inodes)))):
             published = True
             return Outcome(len(job.tensors), was_published=True)
-        share = Share(job, files)
+        share = (share_of or Share)(job, files)
         results = _write_together(share)
         resumed = set(results[team.process].resumed)
         changed = _changed_since(share, results)
@@ -152,18 +156,27 @@ FRAMES, SLOW_FILES = "\0frames", "\0slow files"
 
 
 class Share:
-    """The files of a conversion that this process writes, and has open as `files`.
+    """The files of a conversion that this process writes, and has open as `files`: those of `file_names`, by default
+    all that are its own. Without `with_copies` the tensors that are in no file are left out.
 
     `slow_files` are the destination's once they are made: `write` makes them where they are wanted
     and not there.
     """
 
-    def __init__(self, job: ConversionJob, files: OpenFiles) -> None:
+    def __init__(
+        self,
+        job: ConversionJob,
+        files: OpenFiles,
+        file_names: set[str] | None = None,
+        with_copies: bool = True,
+    ) -> None:
         self.job, self.files, self.root = job, files, job.workdir.tree
         self.slow_files: dict[str, bytes] | None = None
-        self.file_names = files_of_process(job.destination.sizes, job.team.process, job.team.size)
+        own = files_of_process(job.destination.sizes, job.team.process, job.team.size)
+        self.file_names = own if file_names is None else file_names
+        self.journal_path = job.workdir.path / f"journal-{job.team.process}"
         self.paths = {name: self.root / name for name in sorted(self.file_names)}
-        self.names, self.hashed = job.tensors_in(self.file_names)
+        self.names, self.hashed = job.tensors_in(self.file_names, with_copies)
         self.units = job.units_of(self.names)
         self.stored_names = [stored for name in self.names for stored in job.quantized.stored_names(name)]
 
@@ -192,7 +205,7 @@ class Share:
                 journal.close()
         return ShareResult(
             {name: finished[name].checksum for name in self.stored_names if name in self.hashed},
-            {name: finished[name].overflowed for name in self.stored_names if finished[name].overflowed},
+            {name: finished[name].overflowed for name in self.hashed if finished[name].overflowed},
             sorted(set(self.names) - set(todo)),
         )
 
@@ -203,8 +216,7 @@ class Share:
             for stored_name in self.stored_names
         }
         sizes = {name: job.destination.sizes[name] for name in self.file_names}
-        path = job.workdir.path / f"journal-{job.team.process}"
-        return Journal(path, self.root, sizes, files_of_parts, job.options.sync)
+        return Journal(self.journal_path, self.root, sizes, files_of_parts, job.options.sync)
 
     def _write_tensors(self, todo: list[str], journal: Journal, finished: dict[str, Done]) -> None:
         """Write tensors and all that stands around them in this share's files, and close them; what
@@ -271,10 +283,14 @@ class Share:
             done: dict[str, Done] = {}
             with writer.whole_matrices():
                 for each in self.units[name]:
-                    done |= copy_tensor(self.job, each, writer)
+                    done |= copy_tensor(self.job, each, writer, self._reads_all_of(each))
             return done
 
         return run
+
+    def _reads_all_of(self, name: str) -> bool:
+        """Return True for a tensor whose checksum this share reports; of others it reads the rows that it writes."""
+        return any(stored in self.hashed for stored in self.job.quantized.stored_names(name))
 
     def _close(self, journal: Journal) -> None:
         """Close the files that were written.
@@ -325,9 +341,12 @@ class Share:
             return [stored_name for stored_name, differ in outcomes.items() if differ]
 
 
-def copy_tensor(job: ConversionJob, name: str, writer: StripWriter) -> dict[str, Done]:
+def copy_tensor(
+    job: ConversionJob, name: str, writer: StripWriter, reads_all: bool = True
+) -> dict[str, Done]:
     """Copy a canonical tensor to its place in the destination's files, a slab of rows at a time; return the checksums
-    of the stored tensors that it becomes.
+    of the stored tensors that it becomes. Without `reads_all` slabs of which nothing is written are not read, and the
+    checksums are of no use.
 
     Raises ReshardError if the source's manifest has another checksum, or if a cast makes
     numbers infinite and that is not allowed.
@@ -337,7 +356,8 @@ def copy_tensor(job: ConversionJob, name: str, writer: StripWriter) -> dict[str,
     # What is written as it was read is hashed once: the source's manifest has that checksum too.
     same_bytes = source_dtype.published == info.dtype.published and not is_quantized
     checks_what_is_written = same_bytes and job.checks.plain(name)
-    watch = None if checks_what_is_written else job.checks.watch(name)
+    reads_all = reads_all or is_quantized
+    watch = None if checks_what_is_written or not reads_all else job.checks.watch(name)
 
     def read(start: int, stop: int) -> np.ndarray:
         nonlocal overflowed
@@ -353,6 +373,8 @@ def copy_tensor(job: ConversionJob, name: str, writer: StripWriter) -> dict[str,
     else:
         digest = xxhash.xxh3_128()
         for start, stop in info.slabs(SLAB_BYTES, job.source.row_multiple(name)):
+            if not reads_all and not writer.takes(name, start, stop):
+                continue
             slab = read(start, stop)
             published = cast(slab, info.dtype, info.dtype.published)
             digest.update(memoryview(published.view(np.uint8).reshape(-1)))
@@ -360,7 +382,7 @@ def copy_tensor(job: ConversionJob, name: str, writer: StripWriter) -> dict[str,
         checksums = {name: digest.hexdigest()}
     if watch is not None:
         watch.end()
-    elif checks_what_is_written:
+    elif checks_what_is_written and reads_all:
         job.checks.compare(name, checksums[name])
     if overflowed and not job.options.allow_overflow:
         raise ReshardError(

@@ -74,14 +74,15 @@ class ConversionJob:
         """Return the strips of a stored tensor in some of the files, with their paths below `root`."""
         return [s._replace(path=root / s.path) for s in self.strips_of(stored_name) if str(s.path) in files]
 
-    def tensors_in(self, files: set[str]) -> tuple[list[str], set[str]]:
+    def tensors_in(self, files: set[str], with_copies: bool = True) -> tuple[list[str], set[str]]:
         """Return the canonical tensors that have rows in these files, and the stored tensors whose checksum
-        the writer of these files reports: those whose first strip is in them."""
+        the writer of these files reports: those whose first strip is in them, and, by the first process
+        `with_copies`, those that are in no file."""
         names: list[str] = []
         hashed: set[str] = set()
         for name in self.tensors:
             paths = self.files_of(name)
-            reports = paths[0] in files if paths else self.team.process == 0
+            reports = paths[0] in files if paths else with_copies and self.team.process == 0
             if reports or any(path in files for path in paths):
                 names.append(name)
                 hashed.update(self.quantized.stored_names(name) if reports else ())

@@ -62,6 +62,11 @@ class Workdir:
         self.prepared = False
         self._made_parents: list[Path] = []
 
+    @property
+    def notices(self) -> list[str]:
+        """What a user should be told of the place that is written."""
+        return []
+
     def check_destination(self) -> None:
         """Raise ReshardError if the destination is taken, overlaps the source or cannot be written.
 
@@ -105,7 +110,7 @@ class Workdir:
             raise ReshardError(f"{destination} is a symbolic link{where}; give the directory itself")
         if str(*self.given.parts[:1]).endswith(":") and not destination.parent.is_dir():
             address = str(self.given).replace(":/", "://", 1)  # s3://bucket/run, as a path
-            raise ReshardError(f"{address} is an address; give a local directory, and copy it from there")
+            raise ReshardError(f"{address} is an address, and was given as a Path: give it as text")
         if not parent.is_dir():
             raise ReshardError(f"{parent} is a file, not a directory")
         if not os.access(parent, os.W_OK | os.X_OK):

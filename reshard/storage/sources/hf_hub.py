@@ -7,6 +7,8 @@ from pathlib import Path
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.extras import importing
 from reshard.storage.run.partial import unfinished
+from reshard.storage.stores.mirror import local_path
+from reshard.storage.stores.place import is_store
 
 # What a conversion needs of a repository.
 BESIDE_WEIGHTS = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
@@ -14,11 +16,13 @@ PATTERNS = ["*.safetensors", *BESIDE_WEIGHTS]
 
 
 def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
-    """Return the directory of a source: a path as it is, a hub id (``Qwen/Qwen3-0.6B``, optionally
-    ``@revision``) once `patterns` of it are downloaded.
+    """Return the directory of a source: a path as it is, a URL as `local_path` has it, a hub id
+    (``Qwen/Qwen3-0.6B``, optionally ``@revision``) once `patterns` of it are downloaded.
 
     Raises ReshardError if it is neither or the hub does not have it.
     """
+    if is_store(source):
+        return local_path(source)
     if not source.strip():
         raise ReshardError("the path is empty; say . for the current directory")
     path = Path(source)
@@ -70,6 +74,9 @@ def _check_reachable(path: str | Path) -> None:
 def config_path(config: str | Path) -> Path:
     """Return the path of a ``config.json``, or of a directory with one. Of a hub id all but the weights is
     fetched. Raises ReshardError if it is none of these."""
+    if is_store(config):
+        folder, _, name = str(config).rpartition("/")
+        return local_path(folder) / name if name.endswith(".json") else local_path(config)
     _check_reachable(config)
     if os.path.exists(config):
         return Path(config)

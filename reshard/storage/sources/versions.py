@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard.core.errors import ReshardError, listed
+from reshard.formats.ranges import forget_versions, ranged
 
 
 class FileVersion(NamedTuple):
@@ -24,7 +25,12 @@ class FileVersion(NamedTuple):
 
 
 def version_of(path: Path) -> FileVersion | None:
-    """Return the version of the file that a path leads to; None if it leads to none."""
+    """Return the version of the file that a path leads to; None if it leads to none. Of an object in a store the tag
+    stands for the time that nobody can set."""
+    in_store = ranged(path)
+    if in_store is not None:
+        version = in_store.version()
+        return None if version is None else FileVersion(*version)
     try:
         status = os.stat(path)
     except OSError:
@@ -72,6 +78,7 @@ class FileVersions:
 
     def check(self, paths: Iterable[Path]) -> None:
         """Raise ReshardError, naming them, if files are no longer those that were recorded."""
+        forget_versions()
         changed = sorted({path for path in paths if version_of(path) != self[path]})
         if changed:
             them = "it was" if len(changed) == 1 else "they were"
