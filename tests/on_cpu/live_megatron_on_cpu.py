@@ -254,9 +254,7 @@ def save_to_store(rank: int, flags: list[str], hf: str, mcore: str, url: str, en
         reshard.load(wrapped, f"{url}/{name}", make_vocab_size_divisible_by=8)
         differ.append(unlike(megatron_on_cpu.weights(models), expected))
     said = [caught(lambda: reshard.save(wrapped, f"{url}/hf", hf, format="hf", **options))]
-    said.append(
-        caught(lambda: reshard.save(wrapped, f"{url}/run", hf, overwrite=True, **options))
-    )
+    said.append(caught(lambda: reshard.save(wrapped, f"{url}/run", hf, overwrite=True, **options)))
     if rank:
         os.environ["RESHARD_SPOOL"] += "/of-another-host"
     said.append(caught(lambda: reshard.save(wrapped, f"{url}/elsewhere", hf, **options)))

@@ -49,7 +49,8 @@ def seaweed(folder: Path) -> Iterator[str]:
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
             [_weed(), "-logtostderr=true", "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-s3", *options,
-             f"-s3.config={folder / 's3.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.iam=false", "-master.volumeSizeLimitMB=256", "-volume.max=40"],
+             f"-s3.config={folder / 's3.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.iam=false",
+             "-master.volumeSizeLimitMB=256", "-volume.max=40"],
             stdout=log, stderr=log, start_new_session=True, cwd=folder,
             env={name: value for name, value in os.environ.items() if not name.startswith("AWS_")},
         )  # fmt: skip

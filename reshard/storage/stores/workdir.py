@@ -212,10 +212,10 @@ class StoreWorkdir(Workdir):
 
         Raises ReshardError otherwise, and leaves no manifest.
         """
-        if _read_json(self.place, RUN_MARK).get("token") != self.token:
+        if not self._is_ours():
             self.claimed = False
             raise ReshardError(
-                f"another run has begun to write {self.place.url}: wait for it to end", resumable=True
+                f"another run has begun to write {self.place.url}, and may have ended", resumable=True
             )
         lost = sorted(self.sizes.keys() - self.sent(self.sizes).keys())
         if lost:
@@ -230,6 +230,10 @@ class StoreWorkdir(Workdir):
             self.run_place.put(TRACKER, str(self.iteration).encode())
         self._remove_marks(self.place.objects())
 
+    def _is_ours(self) -> bool:
+        """Return True while no other run has claimed the place, and published there or not."""
+        return self.place.has(RUN_MARK) and _read_json(self.place, RUN_MARK).get("token") == self.token
+
     def _remove_marks(self, objects: Iterable[str]) -> None:
         """Remove the records, and the run's own mark last."""
         self.place.remove([name for name in objects if name.startswith(f"{RECORDS}/") and name != RUN_MARK])
@@ -241,6 +245,8 @@ class StoreWorkdir(Workdir):
         if remove and self.claimed:
             self.claimed = False
             with contextlib.suppress(ReshardError):  # then the mark stays, and nobody reads what does
+                if not self._is_ours():
+                    return  # what is there now is another run's
                 self.place.remove(sorted(name for name in self.place.objects() if name not in ("", RUN_MARK)))
                 self.place.remove([RUN_MARK])
 
