@@ -42,6 +42,9 @@ def server(tmp_path_factory):
 @pytest.fixture
 def proxy(server, monkeypatch, tmp_path):
     """A proxy before the server, which ``s3://`` leads to."""
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()  # they keep the address of the proxy before
     with Proxy(server) as proxy:
         for name, value in variables(proxy.address).items():
             monkeypatch.setenv(name, value)
