@@ -10,7 +10,7 @@ SHOWN_AS: dict[str, str] = {}
 
 def shown(text: str) -> str:
     """Return a text with the places that directories stand for instead of these."""
-    for directory, place in SHOWN_AS.items():
+    for directory, place in list(SHOWN_AS.items()):  # threads may add to it
         text = text.replace(directory, place)
     return text
 

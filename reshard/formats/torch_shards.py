@@ -6,7 +6,7 @@ into inert records, as all are here.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,21 +69,16 @@ def read(directory: Path, iteration: str) -> Checkpoint:
 
 
 def _parts(path: Path, rank: int, ranks: int) -> Iterator[tuple[str, LocalPart]]:
-    size = path.stat().st_size
     in_store = ranged(path)
-    with open(path, "rb") as file:
-
-        def get(offset: int, length: int) -> bytes:
-            return (
-                read_at(file.fileno(), length, offset) if in_store is None else in_store.read(offset, length)
+    if in_store is not None:
+        state, placed = _state(path, in_store.read, in_store.size_bytes)
+    else:
+        with open(path, "rb") as file:
+            state, placed = _state(
+                path,
+                lambda offset, length: read_at(file.fileno(), length, offset),
+                path.stat().st_size,
             )
-
-        try:
-            state, placed = torch_zip.stored_state(get, size, str(path))
-        except ReshardError as error:
-            if "refers to" not in str(error):
-                raise
-            raise ReshardError(f"{error}; if it is of FSDP1 and you trust it, {_merged(path)}") from error
     if not isinstance(state, dict):
         raise ReshardError(f"{path} holds {type(state).__name__}, not the state dict of a model")
     for name, value in state.items():
@@ -93,6 +88,18 @@ def _parts(path: Path, rank: int, ranks: int) -> Iterator[tuple[str, LocalPart]]
             raise ReshardError(
                 f"{path}: {name!a:.200} is no DTensor of FSDP2 that reshard reads ({error}): {_merged(path)}"
             ) from error
+
+
+def _state(
+    path: Path, read: Callable[[int, int], bytes], size: int
+) -> tuple[Any, dict[str, tuple[int, int]]]:
+    """Return what a shard holds, and where the bytes of its tensors are."""
+    try:
+        return torch_zip.stored_state(read, size, str(path))
+    except ReshardError as error:
+        if "refers to" not in str(error):
+            raise
+        raise ReshardError(f"{error}; if it is of FSDP1 and you trust it, {_merged(path)}") from error
 
 
 def _merged(path: Path) -> str:

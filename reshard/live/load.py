@@ -30,7 +30,7 @@ from reshard.storage.io.casts import float_dtype, is_exact, overflow_notice
 from reshard.storage.io.files import allow_many_files
 from reshard.storage.run.workers import Progress, run_jobs, worker_count
 from reshard.storage.sources.base import Source
-from reshard.storage.sources.hf_hub import config_path, local_directory
+from reshard.storage.sources.hf_hub import config_path, source_directory
 from reshard.storage.sources.huggingface import HuggingFaceSource
 from reshard.storage.sources.megatron import MegatronSource
 from reshard.storage.sources.opening import open_source
@@ -162,7 +162,7 @@ class _Load:
         # count what overflows.
         wide = DTYPES["float32"] if target is not None and target.name == "float16" else target
         config = None if self.hf_config is None else config_path(self.hf_config)
-        source = open_source(local_directory(str(self.path)), config, self.family, wide)
+        source = open_source(source_directory(str(self.path)), config, self.family, wide)
         if config is not None and source.kind == HuggingFaceSource.kind:
             source.close()
             raise ReshardError(

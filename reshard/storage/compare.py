@@ -16,7 +16,7 @@ from reshard.storage.io.files import allow_many_files
 from reshard.storage.opening import check_same_kind, open_model_or_adapter
 from reshard.storage.run.workers import Progress, run_jobs
 from reshard.storage.sources.base import Source
-from reshard.storage.sources.hf_hub import config_path, local_directory
+from reshard.storage.sources.hf_hub import config_path, source_directory
 from reshard.storage.sources.opening import check_config_is_read
 from reshard.storage.sources.paths import config_beside, locate
 from reshard.storage.sources.training import has_states, is_of_training, is_padding, notices_on_training
@@ -123,7 +123,7 @@ def diff(
     nothing.
     """
     allow_many_files()
-    left_directory, right_directory = local_directory(str(a)), local_directory(str(b))
+    left_directory, right_directory = source_directory(str(a)), source_directory(str(b))
     check_config_is_read(hf_config, left_directory, right_directory)
     config = config_path(hf_config) if hf_config is not None else None
     left = open_model_or_adapter(left_directory, config, states="movable")

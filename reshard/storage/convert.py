@@ -40,7 +40,7 @@ from reshard.storage.sources.base import Source
 from reshard.storage.sources.derived import DerivedSource
 from reshard.storage.sources.foreign import check_foreign
 from reshard.storage.sources.fsdp import FsdpSource, locate_fsdp
-from reshard.storage.sources.hf_hub import config_path, local_directory
+from reshard.storage.sources.hf_hub import config_path, source_directory
 from reshard.storage.sources.megatron import MegatronSource, States
 from reshard.storage.sources.opening import check_config_is_read, check_directory, open_published
 from reshard.storage.sources.verify import SourceChecks, manifest_of
@@ -94,7 +94,7 @@ def hf_to_mcore(
     config = config_path(hf_config) if hf_config is not None else None
     # Codes are dequantized to a dtype that holds them all, so that the cast can count what overflows.
     wide = DTYPES["float32"] if target is not None and target.name == "float16" else target
-    directory = local_directory(str(source))
+    directory = source_directory(str(source))
     check_config_is_read(hf_config, directory)
     with Team.from_environment() as team, closing(open_published(directory, config, wide)) as src:
         return to_mcore("hf-to-mcore", src, source, destination, layout, target, form, team, options)

@@ -18,7 +18,7 @@ from reshard.storage.io.streams import TensorInfo
 from reshard.storage.opening import open_model_or_adapter
 from reshard.storage.run.workers import Progress, run_jobs
 from reshard.storage.sources.base import Source
-from reshard.storage.sources.hf_hub import config_path, local_directory
+from reshard.storage.sources.hf_hub import config_path, source_directory
 from reshard.storage.sources.opening import check_config_is_read
 from reshard.storage.sources.paths import config_beside, locate
 
@@ -47,7 +47,7 @@ def digest_of_path(
     if stored and target is not None:
         raise OptionError("--stored counts codes as they are, and --dtype numbers in that: leave one out")
     allow_many_files()
-    directory = local_directory(str(path))
+    directory = source_directory(str(path))
     check_config_is_read(hf_config, directory)
     config = config_path(hf_config) if hf_config is not None else None
     with closing(open_model_or_adapter(directory, config, alpha=alpha)) as source, source.unchanged():

@@ -14,7 +14,7 @@ from reshard.models.config_fields import allow_unmapped_configs, check_ignored, 
 from reshard.models.model import Model
 from reshard.storage.opening import note_untrained, open_model_or_adapter
 from reshard.storage.sources.base import ignored_as_recorded, read_config
-from reshard.storage.sources.hf_hub import config_path, local_directory
+from reshard.storage.sources.hf_hub import config_path, source_directory
 from reshard.storage.sources.opening import check_config_is_read
 from reshard.storage.sources.paths import locate
 
@@ -79,7 +79,7 @@ class Inspection(Printed):
 def inspect(path: str | Path, *, hf_config: str | Path | None = None) -> Inspection:
     """Look at a Hugging Face directory (or hub id) or a Megatron checkpoint. A config that cannot
     be mapped is one of the notices. Raises ReshardError if it cannot be read."""
-    directory = local_directory(str(path))
+    directory = source_directory(str(path))
     check_config_is_read(hf_config, directory)
     config = config_path(hf_config) if hf_config is not None else None
     with allow_unmapped_configs():

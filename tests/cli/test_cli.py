@@ -216,7 +216,7 @@ def megatron(checkpoint, tmp_path_factory):
     (["memory", "{src}", "--recompute", "some"], 2, "--recompute some: 'some' is not one of none, full"),
     (["parity", "{src}", "{src}", "--no-noise", "--max-noise-ratio", "3"], 2, "leaves nothing for --max-noise-ratio"),
     (["demo", "--keep", "{src}/config.json/b"], 1, "cannot make {src}/config.json/b: Not a directory"),
-    (["hf-to-mcore", "{src}", "s3://bucket/run"], 1, "s3://bucket/run is an address; give a local directory"),
+    (["lora-to-peft", "{src}", "s3://bucket/run"], 1, "s3://bucket/run is in an object store, and the LoRA commands"),
     (["inspect", "{src}", "--hf-config", "{mcore}"], 1,
      "--hf-config is for a Megatron or FSDP checkpoint or an adapter, and a Hugging Face directory has its own, "
      "here {src}/config.json: leave it out"),

@@ -38,6 +38,7 @@ from reshard.storage.sources.hf_hub import config_path, local_directory
 from reshard.storage.sources.megatron import MegatronSource
 from reshard.storage.sources.opening import check_config_is_read, open_source
 from reshard.storage.sources.paths import locate
+from reshard.storage.stores.place import is_store
 
 EXPERTS = ("apart", "together")
 NO_PLACE = "train without, or add it to the model with reshard lora-merge"
@@ -73,6 +74,7 @@ def lora_to_peft(
     """
     if experts not in EXPERTS:
         raise OptionError(f"--experts {experts} is not one of {listed(EXPERTS)}")
+    check_places(source, destination)
     options = RunOptions(overwrite, resume, sync, workers, dry_run, progress).checked()
     config = None if hf_config is None else config_path(hf_config)
     with (
@@ -132,6 +134,7 @@ def lora_to_megatron(
         )
     if iteration:
         check_number(iteration, "--iteration", MAX_ITERATION)
+    check_places(source, destination)
     options = RunOptions(overwrite, resume, sync, workers, dry_run, progress).checked()
     config = None if hf_config is None else config_path(hf_config)
     with (
@@ -187,6 +190,7 @@ def lora_merge(
     """
     if format not in ("hf", "mcore"):
         raise OptionError(f"--format {format} is not one of hf, mcore")
+    check_places(base, adapter, destination)
     options = RunOptions(overwrite, resume, sync, workers, dry_run, progress).checked()
     layout, target = checked_layout(layout), float_dtype(dtype)
     shard_bytes = None if max_shard_size is None else parse_size(max_shard_size)
@@ -204,6 +208,16 @@ def lora_merge(
         if format == "mcore":
             return to_mcore("lora-merge", source, name, destination, layout, target, form, team, options)
         return to_hf("lora-merge", source, name, destination, target, shard_bytes, team, options)
+
+
+def check_places(*places: str | Path) -> None:
+    """Raise ReshardError if one of the places of a LoRA command is the URL of an object store."""
+    for place in places:
+        if is_store(place):
+            raise ReshardError(
+                f"{place} is in an object store, and the LoRA commands read and write directories: give one, and copy "
+                "it from or to there"
+            )
 
 
 def _open_base(path: str | Path, hf_config: str | Path | None) -> Source:

@@ -157,7 +157,7 @@ FRAMES, SLOW_FILES = "\0frames", "\0slow files"
 
 class Share:
     """The files of a conversion that this process writes, and has open as `files`: those of `file_names`, by default
-    all that are its own. Without `with_copies` the tensors that are in no file are left out.
+    all that are its own. Without `with_copies`, tensors that are in no file are left out.
 
     `slow_files` are the destination's once they are made: `write` makes them where they are wanted
     and not there.
@@ -289,8 +289,9 @@ class Share:
         return run
 
     def _reads_all_of(self, name: str) -> bool:
-        """Return True for a tensor whose checksum this share reports; of others it reads the rows that it writes."""
-        return any(stored in self.hashed for stored in self.job.quantized.stored_names(name))
+        """Return True for a tensor that is read whole, and compared with the source's manifest, also where only some
+        of its rows are written."""
+        return True
 
     def _close(self, journal: Journal) -> None:
         """Close the files that were written.

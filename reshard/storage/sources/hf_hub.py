@@ -16,13 +16,16 @@ PATTERNS = ["*.safetensors", *BESIDE_WEIGHTS]
 
 
 def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
-    """Return the directory of a source: a path as it is, a URL as `local_path` has it, a hub id
-    (``Qwen/Qwen3-0.6B``, optionally ``@revision``) once `patterns` of it are downloaded.
+    """Return the directory of a source: a path as it is, a hub id (``Qwen/Qwen3-0.6B``, optionally
+    ``@revision``) once `patterns` of it are downloaded.
 
-    Raises ReshardError if it is neither or the hub does not have it.
+    Raises ReshardError if it is neither or the hub does not have it, and for the URL of an object store: who reads
+    these calls `source_directory`.
     """
     if is_store(source):
-        return local_path(source)
+        raise ReshardError(
+            f"{source} is in an object store, and this reads directories: copy it to one, and give that"
+        )
     if not source.strip():
         raise ReshardError("the path is empty; say . for the current directory")
     path = Path(source)
@@ -58,6 +61,12 @@ def local_directory(source: str, patterns: list[str] = PATTERNS) -> Path:
             f"{source} is not a directory here, and the hub could not be reached ({first_line(error).rstrip('.')}): "
             f"where it can, run: hf download {name} --local-dir DIRECTORY, and give DIRECTORY here"
         ) from error
+
+
+def source_directory(source: str) -> Path:
+    """Return the directory of a source whose files are all read by reshard: as `local_directory` does, and of a URL one
+    whose files are read in their store (`local_path`). Raises ReshardError as these do."""
+    return local_path(source) if is_store(source) else local_directory(source)
 
 
 def _check_reachable(path: str | Path) -> None:

@@ -76,7 +76,7 @@ class StoreShare(Share):
         options = replace(self.job.options, sync=False, progress=progress)
         files = OpenFiles.of_destination(write=True)
         try:
-            share = Share(replace(self.job, options=options), files, set(names), with_copies)
+            share = RoundShare(replace(self.job, options=options), files, set(names), with_copies)
             share.slow_files = self.slow_files
             share.journal_path.unlink(missing_ok=True)  # of another round
             result = share.write(frozenset())
@@ -93,6 +93,14 @@ class StoreShare(Share):
     def _first_file(self, stored_name: str) -> str:
         strips = self.job.strips_of(stored_name)
         return str(strips[0].path) if strips else ""
+
+
+class RoundShare(Share):
+    """Files that are written together. Of a tensor whose checksum another round reports, only the rows that are written
+    here are read again."""
+
+    def _reads_all_of(self, name: str) -> bool:
+        return any(stored in self.hashed for stored in self.job.quantized.stored_names(name))
 
 
 def in_rounds(sizes: Mapping[str, int], round_bytes: int) -> list[list[str]]:
