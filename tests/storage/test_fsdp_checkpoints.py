@@ -19,7 +19,9 @@ from tests.megatron.test_logits import EP, ETP, TP, flags_at
 from tests.starting.ranks import run_on_ranks
 from tests.tools import model_classes
 from tests.tools.checkpoints import make
+from tests.tools.disk import tree
 from tests.tools.oracle import hf_tensors, same, stored_tensors
+from tests.tools.stores import BUCKET, filesystem, seaweed, variables
 
 HSDP, WITH_TP = {"replicate": 2, "shard": 2}, {"shard": 2, "tp": 2}
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -291,3 +293,20 @@ def test_a_live_megatron_is_filled_from_an_fsdp_checkpoint(saves, tmp_path):
 class CallsPrint:
     def __reduce__(self):
         return print, ("executed",)
+
+
+def test_what_is_in_an_object_store_is_read_as_here(saves, tmp_path, monkeypatch):
+    monkeypatch.setenv("RESHARD_SPOOL", str(tmp_path))
+    with seaweed(tmp_path / "server") as address:
+        for variable, value in variables(address).items():
+            monkeypatch.setenv(variable, value)
+        for name in ("uneven and tied", "of ranks, uneven"):
+            folder, url = saves[name], f"s3://{BUCKET}/{name.replace(' ', '-')}"
+            filesystem(address).put(str(folder), url.removeprefix("s3://"), recursive=True)
+            fsdp_to_hf(folder / "saved", tmp_path / name, hf_config=folder / "source")
+            fsdp_to_hf(f"{url}/saved", tmp_path / f"{name} there", hf_config=f"{url}/source")
+            here, there = tree(tmp_path / name), tree(tmp_path / f"{name} there")
+            assert there.pop("reshard.json") != here.pop("reshard.json") and there == here
+            read = digest(f"{url}/saved", hf_config=f"{url}/source").text
+            assert read == digest(tmp_path / name).text
+            assert read != digest(f"{url}/source").text, "the control: a step of training is between them"
