@@ -203,9 +203,10 @@ class Share:
                 self._write_tensors(todo, journal, finished)
             finally:
                 journal.close()
+        reported = [name for name in self.stored_names if name in self.hashed]
         return ShareResult(
-            {name: finished[name].checksum for name in self.stored_names if name in self.hashed},
-            {name: finished[name].overflowed for name in self.hashed if finished[name].overflowed},
+            {name: finished[name].checksum for name in reported},
+            {name: finished[name].overflowed for name in reported if finished[name].overflowed},
             sorted(set(self.names) - set(todo)),
         )
 

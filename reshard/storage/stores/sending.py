@@ -51,9 +51,10 @@ class StoreShare(Share):
                     del left[name]
             sending.wait(job.team.check)
         resumed = [name for name in self.names if job.files_of(name) and sent.keys() >= self._own_files(name)]
+        reported = [name for name in self.stored_names if name in self.hashed]
         return ShareResult(
-            {name: done[name][0] for name in self.stored_names if name in self.hashed},
-            {name: done[name][1] for name in self.hashed if done[name][1]},
+            {name: done[name][0] for name in reported},
+            {name: done[name][1] for name in reported if done[name][1]},
             sorted(resumed),
         )
 
