@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 KEY, SECRET, BUCKET = "key", "secret", "bucket"
+# Of the client, which gives up after 15 by itself, while a proxy may hold a request, or a busy machine.
+CLIENT_OPTIONS = {"config_kwargs": {"connect_timeout": 600, "read_timeout": 600}}
 # Of one who may use the bucket, and make none.
 IDENTITIES = {
     "identities": [
@@ -57,7 +59,7 @@ def seaweed(folder: Path) -> Iterator[str]:
         )  # fmt: skip
     address = f"http://127.0.0.1:{ports['s3']}"
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while True:
             with contextlib.suppress(Exception):
                 filesystem(address, "owner").mkdir(BUCKET)
@@ -90,7 +92,7 @@ def google(folder: Path) -> Iterator[str]:
              f"-external-url={address}"], stdout=log, stderr=log, cwd=folder,
         )  # fmt: skip
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while True:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/storage/v1/b", timeout=30):
                 break
@@ -132,7 +134,8 @@ def filesystem(address: str, key: str = KEY):
 def variables(address: str) -> dict[str, str]:
     """The environment in which ``s3://`` is a server."""
     return {"AWS_ENDPOINT_URL_S3": address, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET,
-            "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1"}  # fmt: skip
+            "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1",
+            "FSSPEC_S3": json.dumps(CLIENT_OPTIONS)}  # fmt: skip
 
 
 class Request(NamedTuple):
@@ -164,7 +167,7 @@ class Proxy:
 
     def __enter__(self) -> "Proxy":
         self.thread.start()
-        assert self.ready.wait(30)
+        assert self.ready.wait(300)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -193,7 +196,7 @@ class Proxy:
         from aiohttp import ClientSession, ClientTimeout, web
 
         self.released = asyncio.Event()
-        self.session = ClientSession(auto_decompress=False, timeout=ClientTimeout(120))
+        self.session = ClientSession(auto_decompress=False, timeout=ClientTimeout(600))
         application = web.Application(client_max_size=1 << 30)
         application.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(application, access_log=None)
