@@ -369,7 +369,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused(whole, proxy, server,
 
 
 def test_memory_and_disk_are_bounded(proxy, url, objects, tmp_path):
-    """Of a model of 320 MB the spool holds 80, and the process 24 blocks of 1 MiB."""
+    """Of a model of 320 MB the spool holds 80, and the process 24 blocks of 1 MiB, and what is being sent."""
     model = wide_model(tmp_path / "hf", layers=16)
     assert sum(path.stat().st_size for path in model.glob("*.safetensors")) > 300e6
     filesystem(proxy.server).put(str(model), f"{url.removeprefix('s3://')}/hf", recursive=True)
@@ -387,7 +387,8 @@ def test_memory_and_disk_are_bounded(proxy, url, objects, tmp_path):
             time.sleep(0.02)
     assert process.returncode == 0
     assert 30e6 < held <= 80e6 + 4096, held
-    assert peak < 280e6, peak
+    # 110 MB of an idle process, 25 of blocks, and twice what the spool holds, as it is sent; 430 with the model.
+    assert peak < 330e6, peak
     hf_to_mcore(model, tmp_path / "mcore", MegatronLayout(pp=8))
     assert without_source(objects(f"{url}/mcore")) == without_source(tree(tmp_path / "mcore"))
 
