@@ -16,6 +16,8 @@ AT_FDCWD, RENAME_EXCHANGE, RENAME_SWAP = -100, 2, 2  # of Linux's renameat2, and
 PR_SET_PDEATHSIG = 1
 F_FULLFSYNC = 51  # of macOS, whose fsync leaves bytes in the disk's own memory
 MAC_IO_BYTES = 1 << 30  # macOS refuses to read or write 2 GiB at once, where Linux does a part
+# How a file system says that it has no such call.
+CANNOT = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM, errno.ENOTTY)
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -41,9 +43,12 @@ def sync_file(descriptor: int) -> None:
     if is_mac():
         import fcntl
 
-        with suppress(OSError):  # a file system that cannot
+        try:
             fcntl.fcntl(descriptor, F_FULLFSYNC)
             return
+        except OSError as error:
+            if error.errno not in CANNOT:
+                raise
     os.fsync(descriptor)
 
 
@@ -87,7 +92,7 @@ def exchange(a: Path, b: Path) -> bool:
     if not failed:
         return True
     number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
+    if number in CANNOT:
         return False
     raise OSError(number, os.strerror(number), str(a))
 

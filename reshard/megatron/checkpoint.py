@@ -107,6 +107,11 @@ def chunks_to_write(
     A parameter that several ranks hold alike is saved by the first of them; local tensors are named by (key,
     offsets).
     """
+    if layout.gtp > 1 and transformer_impl != "local" and "RKV" in model.symbols:
+        raise ReshardError(
+            f"--gtp {layout.gtp}: Transformer Engine's layers keep the down projections of multi-head latent attention "
+            f"whole under GTP, which is not written: pass --transformer-impl local for a trainer with local layers"
+        )
     ranks = Ranks(model, layout)
     for p in mapping.parameters:
         key, stack = key_of(p, model.uniform, transformer_impl), _stack(p, model)

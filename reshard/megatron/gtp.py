@@ -150,13 +150,30 @@ def local_tensor_of_rows(
     return LocalTensor(id, sizes, tuple(parts), tuple(fills))
 
 
-def gtp_of(keys: Mapping[str, Key], args: Mapping[str, Any], where: object) -> Gtp:
-    """Return the sizes that a checkpoint was saved at, by the trainer's arguments, or where it has none by its chunks.
-    Raises ReshardError if the chunks contradict the arguments."""
+def says_gtp(args: Mapping[str, Any]) -> bool:
+    """Return True if a trainer's arguments say at which sizes it ran: by name, or as those of Megatron-LM before 0.19,
+    which has none."""
+    return "num_layers" in args or any(args.get(name) is not None for name in (*ARGUMENTS, *SHARDS_ARGUMENTS))
+
+
+def gtp_of(keys: Mapping[str, Key], said: Mapping[str, Any] | None, where: object) -> Gtp:
+    """Return the sizes that a checkpoint was saved at, by what its trainer's arguments or config have `said`.
+
+    Raises ReshardError if the chunks contradict that, and if nothing is said and they are cut as by GTP: in which order
+    gate and up lie, they do not show.
+    """
     found = gtp_of_keys(keys)
-    if not args:
-        return found
-    named = Gtp(*(args.get(name) or 1 for name in ARGUMENTS))  # before 0.19 there are none
+    if said is None:
+        if found == WITHOUT_GTP:
+            return found
+        raise ReshardError(
+            f"{where} has weights cut into rows as by GTP {found.others} and, of experts, {found.experts}, and no args "
+            f"or run_config.yaml that say whether it was saved under GTP: convert it where its run_config.yaml is "
+            f"beside it"
+        )
+    named = named_gtp(said)
+    if not any(".experts." in key for key in keys):
+        named = named._replace(experts=1)  # of no weight
     if named not in (found, WITHOUT_GTP):
         raise ReshardError(
             f"{where} has args of GTP {named.others} and, of experts, {named.experts}, but weights that GTP "
@@ -165,12 +182,21 @@ def gtp_of(keys: Mapping[str, Key], args: Mapping[str, Any], where: object) -> G
     return named
 
 
+def named_gtp(args: Mapping[str, Any]) -> Gtp:
+    """Return the sizes that a trainer's arguments say: themselves, or by the numbers of shards of which they are a
+    part; 1 where they say none."""
+    tp = args.get("tensor_model_parallel_size") or 1
+    ranks = (tp, args.get("expert_tensor_parallel_size") or tp)
+    named = zip(ARGUMENTS, SHARDS_ARGUMENTS, ranks, strict=True)
+    return Gtp(*(args.get(name) or (args.get(shards) or own) // own for name, shards, own in named))
+
+
 def gtp_of_keys(keys: Mapping[str, Key]) -> Gtp:
     """Return the sizes that a checkpoint was saved at, by its chunks: no tensor parallel rank has only some rows of
     an output projection. Megatron's FSDP2 splits the rows of all tensors, norms too, and is none of GTP."""
     if any(key in keys and len(keys[key].chunks) > 1 for key in _FINAL_NORMS):
         return WITHOUT_GTP
-    found = {False: 1, True: 1}
+    found: dict[bool, set[int]] = {False: set(), True: set()}
     for key, entry in keys.items():
         name, numbers, _ = key.partition(".weight")
         if not f"{name}{numbers}".endswith(_ROW_PARALLEL) or not key.startswith(("decoder.", "mtp.")):
@@ -178,8 +204,9 @@ def gtp_of_keys(keys: Mapping[str, Key]) -> Gtp:
         chunk = next((sizes for _, sizes in entry.chunks if all(sizes)), None)
         if chunk is not None and len(chunk) > 1:
             expert = ".experts." in key
-            found[expert] = max(found[expert], entry.shape[-2] // chunk[-2])
-    return Gtp(found[False], found[True])
+            found[expert].add(entry.shape[-2] // chunk[-2])
+    # GTP cuts them all alike; what limits a chunk's bytes does not.
+    return Gtp(*(sizes.pop() if len(sizes) == 1 else 1 for sizes in (found[False], found[True])))
 
 
 def vocabulary_of(stored: int, chunk_rows: int, gtp: int, padded_vocab: Any, where: object) -> int:

@@ -104,6 +104,13 @@ def test_halves_with_keys_of_their_own_are_read(checkpoint, tmp_path):
 def test_a_vocabulary_padded_in_the_middle_needs_its_size(checkpoint, tmp_path):
     source = checkpoint("qwen3")
     theirs = saved(source, tmp_path, f"{TP} 2 {GTP} 4", 4, args=False)
+    with pytest.raises(
+        ReshardError, match="no args or run_config.yaml that say whether it was saved under GTP"
+    ):
+        mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
+    (theirs / "iter_0000007" / "run_config.yaml").write_text(
+        "model:\n  tensor_model_parallel_size: 2\n  tensor_parallel_num_weight_shards: 4\n"
+    )
     with pytest.raises(ReshardError, match="do not say padded_vocab_size, without which a row"):
         mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
     assert not (tmp_path / "back").exists()
@@ -132,6 +139,33 @@ def test_arguments_decide_where_there_are_any(checkpoint, tmp_path):
         )
     mcore_to_hf(theirs, tmp_path / "as without", hf_config=source)
     assert same(hf_tensors(source), hf_tensors(tmp_path / "as without")) != []
+    [path] = theirs.rglob(".metadata")
+    for number, said in enumerate(
+        (
+            {"tensor_model_parallel_size": 1, "tensor_parallel_num_weight_shards": 2},
+            {"tensor_parallel_num_weight_shards": 2, "gtp_weight_remat_size": None},
+            {"gtp_weight_remat_size": 2, "expert_gtp_weight_remat_size": 2},  # of a model without experts
+        )
+    ):
+        args = Namespace(padded_vocab_size=1000, **said)
+        torch.save({"args": args, "content_metadata": {}}, path.parent / "common.pt")
+        mcore_to_hf(theirs, tmp_path / f"back {number}", hf_config=source)
+        assert same(hf_tensors(source), hf_tensors(tmp_path / f"back {number}")) == [], said
+    for number, (args, config) in enumerate(
+        ((None, ""), ({"iteration": 3}, ""), (None, "2"), ({"iteration": 3}, "1"))
+    ):
+        common = {"content_metadata": {}} | ({} if args is None else {"args": Namespace(**args)})
+        torch.save(common, path.parent / "common.pt")
+        if not config:
+            with pytest.raises(
+                ReshardError, match="no args or run_config.yaml that say whether it was saved"
+            ):
+                mcore_to_hf(theirs, tmp_path / "out", hf_config=source)
+            continue
+        (path.parent / "run_config.yaml").write_text(f"model:\n  gtp_weight_remat_size: {config}\n")
+        mcore_to_hf(theirs, tmp_path / f"said {number}", hf_config=source)
+        is_right = same(hf_tensors(source), hf_tensors(tmp_path / f"said {number}")) == []
+        assert is_right is (config == "2"), "as the config says"
     with pytest.raises(
         ReshardError, match="args of GTP 4 and, of experts, 1, but weights that GTP 2 and 1 has cut"
     ):
@@ -268,6 +302,8 @@ def test_what_is_not_done_under_gtp_is_refused(checkpoint, tmp_path):
         hf_to_mcore(checkpoint("qwen3"), tmp_path / "out", MegatronLayout(egtp=2))
     with pytest.raises(ReshardError, match="no arguments for generalized tensor parallelism: 0.19 is"):
         hf_to_mcore(checkpoint("qwen3"), tmp_path / "out", layout, megatron_version="0.18")
+    with pytest.raises(ReshardError, match="keep the down projections of multi-head latent attention whole"):
+        hf_to_mcore(checkpoint("deepseek-v3"), tmp_path / "out", layout)
     with pytest.raises(ReshardError, match="the memory of a trainer under GTP is not estimated"):
         estimate_memory(checkpoint("qwen3"), layout)
     assert not (tmp_path / "out").exists()

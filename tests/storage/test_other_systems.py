@@ -1,5 +1,6 @@
 """Conversions on a system that is not Linux: the same bytes, and the same promises, by the system's own means."""
 
+import errno
 import json
 import os
 import subprocess
@@ -133,11 +134,19 @@ def test_a_mac_is_asked_to_empty_the_disk_s_own_memory(tmp_path, monkeypatch):
     assert asked == [(7, 51)] and not synced
 
     def cannot(*_):
-        raise OSError(45, "not supported")
+        raise OSError(errno.ENOTSUP, "not supported")
 
     monkeypatch.setattr(fcntl, "fcntl", cannot)
     system.sync_data(7)
     assert synced == [7]
+
+    def fails(*_):
+        raise OSError(errno.EIO, "the disk is broken")
+
+    monkeypatch.setattr(fcntl, "fcntl", fails)
+    with pytest.raises(OSError, match="broken"):
+        system.sync_data(7)
+    assert synced == [7], "what was lost would be reported once"
 
 
 def test_no_two_files_of_a_checkpoint_differ_by_case_alone(checkpoint, tmp_path):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from reshard.core.errors import ReshardError, first_line, listed
 from reshard.formats.torch_dist import Checkpoint
 from reshard.megatron.build import build_megatron, initialize_parallel, without_gpu
+from reshard.megatron.gtp import WITHOUT_GTP
 from reshard.megatron.layout import MegatronLayout
 from reshard.models.model import Model
 from reshard.parity.systems.base import DTYPES, ForwardSystem
@@ -66,6 +67,11 @@ class Megatron(ForwardSystem):
         try:
             if not isinstance(source, MegatronSource):
                 raise ReshardError(f"{path} is not a Megatron checkpoint")
+            if source.gtp != WITHOUT_GTP:
+                raise ReshardError(
+                    f"{path} was saved under GTP, of which Megatron's loader gets other gates and ups in a model "
+                    f"without: convert it by mcore-to-mcore first, without --gtp and --egtp"
+                )
             return source.model, source.model_class, source.checkpoint
         finally:
             source.close()

@@ -14,7 +14,7 @@ from reshard.lora.names import A, peft_name
 from reshard.lora.parameters import Adapter, AdapterForm, adapter_parameters
 from reshard.lora.peft_config import CONFIG, check_plain
 from reshard.lora.scale import Scale, as_number
-from reshard.megatron.gtp import ARGUMENTS, WITHOUT_GTP, Gtp, gtp_of
+from reshard.megatron.gtp import WITHOUT_GTP, Gtp, gtp_of, named_gtp
 from reshard.megatron.hybrid import class_of_keys
 from reshard.megatron.parameters import ModelParameters, expand
 from reshard.megatron.towers import of_towers
@@ -51,8 +51,7 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
     def _chosen_keys(self, without_adapters: bool) -> dict[str, torch_dist.Key]:
         """Return the keys of the adapter. Raises ReshardError if one of them is of a tower."""
         keys = adapter_keys(self.text_keys)
-        args = self.checkpoint.common().get("args") or {}
-        if any(args.get(name) not in (None, 1) for name in ARGUMENTS) or self._gtp() != WITHOUT_GTP:
+        if named_gtp(self._said_of_gtp() or {}) != WITHOUT_GTP or self._gtp() != WITHOUT_GTP:
             raise ReshardError(
                 f"{self.checkpoint.directory} holds an adapter that was trained under GTP, which is not converted: "
                 f"merge it with its trainer"
@@ -68,9 +67,8 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
 
     def _gtp(self) -> Gtp:
         """Return the sizes of GTP of the adapter's base, where that is there."""
-        args = self.checkpoint.common().get("args") or {}
         of_base = {WRAPPED.sub(".", key): entry for key, entry in self.text_keys.items()}
-        return gtp_of(of_base, args, self.checkpoint.directory)
+        return gtp_of(of_base, self._said_of_gtp(), self.checkpoint.directory)
 
     def _model(self, family: str | None, taken: list[str]) -> tuple[Model, str]:
         if self.given_model is not None:

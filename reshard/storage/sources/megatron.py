@@ -23,7 +23,7 @@ from reshard.megatron.checkpoint import (
     vocab_rows,
 )
 from reshard.megatron.fsdp_dtensor import FORMAT, FsdpDtensor, as_torch_dist
-from reshard.megatron.gtp import WITHOUT_GTP, Gtp, gtp_of
+from reshard.megatron.gtp import WITHOUT_GTP, Gtp, gtp_of, says_gtp
 from reshard.megatron.hybrid import class_of_keys, notices
 from reshard.megatron.parameters import PADDING, ModelParameters, expand, padded_vocab_size
 from reshard.megatron.towers import as_text_args, of_towers, takes_tower, text_key, with_tower
@@ -53,7 +53,7 @@ from reshard.storage.sources.paths import (
     locate,
     model_named,
 )
-from reshard.storage.sources.run_config import run_configs, tower_notices
+from reshard.storage.sources.run_config import run_configs, section, tower_notices
 from reshard.storage.sources.versions import FileVersions
 
 # Which optimizer states are read.
@@ -182,8 +182,18 @@ class MegatronSource(Source):
         """Return the sizes of GTP that the checkpoint was saved at; Megatron-FSDP has none."""
         if isinstance(self.checkpoint, FsdpDtensor):
             return WITHOUT_GTP
-        args = self.checkpoint.common().get("args") or {}
-        return gtp_of(self.keys, args, self.checkpoint.directory)
+        return gtp_of(self.keys, self._said_of_gtp(), self.checkpoint.directory)
+
+    def _said_of_gtp(self) -> dict[str, Any] | None:
+        """Return what the checkpoint's args, or Megatron-Bridge's config beside it, say of GTP; None where neither
+        does."""
+        args: dict[str, Any] = self.checkpoint.common().get("args") or {}
+        if says_gtp(args):
+            return args
+        for path in run_configs(self.located):
+            if settings := section(path, "model"):
+                return {name: int(text) if text.isdigit() else None for name, text in settings.items()}
+        return None
 
     def _states_to_read(self, wanted: States) -> OptimizerStates | None:
         """Return the optimizer states that are read. Raises ReshardError if they are wanted, and
