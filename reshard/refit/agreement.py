@@ -27,7 +27,8 @@ class Agreement:
     trainers' memory mapped between refits. With `delta` what changed may be sent. `relays` is the choice of a member
     whether engines pass on what several of them want, or ``auto``.
     `unmapped` says, by trainer's rank and inference rank, why the second could not map the first one's memory
-    at connect. `shared`: engines' ranks had better pass on what they get (`should_relay`).
+    at connect. `shared`: engines' ranks had better pass on what they get (`should_relay`). `ignored` are the fields of
+    the engine's config that any member ignores.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Agreement:
     relays: str = AUTO
     unmapped: dict[tuple[int, int], str] = field(default_factory=dict)
     shared: bool = False
+    ignored: tuple[str, ...] = ()
 
     @property
     def participants(self) -> list[int]:
@@ -156,6 +158,7 @@ def agreement_of(rank: int, greetings: Sequence[Greeting], devices: Sequence[Dev
         any(greeting.delta for greeting in greetings),
         next((greeting.relays for greeting in greetings if greeting.relays != AUTO), AUTO),
         shared=should_relay(greetings, devices),
+        ignored=tuple(sorted({field for greeting in greetings for field in greeting.ignored})),
     )
 
 

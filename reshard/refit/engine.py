@@ -57,6 +57,12 @@ class Engine(ServedWeights):
         """The version that the last complete refit brought; None before."""
         return self.guard.version
 
+    @property
+    def taken(self) -> object:
+        """What stays the same until `take_facts` or `take_optional` has it bring other tensors; that experts move is
+        none of that."""
+        return self.placement
+
     def check_idle(self) -> None:
         """Raise ReshardError if the engine cannot take weights now, as under requests; called at the
         start of each refit."""

@@ -22,7 +22,8 @@ class Guard:
     writes into them or takes their memory away; their owners may go away. `losses` counts how often
     weights were lost, `buffer_losses` how often buffers were lost with them. `writes` counts all that may
     have changed the weights: refits that were begun, losses, and what the engine loaded itself. `since` is the
-    time from which on the weights are not whole.
+    time from which on the weights are not whole. `shared`: requests of this engine run through weights of others, too,
+    as experts of data parallel ones, so that it refuses where those may be half-written.
     """
 
     engine: str
@@ -34,6 +35,7 @@ class Guard:
     losses: int = 0
     buffer_losses: int = 0
     writes: int = 0
+    shared: bool = False
     since: float = field(default_factory=time.time)
     _held: tuple[int, bytes, bytes] = (-1, b"", b"")  # `writes`, and the digests
 

@@ -13,6 +13,7 @@ from reshard.comm.client import TransactionFailedError
 from reshard.comm.group import RefitGroup
 from reshard.core.errors import ReshardError, first_line
 from reshard.core.limits import PENDING_BYTES
+from reshard.models.config_fields import ignored_config_fields
 from reshard.refit.agreement import Agreement, names_of
 from reshard.refit.changes.choice import RefitChain
 from reshard.refit.copying.addresses import UNSTAGED
@@ -141,7 +142,7 @@ class Link:
             return self._refit(version, verify)
 
     def _refit(self, version: int | None, verify: bool) -> RefitReport:
-        start = time.perf_counter()
+        start, is_prepared = time.perf_counter(), False
         self.refits += 1
         try:
             with self.group.transaction(f"refit {self.refits}", f"refit of connection {self.number}"):
@@ -150,6 +151,7 @@ class Link:
                 self.digest.forget()
                 sender_moved, receiver_moved = self._find_moved()
                 agreed_version = self.group.prepare(wanted, self._note().encode(), verify, self.broken)
+                is_prepared = True
                 self._follow(sender_moved, receiver_moved)
                 self.chain.begin(self.group, self.group.anew, receiver_moved)
                 prepared_at = time.perf_counter()
@@ -168,6 +170,9 @@ class Link:
                 self._is_planned = True
         except BaseException as error:
             self.clean_up()
+            if self.receiver is not None and is_prepared and self.receiver.engine.guard.shared:
+                with suppress(ReshardError):  # others may have begun to write
+                    self.receiver.engine.begin()
             self.log.failed(f"{self.log.what} {self.refits}", time.perf_counter() - start, error)
             raise
         if self.receiver is not None:
@@ -235,7 +240,8 @@ class Link:
         self.transports.close(self.broken)
         if self.sender is not None:
             self.sender.forget()
-        exchange_requests(self.group, self.agreed, self.sender, self.receiver)
+        with ignored_config_fields(*self.agreed.ignored, recorded=True):
+            exchange_requests(self.group, self.agreed, self.sender, self.receiver)
         self.transports = Transports(self._context)
         self.chain = RefitChain(self.agreed, [*self.transports], self.receiver)
         self.chain.why = "engines hold other boxes than before"
@@ -252,6 +258,8 @@ class Link:
         noted = notes(self.group)
         if any(note.anew for note in noted.values()):
             self._plan_anew()
+            if self.receiver is not None and not self.transports.update_addresses(self.receiver.memory_of):
+                self._prepare()  # of what `set_up` has unmapped
             self.broken = False
             return
         # After a refit that failed nobody knows how far the tables had been made.

@@ -82,7 +82,7 @@ class Receiver:
                 name for rank, (header, _) in messages.items() for name in names_held(header, names[rank])
             }
             self.engine.take_optional(self.engine.optional & offered)
-        self._taken_placement = self.engine.placement
+        self._taken_placement = self.engine.taken
         distances = {rank: self.agreed.distance(rank) for rank in self.agreed.trainers}
         position = self._position(distances)
         roundings = sorted({scales.rounding for scales in self.engine.scales.values()})
@@ -168,7 +168,7 @@ class Receiver:
 
     def check_taken(self) -> None:
         """Raise ReshardError where another connection has had the engine take other weights since."""
-        if self.engine.placement is not self._taken_placement:
+        if self.engine.taken is not self._taken_placement:
             raise ReshardError(
                 "another connection refits an adapter of other layers, ranks or scales under this name, or other parts "
                 "of the model or a drafter: connect again"

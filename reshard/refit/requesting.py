@@ -25,5 +25,6 @@ def exchange_requests(
         sender.publish(model)
     if receiver is not None:
         receiver.plan(model.where)
+        receiver.find_moved()  # the engine may bring others by now
     if sender is not None:
         sender.receive_requests()

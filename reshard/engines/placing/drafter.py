@@ -24,6 +24,11 @@ def note_written(module: torch.nn.Module, losses: int = HALF_WRITTEN) -> None:
     _whole_at[module] = losses
 
 
+def is_whole(module: torch.nn.Module, losses: int) -> bool:
+    """Return True if a drafter was written whole, or loaded, since its engine's weights had been lost so often."""
+    return _whole_at.get(module, 0) == losses
+
+
 def check_whole(engine: str, module: torch.nn.Module, losses: int, has_copies: bool = False) -> None:
     """Raise ReshardError if a drafter that no refit is to bring is not whole: a refit that failed has written a part of
     it, or its engine has lost its weights since, and `has_copies` of none."""

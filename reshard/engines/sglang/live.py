@@ -14,7 +14,7 @@ from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
 from reshard.device.cuda import is_mapped
 from reshard.engines.layout import EngineRank
-from reshard.engines.live import LiveEngine, check_towers_loaded, owners_of
+from reshard.engines.live import LiveEngine, as_before_on_error, check_towers_loaded, owners_of
 from reshard.engines.placing.accounts import (
     DERIVED,
     LEFT_ALONE,
@@ -156,15 +156,16 @@ class SglangModel(LiveEngine):
         else:
             declared.check_config(compat.config_of_drafter(drafter.worker), self.engine)
         if declared != self._declared:
-            before, self._declared = self._declared, declared
             main = {name: one for name, one in self.tensors.items() if not name.startswith(DRAFT)}
-            self._drafter = Drafter(drafter.worker, main)  # SGLang may have replaced some
-            try:
+            with as_before_on_error(self):
+                self._declared = declared
+                self._drafter = Drafter(drafter.worker, main)  # SGLang may have replaced some
                 self._take_places(self._with_tower)
-            except ReshardError:
-                self._declared = before
-                self._take_places(self._with_tower)
-                raise
+
+    @property
+    def taken(self) -> object:
+        """The placement as it was loaded, wherever experts have moved since."""
+        return self.placement if self.experts is None else self.experts.moved.as_loaded
 
     def drafter_tensors(self) -> Mapping[str, torch.Tensor]:
         """Return what SGLang drafts by, by name, without what the drafter shares with the model."""

@@ -12,10 +12,10 @@ with importing("vllm"):
 from reshard.core.errors import ReshardError
 from reshard.core.gc import gc_paused
 from reshard.device.cuda import is_mapped
-from reshard.engines.live import LiveEngine, check_towers_loaded, owners_of
+from reshard.engines.live import LiveEngine, as_before_on_error, check_towers_loaded, owners_of
 from reshard.engines.placing.accounts import LEFT_ALONE, OF_DRAFTER, Account, account_for
 from reshard.engines.placing.blocks import counted, served_in_blocks
-from reshard.engines.placing.drafter import check_whole, note_written
+from reshard.engines.placing.drafter import check_whole, is_whole, note_written
 from reshard.engines.placing.places import Placer
 from reshard.engines.placing.rules import PlacedTensors
 from reshard.engines.placing.taken import check_all_taken
@@ -91,6 +91,8 @@ class VllmModel(LiveEngine):
         # Before anything can fail: an engine that cannot be connected must not serve dummy weights
         # either.
         self.guard = guard_of(model, config)
+        parallel = config.parallel_config
+        self.guard.shared = parallel.data_parallel_size > 1 and parallel.enable_expert_parallel
         self.guard.watch(model, worker)
         put_before(front)
         self.hf_config = published(config.model_config.hf_config.to_dict(), "vLLM's config")
@@ -331,22 +333,34 @@ class VllmModel(LiveEngine):
             raise no_drafter_error(self.engine, serves, declared)
         if declared is None and self.draft is not None and self._has_separate_drafter:
             check_drafter(self.draft, self.vllm_config, "the trainer has no drafter")
-            has_copies = self._kept.has(self.drafter_tensors())
-            check_whole(self.engine, self.draft, self.guard.losses, has_copies)
+            self._check_whole_drafter()
         if declared is not None:
             config = self.vllm_config.speculative_config.draft_model_config.hf_config
             declared.check_config(config.to_dict(), "vLLM")
         if declared != self._declared:
-            before, self._declared = self._declared, declared
-            try:
+            with as_before_on_error(self):
+                self._declared = declared
                 self._find_tensors(declared is not None, self._with_tower)
-            except ReshardError:
-                self._declared = before
-                self._find_tensors(before is not None, self._with_tower)
-                raise
+
+    def _check_whole_drafter(self) -> None:
+        """Raise ReshardError if a drafter that is a model of its own is neither whole nor restored by a refit."""
+        assert self.draft is not None
+        has_copies = self._kept.has(self.drafter_tensors())
+        check_whole(self.engine, self.draft, self.guard.losses, has_copies)
+
+    def check_idle(self) -> None:
+        """Raise ReshardError if a drafter is not whole that the refit which begins leaves alone."""
+        super().check_idle()
+        if self._has_separate_drafter and self._declared is None:
+            self._check_whole_drafter()
 
     def disconnect(self) -> None:
         """Nothing: the next connection says anew what it brings."""
+
+    @property
+    def taken(self) -> object:
+        """The placement as it was loaded, wherever experts have moved since."""
+        return self.placement if self.experts is None else self.experts.moved.as_loaded
 
     def drafter_tensors(self) -> Mapping[str, torch.Tensor]:
         """Return the own parameters of a drafter that is a model of its own, by name."""
@@ -399,10 +413,22 @@ class VllmModel(LiveEngine):
         self._kept.has_parameters = False
         if self._has_memory():
             tensors = self.tensors | self._idle_drafter
-            self._kept.save(tensors, self._buffers, self._idle_drafter, self.accounts)
+            is_drafter_whole = self.draft is None or is_whole(self.draft, self.guard.losses)
+            self._kept.save(tensors, self._buffers, self._idle_drafter, self.accounts, is_drafter_whole)
 
     def _loaded_again(self) -> None:
-        """Save what a checkpoint has brought that vLLM has loaded since."""
+        """Save what a checkpoint has brought that vLLM has loaded since: the model alone, so that a drafter has to be
+        whole."""
+        if (
+            self._has_separate_drafter
+            and self.draft is not None
+            and not is_whole(self.draft, self.guard.losses)
+        ):
+            if self._kept.has(self.drafter_tensors()):
+                self._kept.restore_all(self._idle_drafter)
+                note_written(self.draft, self.guard.losses)
+            else:
+                self.guard.invalidate("a drafter that is not whole, which vLLM does not load with its model")
         self.reloads.keep_inputs()
         self._save_kept()
         self._follow_experts()
@@ -428,6 +454,7 @@ class VllmModel(LiveEngine):
         super().begin()
         if self._declared is not None and self.draft is not None:
             note_written(self.draft)
+            self._kept.forget(self.drafter_tensors())
 
     def end(self, version: int) -> None:
         """Serve again, with weights of this version."""
@@ -448,7 +475,7 @@ class VllmModel(LiveEngine):
     def update_derived(self) -> None:
         """Write what vLLM has lost and no trainer has, and let vLLM derive matrices from the new
         weights."""
-        self._kept.restore(self.tensors | self._idle_drafter, self._buffers)
+        self._kept.restore(self.tensors | self._idle_drafter, self._buffers, self.accounts)
         for attention in self.attentions.values():
             derive_in_place(attention)
         for decay in self.decays.values():

@@ -29,30 +29,47 @@ class KeptTensors:
         buffers: frozenset[str],
         drafter: Collection[str],
         accounts: Mapping[str, Account],
+        is_drafter_whole: bool,
     ) -> None:
         """Copy the tensors that are left alone by their accounts, as far as they have a meaning.
 
         `buffers` are the names of those that are buffers, `drafter` of those of a drafter that no
-        refit brings. Both have a meaning until they are lost for the first time, other parameters
-        while the weights are whole.
+        refit brings. Buffers have a meaning until they are lost for the first time, the drafter while it is whole,
+        other parameters while the weights are.
         """
         for name, tensor in tensors.items():
             never_lost = not self._is_lost(name, buffers, 0, 0)
-            has_meaning = never_lost if name in buffers or name in drafter else self.guard.ready
+            if name in drafter:
+                has_meaning = is_drafter_whole
+            else:
+                has_meaning = never_lost if name in buffers else self.guard.ready
             if accounts[name].what == LEFT_ALONE and has_meaning:
                 self._copies[name] = tensor.detach().cpu().clone()
         self.has_parameters = self.guard.ready
+
+    def forget(self, names: Collection[str]) -> None:
+        """Forget the copies of tensors that a refit is about to write."""
+        for name in names:
+            self._copies.pop(name, None)
 
     def has(self, names: Collection[str]) -> bool:
         """Return True if there are copies of all of these tensors."""
         return all(name in self._copies for name in names)
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], buffers: frozenset[str]) -> None:
-        """Write what vLLM has lost since the last call back into the model."""
+    def restore(
+        self, tensors: Mapping[str, torch.Tensor], buffers: frozenset[str], accounts: Mapping[str, Account]
+    ) -> None:
+        """Write what vLLM has lost since the last call back into the model, but for what a refit brings now."""
         for name, copy in self._copies.items():
-            if name in tensors and self._is_lost(name, buffers, self._losses, self._buffer_losses):
+            is_left = name in tensors and accounts[name].what == LEFT_ALONE
+            if is_left and self._is_lost(name, buffers, self._losses, self._buffer_losses):
                 tensors[name].data.copy_(copy)
         self._losses, self._buffer_losses = self.guard.losses, self.guard.buffer_losses
+
+    def restore_all(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write those of these tensors that have copies."""
+        for name in tensors.keys() & self._copies.keys():
+            tensors[name].data.copy_(self._copies[name])
 
     def _is_lost(self, name: str, buffers: frozenset[str], losses: int, buffer_losses: int) -> bool:
         """Tell whether vLLM may have lost a tensor since the guard had counted so many losses."""
