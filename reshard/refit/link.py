@@ -171,8 +171,9 @@ class Link:
         except BaseException as error:
             self.clean_up()
             if self.receiver is not None and is_prepared and self.receiver.engine.guard.shared:
-                with suppress(ReshardError):  # others may have begun to write
-                    self.receiver.engine.begin()
+                self.receiver.engine.guard.invalidate(
+                    "weights of other engines that may be half-written, since a refit failed"
+                )
             self.log.failed(f"{self.log.what} {self.refits}", time.perf_counter() - start, error)
             raise
         if self.receiver is not None:

@@ -233,7 +233,15 @@ class VllmModel(LiveEngine):
                 f"{layer} is quantized, which a refit of experts that vLLM moves by their load (EPLB) does not "
                 f"support: serve it in bf16, or without enable_eplb"
             )
-        if self.worker is None and self.vllm_config.parallel_config.eplb_config.use_async:
+        parallel = self.vllm_config.parallel_config
+        in_background = parallel.eplb_config.use_async
+        if in_background and parallel.data_parallel_size > 1:
+            raise ReshardError(
+                "vLLM's data parallel engines move experts in the background (EPLB): one that a failed refit has not "
+                "reached would take a move over that the others have given up. Start vLLM with --eplb-config "
+                "'{\"use_async\": false}'"
+            )
+        if self.worker is None and in_background:
             raise ReshardError(
                 "vLLM moves experts in the background (EPLB), which a model without its worker does not show: pass "
                 "VllmModel the worker, or start vLLM with --eplb-config '{\"use_async\": false}'"
