@@ -21,7 +21,10 @@ from reshard.engines.vllm import live
 from reshard.engines.vllm.live import VllmModel
 from reshard.engines.vllm.weights import moved_experts
 from reshard.engines.workers.deltas import EngineDeltas
+from reshard.models.config_fields import ignored, ignored_config_fields
 from reshard.refit import connect
+from reshard.refit.reporting.served_parts import digest_parts
+from reshard.refit.transports.together import Transports
 from reshard.trainers.megatron import MegatronModel
 from tests.on_cpu import vllm_on_cpu
 from tests.starting.ranks import caught
@@ -319,3 +322,77 @@ def await_copy(state) -> None:
     while of_model(state).pending_result is None:
         time.sleep(0.005)
         assert time.monotonic() < deadline, "vLLM's thread copies nothing"
+
+
+def looked_between(
+    rank: int,
+    sides: dict,
+    flags: list[str],
+    checkpoints: list[tuple[str, str]],
+    engine: dict,
+    how: str,
+    **options,
+):
+    """What the refit says that comes after a move and something that only looks."""
+    both = Sides(rank, sides, flags, checkpoints, engine)
+    both.connect(**options)
+    both.link.refit(0, verify=True)
+    both.move(1)
+    if how == "digest" and both.is_engine:
+        digest_parts(both.destination)
+    if how == "describe":
+        both.link.describe()
+    if how == "failed":
+        # The trainer is asked for another version by one member: the refit fails before anything is planned anew.
+        caught(lambda: both.link.refit(7 if both.is_engine else 8))
+    if how == "begun":
+        both.link.begin_refit(1).wait()
+    said = [caught(lambda: both.link.refit(9, verify=True)), caught(lambda: both.link.refit(10, verify=True))]
+    return said, both.wrong(0)
+
+
+def ignoring(
+    rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict, **options
+):
+    """What refits say that plan anew, of a model that is taken where a field is ignored, as it was at connect."""
+    both, plain = Sides(rank, sides, flags, checkpoints, engine), MegatronModel.check_model
+
+    def check(self, model) -> None:
+        assert "router_jitter_noise" in ignored(), "it is not ignored any more"
+        plain(self, model)
+
+    with patch.object(MegatronModel, "check_model", check):
+        with ignored_config_fields("router_jitter_noise") if both.is_trainer else contextlib.nullcontext():
+            both.connect(**options)
+        both.link.refit(0, verify=True)
+        both.move(1)
+        said = [caught(lambda: both.link.refit(number, verify=True)) for number in (9, 10)]
+    return said, both.wrong(0)
+
+
+def calls(
+    rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], engine: dict, **options
+):
+    """What transports are told, in order, by a refit that keeps its plan, and by one that plans anew."""
+    both = Sides(rank, sides, flags, checkpoints, engine)
+    both.connect(**options)
+    told = []
+
+    def told_of(name, plain):
+        def called(self, *args, **kwargs):
+            told.append(name)
+            return plain(self, *args, **kwargs)
+
+        return called
+
+    found = []
+    with contextlib.ExitStack() as stack:
+        for name in ("prepare", "release", "update_addresses", "run"):
+            stack.enter_context(patch.object(Transports, name, told_of(name, getattr(Transports, name))))
+        for moves in (False, True):
+            if moves:
+                both.move(1)
+            told.clear()
+            both.link.refit()
+            found.append(list(told))
+    return found

@@ -12,6 +12,7 @@ from tests.starting import warm
 from tests.starting.ranks import free_port, run_on_ranks
 from tests.tools.checkpoints import make
 from tests.tools.drafters import Eagle3
+from tests.tools.model_classes import make as make_class
 
 MODULE = "refit_drafters_on_cpu"
 # What is said of each of the cases below, or the names of what is not as vLLM's loader makes it of the trainer's files.
@@ -201,3 +202,46 @@ if install_sglang_cpu.installed():
             "lost when released": "--enable-draft-weights-cpu-backup",
         }.items():
             assert sentence in said[case] and said[case] != "no error", said[case]
+
+
+def of_lost(function, pairs, folder, *more, ranks=1):
+    sides = {
+        "trainer": 1,
+        "engine": 1,
+        "together": ranks == 1,
+        "folder": str(folder),
+        "port": free_port(),
+    }
+    return run_on_ranks(ranks, function, sides, pairs, *more, module="refit_drafters_lost_on_cpu")
+
+
+def test_a_drafter_is_the_trainers_after_a_sleep_or_not_served(pairs, tmp_path):
+    """Not what was kept while nobody had brought it, nor what sleep has left."""
+    [of] = of_lost("asleep", pairs["few tokens"], tmp_path)
+    assert of["first"] == of["after sleep"] == of["left alone"] == [] and of["lost"]
+    assert of["left alone after sleep"] == [] or not of["ready"], of
+
+
+def test_a_tower_is_the_trainers_after_a_sleep(tmp_path):
+    checkpoints = []
+    for seed in (0, 1):
+        make_class(tmp_path / str(seed), "Qwen3VLForConditionalGeneration", seed)
+        checkpoints.append(str(tmp_path / str(seed)))
+    [of] = of_lost("tower_asleep", checkpoints, tmp_path)
+    assert of == {"first": [], "after sleep": []}
+
+
+def test_a_connection_that_is_refused_leaves_others_as_they_were(pairs, tmp_path):
+    [of] = of_lost("beside", pairs["few tokens"], tmp_path)
+    for refused, said in of.values():
+        assert "fc.weight" in refused and said == "no error"
+
+
+@pytest.mark.parametrize("with_drafter", [False, True])
+def test_all_may_be_begun_on_a_new_connection(with_drafter, pairs, tmp_path):
+    assert of_lost("begun", pairs["few tokens"], tmp_path, with_drafter, ranks=2) == [True, True]
+
+
+def test_a_drafter_in_pieces_is_not_served_after_vllm_has_loaded_the_model_alone(pairs, tmp_path):
+    [of] = of_lost("reloaded", pairs["few tokens"], tmp_path)
+    assert "on purpose" in of["said"] and of["drafter"] and not of["ready"] and of["mended"]

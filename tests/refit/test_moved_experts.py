@@ -75,6 +75,33 @@ def test_what_vllm_copies_in_the_background_is_not_taken_over_by_a_refit(convert
         assert control and all(EXPERTS in name for name in control), "what it had copied are other weights"
 
 
+@pytest.mark.parametrize("how", ["digest", "describe", "failed", "begun"])
+def test_a_refit_follows_experts_though_somebody_has_looked_between(how, converted, tmp_path):
+    options = {"delta": True, "backend": "nccl"} if how == "begun" else {}
+    for said, wrong in run("looked_between", converted("qwen3-moe"), "", 1, tmp_path, how=how, **options):
+        assert said == ["no error", "no error"] and wrong == []
+
+
+def test_a_refit_that_plans_anew_ignores_what_connect_ignored(converted, tmp_path):
+    for said, wrong in run("ignoring", converted("qwen3-moe"), "", 1, tmp_path):
+        assert said == ["no error", "no error"] and wrong == []
+
+
+def test_memory_that_was_unmapped_is_mapped_again_before_the_copies_of_a_new_plan(converted, tmp_path):
+    for kept, anew in run("calls", converted("qwen3-moe"), "", 1, tmp_path):
+        for told in (kept, anew):  # the first is the control
+            before = told[: told.index("run")]
+            since = before[len(before) - before[::-1].index("release") :] if "release" in before else before
+            assert {"prepare", "update_addresses"} & {*since}, told
+
+
+def test_data_parallel_vllms_that_move_experts_in_the_background_are_refused(converted, tmp_path):
+    engine = {"tp": 1, "dp": 2, "use_async": True}
+    for said in run("refused", converted("qwen3-moe"), "", 0, tmp_path, engine=engine):
+        assert "data parallel engines move experts in the background (EPLB)" in said
+        assert "--eplb-config '{\"use_async\": false}'" in said
+
+
 def test_experts_in_fp8_blocks_that_vllm_moves_are_refused_by_name(converted, tmp_path):
     checkpoints = converted("served-moe-blocks")[:1]
     _, overrides = published(checkpoints, tmp_path)
