@@ -366,7 +366,7 @@ def ignoring(
             both.connect(**options)
         both.link.refit(0, verify=True)
         both.move(1)
-        said = [caught(lambda: both.link.refit(number, verify=True)) for number in (9, 10)]
+        said = [caught(lambda: both.link.refit(verify=True)) for _ in range(2)]
     return said, both.wrong(0)
 
 
