@@ -318,7 +318,7 @@ def test_processes_under_torchrun_share_the_work_and_write_the_same_bytes(proces
     assert check(tmp_path / "mcore2").ok
     failed = run_to_the_end([*torchrun, "hf-to-mcore", source, tmp_path / "mcore2"], 600)
     assert failed.returncode != 0 and "exists; pass --overwrite" in failed.stderr
-    assert failed.stderr.count("Traceback (most recent call last)") == 1  # torchrun's own
+    assert failed.stderr.count("Traceback (most recent call last)") == 1, failed.stderr  # torchrun's own
 
 
 @pytest.fixture
