@@ -387,6 +387,7 @@ class _Save:
                 self.team.process,
                 shared=True,
                 iteration=self.iteration,
+                reads=beside.values(),
             )
             self.sync = False  # what is in the spool is sent, and removed
             return

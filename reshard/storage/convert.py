@@ -335,7 +335,14 @@ def check_both_ends(
     checks = source.checks() if isinstance(source, DerivedSource) else SourceChecks(source)
     workdir: Workdir
     if is_store(destination):
-        workdir = StoreWorkdir(source.path, str(destination), options.overwrite, options.resume, team.process)
+        workdir = StoreWorkdir(
+            source.path,
+            str(destination),
+            options.overwrite,
+            options.resume,
+            team.process,
+            reads=[*source.read_files(), *filter(None, [getattr(source, "hf_config", None)])],
+        )
     else:
         workdir = Workdir(
             source.path,

@@ -1,6 +1,7 @@
 """Conversions from and to an object store: the bytes of local ones, whole or not at all, whatever a server does."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -25,7 +26,10 @@ from reshard import (
 )
 from reshard.storage.sources.opening import open_source
 from reshard.storage.stores import place
+from reshard.storage.stores.marks import record_name
 from reshard.storage.stores.mirror import local_path
+from reshard.storage.stores.place import version_in
+from reshard.storage.stores.workdir import StoreWorkdir
 from tests.tools.disk import cli, command, ended, tree, until
 from tests.tools.stores import (
     BUCKET,
@@ -192,7 +196,7 @@ def test_a_kill_leaves_no_manifest_readers_refuse_and_resume_sends_the_rest(
     for read in (check, local_path, lambda url: hf_to_mcore(url, f"{url}-again")):
         with pytest.raises(ReshardError, match=refusal):
             read(url)
-    with pytest.raises(ReshardError, match="another source, layout or options"):
+    with pytest.raises(ReshardError, match="another source, layout, options or version"):
         mcore_to_hf(mcore, url, max_shard_size="200KB", dtype="fp32", resume=True)
     proxy.rule, before = lambda request: None, len(proxy.requests)
     done = cli(*arguments, "--resume")
@@ -223,7 +227,7 @@ def test_resume_sends_again_what_was_changed_in_the_store_and_refuses_another_so
     distcp = next((mcore / "release").glob("*.distcp"))
     times = distcp.stat()
     distcp.touch()
-    refusal = "another source, layout or options"
+    refusal = "another source, layout, options or version"
     with pytest.raises(ReshardError, match=refusal):
         mcore_to_hf(mcore, url, max_shard_size="200KB", resume=True)
     # A file that was copied anew has another inode and ctime: the local run says the same.
@@ -463,3 +467,41 @@ def test_google_cloud_storage_holds_the_same(whole, tmp_path, monkeypatch):
         assert found == whole["hf-to-mcore"][1]
         mcore_to_hf(f"gs://{BUCKET}/mcore", tmp_path / "hf", max_shard_size="200KB")
         assert without_source(tree(tmp_path / "hf")) == without_source(whole["mcore-to-hf"][1])
+
+
+def test_what_another_run_has_sent_is_not_taken_for_ones_own(whole, proxy, url, monkeypatch):
+    """Neither where it comes late, nor where a run goes on at a place whose remains were not all removed."""
+    mcore, _ = whole["mcore-to-hf"]
+    publish, sent = StoreWorkdir.publish, []
+
+    def late(workdir, sync=True) -> None:
+        name = next(iter(workdir.sizes))
+        record = json.loads(workdir.place.read(record_name(name)))
+        sent.append(record | {"token": "of another run", "run": "of another source"})
+        workdir.place.put(record_name(name), json.dumps(sent[0]).encode())
+        publish(workdir, sync)
+
+    monkeypatch.setattr(StoreWorkdir, "publish", late)
+    for resume in (False, True):  # which goes on
+        with pytest.raises(ReshardError, match="changed after being sent, so another run"):
+            mcore_to_hf(mcore, url, max_shard_size="200KB", resume=resume)
+    assert sent
+    monkeypatch.setattr(StoreWorkdir, "publish", publish)
+    mcore_to_hf(mcore, url, max_shard_size="200KB", overwrite=True)
+    assert check(url).ok
+
+
+def test_a_place_is_the_same_by_the_stores_other_name_and_what_is_read_is_not_removed(
+    whole, proxy, url, keys
+):
+    mcore, _ = whole["mcore-to-hf"]
+    mcore_to_hf(mcore, url, max_shard_size="200KB")
+    before = keys(url)
+    alias = url.replace("s3://", "s3a://")
+    with pytest.raises(ReshardError, match="overlap; write to a place beside it"):
+        hf_to_mcore(alias, url, overwrite=True)
+    with pytest.raises(ReshardError, match="overlap; write to a place beside it"):
+        mcore_to_hf(mcore, url, hf_config=url, overwrite=True)
+    assert keys(url) == before
+    with pytest.raises(ReshardError, match="does not say by a tag or a time which bytes"):
+        version_in({"name": "x", "size": 3, "type": "file"})

@@ -179,6 +179,23 @@ class StorePlace:
 
 
 def version_in(info: dict[str, Any]) -> str:
-    """Return what says in a store's listing which bytes an object has: its tag, or else when it was written."""
-    fields = ("ETag", "etag", "md5Hash", "mtime", "created", "LastModified")
-    return next((str(info[field]) for field in fields if info.get(field) is not None), "")
+    """Return what says in a store's listing which bytes an object has: its tag, or else when it was written. Raises
+    ReshardError where nothing does."""
+    fields = (
+        "ETag",
+        "etag",
+        "md5Hash",
+        "mtime",
+        "created",
+        "LastModified",
+        "last_modified",
+        "modificationTime",
+        "modify",
+    )
+    version = next((str(info[field]) for field in fields if info.get(field) is not None), "")
+    if not version:
+        raise ReshardError(
+            f"the store does not say by a tag or a time which bytes {info.get('name', 'an object')} has: copy the "
+            f"checkpoint to a directory, or to another store"
+        )
+    return version

@@ -16,6 +16,7 @@ from typing import Any
 
 from reshard.core.errors import SHOWN_AS, OptionError, ReshardError, listed, shown
 from reshard.core.printed import size
+from reshard.core.version import __version__
 from reshard.formats.torch_dist import TRACKER
 from reshard.storage.destinations.huggingface import parse_size
 from reshard.storage.io.directories import nearest_directory
@@ -30,13 +31,17 @@ SPOOL, SPOOL_SIZE, SPOOL_BYTES = "RESHARD_SPOOL", "RESHARD_SPOOL_SIZE", 16 * 10*
 
 
 TOKEN = "token"  # in a spool
+MARK = ("run", "token", "goes_on")  # in the mark
+# Other names of a store.
+SCHEMES = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
 
 
 class StoreWorkdir(Workdir):
     """The spool of a run, and the place in a store that it writes. Each process of a run has a spool of its own, unless
     they are `shared`: then the first one's holds all files at once.
 
-    With `iteration`, the place is that of an iteration of a training run, whose tracker then names it.
+    With `iteration`, the place is that of an iteration of a training run, whose tracker then names it. `reads` are
+    other files than the source's that are read, and may not be at the place.
     """
 
     def __init__(
@@ -48,10 +53,13 @@ class StoreWorkdir(Workdir):
         process: int = 0,
         shared: bool = False,
         iteration: int | None = None,
+        reads: Iterable[Path] = (),
     ) -> None:
         self.place = StorePlace(url, "; run again with --resume")
         self.iteration, self.shared, self.spool_bytes = iteration, shared, spool_bytes()
         self.replaces, self.resumes, self.claimed, self.token = overwrite, resume, False, ""
+        self.run, self.goes_on = "", False  # by which records are known that count; see `sent`
+        self.also_read = [source, *reads]
         self.sent_before = 0  # bytes
         digest = hashlib.sha256(self.place.url.encode()).hexdigest()[:16]
         name = digest if shared or not process else f"{digest}-{process}"
@@ -94,10 +102,13 @@ class StoreWorkdir(Workdir):
 
     def _check_overlap(self) -> None:
         """Raise ReshardError if the source lies in the place, or the place in the source."""
-        source, own = shown(f"{self.source}/"), f"{self.place.url}/"
-        if source.startswith(own) or own.startswith(source):
+        source, own = _one_scheme(shown(f"{self.source}/")), _one_scheme(f"{self.place.url}/")
+        if own.startswith(source) or any(
+            _one_scheme(shown(f"{path}/")).startswith(own) for path in self.also_read
+        ):
             raise ReshardError(
-                f"{self.place.url} and the source {self.source} overlap; write to a place beside it"
+                f"{self.place.url} and the source {self.source}, or what is read beside it, overlap; write to a place "
+                f"beside it"
             )
 
     def _check_objects(self, objects: Mapping[str, Any]) -> None:
@@ -132,13 +143,17 @@ class StoreWorkdir(Workdir):
         return 0, 1
 
     def open_spool(self) -> None:
-        """Make and lock the spool of a process that is not the first."""
+        """Make and lock the spool of a process that is not the first, which has claimed the place."""
         super().open("", False)
+        mark = _read_json(self.place, RUN_MARK)
+        self.run, self.token = str(mark.get("run")), str(mark.get("token"))
+        self.goes_on = mark.get("goes_on") is True
 
     def open(self, fingerprint: str, resume: bool) -> bool:
         """Make and lock the spool, and claim the place: what is there goes, but for what an interrupted run of the same
         fingerprint has sent. Return True if that run had sent everything."""
         super().open(fingerprint, False)
+        fingerprint = f"{fingerprint} {__version__}"
         objects = self.place.objects()
         marked = RUN_MARK in objects
         recorded = _read_json(self.place, RUN_MARK).get("run") if marked else None
@@ -148,15 +163,17 @@ class StoreWorkdir(Workdir):
         goes_on = marked and MANIFEST not in objects and resume
         if goes_on and recorded != fingerprint:
             raise ReshardError(
-                f"{self.place.url} is of a run with another source, layout or options; give the same, or drop --resume",
+                f"{self.place.url} is of a run with another source, layout, options or version of reshard; give the "
+                f"same, or drop --resume",
                 resumable=True,
             )
         self.claimed, self.token = True, secrets.token_hex(8)
+        self.run, self.goes_on = fingerprint, goes_on
         # Without a manifest, what is there is no longer what anybody wrote down; then the mark, then the rest: at no
         # time is there a mixture of two checkpoints without the mark.
         if MANIFEST in objects:
             self.place.remove([MANIFEST])
-        self.place.put(RUN_MARK, json.dumps({"run": fingerprint, "token": self.token}).encode())
+        self.place.put(RUN_MARK, json.dumps({name: getattr(self, name) for name in MARK}).encode())
         (self.path / TOKEN).write_text(self.token, encoding="utf-8")
         if not goes_on:
             self.place.remove(sorted(name for name in objects if name not in (MANIFEST, RUN_MARK) and name))
@@ -173,16 +190,19 @@ class StoreWorkdir(Workdir):
                 f"rank {self.process} does not see {self.path}, which rank 0 has made for the files of "
                 f"{self.place.url}: set {SPOOL} to a directory on a file system that all ranks share"
             )
+        self.token = token
 
     def sent(self, sizes: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-        """Return the records of those files that are in the store as they were sent, by name."""
+        """Return the records of those files that are in the store as this run has sent them, or the one of the same
+        fingerprint with which it goes on, by name."""
         objects = self.place.objects()
         names = [name for name in sizes if name in objects and record_name(name) in objects]
         records = self.place.each(lambda name: _read_json(self.place, record_name(name)), names)
         return {
             name: record
             for name, record in zip(names, records, strict=True)
-            if record.get("version") == version_in(objects[name])
+            if (record.get("token") == self.token or (self.goes_on and record.get("run") == self.run))
+            and record.get("version") == version_in(objects[name])
             and objects[name].get("size") == sizes[name]
             and isinstance(record.get("tensors"), dict)
         }
@@ -192,6 +212,7 @@ class StoreWorkdir(Workdir):
         path = self.tree / name
         version = self.place.put_file(name, path)
         record = {"version": version, "bytes": path.stat().st_size, "tensors": tensors}
+        record |= {"run": self.run, "token": self.token}
         self.place.put(record_name(name), json.dumps(record).encode())
         path.unlink()
 
@@ -212,12 +233,8 @@ class StoreWorkdir(Workdir):
 
         Raises ReshardError otherwise, and leaves no manifest.
         """
-        if not self._is_ours():
-            self.claimed = False
-            raise ReshardError(
-                f"another run has begun to write {self.place.url}, and may have ended", resumable=True
-            )
         lost = sorted(self.sizes.keys() - self.sent(self.sizes).keys())
+        self._check_ours()
         if lost:
             raise ReshardError(
                 f"{self.place.url}: {listed(lost, 3)} changed after being sent, so another run or program writes "
@@ -225,10 +242,23 @@ class StoreWorkdir(Workdir):
                 resumable=True,
             )
         self.place.put(MANIFEST, self.manifest)
+        try:
+            self._check_ours()  # whose files are there is not known, if another run has come meanwhile
+        except ReshardError:
+            self.place.remove([MANIFEST])
+            raise
         self.claimed = False
         if self.iteration is not None:
             self.run_place.put(TRACKER, str(self.iteration).encode())
         self._remove_marks(self.place.objects())
+
+    def _check_ours(self) -> None:
+        """Raise ReshardError if another run has claimed the place."""
+        if not self._is_ours():
+            self.claimed = False
+            raise ReshardError(
+                f"another run has begun to write {self.place.url}, and may have ended", resumable=True
+            )
 
     def _is_ours(self) -> bool:
         """Return True while no other run has claimed the place, and published there or not."""
@@ -249,6 +279,12 @@ class StoreWorkdir(Workdir):
                     return  # what is there now is another run's
                 self.place.remove(sorted(name for name in self.place.objects() if name not in ("", RUN_MARK)))
                 self.place.remove([RUN_MARK])
+
+
+def _one_scheme(url: str) -> str:
+    """Return a URL with the first of its store's names."""
+    scheme, separator, rest = url.partition("://")
+    return f"{SCHEMES.get(scheme, scheme)}{separator}{rest}" if separator else url
 
 
 def spool_directory() -> Path:
