@@ -29,12 +29,12 @@ def is_whole(module: torch.nn.Module, losses: int) -> bool:
     return _whole_at.get(module, 0) == losses
 
 
-def check_whole(engine: str, module: torch.nn.Module, losses: int, has_copies: bool = False) -> None:
+def check_whole(engine: str, module: torch.nn.Module, losses: int, has_copies: bool) -> None:
     """Raise ReshardError if a drafter that no refit is to bring is not whole: a refit that failed has written a part of
     it, or its engine has lost its weights since, and `has_copies` of none."""
-    state = _whole_at.get(module, 0)
-    if state == HALF_WRITTEN or (state != losses and not has_copies):
-        why = "a refit of it failed" if state == HALF_WRITTEN else "it was lost in sleep"
+    is_half_written = _whole_at.get(module) == HALF_WRITTEN
+    if is_half_written or not (is_whole(module, losses) or has_copies):
+        why = "a refit of it failed" if is_half_written else "it was lost in sleep"
         raise ReshardError(
             f"this {engine}'s drafter is not whole, since {why}, and the trainer has no drafter: refit it from a "
             f"trainer that has it, or start {engine} again"

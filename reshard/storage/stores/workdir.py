@@ -59,11 +59,10 @@ class StoreWorkdir(Workdir):
         self.iteration, self.shared, self.spool_bytes = iteration, shared, spool_bytes()
         self.replaces, self.resumes, self.claimed, self.token = overwrite, resume, False, ""
         self.run, self.goes_on = "", False  # by which records are known that count; see `sent`
-        self.also_read = [source, *reads]
         self.sent_before = 0  # bytes
         digest = hashlib.sha256(self.place.url.encode()).hexdigest()[:16]
         name = digest if shared or not process else f"{digest}-{process}"
-        super().__init__(source, (), spool_directory() / name, True, False, process)
+        super().__init__(source, reads, spool_directory() / name, True, False, process)
         self.holds_current_directory = False
         SHOWN_AS[str(self.destination)] = self.place.url
 
@@ -104,7 +103,7 @@ class StoreWorkdir(Workdir):
         """Raise ReshardError if the source lies in the place, or the place in the source."""
         source, own = _one_scheme(shown(f"{self.source}/")), _one_scheme(f"{self.place.url}/")
         if own.startswith(source) or any(
-            _one_scheme(shown(f"{path}/")).startswith(own) for path in self.also_read
+            _one_scheme(shown(f"{path}/")).startswith(own) for path in (self.source, *self.reads)
         ):
             raise ReshardError(
                 f"{self.place.url} and the source {self.source}, or what is read beside it, overlap; write to a place "
