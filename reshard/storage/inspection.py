@@ -18,6 +18,8 @@ from reshard.storage.sources.hf_hub import config_path, source_directory
 from reshard.storage.sources.opening import check_config_is_read
 from reshard.storage.sources.paths import locate
 
+UNUSED = (("gtp", 1), ("egtp", 1))  # sizes that few know of, shown where they say something
+
 
 @dataclass
 class Inspection(Printed):
@@ -54,7 +56,11 @@ class Inspection(Printed):
         """Return the lines to show, as labels and values."""
         dtypes = ", ".join(f"{name} ({count:,})" for name, count in sorted(self.dtypes.items()))
         mtp = f" + {self.mtp_layers} MTP" if self.mtp_layers else ""
-        layout = [f"{key}={value}" for key, value in (self.layout or {}).items() if value is not False]
+        layout = [
+            f"{key}={value}"
+            for key, value in (self.layout or {}).items()
+            if value is not False and (key, value) not in UNUSED
+        ]
         details = dict(self.details)
         if quantized := details.get("quantized"):
             formats = f" ({', '.join(quantized['formats'])})" if quantized["formats"] else ""
@@ -176,5 +182,6 @@ def _layout(source: Any, manifest: dict[str, Any] | None) -> dict[str, Any] | No
     args = source.checkpoint.common().get("args") or {}
     names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size",
              "vpp": "virtual_pipeline_model_parallel_size", "ep": "expert_model_parallel_size",
-             "etp": "expert_tensor_parallel_size"}  # fmt: skip
+             "etp": "expert_tensor_parallel_size", "gtp": "gtp_weight_remat_size",
+             "egtp": "expert_gtp_weight_remat_size"}  # fmt: skip
     return {short: args[name] for short, name in names.items() if args.get(name) is not None} or None

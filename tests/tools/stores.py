@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -14,6 +13,8 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.starting.ranks import free_port
 
 KEY, SECRET, BUCKET = "key", "secret", "bucket"
 # Of the client, which gives up after 15 by itself, while a proxy may hold a request, or a busy machine.
@@ -32,12 +33,6 @@ IDENTITIES = {
         )
     ]
 }
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return held.getsockname()[1]
 
 
 @contextlib.contextmanager
