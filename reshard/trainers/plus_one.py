@@ -7,7 +7,6 @@ import torch
 
 from reshard.core.placement import LocalTensor
 from reshard.device.memory import Region
-from reshard.device.stored import plus_one
 from reshard.models.model import Model
 from reshard.refit.trainer import Trainer
 
@@ -33,6 +32,9 @@ class PlusOne(Trainer):
                 self._numbers(index, regions), memory_format=torch.contiguous_format, device=trainer.device
             )
             for index in self.shapes
+        }
+        self._in_fp32 = {
+            index: torch.empty_like(copy, dtype=torch.float32) for index, copy in self.copies.items()
         }
 
     def _numbers(self, index: int, regions: Sequence[Region]) -> torch.Tensor:
@@ -74,10 +76,19 @@ class PlusOne(Trainer):
 
     def _copy(self) -> None:
         """Make the copies, in the arithmetic of fp32, of what has memory: `check_memory` names what has none."""
-        with torch.no_grad():
-            for index, copy in self.copies.items():
-                if self._regions[index].tensor.data_ptr():
-                    copy.copy_(plus_one(self._numbers(index, self._regions)))
+        # These views are not kept: one would hold the memory of all that the trainer moves elsewhere.
+        held = {
+            index: self._numbers(index, self._regions)
+            for index in self.copies
+            if self._regions[index].tensor.data_ptr()
+        }
+        if not held:
+            return
+        copies, in_fp32 = ([copies[index] for index in held] for copies in (self.copies, self._in_fp32))
+        with torch.no_grad():  # three launches for a hundred norms
+            torch._foreach_copy_(in_fp32, [*held.values()])
+            torch._foreach_add_(in_fp32, 1)
+            torch._foreach_copy_(copies, in_fp32)
 
     def check_memory(self, device: torch.device) -> None:
         self.trainer.check_memory(device)
