@@ -23,6 +23,7 @@ LAYOUT_NAMES = (
     "gtp",
     "egtp",
 )
+REDUNDANT = "redundant_experts"  # of an engine
 SWITCHES = {"account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"}
 
 _SIZE = click.IntRange(min=1)
@@ -134,7 +135,7 @@ def megatron_sizes(text: str, extra: Collection[str] = ()) -> dict[str, Any]:
     return sizes | ({"pipeline_model_parallel_layout": string} if has_string else {})
 
 
-def engine_layout(text: str, option: str, names: Collection[str] = ("tp", "pp", "dp")) -> Any:
+def engine_layout(text: str, option: str, names: Collection[str] = ("tp", "pp", "dp", REDUNDANT)) -> Any:
     """Read ``tp=4,ep``, the value of ``--engine``, as a `reshard.VllmLayout`; after ``sglang:`` as a
     `reshard.SglangLayout`. `names` are the sizes that may be given, besides ``ep``."""
     engine, colon, sizes = text.partition(":")
@@ -149,6 +150,7 @@ def _vllm_layout(text: str, option: str, names: set[str]) -> Any:
     from reshard.engines.vllm.layout import VllmLayout
 
     aliases = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp", "data_parallel_size": "dp"}
+    aliases[f"num_{REDUNDANT}"] = REDUNDANT
     aliases = {name: short for name, short in aliases.items() if short in names}
     sizes = parse_sizes(text, option, names, {"ep"}, aliases)
     experts = sizes.pop("ep", None)
@@ -163,7 +165,7 @@ def _sglang_layout(text: str, option: str, names: set[str]) -> Any:
     from reshard.engines.sglang.weights.layout import SglangLayout
 
     names = {*names, "ep"}
-    aliases = {f"{name}_size": name for name in names}
+    aliases = {f"{name}_size": name for name in names} | {f"ep_num_{REDUNDANT}": REDUNDANT}
     values = parse_sizes(text, option, names, {"ep"}, aliases)
     if values.get("ep") == "":  # over all of TP
         values["ep"] = values.get("tp", 1)

@@ -44,7 +44,7 @@ class _Percent(click.ParamType):
 @trainer_option(True, "tp=,pp=,vpp=,ep=,etp=,dp=,cp=, ...")
 @engine_option(
     "vLLM's sizes: tp=,pp=,dp=, and ep or ep=round_robin for expert parallelism. After sglang:, SGLang's: "
-    "tp=,pp=,ep=, and dp= of attention.",
+    "tp=,pp=,ep=, and dp= of attention. redundant_experts= of both.",
     required=True,
 )
 @click.option(

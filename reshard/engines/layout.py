@@ -87,7 +87,8 @@ class EngineLayout(ABC):
     def __post_init__(self) -> None:
         for entry in fields(self):
             if entry.type is int:
-                check_number(getattr(self, entry.name), f"{self.engine}'s {entry.name}", MAX_RANKS)
+                least = 0 if entry.default == 0 else 1
+                check_number(getattr(self, entry.name), f"{self.engine}'s {entry.name}", MAX_RANKS, least)
 
     @property
     def engine(self) -> str:
@@ -135,11 +136,35 @@ def _outer_part(row: Row) -> str:
     return "embedding" if is_embedding(row) else "output"
 
 
-def experts_of_rank(experts: int, ranks: int, rank: int) -> tuple[int, ...]:
-    """Return the experts of one of the ranks that they are distributed over, in order."""
-    base, remainder = divmod(experts, ranks)
+def check_redundant(engine: str, model: Model, redundant: int, ranks: int) -> None:
+    """Raise ReshardError unless an engine that distributes experts over this many ranks would start with so many
+    redundant ones."""
+    if not redundant:
+        return
+    if ranks < 2:
+        raise ReshardError(f"{engine}'s redundant_experts {redundant} need expert parallelism")
+    if (model.num_experts + redundant) % ranks:
+        raise ReshardError(
+            f"{engine}'s redundant_experts {redundant} make {model.num_experts + redundant} of {model.num_experts} "
+            f"experts, which {ranks} ranks cannot hold evenly; use {-model.num_experts % ranks or ranks}"
+        )
+
+
+def experts_of_rank(experts: int, ranks: int, rank: int, redundant: int = 0) -> tuple[int, ...]:
+    """Return the experts of one of the ranks that they are distributed over, in order; after the last expert the
+    `redundant` ones follow, from the first on, as an engine loads them.
+
+    >>> experts_of_rank(4, 2, 1, redundant=2)
+    (3, 0, 1)
+    """
+    places = _places_of_rank(experts + redundant, ranks, rank)
+    return tuple(place % experts for place in places)
+
+
+def _places_of_rank(places: int, ranks: int, rank: int) -> range:
+    base, remainder = divmod(places, ranks)
     first = rank * base + min(rank, remainder)
-    return tuple(range(first, first + base + (rank < remainder)))
+    return range(first, first + base + (rank < remainder))
 
 
 def outer_rows(model: Model) -> list[Row]:

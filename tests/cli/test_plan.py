@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis.strategies import integers, lists, tuples
+from vllm.distributed.eplb.eplb_state import EplbState
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 
@@ -48,6 +49,42 @@ def test_experts_are_where_vllm_puts_them(experts, tp, dp, strategy):
         assert layout.rank(Model.from_hf(config), rank).experts == tuple(expert for _, expert in theirs)
 
 
+@pytest.mark.parametrize(
+    ("experts", "redundant", "tp", "dp"), [(128, 32, 8, 1), (256, 32, 8, 4), (8, 24, 2, 2)]
+)
+def test_redundant_experts_are_where_vllm_puts_them(experts, redundant, tp, dp):
+    config = PUBLISHED["Qwen3-30B-A3B"][0] | {"num_experts": experts, "num_experts_per_tok": 4}
+    layout = VllmLayout(tp=tp, dp=dp, expert_parallel=True, redundant_experts=redundant)
+    of_sglang = SglangLayout(tp=tp * dp, ep=tp * dp, redundant_experts=redundant)
+    in_places = EplbState.build_initial_global_physical_to_logical_map(experts, redundant)
+    for rank in range(tp * dp):
+        _, table, _ = determine_expert_map(tp * dp, rank, experts + redundant, "linear")
+        own = sorted((local, place) for place, local in enumerate(table.tolist()) if local >= 0)
+        expected = tuple(in_places[place] for _, place in own)
+        assert layout.rank(Model.from_hf(config), rank).experts == expected
+        assert of_sglang.rank(Model.from_hf(config), rank).experts == expected
+
+
+def test_a_refit_writes_each_copy_of_an_expert(tmp_path):
+    """Of Qwen3-30B-A3B's 128 experts each is 48 x 3 x 2048 x 768 elements in bf16."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-30B-A3B"][0]))
+    trainer = ["--trainer", "tp=2,ep=8,etp=1", "--ranks", "0,7", "--json", "--engine"]
+    planned = []
+    for engine in (
+        "tp=8,ep",
+        "tp=8,ep,num_redundant_experts=32",
+        "sglang:tp=8,ep,ep_num_redundant_experts=32",
+    ):
+        ranks = json.loads(run(str(tmp_path), *trainer, engine).stdout)["ranks"]
+        planned.append([rank["weight_bytes"] for rank in ranks])
+    copies = 4 * 48 * 3 * 2048 * 768 * 2  # of four experts, on each rank
+    assert planned[1] == planned[2] == [few + copies for few in planned[0]]
+    with pytest.raises(
+        ReshardError, match="make 158 of 128 experts, which 8 ranks cannot hold evenly; use 8"
+    ):
+        VllmLayout(tp=8, expert_parallel=True, redundant_experts=30).check(model("Qwen3-30B-A3B"))
+
+
 @pytest.mark.parametrize(("layers", "pp"), [(48, 4), (61, 4), (61, 8), (61, 16), (32, 5), (28, 3), (7, 7)])
 def test_layers_are_where_vllm_puts_them(layers, pp):
     some = Model.from_hf(PUBLISHED["Llama-3.1-8B"][0] | {"num_hidden_layers": layers})
@@ -78,7 +115,9 @@ def test_a_tensor_that_no_rank_of_the_engine_holds_is_named(monkeypatch):
     small, trainer = model("Qwen3-30B-A3B"), MegatronLayout(ep=8, etp=1)
     engine = VllmLayout(tp=4, expert_parallel=True)
     monkeypatch.setattr(
-        VllmLayout, "_local_experts", lambda self, experts, ranks, rank: experts[rank:-1:ranks]
+        VllmLayout,
+        "_local_experts",
+        lambda self, experts, ranks, rank: tuple(range(rank, experts - 1, ranks)),
     )
     with pytest.raises(ReshardError, match=r"no rank of the engine holds 144 .*experts\.127\.gate_proj"):
         plan_refit(small, trainer, engine)
@@ -144,6 +183,7 @@ def test_deepseek_v3_is_planned_from_1024_ranks_to_256():
     (VllmLayout(pp=65), {}, "vLLM's pp 65 is more than the model's 64 layers"),
     (VllmLayout(tp=2, expert_parallel=True), {}, "expert parallelism needs experts"),
     (VllmLayout(tp=2, round_robin=True), {}, "round-robin only where the model has expert groups"),
+    (VllmLayout(tp=2, redundant_experts=2), {}, "vLLM's redundant_experts 2 need expert parallelism"),
     (VllmLayout(tp=2), {"ranks": [2]}, "the engine's 2 ranks are 0 to 1; asked for [2]"),
     (VllmLayout(tp=16), {"colocated": True}, "the engine's 16 ranks do not fit on the trainer's 8 GPUs"),
 ])  # fmt: skip

@@ -14,6 +14,7 @@ from reshard.engines.layout import (
     EngineRank,
     Expansion,
     Split,
+    check_redundant,
     experts_of_rank,
     layers_of_stage,
     outer_of_stage,
@@ -32,7 +33,8 @@ class VllmLayout(EngineLayout):
     """vLLM's parallel sizes: its ``tensor_parallel_size``, ``pipeline_parallel_size``,
     ``data_parallel_size``, ``enable_expert_parallel`` and, with `round_robin`,
     ``expert_placement_strategy="round_robin"`` (with DP vLLM 0.26 heeds that only on the DeepEP
-    low-latency and NIXL backends)."""
+    low-latency and NIXL backends). `redundant_experts` are ``num_redundant_experts`` of its ``eplb_config``, where
+    vLLM loads them."""
 
     names = VLLM
     share_holds_all = True  # ``gpu_memory_utilization``
@@ -40,6 +42,7 @@ class VllmLayout(EngineLayout):
     dp: int = 1
     expert_parallel: bool = False
     round_robin: bool = False
+    redundant_experts: int = 0
 
     @property
     def world_size(self) -> int:
@@ -48,6 +51,7 @@ class VllmLayout(EngineLayout):
 
     def __str__(self) -> str:
         experts = " EP" + " round-robin" * self.round_robin if self.expert_parallel else ""
+        experts += f" +{self.redundant_experts}" if self.redundant_experts else ""
         sizes = " ".join(
             f"{name}{n}" for name, n in (("TP", self.tp), ("PP", self.pp), ("DP", self.dp)) if n > 1
         )
@@ -75,11 +79,16 @@ class VllmLayout(EngineLayout):
                 f"expert parallelism needs experts, which a {model.family.name} model "
                 f"without them does not have"
             )
+        check_redundant(
+            "vLLM", model, self.redundant_experts, self.tp * self.dp if self.expert_parallel else 1
+        )
         if self.expert_parallel and self.tp * self.dp > model.num_experts:
             raise ReshardError(
                 f"vLLM's tp {self.tp} x dp {self.dp} are more ranks than the model's "
                 f"{model.num_experts} experts"
             )
+        if self.round_robin and self.redundant_experts:
+            raise ReshardError("vLLM places experts round-robin only without redundant ones")
         if self.round_robin and model.expert_groups[0] < 2:
             raise ReshardError(
                 "vLLM places experts round-robin only where the model has expert groups; it "
@@ -96,16 +105,18 @@ class VllmLayout(EngineLayout):
         moe_tp, moe_tp_rank = self.tp * self.dp, dp_rank * self.tp + tp_rank
         experts = tuple(range(model.num_experts))
         if self.expert_parallel:
-            experts = self._local_experts(experts, moe_tp, moe_tp_rank)
+            experts = self._local_experts(model.num_experts, moe_tp, moe_tp_rank)
             moe_tp, moe_tp_rank = 1, 0
         outer = outer_of_stage(VLLM, model, pp_rank == 0, pp_rank == self.pp - 1)
         splits = WHOLE_SHARED_EXPERTS if self.expert_parallel and self.tp > 1 and self.dp > 1 else {}
         layers = layers_of_stage(counts, pp_rank)
         return EngineRank(self.tp, tp_rank, moe_tp, moe_tp_rank, experts, layers, outer, splits)
 
-    def _local_experts(self, experts: tuple[int, ...], ranks: int, rank: int) -> tuple[int, ...]:
+    def _local_experts(self, experts: int, ranks: int, rank: int) -> tuple[int, ...]:
         """Return the experts of one of the ranks that they are distributed over."""
-        return experts[rank::ranks] if self.round_robin else experts_of_rank(len(experts), ranks, rank)
+        if self.round_robin:
+            return tuple(range(rank, experts, ranks))
+        return experts_of_rank(experts, ranks, rank, self.redundant_experts)
 
 
 # vLLM keeps an MTP layer's transformer layer in a module of its own, unless its published names tell the two apart.

@@ -13,6 +13,7 @@ from reshard.engines.layout import (
     EngineLayout,
     EngineRank,
     Split,
+    check_redundant,
     experts_of_rank,
     layers_of_stage,
     outer_of_stage,
@@ -32,13 +33,15 @@ from reshard.models.model import Model
 @dataclass(frozen=True)
 class SglangLayout(EngineLayout):
     """SGLang's parallel sizes: its ``tp_size``, ``pp_size``, ``ep_size``, and, with
-    ``enable_dp_attention``, its ``dp_size``."""
+    ``enable_dp_attention``, its ``dp_size``. `redundant_experts` are its ``ep_num_redundant_experts``, where
+    SGLang loads them."""
 
     names = SGLANG
     share_holds_all = False  # ``mem_fraction_static``
 
     dp: int = 1
     ep: int = 1
+    redundant_experts: int = 0
 
     @property
     def world_size(self) -> int:
@@ -47,7 +50,8 @@ class SglangLayout(EngineLayout):
 
     def __str__(self) -> str:
         sizes = (("TP", self.tp), ("PP", self.pp), ("DP-attention", self.dp), ("EP", self.ep))
-        return " ".join(f"{name}{n}" for name, n in sizes if n > 1) or "TP1"
+        redundant = f" +{self.redundant_experts}" if self.redundant_experts else ""
+        return (" ".join(f"{name}{n}" for name, n in sizes if n > 1) or "TP1") + redundant
 
     def check(self, model: Model) -> None:
         """Raise ReshardError if SGLang would not start at these sizes, or cannot be refitted with the model."""
@@ -81,7 +85,8 @@ class SglangLayout(EngineLayout):
             )
         if self.pp > model.num_layers:
             raise ReshardError(f"SGLang's pp {self.pp} is more than the model's {model.num_layers} layers")
-        if self.ep > 1 and (not model.num_experts or model.num_experts % self.ep):
+        check_redundant("SGLang", model, self.redundant_experts, self.ep)
+        if self.ep > 1 and (not model.num_experts or (model.num_experts + self.redundant_experts) % self.ep):
             raise ReshardError(
                 f"SGLang's ep {self.ep} does not divide the model's {model.num_experts} experts"
             )
@@ -98,7 +103,7 @@ class SglangLayout(EngineLayout):
             tp_rank,
             moe_tp,
             tp_rank % moe_tp,
-            experts_of_rank(model.num_experts, self.ep, tp_rank // moe_tp),
+            experts_of_rank(model.num_experts, self.ep, tp_rank // moe_tp, self.redundant_experts),
             layers_of_stage(counts, pp_rank),
             outer_of_stage(SGLANG, model, pp_rank == 0, pp_rank == self.pp - 1),
             attention_splits(Split(self.tp // self.dp, tp_rank % (self.tp // self.dp))),

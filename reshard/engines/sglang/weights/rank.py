@@ -33,7 +33,6 @@ def rank_of(module: torch.nn.Module, model: Model, tensors: Collection[str], pla
             if split is not None and kind not in splits:
                 splits[kind] = split
     outer = outer_of_stage(SGLANG, model, groups.pp.rank == 0, groups.pp.rank == groups.pp.ranks - 1)
-    own_places = experts_of_rank(places, groups.ep.ranks, groups.ep.rank)
-    experts = tuple(place % model.num_experts for place in own_places)
+    experts = experts_of_rank(model.num_experts, *groups.ep, places - model.num_experts)
     layers = layers_of(SGLANG, model, tensors)
     return EngineRank(*groups.tp, *groups.moe_tp, experts, layers, outer, splits)
