@@ -34,9 +34,11 @@ class TowerHolder(NamedTuple):
 HOLDERS = (
     # trainer                            in its model              published
     TowerHolder("mcore-bridge",         (("visual.visual.",        "model.visual."),
+                                         ("visual.visual.",        "visual."),
                                          ("visual.vision_tower.",  "vision_tower."),
                                          ("visual.mm_projector.",  "mm_projector."))),
     TowerHolder("Megatron-Bridge",      (("visual.",               "model.visual."),
+                                         ("visual.",               "visual."),
                                          ("vision_tower.",         "vision_tower."),
                                          ("mm_projector.",         "mm_projector."))),
     TowerHolder("Megatron-Bridge",      (("vision_model.",         ""),)),

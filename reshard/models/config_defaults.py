@@ -23,6 +23,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "olmoe": {"is_encoder_decoder": False},
     "phi3": {"is_encoder_decoder": False},
     "qwen2": {"is_encoder_decoder": False},
+    "qwen2_5_vl_text": {"is_encoder_decoder": False},
     "qwen2_moe": {"is_encoder_decoder": False},
     "qwen3": {"is_encoder_decoder": False},
     "qwen3_5_moe_text": {"is_encoder_decoder": False},

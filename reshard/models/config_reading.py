@@ -77,6 +77,8 @@ def _language_model(config: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the config of the language model in a larger one, with what the larger one's own
     fields say of it."""
     inner = config.get("text_config")
+    if inner is None and "hidden_size" in config:  # as Qwen2.5-VL is published: they are the larger one's own
+        inner = {}
     if not isinstance(inner, dict):
         raise ReshardError(f"{where}: text_config is {inner!r:.80}, not the config of a language model")
     outer = {

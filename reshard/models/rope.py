@@ -68,6 +68,8 @@ def rope_of(
 def _typed(scaling: dict[str, Any], where: str) -> dict[str, Any]:
     """Return rotary settings with the type under ``rope_type``, of its two spellings."""
     types = {scaling[key] for key in ("rope_type", "type") if scaling.get(key) is not None}
+    if scaling.get("mrope_section") is not None:  # as Qwen2.5-VL is published
+        types = {"default" if kind == "mrope" else kind for kind in types}
     if len(types) > 1:
         raise ReshardError(
             f"{where}: the rotary embedding has two types: "

@@ -189,6 +189,36 @@ DEEPSTACK = Tower(
     _TANH,
     {},
 )
+WINDOWED = Tower(
+    {
+        "H": ("hidden_size", None), "F": ("intermediate_size", None), "C": ("in_channels", 3),
+        "T": ("temporal_patch_size", 2), "P": ("patch_size", 14), "M": ("spatial_merge_size", 2),
+        "O": ("out_hidden_size", None),
+    },
+    "",
+    (
+        TowerBlock("visual.", "", "", (("patch_embed.proj.weight", "H C T P P"),)),
+        TowerBlock("visual.blocks.{}.", "", "depth", (
+            ("norm1.weight", "H"), ("norm2.weight", "H"),
+            ("attn.qkv.weight", "3*H H"), ("attn.qkv.bias", "3*H"),
+            ("attn.proj.weight", "H H"), ("attn.proj.bias", "H"),
+            ("mlp.gate_proj.weight", "F H"), ("mlp.gate_proj.bias", "F"),
+            ("mlp.up_proj.weight", "F H"), ("mlp.up_proj.bias", "F"),
+            ("mlp.down_proj.weight", "H F"), ("mlp.down_proj.bias", "H"),
+        )),
+        TowerBlock("visual.merger.", "", "", (
+            ("ln_q.weight", "H"), ("mlp.0.weight", "M*M*H M*M*H"), ("mlp.0.bias", "M*M*H"),
+            ("mlp.2.weight", "O M*M*H"), ("mlp.2.bias", "O"),
+        )),
+    ),
+    {},
+    {},
+    {
+        "depth": 32, "num_heads": 16, "hidden_act": "silu", "window_size": 112, "tokens_per_second": 4,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+    {},
+)  # fmt: skip
 MOONVIT = Tower(
     {
         "H": ("vt_hidden_size", None), "F": ("vt_intermediate_size", None), "P": ("patch_size", 14),
@@ -228,7 +258,7 @@ MOONVIT = Tower(
 )  # fmt: skip
 
 # By the name that families have for them.
-TOWERS = {"visual": VISUAL, "deepstack": DEEPSTACK, "moonvit": MOONVIT}
+TOWERS = {"visual": VISUAL, "deepstack": DEEPSTACK, "windowed": WINDOWED, "moonvit": MOONVIT}
 
 
 def lacking_of_tower(tower: str, config: Mapping[str, Any], names: Collection[str]) -> list[str]:

@@ -149,6 +149,12 @@ def test_what_verl_syncs_itself_under_fsdp_or_of_multimodal_models_is_said(outco
         "whole": "the model is not sharded by FSDP2 (actor.strategy=fsdp2)",
         "multimodal": "",
         "multimodal, adapted": "the model is multimodal, and has adapters",
+        "by mbridge": "",
+        "another": "",
+        "another by mbridge": (
+            "the model is multimodal, and no table has the tower of qwen2_5_vl_text as mbridge makes it, of Megatron's "
+            "layers (vanilla_mbridge)"
+        ),
     }
 
 

@@ -86,6 +86,7 @@ OF_FAMILY = {
               "layer_types": ["full_attention", "sliding_attention"]},
     "mistral": {"use_qk_norm": True, "qkv_bias": True, "mlp_bias": True, "num_experts": 8},
     "qwen2": {"qkv_bias": False, "use_qk_norm": True, "mlp_bias": True, "n_routed_experts": 64},
+    "qwen2_5_vl_text": {"qkv_bias": False, "use_qk_norm": True, "mlp_bias": True, "n_routed_experts": 64},
     "qwen3": {"qkv_bias": True, "use_qk_norm": False, "mlp_bias": True},
     "qwen2_moe": {"use_qk_norm": True, "mlp_bias": True, "scoring_func": "sigmoid", "n_shared_experts": 2,
                   "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
@@ -205,7 +206,7 @@ READ_WITHOUT_EFFECT = {
 }
 VLLM_FILES = {"deepseek_v3": "deepseek_v2", "deepseek_v32": "deepseek_v2", "glm_moe_dsa": "deepseek_v2",
               "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5", "ernie4_5_moe": "ernie45_moe",
-              "qwen3_vl_moe_text": "qwen3_moe", "phi3": "llama"}  # fmt: skip
+              "qwen3_vl_moe_text": "qwen3_moe", "phi3": "llama", "qwen2_5_vl_text": "qwen2"}  # fmt: skip
 # Families that the installed vLLM has no class for: they convert and train, and it serves none of them.
 NOT_IN_VLLM = {"dots1"}
 # vLLM's own: of other models in the same file, of drafts, or no field.

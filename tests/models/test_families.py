@@ -115,6 +115,7 @@ def test_any_two_families_differ_in_an_argument_by_which_both_are_identified():
         "glm4_moe_lite",  # a DeepSeek-V3
         "mistral",  # a Llama
         "qwen3_vl_moe_text",  # a Qwen3-MoE
+        "qwen2_5_vl_text",  # a Qwen2
         "phi3",  # a Llama or a Mistral
         "seed_oss",  # a Qwen2
     }

@@ -274,6 +274,7 @@ PUBLISHED |= {
     "GLM-5": (_CONFIGS["GLM-5"], 753.9, MegatronLayout(tp=8, pp=2, ep=32, etp=1)),
     "GLM-5.2-FP8": (_CONFIGS["GLM-5.2-FP8"], 753.3, MegatronLayout(tp=4, ep=32, etp=1)),
     # The language model, without the tower.
+    "Qwen2.5-VL-7B-Instruct": (_CONFIGS["Qwen2.5-VL-7B-Instruct"], 7.62, MegatronLayout(tp=4)),
     "Qwen3-VL-30B-A3B-Instruct": (_CONFIGS["Qwen3-VL-30B-A3B-Instruct"], 30.53, MegatronLayout(tp=4, ep=8, etp=1)),
     "Kimi-K2.5": (_CONFIGS["Kimi-K2.5"], 1026.4, PUBLISHED["Kimi-K2"][2]),
     "Nemotron-Nano-9B-v2": (_CONFIGS["NVIDIA-Nemotron-Nano-9B-v2"], 8.89, MegatronLayout(tp=4, pp=2)),
@@ -375,6 +376,7 @@ def test_a_published_model_has_the_published_size_and_the_layout_fits(name):
             "GLM-5.2-FP8",
             "MiniMax-M2.7",
             "gpt-oss-120b",
+            "Qwen2.5-VL-7B-Instruct",
             "Qwen3-VL-30B-A3B-Instruct",
         }
     ),

@@ -194,8 +194,9 @@ def write_whole(rank: int, sides: dict, checkpoints: list[str], chain: str) -> d
     tower = next(
         module for name, module in model.named_modules() if name.endswith(("visual", "vision_tower"))
     )
-    [norm, *_] = [module for module in tower.modules() if isinstance(module, torch.nn.LayerNorm)]
-    norm.bias = None
+    [norm, *_] = [module for name, module in tower.named_modules() if name.endswith("norm1")]
+    [*_, last] = dict(norm.named_parameters())
+    norm.register_parameter(last, None)
     lacking = caught(lambda: digest_of_models(FsdpModel(model), checkpoints[0]))
     members.close()
     return {"digest": digested.text, "a part of a tower": lacking}

@@ -31,6 +31,7 @@ MODELS = (
     "mixtral",
     "olmoe",
     "qwen2",
+    "qwen2_5_vl",
     "qwen2_moe",
     "qwen3",
     "qwen3_5",

@@ -294,6 +294,7 @@ class Actor:
         import torch
 
         import reshard.integrations.verl.plugin as verl
+        from tests.tools.model_classes import config_of
 
         engine, results = self.engine, {"fits": verl.fsdp_left_to_verl(self.engine)}
         for key in ("_qat_enabled", "_uses_fsdp2_cpu_offload_policy"):
@@ -311,6 +312,12 @@ class Actor:
                 model_config=SimpleNamespace(hf_config=model.config, lora={"rank": 8}), peft_cls=adapted
             )
             results[kind] = verl.left_to_verl(of_megatron)
+        of_megatron.peft_cls, of_megatron.engine_config = None, SimpleNamespace(vanilla_mbridge=True)
+        results["by mbridge"] = verl.left_to_verl(of_megatron)
+        of_megatron.model_config.hf_config = config_of("Qwen2_5_VLForConditionalGeneration")
+        results["another by mbridge"] = verl.left_to_verl(of_megatron)
+        of_megatron.engine_config.vanilla_mbridge = False
+        results["another"] = verl.left_to_verl(of_megatron)
         return results
 
     async def sync(

@@ -26,6 +26,7 @@ from tests.tools.oracle import bits, hf_tensors
 MADE = {
     "qwen3-vl": lambda folder, seed: make(folder, "Qwen3VLForConditionalGeneration", seed),
     "qwen3-vl-moe": lambda folder, seed: qwen3_vl(folder, True, seed),
+    "qwen2.5-vl": lambda folder, seed: make(folder, "Qwen2_5_VLForConditionalGeneration", seed),
     "qwen3.5": lambda folder, seed: published(folder, False, seed=seed, mtp=False),
 }
 
@@ -63,6 +64,7 @@ def pair_of(tmp_path_factory):
     ("qwen3-vl", KINDS, f"{TP} 2", 2, {"tp": 2}, 2, True),
     ("qwen3-vl-moe", ["layers", "mcore-bridge"], f"{PP} 2", 2, {}, 1, False),
     ("qwen3.5", ["layers", "mcore-bridge"], f"{TP} 2", 2, {}, 1, False),
+    ("qwen2.5-vl", ["module", "mcore-bridge"], f"{TP} 2 {PP} 2", 4, {"tp": 2}, 2, False),
 ], ids=str)  # fmt: skip
 def test_a_refit_brings_what_vllms_own_loader_makes_of_the_tower(
     name, kinds, parallel, trainers, engine, engines, together, wheels, pair_of, tmp_path

@@ -2,16 +2,19 @@
 tensor, a vision tower that is carried along, multi-token prediction."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from reshard import MegatronLayout, ReshardError, check, diff, hf_to_mcore, inspect, mcore_to_hf
 from tests.megatron.test_logits import EP, ETP, PP, TP, flags_at
 from tests.starting.ranks import free_port, run_on_ranks
 from tests.tools.checkpoints import NEXT, make
+from tests.tools.model_classes import make as make_class
 from tests.tools.oracle import bits, hf_tensors, stored_tensors
 from tests.tools.oracle import same as same_bits
 from tests.tools.parity_runs import ranks_of, run, with_a_fault
@@ -321,26 +324,56 @@ def test_a_norm_that_megatron_cannot_hold_less_one_is_refused_by_name_and_held_i
     assert same(source, tmp_path / "back")
 
 
-@pytest.mark.parametrize("moe", [False, True], ids=["dense-tied", "moe"])
-def test_the_language_model_of_qwen3_vl_comes_back_with_its_tower_and_says_what_transformers_says(
-    moe, tmp_path
+@pytest.mark.parametrize(("kind", "family", "matrix"), [
+    ("qwen3-vl-tied", "qwen3", f"{INNER}2.mlp.down_proj.weight"),
+    ("qwen3-vl-moe", "qwen3_vl_moe_text", f"{INNER}2.mlp.experts.down_proj"),
+    ("qwen2.5-vl", "qwen2_5_vl_text", "model.layers.1.mlp.down_proj.weight"),
+])  # fmt: skip
+def test_the_language_model_of_a_vlm_comes_back_with_its_tower_and_says_what_transformers_says(
+    kind, family, matrix, tmp_path
 ):
-    source = qwen3_vl(tmp_path / "hf", moe, tied=not moe)
+    source, moe = MADE[kind](tmp_path / "hf", 0), kind.endswith("moe")
     layout = MegatronLayout(tp=2, pp=2, ep=2, etp=1) if moe else MegatronLayout(tp=2, pp=2)
     hf_to_mcore(source, tmp_path / "mcore", layout, transformer_impl="local")
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     assert same(source, tmp_path / "back")
-    assert inspect(tmp_path / "mcore").family == ("qwen3_vl_moe_text" if moe else "qwen3")
+    assert inspect(tmp_path / "mcore").family == family
     sizes = {"tp": 2, "ep": 2, "etp": 1} if moe else {"tp": 2, "pp": 2}
     report = run(source, tmp_path / "mcore", sizes, lengths=(8,))
     assert report["ok"], report["exceeded"]
     # The control: another matrix in one layer, which is found in a model that has more than the language model.
-    matrix = f"{INNER}2.mlp.experts.down_proj" if moe else f"{INNER}2.mlp.down_proj.weight"
     wrong = with_a_fault(source, tmp_path / "wrong", matrix, 1.5)
     arguments = str(wrong), str(tmp_path / "mcore"), sizes
     (sentence, place, names), *_ = run_on_ranks(ranks_of(sizes), "find", *arguments, module="parity_on_cpu")
-    assert place == ("the experts of layer 2" if moe else "the MLP of layer 2"), sentence
-    assert names and all(name.startswith(f"{INNER}2.mlp.") and "down_proj" in name for name in names)
+    module = matrix.partition(".mlp.")[0]
+    assert place == f"the {'experts' if moe else 'MLP'} of layer {module[-1]}", sentence
+    assert names and all(name.startswith(f"{module}.mlp.") and "down_proj" in name for name in names)
+
+
+def test_a_qwen2_5_vl_is_the_same_with_its_config_as_published(tmp_path):
+    """Without a config of the language model apart, and with a type of its rotary embedding that older classes had."""
+    source = MADE["qwen2.5-vl"](tmp_path / "hf", 0)
+    shutil.copytree(source, tmp_path / "flat")
+    config = json.loads((source / "config.json").read_text())
+    fields = config.pop("text_config") | config
+    rope, theirs = fields.pop("rope_parameters"), transformers.AutoConfig.from_pretrained
+    fields |= {"rope_theta": rope["rope_theta"],
+               "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}  # fmt: skip
+    fields = {name: value for name, value in fields.items() if name != "layer_types"}
+    (tmp_path / "flat" / "config.json").write_text(json.dumps(fields))
+    one, other = (theirs(directory).text_config.to_dict() for directory in (source, tmp_path / "flat"))
+    assert other["rope_parameters"] == one["rope_parameters"] | {"type": "mrope"}, "as transformers reads it"
+    assert one | {"rope_parameters": 0, "dtype": 0} == other | {"rope_parameters": 0, "dtype": 0}
+    for name in ("hf", "flat"):
+        hf_to_mcore(tmp_path / name, tmp_path / f"{name}-mcore", MegatronLayout(tp=2))
+    assert (
+        diff(tmp_path / "hf-mcore", tmp_path / "flat-mcore").equal and diff(source, tmp_path / "flat").equal
+    )
+    mcore_to_hf(tmp_path / "flat-mcore", tmp_path / "back")
+    assert same(tmp_path / "flat", tmp_path / "back")
+    fields["rope_theta"] = 2e6  # the control
+    (tmp_path / "flat" / "config.json").write_text(json.dumps(fields))
+    assert not diff(source, tmp_path / "flat").equal
 
 
 def test_experts_that_transformers_has_saved_as_in_memory_are_those_of_the_published_transposed_ones(
@@ -371,7 +404,9 @@ MADE = {
     "moe": lambda folder, seed: published(folder, True, seed=seed, mtp=False),
     "dense-mtp": lambda folder, seed: published(folder, False, seed=seed),
     "moe-mtp": lambda folder, seed: published(folder, True, seed=seed),
+    "qwen2.5-vl": lambda folder, seed: make_class(folder, "Qwen2_5_VLForConditionalGeneration", seed),
     "qwen3-vl": lambda folder, seed: qwen3_vl(folder, False, seed),
+    "qwen3-vl-tied": lambda folder, seed: qwen3_vl(folder, False, seed, tied=True),
     "qwen3-vl-moe": lambda folder, seed: qwen3_vl(folder, True, seed),
     "kimi-k2.5": kimi_k25,
 }

@@ -56,7 +56,7 @@ def _of_mcore_bridge(folder: str, chunk: torch.nn.Module, config) -> MegatronMod
     for package in ("mcore_bridge.model.mm_gpts", "mcore_bridge.model.gpts", "mcore_bridge.config"):
         without_initializing(folder, package)
     stand_in("mcore_bridge.config", ModelConfig=object)
-    stand_in("mcore_bridge.bridge", MultimodalGPTBridge=object)
+    stand_in("mcore_bridge.bridge", GPTBridge=object, MultimodalGPTBridge=object)
     stand_in("mcore_bridge.utils", safe_ddp_context=None, split_cp_inputs=None, reconstruct_tensor_cp=None,
              get_env_args=lambda *_: True)  # fmt: skip
     stand_in("mcore_bridge.model.modules", TransformerBlock=object)
@@ -69,7 +69,9 @@ def _of_mcore_bridge(folder: str, chunk: torch.nn.Module, config) -> MegatronMod
     )
     stand_in("mcore_bridge.model.gpts.qwen3_next", Qwen3NextBridge=object, Qwen3NextLoader=object,
              resolve_gdn_attention_mask=None)  # fmt: skip
-    file, name = ("qwen3_5", "Qwen3_5Vit") if config.model_type == "qwen3_5" else ("qwen3_vl", "Qwen3VL_Vit")
+    file, name = {"qwen3_5": ("qwen3_5", "Qwen3_5Vit"), "qwen2_5_vl": ("qwen", "Qwen2_5VL_Vit")}.get(
+        config.model_type, ("qwen3_vl", "Qwen3VL_Vit")
+    )
     vit = getattr(import_module(f"mcore_bridge.model.mm_gpts.{file}"), name)
     cpu, plain = torch.device("cpu"), torch.nn.Module.to
     vit.to = lambda self, device=None: plain(self, cpu)
@@ -89,9 +91,10 @@ class WithModule(MegatronModule):
     def __init__(self, chunk: torch.nn.Module, config) -> None:
         super().__init__(config=chunk.config)
         if chunk.pre_process:
-            name = type(config.vision_config).__name__.removesuffix("Config") + "Model"
             module = import_module(type(config).__module__.replace("configuration", "modeling"))
-            self.visual = getattr(module, name)._from_config(config.vision_config)
+            kind = type(config.vision_config)
+            [visual] = [each for each in vars(module).values() if getattr(each, "config_class", None) is kind]
+            self.visual = visual._from_config(config.vision_config)
         self.language_model = chunk
 
 
@@ -175,9 +178,9 @@ def fill(model: MegatronModule, kind: str, directory: str) -> None:
     """Put the tower of a directory into a larger model: into transformers' module by its own loader, into Megatron's
     layers by hand."""
     tensors = {
-        name.removeprefix("model.visual."): tensor
+        name.removeprefix("model.").removeprefix("visual."): tensor
         for name, tensor in load_file(Path(directory) / "model.safetensors").items()
-        if name.startswith("model.visual.")
+        if name.startswith(("model.visual.", "visual."))
     }
     visual = getattr(model, "vision_model" if kind == "layers" else "visual", None)
     if visual is None:

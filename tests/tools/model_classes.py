@@ -24,14 +24,6 @@ CLASSES: dict[str, dict] = {
         mm_tokens_per_image=4, image_token_index=400, boi_token_index=401, eoi_token_index=402,
     ),
     "PhimoeForCausalLM": SIZES | dict(num_local_experts=4),
-    "Qwen2_5_VLForConditionalGeneration": dict(
-        text_config=SIZES | dict(rope_parameters=MROPE),
-        vision_config=dict(
-            depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64, patch_size=14,
-            fullatt_block_indexes=[1],
-        ),
-        image_token_id=400, video_token_id=401, vision_start_token_id=402, vision_end_token_id=403,
-    ),
     "GraniteForCausalLM": SIZES | dict(embedding_multiplier=12.0, logits_scaling=8.0),
     "GraniteMoeForCausalLM": SIZES | dict(num_local_experts=4),
     "GraniteMoeHybridForCausalLM": SIZES
@@ -62,6 +54,20 @@ LINEAR = dict(
 TOKENS = dict(image_token_id=400, video_token_id=401, vision_start_token_id=402, vision_end_token_id=403)
 # With a vision tower, beside a language model that a table covers.
 WITH_TOWER: dict[str, dict] = {
+    "Qwen2_5_VLForConditionalGeneration": TOKENS
+    | dict(
+        text_config={name: size for name, size in SIZES.items() if name != "head_dim"}
+        | dict(rope_parameters=MROPE),
+        vision_config=dict(
+            depth=2,
+            hidden_size=32,
+            intermediate_size=48,
+            num_heads=2,
+            out_hidden_size=64,
+            patch_size=14,
+            fullatt_block_indexes=[1],
+        ),
+    ),
     "Qwen3VLForConditionalGeneration": TOKENS
     | dict(
         text_config=SIZES | dict(rope_parameters=MROPE | dict(mrope_interleaved=True)),

@@ -70,6 +70,7 @@ FAMILIES = {
     "llama": EngineFamily(),
     "mistral": EngineFamily(),
     "qwen2": EngineFamily(),
+    "qwen2_5_vl_text": EngineFamily(prefixes=(("model.", "language_model.model."),)),
     "qwen2_moe": EngineFamily(on_every_stage=OUTER),
     "qwen3": EngineFamily(),
     "qwen3_moe": EngineFamily(on_every_stage=OUTER),

@@ -124,7 +124,8 @@ def left_to_verl(engine: Any) -> str:
     config: Any = getattr(engine.model_config, "hf_config", None)
     if hasattr(config, "vision_config"):
         why = "the model is multimodal, and has adapters" if engine.peft_cls is not None else ""
-        why = why or left_with_its_tower(config.to_dict())
+        by_mbridge = getattr(getattr(engine, "engine_config", None), "vanilla_mbridge", False)
+        why = why or left_with_its_tower(config.to_dict(), of_layers=by_mbridge)
         if why:
             return why
     if engine.peft_cls is not None and adapter_of(engine.model_config) is None:

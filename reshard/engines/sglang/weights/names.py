@@ -52,6 +52,7 @@ FAMILIES = {
     "llama": EngineFamily(),
     "mistral": EngineFamily(),
     "qwen2": EngineFamily(),
+    "qwen2_5_vl_text": EngineFamily(),
     "qwen2_moe": EngineFamily(on_every_stage=("output",)),
     "qwen3": EngineFamily(),
     "qwen3_moe": EngineFamily(on_every_stage=("output",)),
