@@ -153,7 +153,12 @@ def local_tensor_of_rows(
 def says_gtp(args: Mapping[str, Any]) -> bool:
     """Return True if a trainer's arguments say at which sizes it ran: by name, or as those of Megatron-LM before 0.19,
     which has none."""
-    return "num_layers" in args or any(args.get(name) is not None for name in (*ARGUMENTS, *SHARDS_ARGUMENTS))
+    return "num_layers" in args or names_gtp(args)
+
+
+def names_gtp(settings: Mapping[str, Any]) -> bool:
+    """Return True if settings have a size of GTP."""
+    return any(settings.get(name) is not None for name in (*ARGUMENTS, *SHARDS_ARGUMENTS))
 
 
 def gtp_of(keys: Mapping[str, Key], said: Mapping[str, Any] | None, where: object) -> Gtp:
@@ -171,7 +176,7 @@ def gtp_of(keys: Mapping[str, Key], said: Mapping[str, Any] | None, where: objec
             f"or run_config.yaml that say whether it was saved under GTP: convert it where its run_config.yaml is "
             f"beside it"
         )
-    named = named_gtp(said)
+    named = named_gtp(said, where)
     if not any(".experts." in key for key in keys):
         named = named._replace(experts=1)  # of no weight
     if named not in (found, WITHOUT_GTP):
@@ -182,13 +187,22 @@ def gtp_of(keys: Mapping[str, Key], said: Mapping[str, Any] | None, where: objec
     return named
 
 
-def named_gtp(args: Mapping[str, Any]) -> Gtp:
-    """Return the sizes that a trainer's arguments say: themselves, or by the numbers of shards of which they are a
-    part; 1 where they say none."""
+def named_gtp(args: Mapping[str, Any], where: object) -> Gtp:
+    """Return the sizes that a trainer's arguments say: by the numbers of shards, which Megatron goes by, else
+    themselves; 1 where they say none. Raises ReshardError where the two contradict each other."""
     tp = args.get("tensor_model_parallel_size") or 1
-    ranks = (tp, args.get("expert_tensor_parallel_size") or tp)
-    named = zip(ARGUMENTS, SHARDS_ARGUMENTS, ranks, strict=True)
-    return Gtp(*(args.get(name) or (args.get(shards) or own) // own for name, shards, own in named))
+    sizes = []
+    for name, shards, own in zip(
+        ARGUMENTS, SHARDS_ARGUMENTS, (tp, args.get("expert_tensor_parallel_size") or tp), strict=True
+    ):
+        size = (args.get(shards) or 0) // own or args.get(name) or 1
+        if (args.get(name) or 1) not in (1, size):
+            raise ReshardError(
+                f"{where} was saved with {shards} {args[shards]} and {name} {args[name]}, which contradict each other: "
+                "correct the one that is wrong"
+            )
+        sizes.append(size)
+    return Gtp(*sizes)
 
 
 def gtp_of_keys(keys: Mapping[str, Key]) -> Gtp:

@@ -145,6 +145,10 @@ def test_arguments_decide_where_there_are_any(checkpoint, tmp_path):
             {"tensor_model_parallel_size": 1, "tensor_parallel_num_weight_shards": 2},
             {"tensor_parallel_num_weight_shards": 2, "gtp_weight_remat_size": None},
             {"gtp_weight_remat_size": 2, "expert_gtp_weight_remat_size": 2},  # of a model without experts
+            {
+                "tensor_parallel_num_weight_shards": 2,
+                "gtp_weight_remat_size": 1,
+            },  # Megatron goes by the first
         )
     ):
         args = Namespace(padded_vocab_size=1000, **said)
@@ -166,6 +170,13 @@ def test_arguments_decide_where_there_are_any(checkpoint, tmp_path):
         mcore_to_hf(theirs, tmp_path / f"said {number}", hf_config=source)
         is_right = same(hf_tensors(source), hf_tensors(tmp_path / f"said {number}")) == []
         assert is_right is (config == "2"), "as the config says"
+    for config, sentence in (
+        ("num_layers: 4", "no args or run_config.yaml that say whether it was saved"),
+        ("tensor_parallel_num_weight_shards: 1\n  gtp_weight_remat_size: 2", "which contradict each other"),
+    ):
+        (path.parent / "run_config.yaml").write_text(f"model:\n  tensor_model_parallel_size: 1\n  {config}\n")
+        with pytest.raises(ReshardError, match=sentence):
+            mcore_to_hf(theirs, tmp_path / "out", hf_config=source)
     with pytest.raises(
         ReshardError, match="args of GTP 4 and, of experts, 1, but weights that GTP 2 and 1 has cut"
     ):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from reshard import (
     MegatronLayout,
@@ -28,8 +29,9 @@ from reshard.storage.sources.opening import open_source
 from reshard.storage.stores import place
 from reshard.storage.stores.marks import record_name
 from reshard.storage.stores.mirror import local_path
-from reshard.storage.stores.place import version_in
+from reshard.storage.stores.place import StorePlace, version_in
 from reshard.storage.stores.workdir import StoreWorkdir
+from tests.tools.checkpoints import make
 from tests.tools.disk import cli, command, ended, tree, until
 from tests.tools.stores import (
     BUCKET,
@@ -487,6 +489,47 @@ def test_what_another_run_has_sent_is_not_taken_for_ones_own(whole, proxy, url, 
             mcore_to_hf(mcore, url, max_shard_size="200KB", resume=resume)
     assert sent
     monkeypatch.setattr(StoreWorkdir, "publish", publish)
+    mcore_to_hf(mcore, url, max_shard_size="200KB", overwrite=True)
+    assert check(url).ok
+
+
+@pytest.mark.parametrize(("call", "name"), [
+    ("put_file", "model-00002-of-"), ("put", "config.json"), ("send", "model-00002-of-"),
+])  # fmt: skip
+def test_what_comes_late_over_anothers_checkpoint_does_not_pass_for_a_part_of_it(
+    call, name, whole, proxy, url, monkeypatch, tmp_path
+):
+    """A run stands still before it sends an object, or in between, while another begins, sends everything, and ends."""
+    mcore, _ = whole["mcore-to-hf"]
+    make(tmp_path / "hf", "qwen3", torch.bfloat16, seed=1)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"transformers_version": "0"}))
+    hf_to_mcore(tmp_path / "hf", tmp_path / "mcore")
+    kind = StoreWorkdir if call == "send" else StorePlace
+    plain, others = getattr(kind, call), []
+
+    def late(self, file, *arguments):
+        if file.startswith(name) and not others:
+            others.append(file)
+            with monkeypatch.context() as patches:
+                patches.setenv("RESHARD_SPOOL", str(tmp_path))
+                mcore_to_hf(tmp_path / "mcore", url, max_shard_size="200KB", overwrite=True)
+        return plain(self, file, *arguments)
+
+    monkeypatch.setattr(kind, call, late)
+    with pytest.raises(ReshardError) as error:
+        mcore_to_hf(mcore, url, max_shard_size="200KB")
+    assert others
+    if call == "send":  # it had not been sent
+        assert "another run has begun" in str(error.value) and check(url).ok
+        assert diff(tmp_path / "hf", url).equal
+        return
+    assert f"{others[0]} came late" in str(error.value)
+    with pytest.raises(ReshardError, match="is not a whole checkpoint"):
+        inspect(url)
+    with pytest.raises(ReshardError, match="is of a run with another source"):  # nor goes anybody on with it
+        mcore_to_hf(mcore, url, max_shard_size="200KB", resume=True)
+    monkeypatch.setattr(kind, call, plain)
     mcore_to_hf(mcore, url, max_shard_size="200KB", overwrite=True)
     assert check(url).ok
 

@@ -51,7 +51,10 @@ class MegatronAdapterSource(AdapterSource, MegatronSource):
     def _chosen_keys(self, without_adapters: bool) -> dict[str, torch_dist.Key]:
         """Return the keys of the adapter. Raises ReshardError if one of them is of a tower."""
         keys = adapter_keys(self.text_keys)
-        if named_gtp(self._said_of_gtp() or {}) != WITHOUT_GTP or self._gtp() != WITHOUT_GTP:
+        if (
+            named_gtp(self._said_of_gtp() or {}, self.checkpoint.directory) != WITHOUT_GTP
+            or self._gtp() != WITHOUT_GTP
+        ):
             raise ReshardError(
                 f"{self.checkpoint.directory} holds an adapter that was trained under GTP, which is not converted: "
                 f"merge it with its trainer"

@@ -23,7 +23,7 @@ from reshard.megatron.checkpoint import (
     vocab_rows,
 )
 from reshard.megatron.fsdp_dtensor import FORMAT, FsdpDtensor, as_torch_dist
-from reshard.megatron.gtp import WITHOUT_GTP, Gtp, gtp_of, says_gtp
+from reshard.megatron.gtp import WITHOUT_GTP, Gtp, gtp_of, names_gtp, says_gtp
 from reshard.megatron.hybrid import class_of_keys, notices
 from reshard.megatron.parameters import PADDING, ModelParameters, expand, padded_vocab_size
 from reshard.megatron.towers import as_text_args, of_towers, takes_tower, text_key, with_tower
@@ -191,8 +191,11 @@ class MegatronSource(Source):
         if says_gtp(args):
             return args
         for path in run_configs(self.located):
-            if settings := section(path, "model"):
-                return {name: int(text) if text.isdigit() else None for name, text in settings.items()}
+            settings = {
+                name: int(text) if text.isdigit() else None for name, text in section(path, "model").items()
+            }
+            if names_gtp(settings):
+                return settings
         return None
 
     def _states_to_read(self, wanted: States) -> OptimizerStates | None:

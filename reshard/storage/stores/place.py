@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,6 +64,13 @@ class StorePlace:
         except Exception as error:  # a client that asks for credentials at once
             raise self._error("opening it", error, 1) from error
         self.root = root.rstrip("/")
+
+    def as_own(self, url: str) -> str:
+        """Return a URL with this place's scheme, if it is another name of the same store."""
+        scheme, separator, rest = url.partition("://")
+        known = self.fs.protocol if isinstance(self.fs.protocol, tuple | list) else (self.fs.protocol,)
+        own = self.url.partition("://")[0]
+        return f"{own}{separator}{rest}" if separator and scheme.lower() in known else url
 
     def objects(self) -> dict[str, dict[str, Any]]:
         """Return what the store says of each object, by its name below the URL. Raises ReshardError where there is no
@@ -192,7 +200,9 @@ def version_in(info: dict[str, Any]) -> str:
         "modificationTime",
         "modify",
     )
-    version = next((str(info[field]) for field in fields if info.get(field) is not None), "")
+    value = next((info[field] for field in fields if info.get(field) is not None), "")
+    # A listing and a look at one object say the same time in two ways.
+    version = str(value.timestamp() if isinstance(value, datetime) else value)
     if not version:
         raise ReshardError(
             f"the store does not say by a tag or a time which bytes {info.get('name', 'an object')} has: copy the "

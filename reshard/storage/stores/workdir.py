@@ -32,8 +32,6 @@ SPOOL, SPOOL_SIZE, SPOOL_BYTES = "RESHARD_SPOOL", "RESHARD_SPOOL_SIZE", 16 * 10*
 
 TOKEN = "token"  # in a spool
 MARK = ("run", "token", "goes_on")  # in the mark
-# Other names of a store.
-SCHEMES = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
 
 
 class StoreWorkdir(Workdir):
@@ -101,10 +99,9 @@ class StoreWorkdir(Workdir):
 
     def _check_overlap(self) -> None:
         """Raise ReshardError if the source lies in the place, or the place in the source."""
-        source, own = _one_scheme(shown(f"{self.source}/")), _one_scheme(f"{self.place.url}/")
-        if own.startswith(source) or any(
-            _one_scheme(shown(f"{path}/")).startswith(own) for path in (self.source, *self.reads)
-        ):
+        own = f"{self.place.url}/"
+        source, *others = (self.place.as_own(shown(f"{path}/")) for path in (self.source, *self.reads))
+        if own.startswith(source) or any(path.startswith(own) for path in (source, *others)):
             raise ReshardError(
                 f"{self.place.url} and the source {self.source}, or what is read beside it, overlap; write to a place "
                 f"beside it"
@@ -209,7 +206,9 @@ class StoreWorkdir(Workdir):
     def send(self, name: str, tensors: Mapping[str, list[Any]]) -> None:
         """Send a file of the spool, with a record of it and of its tensors, and remove it from the spool."""
         path = self.tree / name
+        self._check_ours()
         version = self.place.put_file(name, path)
+        self._check_not_late(name)
         record = {"version": version, "bytes": path.stat().st_size, "tensors": tensors}
         record |= {"run": self.run, "token": self.token}
         self.place.put(record_name(name), json.dumps(record).encode())
@@ -221,7 +220,9 @@ class StoreWorkdir(Workdir):
         if relative == MANIFEST:
             self.manifest = content
         else:
+            self._check_ours()
             self.place.put(relative, content)
+            self._check_not_late(relative)
 
     def expect(self, sizes: Mapping[str, int]) -> None:
         """Say which files there have to be before the manifest is sent."""
@@ -259,6 +260,22 @@ class StoreWorkdir(Workdir):
                 f"another run has begun to write {self.place.url}, and may have ended", resumable=True
             )
 
+    def _check_not_late(self, name: str) -> None:
+        """After an object was sent: raise ReshardError if another run has claimed the place meanwhile. Where that one
+        has published, and the object is not as it has sent it, the place is marked as what it is, no whole
+        checkpoint."""
+        if self._is_ours():
+            return
+        self.claimed = False
+        if self.place.has(MANIFEST) and not _is_whole(self.place.url):
+            self.place.put(RUN_MARK, b"{}")
+            self.place.remove([MANIFEST])
+            raise ReshardError(
+                f"{name} came late to {self.place.url}, over that of another run, which has published: the checkpoint "
+                f"there is no longer whole, and marked so; run one of the two again, with --overwrite"
+            )
+        self._check_ours()
+
     def _is_ours(self) -> bool:
         """Return True while no other run has claimed the place, and published there or not."""
         return self.place.has(RUN_MARK) and _read_json(self.place, RUN_MARK).get("token") == self.token
@@ -280,10 +297,14 @@ class StoreWorkdir(Workdir):
                 self.place.remove([RUN_MARK])
 
 
-def _one_scheme(url: str) -> str:
-    """Return a URL with the first of its store's names."""
-    scheme, separator, rest = url.partition("://")
-    return f"{SCHEMES.get(scheme, scheme)}{separator}{rest}" if separator else url
+def _is_whole(url: str) -> bool:
+    """Return True if what is at a URL is as its manifest says."""
+    from reshard.storage.check import check
+
+    try:
+        return check(url).ok
+    except ReshardError:
+        return False
 
 
 def spool_directory() -> Path:
