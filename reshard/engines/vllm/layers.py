@@ -82,6 +82,21 @@ def expert_backend(method: Any) -> str | None:
     return getattr(getattr(method, "unquantized_backend", None), "name", None)
 
 
+# Kernels for which vLLM rearranges unquantized experts once they are loaded, by its own operations on
+# tensors: gate and up exchanged, or rows shuffled and columns in blocks.
+REARRANGING_BACKENDS = ("FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM")
+
+
+def is_rearranged(module: Any) -> bool:
+    """Tell whether a layer serves from unquantized experts in another order than they are loaded in, which vLLM's
+    processing of the layer makes again of new weights."""
+    method = getattr(module, "quant_method", None)
+    return (
+        type(method).__name__ == "UnquantizedFusedMoEMethod"
+        and expert_backend(method) in REARRANGING_BACKENDS
+    )
+
+
 def always_packed(method: Any) -> bool:
     """Tell whether the method's experts are always packed, as in vLLM's build for the CPU from 0.28
     on."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from reshard.core.extras import importing
 from reshard.engines.placing.blocks import Blocks, scale_names
 from reshard.engines.vllm.compat import known
+from reshard.engines.vllm.layers import is_rearranged
 from reshard.engines.vllm.quantized.processing import loading_templates
 
 with importing("vllm"):
@@ -258,6 +259,8 @@ def method_of(module: torch.nn.Module) -> str:
 
 def processing_of(module: torch.nn.Module) -> str:
     """Return how vLLM quantizes a layer, for logs: the scheme of its checkpoint, or the method."""
+    if is_rearranged(module):
+        return "arranged for its kernel by the processing"
     compressed = compressed_of(module)
     if compressed is None:
         return method_of(module)
@@ -279,10 +282,16 @@ def made_online(module: torch.nn.Module) -> bool:
     return type(method).__module__.startswith(ONLINE) and blocks_of(module, method) is None
 
 
+def is_processed_again(module: torch.nn.Module) -> bool:
+    """Tell whether vLLM processes a layer at each refit, of weights that a refit brings to another place: those that
+    it quantizes itself, that it loads as codes and scales, and that it rearranges."""
+    return made_online(module) or compressed_of(module) is not None or is_rearranged(module)
+
+
 def kernel_of(module: torch.nn.Module) -> str:
     """Return the name of what multiplies with a layer's weights, for logs."""
     method = module.quant_method
-    names = ("fp8_backend", "int8_backend", "nvfp4_backend", "wna16_backend")
+    names = ("fp8_backend", "int8_backend", "nvfp4_backend", "wna16_backend", "unquantized_backend")
     backends = (getattr(method, name, None) for name in names)
     backend = next((backend.name for backend in backends if backend is not None), None)
     scheme = getattr(module, "scheme", None) or method

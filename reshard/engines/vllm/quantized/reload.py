@@ -26,7 +26,7 @@ from reshard.engines.vllm.quantized.layers import (
     Compressed,
     compressed_of,
     inputs_as_loaded,
-    made_online,
+    is_processed_again,
     plain_templates,
 )
 from reshard.engines.vllm.quantized.nvfp4 import Nvfp4Quantizer
@@ -56,7 +56,7 @@ class Reloads:
         plans = [
             (name, module, *_plan(name, module, config.model_config.dtype, whole))
             for name, module in model.named_modules
-            if made_online(module) or compressed_of(module) is not None
+            if is_processed_again(module)
         ]
         if not plans:
             return

@@ -7,7 +7,7 @@ import torch
 
 from reshard.core.errors import ReshardError
 from reshard.engines.vllm.layers import always_packed, expert_backend, is_packed, plain_method
-from reshard.engines.vllm.quantized.layers import blocks_of, compressed_of, made_online, method_of
+from reshard.engines.vllm.quantized.layers import blocks_of, is_processed_again, method_of
 from reshard.engines.vllm.weights.served import Served
 
 # Methods that serve from weights as they were loaded.
@@ -49,12 +49,8 @@ def _check_cache_scales(name: str, config: Any) -> None:
 
 
 def _is_processed_again(module: torch.nn.Module) -> bool:
-    """Tell whether a refit quantizes the weights of this layer itself, or has vLLM do so."""
-    return (
-        blocks_of(module, module.quant_method) is not None
-        or made_online(module)
-        or compressed_of(module) is not None
-    )
+    """Tell whether a refit quantizes the weights of this layer itself, or has vLLM process them."""
+    return blocks_of(module, module.quant_method) is not None or is_processed_again(module)
 
 
 def _check_plain(name: str, module: torch.nn.Module, method: Any) -> None:
