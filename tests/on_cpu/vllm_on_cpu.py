@@ -192,7 +192,10 @@ def build(
     """A model as a vLLM worker has it after start-up, and its config. Needs a torch process group
     of dp * pp * tp ranks or more."""
     if "quantization" in options or "hf_overrides" in options:
-        from tests.tools import vllm_kernels  # noqa: F401
+        from tests.tools import vllm_kernels
+
+        if options.get("moe_backend") == "flashinfer_trtllm":
+            vllm_kernels.interleave_scales()
     if "moe_backend" in options:
         choose_named()
     rank = torch.distributed.get_rank() if rank is None else rank

@@ -10,6 +10,9 @@ from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp4
 from vllm.model_executor.layers.fused_moe.experts.flashinfer_cutlass_moe import FlashInferExperts
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.layers.fused_moe.experts.trtllm_fp8_moe import TrtLlmFp8ExpertsMonolithic
+from vllm.model_executor.layers.fused_moe.experts.trtllm_nvfp4_moe import TrtLlmNvFp4ExpertsMonolithic
+from vllm.model_executor.layers.quantization.utils.nvfp4_utils import swizzle_blockscale
 from vllm.platforms.interface import PlatformEnum
 
 try:
@@ -87,9 +90,26 @@ linear_kernels._POSSIBLE_NVFP4_KERNELS[PlatformEnum.OOT] = [
     linear_kernels.EmulationNvFp4LinearKernel,
 ]
 # Those of experts that quantize what comes in, where they are asked for by name.
-for experts, name in ((FlashInferExperts, "flashinfer_cutlass"), (CutlassExpertsFp4, "cutlass")):
+for experts, name in (
+    (FlashInferExperts, "flashinfer_cutlass"),
+    (CutlassExpertsFp4, "cutlass"),
+    (TrtLlmFp8ExpertsMonolithic, "flashinfer_trtllm"),
+    (TrtLlmNvFp4ExpertsMonolithic, "flashinfer_trtllm"),
+):
     experts.is_supported_config = staticmethod(
         lambda cls, config, *rest, name=name: (config.moe_backend == name, None)
     )
 if not torch.cuda.is_available():
+    torch.accelerator.current_device_index = lambda: "cpu"
     torch.Tensor.cuda = lambda self, *args, **options: self
+
+
+def interleave_scales() -> None:
+    """From now on FlashInfer interleaves scales of blocks by vLLM's own function, in the place of its kernel."""
+    import flashinfer
+    from flashinfer.quantization import fp4_quantization
+
+    def interleaved(scales):
+        return swizzle_blockscale(scales.view(torch.float8_e4m3fn)).view(scales.dtype).flatten()
+
+    fp4_quantization.block_scale_interleave = flashinfer.nvfp4_block_scale_interleave = interleaved

@@ -21,8 +21,10 @@ from reshard.device.memory import aligned, same_bits
 from reshard.engines.vllm.compat import tensor_parallel_group
 from reshard.engines.vllm.layers import experts_of
 from reshard.engines.vllm.quantized.compressed import CompressedQuantizer
+from reshard.engines.vllm.quantized.fp8_blocks import Fp8BlockQuantizer
 from reshard.engines.vllm.quantized.layers import (
     NVFP4,
+    STORED_BLOCK_METHODS,
     Compressed,
     compressed_of,
     inputs_as_loaded,
@@ -203,7 +205,8 @@ def _plan(
     templates = _templates(name, module, how)
     if how is None:
         return templates, None
-    kind = Nvfp4Quantizer if how.codes == NVFP4 else CompressedQuantizer
+    kinds = dict.fromkeys(STORED_BLOCK_METHODS, Fp8BlockQuantizer)
+    kind = Nvfp4Quantizer if how.codes == NVFP4 else kinds.get(how.scheme, CompressedQuantizer)
     quantizer = kind(name, module, how, templates, _inputs(name, module, how, whole))
     plain = {key: templates[key] for key in quantizer.plain_names} | plain_templates(module)
     for key in how.weights if how.packed is None else ():
