@@ -196,6 +196,8 @@ def build(
 
         if options.get("moe_backend") == "flashinfer_trtllm":
             vllm_kernels.interleave_scales()
+        if options.get("linear_backend") == "deep_gemm":
+            vllm_kernels.pack_scales()
     if "moe_backend" in options:
         choose_named()
     rank = torch.distributed.get_rank() if rank is None else rank

@@ -51,3 +51,17 @@ def test_a_refit_leaves_blocks_of_experts_as_vllm_arranges_them_for_a_kernel(
 def test_a_refit_leaves_scales_of_32_elements_as_vllm_arranges_them_for_a_kernel(converted, tmp_path):
     engine = {"tp": 2, "quantization": "mxfp8", "moe_backend": "flashinfer_trtllm"}
     refit(converted("served-moe-halves"), f"{TP} 2", 2, engine, 2, True, tmp_path, ignored=IGNORED)
+
+
+DEEP_GEMM = {"linear_backend": "deep_gemm", "moe_backend": "deep_gemm"}
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_refit_leaves_scales_as_vllm_packs_them_for_deep_gemm(stored, converted, tmp_path):
+    checkpoints, engine, options = converted("served-moe-halves"), {"tp": 2, **DEEP_GEMM}, {}
+    if stored:
+        directories, by_config = published(checkpoints, tmp_path)
+        engine, options = engine | by_config, {"published": directories}
+    else:
+        engine |= {"quantization": "fp8_per_block"}
+    refit(checkpoints, f"{TP} 2", 2, engine, 2, True, tmp_path / "run", ignored=IGNORED, **options)
