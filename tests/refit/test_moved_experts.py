@@ -39,6 +39,7 @@ CASES = [
     ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", 2, False, {"delta": True, "backend": "nccl"}),
     ("qwen3-moe", f"{PP} 2", 2, False, {"engine": {"tp": 1, "dp": 2}, "relays": "always"}),
     ("deepseek-v3", f"{EP} 2 {ETP} 1", 2, True, {"moved_before": True}),
+    ("qwen3-moe", f"{EP} 2 {ETP} 1", 2, True, {"engine": {"tp": 2, "moe_backend": "flashinfer_cutlass"}}),
 ]
 
 

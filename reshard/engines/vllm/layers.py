@@ -5,7 +5,11 @@ whether it serves from them as they were loaded; for vLLM 0.24 to 0.33, as is
 
 from typing import Any, NamedTuple
 
+from reshard.core.extras import importing
 from reshard.engines.vllm.compat import known
+
+with importing("vllm"):
+    import torch
 
 
 class Experts(NamedTuple):
@@ -95,6 +99,27 @@ def is_rearranged(module: Any) -> bool:
         type(method).__name__ == "UnquantizedFusedMoEMethod"
         and expert_backend(method) in REARRANGING_BACKENDS
     )
+
+
+def exchanges_gate_and_up(module: Any) -> bool:
+    """Tell whether a layer serves from the unquantized experts that are loaded, but with gate and up exchanged: vLLM's
+    own function does that to numbers, and nothing else."""
+    if not is_rearranged(module) or module.quant_method.unquantized_backend.name != "FLASHINFER_CUTLASS":
+        return False
+    experts, rows, columns = module.w13_weight.shape
+    down = module.w2_weight.shape
+    if rows % 2 or tuple(down) != (experts, columns, rows // 2):
+        return False
+    numbers = torch.arange(rows * 2).view(1, rows, 2), torch.arange(down[1] * down[2]).view(1, *down[1:])
+    try:
+        from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+        backend = module.quant_method.unquantized_backend
+        made = unquantized.convert_to_unquantized_kernel_format(backend, module.moe_config, *numbers)
+    except (ImportError, AttributeError, TypeError):
+        return False  # a vLLM that does it elsewhere: its processing shows what it does
+    exchanged = numbers[0].roll(rows // 2, 1), numbers[1]
+    return len(made) == 2 and all(map(torch.equal, made, exchanged))
 
 
 def always_packed(method: Any) -> bool:

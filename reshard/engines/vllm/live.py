@@ -48,6 +48,7 @@ from reshard.engines.vllm.weights.drafter import (
     trace_drafter,
     without_shifts,
 )
+from reshard.engines.vllm.weights.exchanged import exchange, exchanged_layers
 from reshard.engines.vllm.weights.kept import KeptTensors
 from reshard.engines.vllm.weights.mamba import Decay, decays, load_decay, stale_decay
 from reshard.engines.vllm.weights.mla import derive_in_place, deriving_attentions, stale_matrices
@@ -191,7 +192,7 @@ class VllmModel(LiveEngine):
         self.rank = rank_of(self.module, self.model, self.tensors, self.vllm_config)
         self.tp = self.rank.tp
         with gc_paused():
-            placed = self._place_tensors()
+            placed = exchange(self._place_tensors(), exchanged_layers(language_model))
             self.placement, self.regions = placed
             self.reloads.share(self._parts_of_reloads())
             self.experts = self._find_experts(placed)

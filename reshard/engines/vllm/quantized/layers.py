@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from reshard.core.extras import importing
 from reshard.engines.placing.blocks import Blocks, scale_names
 from reshard.engines.vllm.compat import known
-from reshard.engines.vllm.layers import is_rearranged
+from reshard.engines.vllm.layers import exchanges_gate_and_up, is_rearranged
 from reshard.engines.vllm.quantized.processing import loading_templates
 
 with importing("vllm"):
@@ -303,8 +303,10 @@ def made_online(module: torch.nn.Module) -> bool:
 
 def is_processed_again(module: torch.nn.Module) -> bool:
     """Tell whether vLLM processes a layer at each refit, of weights that a refit brings to another place: those that
-    it quantizes itself, that it loads as codes and scales, and that it rearranges."""
-    return made_online(module) or compressed_of(module) is not None or is_rearranged(module)
+    it quantizes itself, that it loads as codes and scales, and that it rearranges in another way than exchanging gate
+    and up."""
+    rearranged = is_rearranged(module) and not exchanges_gate_and_up(module)
+    return rearranged or made_online(module) or compressed_of(module) is not None
 
 
 def kernel_of(module: torch.nn.Module) -> str:

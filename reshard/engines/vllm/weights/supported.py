@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm.layers import always_packed, expert_backend, is_packed, plain_method
+from reshard.engines.vllm.layers import always_packed, exchanges_gate_and_up, expert_backend, is_packed, plain_method
 from reshard.engines.vllm.quantized.layers import blocks_of, is_processed_again, method_of
 from reshard.engines.vllm.weights.served import Served
 
@@ -74,7 +74,7 @@ def _check_plain(name: str, module: torch.nn.Module, method: Any) -> None:
             f"worker_extension_cls='reshard.engines.vllm.worker.RefitExtension'"
         )
     backend = expert_backend(method)
-    if backend is not None and backend not in PLAIN_MOE_BACKENDS:
+    if backend is not None and backend not in PLAIN_MOE_BACKENDS and not exchanges_gate_and_up(module):
         raise ReshardError(
             f"{name} keeps its experts in the order of {backend}, which a refit cannot "
             f"write: pass moe_backend='triton'"
