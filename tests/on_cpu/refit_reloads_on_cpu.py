@@ -7,12 +7,15 @@ from functools import partial
 import torch
 
 from reshard.core.errors import ReshardError
+from reshard.engines.vllm import live
 from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.live import VllmModel
 from reshard.engines.vllm.quantized import processing, reload, reprocessing
+from reshard.engines.workers.deltas import EngineDeltas
 from reshard.refit import connect
 from reshard.refit.copying import copies
 from reshard.refit.copying.tables import DST
+from reshard.refit.reporting.served_parts import digest_parts
 from reshard.trainers.megatron import MegatronModel
 from tests.on_cpu.refit_on_cpu import engine_of, loaded
 from tests.starting.ranks import caught
@@ -314,3 +317,48 @@ def all_but(memory: torch.Tensor, copy, table) -> None:
     """Copy what does not go into this memory."""
     into = table[:, DST] - memory.data_ptr()
     copy(table[(into < 0) | (into >= len(memory))])
+
+
+def arranged(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict, how: str):
+    """After a verified refit into an engine that arranges experts for a kernel: the names of what is not what vLLM's
+    own loader makes of the checkpoint, or is where an engine for other kernels has it; what is said of the layers; and
+    what a digest and a delta of a chain say. `how` says that gate and up are left where they are loaded, or that we do not
+    know how vLLM calls what exchanges them."""
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    _, _, members = start(rank, sides)
+    expected, plain = loaded(checkpoint[0], **engine), loaded(checkpoint[0], **engine | {"moe_backend": "auto"})
+    if how == "left":
+        live.exchange = lambda placed, layers: placed
+        shuffled = unquantized.convert_moe_weights_to_flashinfer_trtllm_block_layout
+        unquantized.convert_moe_weights_to_flashinfer_trtllm_block_layout = lambda cache, w13, w2, **options: shuffled(
+            cache, w13.roll(w13.shape[1] // 2, 1), w2, **options
+        )
+    if how == "unknown":
+        unquantized.convert_to_unquantized_kernel_format = lambda layer: None
+    module, config = engine_of(checkpoint[0], load_format="dummy", **engine)
+    destination = VllmModel(module, config)
+    link = connect(members, MegatronModel(trainer(flags, checkpoint[1])[0]), destination)
+    link.refit(verify=True)
+    held = fingerprint(module)
+    wrong, moved = ({name for name in held if held[name] != other[name]} for other in (expected, plain))
+    said = caught(lambda: digest_parts(destination)), caught(lambda: EngineDeltas(destination))
+    return wrong, moved, link.describe()["quantized"], said
+
+
+def arranged_otherwise(rank: int, sides: dict, cases: list[tuple[str, dict, str, str]]) -> list[str]:
+    """What is said at connect of engines of these directories and options, of which a layer is said to be run by a
+    kernel: the end of the layer's name, and the kernel's."""
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+
+    start(rank, sides)
+    said = []
+    for directory, engine, end, kernel in cases:
+        module, config = engine_of(directory, load_format="dummy", **engine)
+        for name, layer in module.named_modules():
+            if end and name.endswith(end) and end.endswith("experts"):
+                layer.quant_method.fp8_backend = Fp8MoeBackend[kernel]
+            elif end and name.endswith(end):
+                layer.quant_method.fp8_linear = type(kernel, (), {})()
+        said.append(caught(lambda: VllmModel(module, config)))  # noqa: B023
+    return said

@@ -1,10 +1,13 @@
 """Refits into an engine that rearranges experts for its kernels once they are loaded, as vLLM does by default on
 Blackwell: the kernels are chosen and never run, what they read is compared with vLLM's own loading."""
 
+from pathlib import Path
+
 import pytest
 
-from tests.megatron.test_logits import EP, ETP, TP
+from tests.megatron.test_logits import EP, ETP, TP, flags_at
 from tests.refit.test_blocks_engine import IGNORED, published
+from tests.starting.ranks import free_port, run_on_ranks
 from tests.tools.by_compressed_tensors import EXPERTS
 from tests.tools.refits import refit
 
@@ -65,3 +68,57 @@ def test_a_refit_leaves_scales_as_vllm_packs_them_for_deep_gemm(stored, converte
     else:
         engine |= {"quantization": "fp8_per_block"}
     refit(checkpoints, f"{TP} 2", 2, engine, 2, True, tmp_path / "run", ignored=IGNORED, **options)
+
+
+def sides_of(folder: Path) -> dict:
+    return {"trainer": 1, "engine": 1, "together": True, "folder": str(folder), "port": free_port()}
+
+
+GATE_AND_UP = {f"model.layers.{layer}.mlp.experts.routed_experts.w13_weight" for layer in range(4)}
+DOWN = {name.replace("w13", "w2") for name in GATE_AND_UP}
+BY_PROCESSING = "arranged for its kernel by the processing of vLLM, by a slab"
+NO_DIGEST = "quantizes or rearranges"
+NO_DELTA = "rearranged or quantized, and deltas are of plain weights"
+
+
+@pytest.mark.parametrize(
+    "backend, how, moved, wrong, by_processing",
+    [
+        ("flashinfer_cutlass", "", GATE_AND_UP, set(), False),
+        ("flashinfer_cutlass", "left", set(), GATE_AND_UP, False),
+        ("flashinfer_cutlass", "unknown", GATE_AND_UP, set(), True),
+        ("flashinfer_trtllm", "", GATE_AND_UP | DOWN, set(), True),
+        ("flashinfer_trtllm", "left", GATE_AND_UP | DOWN, GATE_AND_UP, True),
+    ],
+)
+def test_experts_lie_elsewhere_than_they_are_loaded_and_exchanged_ones_are_seen(
+    backend, how, moved, wrong, by_processing, converted, tmp_path
+):
+    checkpoint = converted("served-moe-halves")[0]
+    arguments = sides_of(tmp_path), flags_at(Path(checkpoint[1]), ""), checkpoint, {"moe_backend": backend}, how
+    [[found, elsewhere, described, said]] = run_on_ranks(1, "arranged", *arguments, module="refit_reloads_on_cpu")
+    assert (found, elsewhere) == (wrong, moved)
+    kernel = {"how": BY_PROCESSING, "kernel": backend.upper(), "layers": 4}
+    assert described == ([kernel] if by_processing else [])
+    for sentence, of_slabs in zip(said, (NO_DIGEST, NO_DELTA), strict=True):
+        assert of_slabs in sentence if by_processing else sentence == "no error"
+
+
+def test_other_arrangements_are_refused_with_the_option_that_chooses_another(converted, tmp_path):
+    checkpoints = converted("served-moe-halves")[:1]
+    _, blocks = published(checkpoints, tmp_path)
+    directory = checkpoints[0][0]
+    sentences = {
+        "changed for MARLIN, which a refit cannot write: pass moe_backend='triton'":
+            (directory, blocks, "routed_experts", "MARLIN"),
+        "changed for OtherKernel, which a refit cannot write: pass linear_backend='triton'":
+            (directory, blocks, "qkv_proj", "OtherKernel"),
+        "is loaded with rows of gate and up together, which vLLM then exchanges for FLASHINFER_CUTLASS, and a refit does "
+        "not follow that: pass moe_backend='triton'":
+            (converted("gpt-oss")[0][0], {"moe_backend": "flashinfer_cutlass"}, "", ""),
+    }  # fmt: skip
+    [said] = run_on_ranks(
+        1, "arranged_otherwise", sides_of(tmp_path), [*sentences.values()], module="refit_reloads_on_cpu"
+    )
+    for sentence, message in zip(sentences, said, strict=True):
+        assert sentence in message and "\n" not in message, message

@@ -32,6 +32,7 @@ from reshard.engines.vllm.compat import (
     in_config,
 )
 from reshard.engines.vllm.guard import VllmGuard, guard_of
+from reshard.engines.vllm.layers import is_rearranged
 from reshard.engines.vllm.layout import drafter_placement
 from reshard.engines.vllm.names import VLLM
 from reshard.engines.vllm.quantized.layers import kernel_of, processing_of
@@ -178,10 +179,9 @@ class VllmModel(LiveEngine):
             self._check_tower_loaded()
         self.reloads = Reloads(language_model, self.vllm_config, self.guard.ready)
         if not self.model.family.experts_apart and (self.blocks or self.reloads.round_of):
-            layer = min({*self.blocks, *self.reloads.round_of})
+            changed, instead = self._changed_layer()
             raise ReshardError(
-                f"{layer} is quantized while it loads, which a refit of {self.model.family.architecture} does "
-                f"not support: serve it in bf16"
+                f"{changed}, which a refit of {self.model.family.architecture} does not support: {instead}"
             )
         self.tensors: dict[str, torch.Tensor] = dict(self.served.named_tensors())
         # What vLLM's loader writes into: of layers that it quantizes after loading, not what they
@@ -218,6 +218,18 @@ class VllmModel(LiveEngine):
         self._addresses = self.tensor_addresses()
         self._follow_experts()
 
+    def _changed_layer(self) -> tuple[str, str]:
+        """Return what vLLM makes of the first layer that it does not serve as it is loaded, for errors, and what a
+        user may do instead."""
+        layer = min({*self.blocks, *self.reloads.round_of})
+        module = dict(self.served.named_modules)[layer]
+        if is_rearranged(module):
+            return (
+                f"{layer} is rearranged for {kernel_of(module)} after loading",
+                "start vLLM with moe_backend='triton'",
+            )
+        return f"{layer} is quantized", "serve it in bf16"
+
     def _find_experts(self, placed: PlacedTensors) -> VllmExperts | None:
         """Return the experts that vLLM moves by their load; None if it moves none. Raises ReshardError where a refit
         could not follow them."""
@@ -229,10 +241,10 @@ class VllmModel(LiveEngine):
                 "start vLLM without the drafter, or without enable_eplb"
             )
         if self.blocks or self.reloads.round_of:
-            layer = min({*self.blocks, *self.reloads.round_of})
+            changed, instead = self._changed_layer()
             raise ReshardError(
-                f"{layer} is quantized, which a refit of experts that vLLM moves by their load (EPLB) does not "
-                f"support: serve it in bf16, or without enable_eplb"
+                f"{changed}, which a refit of experts that vLLM moves by their load (EPLB) does not support: "
+                f"{instead}, or without enable_eplb"
             )
         parallel = self.vllm_config.parallel_config
         in_background = parallel.eplb_config.use_async

@@ -62,6 +62,12 @@ def _scales_of_blocks(module: torch.nn.Module, method: Any) -> dict[str, str]:
     return scale_names(module) if has_blocks else {}
 
 
+def stores_blocks(module: torch.nn.Module) -> bool:
+    """Tell whether a layer is loaded from a checkpoint in fp8 blocks of 128x128."""
+    method = module.quant_method
+    return type(method).__name__ in STORED_BLOCK_METHODS and bool(_scales_of_blocks(module, method))
+
+
 # vLLM's classes for checkpoints by ``compressed-tensors`` whose codes and scales can be made of
 # plain weights: of linear layers, of experts, and with packed codes.
 COMPRESSED_SCHEMES = {

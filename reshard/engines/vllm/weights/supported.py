@@ -6,8 +6,21 @@ from typing import Any
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm.layers import always_packed, exchanges_gate_and_up, expert_backend, is_packed, plain_method
-from reshard.engines.vllm.quantized.layers import blocks_of, is_processed_again, method_of
+from reshard.engines.vllm.layers import (
+    always_packed,
+    exchanges_gate_and_up,
+    expert_backend,
+    has_experts,
+    is_packed,
+    plain_method,
+)
+from reshard.engines.vllm.quantized.layers import (
+    blocks_of,
+    is_processed_again,
+    kernel_of,
+    method_of,
+    stores_blocks,
+)
 from reshard.engines.vllm.weights.served import Served
 
 # Methods that serve from weights as they were loaded.
@@ -54,6 +67,12 @@ def _is_processed_again(module: torch.nn.Module) -> bool:
 
 
 def _check_plain(name: str, module: torch.nn.Module, method: Any) -> None:
+    if stores_blocks(module):
+        option = "moe_backend" if has_experts(module) else "linear_backend"
+        raise ReshardError(
+            f"{name} serves from fp8 blocks that vLLM has changed for {kernel_of(module)}, which a refit cannot write: "
+            f"pass {option}='triton'"
+        )
     if type(method).__name__ not in PLAIN_METHODS:
         raise ReshardError(
             f"{name} serves from weights that {method_of(module)} has changed, which a refit cannot write "
