@@ -270,7 +270,9 @@ def test_scales_of_inputs_stay_as_they_were_loaded(variant, kernels, name, optio
     assert held == loaded[0] and again == "no error"
     other = {name for name in held if held[name] != loaded[1][name]}
     assert other and all(
-        name.endswith(("input_global_scale", "_inv", "alpha", "W_UV", "W_UK_T", "weight_scale_2", "g1_scale_c"))
+        name.endswith(
+            ("input_global_scale", "_inv", "alpha", "W_UV", "W_UK_T", "weight_scale_2", "g1_scale_c")
+        )
         for name in other
     )
     assert woken and (kept > 0) == ("moe" in kernels), "also what kernels of experts keep"

@@ -17,6 +17,7 @@ from reshard.refit.copying import copies
 from reshard.refit.copying.tables import DST
 from reshard.refit.reporting.served_parts import digest_parts
 from reshard.trainers.megatron import MegatronModel
+from tests.on_cpu import vllm_on_cpu
 from tests.on_cpu.refit_on_cpu import engine_of, loaded
 from tests.starting.ranks import caught
 from tests.tools.refit_sides import fingerprint, start, trainer
@@ -322,17 +323,20 @@ def all_but(memory: torch.Tensor, copy, table) -> None:
 def arranged(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict, how: str):
     """After a verified refit into an engine that arranges experts for a kernel: the names of what is not what vLLM's
     own loader makes of the checkpoint, or is where an engine for other kernels has it; what is said of the layers; and
-    what a digest and a delta of a chain say. `how` says that gate and up are left where they are loaded, or that we do not
-    know how vLLM calls what exchanges them."""
+    what a digest and a delta of a chain say. `how` says that gate and up are left where they are loaded, or that we do
+    not know how vLLM calls what exchanges them."""
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
     _, _, members = start(rank, sides)
-    expected, plain = loaded(checkpoint[0], **engine), loaded(checkpoint[0], **engine | {"moe_backend": "auto"})
+    expected, plain = (
+        loaded(checkpoint[0], **engine),
+        loaded(checkpoint[0], **engine | {"moe_backend": "auto"}),
+    )
     if how == "left":
         live.exchange = lambda placed, layers: placed
         shuffled = unquantized.convert_moe_weights_to_flashinfer_trtllm_block_layout
-        unquantized.convert_moe_weights_to_flashinfer_trtllm_block_layout = lambda cache, w13, w2, **options: shuffled(
-            cache, w13.roll(w13.shape[1] // 2, 1), w2, **options
+        unquantized.convert_moe_weights_to_flashinfer_trtllm_block_layout = lambda cache, w13, w2, **options: (
+            shuffled(cache, w13.roll(w13.shape[1] // 2, 1), w2, **options)
         )
     if how == "unknown":
         unquantized.convert_to_unquantized_kernel_format = lambda layer: None
@@ -344,6 +348,41 @@ def arranged(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, st
     wrong, moved = ({name for name in held if held[name] != other[name]} for other in (expected, plain))
     said = caught(lambda: digest_parts(destination)), caught(lambda: EngineDeltas(destination))
     return wrong, moved, link.describe()["quantized"], said
+
+
+def sinks_of_flashinfer(
+    rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], noted: bool
+):
+    """What the attention of an engine by FlashInfer reads as sinks after a verified refit from each checkpoint, and
+    what that of one reads that has loaded it; whether they stayed in their place; and what a check says where they are those
+    of before. Of a vLLM that has not `noted` what they are a copy of, what is said at connect."""
+    backend = "vllm.v1.attention.backends.flashinfer.FlashInferBackend"
+    vllm_on_cpu.Host.get_attn_backend_cls = classmethod(lambda cls, *_, **__: backend)
+    _, _, members = start(rank, sides)
+
+    def read(module) -> list[torch.Tensor]:
+        runs = [one.impl for one in module.modules() if hasattr(one, "impl")]
+        assert len(runs) == 4 and all(run.sinks.dtype == torch.float32 for run in runs)
+        return [run.sinks for run in runs]
+
+    module, config = engine_of(checkpoints[0][0], load_format="dummy")
+    if not noted:
+        next(one.impl for one in module.modules() if hasattr(one, "impl"))._sinks_source = None
+        return caught(lambda: VllmModel(module, config))
+    places = [one.data_ptr() for one in read(module)]
+    chunks, load = trainer(flags, checkpoints[0][1])
+    destination = VllmModel(module, config)
+    link, found = connect(members, MegatronModel(chunks), destination), []
+    for number, (hf, mcore) in enumerate(checkpoints):
+        if number:
+            load(mcore)
+        link.refit(verify=True)
+        found.append(
+            ([one.tolist() for one in read(module)], [one.tolist() for one in read(engine_of(hf)[0])])
+        )
+    stayed = places == [one.data_ptr() for one in read(module)]
+    destination.update_derived = lambda: read(module)[1].add_(1)
+    return found, stayed, caught(lambda: link.refit(verify=True))
 
 
 def arranged_otherwise(rank: int, sides: dict, cases: list[tuple[str, dict, str, str]]) -> list[str]:

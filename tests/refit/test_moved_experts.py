@@ -113,7 +113,10 @@ def test_experts_in_fp8_blocks_that_vllm_moves_are_refused_by_name(converted, tm
 def test_experts_that_are_shuffled_for_a_kernel_and_moved_are_refused_by_name(converted, tmp_path):
     engine = {"tp": 2, "moe_backend": "flashinfer_trtllm"}
     for said in run("refused", converted("served-moe-halves"), "", 0, tmp_path, engine=engine):
-        assert "is rearranged for FLASHINFER_TRTLLM after loading, which a refit of experts that vLLM moves" in said
+        assert (
+            "is rearranged for FLASHINFER_TRTLLM after loading, which a refit of experts that vLLM moves"
+            in said
+        )
         assert said.endswith("does not support: start vLLM with moe_backend='triton', or without enable_eplb")
 
 

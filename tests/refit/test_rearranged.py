@@ -24,9 +24,7 @@ def test_a_refit_leaves_experts_as_vllm_arranges_them_for_a_kernel(
     backend, parallel, trainers, engine, engines, together, options, converted, tmp_path
 ):
     engine = engine | {"moe_backend": backend}
-    refit(
-        converted("served-moe-halves"), parallel, trainers, engine, engines, together, tmp_path, **options
-    )
+    refit(converted("served-moe-halves"), parallel, trainers, engine, engines, together, tmp_path, **options)
 
 
 BLOCKS = [
@@ -71,6 +69,7 @@ def test_a_refit_leaves_scales_as_vllm_packs_them_for_deep_gemm(stored, converte
 
 
 def sides_of(folder: Path) -> dict:
+    folder.mkdir(exist_ok=True)
     return {"trainer": 1, "engine": 1, "together": True, "folder": str(folder), "port": free_port()}
 
 
@@ -95,8 +94,16 @@ def test_experts_lie_elsewhere_than_they_are_loaded_and_exchanged_ones_are_seen(
     backend, how, moved, wrong, by_processing, converted, tmp_path
 ):
     checkpoint = converted("served-moe-halves")[0]
-    arguments = sides_of(tmp_path), flags_at(Path(checkpoint[1]), ""), checkpoint, {"moe_backend": backend}, how
-    [[found, elsewhere, described, said]] = run_on_ranks(1, "arranged", *arguments, module="refit_reloads_on_cpu")
+    arguments = (
+        sides_of(tmp_path),
+        flags_at(Path(checkpoint[1]), ""),
+        checkpoint,
+        {"moe_backend": backend},
+        how,
+    )
+    [[found, elsewhere, described, said]] = run_on_ranks(
+        1, "arranged", *arguments, module="refit_reloads_on_cpu"
+    )
     assert (found, elsewhere) == (wrong, moved)
     kernel = {"how": BY_PROCESSING, "kernel": backend.upper(), "layers": 4}
     assert described == ([kernel] if by_processing else [])
@@ -113,8 +120,8 @@ def test_other_arrangements_are_refused_with_the_option_that_chooses_another(con
             (directory, blocks, "routed_experts", "MARLIN"),
         "changed for OtherKernel, which a refit cannot write: pass linear_backend='triton'":
             (directory, blocks, "qkv_proj", "OtherKernel"),
-        "is loaded with rows of gate and up together, which vLLM then exchanges for FLASHINFER_CUTLASS, and a refit does "
-        "not follow that: pass moe_backend='triton'":
+        "is loaded with rows of gate and up together, which vLLM then exchanges for FLASHINFER_CUTLASS, and a refit "
+        "does not follow that: pass moe_backend='triton'":
             (converted("gpt-oss")[0][0], {"moe_backend": "flashinfer_cutlass"}, "", ""),
     }  # fmt: skip
     [said] = run_on_ranks(
@@ -122,3 +129,16 @@ def test_other_arrangements_are_refused_with_the_option_that_chooses_another(con
     )
     for sentence, message in zip(sentences, said, strict=True):
         assert sentence in message and "\n" not in message, message
+
+
+def test_the_fp32_sinks_that_flashinfer_reads_are_those_of_the_new_weights(converted, tmp_path):
+    checkpoints = converted("gpt-oss")
+    arguments = sides_of(tmp_path), flags_at(Path(checkpoints[0][1]), ""), checkpoints
+    [outcome] = run_on_ranks(1, "sinks_of_flashinfer", *arguments, True, module="refit_reloads_on_cpu")
+    found, stayed, spoiled = outcome
+    assert stayed and found[0][1] != found[1][1] and all(read == loaded for read, loaded in found)
+    assert "1 tensors are not what the engine derives" in spoiled and "layers.1.attn.attn.sinks" in spoiled
+    arguments = sides_of(tmp_path / "unknown"), *arguments[1:]
+    [said] = run_on_ranks(1, "sinks_of_flashinfer", *arguments, False, module="refit_reloads_on_cpu")
+    assert "reads a copy of its sinks that this vLLM does not make again of new weights" in said
+    assert said.endswith("or pass attention_backend='TRITON_ATTN'")

@@ -56,6 +56,7 @@ from reshard.engines.vllm.weights.mla import derive_in_place, deriving_attention
 from reshard.engines.vllm.weights.moved_experts import VllmExperts, leave_where_they_are, moves_experts
 from reshard.engines.vllm.weights.rank import rank_of
 from reshard.engines.vllm.weights.served import DRAFT, Served
+from reshard.engines.vllm.weights.sinks import are_stale, widen_in_place, widened_sinks
 from reshard.engines.vllm.weights.stand_ins import layer_fingerprint, trace_model
 from reshard.engines.vllm.weights.supported import check_supported
 from reshard.engines.vllm.weights.tower import tower_in
@@ -203,6 +204,7 @@ class VllmModel(LiveEngine):
             identity: rounds[layer] for identity, layer in layers.items() if layer in rounds
         }
         self.attentions = deriving_attentions(self.served)
+        self.sinks = widened_sinks(self.served, self.tensors)
         everything = Served(self.module, self.draft)
         self._modules = dict(everything.named_modules)
         # Tensors of a drafter that a refit leaves alone.
@@ -461,6 +463,7 @@ class VllmModel(LiveEngine):
     def tensors_moved(self) -> None:
         """Find what vLLM derives, and the accounts, anew."""
         self.attentions = deriving_attentions(self.served)
+        self.sinks = widened_sinks(self.served, self.tensors)
         self.decays = decays(self.served, self.decays)
         self.accounts = self._account()
 
@@ -494,11 +497,13 @@ class VllmModel(LiveEngine):
         return [identity for identity in self.staged_rounds if _layer_of(identity) in layers]
 
     def update_derived(self) -> None:
-        """Write what vLLM has lost and no trainer has, and let vLLM derive matrices from the new
-        weights."""
+        """Write what vLLM has lost and no trainer has, and let vLLM derive matrices and sinks from the
+        new weights."""
         self._kept.restore(self.tensors | self._idle_drafter, self._buffers, self.accounts)
         for attention in self.attentions.values():
             derive_in_place(attention)
+        for run in self.sinks.values():
+            widen_in_place(run)
         for decay in self.decays.values():
             load_decay(decay, self.tp)
 
@@ -510,7 +515,8 @@ class VllmModel(LiveEngine):
             for name, attention in self.attentions.items()
             for key in stale_matrices(attention)
         ]
-        return matrices + [name for name, decay in self.decays.items() if stale_decay(decay, self.tp)]
+        sinks = [f"{name}.sinks" for name, run in self.sinks.items() if are_stale(run)]
+        return matrices + sinks + [name for name, decay in self.decays.items() if stale_decay(decay, self.tp)]
 
     def not_as_published(self) -> list[str]:
         """Return the names of local tensors that do not hold what was published. What decays are made of is

@@ -12,7 +12,12 @@ import numpy as np
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm.quantized.recipes import Held, LayerQuantizer, parameter_like, refuse_parts_of_blocks
+from reshard.engines.vllm.quantized.recipes import (
+    Held,
+    LayerQuantizer,
+    parameter_like,
+    refuse_parts_of_blocks,
+)
 from reshard.quantization.fp8_blocks import BLOCK, SCALE_SUFFIX
 from reshard.refit.codecs import block_codec
 from reshard.refit.codecs.places import PLACES
@@ -67,7 +72,11 @@ def encode_matrices(values: torch.Tensor, rounding: str = "fp32") -> tuple[torch
     codes = torch.empty(values.shape, dtype=torch.uint8, device=device)
     scales = torch.empty((*several, down, across), dtype=torch.float32, device=device)
     numbers, codec = np.arange(count), block_codec(rounding)
-    table, places, into = empty_table(count), np.zeros((count, PLACES), np.int64), np.zeros((count, 3), np.int64)
+    table, places, into = (
+        empty_table(count),
+        np.zeros((count, PLACES), np.int64),
+        np.zeros((count, 3), np.int64),
+    )
     table[:, SRC] = values.data_ptr() + numbers * rows * columns * values.element_size()
     table[:, ROWS], table[:, WIDTH], table[:, CODEC] = rows, columns, codec
     table[:, SRC_PITCH] = columns * values.element_size()

@@ -1,5 +1,5 @@
-"""Unquantized experts of which vLLM exchanges gate and up once they are loaded, for FlashInfer's CUTLASS kernels: a refit
-writes each where it is served from."""
+"""Unquantized experts of which vLLM exchanges gate and up once they are loaded, for FlashInfer's CUTLASS
+kernels: a refit writes each where it is served from."""
 
 from collections.abc import Collection
 
