@@ -244,6 +244,8 @@ INPUTS = [
     ("served-int8", "moe_backend", "flashinfer_cutlass", {}),
     ("served-moe-halves", "moe_backend", "flashinfer_trtllm", {}),
     ("qwen3", "linear_backend", "emulation", {}),
+    ("served-blocks", "linear_backend", "flashinfer_cutlass", {}),
+    ("served-blocks", "linear_backend", "flashinfer_trtllm", {"modelopt": True}),
     ("qwen3", "linear_backend", "emulation", {"modelopt": True}),
     ("served-deepseek-v3", "linear_backend", "emulation", MLA),
 ]

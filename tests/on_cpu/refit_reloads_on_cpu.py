@@ -354,8 +354,8 @@ def sinks_of_flashinfer(
     rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], noted: bool
 ):
     """What the attention of an engine by FlashInfer reads as sinks after a verified refit from each checkpoint, and
-    what that of one reads that has loaded it; whether they stayed in their place; and what a check says where they are those
-    of before. Of a vLLM that has not `noted` what they are a copy of, what is said at connect."""
+    what that of one reads that has loaded it; whether they stayed in their place; and what a check says where they are
+    those of before. Of a vLLM that has not `noted` what they are a copy of, what is said at connect."""
     backend = "vllm.v1.attention.backends.flashinfer.FlashInferBackend"
     vllm_on_cpu.Host.get_attn_backend_cls = classmethod(lambda cls, *_, **__: backend)
     _, _, members = start(rank, sides)

@@ -194,7 +194,7 @@ def build(
     if "quantization" in options or "hf_overrides" in options:
         from tests.tools import vllm_kernels
 
-        if options.get("moe_backend") == "flashinfer_trtllm":
+        if "flashinfer_trtllm" in (options.get("moe_backend"), options.get("linear_backend")):
             vllm_kernels.interleave_scales()
         if options.get("linear_backend") == "deep_gemm":
             vllm_kernels.pack_scales()

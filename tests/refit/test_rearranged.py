@@ -49,8 +49,11 @@ def test_a_refit_leaves_blocks_of_experts_as_vllm_arranges_them_for_a_kernel(
     refit(checkpoints, f"{EP} 2 {ETP} 1", 2, engine, 2, True, tmp_path / "run", ignored=IGNORED, **options)
 
 
-def test_a_refit_leaves_scales_of_32_elements_as_vllm_arranges_them_for_a_kernel(converted, tmp_path):
-    engine = {"tp": 2, "quantization": "mxfp8", "moe_backend": "flashinfer_trtllm"}
+@pytest.mark.parametrize("linear", ["flashinfer_cutlass", "flashinfer_cutedsl"])
+def test_a_refit_leaves_scales_of_32_elements_as_vllm_arranges_them_for_a_kernel(linear, converted, tmp_path):
+    engine = {
+        "tp": 2, "quantization": "mxfp8", "moe_backend": "flashinfer_trtllm", "linear_backend": linear
+    }  # fmt: skip
     refit(converted("served-moe-halves"), f"{TP} 2", 2, engine, 2, True, tmp_path, ignored=IGNORED)
 
 

@@ -90,6 +90,27 @@ linear_kernels._POSSIBLE_NVFP4_KERNELS[PlatformEnum.OOT] = [
     linear_kernels.MarlinNvFp4LinearKernel,
     linear_kernels.EmulationNvFp4LinearKernel,
 ]
+# Those of Blackwell for nvfp4 and mxfp8, where they are asked for by name.
+for possible, kernels in (
+    (
+        linear_kernels._POSSIBLE_NVFP4_KERNELS,
+        (
+            linear_kernels.FlashInferCutlassNvFp4LinearKernel,
+            linear_kernels.FlashInferCuteDslNvFp4LinearKernel,
+            linear_kernels.FlashInferTrtllmNvFp4LinearKernel,
+        ),
+    ),
+    (
+        linear_kernels._POSSIBLE_MXFP8_KERNELS,
+        (
+            linear_kernels.FlashInferCutlassMxfp8LinearKernel,
+            linear_kernels.FlashInferCutedslMxfp8LinearKernel,
+        ),
+    ),
+):
+    for named in kernels:
+        named.is_supported = classmethod(lambda cls, capability=None: (True, None))
+        possible[PlatformEnum.OOT].append(named)
 # Those of experts that quantize what comes in, where they are asked for by name.
 for experts, name in (
     (FlashInferExperts, "flashinfer_cutlass"),
