@@ -243,6 +243,7 @@ INPUTS = [
     ("served-int8", "moe_backend", "cutlass", {}),
     ("served-int8", "moe_backend", "flashinfer_cutlass", {}),
     ("served-moe-halves", "moe_backend", "flashinfer_trtllm", {}),
+    ("served-moe-halves", "moe_backend", "flashinfer_cutedsl", {}),
     ("qwen3", "linear_backend", "emulation", {}),
     ("served-blocks", "linear_backend", "flashinfer_cutlass", {}),
     ("served-blocks", "linear_backend", "flashinfer_trtllm", {"modelopt": True}),

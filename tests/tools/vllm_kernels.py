@@ -8,6 +8,7 @@ import torch
 from vllm import _custom_ops
 from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp4
+from vllm.model_executor.layers.fused_moe.experts.flashinfer_cutedsl_moe import FlashInferCuteDSLExperts
 from vllm.model_executor.layers.fused_moe.experts.flashinfer_cutlass_moe import FlashInferExperts
 from vllm.model_executor.layers.fused_moe.experts.triton_deep_gemm_moe import TritonOrDeepGemmExperts
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
@@ -118,6 +119,7 @@ for experts, name in (
     (TrtLlmFp8ExpertsMonolithic, "flashinfer_trtllm"),
     (TrtLlmNvFp4ExpertsMonolithic, "flashinfer_trtllm"),
     (TritonOrDeepGemmExperts, "deep_gemm"),
+    (FlashInferCuteDSLExperts, "flashinfer_cutedsl"),
 ):
     experts.is_supported_config = staticmethod(
         lambda cls, config, *rest, name=name: (config.moe_backend == name, None)
