@@ -107,10 +107,9 @@ def exchanges_gate_and_up(module: Any) -> bool:
     if not is_rearranged(module) or module.quant_method.unquantized_backend.name != "FLASHINFER_CUTLASS":
         return False
     experts, rows, columns = module.w13_weight.shape
-    down = module.w2_weight.shape
-    if rows % 2 or tuple(down) != (experts, columns, rows // 2):
+    if rows % 2 or tuple(module.w2_weight.shape) != (experts, columns, rows // 2):
         return False
-    numbers = torch.arange(rows * 2).view(1, rows, 2), torch.arange(down[1] * down[2]).view(1, *down[1:])
+    numbers = torch.arange(rows * 2).view(1, rows, 2), torch.arange(rows).view(1, 2, rows // 2)
     try:
         from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
@@ -120,6 +119,14 @@ def exchanges_gate_and_up(module: Any) -> bool:
         return False  # a vLLM that does it elsewhere: its processing shows what it does
     exchanged = numbers[0].roll(rows // 2, 1), numbers[1]
     return len(made) == 2 and all(map(torch.equal, made, exchanged))
+
+
+def copy_of_sinks(module: Any) -> tuple[Any, torch.Tensor, torch.Tensor | None] | None:
+    """Return what runs a layer's attention, the sinks that it reads, and those that vLLM has noted as their source;
+    None for layers without sinks."""
+    run = getattr(module, "impl", None)
+    sinks = getattr(run, "sinks", None)
+    return (run, sinks, getattr(run, "_sinks_source", None)) if isinstance(sinks, torch.Tensor) else None
 
 
 def always_packed(method: Any) -> bool:

@@ -502,8 +502,8 @@ class VllmModel(LiveEngine):
         self._kept.restore(self.tensors | self._idle_drafter, self._buffers, self.accounts)
         for attention in self.attentions.values():
             derive_in_place(attention)
-        for run in self.sinks.values():
-            widen_in_place(run)
+        for widened in self.sinks.values():
+            widen_in_place(widened)
         for decay in self.decays.values():
             load_decay(decay, self.tp)
 
@@ -515,7 +515,7 @@ class VllmModel(LiveEngine):
             for name, attention in self.attentions.items()
             for key in stale_matrices(attention)
         ]
-        sinks = [f"{name}.sinks" for name, run in self.sinks.items() if are_stale(run)]
+        sinks = [f"{name}.sinks" for name, widened in self.sinks.items() if are_stale(widened)]
         return matrices + sinks + [name for name, decay in self.decays.items() if stale_decay(decay, self.tp)]
 
     def not_as_published(self) -> list[str]:
