@@ -401,3 +401,16 @@ def arranged_otherwise(rank: int, sides: dict, cases: list[tuple[str, dict, str,
                 layer.quant_method.fp8_linear = type(kernel, (), {})()
         said.append(caught(lambda: VllmModel(module, config)))  # noqa: B023
     return said
+
+
+def arranged_below_adapters(rank: int, sides: dict, directory: str) -> str:
+    """What is said at connect of an engine whose experts are shuffled for a kernel that adds adapters to them."""
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+    from vllm.model_executor.layers.fused_moe.experts.trtllm_lora_moe import TrtLlmBf16LoRAExperts
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    start(rank, sides)
+    chosen = UnquantizedMoeBackend.FLASHINFER_TRTLLM, TrtLlmBf16LoRAExperts
+    unquantized_fused_moe_method.select_unquantized_moe_backend = lambda *_, **__: chosen
+    module, config = engine_of(directory, load_format="dummy", enable_lora=True, max_lora_rank=8)
+    return caught(lambda: VllmModel(vllm_on_cpu.wrap_for_adapters(module, config), config))

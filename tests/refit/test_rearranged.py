@@ -145,3 +145,12 @@ def test_the_fp32_sinks_that_flashinfer_reads_are_those_of_the_new_weights(conve
     [said] = run_on_ranks(1, "sinks_of_flashinfer", *arguments, False, module="refit_reloads_on_cpu")
     assert "reads a copy of its sinks that this vLLM does not make again of new weights" in said
     assert said.endswith("or pass attention_backend='TRITON_ATTN'")
+
+
+def test_experts_that_are_shuffled_below_adapters_are_refused_by_name(converted, tmp_path):
+    directory = converted("served-moe-halves")[0][0]
+    [message] = run_on_ranks(
+        1, "arranged_below_adapters", sides_of(tmp_path), directory, module="refit_reloads_on_cpu"
+    )
+    assert "experts in the order of FLASHINFER_TRTLLM, which a refit cannot write" in message
+    assert message.endswith("pass moe_backend='triton'")

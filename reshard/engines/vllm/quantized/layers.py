@@ -315,6 +315,11 @@ def is_processed_again(module: torch.nn.Module) -> bool:
     return rearranged or made_online(module) or compressed_of(module) is not None
 
 
+def instead_of(module: torch.nn.Module) -> str:
+    """Return what a user may do if vLLM cannot process a layer once more, for errors."""
+    return "pass moe_backend='triton'" if is_rearranged(module) else "serve in bf16"
+
+
 def kernel_of(module: torch.nn.Module) -> str:
     """Return the name of what multiplies with a layer's weights, for logs."""
     method = module.quant_method

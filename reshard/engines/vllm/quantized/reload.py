@@ -28,6 +28,7 @@ from reshard.engines.vllm.quantized.layers import (
     Compressed,
     compressed_of,
     inputs_as_loaded,
+    instead_of,
     is_processed_again,
     plain_templates,
 )
@@ -250,7 +251,7 @@ def _templates(name: str, module: torch.nn.Module, how: Compressed | None) -> di
     templates = {key: template for key, template in templates.items() if key in held}
     if not templates or any(not template.is_contiguous() for template in templates.values()):
         raise ReshardError(
-            f"vLLM did not note how {name} is loaded, which is quantized after loading: serve in bf16"
+            f"vLLM did not note how {name} is loaded, which it processes after loading: {instead_of(module)}"
         )
     return templates
 

@@ -10,6 +10,7 @@ import torch
 from reshard.core.errors import ReshardError, first_line
 from reshard.device.memory import same_bits
 from reshard.engines.vllm.layers import is_rearranged
+from reshard.engines.vllm.quantized.layers import instead_of
 from reshard.engines.vllm.quantized.processing import (
     HANDLE,
     loaded_aside,
@@ -74,7 +75,7 @@ def reprocessed(layer: Layer, largest: Mapping[str, torch.Tensor], config: Any) 
         except Exception as error:
             raise ReshardError(
                 f"vLLM fails to process {layer.name} once more ({type(error).__name__}: "
-                f"{first_line(error)}): serve in bf16"
+                f"{first_line(error)}): {instead_of(module)}"
             ) from error
         made: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {
             key: (now, module._parameters.get(key)) for key, now in serving.items()
@@ -87,7 +88,7 @@ def reprocessed(layer: Layer, largest: Mapping[str, torch.Tensor], config: Any) 
         if unfit:
             raise ReshardError(
                 f"vLLM makes {layer.name}.{unfit[0]} of another shape or dtype when it processes it once "
-                "more: serve in bf16"
+                f"more: {instead_of(module)}"
             )
         handles = _handles(layer, before)
     finally:
