@@ -48,8 +48,8 @@ def checksums_of(engine: Engine, model: torch.nn.Module, path: str | Path) -> di
     """
     if engine.scales or engine.staged_rounds:
         raise ReshardError(
-            f"this {engine.guard.engine} serves quantized weights, which a checkpoint does not have as they are "
-            "served: ask reshard digest"
+            f"this {engine.guard.engine} serves quantized or rearranged weights, which a checkpoint does not have as "
+            "they are served: ask reshard digest, or compare by a refit's verify=True"
         )
     engine.refresh_regions()
     parts = served_parts(engine)

@@ -242,7 +242,11 @@ INPUTS = [
     ("qwen3-moe", "moe_backend", "emulation", {}),
     ("served-int8", "moe_backend", "cutlass", {}),
     ("served-int8", "moe_backend", "flashinfer_cutlass", {}),
+    ("served-moe-halves", "moe_backend", "flashinfer_trtllm", {}),
+    ("served-moe-halves", "moe_backend", "flashinfer_cutedsl", {}),
     ("qwen3", "linear_backend", "emulation", {}),
+    ("served-blocks", "linear_backend", "flashinfer_cutlass", {}),
+    ("served-blocks", "linear_backend", "flashinfer_trtllm", {"modelopt": True}),
     ("qwen3", "linear_backend", "emulation", {"modelopt": True}),
     ("served-deepseek-v3", "linear_backend", "emulation", MLA),
 ]
@@ -269,7 +273,9 @@ def test_scales_of_inputs_stay_as_they_were_loaded(variant, kernels, name, optio
     assert held == loaded[0] and again == "no error"
     other = {name for name in held if held[name] != loaded[1][name]}
     assert other and all(
-        name.endswith(("input_global_scale", "_inv", "alpha", "W_UV", "W_UK_T", "weight_scale_2"))
+        name.endswith(
+            ("input_global_scale", "_inv", "alpha", "W_UV", "W_UK_T", "weight_scale_2", "g1_scale_c")
+        )
         for name in other
     )
     assert woken and (kept > 0) == ("moe" in kernels), "also what kernels of experts keep"

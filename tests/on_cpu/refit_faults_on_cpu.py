@@ -538,7 +538,7 @@ def agreement(rank: int, sides: dict, checkpoint: str, engine: dict, change: str
 
         for module in model.modules():
             if hasattr(getattr(module, "quant_method", None), "unquantized_backend"):
-                module.quant_method.unquantized_backend = UnquantizedMoeBackend.FLASHINFER_CUTLASS
+                module.quant_method.unquantized_backend = UnquantizedMoeBackend.AITER
     said = caught(lambda: side.ENGINE(model, config))
     places.place = plain
     return said, fingerprint(model) == before

@@ -7,13 +7,17 @@ from functools import partial
 import torch
 
 from reshard.core.errors import ReshardError
+from reshard.engines.vllm import live
 from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.live import VllmModel
 from reshard.engines.vllm.quantized import processing, reload, reprocessing
+from reshard.engines.workers.deltas import EngineDeltas
 from reshard.refit import connect
 from reshard.refit.copying import copies
 from reshard.refit.copying.tables import DST
+from reshard.refit.reporting.served_parts import digest_parts
 from reshard.trainers.megatron import MegatronModel
+from tests.on_cpu import vllm_on_cpu
 from tests.on_cpu.refit_on_cpu import engine_of, loaded
 from tests.starting.ranks import caught
 from tests.tools.refit_sides import fingerprint, start, trainer
@@ -314,3 +318,99 @@ def all_but(memory: torch.Tensor, copy, table) -> None:
     """Copy what does not go into this memory."""
     into = table[:, DST] - memory.data_ptr()
     copy(table[(into < 0) | (into >= len(memory))])
+
+
+def arranged(rank: int, sides: dict, flags: list[str], checkpoint: tuple[str, str], engine: dict, how: str):
+    """After a verified refit into an engine that arranges experts for a kernel: the names of what is not what vLLM's
+    own loader makes of the checkpoint, or is where an engine for other kernels has it; what is said of the layers; and
+    what a digest and a delta of a chain say. `how` says that gate and up are left where they are loaded, or that we do
+    not know how vLLM calls what exchanges them."""
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    _, _, members = start(rank, sides)
+    expected, plain = (
+        loaded(checkpoint[0], **engine),
+        loaded(checkpoint[0], **engine | {"moe_backend": "auto"}),
+    )
+    if how == "left":
+        live.exchange = lambda placed, layers: placed
+        shuffled = unquantized.convert_moe_weights_to_flashinfer_trtllm_block_layout
+        unquantized.convert_moe_weights_to_flashinfer_trtllm_block_layout = lambda cache, w13, w2, **options: (
+            shuffled(cache, w13.roll(w13.shape[1] // 2, 1), w2, **options)
+        )
+    if how == "unknown":
+        unquantized.convert_to_unquantized_kernel_format = lambda layer: None
+    module, config = engine_of(checkpoint[0], load_format="dummy", **engine)
+    destination = VllmModel(module, config)
+    link = connect(members, MegatronModel(trainer(flags, checkpoint[1])[0]), destination)
+    link.refit(verify=True)
+    held = fingerprint(module)
+    wrong, moved = ({name for name in held if held[name] != other[name]} for other in (expected, plain))
+    said = caught(lambda: digest_parts(destination)), caught(lambda: EngineDeltas(destination))
+    return wrong, moved, link.describe()["quantized"], said
+
+
+def sinks_of_flashinfer(
+    rank: int, sides: dict, flags: list[str], checkpoints: list[tuple[str, str]], noted: bool
+):
+    """What the attention of an engine by FlashInfer reads as sinks after a verified refit from each checkpoint, and
+    what that of one reads that has loaded it; whether they stayed in their place; and what a check says where they are
+    those of before. Of a vLLM that has not `noted` what they are a copy of, what is said at connect."""
+    backend = "vllm.v1.attention.backends.flashinfer.FlashInferBackend"
+    vllm_on_cpu.Host.get_attn_backend_cls = classmethod(lambda cls, *_, **__: backend)
+    _, _, members = start(rank, sides)
+
+    def read(module) -> list[torch.Tensor]:
+        runs = [one.impl for one in module.modules() if hasattr(one, "impl")]
+        assert len(runs) == 4 and all(run.sinks.dtype == torch.float32 for run in runs)
+        return [run.sinks for run in runs]
+
+    module, config = engine_of(checkpoints[0][0], load_format="dummy")
+    if not noted:
+        next(one.impl for one in module.modules() if hasattr(one, "impl"))._sinks_source = None
+        return caught(lambda: VllmModel(module, config))
+    places = [one.data_ptr() for one in read(module)]
+    chunks, load = trainer(flags, checkpoints[0][1])
+    destination = VllmModel(module, config)
+    link, found = connect(members, MegatronModel(chunks), destination), []
+    for number, (hf, mcore) in enumerate(checkpoints):
+        if number:
+            load(mcore)
+        link.refit(verify=True)
+        found.append(
+            ([one.tolist() for one in read(module)], [one.tolist() for one in read(engine_of(hf)[0])])
+        )
+    stayed = places == [one.data_ptr() for one in read(module)]
+    destination.update_derived = lambda: read(module)[1].add_(1)
+    return found, stayed, caught(lambda: link.refit(verify=True))
+
+
+def arranged_otherwise(rank: int, sides: dict, cases: list[tuple[str, dict, str, str]]) -> list[str]:
+    """What is said at connect of engines of these directories and options, of which a layer is said to be run by a
+    kernel: the end of the layer's name, and the kernel's."""
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+
+    start(rank, sides)
+    said = []
+    for directory, engine, end, kernel in cases:
+        module, config = engine_of(directory, load_format="dummy", **engine)
+        for name, layer in module.named_modules():
+            if end and name.endswith(end) and end.endswith("experts"):
+                layer.quant_method.fp8_backend = Fp8MoeBackend[kernel]
+            elif end and name.endswith(end):
+                layer.quant_method.fp8_linear = type(kernel, (), {})()
+        said.append(caught(lambda: VllmModel(module, config)))  # noqa: B023
+    return said
+
+
+def arranged_below_adapters(rank: int, sides: dict, directory: str) -> str:
+    """What is said at connect of an engine whose experts are shuffled for a kernel that adds adapters to them."""
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+    from vllm.model_executor.layers.fused_moe.experts.trtllm_lora_moe import TrtLlmBf16LoRAExperts
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    start(rank, sides)
+    chosen = UnquantizedMoeBackend.FLASHINFER_TRTLLM, TrtLlmBf16LoRAExperts
+    unquantized_fused_moe_method.select_unquantized_moe_backend = lambda *_, **__: chosen
+    module, config = engine_of(directory, load_format="dummy", enable_lora=True, max_lora_rank=8)
+    return caught(lambda: VllmModel(vllm_on_cpu.wrap_for_adapters(module, config), config))

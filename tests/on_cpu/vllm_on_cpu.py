@@ -131,6 +131,22 @@ def choose_triton() -> None:
     unquantized_fused_moe_method.select_unquantized_moe_backend = lambda *_, **__: chosen
 
 
+def choose_named() -> None:
+    """From now on plain experts are served by the kernels that ``moe_backend`` names, as on a GPU that has them: vLLM
+    arranges the weights for these, which are not run."""
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    def chosen(moe_config):
+        if moe_config.moe_backend == "auto":
+            return by_vllm(moe_config)
+        backend = unquantized.map_unquantized_backend(moe_config.moe_backend)
+        return backend, unquantized.backend_to_kernel_cls(backend)[0]
+
+    by_vllm = unquantized.select_unquantized_moe_backend
+    unquantized_fused_moe_method.select_unquantized_moe_backend = chosen
+
+
 def wrap_for_adapters(model: torch.nn.Module, config) -> torch.nn.Module:
     """The model with its layers wrapped for LoRA adapters, as a worker with ``enable_lora`` has it,
     by vLLM's own manager."""
@@ -176,7 +192,14 @@ def build(
     """A model as a vLLM worker has it after start-up, and its config. Needs a torch process group
     of dp * pp * tp ranks or more."""
     if "quantization" in options or "hf_overrides" in options:
-        from tests.tools import vllm_kernels  # noqa: F401
+        from tests.tools import vllm_kernels
+
+        if "flashinfer_trtllm" in (options.get("moe_backend"), options.get("linear_backend")):
+            vllm_kernels.interleave_scales()
+        if options.get("linear_backend") == "deep_gemm":
+            vllm_kernels.pack_scales()
+    if "moe_backend" in options:
+        choose_named()
     rank = torch.distributed.get_rank() if rank is None else rank
     config = EngineArgs(
         model=directory,

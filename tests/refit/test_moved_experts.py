@@ -39,6 +39,7 @@ CASES = [
     ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", 2, False, {"delta": True, "backend": "nccl"}),
     ("qwen3-moe", f"{PP} 2", 2, False, {"engine": {"tp": 1, "dp": 2}, "relays": "always"}),
     ("deepseek-v3", f"{EP} 2 {ETP} 1", 2, True, {"moved_before": True}),
+    ("qwen3-moe", f"{EP} 2 {ETP} 1", 2, True, {"engine": {"tp": 2, "moe_backend": "flashinfer_cutlass"}}),
 ]
 
 
@@ -107,6 +108,16 @@ def test_experts_in_fp8_blocks_that_vllm_moves_are_refused_by_name(converted, tm
     _, overrides = published(checkpoints, tmp_path)
     for said in run("refused", checkpoints, "", 0, tmp_path, engine={"tp": 2, **overrides}):
         assert said.endswith("does not support: serve it in bf16, or without enable_eplb")
+
+
+def test_experts_that_are_shuffled_for_a_kernel_and_moved_are_refused_by_name(converted, tmp_path):
+    engine = {"tp": 2, "moe_backend": "flashinfer_trtllm"}
+    for said in run("refused", converted("served-moe-halves"), "", 0, tmp_path, engine=engine):
+        assert (
+            "is rearranged for FLASHINFER_TRTLLM after loading, which a refit of experts that vLLM moves"
+            in said
+        )
+        assert said.endswith("does not support: start vLLM with moe_backend='triton', or without enable_eplb")
 
 
 def test_a_delta_of_a_chain_is_written_where_experts_are_and_not_where_they_were(converted, tmp_path):

@@ -8,8 +8,13 @@ import torch
 from vllm import _custom_ops
 from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp4
+from vllm.model_executor.layers.fused_moe.experts.flashinfer_cutedsl_moe import FlashInferCuteDSLExperts
 from vllm.model_executor.layers.fused_moe.experts.flashinfer_cutlass_moe import FlashInferExperts
+from vllm.model_executor.layers.fused_moe.experts.triton_deep_gemm_moe import TritonOrDeepGemmExperts
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.layers.fused_moe.experts.trtllm_fp8_moe import TrtLlmFp8ExpertsMonolithic
+from vllm.model_executor.layers.fused_moe.experts.trtllm_nvfp4_moe import TrtLlmNvFp4ExpertsMonolithic
+from vllm.model_executor.layers.quantization.utils.nvfp4_utils import swizzle_blockscale
 from vllm.platforms.interface import PlatformEnum
 
 try:
@@ -86,10 +91,79 @@ linear_kernels._POSSIBLE_NVFP4_KERNELS[PlatformEnum.OOT] = [
     linear_kernels.MarlinNvFp4LinearKernel,
     linear_kernels.EmulationNvFp4LinearKernel,
 ]
+# Those of Blackwell for nvfp4 and mxfp8, where they are asked for by name.
+for possible, kernels in (
+    (
+        linear_kernels._POSSIBLE_NVFP4_KERNELS,
+        (
+            linear_kernels.FlashInferCutlassNvFp4LinearKernel,
+            linear_kernels.FlashInferCuteDslNvFp4LinearKernel,
+            linear_kernels.FlashInferTrtllmNvFp4LinearKernel,
+        ),
+    ),
+    (
+        linear_kernels._POSSIBLE_MXFP8_KERNELS,
+        (
+            linear_kernels.FlashInferCutlassMxfp8LinearKernel,
+            linear_kernels.FlashInferCutedslMxfp8LinearKernel,
+        ),
+    ),
+):
+    for named in kernels:
+        named.is_supported = classmethod(lambda cls, capability=None: (True, None))
+        possible[PlatformEnum.OOT].append(named)
 # Those of experts that quantize what comes in, where they are asked for by name.
-for experts, name in ((FlashInferExperts, "flashinfer_cutlass"), (CutlassExpertsFp4, "cutlass")):
+for experts, name in (
+    (FlashInferExperts, "flashinfer_cutlass"),
+    (CutlassExpertsFp4, "cutlass"),
+    (TrtLlmFp8ExpertsMonolithic, "flashinfer_trtllm"),
+    (TrtLlmNvFp4ExpertsMonolithic, "flashinfer_trtllm"),
+    (TritonOrDeepGemmExperts, "deep_gemm"),
+    (FlashInferCuteDSLExperts, "flashinfer_cutedsl"),
+):
     experts.is_supported_config = staticmethod(
         lambda cls, config, *rest, name=name: (config.moe_backend == name, None)
     )
 if not torch.cuda.is_available():
+    torch.accelerator.current_device_index = lambda: "cpu"
     torch.Tensor.cuda = lambda self, *args, **options: self
+
+# DeepGEMM's, where they are asked for by name.
+linear_kernels.DeepGemmFp8BlockScaledMMKernel.is_supported = classmethod(
+    lambda cls, capability=None: (True, None)
+)
+linear_kernels.DeepGemmFp8BlockScaledMMKernel.can_implement = classmethod(lambda cls, config: (True, None))
+linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.OOT].append(
+    linear_kernels.DeepGemmFp8BlockScaledMMKernel
+)
+
+
+def pack_scales() -> None:
+    """From now on DeepGEMM's scales are packed as on Blackwell, four exponents in a word, a row of words for each row
+    of the weights, row after row in memory: by torch, in the place of its function for GPUs."""
+    from vllm.model_executor.kernels.linear.scaled_mm import deep_gemm
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+    def packed(sf, mn, k, recipe, num_groups, is_sfa):
+        exponents = (sf.view(torch.int32) >> 23).to(torch.uint8)
+        assert not is_sfa and torch.equal(exponents.int() << 23, sf.view(torch.int32)), "powers of two"
+        rows = exponents.repeat_interleave(recipe[1], -2)[..., :mn, :]
+        words = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % 4)).view(torch.int32)
+        aligned = torch.nn.functional.pad(words.mT, (0, -mn % 4)).contiguous()
+        return aligned[..., :mn].mT
+
+    fp8_utils.transform_sf_into_required_layout = packed
+    for module in (deep_gemm, fp8_utils):
+        module.is_deep_gemm_e8m0_used = lambda: True
+    deep_gemm.is_deep_gemm_supported = lambda: True
+
+
+def interleave_scales() -> None:
+    """From now on FlashInfer interleaves scales of blocks by vLLM's own function, in the place of its kernel."""
+    import flashinfer
+    from flashinfer.quantization import fp4_quantization
+
+    def interleaved(scales):
+        return swizzle_blockscale(scales.view(torch.float8_e4m3fn)).view(scales.dtype).flatten()
+
+    fp4_quantization.block_scale_interleave = flashinfer.nvfp4_block_scale_interleave = interleaved

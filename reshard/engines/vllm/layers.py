@@ -5,7 +5,11 @@ whether it serves from them as they were loaded; for vLLM 0.24 to 0.33, as is
 
 from typing import Any, NamedTuple
 
+from reshard.core.extras import importing
 from reshard.engines.vllm.compat import known
+
+with importing("vllm"):
+    import torch
 
 
 class Experts(NamedTuple):
@@ -80,6 +84,49 @@ def expert_backend(method: Any) -> str | None:
     """Return the kernels that a layer's method has chosen for unquantized experts, which decides
     their order; None for others."""
     return getattr(getattr(method, "unquantized_backend", None), "name", None)
+
+
+# Kernels for which vLLM rearranges unquantized experts once they are loaded, by its own operations on
+# tensors: gate and up exchanged, or rows shuffled and columns in blocks.
+REARRANGING_BACKENDS = ("FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM")
+
+
+def is_rearranged(module: Any) -> bool:
+    """Tell whether a layer serves from unquantized experts in another order than they are loaded in, which vLLM's
+    processing of the layer makes again of new weights."""
+    method = getattr(module, "quant_method", None)
+    return (
+        type(method).__name__ == "UnquantizedFusedMoEMethod"
+        and expert_backend(method) in REARRANGING_BACKENDS
+    )
+
+
+def exchanges_gate_and_up(module: Any) -> bool:
+    """Tell whether a layer serves from the unquantized experts that are loaded, but with gate and up exchanged: vLLM's
+    own function does that to numbers, and nothing else."""
+    if not is_rearranged(module) or module.quant_method.unquantized_backend.name != "FLASHINFER_CUTLASS":
+        return False
+    experts, rows, columns = module.w13_weight.shape
+    if rows % 2 or tuple(module.w2_weight.shape) != (experts, columns, rows // 2):
+        return False
+    numbers = torch.arange(rows * 2).view(1, rows, 2), torch.arange(rows).view(1, 2, rows // 2)
+    try:
+        from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+        backend = module.quant_method.unquantized_backend
+        made = unquantized.convert_to_unquantized_kernel_format(backend, module.moe_config, *numbers)
+    except (ImportError, AttributeError, TypeError):
+        return False  # a vLLM that does it elsewhere: its processing shows what it does
+    exchanged = numbers[0].roll(rows // 2, 1), numbers[1]
+    return len(made) == 2 and all(map(torch.equal, made, exchanged))
+
+
+def copy_of_sinks(module: Any) -> tuple[Any, torch.Tensor, torch.Tensor | None] | None:
+    """Return what runs a layer's attention, the sinks that it reads, and those that vLLM has noted as their source;
+    None for layers without sinks."""
+    run = getattr(module, "impl", None)
+    sinks = getattr(run, "sinks", None)
+    return (run, sinks, getattr(run, "_sinks_source", None)) if isinstance(sinks, torch.Tensor) else None
 
 
 def always_packed(method: Any) -> bool:

@@ -32,6 +32,7 @@ from reshard.engines.vllm.compat import (
     in_config,
 )
 from reshard.engines.vllm.guard import VllmGuard, guard_of
+from reshard.engines.vllm.layers import is_rearranged
 from reshard.engines.vllm.layout import drafter_placement
 from reshard.engines.vllm.names import VLLM
 from reshard.engines.vllm.quantized.layers import kernel_of, processing_of
@@ -48,12 +49,14 @@ from reshard.engines.vllm.weights.drafter import (
     trace_drafter,
     without_shifts,
 )
+from reshard.engines.vllm.weights.exchanged import exchange, exchanged_layers
 from reshard.engines.vllm.weights.kept import KeptTensors
 from reshard.engines.vllm.weights.mamba import Decay, decays, load_decay, stale_decay
 from reshard.engines.vllm.weights.mla import derive_in_place, deriving_attentions, stale_matrices
 from reshard.engines.vllm.weights.moved_experts import VllmExperts, leave_where_they_are, moves_experts
 from reshard.engines.vllm.weights.rank import rank_of
 from reshard.engines.vllm.weights.served import DRAFT, Served
+from reshard.engines.vllm.weights.sinks import are_stale, widen_in_place, widened_sinks
 from reshard.engines.vllm.weights.stand_ins import layer_fingerprint, trace_model
 from reshard.engines.vllm.weights.supported import check_supported
 from reshard.engines.vllm.weights.tower import tower_in
@@ -177,10 +180,9 @@ class VllmModel(LiveEngine):
             self._check_tower_loaded()
         self.reloads = Reloads(language_model, self.vllm_config, self.guard.ready)
         if not self.model.family.experts_apart and (self.blocks or self.reloads.round_of):
-            layer = min({*self.blocks, *self.reloads.round_of})
+            changed, instead = self._changed_layer()
             raise ReshardError(
-                f"{layer} is quantized while it loads, which a refit of {self.model.family.architecture} does "
-                f"not support: serve it in bf16"
+                f"{changed}, which a refit of {self.model.family.architecture} does not support: {instead}"
             )
         self.tensors: dict[str, torch.Tensor] = dict(self.served.named_tensors())
         # What vLLM's loader writes into: of layers that it quantizes after loading, not what they
@@ -191,7 +193,7 @@ class VllmModel(LiveEngine):
         self.rank = rank_of(self.module, self.model, self.tensors, self.vllm_config)
         self.tp = self.rank.tp
         with gc_paused():
-            placed = self._place_tensors()
+            placed = exchange(self._place_tensors(), exchanged_layers(language_model))
             self.placement, self.regions = placed
             self.reloads.share(self._parts_of_reloads())
             self.experts = self._find_experts(placed)
@@ -202,6 +204,7 @@ class VllmModel(LiveEngine):
             identity: rounds[layer] for identity, layer in layers.items() if layer in rounds
         }
         self.attentions = deriving_attentions(self.served)
+        self.sinks = widened_sinks(self.served, self.tensors)
         everything = Served(self.module, self.draft)
         self._modules = dict(everything.named_modules)
         # Tensors of a drafter that a refit leaves alone.
@@ -217,6 +220,18 @@ class VllmModel(LiveEngine):
         self._addresses = self.tensor_addresses()
         self._follow_experts()
 
+    def _changed_layer(self) -> tuple[str, str]:
+        """Return what vLLM makes of the first layer that it does not serve as it is loaded, for errors, and what a
+        user may do instead."""
+        layer = min({*self.blocks, *self.reloads.round_of})
+        module = dict(self.served.named_modules)[layer]
+        if is_rearranged(module):
+            return (
+                f"{layer} is rearranged for {kernel_of(module)} after loading",
+                "start vLLM with moe_backend='triton'",
+            )
+        return f"{layer} is quantized", "serve it in bf16"
+
     def _find_experts(self, placed: PlacedTensors) -> VllmExperts | None:
         """Return the experts that vLLM moves by their load; None if it moves none. Raises ReshardError where a refit
         could not follow them."""
@@ -228,10 +243,10 @@ class VllmModel(LiveEngine):
                 "start vLLM without the drafter, or without enable_eplb"
             )
         if self.blocks or self.reloads.round_of:
-            layer = min({*self.blocks, *self.reloads.round_of})
+            changed, instead = self._changed_layer()
             raise ReshardError(
-                f"{layer} is quantized, which a refit of experts that vLLM moves by their load (EPLB) does not "
-                f"support: serve it in bf16, or without enable_eplb"
+                f"{changed}, which a refit of experts that vLLM moves by their load (EPLB) does not support: "
+                f"{instead}, or without enable_eplb"
             )
         parallel = self.vllm_config.parallel_config
         in_background = parallel.eplb_config.use_async
@@ -448,6 +463,7 @@ class VllmModel(LiveEngine):
     def tensors_moved(self) -> None:
         """Find what vLLM derives, and the accounts, anew."""
         self.attentions = deriving_attentions(self.served)
+        self.sinks = widened_sinks(self.served, self.tensors)
         self.decays = decays(self.served, self.decays)
         self.accounts = self._account()
 
@@ -481,11 +497,13 @@ class VllmModel(LiveEngine):
         return [identity for identity in self.staged_rounds if _layer_of(identity) in layers]
 
     def update_derived(self) -> None:
-        """Write what vLLM has lost and no trainer has, and let vLLM derive matrices from the new
-        weights."""
+        """Write what vLLM has lost and no trainer has, and let vLLM derive matrices and sinks from the
+        new weights."""
         self._kept.restore(self.tensors | self._idle_drafter, self._buffers, self.accounts)
         for attention in self.attentions.values():
             derive_in_place(attention)
+        for widened in self.sinks.values():
+            widen_in_place(widened)
         for decay in self.decays.values():
             load_decay(decay, self.tp)
 
@@ -497,7 +515,8 @@ class VllmModel(LiveEngine):
             for name, attention in self.attentions.items()
             for key in stale_matrices(attention)
         ]
-        return matrices + [name for name, decay in self.decays.items() if stale_decay(decay, self.tp)]
+        sinks = [f"{name}.sinks" for name, widened in self.sinks.items() if are_stale(widened)]
+        return matrices + sinks + [name for name, decay in self.decays.items() if stale_decay(decay, self.tp)]
 
     def not_as_published(self) -> list[str]:
         """Return the names of local tensors that do not hold what was published. What decays are made of is

@@ -60,7 +60,7 @@ class EngineDeltas:
         if engine.scales or engine.staged_rounds:
             identity = next(iter({**engine.scales, **engine.staged_rounds}))
             raise ReshardError(
-                f"this {engine.guard.engine} serves {identity[0]} quantized, and deltas are of plain "
+                f"this {engine.guard.engine} serves {identity[0]} rearranged or quantized, and deltas are of plain "
                 "weights: write the version with reshard delta apply, and load that"
             )
         self.engine = engine

@@ -69,8 +69,8 @@ def served_parts(engine: Engine, target: Dtype | None = None) -> ServedParts:
     if engine.staged_rounds:
         names = [str(each[0] if isinstance(each, tuple) else each) for each in engine.staged_rounds]
         raise ReshardError(
-            f"this {engine.guard.engine} quantizes {listed(names, 2)} into a form of its own, which no checkpoint "
-            "has: its digest is not known; compare what it serves with a refit's verify=True"
+            f"this {engine.guard.engine} quantizes or rearranges {listed(names, 2)} into a form of its own, which no "
+            "checkpoint has: its digest is not known; compare what it serves with a refit's verify=True"
         )
     model = any_model(engine.hf_config, f"{engine.guard.engine}'s config")
     mapping = expand(model)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from reshard.core.extras import importing
 from reshard.engines.placing.blocks import Blocks, scale_names
 from reshard.engines.vllm.compat import known
+from reshard.engines.vllm.layers import exchanges_gate_and_up, is_rearranged
 from reshard.engines.vllm.quantized.processing import loading_templates
 
 with importing("vllm"):
@@ -19,32 +20,26 @@ BLOCK_KERNELS = ("CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel"
 DEEP_GEMM_KERNELS = ("DeepGemmFp8BlockScaledMMKernel", "FlashInferFp8DeepGEMMDynamicBlockScaledKernel")
 BLOCK_BACKENDS = ("TRITON", "BATCHED_TRITON")
 DEEP_GEMM_BACKENDS = ("DEEPGEMM", "BATCHED_DEEPGEMM")
-BLOCK_METHODS = (
-    "Fp8LinearMethod",
-    "Fp8PerBlockOnlineLinearMethod",
-    "Fp8MoEMethod",
-    "Fp8PerBlockOnlineMoEMethod",
-)
+# Kernels for which vLLM puts the loaded blocks of experts in another order: gate and up exchanged, or
+# rows shuffled and columns in blocks.
+ARRANGED_BLOCK_BACKENDS = ("FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM")
+STORED_BLOCK_METHODS = ("Fp8LinearMethod", "Fp8MoEMethod")  # that load a checkpoint in blocks
+BLOCK_METHODS = (*STORED_BLOCK_METHODS, "Fp8PerBlockOnlineLinearMethod", "Fp8PerBlockOnlineMoEMethod")
 
 
 def blocks_of(module: torch.nn.Module, method: Any) -> Blocks | None:
     """Return how a layer serves from fp8 blocks in the order in which they are loaded; None if it
     does not."""
-    block = list(
-        getattr(method, "weight_block_size", None) or getattr(module, "weight_block_size", None) or []
+    scales = _scales_of_blocks(module, method)
+    if not scales or any(getattr(module, name).dtype != torch.float32 for name in scales.values()):
+        return None  # DeepGEMM's scales on Blackwell are packed
+    kernel = kernel_of(module)
+    used = None if hasattr(method, "fp8_backend") else method.fp8_linear
+    plain, deep = (
+        (kernel in BLOCK_BACKENDS, kernel in DEEP_GEMM_BACKENDS)
+        if used is None
+        else (kernel in BLOCK_KERNELS, kernel in DEEP_GEMM_KERNELS)
     )
-    if type(method).__name__ not in BLOCK_METHODS or block != [128, 128]:
-        return None
-    scales = scale_names(module)
-    if not scales:
-        return None
-    backend = getattr(getattr(method, "fp8_backend", None), "name", None)
-    if backend is not None:
-        plain, deep = backend in BLOCK_BACKENDS, backend in DEEP_GEMM_BACKENDS
-        kernel, used = backend, None
-    else:
-        kernel, used = type(method.fp8_linear).__name__, method.fp8_linear
-        plain, deep = kernel in BLOCK_KERNELS, kernel in DEEP_GEMM_KERNELS
     if plain:
         return Blocks(scales, kernel, False)
     if not deep:
@@ -55,6 +50,22 @@ def blocks_of(module: torch.nn.Module, method: Any) -> Blocks | None:
 
             return Blocks(scales, kernel, bool(is_deep_gemm_e8m0_used()))
         return Blocks(scales, kernel, bool(getattr(used, "fallback", used).use_deep_gemm_e8m0))
+
+
+def _scales_of_blocks(module: torch.nn.Module, method: Any) -> dict[str, str]:
+    """Return the names of a layer's scales of 128x128 blocks by those of its matrices; none if it has no such
+    blocks."""
+    block = list(
+        getattr(method, "weight_block_size", None) or getattr(module, "weight_block_size", None) or []
+    )
+    has_blocks = type(method).__name__ in BLOCK_METHODS and block == [128, 128]
+    return scale_names(module) if has_blocks else {}
+
+
+def stores_blocks(module: torch.nn.Module) -> bool:
+    """Tell whether a layer is loaded from a checkpoint in fp8 blocks of 128x128."""
+    method = module.quant_method
+    return type(method).__name__ in STORED_BLOCK_METHODS and bool(_scales_of_blocks(module, method))
 
 
 # vLLM's classes for checkpoints by ``compressed-tensors`` whose codes and scales can be made of
@@ -123,8 +134,8 @@ class Compressed(NamedTuple):
 
 
 def compressed_of(module: torch.nn.Module) -> Compressed | None:
-    """Return how a layer is loaded from a checkpoint quantized by ``compressed-tensors``, or by
-    ModelOpt in nvfp4.
+    """Return how a layer is loaded from a checkpoint quantized by ``compressed-tensors``, by
+    ModelOpt in nvfp4, or in fp8 blocks that vLLM then puts in another order.
 
     None if it is not, or if a refit cannot make what it is loaded from.
     """
@@ -141,6 +152,8 @@ def compressed_of(module: torch.nn.Module) -> Compressed | None:
             return _nvfp4(module, method, weights)
         if kind in MODELOPT_LINEAR and not hasattr(module, "org_vocab_size"):
             return _nvfp4(module, method, ("weight",))
+        if kind in STORED_BLOCK_METHODS:
+            return _arranged_blocks(module, method)
         if kind in COMPRESSED_EXPERTS:
             scheme, codes = kind, COMPRESSED_EXPERTS[kind]
             strategy, static = method.weight_quant.strategy, bool(method.static_input_scales)
@@ -166,6 +179,19 @@ def compressed_of(module: torch.nn.Module) -> Compressed | None:
         return None
     inputs = tuple(name.replace("weight", "input_scale") for name in weights) if static else ()
     return Compressed(weights, codes, strategy, inputs, scheme, block)
+
+
+def _arranged_blocks(module: torch.nn.Module, method: Any) -> Compressed | None:
+    """Return how a layer is loaded from fp8 blocks that vLLM then arranges for its kernel; None for others."""
+    scales, kernel = _scales_of_blocks(module, method), kernel_of(module)
+    packed = any(getattr(module, name).dtype == torch.int32 for name in scales.values())
+    arranged = kernel in ARRANGED_BLOCK_BACKENDS or (
+        packed and kernel in (*DEEP_GEMM_KERNELS, *DEEP_GEMM_BACKENDS)
+    )
+    if not scales or not arranged or module.orig_dtype != torch.bfloat16:
+        return None
+    kind = type(method).__name__
+    return Compressed(tuple(scales), "float8_e4m3fn", "block", (), kind, (128, 128))
 
 
 def _packed(module: torch.nn.Module, owner: Any, weights: tuple[str, ...]) -> Compressed | None:
@@ -258,6 +284,8 @@ def method_of(module: torch.nn.Module) -> str:
 
 def processing_of(module: torch.nn.Module) -> str:
     """Return how vLLM quantizes a layer, for logs: the scheme of its checkpoint, or the method."""
+    if is_rearranged(module):
+        return "arranged for its kernel by the processing"
     compressed = compressed_of(module)
     if compressed is None:
         return method_of(module)
@@ -279,10 +307,23 @@ def made_online(module: torch.nn.Module) -> bool:
     return type(method).__module__.startswith(ONLINE) and blocks_of(module, method) is None
 
 
+def is_processed_again(module: torch.nn.Module) -> bool:
+    """Tell whether vLLM processes a layer at each refit, of weights that a refit brings to another place: those that
+    it quantizes itself, that it loads as codes and scales, and that it rearranges in another way than exchanging gate
+    and up."""
+    rearranged = is_rearranged(module) and not exchanges_gate_and_up(module)
+    return rearranged or made_online(module) or compressed_of(module) is not None
+
+
+def instead_of(module: torch.nn.Module) -> str:
+    """Return what a user may do if vLLM cannot process a layer once more, for errors."""
+    return "pass moe_backend='triton'" if is_rearranged(module) else "serve in bf16"
+
+
 def kernel_of(module: torch.nn.Module) -> str:
     """Return the name of what multiplies with a layer's weights, for logs."""
     method = module.quant_method
-    names = ("fp8_backend", "int8_backend", "nvfp4_backend", "wna16_backend")
+    names = ("fp8_backend", "int8_backend", "nvfp4_backend", "wna16_backend", "unquantized_backend")
     backends = (getattr(method, name, None) for name in names)
     backend = next((backend.name for backend in backends if backend is not None), None)
     scheme = getattr(module, "scheme", None) or method

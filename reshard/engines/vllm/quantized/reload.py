@@ -21,12 +21,15 @@ from reshard.device.memory import aligned, same_bits
 from reshard.engines.vllm.compat import tensor_parallel_group
 from reshard.engines.vllm.layers import experts_of
 from reshard.engines.vllm.quantized.compressed import CompressedQuantizer
+from reshard.engines.vllm.quantized.fp8_blocks import Fp8BlockQuantizer
 from reshard.engines.vllm.quantized.layers import (
     NVFP4,
+    STORED_BLOCK_METHODS,
     Compressed,
     compressed_of,
     inputs_as_loaded,
-    made_online,
+    instead_of,
+    is_processed_again,
     plain_templates,
 )
 from reshard.engines.vllm.quantized.nvfp4 import Nvfp4Quantizer
@@ -56,7 +59,7 @@ class Reloads:
         plans = [
             (name, module, *_plan(name, module, config.model_config.dtype, whole))
             for name, module in model.named_modules
-            if made_online(module) or compressed_of(module) is not None
+            if is_processed_again(module)
         ]
         if not plans:
             return
@@ -203,7 +206,8 @@ def _plan(
     templates = _templates(name, module, how)
     if how is None:
         return templates, None
-    kind = Nvfp4Quantizer if how.codes == NVFP4 else CompressedQuantizer
+    kinds = dict.fromkeys(STORED_BLOCK_METHODS, Fp8BlockQuantizer)
+    kind = Nvfp4Quantizer if how.codes == NVFP4 else kinds.get(how.scheme, CompressedQuantizer)
     quantizer = kind(name, module, how, templates, _inputs(name, module, how, whole))
     plain = {key: templates[key] for key in quantizer.plain_names} | plain_templates(module)
     for key in how.weights if how.packed is None else ():
@@ -247,7 +251,7 @@ def _templates(name: str, module: torch.nn.Module, how: Compressed | None) -> di
     templates = {key: template for key, template in templates.items() if key in held}
     if not templates or any(not template.is_contiguous() for template in templates.values()):
         raise ReshardError(
-            f"vLLM did not note how {name} is loaded, which is quantized after loading: serve in bf16"
+            f"vLLM did not note how {name} is loaded, which it processes after loading: {instead_of(module)}"
         )
     return templates
 

@@ -9,6 +9,8 @@ import torch
 
 from reshard.core.errors import ReshardError, first_line
 from reshard.device.memory import same_bits
+from reshard.engines.vllm.layers import is_rearranged
+from reshard.engines.vllm.quantized.layers import instead_of
 from reshard.engines.vllm.quantized.processing import (
     HANDLE,
     loaded_aside,
@@ -63,14 +65,17 @@ def reprocessed(layer: Layer, largest: Mapping[str, torch.Tensor], config: Any) 
         for key in serving:
             del module._parameters[key]
         for key, tensor in loaded.items():
-            # A parameter of its own, which vLLM may move: ours stays in the slab.
-            module._parameters[key] = parameter_like(tensor.data, tensor)  # type: ignore[assignment]
+            # A parameter of its own, which vLLM may move: ours stays in the slab. Where vLLM rearranges experts of
+            # the shape that they are served in, it writes into what they were loaded into.
+            written = is_rearranged(module) and key in serving and serving[key].shape == tensor.shape
+            values = tensor.data.clone() if written else tensor.data
+            module._parameters[key] = parameter_like(values, tensor)  # type: ignore[assignment]
         try:
             process(module, config)
         except Exception as error:
             raise ReshardError(
                 f"vLLM fails to process {layer.name} once more ({type(error).__name__}: "
-                f"{first_line(error)}): serve in bf16"
+                f"{first_line(error)}): {instead_of(module)}"
             ) from error
         made: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {
             key: (now, module._parameters.get(key)) for key, now in serving.items()
@@ -83,7 +88,7 @@ def reprocessed(layer: Layer, largest: Mapping[str, torch.Tensor], config: Any) 
         if unfit:
             raise ReshardError(
                 f"vLLM makes {layer.name}.{unfit[0]} of another shape or dtype when it processes it once "
-                "more: serve in bf16"
+                f"more: {instead_of(module)}"
             )
         handles = _handles(layer, before)
     finally:

@@ -6,8 +6,21 @@ from typing import Any
 import torch
 
 from reshard.core.errors import ReshardError
-from reshard.engines.vllm.layers import always_packed, expert_backend, is_packed, plain_method
-from reshard.engines.vllm.quantized.layers import blocks_of, compressed_of, made_online, method_of
+from reshard.engines.vllm.layers import (
+    always_packed,
+    exchanges_gate_and_up,
+    expert_backend,
+    has_experts,
+    is_packed,
+    plain_method,
+)
+from reshard.engines.vllm.quantized.layers import (
+    blocks_of,
+    is_processed_again,
+    kernel_of,
+    method_of,
+    stores_blocks,
+)
 from reshard.engines.vllm.weights.served import Served
 
 # Methods that serve from weights as they were loaded.
@@ -49,15 +62,17 @@ def _check_cache_scales(name: str, config: Any) -> None:
 
 
 def _is_processed_again(module: torch.nn.Module) -> bool:
-    """Tell whether a refit quantizes the weights of this layer itself, or has vLLM do so."""
-    return (
-        blocks_of(module, module.quant_method) is not None
-        or made_online(module)
-        or compressed_of(module) is not None
-    )
+    """Tell whether a refit quantizes the weights of this layer itself, or has vLLM process them."""
+    return blocks_of(module, module.quant_method) is not None or is_processed_again(module)
 
 
 def _check_plain(name: str, module: torch.nn.Module, method: Any) -> None:
+    if stores_blocks(module):
+        option = "moe_backend" if has_experts(module) else "linear_backend"
+        raise ReshardError(
+            f"{name} serves from fp8 blocks that vLLM has changed for {kernel_of(module)}, which a refit cannot write: "
+            f"pass {option}='triton'"
+        )
     if type(method).__name__ not in PLAIN_METHODS:
         raise ReshardError(
             f"{name} serves from weights that {method_of(module)} has changed, which a refit cannot write "
@@ -78,7 +93,7 @@ def _check_plain(name: str, module: torch.nn.Module, method: Any) -> None:
             f"worker_extension_cls='reshard.engines.vllm.worker.RefitExtension'"
         )
     backend = expert_backend(method)
-    if backend is not None and backend not in PLAIN_MOE_BACKENDS:
+    if backend is not None and backend not in PLAIN_MOE_BACKENDS and not exchanges_gate_and_up(module):
         raise ReshardError(
             f"{name} keeps its experts in the order of {backend}, which a refit cannot "
             f"write: pass moe_backend='triton'"
