@@ -7,6 +7,7 @@ Written by ``python -m tests.tools.config_defaults``; a test compares it with th
 from typing import Any
 
 DEFAULTS: dict[str, dict[str, Any]] = {
+    "bailing_moe_v2": {"is_encoder_decoder": False, "moe_router_enable_expert_bias": True},
     "deepseek_v3": {"is_encoder_decoder": False, "rope_interleave": True},
     "deepseek_v32": {"is_encoder_decoder": False},
     "dots1": {"is_encoder_decoder": False},

@@ -28,6 +28,7 @@ CASES = [
     ("qwen2-moe-mixed", {}, MegatronLayout(tp=2, ep=2, etp=1), dict(tp=4)),
     ("deepseek-v3", dict(dtype=torch.bfloat16, mtp=True), MegatronLayout(tp=2, pp=2, ep=2, etp=1), dict(tp=4)),
     ("glm4-moe", dict(mtp=True, copies=False), MegatronLayout(tp=2), dict(tp=2, pp=2)),
+    ("ling", {}, MegatronLayout(tp=2, ep=2, etp=1), dict(tp=2, pp=2)),
     ("minimax-m2", {}, MegatronLayout(tp=2, ep=2, etp=1), dict(tp=4)),
     ("glm-moe-dsa-shared", dict(dtype=torch.bfloat16), MegatronLayout(tp=2, ep=2, etp=1), dict(tp=4)),
     ("olmoe", {}, MegatronLayout(tp=2, ep=4, etp=1), dict(tp=4)),

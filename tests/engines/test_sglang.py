@@ -29,6 +29,8 @@ LAYOUTS = [
     ("qwen3-moe", f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2, ep=2), 2, True),
     ("qwen2-moe", f"{PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, pp=2, ep=2), 4, True),
     ("phi4", f"{TP} 2", 2, dict(tp=2), 2, True),
+    ("ling", f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2, ep=2, dp=2), 2, True),
+    ("ling-bias", f"{PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, pp=2), 4, True),
     ("mistral", "", 1, {}, 1, True),
     ("mixtral", "", 1, {}, 1, True),
     ("deepseek-v3", f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2, ep=2, dp=2), 2, True),

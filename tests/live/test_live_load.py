@@ -47,6 +47,7 @@ LAYOUTS = [
     ("minimax-m2", {}, f"{TP} 4 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=2, pp=2, ep=2, etp=2)),
     ("olmoe", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=2, pp=2, ep=2, etp=2)),
     ("dots1", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=4, pp=2, ep=2, etp=2)),
+    ("ling", {"mtp": True}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=4, pp=2, ep=2, etp=2)),
     ("ernie", {}, f"{PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=2)),
     ("gpt-oss", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=4, ep=4, etp=1)),
     ("glm-moe-dsa-shared", {"mtp": True}, f"{PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=1)),
@@ -81,7 +82,9 @@ def test_a_load_leaves_what_megatron_loads_of_the_conversion(
         ddp="tied" not in variant,
     )
     # Megatron keeps the router's bias in fp32, whatever the checkpoint has.
-    biased = any(name.endswith("e_score_correction_bias") for name in hf_tensors(folder / "hf"))
+    biased = any(
+        name.endswith(("e_score_correction_bias", "expert_bias")) for name in hf_tensors(folder / "hf")
+    )
     for (*of_the_same, from_other), reports, tensors in results:
         assert len(of_the_same) == len(sources) + 1 and not any(of_the_same)
         assert len(from_other) > 0.8 * tensors  # the control: other weights are seen

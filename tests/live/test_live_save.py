@@ -37,6 +37,7 @@ SAVED = [
     ("minimax-m2", {}, f"{TP} 4 {EP} 4 {ETP} 1", 4, MegatronLayout(tp=4, ep=4, etp=1)),
     ("olmoe", {}, f"{PP} 2 {ETP} 1", 2, MegatronLayout(pp=2, etp=1)),
     ("dots1", {}, f"{TP} 4 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=2, etp=1)),
+    ("ling", {"mtp": True}, f"{TP} 4 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=4, ep=2, etp=1)),
     ("ernie", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, MegatronLayout(tp=2, ep=2, etp=1)),
     ("gpt-oss", {}, f"{TP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(tp=2, ep=2, etp=1)),  # two ranks have each expert
     ("deepseek-v32", {"mtp": True}, f"{PP} 2 {EP} 2 {ETP} 1", 4, MegatronLayout(pp=2, ep=2, etp=1)),
@@ -113,7 +114,10 @@ def with_fp32_bias(source, destination):
 
     shutil.copytree(source, destination)
     tensors = load_file(destination / "model.safetensors")
-    tensors = {n: t.float() if n.endswith("e_score_correction_bias") else t for n, t in tensors.items()}
+    tensors = {
+        n: t.float() if n.endswith(("e_score_correction_bias", "expert_bias")) else t
+        for n, t in tensors.items()
+    }
     save_file(tensors, destination / "model.safetensors", metadata={"format": "pt"})
 
 

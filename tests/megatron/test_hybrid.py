@@ -48,6 +48,7 @@ SAVED = [
     ("seed-oss", {}, f"{TP} 2", 2, "*-*-*-*-", MegatronLayout(tp=2)),
     ("phi4", {}, f"{TP} 2", 2, "*-*-*-*-", MegatronLayout(tp=2)),
     ("dots1", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, "*-*E*E*E", MegatronLayout(tp=2, ep=2, etp=1)),
+    ("ling", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, "*-*E*E*E", MegatronLayout(tp=2, ep=2, etp=1)),
     ("qwen2-moe-mixed", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, "*E*-*E*E", MegatronLayout(tp=2, ep=2, etp=1)),
     ("qwen3-next", {}, f"{TP} 2 {EP} 2 {ETP} 1", 2, "GEGEGE*E", MegatronLayout(tp=2, ep=2, etp=1)),
     ("deepseek-v32", {}, f"{EP} 2 {ETP} 1", 2, "D-DEDEDE", MegatronLayout(ep=2, etp=1)),

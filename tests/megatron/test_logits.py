@@ -100,6 +100,8 @@ RELOADS = [
     ("olmoe", MegatronLayout(tp=2, pp=2, ep=4, etp=1), f"{TP} 4 {EP} 2 {ETP} 2", 4),
     ("ernie", MegatronLayout(tp=2, ep=4, etp=1), f"{PP} 2 {VPP} 2", 2),
     ("dots1", MegatronLayout(tp=2, pp=2, ep=4, etp=1), f"{TP} 4 {EP} 2 {ETP} 2", 4),
+    ("ling", MegatronLayout(tp=2, pp=2, ep=4, etp=1), f"{TP} 4 {EP} 2 {ETP} 2", 4),
+    ("ling-bias", MegatronLayout(pp=2, ep=2, etp=1), f"{TP} 2 {EP} 2 {ETP} 1", 2),
     ("gpt-oss", MegatronLayout(tp=4, pp=2, ep=4, etp=1), f"{TP} 2 {EP} 2 {ETP} 1", 2),
     ("glm4-moe-lite", MegatronLayout(pp=2, ep=4, etp=1), f"{TP} 2 {EP} 2 {ETP} 1", 2),
     # An indexer wants sequence parallelism at TP > 1, which Megatron's local experts cannot do.

@@ -173,6 +173,7 @@ NOT_RESTORED = """--norm-epsilon --qk-layernorm --use-rope-scaling --rope-scalin
 RESTORED = [
     "glm4-moe",
     "minimax-m2",
+    "ling",
     "llama-rope-tied",
     "llama-bias",
     "qwen2",

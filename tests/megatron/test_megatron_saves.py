@@ -35,6 +35,7 @@ SAVED = [
     ("minimax-m2", f"{TP} 4 {EP} 2 {ETP} 2", 4),
     ("olmoe", f"{TP} 2 {EP} 2 {ETP} 1", 2),
     ("dots1", f"{TP} 4 {EP} 2 {ETP} 2", 4),
+    ("ling", f"{TP} 4 {EP} 2 {ETP} 2", 4),
     ("ernie", f"{TP} 2 {EP} 2 {ETP} 1", 2),
     ("gpt-oss", f"{TP} 2 {EP} 2 {ETP} 1", 2),
     ("deepseek-v32", f"{EP} 2 {ETP} 1", 2),
@@ -87,7 +88,7 @@ def unlike(source, back) -> dict:
 
     ours, wanted = (AutoConfig.from_pretrained(d).to_dict() for d in (back, source))
     left_out = {"initializer_range", "transformers_version", "dtype", "_name_or_path", "bos_token_id", "eos_token_id",
-                "pad_token_id"}  # fmt: skip
+                "pad_token_id", "auto_map"}  # fmt: skip
     if wanted.get("head_dim") is None:  # which means the quotient
         left_out.add("head_dim")
     return {k: (ours.get(k), wanted[k]) for k in wanted.keys() - left_out if ours.get(k) != wanted[k]}

@@ -47,6 +47,7 @@ LAYOUTS = {
     "norms over the full width": ("minimax-m2", {}, MegatronLayout(tp=4, ep=2, etp=1), 8, 1),
     "softmax with a bias, shared experts": ("ernie", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), 8, 1),
     "q/k norm, shared experts": ("dots1", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), 8, 1),
+    "q, k and v in one, MTP": ("ling", {"num_nextn_predict_layers": 1}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), 8, 1),
     "a shared expert with a gate": ("qwen2-moe", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), 8, 1),
     "in a larger model": ("qwen3-vl-moe", {}, MegatronLayout(tp=2, pp=2, ep=4, etp=1), 16, 1),
     "MLA in a larger model": ("kimi-k2.5", {}, MegatronLayout(tp=2, pp=2, ep=2, etp=1), 8, 1),

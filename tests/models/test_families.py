@@ -56,6 +56,8 @@ def test_args_are_of_the_one_family_that_made_them_and_a_wrong_one_that_is_named
             # What these are to Megatron.
             others = {
                 "dots1": "glm4_moe",
+                "ling": "glm4_moe",
+                "ling-bias": "glm4_moe",
                 "glm4-moe-lite": "deepseek_v3",
                 "mistral": "llama",
                 "seed-oss": "qwen2",
@@ -100,6 +102,23 @@ def test_dots_llm1_without_its_config_is_a_glm_with_the_same_logits(checkpoint, 
         assert torch.equal(hf_logits(source, tokens), hf_logits(back, tokens))
 
 
+def test_a_ling_without_its_config_is_a_glm_with_the_same_logits(checkpoint, tmp_path):
+    """transformers' own class of another family, with other names, computes what the published code does."""
+    source, tokens = checkpoint("ling"), torch.arange(48).reshape(2, 24)
+    hf_to_mcore(source, tmp_path / "mcore")
+    shutil.rmtree(tmp_path / "mcore" / "hf")
+    (tmp_path / "mcore" / "reshard.json").unlink()
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "glm")
+    assert json.loads((tmp_path / "glm" / "config.json").read_text())["architectures"] == [
+        "Glm4MoeForCausalLM"
+    ]
+    assert torch.allclose(hf_logits(source, tokens), hf_logits(tmp_path / "glm", tokens), rtol=0, atol=1e-5)
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "ling", family="bailing_moe_v2")
+    assert same(hf_tensors(source), hf_tensors(tmp_path / "ling")) == []
+    config = json.loads((tmp_path / "ling" / "config.json").read_text())
+    assert config["rotary_dim"] == 8 and config["score_function"] == "sigmoid", "engines read these"
+
+
 def test_args_of_mixtral_as_megatron_lms_own_example_has_them_are_read():
     """Without the width of an expert, which is that of the MLP then, and arguments that came later."""
     later = ("qk_layernorm", "multi_latent_attention", "add_qkv_bias", "moe_ffn_hidden_size")
@@ -112,6 +131,7 @@ def test_any_two_families_differ_in_an_argument_by_which_both_are_identified():
     identified = [family for family in families().values() if family.identifies]
     assert {*families()} - {family.name for family in identified} == {
         "dots1",  # a GLM-4.5
+        "bailing_moe_v2",  # a GLM-4.5
         "glm4_moe_lite",  # a DeepSeek-V3
         "mistral",  # a Llama
         "qwen3_vl_moe_text",  # a Qwen3-MoE
@@ -151,6 +171,7 @@ def test_a_row_that_does_not_follow_the_columns_is_refused_with_its_file(column,
 
 # Fields of published configs, and of the code of models, that transformers' config class does not have.
 PUBLISHED_ONLY = {
+    "bailing_moe_v2": {"moe_shared_expert_intermediate_size"},
     "deepseek_v3": {"moe_layer_freq", "scoring_func", "topk_method"},
     "dots1": {"scoring_func"},
     "glm4_moe_lite": {"head_dim"},  # another name of qk_rope_head_dim there

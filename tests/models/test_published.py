@@ -263,6 +263,8 @@ PUBLISHED |= {
     "MiniMax-M2.7": (_CONFIGS["MiniMax-M2.7"], 228.7, MegatronLayout(tp=8, pp=2, ep=32, etp=1)),
     "ERNIE-4.5-21B-A3B": (_CONFIGS["ERNIE-4.5-21B-A3B-PT"], 21.8, MegatronLayout(tp=4, pp=2, ep=8, etp=1)),
     "OLMoE-1B-7B-0924": (_CONFIGS["OLMoE-1B-7B-0924"], 6.92, MegatronLayout(tp=2, pp=2, ep=8, etp=1)),
+    "Ling-mini-2.0": (_CONFIGS["Ling-mini-2.0"], 16.26, MegatronLayout(tp=2, pp=2, ep=8, etp=1)),
+    "Ring-flash-2.0": (_CONFIGS["Ring-flash-2.0"], 103.0, MegatronLayout(tp=4, pp=2, ep=16, etp=1)),
     "phi-4": (_CONFIGS["phi-4"], 14.66, MegatronLayout(tp=2, pp=2)),
     "Phi-3-mini-4k": (_CONFIGS["Phi-3-mini-4k-instruct"], 3.82, MegatronLayout(tp=4, pp=2)),
     "Seed-OSS-36B": (_CONFIGS["Seed-OSS-36B-Instruct"], 36.15, MegatronLayout(tp=8, pp=2)),

@@ -17,6 +17,7 @@ os.environ.setdefault("SGLANG_LOGGING_LEVEL", "ERROR")
 
 # Its classes of our families; SGLang would import all of its hundreds.
 MODELS = (
+    "bailing_moe",
     "deepseek_nextn",
     "deepseek_v2",
     "ernie4",
@@ -67,6 +68,8 @@ from sglang.srt.layers.rotary_embedding import factory as rotary
 from sglang.srt.model_loader import get_model
 from sglang.srt.models.deepseek_common import deepseek_weight_loader
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+from tests.standins import bailing  # noqa: F401
 
 # Where torch is built for GPUs it takes one for the device also where there is none.
 _module_of = torch.get_device_module

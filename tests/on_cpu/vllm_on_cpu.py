@@ -75,6 +75,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.models import utils as model_utils
 from vllm.v1.worker import workspace
 
+from tests.standins import bailing  # noqa: F401
 from tests.tools import vllm_models
 
 vllm_models.register()

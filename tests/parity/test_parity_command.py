@@ -14,7 +14,7 @@ from reshard.parity.prompts import check_prompts, random_prompts, read_prompts, 
 from reshard.parity.systems.huggingface import HuggingFace
 from tests.starting.ranks import run_to_the_end, torchrun
 from tests.starting.warm import python_of_trainer
-from tests.tools.checkpoints import make
+from tests.tools.checkpoints import make, with_config
 from tests.tools.html_pages import Parsed, assert_stands_alone
 from tests.tools.parity_runs import parity_command, with_tokenizer
 
@@ -86,6 +86,14 @@ def test_a_directory_that_lacks_weights_is_refused_before_they_are_drawn_at_rand
     with pytest.raises(ReshardError, match="transformers cannot load .*broken: .*header"):
         _ = HuggingFace(broken, "fp32").module
     assert HuggingFace(whole, "fp32").module.config.model_type == "qwen3"
+
+
+def test_code_that_lies_beside_the_weights_is_not_executed(megatron_of, tmp_path):
+    """Of Ling 2.0, which transformers has no class for, under the name that it is published by."""
+    hf, mcore = megatron_of("ling")
+    done = parity_command(with_config(hf, tmp_path / "hf", model_type="bailing_moe"), mcore)
+    assert done.returncode and "contains custom code which must be executed" in done.stderr
+    assert "Do you wish to run" not in done.stdout + done.stderr
 
 
 def test_text_prompts_use_the_tokenizer_that_both_have(megatron_of, tmp_path):

@@ -381,6 +381,32 @@ def test_experts_in_one_fp8_tensor_are_read_expert_by_expert(variant, checkpoint
         hf_to_mcore(tmp_path / "fp8", tmp_path / "never")
 
 
+def test_queries_keys_and_values_in_one_fp8_matrix_are_read_with_their_blocks(checkpoint, tmp_path):
+    """As Ling 2.0 is published in fp8. Keys and values here have a block in common."""
+    plain = checkpoint("ling", dtype=torch.bfloat16)
+    tensors, config = hf_tensors(plain), json.loads((plain / "config.json").read_text())
+    stored, expected = dict(tensors), dict(tensors)
+    for name in (name for name in tensors if name.endswith("query_key_value.weight")):
+        codes, scales, numbers = (part[0] for part in blocks_of(tensors[name][None], 64))
+        stored[name], stored[name + "_scale_inv"], expected[name] = codes, scales, numbers
+    quantized = config | {"quantization_config": CONFIG | {"weight_block_size": [64, 64]}}
+    for folder, held, fields in (("fp8", stored, quantized), ("bf16", expected, config)):
+        (tmp_path / folder).mkdir()
+        save_file(held, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})
+        (tmp_path / folder / "config.json").write_text(json.dumps(fields))
+        hf_to_mcore(tmp_path / folder, tmp_path / f"{folder}-mcore", MegatronLayout(tp=4, ep=2, etp=1))
+    ours, theirs = (stored_tensors(tmp_path / f"{folder}-mcore" / "release") for folder in ("fp8", "bf16"))
+    assert same(ours, theirs) == []
+    # The control: the scales of other rows.
+    name = next(name for name in stored if name.endswith("query_key_value.weight_scale_inv"))
+    save_file(
+        stored | {name: stored[name].roll(1, 0)},
+        tmp_path / "fp8" / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    assert not diff(tmp_path / "fp8", tmp_path / "bf16").equal
+
+
 # What is quantized
 
 

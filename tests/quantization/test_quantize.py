@@ -79,7 +79,7 @@ def test_a_conversion_refuses_what_it_cannot_quantize(converted, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("variant", ["phi3", "qwen3.5", "qwen3-moe"])
+@pytest.mark.parametrize("variant", ["phi3", "ling", "qwen3.5", "qwen3-moe"])
 def test_a_conversion_names_the_linear_weights_that_it_leaves_in_full(variant, converted, tmp_path):
     hf, mcore = converted(variant)[0]
 
@@ -103,6 +103,7 @@ def test_a_conversion_names_the_linear_weights_that_it_leaves_in_full(variant, c
     of_phi = {"self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"}
     linear = {f"linear_attn.{name}.weight" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")}
     wanted = {"phi3": of_phi, "qwen3.5": linear | {"linear_attn.out_proj.weight", "self_attn.q_proj.weight"}}
+    wanted["ling"] = {"attention.query_key_value.weight"}
     assert left(tmp_path / "out", "fp8_per_channel") == wanted.get(variant, set())
     if variant == "phi3":  # and of those that were quantized before
         mcore = tmp_path / "mcore"

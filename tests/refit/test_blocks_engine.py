@@ -28,6 +28,7 @@ ONLINE_CASES = [
     ("qwen3", "", 1, True),
     ("qwen3-moe", "", 1, True),
     ("deepseek-v3", "", 1, True),
+    ("ling", "", 1, True),
     ("qwen3-moe", "", 1, False),
     ("deepseek-v3", "", 1, False),
     ("qwen3-moe", f"{EP} 2", 2, True),

@@ -26,6 +26,7 @@ CASES = [
     ("mixtral", {"replicate": 2, "shard": 1}, {"tp": 2}, 2, True),
     ("seed-oss", {"shard": 3}, {"tp": 2}, 2, False),
     ("phi4", {"shard": 3}, {"tp": 2}, 2, False),
+    ("ling", {"shard": 2}, {"tp": 2}, 2, True),
     ("qwen2-moe", {"shard": 2, "tp": 2}, {"tp": 4}, 4, True),
     ("minimax-m2", {"shard": 2}, {"tp": 2}, 2, True),
     ("nemotron-h-moe", {"shard": 3}, {"tp": 2}, 2, False),

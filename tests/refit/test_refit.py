@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.megatron.test_logits import EP, ETP, PP, TP, VPP, flags_at
 from tests.starting.ranks import free_port, run_on_ranks
+from tests.tools.checkpoints import with_config
 from tests.tools.disk import ended
 from tests.tools.refits import refit
 
@@ -43,6 +45,8 @@ LAYOUTS = [
     ("mixtral", f"{TP} 2 {EP} 2 {ETP} 1", 2, dict(tp=2, enable_expert_parallel=True), 2, True, {}),
     ("seed-oss", f"{TP} 2", 4, dict(tp=4), 4, True, {}),  # twice the key heads
     ("phi4", f"{TP} 2 {PP} 2", 4, dict(tp=4), 4, True, {}),
+    ("ling", f"{TP} 2 {EP} 2 {ETP} 1", 4, dict(tp=4), 4, True, {}),  # twice the key heads
+    ("ling-bias", f"{PP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, pp=2, enable_expert_parallel=True), 4, False, {}),
     ("qwen2-moe-mixed", f"{TP} 2 {EP} 2 {ETP} 1", 4, dict(tp=2, pp=2), 4, True, {}),
     # twice the query groups, and the key heads
     ("minimax-m2", f"{TP} 4 {EP} 2 {ETP} 2", 4, dict(tp=4), 4, True, {}),
@@ -206,10 +210,31 @@ def test_what_had_moved_before_a_refit_that_failed_is_found_by_the_next(converte
 
 
 @pytest.mark.parametrize(
-    "variant", ["deepseek-v3", "glm4-moe", "minimax-m2", "olmoe", "qwen3-next", "gpt-oss"]
+    "variant", ["deepseek-v3", "glm4-moe", "minimax-m2", "olmoe", "ling", "qwen3-next", "gpt-oss"]
 )
 def test_a_family_without_vllm_names_goes_by_the_traced_layout(variant, converted, tmp_path):
     refit(converted(variant), f"{PP} 2", 2, dict(tp=2), 2, True, tmp_path, traced=True)
+
+
+def test_mtp_layers_stay_behind_that_vllm_could_not_load(converted, tmp_path):
+    """Ling's, which are in the trainer and in the config alone."""
+    pairs = [list(pair) for pair in converted("ling", mtp=True)]
+    for n, pair in enumerate(pairs):
+        pair[0] = str(with_config(Path(pair[0]), tmp_path / f"hf{n}"))
+        file = Path(pair[0]) / "model.safetensors"
+        tensors = {name: t for name, t in load_file(file).items() if not name.startswith("model.layers.4.")}
+        save_file(tensors, file, metadata={"format": "pt"})
+    refit(pairs, f"{PP} 2", 2, dict(tp=2), 2, True, tmp_path)
+
+
+def test_a_ling_whose_whole_heads_vllm_would_turn_is_refused(converted, tmp_path):
+    """Under transformers 5 vLLM finds the share of a head that turns in no config of Ling's, but its dims."""
+    pairs = [list(pair) for pair in converted("ling")]
+    for n, pair in enumerate(pairs):
+        pair[0] = str(with_config(Path(pair[0]), tmp_path / f"hf{n}", rotary_dim=None))
+    sentence = "the trainer's rotary_percent is 0.5, but the served model's is 1.0"
+    with pytest.raises(AssertionError, match=sentence):
+        refit(pairs, "", 1, {}, 1, True, tmp_path)
 
 
 @pytest.mark.parametrize(

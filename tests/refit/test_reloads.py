@@ -15,6 +15,7 @@ CASES = [
     ("qwen3-moe", "fp8"),
     ("qwen3-moe", "int8_per_channel_weight_only"),
     ("deepseek-v3", "fp8_per_channel"),
+    ("ling", "fp8_per_channel"),
     ("qwen3-next", "fp8_per_channel"),
     ("deepseek-v3", "fp8_per_tensor"),
 ]

@@ -120,6 +120,7 @@ def draw_layout(variant):
         "glm4-moe",
         "minimax-m2",
         "olmoe",
+        "ling-bias",
         "glm-moe-dsa-shared",
     ],
 )

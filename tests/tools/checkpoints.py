@@ -41,6 +41,7 @@ except ImportError:  # before 5
 
 from reshard.models.family import families
 from reshard.models.model import Model
+from tests.standins.bailing import BailingMoeV2Config
 
 COMMON = dict(
     vocab_size=1000,
@@ -98,6 +99,13 @@ ERNIE = GQA | dict(
 DOTS = GQA | dict(
     n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, n_shared_experts=2, first_k_dense_replace=1,
     routed_scaling_factor=2.5, norm_topk_prob=True, sliding_window=None,
+)  # fmt: skip
+# With what engines read beside the published code's own fields.
+LING = GQA | dict(
+    head_dim=16, num_experts=8, num_experts_per_tok=4, moe_intermediate_size=48, num_shared_experts=1,
+    first_k_dense_replace=1, n_group=4, topk_group=2, routed_scaling_factor=2.5, partial_rotary_factor=0.5,
+    rotary_dim=8, norm_topk_prob=True, score_function="sigmoid", router_dtype="fp32", use_rmsnorm=True,
+    pad_token_id=0, eos_token_id=2,
 )  # fmt: skip
 OLMOE = GQA | dict(intermediate_size=48, num_experts=8, num_experts_per_tok=3, norm_topk_prob=False)
 # As wide as its experts, as published: shapes do not tell a matrix from its transposed one. Windows
@@ -177,6 +185,9 @@ VARIANTS = {
     "olmoe": OlmoeConfig(**OLMOE, tie_word_embeddings=False),
     "ernie": Ernie4_5_MoeConfig(**ERNIE, tie_word_embeddings=True),
     "dots1": Dots1Config(**DOTS, tie_word_embeddings=False),
+    "ling": BailingMoeV2Config(**LING),
+    # What no published model has: biases, two shared experts, no norms of queries and keys.
+    "ling-bias": BailingMoeV2Config(**LING | dict(num_shared_experts=2, use_qkv_bias=True, use_qk_norm=False)),
     "gpt-oss": GptOssConfig(**GPT_OSS, tie_word_embeddings=False, **rope(GPT_OSS_YARN)),
 }  # fmt: skip
 if MiniMaxM2Config is not None:
@@ -258,7 +269,7 @@ def make(
             if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.copy_(torch.randn_like(parameter) * 0.1 + (1.0 if "norm" in name else 0.0))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn_like(buffer) * 0.1)
     model = model.to(dtype)
     model.save_pretrained(directory)
@@ -313,10 +324,12 @@ def _add_mtp(directory: Path, model, dtype: torch.dtype, copies: bool) -> None:
             torch.randn(tensors[name].shape).mul(0.05).to(tensors[name].dtype)
         )
     prefix = f"model.layers.{layers}."
+    is_ling = model.config.model_type == "bailing_moe_v2"
+    norm = "final_layernorm.weight" if is_ling else "shared_head.norm.weight"
     for name, shape in (("enorm.weight", [hidden]), ("hnorm.weight", [hidden]),
-                        ("eh_proj.weight", [hidden, 2 * hidden]), ("shared_head.norm.weight", [hidden])):  # fmt: skip
+                        ("eh_proj.weight", [hidden, 2 * hidden]), (norm, [hidden])):  # fmt: skip
         tensors[prefix + name] = torch.randn(shape).mul(0.05).to(dtype)
-    if copies:
+    if copies and not is_ling:
         tensors[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, path, metadata={"format": "pt"})

@@ -10,6 +10,7 @@ from pathlib import Path
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from reshard.models.family import families
+from tests.standins import bailing  # noqa: F401
 
 HEADER = '''"""Values of fields that a config lacks: the defaults of transformers' config classes,
 without the fields that a mapping table has and those that have no effect.

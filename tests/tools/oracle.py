@@ -57,12 +57,24 @@ def stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
     return state
 
 
+# What Ling 2.0 calls what others call so.
+OF_LING = {
+    "model.word_embeddings.": "model.embed_tokens.", ".attention.query_key_value.": ".self_attn.qkv_proj.",
+    ".attention.query_layernorm.": ".self_attn.q_norm.", ".attention.key_layernorm.": ".self_attn.k_norm.",
+    ".attention.dense.": ".self_attn.o_proj.", ".gate.expert_bias": ".gate.e_score_correction_bias",
+    ".final_layernorm.": ".shared_head.norm.",
+}  # fmt: skip
+
+
 def apart(hf: dict[str, torch.Tensor], config: dict) -> dict[str, torch.Tensor]:
-    """Return tensors with those of Phi-3 that are several in one taken apart."""
-    out = {}
+    """Return tensors with those of Phi-3 and Ling 2.0 that are several in one taken apart, and Ling's under the
+    names that others have."""
+    out, renamed = {}, OF_LING if "model.word_embeddings.weight" in hf else {}
     for name, tensor in hf.items():
-        if name.endswith("qkv_proj.weight"):
-            d = config["hidden_size"] // config["num_attention_heads"]
+        for theirs, ours in renamed.items():
+            name = name.replace(theirs, ours)
+        if ".qkv_proj." in name:
+            d = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
             rows = [config[f"num_{kind}_heads"] * d for kind in ("attention", "key_value", "key_value")]
             out |= {name.replace("qkv", x): t for x, t in zip("qkv", tensor.split(rows), strict=True)}
         elif name.endswith("mlp.gate_up_proj.weight"):

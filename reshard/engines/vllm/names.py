@@ -79,6 +79,7 @@ FAMILIES = {
     "deepseek_v32": EngineFamily((*LATENT_ATTENTION, *INDEXER)),
     "glm4_moe": EngineFamily(),
     "seed_oss": EngineFamily(),
+    "bailing_moe_v2": EngineFamily(),
     "phi3": EngineFamily(),
     "mixtral": EngineFamily(BLOCK_SPARSE_MOE, on_every_stage=OUTER),
     "minimax_m2": EngineFamily(BLOCK_SPARSE_MOE),

@@ -39,7 +39,10 @@ class HuggingFace(ForwardSystem):
         # fp32 not before weights are dequantized: else transformers rounds the products of experts
         # to that dtype, all others to the scales'.
         wide = self._compressed() and self.dtype == "fp32"
-        options: dict[str, Any] = {"dtype": "auto" if wide else DTYPES[self.dtype]}
+        options: dict[str, Any] = {
+            "dtype": "auto" if wide else DTYPES[self.dtype],
+            "trust_remote_code": False,  # without it transformers asks at a terminal
+        }
         try:
             if self._compressed():
                 options["quantization_config"] = _dequantizing_config()

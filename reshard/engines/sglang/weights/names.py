@@ -59,6 +59,7 @@ FAMILIES = {
     "deepseek_v3": EngineFamily(LATENT_ATTENTION),
     "glm4_moe": EngineFamily(on_every_stage=("output",)),
     "phi3": EngineFamily(),
+    "bailing_moe_v2": EngineFamily(on_every_stage=("output",)),
     "mixtral": EngineFamily(BLOCK_SPARSE_MOE, on_every_stage=("output",)),
     "minimax_m2": EngineFamily(BLOCK_SPARSE_MOE, on_every_stage=("embedding",)),
     "olmoe": EngineFamily(),

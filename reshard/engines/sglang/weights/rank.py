@@ -13,9 +13,9 @@ from reshard.models.model import Model
 # The kinds of parameters that may be split otherwise than by TP, by the ends of the names of modules
 # that have one.
 SPLIT_APART = (
-    ("embedding", ("embed_tokens",)),
+    ("embedding", ("embed_tokens", "word_embeddings")),
     ("output", ("lm_head",)),
-    ("attention", (".o_proj", "linear_attn.out_proj")),
+    ("attention", (".o_proj", "linear_attn.out_proj", "attention.dense")),
     ("shared_experts", ("mlp.shared_experts.down_proj", "mlp.shared_expert.down_proj")),
     ("mlp", ("mlp.down_proj",)),
 )
