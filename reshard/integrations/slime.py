@@ -132,12 +132,6 @@ class RolloutEngine:
     ranks: int
     url: str = ""
 
-    @property
-    def key(self) -> bytes:
-        """What no other actor has."""
-        key: bytes = self.actor._actor_id.binary()
-        return key
-
     def connect(self, meeting: dict[str, Any]) -> Future[Any]:
         """Have SGLang connect. One without the plugin is refused: it would wait to make a group of its own."""
 
@@ -194,7 +188,7 @@ class RefitWeights:
         if why := cannot_begin(args):
             options.check_not_begun("RESHARD_BEGIN in --train-env-vars", why)
         self._sync = BegunSync(options)
-        self._left_out: set[bytes] = set()  # the keys of engines that slime's monitor finds dead later
+        self._left_out: set[Any] = set()  # actors of engines that were dead, as slime's monitor finds later
 
     def connect_rollout_engines(
         self, rollout_engines: Any, rollout_engine_lock: Any, engine_gpu_counts: Any = None, **_: Any
@@ -206,7 +200,7 @@ class RefitWeights:
             RolloutEngine(actor, f"the rollout's engine {index}", ranks)
             for index, (actor, ranks) in enumerate(zip(rollout_engines, counts, strict=True))
         ]
-        self.rollout_engines = [engine for engine in engines if engine.key not in self._left_out]
+        self.rollout_engines = [engine for engine in engines if engine.actor not in self._left_out]
         if is_replaced(self.args):
             on_first_rank(self._find_servers, get_gloo_group())
 
@@ -260,7 +254,7 @@ class RefitWeights:
         if not dead:
             return False
         self._sync.close()
-        self._left_out |= {engine.key for engine in self.rollout_engines if engine.name in dead}
+        self._left_out |= {engine.actor for engine in self.rollout_engines if engine.name in dead}
         self.rollout_engines = [engine for engine in self.rollout_engines if engine.name not in dead]
         if not self.rollout_engines:
             raise ReshardError(f"all engines of the rollout are dead: {why}")

@@ -131,6 +131,43 @@ def test_where_an_engine_does_not_switch_all_serve_what_they_did_and_the_next_sy
     assert begun["again"]["begun"] and begun["again"]["serves"][0] == one
 
 
+def test_an_engine_that_dies_is_left_out_and_its_replacement_taken_along(outcome):
+    said, [one, other] = outcome["survivors"], [digests for digests, _ in outcome["loaded"]]
+    assert said["kind"] == "SurvivingSynchronizer"
+    assert said["first"][0] and not said["same"][0], "a sync connects where an engine is new"
+    syncs = {
+        "first": ([one] * 2, said["first"][1]), "same": ([other] * 2, said["same"][1]),
+        "dies": ([one], said["dies"]), "without it": ([other], said["without it"][1]),
+        "replaced": ([one] * 2, said["replaced"][1]), "back": ([other] * 2, said["back"][1]),
+        "swiftly": ([one] * 2, said["swiftly"][1]),
+    }  # fmt: skip
+    for name, (weights, sync) in syncs.items():
+        assert sync["error"] == "" and not sync["stale"], name
+        assert [digests for digests, _ in sync["serves"]] == weights, name
+        assert all(ready for _, [ready, _] in sync["serves"]), name
+        assert sync["seconds"] < 30, "of 120"
+    assert not said["without it"][0], "who is dead is not tried again"
+    [[digests, ready]] = said["new"]
+    assert ready == [False, None] and digests == outcome["dummy"][0], "dummy weights are not served"
+    assert said["replaced"][0] and said["absent"][0] and said["back"][0] and said["swiftly"][0]
+
+
+def test_an_engine_that_nemo_rl_has_found_dead_is_not_called(outcome):
+    said, [one, other] = outcome["survivors"], [digests for digests, _ in outcome["loaded"]]
+    absent = said["absent"][1]
+    assert absent["error"] == "" and [digests for digests, _ in absent["serves"]] == [other, one]
+    assert said["none left"] == "all engines of the rollout are dead"
+    assert said["shared"].startswith("engine 1 of the rollout is dead, and the others share its experts")
+
+
+def test_a_single_controller_gets_our_synchronizer_where_its_config_says_so(outcome):
+    said = outcome["survivors"]
+    assert said["begin"].endswith("NeMo-RL's SingleController begins no sync; leave it out")
+    assert said["no line"] == f"policy.generation.vllm_kwargs.worker_cls is None: make that {KIND}"
+    if not outcome["real"]:
+        assert said["another transport"] == "a stand-in makes nothing"
+
+
 def test_a_setup_ends_with_our_synchronizer(outcome):
     assert outcome["setup"]["plain"] == [{"worker_cls": KIND}, "ColocatedSynchronizer", "more", False, 600.0]
     assert outcome["setup"]["options"][3:] == [True, 5.0]
@@ -181,11 +218,14 @@ def test_a_script_finds_our_setup_in_the_place_of_nemo_rls(tmp_path):
     script.write_text(
         "import sys\nfrom nemo_rl.algorithms.grpo import setup\n"
         "print('FOUND', setup.__wrapped__.__name__, setup.__code__.co_name, sys.argv[1:])\n"
+        "from nemo_rl.algorithms.single_controller_utils.setup import create_weight_synchronizer as create\n"
+        "print('CREATES', create.__wrapped__.__name__, create.__code__.co_name)\n"
     )
     plain = [python, script, "a"]
     ours = [python, "-m", "reshard.integrations.nemo_rl", script, "--config", "b"]
     out = run(ours, env=variables(STANDINS), cwd=tmp_path)
     assert "FOUND setup refitting ['--config', 'b']" in out
+    assert "CREATES create_weight_synchronizer creating" in out
     assert "has no attribute '__wrapped__'" in attempt(plain, env=variables(STANDINS), cwd=tmp_path).stderr
     assert (
         "give NeMo-RL's examples/run_grpo.py"

@@ -25,9 +25,11 @@ from nemo_rl.models.policy.workers.checkpoint_engine import (
     PolicyCheckpointEngineMixin,
 )
 
-from reshard.integrations.nemo_rl.checkpoint_engine import ReshardCheckpointEngine
-from reshard.integrations.nemo_rl.colocated import BACKEND, ColocatedSynchronizer
+from reshard.integrations.nemo_rl.checkpoint_engine import WORKER, ReshardCheckpointEngine
+from reshard.integrations.nemo_rl.colocated import ColocatedSynchronizer
+from reshard.integrations.nemo_rl.driven import BACKEND
 from reshard.integrations.nemo_rl.script import with_refits
+from reshard.integrations.nemo_rl.survivors import with_survivors
 from reshard.integrations.nemo_rl.worker import ReshardWorker
 from reshard.integrations.options import SyncOptions
 from tests.tools.probe import Probed, after, alone, caught
@@ -52,7 +54,7 @@ class Engines:
 class Probe(Probed, Engines, ReshardWorker):
     """Our worker, and what the checks ask of it."""
 
-    dies = refuses = False
+    dies = dies_late = refuses = False
 
     def refuse_to_switch(self, refuses: bool) -> None:
         self.refuses = refuses
@@ -64,6 +66,14 @@ class Probe(Probed, Engines, ReshardWorker):
 
     def die_when_asked_to_meet(self) -> None:
         self.dies = True
+
+    def die_when_asked_to_refit(self) -> None:
+        self.dies_late = True
+
+    def reshard_refit(self, *arguments, **options):
+        if self.dies_late:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().reshard_refit(*arguments, **options)
 
     def reshard_take(self, *arguments):
         if self.dies:
@@ -95,6 +105,12 @@ class Engine(VllmCheckpointEngineRpcMixin):
             max_model_len=64, max_num_batched_tokens=64, max_num_seqs=8, kv_cache_memory_bytes=1 << 24,
             worker_cls=worker, worker_extension_cls=EXTENSION,
         )  # fmt: skip
+
+    def is_alive(self) -> bool:
+        return True
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Policy(Engines, MegatronCheckpointEngineSendMixin, PolicyCheckpointEngineMixin):
@@ -154,6 +170,9 @@ class Group:
 
     def __init__(self, workers: list) -> None:
         self.workers = workers
+
+    def get_dp_leader_worker_idx(self, dp_shard_idx):
+        return dp_shard_idx
 
     def run_all_workers_single_data(self, method_name, run_rank_0_only_axes=None, **kwargs):
         return [getattr(one, method_name).remote(**kwargs) for one in self.workers]
@@ -240,10 +259,16 @@ def main() -> None:
         synchronizer.shutdown()
     outcome["begun"] = begun(policy, generation, ask, train, folders)
     ray.get([one.lose_seat.remote() for one in policies])
+
+    def replace() -> None:
+        """Start another engine in the place of the second, as NeMo-RL does."""
+        engines[1] = (
+            ray.remote(Engine).options(num_cpus=0).remote(folders[0], "tests.on_cpu.nemo_rl_on_cpu.Probe")
+        )
+
+    outcome["survivors"] = survivors(policy, generation, train, replace, folders)
     outcome["colocated"]["died"] = died(synchronizer, policies, engines)
-    engines[1] = (
-        ray.remote(Engine).options(num_cpus=0).remote(folders[0], "tests.on_cpu.nemo_rl_on_cpu.Probe")
-    )
+    replace()
     ray.get([one.adapters.remote(True) for one in policies])
     outcome["adapters"] = caught(separate.sync_weights)
     outcome["setup"] = setups(policy, generation)
@@ -319,6 +344,60 @@ def begun(policy, generation, ask, train, folders: list[str]) -> dict:
     generation.cfg = plain
     ray.get([one.take_engine_back.remote() for one in policy.worker_group.workers])
     ask("take_engine_back")
+    return said
+
+
+def survivors(policy, generation, train, replace, folders: list[str]) -> dict:
+    """Syncs of NeMo-RL's SingleController, in and before which the second engine dies, and after it was replaced."""
+    from nemo_rl.weight_sync.factory import create_weight_synchronizer
+
+    engines = generation.worker_group.workers
+
+    def made(of=generation, **changes):
+        of = SimpleNamespace(**vars(of) | {"cfg": of.cfg | changes})
+        create = with_survivors(create_weight_synchronizer)
+        return create(policy=policy, generation=of, generation_backend="vllm", colocated=False)
+
+    ours = {"worker_cls": WORKER}
+    synchronizer = made(vllm_kwargs=ours)
+    synchronizer.init_communicator()
+
+    def says(*which: int) -> list:
+        asked = [[engines[index].checkpoint_engine_rpc.remote(what) for what in ("digests", "ready")]
+                 for index in which]  # fmt: skip
+        return [[one for [one] in ray.get(each)] for each in asked]
+
+    def synced(folder: str, *which: int) -> dict:
+        train(folder)
+        began = time.monotonic()
+        error = caught(synchronizer.sync_weights)
+        seconds = time.monotonic() - began
+        return {"error": error, "seconds": seconds, "stale": synchronizer.is_stale, "serves": says(*which)}
+
+    first, second = folders
+    said: dict = {"kind": type(synchronizer).__name__}
+    said["first"] = [synchronizer.reconcile_communicator([]), synced(first, 0, 1)]
+    said["same"] = [synchronizer.reconcile_communicator([]), synced(second, 0, 1)]
+    ray.get(engines[1].checkpoint_engine_rpc.remote("die_when_asked_to_refit"))
+    said["dies"] = synced(first, 0)
+    said["without it"] = [synchronizer.reconcile_communicator([]), synced(second, 0)]
+    replace()
+    said["new"] = says(1)
+    said["replaced"] = [synchronizer.reconcile_communicator([]), synced(first, 0, 1)]
+    said["absent"] = [synchronizer.reconcile_communicator([1]), synced(second, 0, 1)]
+    said["back"] = [synchronizer.reconcile_communicator([], force=False), synced(second, 0, 1)]
+    with suppress(ray.exceptions.RayError):
+        ray.get(engines[1].die.remote())
+    replace()  # between two syncs, before anybody has noticed
+    said["swiftly"] = [synchronizer.reconcile_communicator([]), synced(first, 0, 1)]
+    said["none left"] = caught(lambda: synchronizer.reconcile_communicator([0, 1]))
+    shared = made(vllm_kwargs=ours, vllm_cfg=generation.cfg["vllm_cfg"] | {"expert_parallel_size": 2})
+    said["shared"] = caught(lambda: shared.reconcile_communicator([1]))
+    said["begin"] = caught(lambda: made(vllm_kwargs=ours, refit_cfg={BACKEND: {"begin": True}}))
+    said["no line"] = caught(made)
+    said["another transport"] = caught(lambda: made(refit_transport="nixl"))
+    synchronizer.reconcile_communicator([])
+    synchronizer.shutdown()
     return said
 
 

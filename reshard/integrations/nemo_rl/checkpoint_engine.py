@@ -25,14 +25,15 @@ with importing_beside("NeMo-RL", "nemo_rl", "ray"):
 from reshard.comm.group import RefitGroup
 from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError
-from reshard.integrations.nemo_rl.colocated import BACKEND
+from reshard.integrations.nemo_rl.driven import BACKEND
 from reshard.integrations.options import SyncOptions
 from reshard.integrations.sync import Meeting, WeightSync, ray_address
 from reshard.refit.pending.refits import Begun
 from reshard.trainers.megatron import MegatronModel
 
-# What NeMo-RL itself takes beside our options.
+WORKER = "reshard.integrations.nemo_rl.ReshardWorker"  # vLLM's
 WHERE = f"policy.generation.refit_cfg[{BACKEND!r}]"
+# What NeMo-RL itself takes there beside our options.
 NEMO_RL_OPTIONS = ("release_after_refit", "update_weights_bucket_memory_ratio")
 
 
