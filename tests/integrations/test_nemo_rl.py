@@ -14,6 +14,7 @@ import torch
 from tests.starting import fork_server, warm
 from tests.tools.checkpoints import make
 from tests.tools.clones import STANDINS, differing, variables
+from tests.tools.drafters import Eagle3
 from tests.tools.environments import attempt, environment_before_ours, run
 from tests.tools.probe import alike
 
@@ -49,8 +50,10 @@ def outcome(request, tmp_path_factory):
         make(tmp_path_factory.mktemp(n) / "hf", "served-qwen3", torch.bfloat16, seed)
         for seed, n in enumerate("ab")
     ]
-    surroundings = variables(WITH[request.param])
-    command = [python_of(request.param, tmp_path_factory), "-m", "tests.on_cpu.nemo_rl_on_cpu", *folders]
+    at = tmp_path_factory.mktemp("drafters")
+    drafters = [Eagle3(folders[0], 40, seed=seed).publish(at / name) for seed, name in enumerate("ab")]
+    surroundings, program = variables(WITH[request.param]), "tests.on_cpu.nemo_rl_on_cpu"
+    command = [python_of(request.param, tmp_path_factory), "-m", program, *folders, *drafters]
     out = run(command, env=surroundings, cwd=tmp_path_factory.mktemp("at"))
     [line] = [line for line in out.splitlines() if line.startswith("SAID ")]
     results = json.loads(line.removeprefix("SAID "))
@@ -152,6 +155,16 @@ def test_an_engine_that_dies_is_left_out_and_its_replacement_taken_along(outcome
     assert said["replaced"][0] and said["absent"][0] and said["back"][0] and said["swiftly"][0]
 
 
+def test_a_drafter_that_nemo_rl_trains_comes_with_the_model(outcome):
+    said, [one, other] = outcome["drafting"], [digests[0] for digests in outcome["loaded"]]
+    dummy, [first, second] = said["dummy"], said["loaded"]
+    assert len(first) > 8 and all(len({dummy[name], first[name], second[name]}) == 3 for name in first)
+    assert said["first"] == ["", one, first, [True, 1]]
+    assert said["is begun"] and said["meanwhile"] == [one, first]
+    assert said["switched"] == ["", other, second, [True, 2]], "what the step left, not what came after it"
+    assert said["again"][:3] == ["", one, first]
+
+
 def test_an_engine_that_nemo_rl_has_found_dead_is_not_called(outcome):
     said, [one, other] = outcome["survivors"], [digests for digests, _ in outcome["loaded"]]
     absent = said["absent"][1]
@@ -198,7 +211,6 @@ def test_a_rollout_that_drafts_tokens_is_refitted(outcome):
     ("adapters", "the model has LoRA adapters (policy.megatron_cfg.peft), which"),
     ("fp8", "the rollout is quantized (vllm_cfg.precision), which"),
     ("fp8 cache", "the rollout has an fp8 key-value cache (vllm_cfg.kv_cache_dtype), which"),
-    ("draft", "a draft model is trained (policy.draft), which"),
     ("quantized", "the model is quantized (quant_cfg), which"),
 ])  # fmt: skip
 def test_what_a_refit_does_not_cover_is_refused_before_anything_starts(outcome, config, sentence):
