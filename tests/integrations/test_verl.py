@@ -177,11 +177,12 @@ def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for(outcome):
     assert actor[0] == beside[0] == "ReshardError" and max(actor[2], beside[2]) < 20
 
 
-def test_plain_ray_actors_refit_an_engine_after_every_step():
+def test_plain_ray_actors_refit_an_engine_after_every_step_and_another_one_once_it_has_died():
     # The worker in the engine's process: those of its own would import vLLM anew.
     # And what actors say is not printed in the midst of the lines that are looked at.
     in_one = variables(STANDINS) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RAY_LOG_TO_DRIVER": "0"}
-    out = run([python_with_ray(), REPOSITORY / "examples" / "refit_ray.py"], env=in_one, cwd=REPOSITORY)
+    command = [python_with_ray(), REPOSITORY / "examples" / "refit_ray.py", "--lose", "2"]
+    out = run(command, env=in_one, cwd=REPOSITORY)
     steps = [line for line in out.splitlines() if line.startswith("step ")]
     assert [line.split(",")[0] for line in steps] == [f"step {i}: version {i}" for i in range(3)]
     assert len({line.split("then ")[1] for line in steps}) == 3 and all(
