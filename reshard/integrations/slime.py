@@ -230,20 +230,20 @@ class RefitWeights:
         # Pausing aborts the requests: none has keys of earlier weights.
         self._ask("pause_generation")
         self._ask("flush_cache")
-        while why := first_said(self._update(), get_gloo_group()):
+        while why := first_said(_sentence(error := self._update()), get_gloo_group()):
             if not self._leave_out_dead(why):
-                raise ReshardError(why)
+                raise ReshardError(why) from error
         self._ask("continue_generation")
 
-    def _update(self) -> str:
-        """Return why the engines have not got the weights, as far as this rank knows; empty if they have."""
+    def _update(self) -> Exception | None:
+        """Bring the engines the weights; return what has failed on this rank."""
         version, group = self.weight_version, get_gloo_group()
         try:
             if self._sync.switch(self.rollout_engines, version, group) is None:
                 self._sync.run(self.rollout_engines, self.source, version, group=group)
         except Exception as error:  # whatever it is, the other ranks wait for the answer
-            return str(error) if isinstance(error, ReshardError) else error_line(error)
-        return ""
+            return error
+        return None
 
     def _leave_out_dead(self, why: str) -> bool:
         """Leave out the engines that are dead, where slime replaces them, and have the next call connect; return True,
@@ -301,6 +301,13 @@ class RefitWeights:
             failed = {engine.name: why for engine in self.rollout_engines if engine.name in failed}
         if failed:
             raise ReshardError(why)
+
+
+def _sentence(error: Exception | None) -> str:
+    """Return what other ranks are told of an error; empty for none."""
+    if error is None:
+        return ""
+    return str(error) if isinstance(error, ReshardError) else error_line(error)
 
 
 def _answer(engine: Any, method: str, request: dict[str, Any]) -> Any:

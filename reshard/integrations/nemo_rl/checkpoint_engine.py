@@ -108,11 +108,12 @@ class ReshardCheckpointEngine(CheckpointEngine):
         self.next_address, self.connects, self.syncs = None, True, 0
 
     def meeting_place(self) -> str:
-        """Return an address for `ColocatedSynchronizer`; see the function."""
+        """Return an address for a `DrivenSynchronizer`; see `ray_address`."""
         return ray_address()
 
     def meet(self, address: str, size: int, secret: str) -> None:
-        """Connect there at the next sync, as `ColocatedSynchronizer` says."""
+        """Connect there at the next sync, as a `DrivenSynchronizer` says."""
+        self.sync.close()  # perhaps with members that are not among these
         self.next_address, self.size, self.secret, self.connects = address, size, secret, True
 
     def settle(self) -> None:

@@ -95,7 +95,7 @@ def source_of(worker: Any) -> MegatronModel | PolicyWithDrafter:
         raise ReshardError(f"NeMo-RL's worker has no {NAME}, and policy.draft is enabled: {TESTED}")
     if getattr(worker, "draft_model", None) is None:  # as in all pipeline stages but one
         return MegatronModel(worker.model)
-    from nemo_rl.models.megatron.draft import export_eagle_weights_to_hf
+    from nemo_rl.models.megatron.draft.utils import export_eagle_weights_to_hf
 
     return PolicyWithDrafter(worker, export_eagle_weights_to_hf)
 

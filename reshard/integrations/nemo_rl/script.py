@@ -3,6 +3,7 @@ runs with another synchronizer of weights.
 
     python -m reshard.integrations.nemo_rl examples/run_grpo.py --config ...
 
+`examples/run_grpo_single_controller.py` gets a synchronizer that goes on without engines that have died.
 With ``RESHARD_MONITOR`` its rollouts are checked too (`reshard.integrations.nemo_rl.monitored`).
 """
 
