@@ -5,8 +5,9 @@
 MODEL is a directory with a config.json, or a hub id, of a dense model; without it a small one is
 made up, with random weights. The trainer's ranks take a GPU each, the engine `--engine-tp` others;
 with `--colocate` one rank and an engine of one GPU take half of the same one each, and the engine
-sleeps while the trainer trains. Without GPUs bytes travel over Gloo, and vLLM's build for the CPU
-serves. Needs `pip install ray` besides reshard[megatron,vllm].
+sleeps while the trainer trains. With `--lose 2` the engine is killed in step 2, and another one takes
+its place and gets that step's weights. Without GPUs bytes travel over Gloo, and vLLM's build for the
+CPU serves. Needs `pip install ray` besides reshard[megatron,vllm].
 """
 
 import argparse
@@ -16,6 +17,7 @@ import secrets
 import socket
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 try:
@@ -86,8 +88,12 @@ class Trainer:
 
     def connect(self, address: str, size: int, secret: str) -> None:
         """Meet the engine; again after either side was restarted."""
+        from reshard import ReshardError
         from reshard.refit import RefitGroup, connect
 
+        if hasattr(self, "link"):
+            with suppress(ReshardError):  # of the engine that is gone
+                self.link.close()
         members = RefitGroup.join(address, self.rank, size, timeout=300, secret=secret)
         self.link = connect(members, self.source)
 
@@ -146,6 +152,15 @@ class Engine:
         return list(output.outputs[0].token_ids)
 
 
+def is_dead(actor) -> bool:
+    """Return True if an actor has died, False if it lives and has failed."""
+    try:
+        ray.get(actor.__ray_ready__.remote())
+    except ray.exceptions.ActorDiedError:
+        return True
+    return False
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -155,9 +170,12 @@ def main() -> None:
     parser.add_argument("--engine-tp", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--colocate", action="store_true")
+    parser.add_argument("--lose", type=int)
     options = parser.parse_args()
     if options.colocate and (options.trainers, options.engine_tp) != (1, 1):
         parser.error("--colocate shares one GPU: give --trainers 1 --engine-tp 1")
+    if options.colocate and options.lose is not None:
+        parser.error("--lose starts an engine beside a trainer with weights: leave out --colocate")
     from reshard import read_model
 
     variables = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -180,28 +198,47 @@ def main() -> None:
     # vLLM's workers are children of its actor, which therefore has all of the engine's GPUs.
     group = placement_group([{"GPU": 1, "CPU": 1}] * n) if sleeps else None
     trainers = [Trainer.options(**on(group, rank, 0.5 if group else 1)).remote() for rank in range(n)]
-    engine = Engine.options(**on(group, 0, 0.5 if group else tp)).remote()
-    address = ray.get(trainers[0].address.remote())
+
+    def new_engine():
+        """Make an engine's actor."""
+        return Engine.options(**on(group, 0, 0.5 if group else tp)).remote()
+
+    def meet(engine) -> None:
+        """Connect all, at a port and with a secret of their own: whoever does not know it is no member."""
+        meeting, size, secret = ray.get(trainers[0].address.remote()), n + tp, secrets.token_hex(32)
+        connecting = [trainer.connect.remote(meeting, size, secret) for trainer in trainers]
+        ray.get([engine.connect.remote(meeting, n, size, secret), *connecting])
+
+    def refit(engine, step: int) -> list[dict]:
+        """Refit the engine; return what it reports."""
+        refitting = [engine.refit.remote(step), *(trainer.refit.remote(step) for trainer in trainers)]
+        return ray.get(refitting)[0]
+
+    engine, address = new_engine(), ray.get(trainers[0].address.remote())
     ray.get(
         [
             engine.start.remote(folder, tp, sleeps),
             *(t.start.remote(folder, r, n, address) for r, t in enumerate(trainers)),
         ]
     )
-
-    # Whoever reaches the meeting's port and does not know the secret is no member.
-    meeting, size, secret = ray.get(trainers[0].address.remote()), n + tp, secrets.token_hex(32)
-    meet = [trainer.connect.remote(meeting, size, secret) for trainer in trainers]
-    ray.get([engine.connect.remote(meeting, n, size, secret), *meet])
+    meet(engine)
     for step in range(options.steps):
         if sleeps:
             ray.get(engine.sleep.remote())
         ray.get([trainer.train.remote(step) for trainer in trainers])
         if sleeps:
             ray.get(engine.wake.remote("weights"))
-        reports, *_ = ray.get(
-            [engine.refit.remote(step), *(trainer.refit.remote(step) for trainer in trainers)]
-        )
+        if step == options.lose:
+            ray.kill(engine)
+        try:
+            reports = refit(engine, step)
+        except ray.exceptions.RayError:
+            if not is_dead(engine):
+                raise
+            engine = new_engine()
+            ray.get(engine.start.remote(folder, tp, sleeps))
+            meet(engine)
+            reports = refit(engine, step)
         if sleeps:
             ray.get(engine.wake.remote("kv_cache"))
         moved = sum(report["received_bytes"] for report in reports)

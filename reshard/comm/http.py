@@ -1,9 +1,11 @@
 """Calls of an engine's server by HTTP, with JSON."""
 
 import json
+import socket
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from reshard.core.errors import ReshardError, first_line
@@ -49,6 +51,19 @@ def checked_url(url: Any) -> str:
     if not is_address(url):
         raise ReshardError(f"{url!r:.200} is not the address of a server such as http://127.0.0.1:8000")
     return url.rstrip("/")
+
+
+def is_closed(url: str, timeout: float = 5.0) -> bool:
+    """Return True if a server has ended: its host answers, within so many seconds, that nothing listens there. False
+    also where the host does not answer."""
+    at = urlsplit(url)
+    try:
+        socket.create_connection((at.hostname or "", at.port or 80), timeout).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def call_route(

@@ -1,4 +1,4 @@
-"""Calls that the first rank of torch's process group makes for all."""
+"""Calls that the first rank of torch's process group makes for all, and what ranks tell each other."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -29,6 +29,13 @@ def on_first_rank(call: Callable[[], Result], group: Any = None) -> Result:
     if failure:
         raise ReshardError(failure) from cause
     return result
+
+
+def first_said(said: str, group: Any = None) -> str:
+    """Return what the first rank says that says anything, on all ranks of torch's process group; empty if none does."""
+    every: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(every, said, group=group)
+    return next(filter(None, every), "")
 
 
 def error_line(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from reshard.comm.ranks import error_line, on_first_rank
+from reshard.comm.ranks import error_line, first_said, on_first_rank
 from reshard.core.errors import ReshardError, listed
 from reshard.integrations.options import SyncOptions
 from reshard.integrations.sync import Calls, RemoteEngine, WeightSync
@@ -59,9 +59,9 @@ class BegunSync(WeightSync):
         self._started = None
         if not self.options.begin:
             return "it is not to be begun (begin=True)"
-        why = _first("" if self.link is not None else "engines are to be connected", group)
+        why = first_said("" if self.link is not None else "engines are to be connected", group)
         if not why:
-            why = _first(self._begin(engines if dist.get_rank() == 0 else (), version), group)
+            why = first_said(self._begin(engines if dist.get_rank() == 0 else (), version), group)
         if why:
             self._log(f"all weights are sent at the next sync: {why}")
         return why
@@ -92,9 +92,9 @@ class BegunSync(WeightSync):
             return None
         started, self._started = self._started, None
         report, why, failure = self._arrived(started, version)
-        if failure := _first(failure, group):
+        if failure := first_said(failure, group):
             self.close()  # all connect again: how far each one was is not known
-        if why := failure or _first(why, group):
+        if why := failure or first_said(why, group):
             self._log(f"all weights are sent: {why}")
             return None
         assert report is not None
@@ -160,10 +160,3 @@ def all_or_none(
     said = listed([f"{name} ({why})" for name, why in failed.items()], 3)
     stays = f", but for {listed([*back], 3)}, which did not go back" if back else ""
     raise ReshardError(f"{said} did not switch to version {version}: all serve version {before} again{stays}")
-
-
-def _first(why: str, group: Any) -> str:
-    """Return what the first rank says that says anything, on all ranks of torch's process group."""
-    said: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(said, why, group=group)
-    return next(filter(None, said), "")

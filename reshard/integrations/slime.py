@@ -7,14 +7,22 @@ SGLang's schedulers load reshard's plugin by themselves.
 
 With ``RESHARD_BEGIN=1`` an update begins at the end of a training step, where slime asks for metrics (`pop_metrics`),
 and `update_weights`, which slime calls once it has awaited the rollout, only switches.
+
+With ``--use-fault-tolerance`` slime replaces engines that its monitor finds dead, and tells the updater. One that is
+dead, and that it has not found yet, is left out of the update.
 """
 
+import logging
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
+
+import torch.distributed as dist
 
 from reshard.core.extras import importing_beside
 
@@ -24,8 +32,9 @@ with importing_beside("slime", "ray", "slime"):
     from slime.utils.distributed_utils import get_gloo_group
 
 from reshard.comm.background import in_background
-from reshard.comm.ranks import on_first_rank
-from reshard.core.errors import ReshardError
+from reshard.comm.http import is_closed
+from reshard.comm.ranks import error_line, first_said, on_first_rank
+from reshard.core.errors import ReshardError, listed
 from reshard.engines.sglang.calls import (
     NO_PLUGIN,
     action_request,
@@ -39,8 +48,10 @@ from reshard.engines.sglang.group import ASKED
 from reshard.engines.workers.actions import BEGIN, ROLL_BACK, SWITCH
 from reshard.integrations.begun import BegunSync
 from reshard.integrations.options import SyncOptions
+from reshard.integrations.sync import Calls
 from reshard.trainers.megatron import MegatronModel
 
+log = logging.getLogger("reshard.slime")
 ACTOR = "slime.backends.megatron_utils.actor"
 # The classes of slime's that a refit takes the place of: rollouts on the actor's GPUs, and on others.
 REPLACED = ("UpdateWeightFromTensor", "UpdateWeightFromDistributed")
@@ -63,6 +74,10 @@ def use_refits(arguments: Any) -> None:
         setattr(actor, name, RefitWeights)
 
 
+# How long the server of an engine whose process has died may still accept connections.
+ENDING_SECONDS = 15.0
+
+
 def cannot_begin(args: Any) -> str:
     """Return why an update cannot be begun with these arguments of slime's; empty if it can."""
     if getattr(args, "colocate", False):
@@ -74,6 +89,16 @@ def cannot_begin(args: Any) -> str:
     if getattr(args, "update_weights_interval", 1) != 1:
         return "not every training step is followed by an update (--update-weights-interval)"
     return ""
+
+
+def is_replaced(args: Any) -> bool:
+    """Return True if slime replaces an engine that dies, and goes on without it until then: not where it starts none
+    itself, and not where it calls all engines between rollouts, to take their memory away."""
+    return bool(
+        getattr(args, "use_fault_tolerance", False)
+        and not getattr(args, "rollout_external", False)
+        and not getattr(args, "offload_rollout", False)
+    )
 
 
 class BackedUpModel(MegatronModel):
@@ -99,11 +124,13 @@ class BackedUpModel(MegatronModel):
 
 @dataclass
 class RolloutEngine:
-    """An SGLang, which slime's `actor` of it calls; see `RemoteEngine`."""
+    """An SGLang, which slime's `actor` of it calls; see `RemoteEngine`. `url` is that of its server, on the first rank
+    of a trainer that goes on without engines that die."""
 
     actor: Any
     name: str
     ranks: int
+    url: str = ""
 
     def connect(self, meeting: dict[str, Any]) -> Future[Any]:
         """Have SGLang connect. One without the plugin is refused: it would wait to make a group of its own."""
@@ -133,6 +160,12 @@ class RolloutEngine:
         """Have SGLang, which is paused, serve again what it did before a switch."""
         return self._update(swap_request(ROLL_BACK, version))
 
+    def end(self) -> None:
+        """End what is left of it, as slime's monitor does, which finds its actor dead and replaces it."""
+        with suppress(Exception):  # whatever is left: slime's router forgets its address
+            ray.get(self.actor.shutdown.remote(), timeout=ENDING_SECONDS)
+        ray.kill(self.actor)
+
     def _update(self, request: dict[str, Any]) -> Future[Any]:
         return in_background(partial(self._join, "update_weights_from_distributed", request))
 
@@ -155,6 +188,7 @@ class RefitWeights:
         if why := cannot_begin(args):
             options.check_not_begun("RESHARD_BEGIN in --train-env-vars", why)
         self._sync = BegunSync(options)
+        self._left_out: set[Any] = set()  # actors of engines that were dead, as slime's monitor finds later
 
     def connect_rollout_engines(
         self, rollout_engines: Any, rollout_engine_lock: Any, engine_gpu_counts: Any = None, **_: Any
@@ -162,10 +196,18 @@ class RefitWeights:
         """Keep the engines, since some are new: the next update connects."""
         self._sync.close()
         counts = engine_gpu_counts or [self.args.rollout_num_gpus_per_engine] * len(rollout_engines)
-        self.rollout_engines = [
+        engines = [
             RolloutEngine(actor, f"the rollout's engine {index}", ranks)
             for index, (actor, ranks) in enumerate(zip(rollout_engines, counts, strict=True))
         ]
+        self.rollout_engines = [engine for engine in engines if engine.actor not in self._left_out]
+        if is_replaced(self.args):
+            on_first_rank(self._find_servers, get_gloo_group())
+
+    def _find_servers(self) -> None:
+        urls = ray.get([engine.actor.get_url.remote() for engine in self.rollout_engines])
+        for engine, url in zip(self.rollout_engines, urls, strict=True):
+            engine.url = url
 
     def disconnect_rollout_engines(self) -> None:
         """Forget the connection, before slime ends its process groups."""
@@ -179,17 +221,57 @@ class RefitWeights:
         return {}
 
     def update_weights(self) -> None:
-        """Pause the engines, have them switch to what was begun, or refit them, and resume them, as slime does.
+        """Pause the engines, have them switch to what was begun, or refit them, and resume them, as slime does. Where
+        slime replaces engines, one that has died is left out, and the others get the weights all the same.
 
         Raises ReshardError, on all ranks, if it fails; the next update connects again.
         """
         self.weight_version += 1
         # Pausing aborts the requests: none has keys of earlier weights.
-        self._ask("pause_generation", "flush_cache")
-        version, group = self.weight_version, get_gloo_group()
-        if self._sync.switch(self.rollout_engines, version, group) is None:
-            self._sync.run(self.rollout_engines, self.source, version, group=group)
+        self._ask("pause_generation")
+        self._ask("flush_cache")
+        while why := first_said(_sentence(error := self._update()), get_gloo_group()):
+            if not self._leave_out_dead(why):
+                raise ReshardError(why) from error
         self._ask("continue_generation")
+
+    def _update(self) -> Exception | None:
+        """Bring the engines the weights; return what has failed on this rank."""
+        version, group = self.weight_version, get_gloo_group()
+        try:
+            if self._sync.switch(self.rollout_engines, version, group) is None:
+                self._sync.run(self.rollout_engines, self.source, version, group=group)
+        except Exception as error:  # whatever it is, the other ranks wait for the answer
+            return error
+        return None
+
+    def _leave_out_dead(self, why: str) -> bool:
+        """Leave out the engines that are dead, where slime replaces them, and have the next call connect; return True,
+        on all ranks, if there are some. Raises ReshardError if no engine is left."""
+        if not is_replaced(self.args):
+            return False
+        dead = on_first_rank(self._end_dead, get_gloo_group())
+        if not dead:
+            return False
+        self._sync.close()
+        self._left_out |= {engine.actor for engine in self.rollout_engines if engine.name in dead}
+        self.rollout_engines = [engine for engine in self.rollout_engines if engine.name not in dead]
+        if not self.rollout_engines:
+            raise ReshardError(f"all engines of the rollout are dead: {why}")
+        if dist.get_rank() == 0:
+            log.warning("%s is dead, and left out until slime replaces it: %s", listed(dead), why)
+        return True
+
+    def _end_dead(self) -> list[str]:
+        """End the engines whose servers no longer listen; return their names. Waits some seconds for the first."""
+        deadline = time.monotonic() + ENDING_SECONDS
+        while not (dead := [engine for engine in self.rollout_engines if is_closed(engine.url)]):
+            if time.monotonic() > deadline:
+                return []
+            time.sleep(0.2)
+        for engine in dead:
+            engine.end()
+        return [engine.name for engine in dead]
 
     def source(self) -> MegatronModel:
         """Return this rank's model, or slime's copies of it where it is offloaded between steps."""
@@ -200,14 +282,32 @@ class RefitWeights:
                 self._source = MegatronModel(self.model)
         return self._source
 
-    def _ask(self, *methods: str) -> None:
-        """Call methods of all engines, one after the other, on the first rank, for which the others wait."""
+    def _ask(self, method: str) -> None:
+        """Call a method of all engines on the first rank, for which the others wait.
 
-        def ask() -> None:
-            for method in methods:
-                ray.get([getattr(engine.actor, method).remote() for engine in self.rollout_engines])
+        Raises ReshardError, on all ranks, if an engine fails that is not to be left out.
+        """
 
-        on_first_rank(ask, get_gloo_group())
+        def ask() -> dict[str, str]:
+            calls = {
+                engine.name: getattr(engine.actor, method).remote().future()
+                for engine in self.rollout_engines
+            }
+            return Calls(calls).errors(self._sync.options.timeout)
+
+        failed = on_first_rank(ask, get_gloo_group())
+        why = listed([f"{name} has failed in {method}: {error}" for name, error in failed.items()], 1)
+        if failed and self._leave_out_dead(why):
+            failed = {engine.name: why for engine in self.rollout_engines if engine.name in failed}
+        if failed:
+            raise ReshardError(why)
+
+
+def _sentence(error: Exception | None) -> str:
+    """Return what other ranks are told of an error; empty for none."""
+    if error is None:
+        return ""
+    return str(error) if isinstance(error, ReshardError) else error_line(error)
 
 
 def _answer(engine: Any, method: str, request: dict[str, Any]) -> Any:

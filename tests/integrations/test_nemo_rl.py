@@ -14,6 +14,7 @@ import torch
 from tests.starting import fork_server, warm
 from tests.tools.checkpoints import make
 from tests.tools.clones import STANDINS, differing, variables
+from tests.tools.drafters import Eagle3
 from tests.tools.environments import attempt, environment_before_ours, run
 from tests.tools.probe import alike
 
@@ -49,8 +50,10 @@ def outcome(request, tmp_path_factory):
         make(tmp_path_factory.mktemp(n) / "hf", "served-qwen3", torch.bfloat16, seed)
         for seed, n in enumerate("ab")
     ]
-    surroundings = variables(WITH[request.param])
-    command = [python_of(request.param, tmp_path_factory), "-m", "tests.on_cpu.nemo_rl_on_cpu", *folders]
+    at = tmp_path_factory.mktemp("drafters")
+    drafters = [Eagle3(folders[0], 40, seed=seed).publish(at / name) for seed, name in enumerate("ab")]
+    surroundings, program = variables(WITH[request.param]), "tests.on_cpu.nemo_rl_on_cpu"
+    command = [python_of(request.param, tmp_path_factory), "-m", program, *folders, *drafters]
     out = run(command, env=surroundings, cwd=tmp_path_factory.mktemp("at"))
     [line] = [line for line in out.splitlines() if line.startswith("SAID ")]
     results = json.loads(line.removeprefix("SAID "))
@@ -131,6 +134,53 @@ def test_where_an_engine_does_not_switch_all_serve_what_they_did_and_the_next_sy
     assert begun["again"]["begun"] and begun["again"]["serves"][0] == one
 
 
+def test_an_engine_that_dies_is_left_out_and_its_replacement_taken_along(outcome):
+    said, [one, other] = outcome["survivors"], [digests for digests, _ in outcome["loaded"]]
+    assert said["kind"] == "SurvivingSynchronizer"
+    assert said["first"][0] and not said["same"][0], "a sync connects where an engine is new"
+    syncs = {
+        "first": ([one] * 2, said["first"][1]), "same": ([other] * 2, said["same"][1]),
+        "dies": ([one], said["dies"]), "without it": ([other], said["without it"][1]),
+        "replaced": ([one] * 2, said["replaced"][1]), "back": ([other] * 2, said["back"][1]),
+        "swiftly": ([one] * 2, said["swiftly"][1]),
+    }  # fmt: skip
+    for name, (weights, sync) in syncs.items():
+        assert sync["error"] == "" and not sync["stale"], name
+        assert [digests for digests, _ in sync["serves"]] == weights, name
+        assert all(ready for _, [ready, _] in sync["serves"]), name
+        assert sync["seconds"] < 30, "of 120"
+    assert not said["without it"][0], "who is dead is not tried again"
+    [[digests, ready]] = said["new"]
+    assert ready == [False, None] and digests == outcome["dummy"][0], "dummy weights are not served"
+    assert said["replaced"][0] and said["absent"][0] and said["back"][0] and said["swiftly"][0]
+
+
+def test_a_drafter_that_nemo_rl_trains_comes_with_the_model(outcome):
+    said, [one, other] = outcome["drafting"], [digests[0] for digests in outcome["loaded"]]
+    dummy, [first, second] = said["dummy"], said["loaded"]
+    assert len(first) > 8 and all(len({dummy[name], first[name], second[name]}) == 3 for name in first)
+    assert said["first"] == ["", one, first, [True, 1]]
+    assert said["is begun"] and said["meanwhile"] == [one, first]
+    assert said["switched"] == ["", other, second, [True, 2]], "what the step left, not what came after it"
+    assert said["again"][:3] == ["", one, first]
+
+
+def test_an_engine_that_nemo_rl_has_found_dead_is_not_called(outcome):
+    said, [one, other] = outcome["survivors"], [digests for digests, _ in outcome["loaded"]]
+    absent = said["absent"][1]
+    assert absent["error"] == "" and [digests for digests, _ in absent["serves"]] == [other, one]
+    assert said["none left"] == "all engines of the rollout are dead"
+    assert said["shared"].startswith("engine 1 of the rollout is dead, and the others share its experts")
+
+
+def test_a_single_controller_gets_our_synchronizer_where_its_config_says_so(outcome):
+    said = outcome["survivors"]
+    assert said["begin"].endswith("NeMo-RL's SingleController begins no sync; leave it out")
+    assert said["no line"] == f"policy.generation.vllm_kwargs.worker_cls is None: make that {KIND}"
+    if not outcome["real"]:
+        assert said["another transport"] == "a stand-in makes nothing"
+
+
 def test_a_setup_ends_with_our_synchronizer(outcome):
     assert outcome["setup"]["plain"] == [{"worker_cls": KIND}, "ColocatedSynchronizer", "more", False, 600.0]
     assert outcome["setup"]["options"][3:] == [True, 5.0]
@@ -161,7 +211,6 @@ def test_a_rollout_that_drafts_tokens_is_refitted(outcome):
     ("adapters", "the model has LoRA adapters (policy.megatron_cfg.peft), which"),
     ("fp8", "the rollout is quantized (vllm_cfg.precision), which"),
     ("fp8 cache", "the rollout has an fp8 key-value cache (vllm_cfg.kv_cache_dtype), which"),
-    ("draft", "a draft model is trained (policy.draft), which"),
     ("quantized", "the model is quantized (quant_cfg), which"),
 ])  # fmt: skip
 def test_what_a_refit_does_not_cover_is_refused_before_anything_starts(outcome, config, sentence):
@@ -181,11 +230,14 @@ def test_a_script_finds_our_setup_in_the_place_of_nemo_rls(tmp_path):
     script.write_text(
         "import sys\nfrom nemo_rl.algorithms.grpo import setup\n"
         "print('FOUND', setup.__wrapped__.__name__, setup.__code__.co_name, sys.argv[1:])\n"
+        "from nemo_rl.algorithms.single_controller_utils.setup import create_weight_synchronizer as create\n"
+        "print('CREATES', create.__wrapped__.__name__, create.__code__.co_name)\n"
     )
     plain = [python, script, "a"]
     ours = [python, "-m", "reshard.integrations.nemo_rl", script, "--config", "b"]
     out = run(ours, env=variables(STANDINS), cwd=tmp_path)
     assert "FOUND setup refitting ['--config', 'b']" in out
+    assert "CREATES create_weight_synchronizer creating" in out
     assert "has no attribute '__wrapped__'" in attempt(plain, env=variables(STANDINS), cwd=tmp_path).stderr
     assert (
         "give NeMo-RL's examples/run_grpo.py"
@@ -198,9 +250,9 @@ if CLONE is not None:
     def test_the_stand_ins_are_called_as_nemo_rls_own_are():
         kind = "CheckpointEngineWeightSynchronizer"
         wrong, compared = differing(
-            "nemo_rl", CLONE, (f"{kind}.__init__", f"{kind}._policy", f"{kind}._engines")
+            "nemo_rl", CLONE, (f"{kind}.__init__", f"{kind}._policy", f"{kind}._engines", "_gathered")
         )
-        assert not wrong and compared == 30
+        assert not wrong and compared == 32
 
     def test_nemo_rls_scripts_take_setup_from_where_ours_is_put():
         text = (CLONE / "examples" / "run_grpo.py").read_text()

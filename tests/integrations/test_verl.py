@@ -183,11 +183,12 @@ def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for(outcome):
     assert actor[0] == beside[0] == "ReshardError" and max(actor[2], beside[2]) < 20
 
 
-def test_plain_ray_actors_refit_an_engine_after_every_step():
+def test_plain_ray_actors_refit_an_engine_after_every_step_and_another_one_once_it_has_died():
     # The worker in the engine's process: those of its own would import vLLM anew.
     # And what actors say is not printed in the midst of the lines that are looked at.
     in_one = variables(STANDINS) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RAY_LOG_TO_DRIVER": "0"}
-    out = run([python_with_ray(), REPOSITORY / "examples" / "refit_ray.py"], env=in_one, cwd=REPOSITORY)
+    command = [python_with_ray(), REPOSITORY / "examples" / "refit_ray.py", "--lose", "2"]
+    out = run(command, env=in_one, cwd=REPOSITORY)
     steps = [line for line in out.splitlines() if line.startswith("step ")]
     assert [line.split(",")[0] for line in steps] == [f"step {i}: version {i}" for i in range(3)]
     assert len({line.split("then ")[1] for line in steps}) == 3 and all(
@@ -272,11 +273,36 @@ def test_slimes_update_is_not_begun_where_it_cannot_be(sglang):
         assert said.startswith(where) and reason in said
 
 
+def test_slimes_updater_leaves_out_an_engine_that_dies_and_takes_its_replacement_along(sglang):
+    one, other = sglang["loaded"][:2]
+    said = sglang["replaced"]
+    assert said["both"][0][::2] == ["", 2] and said["both"][1] == [[*other, "101"]] * 2
+    for name, weights, version in (("dies", one, "102"), ("without it", other, "103")):
+        [raised, seconds, engines], serves = said[name]
+        assert (raised, engines) == ("", 1) and seconds < 30, "of 600"
+        assert serves == [[*weights, version]]
+    assert "ActorDiedError" in said["ended"] or "actor died" in said["ended"], "slime's monitor finds it dead"
+    assert said["new"][0][:2] not in sglang["loaded"]
+    assert said["replaced"][0][::2] == ["", 2] and said["replaced"][1] == [[*one, "104"]] * 2
+
+
+def test_an_update_that_was_begun_is_sent_whole_where_an_engine_has_died_since(sglang):
+    one, other = sglang["loaded"][:2]
+    said = sglang["replaced"]
+    assert said["all"][1] == [[*other, "101"]] * 2 and said["begun"]
+    assert said["died while begun"][0][::2] == ["", 1] and said["died while begun"][1] == [[*one, "102"]]
+
+
+def test_where_slime_replaces_no_engines_an_update_names_the_one_that_is_dead(sglang):
+    raised, _, engines = sglang["replaced"]["not replaced"]
+    assert raised.startswith("the rollout's engine 1 has failed in pause_generation: ") and engines == 2
+
+
 if "SLIME_CLONE" in os.environ:
 
     def test_the_stand_ins_are_called_as_slimes_own_are():
         wrong, compared = differing("slime", Path(os.environ["SLIME_CLONE"]), ("SGLangEngine.__init__",))
-        assert not wrong and compared == 18
+        assert not wrong and compared == 20
 
     def test_slime_asks_for_metrics_once_a_step_after_the_weights_are_new():
         """That is where an update begins."""

@@ -1,9 +1,10 @@
 """NeMo-RL's weight sync through our classes: two ranks of a Megatron in Ray actors, and two real
 vLLMs, without a GPU.
 
-    python -m tests.on_cpu.nemo_rl_on_cpu FIRST SECOND
+    python -m tests.on_cpu.nemo_rl_on_cpu FIRST SECOND DRAFTER OTHER
 
-``FIRST`` and ``SECOND`` are two Hugging Face directories, whose weights the policy gets in turn.
+``FIRST`` and ``SECOND`` are two Hugging Face directories, whose weights the policy gets in turn, ``DRAFTER`` and
+``OTHER`` those of EAGLE-3 drafters for them.
 ``nemo_rl`` is what ``PYTHONPATH`` has: the stand-ins of ``tests/standins``, or a clone of NeMo-RL.
 """
 
@@ -14,7 +15,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,15 +26,19 @@ from nemo_rl.models.policy.workers.checkpoint_engine import (
     PolicyCheckpointEngineMixin,
 )
 
-from reshard.integrations.nemo_rl.checkpoint_engine import ReshardCheckpointEngine
-from reshard.integrations.nemo_rl.colocated import BACKEND, ColocatedSynchronizer
+from reshard.integrations.nemo_rl.checkpoint_engine import WORKER, ReshardCheckpointEngine
+from reshard.integrations.nemo_rl.colocated import ColocatedSynchronizer
+from reshard.integrations.nemo_rl.driven import BACKEND
 from reshard.integrations.nemo_rl.script import with_refits
+from reshard.integrations.nemo_rl.survivors import with_survivors
 from reshard.integrations.nemo_rl.worker import ReshardWorker
 from reshard.integrations.options import SyncOptions
-from tests.tools.probe import Probed, after, alone, caught
+from tests.tools.drafters import FusedEagle3, load_drafter
+from tests.tools.probe import Probed, after, alone, caught, digest_of
 
 REAL = importlib.util.find_spec("nemo_rl").origin is not None  # the stand-ins are a namespace
 POLICIES, ENGINES = 2, 2
+PROBE = "tests.on_cpu.nemo_rl_on_cpu.Probe"
 EXTENSION = "nemo_rl.models.generation.vllm.vllm_backend.VllmInternalWorkerExtensionWithCheckpointEngine"
 
 
@@ -52,7 +57,7 @@ class Engines:
 class Probe(Probed, Engines, ReshardWorker):
     """Our worker, and what the checks ask of it."""
 
-    dies = refuses = False
+    dies = dies_late = refuses = False
 
     def refuse_to_switch(self, refuses: bool) -> None:
         self.refuses = refuses
@@ -65,6 +70,14 @@ class Probe(Probed, Engines, ReshardWorker):
     def die_when_asked_to_meet(self) -> None:
         self.dies = True
 
+    def die_when_asked_to_refit(self) -> None:
+        self.dies_late = True
+
+    def reshard_refit(self, *arguments, **options):
+        if self.dies_late:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().reshard_refit(*arguments, **options)
+
     def reshard_take(self, *arguments):
         if self.dies:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -75,6 +88,19 @@ class Probe(Probed, Engines, ReshardWorker):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().reshard_connect_worker(*arguments, **options)
 
+    def load_drafter(self, folder: str) -> None:
+        """A drafter's directory by its class's own loader, as NeMo-RL loads what it gets."""
+        from safetensors.torch import load_file
+
+        tensors = load_file(Path(folder) / "model.safetensors")
+        self.model_runner.drafter.model.load_weights(weights=sorted(tensors.items()))
+
+    def drafter_digests(self) -> dict[str, str]:
+        """Digests of the drafter's parameters that are not the model's."""
+        shared = {id(one) for one in self.get_model().parameters()}
+        named = self.model_runner.drafter.model.named_parameters()
+        return {n: digest_of(p) for n, p in named if id(p) not in shared}
+
     def load_as_nemo_rl_does(self, folder: str) -> None:
         """A directory through NeMo-RL's way into vLLM's loader."""
         from safetensors.torch import load_file
@@ -82,19 +108,41 @@ class Probe(Probed, Engines, ReshardWorker):
         self._load_full_hf_weights(sorted(load_file(Path(folder) / "model.safetensors").items()))
 
 
+def keep_own_output_layers() -> None:
+    """Have drafters with dummy weights keep an output layer of a vocabulary of their own, as NeMo-RL's patch of vLLM
+    has it."""
+    from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+
+    plain = Eagle3LlamaForCausalLM.__init__
+
+    @wraps(plain)
+    def init(self, *args, **kwargs) -> None:
+        plain(self, *args, **kwargs)
+        self.has_own_lm_head = self.config.draft_vocab_size != self.config.vocab_size
+
+    Eagle3LlamaForCausalLM.__init__ = init
+
+
 class Engine(VllmCheckpointEngineRpcMixin):
     """NeMo-RL's actor of an engine, with a vLLM for the CPU."""
 
-    def __init__(self, folder: str, worker: str) -> None:
+    def __init__(self, folder: str, worker: str, **options) -> None:
         # The worker in this process: each of its own would import vLLM anew.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
 
+        keep_own_output_layers()
         self.llm = LLM(
             folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16",
             max_model_len=64, max_num_batched_tokens=64, max_num_seqs=8, kv_cache_memory_bytes=1 << 24,
-            worker_cls=worker, worker_extension_cls=EXTENSION,
+            worker_cls=worker, worker_extension_cls=EXTENSION, **options,
         )  # fmt: skip
+
+    def is_alive(self) -> bool:
+        return True
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Policy(Engines, MegatronCheckpointEngineSendMixin, PolicyCheckpointEngineMixin):
@@ -141,6 +189,21 @@ class Policy(Engines, MegatronCheckpointEngineSendMixin, PolicyCheckpointEngineM
 
         reshard.load([self.model], folder, dtype="bf16")
 
+    def attach(self, target: str, drafter: str) -> None:
+        """Put a drafter into the model, where NeMo-RL has the one that it trains."""
+        self.draft_model = FusedEagle3(load_drafter(drafter, target), self.rank, POLICIES)
+        self.model.module.draft_model = self.draft_model
+
+    def detach(self) -> None:
+        del self.model.module.draft_model, self.draft_model
+
+    def train_both(self, folder: str, drafter: str) -> None:
+        module = self.model.module
+        del module.draft_model  # which is none of the model's
+        self.train(folder)
+        module.draft_model = self.draft_model
+        self.draft_model.take(load_drafter(drafter, folder))
+
     def lose(self, over: str) -> None:
         """The second rank gives up before the first comes."""
         (alone if self.rank else after)(self.checkpoint_engine.sync.link, over)
@@ -154,6 +217,9 @@ class Group:
 
     def __init__(self, workers: list) -> None:
         self.workers = workers
+
+    def get_dp_leader_worker_idx(self, dp_shard_idx):
+        return dp_shard_idx
 
     def run_all_workers_single_data(self, method_name, run_rank_0_only_axes=None, **kwargs):
         return [getattr(one, method_name).remote(**kwargs) for one in self.workers]
@@ -170,16 +236,13 @@ class Group:
 
 
 def main() -> None:
-    folders = sys.argv[1:]
+    folders, drafters = sys.argv[1:3], sys.argv[3:]
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=bool(os.environ.get("LOUD")))
     phases: list = []
     config = {"vllm_cfg": {"async_engine": False}, "refit_transport": BACKEND, "colocated": {"enabled": False},
               "refit_cfg": {BACKEND: {"verify": True, "timeout": 120}}}  # fmt: skip
     policies = [ray.remote(Policy).options(num_cpus=0).remote(rank) for rank in range(POLICIES)]
-    engines = [
-        ray.remote(Engine).options(num_cpus=0).remote(folders[0], "tests.on_cpu.nemo_rl_on_cpu.Probe")
-        for _ in range(ENGINES)
-    ]
+    engines = [ray.remote(Engine).options(num_cpus=0).remote(folders[0], PROBE) for _ in range(ENGINES)]
     note = lambda what, *_, **kwargs: phases.append([what, *kwargs.values()])  # noqa: E731
     policy = SimpleNamespace(
         worker_group=Group(policies), prepare_refit_info=dict, offload_before_refit=partial(note, "offload the rest"),
@@ -240,10 +303,15 @@ def main() -> None:
         synchronizer.shutdown()
     outcome["begun"] = begun(policy, generation, ask, train, folders)
     ray.get([one.lose_seat.remote() for one in policies])
+
+    def replace() -> None:
+        """Start another engine in the place of the second, as NeMo-RL does."""
+        engines[1] = ray.remote(Engine).options(num_cpus=0).remote(folders[0], PROBE)
+
+    outcome["drafting"] = drafting(policy, config, folders, drafters)
+    outcome["survivors"] = survivors(policy, generation, train, replace, folders)
     outcome["colocated"]["died"] = died(synchronizer, policies, engines)
-    engines[1] = (
-        ray.remote(Engine).options(num_cpus=0).remote(folders[0], "tests.on_cpu.nemo_rl_on_cpu.Probe")
-    )
+    replace()
     ray.get([one.adapters.remote(True) for one in policies])
     outcome["adapters"] = caught(separate.sync_weights)
     outcome["setup"] = setups(policy, generation)
@@ -253,23 +321,14 @@ def main() -> None:
     print("SAID " + json.dumps(outcome))
 
 
-def begun(policy, generation, ask, train, folders: list[str]) -> dict:
-    """Syncs that are begun at the end of each training step, of which an engine refuses one."""
+def set_up_to_begin(policy, generation, step):
+    """NeMo-RL's setup, as ours changes it where syncs are begun after each `step`; return the synchronizer."""
     from nemo_rl.weight_sync.checkpoint_engine_config import checkpoint_engine_refit_config
     from nemo_rl.weight_sync.checkpoint_engine_weight_synchronizer import CheckpointEngineWeightSynchronizer
 
-    ray.get([one.put_engine_aside.remote() for one in policy.worker_group.workers])
-    ask("put_engine_aside")
     options = {"timeout": 120, "begin": True}
     settings = {"megatron_cfg": {"enabled": True}, "generation": generation.cfg | {
         "backend": "vllm", "refit_cfg": {BACKEND: options}}}  # fmt: skip
-    plain = generation.cfg
-
-    def stepped(folder: str, loss_fn: str | None, eval_mode: bool = False) -> None:
-        """A training step, which fails where the loss says so."""
-        train(folder)
-        if loss_fn is not None:
-            raise ValueError(loss_fn)
 
     def setup(config):
         """As NeMo-RL's."""
@@ -279,12 +338,72 @@ def begun(policy, generation, ask, train, folders: list[str]) -> dict:
         )
         theirs._bucket_size_bytes = 1 << 20
         theirs.init_communicator()
-        policy.train = stepped
+        policy.train = step
         generation.weight_synchronizer = theirs
         return policy, generation
 
     with_refits(setup)(SimpleNamespace(policy=settings))
-    synchronizer = generation.weight_synchronizer
+    return generation.weight_synchronizer
+
+
+def drafting(policy, config: dict, folders: list[str], drafters: list[str]) -> dict:
+    """Syncs of a policy that trains a drafter, and of an engine that drafts by it, which starts with dummy weights."""
+    policies = policy.worker_group.workers
+    speculative = {"method": "eagle3", "model": drafters[0], "num_speculative_tokens": 2}
+    starting = ray.remote(Engine).options(num_cpus=0)
+    engine = starting.remote(folders[0], PROBE, speculative_config=speculative)
+    generation = SimpleNamespace(
+        worker_group=Group([engine]), cfg=config, dp_size=1, prepare_refit_info=lambda _: None
+    )
+
+    def ask(method: str, *arguments):
+        [answer] = ray.get(engine.checkpoint_engine_rpc.remote(method, arguments))
+        return answer
+
+    def train(which: int) -> None:
+        ray.get([one.train_both.remote(folders[which], drafters[which]) for one in policies])
+
+    said: dict = {"dummy": ask("drafter_digests"), "loaded": []}
+    for drafter in drafters:
+        ask("load_drafter", drafter)
+        said["loaded"].append(ask("drafter_digests"))
+    ray.get([one.put_engine_aside.remote() for one in policies])
+    ray.get([one.attach.remote(folders[0], drafters[0]) for one in policies])
+    train(0)
+    synchronizer = set_up_to_begin(policy, generation, train)
+
+    def synced() -> list:
+        return [caught(synchronizer.sync_weights), ask("digests"), ask("drafter_digests"), ask("ready")]
+
+    said["first"] = synced()
+    policy.train(1)
+    said["is begun"] = synchronizer._begun is not None
+    ray.get([one.checkpoint_engine_rpc.remote("settle") for one in policies])
+    said["meanwhile"] = [ask("digests"), ask("drafter_digests")]
+    train(0)  # what came after the step
+    said["switched"] = synced()
+    train(0)
+    synchronizer.shutdown()
+    said["again"] = synced()
+    synchronizer.shutdown()
+    ray.get([one.take_engine_back.remote() for one in policies])
+    ray.get([one.detach.remote() for one in policies])
+    return said
+
+
+def begun(policy, generation, ask, train, folders: list[str]) -> dict:
+    """Syncs that are begun at the end of each training step, of which an engine refuses one."""
+    ray.get([one.put_engine_aside.remote() for one in policy.worker_group.workers])
+    ask("put_engine_aside")
+    plain = generation.cfg
+
+    def stepped(folder: str, loss_fn: str | None, eval_mode: bool = False) -> None:
+        """A training step, which fails where the loss says so."""
+        train(folder)
+        if loss_fn is not None:
+            raise ValueError(loss_fn)
+
+    synchronizer = set_up_to_begin(policy, generation, stepped)
 
     def synced() -> dict:
         error = caught(synchronizer.sync_weights)
@@ -319,6 +438,60 @@ def begun(policy, generation, ask, train, folders: list[str]) -> dict:
     generation.cfg = plain
     ray.get([one.take_engine_back.remote() for one in policy.worker_group.workers])
     ask("take_engine_back")
+    return said
+
+
+def survivors(policy, generation, train, replace, folders: list[str]) -> dict:
+    """Syncs of NeMo-RL's SingleController, in and before which the second engine dies, and after it was replaced."""
+    from nemo_rl.weight_sync.factory import create_weight_synchronizer
+
+    engines = generation.worker_group.workers
+
+    def made(of=generation, **changes):
+        of = SimpleNamespace(**vars(of) | {"cfg": of.cfg | changes})
+        create = with_survivors(create_weight_synchronizer)
+        return create(policy=policy, generation=of, generation_backend="vllm", colocated=False)
+
+    ours = {"worker_cls": WORKER}
+    synchronizer = made(vllm_kwargs=ours)
+    synchronizer.init_communicator()
+
+    def says(*which: int) -> list:
+        asked = [[engines[index].checkpoint_engine_rpc.remote(what) for what in ("digests", "ready")]
+                 for index in which]  # fmt: skip
+        return [[one for [one] in ray.get(each)] for each in asked]
+
+    def synced(folder: str, *which: int) -> dict:
+        train(folder)
+        began = time.monotonic()
+        error = caught(synchronizer.sync_weights)
+        seconds = time.monotonic() - began
+        return {"error": error, "seconds": seconds, "stale": synchronizer.is_stale, "serves": says(*which)}
+
+    first, second = folders
+    said: dict = {"kind": type(synchronizer).__name__}
+    said["first"] = [synchronizer.reconcile_communicator([]), synced(first, 0, 1)]
+    said["same"] = [synchronizer.reconcile_communicator([]), synced(second, 0, 1)]
+    ray.get(engines[1].checkpoint_engine_rpc.remote("die_when_asked_to_refit"))
+    said["dies"] = synced(first, 0)
+    said["without it"] = [synchronizer.reconcile_communicator([]), synced(second, 0)]
+    replace()
+    said["new"] = says(1)
+    said["replaced"] = [synchronizer.reconcile_communicator([]), synced(first, 0, 1)]
+    said["absent"] = [synchronizer.reconcile_communicator([1]), synced(second, 0, 1)]
+    said["back"] = [synchronizer.reconcile_communicator([], force=False), synced(second, 0, 1)]
+    with suppress(ray.exceptions.RayError):
+        ray.get(engines[1].die.remote())
+    replace()  # between two syncs, before anybody has noticed
+    said["swiftly"] = [synchronizer.reconcile_communicator([]), synced(first, 0, 1)]
+    said["none left"] = caught(lambda: synchronizer.reconcile_communicator([0, 1]))
+    shared = made(vllm_kwargs=ours, vllm_cfg=generation.cfg["vllm_cfg"] | {"expert_parallel_size": 2})
+    said["shared"] = caught(lambda: shared.reconcile_communicator([1]))
+    said["begin"] = caught(lambda: made(vllm_kwargs=ours, refit_cfg={BACKEND: {"begin": True}}))
+    said["no line"] = caught(made)
+    said["another transport"] = caught(lambda: made(refit_transport="nixl"))
+    synchronizer.reconcile_communicator([])
+    synchronizer.shutdown()
     return said
 
 
@@ -402,7 +575,6 @@ def setups(policy, generation) -> dict:
         "fp8": made(vllm_cfg={"precision": "fp8"}),
         "drafts": made(vllm_kwargs={"speculative_config": {"num_speculative_tokens": 2}}),
         "fp8 cache": made(vllm_cfg={"kv_cache_dtype": "fp8_e4m3"}),
-        "draft": made(draft={"enabled": True}),
         "quantized": made(quant_cfg="a"),
     }
 

@@ -9,6 +9,8 @@ import dataclasses
 import json
 import os
 import sys
+import time
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -229,6 +231,45 @@ class Actor:
         finally:
             slime._answer = plain
 
+    def update_rollout(self, engines: list, replaces: bool, options: dict[str, str]) -> None:
+        """Make slime's updater of these engines, at version 100."""
+        from slime.backends.megatron_utils import actor
+
+        for name in ("RESHARD_BEGIN", *options):
+            os.environ.pop(name, None)
+        os.environ |= options
+        args = SimpleNamespace(
+            rollout_num_gpus_per_engine=1, update_weights_interval=1, use_fault_tolerance=replaces
+        )
+        self.updater = actor.UpdateWeightFromDistributed(
+            args, self.shards.source.models, dict, model_name="qwen3", quantization_config=None
+        )
+        self.updater.weight_version = 100
+        self.updater.connect_rollout_engines(engines, None, engine_gpu_counts=[1] * len(engines))
+
+    def replace_engines(self, engines: list) -> None:
+        """As slime does where its monitor has found engines dead, and it has started others."""
+        self.updater.connect_rollout_engines(engines, None, engine_gpu_counts=[1] * len(engines))
+
+    def update_rollout_weights(self, dies_at: str = "", victim=None) -> list:
+        """What an update raises, in how many seconds, and how many engines have it; at a call of this name the
+        server of a `victim` dies."""
+        from reshard.integrations import slime
+
+        plain = slime._answer
+
+        def answer(engine, method, request):
+            if method == dies_at and engine._actor_id == victim[0]._actor_id:
+                end_server(victim[1])
+            return plain(engine, method, request)
+
+        slime._answer, began = answer, time.monotonic()
+        try:
+            raised = caught(self.updater.update_weights)
+            return [raised, time.monotonic() - began, len(self.updater.rollout_engines)]
+        finally:
+            slime._answer = plain
+
     async def sync(self, steps: int, adapter: str | None = None) -> list:
         """verl's call; what it raises."""
         options = {"global_steps": steps, "peft_config": None, "base_sync_done": True}
@@ -268,6 +309,82 @@ def begun_by_slime(actor, engine, flags: list[str], directories: list[str], serv
     return said
 
 
+def end_server(server) -> None:
+    """End a server's process, with its schedulers."""
+    import ray
+
+    with suppress(ray.exceptions.RayError):
+        ray.get(server.die.remote())
+
+
+class Steps:
+    """A trainer's steps and updates, each by a call of its actor, in which one of two checkpoints is loaded."""
+
+    def __init__(self, actor, flags: list[str], directories: list[str]) -> None:
+        self.actor, self.flags, self.directories = actor, flags, directories
+
+    def train(self, which: int) -> None:
+        import ray
+
+        ray.get(self.actor.load.remote(self.flags, self.directories[which]))
+
+    def begin(self) -> bool:
+        """Take a step to the first checkpoint, and go on to the second."""
+        import ray
+
+        return ray.get(self.actor.begun.remote(self.flags, self.directories))
+
+    def update(self, *how) -> list:
+        import ray
+
+        return ray.get(self.actor.update_rollout_weights.remote(*how))
+
+    def make(self, engines: list, replaces: bool, **options: str) -> None:
+        import ray
+
+        ray.get(self.actor.update_rollout.remote(engines, replaces, options))
+
+
+def replaced_in_slime(trainer: Steps, url: str, dying: tuple, replace, served) -> dict:
+    """What servers of a rollout serve after updates during which one of them dies, and after slime has replaced it.
+    `dying` is the second server's actor, with its address, and `replace` starts a third."""
+    import ray
+    from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+
+    from reshard.comm.http import call_route
+
+    made = lambda at: ray.remote(SGLangEngine).options(num_cpus=0).remote(at)  # noqa: E731
+    says = lambda *urls: [[*served(one), call_route(one, "model_info")["weight_version"]] for one in urls]  # noqa: E731
+
+    first, second = made(url), made(dying[1])
+    trainer.make([first, second], True)
+    trainer.train(1)
+    said = {"both": [trainer.update(), says(url, dying[1])]}
+    trainer.train(0)
+    said["dies"] = [trainer.update("update_weights_from_distributed", (second, dying[0])), says(url)]
+    said["ended"] = caught(lambda: ray.get(second.get_url.remote()))
+    trainer.train(1)
+    said["without it"] = [trainer.update(), says(url)]
+    third, third_url = replace()
+    new = made(third_url)
+    said["new"] = says(third_url)
+    ray.get(trainer.actor.replace_engines.remote([first, second, new]))
+    trainer.train(0)
+    said["replaced"] = [trainer.update(), says(url, third_url)]
+    trainer.make([first, new], True, RESHARD_BEGIN="1")
+    trainer.train(1)
+    said["all"] = [trainer.update(), says(url, third_url)]
+    said["begun"] = trainer.begin()
+    end_server(third)
+    trainer.train(0)
+    said["died while begun"] = [trainer.update(), says(url)]
+    trainer.make([first, made(third_url)], False)
+    said["not replaced"] = trainer.update()
+    ray.get(first.continue_generation.remote())
+    trainer.make([first], True)
+    return said
+
+
 def main() -> None:
     import ray
 
@@ -278,20 +395,30 @@ def main() -> None:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     from verl.workers.rollout.replica import RolloutMode
 
-    server = ray.remote(server_class()).options(name="sglang_server_0_0", num_cpus=0, max_concurrency=8).remote(
-        config=config.rollout, model_config=config.model, rollout_mode=RolloutMode.HYBRID, workers=[], replica_rank=0,
-        node_rank=0, nnodes=1, cuda_visible_devices="", base_gpu_id=0,
-    )  # fmt: skip
-    starting = server.launch_server.remote()
+    def launch(rank: int) -> tuple:
+        """Start a server; return its actor, and what ends when it answers."""
+        options = {"name": f"sglang_server_{rank}_0", "num_cpus": 0, "max_concurrency": 8}
+        started = ray.remote(server_class()).options(**options).remote(
+            config=config.rollout, model_config=config.model, rollout_mode=RolloutMode.HYBRID, workers=[],
+            replica_rank=rank, node_rank=0, nnodes=1, cuda_visible_devices="", base_gpu_id=0,
+        )  # fmt: skip
+        return started, started.launch_server.remote()
+
+    def url_of(launched: tuple) -> str:
+        """Return the address of a server that answers."""
+        ray.get(launched[1])
+        host, port = ray.get(launched[0].get_server_address.remote())
+        return f"http://{host}:{port}"
+
+    first, second = launch(0), launch(1)
+    server = first[0]
     actor, beside = (ray.remote(Actor).options(num_cpus=0).remote() for _ in range(2))
     outcome: dict = {"adapters": ray.get([actor.adapt.remote(config), beside.adapt.remote(config)])}
     ray.get(actor.load.remote(flags, checkpoints[0][1]))
-    ray.get(starting)
-    host, port = ray.get(server.get_server_address.remote())
-    url = f"http://{host}:{port}"
+    url = url_of(first)
 
-    def served() -> list:
-        answer = call_route(url, "generate", {"input_ids": [7, 1, 30, 4, 999, 5], **ASKED})
+    def served(at: str = url) -> list:
+        answer = call_route(at, "generate", {"input_ids": [7, 1, 30, 4, 999, 5], **ASKED})
         return [answer["meta_info"]["input_token_logprobs"], answer["output_ids"]]
 
     outcome |= {"dummy": served(), "served": [], "loaded": [], "said": []}
@@ -317,6 +444,14 @@ def main() -> None:
     outcome["served"].append([*served(), ray.get(server.steps.remote())])
     outcome["version of slime"] = call_route(url, "model_info")["weight_version"]
     outcome["begun"] = begun_by_slime(actor, engine, flags, [mcore for _, mcore in checkpoints], served, url)
+    directories = [mcore for _, mcore in checkpoints]
+
+    def replace() -> tuple:
+        third = launch(2)
+        return third[0], url_of(third)
+
+    trainer = Steps(actor, flags, directories)
+    outcome["replaced"] = replaced_in_slime(trainer, url, (second[0], url_of(second)), replace, served)
     for hf, _ in (*checkpoints, *checkpoints):
         ray.get(engine.flush_cache.remote())  # with traces of requests it would end
         call_route(url, "update_weights_from_disk", {"model_path": hf, "load_format": "safetensors"})

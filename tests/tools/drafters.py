@@ -3,6 +3,7 @@ checkpoints, as trainers have it, and its files."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -92,6 +93,58 @@ class Eagle3(torch.nn.Module):
         tensors = {name: one.contiguous() for name, one in self.state_dict().items()}
         save_file(tensors, folder / "model.safetensors")
         return str(folder)
+
+
+class FusedEagle3(torch.nn.Module):
+    """What one of so many tensor parallel ranks holds of a drafter as Megatron's layers would: q, k and v in one
+    tensor, by groups of heads, and so gate and up."""
+
+    def __init__(self, drafter: Eagle3, rank: int, ranks: int) -> None:
+        super().__init__()
+        fields = drafter.fields
+        groups, head = fields["num_key_value_heads"], fields["head_dim"]
+        self.config = SimpleNamespace(
+            num_attention_heads=fields["num_attention_heads"], num_query_groups=groups, kv_channels=head,
+            hidden_size=fields["hidden_size"], ffn_hidden_size=fields["intermediate_size"],
+            draft_vocab_size=fields["draft_vocab_size"],
+        )  # fmt: skip
+        self.rank, self.ranks = rank, ranks
+        for name, tensor in self._local(drafter).items():
+            *path, key = name.split(".")
+            module: torch.nn.Module = self
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, torch.nn.Module())
+                module = module.get_submodule(part)
+            if tensor.is_floating_point():
+                module.register_parameter(key, torch.nn.Parameter(tensor))
+            else:
+                module.register_buffer(key, tensor)
+
+    def _local(self, drafter: Eagle3) -> dict[str, torch.Tensor]:
+        plain, layer = {name: one.detach() for name, one in drafter.state_dict().items()}, "layer"
+        cut = lambda name, dim=0: plain[name].chunk(self.ranks, dim)[self.rank].clone()  # noqa: E731
+        parts = [plain[f"midlayer.self_attn.{name}_proj.weight"] for name in "qkv"]
+        grouped = [part.view(self.config.num_query_groups, -1, part.shape[1]) for part in parts]
+        fused = torch.cat(grouped, 1).reshape(-1, parts[0].shape[1])
+        local = {
+            "fc.weight": cut("fc.weight"), "eagle_output_layer.weight": cut("lm_head.weight"),
+            f"{layer}.self_attention.linear_qkv.weight": fused.chunk(self.ranks)[self.rank].clone(),
+            f"{layer}.self_attention.linear_proj.weight": cut("midlayer.self_attn.o_proj.weight", 1),
+            f"{layer}.mlp.linear_fc1.weight": torch.cat([cut(f"midlayer.mlp.{name}_proj.weight")
+                                                         for name in ("gate", "up")]),
+            f"{layer}.mlp.linear_fc2.weight": cut("midlayer.mlp.down_proj.weight", 1),
+            f"{layer}.hidden_norm.weight": plain["midlayer.hidden_norm.weight"],
+            f"{layer}.input_layernorm.weight": plain["midlayer.input_layernorm.weight"],
+            f"{layer}.pre_mlp_layernorm.weight": plain["midlayer.post_attention_layernorm.weight"],
+            "norm.weight": plain["norm.weight"], "d2t": plain["d2t"],
+        }  # fmt: skip
+        return {f"eagle_module.{name}": tensor for name, tensor in local.items()}
+
+    @torch.no_grad()
+    def take(self, drafter: Eagle3) -> None:
+        """Take another drafter's weights."""
+        self.load_state_dict(self._local(drafter))
 
 
 def load_drafter(folder: str | Path, target: str | Path) -> Eagle3:

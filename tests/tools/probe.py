@@ -9,14 +9,16 @@ from typing import Any
 import torch
 
 
+def digest_of(tensor: torch.Tensor) -> str:
+    """The digest of a tensor's bytes."""
+    return hashlib.sha256(tensor.data.contiguous().view(torch.uint8).numpy()).hexdigest()
+
+
 class Probed:
     """Mixed into a worker."""
 
     def digests(self) -> dict[str, str]:
-        named = self.get_model().named_parameters()
-        return {
-            n: hashlib.sha256(p.data.contiguous().view(torch.uint8).numpy()).hexdigest() for n, p in named
-        }
+        return {name: digest_of(one) for name, one in self.get_model().named_parameters()}
 
     def wipe(self) -> None:
         for parameter in self.get_model().parameters():

@@ -58,7 +58,7 @@ class BegunSynchronizer(Workers, WeightSynchronizer):
         try:
             # One after the other, since an engine must not hear of the next before it has answered to this one.
             self._get(self._on_policy("settle"), WAITS * self._options.timeout)
-            self._begun = Calls(futures_of(self._on_all("reshard_begin_refit", None, self._options.verify)))
+            self._begun = Calls(self._on_all("reshard_begin_refit", None, self._options.verify))
             whys = self._get(self._on_policy("begin"))
         except (ReshardError, ray.exceptions.RayError) as error:
             self._connect_anew(error_line(error))
@@ -114,8 +114,8 @@ class BegunSynchronizer(Workers, WeightSynchronizer):
         version = report["version"]
         try:
             all_or_none(
-                lambda: futures_of(self._on_all("reshard_switch", version)),
-                lambda: futures_of(self._on_all("reshard_roll_back")),
+                lambda: self._on_all("reshard_switch", version),
+                lambda: self._on_all("reshard_roll_back"),
                 version,
                 report["before"],
                 self._options.timeout,
@@ -134,11 +134,9 @@ class BegunSynchronizer(Workers, WeightSynchronizer):
         except (ReshardError, ray.exceptions.RayError) as error:  # who is gone is named by the next sync
             log.warning("not all have disconnected: %s", error_line(error))
 
-    def _on_all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of our worker with the same arguments on all engines."""
-        ranks = len(self._generation.worker_group.workers)
-        engines = range(0, ranks, ranks // self._generation.dp_size)
-        return self._on_engines(method, [arguments for _ in engines])
+    def _on_all(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """Call a method of our worker with the same arguments on all engines; return the calls' futures."""
+        return futures_of(self._on_leaders(method, dict.fromkeys(range(self._generation.dp_size), arguments)))
 
 
 def begins_after_training(

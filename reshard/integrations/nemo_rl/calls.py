@@ -1,5 +1,6 @@
 """Calls of NeMo-RL's groups of workers from the driver, for synchronizers of weights."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from reshard.core.extras import importing_beside
@@ -37,13 +38,37 @@ class Workers:
 
     def _on_engines(self, method: str, arguments: list[tuple]) -> list[Any]:
         """Call a method of our workers of vLLM; `arguments` are those of each engine."""
-        is_async = self._generation.cfg["vllm_cfg"]["async_engine"]
         return self._generation.worker_group.run_all_workers_multiple_data(
-            "checkpoint_engine_rpc_async" if is_async else "checkpoint_engine_rpc",
+            self._rpc,
             method_args=arguments,
             run_rank_0_only_axes=ONE_OF_EACH_ENGINE,
             common_kwargs={"checkpoint_method": method},
         )
+
+    def _on_leaders(self, method: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
+        """Call a method of our workers of some engines, with the arguments of each; the calls are by engine."""
+        return {
+            engine: getattr(self._leader(engine), self._rpc).remote(
+                checkpoint_method=method, method_args=each
+            )
+            for engine, each in arguments.items()
+        }
+
+    def _leader(self, engine: int) -> Any:
+        """Return the actor that talks to an engine, which is another one once NeMo-RL has replaced it."""
+        group = self._generation.worker_group
+        return group.workers[group.get_dp_leader_worker_idx(engine)]
+
+    @property
+    def _rpc(self) -> str:
+        is_async = self._generation.cfg["vllm_cfg"]["async_engine"]
+        return "checkpoint_engine_rpc_async" if is_async else "checkpoint_engine_rpc"
+
+    @property
+    def _ranks_each(self) -> int:
+        """How many ranks each engine has."""
+        ranks: int = len(self._generation.worker_group.workers)
+        return ranks // self._generation.dp_size
 
 
 def late_ranks(calls: list[Any]) -> list[str]:
@@ -55,6 +80,11 @@ def late_ranks(calls: list[Any]) -> list[str]:
     ]
 
 
-def futures_of(calls: list[Any]) -> dict[str, Any]:
+def name_of(engine: int) -> str:
+    """Return what errors call an engine."""
+    return f"engine {engine} of the rollout"
+
+
+def futures_of(calls: Mapping[int, Any]) -> dict[str, Any]:
     """Return the futures of calls of engines, by the names of these."""
-    return {f"engine {index} of the rollout": call.future() for index, call in enumerate(calls)}
+    return {name_of(engine): call.future() for engine, call in calls.items()}

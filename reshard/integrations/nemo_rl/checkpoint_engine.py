@@ -25,14 +25,16 @@ with importing_beside("NeMo-RL", "nemo_rl", "ray"):
 from reshard.comm.group import RefitGroup
 from reshard.comm.secret import new_secret
 from reshard.core.errors import ReshardError
-from reshard.integrations.nemo_rl.colocated import BACKEND
+from reshard.integrations.nemo_rl.drafter import source_of, update
+from reshard.integrations.nemo_rl.driven import BACKEND
 from reshard.integrations.options import SyncOptions
 from reshard.integrations.sync import Meeting, WeightSync, ray_address
 from reshard.refit.pending.refits import Begun
-from reshard.trainers.megatron import MegatronModel
+from reshard.refit.trainer import Trainer
 
-# What NeMo-RL itself takes beside our options.
+WORKER = "reshard.integrations.nemo_rl.ReshardWorker"  # vLLM's
 WHERE = f"policy.generation.refit_cfg[{BACKEND!r}]"
+# What NeMo-RL itself takes there beside our options.
 NEMO_RL_OPTIONS = ("release_after_refit", "update_weights_bucket_memory_ratio")
 
 
@@ -64,7 +66,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         # death: NeMo-RL tells them nothing.
         self.lobby: RefitGroup | None = None
         self.next_address: str | None = None
-        self.source: MegatronModel | None = None
+        self.source: Trainer | None = None
         self.connects, self.syncs = True, 0
 
     def prepare(self) -> dict[str, Any]:
@@ -106,11 +108,12 @@ class ReshardCheckpointEngine(CheckpointEngine):
         self.next_address, self.connects, self.syncs = None, True, 0
 
     def meeting_place(self) -> str:
-        """Return an address for `ColocatedSynchronizer`; see the function."""
+        """Return an address for a `DrivenSynchronizer`; see `ray_address`."""
         return ray_address()
 
     def meet(self, address: str, size: int, secret: str) -> None:
-        """Connect there at the next sync, as `ColocatedSynchronizer` says."""
+        """Connect there at the next sync, as a `DrivenSynchronizer` says."""
+        self.sync.close()  # perhaps with members that are not among these
         self.next_address, self.size, self.secret, self.connects = address, size, secret, True
 
     def settle(self) -> None:
@@ -124,6 +127,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         link = self.sync.link
         if link is None:
             raise ReshardError(f"rank {self.rank} of the policy is not connected")
+        update(self.source)
         self.begun = link.begin_refit(verify=self.sync.options.verify, called=self._lobby_failure)
         return self.begun.why
 
@@ -146,6 +150,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
                 with members.watching(self._lobby_failure):
                     sync.connect(members, lambda: self._source(worker))
             assert sync.link is not None
+            update(self.source)
             with sync.link.group.watching(self._lobby_failure):
                 sync.refit()
 
@@ -198,12 +203,12 @@ class ReshardCheckpointEngine(CheckpointEngine):
             self.lobby.post(f"meet/{self.syncs}", ray_address().encode())
         return self.lobby.read(f"meet/{self.syncs}", 0).decode()
 
-    def _source(self, worker: Any) -> MegatronModel:
+    def _source(self, worker: Any) -> Trainer:
         why = not_covered(worker.cfg)
         if why:
             raise ReshardError(f"{why}, which reshard does not refit: leave NeMo-RL its own weight sync")
         if self.source is None:
-            self.source = MegatronModel(worker.model)
+            self.source = source_of(worker)
         return self.source
 
 
@@ -229,8 +234,6 @@ def not_covered(config: Mapping[str, Any]) -> str:
     engine, kwargs = generation.get("vllm_cfg") or {}, generation.get("vllm_kwargs") or {}
     if ((config.get("megatron_cfg") or {}).get("peft") or {}).get("enabled"):
         return "the model has LoRA adapters (policy.megatron_cfg.peft)"
-    if (config.get("draft") or {}).get("enabled"):
-        return "a draft model is trained (policy.draft)"
     if config.get("quant_cfg") or generation.get("quant_cfg"):
         return "the model is quantized (quant_cfg)"
     if engine.get("precision") == "fp8" or kwargs.get("quantization"):

@@ -3,6 +3,7 @@ runs with another synchronizer of weights.
 
     python -m reshard.integrations.nemo_rl examples/run_grpo.py --config ...
 
+`examples/run_grpo_single_controller.py` gets a synchronizer that goes on without engines that have died.
 With ``RESHARD_MONITOR`` its rollouts are checked too (`reshard.integrations.nemo_rl.monitored`).
 """
 
@@ -10,16 +11,17 @@ import functools
 import runpy
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from reshard.core.errors import ReshardError
 from reshard.integrations.monitoring import monitor
 from reshard.integrations.nemo_rl.begun import BegunSynchronizer, begins_after_training
-from reshard.integrations.nemo_rl.checkpoint_engine import WHERE, checked_options, not_covered
-from reshard.integrations.nemo_rl.colocated import BACKEND, ColocatedSynchronizer
+from reshard.integrations.nemo_rl.checkpoint_engine import WHERE, WORKER, checked_options, not_covered
+from reshard.integrations.nemo_rl.colocated import ColocatedSynchronizer
+from reshard.integrations.nemo_rl.driven import BACKEND
 from reshard.integrations.nemo_rl.monitored import watch
-
-WORKER = "reshard.integrations.nemo_rl.ReshardWorker"
+from reshard.integrations.nemo_rl.survivors import with_survivors
 
 
 def with_refits(setup: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,6 +84,10 @@ def main() -> None:
     from nemo_rl.algorithms import grpo
 
     grpo.setup = with_refits(grpo.setup)
+    with suppress(ImportError):  # which needs packages that other scripts do without
+        from nemo_rl.algorithms.single_controller_utils import setup
+
+        setup.create_weight_synchronizer = with_survivors(setup.create_weight_synchronizer)
     if monitor() is not None:
         watch(grpo)
     del sys.argv[0]

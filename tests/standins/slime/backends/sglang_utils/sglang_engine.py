@@ -51,3 +51,9 @@ class SGLangEngine:
 
     def continue_generation(self):
         self._make_request("continue_generation")
+
+    def get_url(self):
+        return self.url
+
+    def shutdown(self):
+        requests.get(f"{self.url}/workers").raise_for_status()
