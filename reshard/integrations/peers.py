@@ -143,7 +143,7 @@ class Recovery:
                     go_on(member.client, is_new=True)
         except Exception as error:  # of whatever kind a client raises: others are still to be brought up
             if self._stopped:
-                return False  # and what becomes of it the send that came says
+                return False  # the send that stopped this says what becomes of it
             member.why = f"{peer.name} could not hand on version {how.version} to it: {error_line(error)}"
             log.info("%s", member.why)
             return False
