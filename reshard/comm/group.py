@@ -233,17 +233,22 @@ class RefitGroup(HubClient):
     def expecting(self, ticket: str) -> Iterator[None]:
         """Take part with the call inside in the transaction of another member's `ticket`, and in no other. Raises
         ReshardError if that is a member of another meeting."""
+        self.expected = self.transaction_of(ticket)
+        try:
+            yield
+        finally:
+            self.expected = None
+
+    def transaction_of(self, ticket: str) -> int:
+        """Return the number of the transaction of another member's `ticket`. Raises ReshardError if that is a member of
+        another meeting."""
         meeting, _, number = str(ticket).partition("/")
         if meeting != self.meeting or not number.isdecimal() or len(number) > MOST_DIGITS:
             raise ReshardError(
                 f"{self.names[self.rank]} is called by a connection that is over: it has connected anew since, and is "
                 f"refitted by that connection alone"
             )
-        self.expected = int(number)
-        try:
-            yield
-        finally:
-            self.expected = None
+        return int(number)
 
     @contextmanager
     def transaction(self, what: str, kind: str = "") -> Iterator[None]:

@@ -40,7 +40,7 @@ from reshard.integrations.switching import (
     KEEP,
     Switching,
     check_switches,
-    roll_back,
+    roll_back_all,
     switch_all,
 )
 from reshard.integrations.vllm.transfer import EngineClient, HttpClient, WeightTransfer
@@ -305,7 +305,8 @@ class Fleet:
         gone_back_from = self.version
         self._end_begun()
         self._end_recovery()
-        failed = self._roster.each(names, partial(roll_back, version=version), self.timeout)
+        clients = {name: self._members[name].client for name in names}
+        failed = on_first_rank(lambda: roll_back_all(clients, version, transfer.ticket, self.timeout))
         transfer.link.roll_back()
         assert version is not None, "what is switched from has a version"
         self.version = version

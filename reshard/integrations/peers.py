@@ -142,10 +142,14 @@ class Recovery:
                 if how.pausing:
                     go_on(member.client, is_new=True)
         except Exception as error:  # of whatever kind a client raises: others are still to be brought up
+            if self._stopped:
+                return False  # the send that stopped this says what becomes of it
             member.why = f"{peer.name} could not hand on version {how.version} to it: {error_line(error)}"
             log.info("%s", member.why)
             return False
         else:
+            if self._stopped:
+                return False  # which may have brought it another version since
             member.refitted(how.version)
             seconds = time.monotonic() - began
             log.info("%s has version %s from %s, %.2f s", member.name, how.version, peer.name, seconds)
@@ -177,4 +181,6 @@ class Recovery:
 
             name = f"engine {member.name}"
             Calls({name: in_background(update)}).alongside(group, lambda: link.refit(version, verify=True))
+            if self._stopped:
+                raise ReshardError("the trainer sends other weights")
             Calls({name: in_background(lambda: finish(member.client, str(version)))}).wait_all(timeout)

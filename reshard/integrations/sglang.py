@@ -57,32 +57,38 @@ class SglangClient(EngineServer):
             update_info["version"],
             update_info.get("ticket"),
         )
-        begun, self._done = self._begun, ""
-        if action in (SWITCH, DROP) and begun is not None and begun[0] != ticket:
-            if action == SWITCH:
+        begun = self._begun
+        if action in (SWITCH, DROP, ROLL_BACK) and begun is not None and begun[0] != ticket:
+            if action != DROP:
                 raise ReshardError(
-                    f"what {self.url} was to switch to was given up, and another refit has begun since"
+                    f"the {action} of {self.url} comes late: what it means was given up, and another refit has begun "
+                    f"since"
                 )
-            return  # it comes late
+            return
+        self._done = ""
         self._begun = (ticket, version) if action == BEGIN else None
+        keeping = {"keep_caches": not self._is_paused, "ticket": ticket}
         if action == REFIT:
             refit_server(self.url, version, update_info["verify"], self.timeout)
         elif action == BEGIN:
-            act_on_server(self.url, BEGIN, self.timeout, version=version, verify=update_info["verify"])
+            options = {"version": version, "verify": update_info["verify"], "ticket": ticket}
+            act_on_server(self.url, BEGIN, self.timeout, **options)
         elif action == ROLL_BACK:
-            act_on_server(self.url, ROLL_BACK, self.timeout, keep_caches=not self._is_paused)
+            act_on_server(self.url, ROLL_BACK, self.timeout, version=version, **keeping)
         elif action == SWITCH:
             if begun is None:
                 raise ReshardError(f"{self.url} has nothing to switch to: begin a refit first")
-            act_on_server(self.url, SWITCH, self.timeout, version=begun[1], keep_caches=not self._is_paused)
+            act_on_server(self.url, SWITCH, self.timeout, version=begun[1], **keeping)
         self._done = action
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Have SGLang tell the version. Raises ReshardError where nothing has brought one."""
+        if weight_version is None:
+            return  # and what another call has done is still to be told
         action, self._done = self._done, ""
-        if action not in (REFIT, SWITCH, ROLL_BACK) and weight_version is not None:
+        if action not in (REFIT, SWITCH, ROLL_BACK):
             raise ReshardError(f"{self.url} has got nothing of version {weight_version}: begin a refit first")
-        if action in (SWITCH, ROLL_BACK) and weight_version is not None:
+        if action in (SWITCH, ROLL_BACK):
             told = {"new_version": weight_version, "abort_all_requests": False}
             self._call("POST", "update_weight_version", told)
 

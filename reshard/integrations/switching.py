@@ -57,9 +57,9 @@ def begin(client: Any, info: dict[str, Any]) -> None:
 def switch(
     client: Any, version: int, ticket: str | None, how: Switching, is_over: Callable[[], bool] = lambda: False
 ) -> None:
-    """Have an engine switch to the version that was begun with a ticket, unless it `is_over` once it is paused: others
-    have gone back meanwhile. Raises ReshardError if it cannot, or has not done all of it: then `roll_back` makes sure
-    of what it serves."""
+    """Have an engine switch to the version that was begun with a ticket, unless it `is_over`, since it was given up:
+    then it goes back where it has switched by then. Raises ReshardError if it cannot, or has not done all of it: then
+    `roll_back` makes sure of what it serves."""
     try:
         try:
             if how.pauses:
@@ -67,6 +67,10 @@ def switch(
             if is_over():
                 raise ReshardError("it was paused too late to switch with the others")
             client.update_weights(_info(SWITCH, version, ticket))
+            if is_over():
+                client.update_weights(_info(ROLL_BACK, ticket=ticket))
+                finish(client, None)  # the version that it tells is still the one before
+                raise ReshardError("it switched too late to do so with the others, and went back")
             finish(client, str(version))
             if how.caches == RESET and hasattr(client, "reset_prefix_cache"):
                 client.reset_prefix_cache()
@@ -87,11 +91,28 @@ def drop(client: Any, ticket: str | None, is_over: Callable[[], bool] = lambda: 
         finish(client, None)
 
 
-def roll_back(client: Any, version: int | None) -> None:
-    """Have an engine serve the version again that it served before a switch."""
+def roll_back(
+    client: Any, version: int | None, ticket: str | None, is_over: Callable[[], bool] = lambda: False
+) -> None:
+    """Have an engine serve the version again that it served before it switched to what was begun with a ticket. Where
+    it `is_over`, since it was given up, it does not go back any more, or its version is not named: that may be another
+    by then."""
     client.start_weight_update()
-    client.update_weights(_info(ROLL_BACK))
-    finish(client, None if version is None else str(version))
+    if not is_over():
+        client.update_weights(_info(ROLL_BACK, version, ticket))
+    finish(client, None if version is None or is_over() else str(version))
+
+
+def roll_back_all(
+    clients: Mapping[str, Any], version: int | None, ticket: str | None, seconds: float
+) -> dict[str, str]:
+    """Have engines, by name, serve the version again that they served before they switched to what was begun with a
+    ticket. Return why some have failed, or were late: these do not go back any more. Each may take so many seconds."""
+    over = Event()
+    calls = {name: partial(roll_back, one, version, ticket, over.is_set) for name, one in clients.items()}
+    failed = _called(calls, seconds)
+    over.set()
+    return failed
 
 
 def switch_all(
@@ -116,8 +137,8 @@ def switch_all(
     if not any(name in failed for name in answering):
         return version, failed
     # Also those that have failed: how far they had come is not known.
-    back = {name: partial(roll_back, clients[name], before) for name in answering}
-    return before, _called(back, seconds) | failed
+    back = roll_back_all({name: clients[name] for name in answering}, before, ticket, seconds)
+    return before, back | failed
 
 
 def _answers(client: Any, seconds: float) -> bool:

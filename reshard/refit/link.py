@@ -411,14 +411,22 @@ class Link:
         """
         return self.begun.begin(self, _checked(version), verify, called)
 
-    def check_switch(self, version: int | None = None) -> None:
-        """Raise ReshardError unless this engine's rank can switch to the version that a refit was begun with, or back:
-        for engines of several ranks, which ask all before the first switches."""
-        self._alone("check a switch", lambda: self.begun.check(self, _checked(version)))
+    def check_switch(self, version: int | None = None, *, ticket: str | None = None) -> None:
+        """Raise ReshardError unless this engine's rank can `switch` with these arguments: for engines of several ranks,
+        which ask all before the first switches."""
+        self._alone("check a switch", lambda: self.begun.check(self, _checked(version), ticket))
 
-    def switch(self, version: int | None = None, *, keep_caches: bool = False) -> int:
+    def check_roll_back(self, version: int | None = None, *, ticket: str | None = None) -> None:
+        """Raise ReshardError unless this engine's rank can `roll_back` with these arguments, as `check_switch` does."""
+        self._alone("check a roll back", lambda: self.begun.check_back(self, _checked(version), ticket))
+
+    def switch(
+        self, version: int | None = None, *, keep_caches: bool = False, ticket: str | None = None
+    ) -> int:
         """Serve the version that a refit was begun with, on an engine's rank, between two steps of its model; return
-        it. What was served before is kept until the next refit, for `roll_back`.
+        it. What was served before is kept until the next refit, for `roll_back`. With the `ticket`
+        (`RefitGroup.ticket`) that the trainer's rank had when it began the refit, a call that comes late switches to
+        nothing that was begun since.
 
         Nothing is waited for but this GPU, so whoever calls the engines has to see that all switch, or roll back those
         that did. With `keep_caches` the engine is not asked to drop what it has computed from the weights before, and
@@ -427,13 +435,22 @@ class Link:
         Raises ReshardError, with the engine as it was, where no such version is pending, or, after ``verify=True``, the
         weights are not those of the trainer.
         """
-        return self._alone("switch", lambda: self.begun.switch(self, _checked(version), keep_caches))
+        return self._alone("switch", lambda: self.begun.switch(self, _checked(version), keep_caches, ticket))
 
-    def roll_back(self, *, keep_caches: bool = False) -> int:
-        """Serve what was served before `switch`, bit for bit, on an engine's rank; return its version. Does nothing
-        where the engine has not switched. On a trainer's rank it says that engines do that: the next refit brings all,
-        and nothing can be begun before."""
-        return self._alone("roll back", lambda: self.begun.roll_back(self, keep_caches))
+    def roll_back(
+        self, version: int | None = None, *, keep_caches: bool = False, ticket: str | None = None
+    ) -> int:
+        """Serve what was served before `switch`, bit for bit, on an engine's rank; return its version, which is
+        `version` if that is given. Does nothing where the engine has not switched. With the `ticket` that the trainer's
+        rank had when it began what is gone back from, a call that comes late goes back from nothing that was begun
+        since. On a trainer's rank it says that engines do that: the next refit brings all, and nothing can be begun
+        before.
+
+        Raises ReshardError, with the engine as it was, where another version was served before, or what is pending has
+        another ticket."""
+        return self._alone(
+            "roll back", lambda: self.begun.roll_back(self, keep_caches, _checked(version), ticket)
+        )
 
     def refuse_to_serve(self, what: str) -> None:
         """Have this engine's rank refuse to serve `what` it holds, until the next refit."""

@@ -47,7 +47,7 @@ class Engine:
         elif action == DROP:
             self.begun = None if is_theirs else self.begun
         else:
-            assert action == ROLL_BACK
+            assert action == ROLL_BACK and info["ticket"] == TICKET and info["version"] in (6, None)
             self.begun = None
             if self.weights == 7:
                 self.weights, self.beside = self.beside, self.weights
@@ -274,7 +274,8 @@ def test_of_an_engine_that_did_not_go_back_nobody_says_which_version_it_serves()
         fleet._members[name] = Member(name, client)
         fleet._members[name].refitted(7)
     fleet.version = 7
-    transfer = SimpleNamespace(before=6, link=SimpleNamespace(roll_back=lambda: 6), close=lambda: None)
+    link = SimpleNamespace(roll_back=lambda: 6)
+    transfer = SimpleNamespace(before=6, ticket=TICKET, link=link, close=lambda: None)
     fleet._switched = _Connection(("one", "two"), transfer)
     with pytest.raises(ReshardError, match="version 6 is not in two"):
         fleet.roll_back()

@@ -292,6 +292,50 @@ def test_weights_that_are_not_the_trainers_after_a_switch_are_rolled_back():
     assert same_as((first, second), served)
 
 
+@pytest.mark.parametrize("way", ["link", "worker"])
+def test_a_call_that_means_another_refit_finds_nothing_to_swap(way):
+    """Also where the versions have the same numbers."""
+
+    def member(link, side):
+        link.refit(1)
+        tickets = []
+        for version in (2, 2):
+            tickets.append(link.group.ticket())
+            _, report = begun(link, side, version)
+            assert report.is_pending
+            if not is_trainer(side) and len(tickets) == 1:
+                assert link.switch(version, ticket=tickets[0]) == version
+        if is_trainer(side):
+            return True
+        worker = LinkMethods()
+        worker._reshard_link = link
+        switch, roll_back = link.switch, link.roll_back
+        if way == "worker":
+            switch, roll_back = worker.reshard_switch, worker.reshard_roll_back
+        old, new = tickets
+        before = state(side)
+
+        def refused(call, why: str, *given, **named) -> None:
+            served, held = side.guard.version, state(side)
+            with pytest.raises(ReshardError, match=why):
+                call(*given, **named)
+            assert side.guard.version == served and same(held, state(side)) and side.ready
+
+        late, over = "the call comes late: version 2 was begun since", "called by a connection that is over"
+        refused(switch, late, 2, ticket=old)
+        assert switch(2, ticket=new) == 2
+        after = state(side)
+        assert not same(before, after)
+        refused(roll_back, late, 2, ticket=old)
+        refused(roll_back, over, 2, ticket="another/" + new.partition("/")[2])
+        refused(roll_back, "version 2 was served before version 2, and not version 1", 1, ticket=new)
+        refused(roll_back, "and not version 1", 1)
+        assert roll_back(2, ticket=new) == roll_back(2, ticket=new) == 2 and same(before, state(side))
+        return True
+
+    assert refits(member) == [True] * 3
+
+
 def test_what_a_switch_keeps_ends_with_the_next_refit_and_with_the_connection():
     def member(link, side):
         link.refit(0)

@@ -81,14 +81,8 @@ def _act(scheduler: Any, action: str, address: str, **options: Any) -> str | Non
 def _swap(scheduler: Any, action: str, version: str | None) -> None:
     """Switch to this version, or roll back to it, between two requests, for a caller by whose route the server tells
     the version too."""
-    served = (
-        scheduler.reshard_roll_back()
-        if action == ROLL_BACK
-        else scheduler.reshard_switch(None if version is None else int(version))
-    )
-    if version is not None and served != int(version):
-        compat.record_version(scheduler, str(served))
-        raise ReshardError(f"this SGLang serves version {served}, and cannot go back to {version}")
+    swap = scheduler.reshard_roll_back if action == ROLL_BACK else scheduler.reshard_switch
+    swap(None if version is None else int(version))
 
 
 def refit_group(update: Callable[..., Any], updater: Any, request: Any) -> Any:

@@ -139,11 +139,14 @@ class LinkMethods:
         return self._reshard_connected().refit(version, verify).to_dict()
 
     @with_short_traceback
-    def reshard_begin_refit(self, version: int | None = None, verify: bool = False) -> None:
+    def reshard_begin_refit(
+        self, version: int | None = None, verify: bool = False, ticket: str | None = None
+    ) -> None:
         """Take part in a refit that a trainer has begun, in the background: return at once, and go on serving; see
-        `Link.begin_refit`. `reshard_begun` says what has become of it."""
+        `Link.begin_refit`. `reshard_begun` says what has become of it. For the `ticket` see `reshard_expecting`."""
         check_switch(verify, "verify")
-        self._reshard_connected().begin_refit(version, verify)
+        with self.reshard_expecting(ticket):
+            self._reshard_connected().begin_refit(version, verify)
 
     @with_short_traceback
     def reshard_begun(self) -> dict[str, Any]:
@@ -151,27 +154,36 @@ class LinkMethods:
         return self._reshard_connected().begun.last().wait().to_dict()
 
     @with_short_traceback
-    def reshard_switch(self, version: int | None = None, keep_caches: bool = False) -> int:
+    def reshard_switch(
+        self, version: int | None = None, keep_caches: bool = False, ticket: str | None = None
+    ) -> int:
         """Serve the version that a refit was begun with, if all ranks of this engine can; see `Link.switch`. vLLM drops
         what it has computed from the weights before by a call of its own."""
         check_switch(keep_caches, "keep_caches")
         switch = partial(Link.switch, keep_caches=keep_caches)
-        return self._reshard_all(version, switch, partial(Link.roll_back, keep_caches=keep_caches))
+        roll_back = partial(Link.roll_back, keep_caches=keep_caches)
+        check = partial(Link.check_switch, version=version, ticket=ticket)
+        return self._reshard_all(check, switch, roll_back)
 
     @with_short_traceback
-    def reshard_roll_back(self, keep_caches: bool = False) -> int:
-        """Serve again what was served before the last switch, if all ranks of this engine can; see
-        `Link.roll_back`."""
+    def reshard_roll_back(
+        self, version: int | None = None, keep_caches: bool = False, ticket: str | None = None
+    ) -> int:
+        """Serve again what was served before the last switch, this version if it is given, if all ranks of this engine
+        can; see `Link.roll_back`."""
         check_switch(keep_caches, "keep_caches")
         switch = partial(Link.switch, keep_caches=keep_caches)
-        return self._reshard_all(None, partial(Link.roll_back, keep_caches=keep_caches), switch)
+        roll_back = partial(Link.roll_back, keep_caches=keep_caches)
+        check = partial(Link.check_roll_back, version=version, ticket=ticket)
+        return self._reshard_all(check, roll_back, switch)
 
     def _reshard_all(
-        self, version: int | None, act: Callable[[Link], int], undo: Callable[[Link], int]
+        self, check: Callable[[Link], None], act: Callable[[Link], int], undo: Callable[[Link], int]
     ) -> int:
-        """Return what `act` returns of this worker's link, if all ranks of this engine can do it, and do; else it is
-        undone where it was done, so that they serve one version. Whatever a rank lacks, it takes part."""
-        error = _error_of(lambda: self._reshard_connected().check_switch(version))
+        """Return what `act` returns of this worker's link, if all ranks of this engine can do it by their `check`, and
+        do; else it is undone where it was done, so that they serve one version. Whatever a rank lacks, it takes
+        part."""
+        error = _error_of(lambda: check(self._reshard_connected()))
         if not self._reshard_agree(error is None):
             raise error or ReshardError("another rank of this engine has nothing to switch to: refit it")
         link, results = self._reshard_connected(), list[int]()

@@ -111,13 +111,13 @@ class BegunSynchronizer(Workers, WeightSynchronizer):
         if not report["is_pending"]:
             log.info("all weights are sent: %s", report["reason"])
             return False
-        version = report["version"]
+        version, before, ticket = report["version"], report["before"], report["ticket"]
         try:
             all_or_none(
-                lambda: self._on_all("reshard_switch", version),
-                lambda: self._on_all("reshard_roll_back"),
+                lambda: self._on_all("reshard_switch", version, False, ticket),
+                lambda: self._on_all("reshard_roll_back", before, False, ticket),
                 version,
-                report["before"],
+                before,
                 self._options.timeout,
             )
         except ReshardError as error:

@@ -61,6 +61,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
                 "python -m reshard.integrations.nemo_rl"
             )
         self.begun: Begun | None = None  # that is to be switched to
+        self.ticket = ""  # with which it was begun
         self.rank, self.size, self.secret = 0, 0, ""
         # A group of all members that lasts as long as they live, by which each hears of another's
         # death: NeMo-RL tells them nothing.
@@ -128,15 +129,17 @@ class ReshardCheckpointEngine(CheckpointEngine):
         if link is None:
             raise ReshardError(f"rank {self.rank} of the policy is not connected")
         update(self.source)
+        self.ticket = link.group.ticket()
         self.begun = link.begin_refit(verify=self.sync.options.verify, called=self._lobby_failure)
         return self.begun.why
 
     def arrived(self) -> dict[str, Any]:
-        """Return, on every rank of the policy, what has become of what was begun: the fields of a `BegunReport`."""
+        """Return, on every rank of the policy, what has become of what was begun: the fields of a `BegunReport`, and
+        the ``ticket`` with which this rank has begun it."""
         begun, self.begun = self.begun, None
         if begun is None:
             raise ReshardError(f"rank {self.rank} of the policy has begun nothing")
-        return begun.wait().to_dict()
+        return begun.wait().to_dict() | {"ticket": self.ticket}
 
     async def send_weights(self, weights: Any) -> None:
         """Refit, on every rank of the policy; connect first if that is new."""

@@ -50,8 +50,8 @@ class ReshardUpdateInfo(WeightTransferUpdateInfo):
     trainer's `RefitGroup.ticket`: a call that comes late, or of an earlier connection, is refused by it.
 
     `action` is what is done: ``refit``; ``begin``, after which the changes come in the background; ``switch`` to them,
-    or ``drop`` them, with the ticket with which they were begun; or ``roll back``, to what was served before a
-    switch."""
+    or ``drop`` them; or ``roll back``, to the `version` that was served before a switch. These three have the ticket
+    with which the changes were begun."""
 
     version: int | None = None
     verify: bool = False
@@ -109,35 +109,39 @@ class ReshardTransfer(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
                 "vLLM has moved its weights to the meta device, to load others layer by layer: call "
                 "start_weight_update(is_checkpoint_format=False)"
             )
-        worker, action = self._attached_worker(), update_info.action
-        begun, self.begun = self.begun, None
-        is_theirs = begun is not None and begun.ticket == update_info.ticket
+        worker, action, ticket = self._attached_worker(), update_info.action, update_info.ticket
+        begun = self.begun
         if action == REFIT:
-            with worker.reshard_expecting(update_info.ticket):
+            with worker.reshard_expecting(ticket):
+                self.begun = None
                 worker.reshard_refit(update_info.version, update_info.verify)
         elif action == BEGIN:
             # Also where this worker fails: what all workers have to agree on, all are asked.
             self.begun = update_info
-            with worker.reshard_expecting(update_info.ticket):
-                worker.reshard_begin_refit(update_info.version, update_info.verify)
-        elif action == ROLL_BACK:
-            worker.reshard_roll_back()
-        elif action in (SWITCH, DROP) and begun is not None and not is_theirs:
-            self.begun = begun  # which the call does not mean: it comes late
-            if action == SWITCH:
-                raise ReshardError(
-                    "what is to be switched to was given up, and another refit has begun since"
-                )
-        elif action == SWITCH:
-            if not is_theirs:
-                raise ReshardError("no version is pending: none was begun; refit this engine")
-            worker.reshard_switch(update_info.version)
-        elif action != DROP:
+            worker.reshard_begin_refit(update_info.version, update_info.verify, ticket)
+        elif action not in (SWITCH, DROP, ROLL_BACK):
             raise ReshardError(f"action is {action!r:.80}; it is one of {', '.join(ACTIONS)}")
+        elif begun is not None and begun.ticket != ticket:  # which the call does not mean: it comes late
+            if action != DROP:
+                raise ReshardError(
+                    f"the {action} comes late: what it means was given up, and another refit has begun since"
+                )
+        else:
+            self.begun = None
+            if action == SWITCH:
+                if begun is None:
+                    raise ReshardError("no version is pending: none was begun; refit this engine")
+                worker.reshard_switch(update_info.version, ticket=ticket)
+            elif action == ROLL_BACK:
+                worker.reshard_roll_back(update_info.version, ticket=ticket)
 
     def finish_weight_update(self) -> None:
-        """Do nothing: what an update does it has done. What was begun and not switched to is forgotten."""
-        self.begun = None
+        """Do nothing: what an update does it has done. Raises ReshardError, whereupon vLLM takes no version, where what
+        was begun is neither switched to nor dropped: what ends is another update, and the call comes late."""
+        if self.begun is not None:
+            raise ReshardError(
+                "the end of an update comes late: another refit has begun since, and is neither switched to nor dropped"
+            )
 
     def shutdown(self) -> None:
         """Disconnect from the trainer, on request and when vLLM ends."""

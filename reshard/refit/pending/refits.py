@@ -289,16 +289,26 @@ class PendingRefits:
 
     # Switching
 
-    def check(self, link: Linked, version: int | None) -> PendingVersion:
-        """Return what an engine's rank can switch to, or back from; see `Link.check_switch`."""
-        pending = self._ready_to_swap(link)
+    def check(self, link: Linked, version: int | None, ticket: str | None) -> PendingVersion:
+        """Return what an engine's rank can switch to; see `Link.check_switch`."""
+        pending = self._ready_to_swap(link, ticket)
         if version not in (None, pending.newer.version):
             raise ReshardError(f"version {pending.newer.version} is pending, and not version {version}")
         return pending
 
-    def switch(self, link: Linked, version: int | None, keep_caches: bool) -> int:
+    def check_back(self, link: Linked, version: int | None, ticket: str | None) -> PendingVersion:
+        """Return what an engine's rank can go back from; see `Link.check_roll_back`."""
+        pending = self._ready_to_swap(link, ticket)
+        if version not in (None, pending.older.version):
+            raise ReshardError(
+                f"version {pending.older.version} was served before version {pending.newer.version}, and not version "
+                f"{version}: there is no way back to that"
+            )
+        return pending
+
+    def switch(self, link: Linked, version: int | None, keep_caches: bool, ticket: str | None) -> int:
         """Serve the pending version; see `Link.switch`."""
-        pending = self.check(link, version)
+        pending = self.check(link, version, ticket)
         if pending.served != pending.newer:
             start = time.perf_counter()
             self._swap(link, pending, keep_caches)
@@ -307,7 +317,7 @@ class PendingRefits:
             self._serve(link, pending, start)
         return pending.served.version
 
-    def roll_back(self, link: Linked, keep_caches: bool) -> int:
+    def roll_back(self, link: Linked, keep_caches: bool, version: int | None, ticket: str | None) -> int:
         """Serve again what was served before; see `Link.roll_back`."""
         if link.receiver is None:
             link.chain.holds, link.chain.why = None, "engines were rolled back"
@@ -315,20 +325,21 @@ class PendingRefits:
             if link.version == after:
                 link.version = before
             return link.version or 0
-        pending = self._ready_to_swap(link)
+        pending = self.check_back(link, version, ticket)
         if pending.served == pending.newer:
             start = time.perf_counter()
             self._swap(link, pending, keep_caches)
             self._serve(link, pending, start)
         return pending.served.version
 
-    def _ready_to_swap(self, link: Linked) -> PendingVersion:
-        """Return what is pending. Raises ReshardError where that is nothing, or somebody has written into the weights
-        since."""
+    def _ready_to_swap(self, link: Linked, ticket: str | None) -> PendingVersion:
+        """Return what is pending. Raises ReshardError where that is nothing, was begun with another ticket, or somebody
+        has written into the weights since."""
         receiver = link.receiver
         link.check_open()
         if receiver is None:
             raise ReshardError("this member has no engine: engines' ranks switch")
+        transaction = link.group.transaction_of(ticket) if ticket is not None else None
         if self._begun is not None and not (report := self._begun.wait()).is_pending:
             raise ReshardError(f"no version is pending: {report.reason}; refit this engine")
         pending, guard = self.pending, receiver.engine.guard
@@ -337,6 +348,10 @@ class PendingRefits:
             raise ReshardError(
                 "no version is pending: none was begun, or the engine's weights were moved, discarded or written by "
                 "others since; refit this engine"
+            )
+        if transaction not in (None, pending.newer.transaction):
+            raise ReshardError(
+                f"the call comes late: version {pending.newer.version} was begun since, and is not what it means"
             )
         return pending
 

@@ -49,6 +49,11 @@ class PendingVersion:
     digests: Mapping[int, bytes] | None
     writes: int
 
+    @property
+    def older(self) -> Brought:
+        """What was served before the `newer` one."""
+        return self.served if self.served != self.newer else self.other
+
     def swap(self) -> None:
         """Write the other version into the weights, and keep what was there; on a GPU, enqueue that."""
         self.changes.swap()
