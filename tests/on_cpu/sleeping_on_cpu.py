@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from reshard.engines.vllm.guard import guard_of
 from reshard.engines.vllm.live import VllmModel
 from reshard.refit import RefitGroup, connect
 from reshard.trainers.megatron import MegatronModel
@@ -250,3 +251,18 @@ def drafter_left_alone(rank: int, flags: list[str], checkpoints: list[tuple[str,
     results["own"] = len(own)
     results["left"] = [one for one in link.describe()["tensors"] if "drafter" in one["how"]]
     return results
+
+
+def mtp_lost(rank: int, flags: list[str], checkpoint: tuple[str, str]) -> dict[str, object]:
+    """What is said by a trainer without MTP layers of a vLLM that has slept before it was connected; and whether one
+    serves that has slept and loaded its model again, without its drafter."""
+    hf, mcore = checkpoint
+    chunks, _ = trainer(flags, mcore)
+    members = RefitGroup.of_process_group(timeout=180)
+    worker, module, _, config = with_drafter(hf)
+    guard_of(module, config, just_loaded=True).watch(module, worker)
+    worker.sleep(2), worker.wake_up(["weights"])
+    side = VllmModel.from_worker(worker)
+    said = caught(lambda: connect(members, MegatronModel(chunks), side).refit(verify=True))
+    side.guard.loaded()  # as `reload_weights` does, which loads no drafter
+    return {"said": said, "ready": side.guard.ready, "reason": side.guard.reason}
